@@ -1,4 +1,6 @@
-"""The wheel holds notebooks and traces inside the package, where `madmax run` and `mm.dataset` find them."""
+"""The wheel holds notebooks and traces inside the package, where `madmax run` and
+`mm.dataset` find them.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,7 +10,9 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithNotebooks(build_py):
-    """Copies the two folders beside the modules; an editable installation reads those of the checkout."""
+    """Copies the two folders beside the modules; an editable installation reads those
+    of the checkout.
+    """
 
     def run(self):
         super().run()

@@ -1,11 +1,14 @@
-"""Is this run normal? Verdicts about reported runs of sources left out, as they are and made slower and faster.
+"""Is this run normal? Verdicts about reported runs of sources left out, as they are and
+made slower and faster.
 
     python benchmarks/expect.py
 
-Each source is predicted by a fit without its rows, and its interval comes from the other sources. A reported run is
-taken as fine; the same run with its time made 1.6, 2 and 3 times longer is slow, 2 and 3 times shorter suspiciously
-fast. Beside ours: the same rule on one achieved rate per GPU and data type (the median over the other sources), whose
-interval holds 90 % of the other sources' rows. `right` counts verdicts that decide. Three minutes.
+Each source is predicted by a fit without its rows, and its interval comes from the
+other sources. A reported run is taken as fine; the same run with its time made 1.6, 2
+and 3 times longer is slow, 2 and 3 times shorter suspiciously fast. Beside ours: the
+same rule on one achieved rate per GPU and data type (the median over the other
+sources), whose interval holds 90 % of the other sources' rows. `right` counts verdicts
+that decide. Three minutes.
 """
 
 import numpy as np
@@ -19,13 +22,21 @@ SHOWN = {"factor": "{:.2f}", "right": "{:.1%}"}
 
 def by_one_rate(table):
     """Share right of dense runs and mixtures by one rate, per factor of the time."""
-    source, measured = pd.factorize(table["repository"])[0], table["measured_s"].to_numpy(float)
+    source, measured = (
+        pd.factorize(table["repository"])[0],
+        table["measured_s"].to_numpy(float),
+    )
     predicted, high = baseline(table, source), np.zeros(len(table))
     error = np.abs(np.log(measured / predicted))
     for number in np.unique(source):
         high[source == number] = np.exp(np.quantile(error[source != number], 0.9))
     rows = {}
-    for factor, truth in {1.0: "fine", 1.6: "slow", 2.0: "slow", 0.5: "suspiciously fast"}.items():
+    for factor, truth in {
+        1.0: "fine",
+        1.6: "slow",
+        2.0: "slow",
+        0.5: "suspiciously fast",
+    }.items():
         said = verdicts(factor * measured, predicted, predicted * high)
         rows[factor] = {"right of all (%)": 100 * np.mean(said == truth)}
         rows[factor]["cannot tell (%)"] = 100 * np.mean(said == "cannot tell")
@@ -33,7 +44,9 @@ def by_one_rate(table):
 
 
 def show(title, table):
-    print(f"\n{title}\n{table.to_string(index=False, formatters={k: v.format for k, v in SHOWN.items()})}")
+    print(
+        f"\n{title}\n{table.to_string(index=False, formatters={k: v.format for k, v in SHOWN.items()})}"
+    )
 
 
 def main():
@@ -43,9 +56,15 @@ def main():
     sweep = left_out["source"].str.contains("ultrascale")
     ordinary = fit.slowness(left_out) <= ORDINARY
     show("sources left out, without the sweep", confusion(left_out[~sweep], left_out))
-    show("the sweep of layouts, those within 1.5 x of the best", confusion(left_out[sweep & ordinary], left_out))
+    show(
+        "the sweep of layouts, those within 1.5 x of the best",
+        confusion(left_out[sweep & ordinary], left_out),
+    )
     show("known stacks, a model of theirs left out", confusion(known[~sweep], left_out))
-    print(f"\none rate per GPU and data type, sources left out\n{by_one_rate(left_out[~sweep])}")
+    print(
+        "\none rate per GPU and data type, sources left "
+        f"out\n{by_one_rate(left_out[~sweep])}"
+    )
 
 
 if __name__ == "__main__":

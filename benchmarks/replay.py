@@ -1,9 +1,12 @@
-"""How well does a trace tell a step on another network, or on more ranks? Replays beside runs that are then made.
+"""How well does a trace tell a step on another network, or on more ranks? Replays
+beside runs that are then made.
 
-Runs are traced on hosts that are network namespaces, at 1 Gbit/s, and replayed with the collectives that a bench
-measures on the network asked for; beside them stands a peer that scales the communication that compute does not hide
-by the ratio of the rates. `python benchmarks/replay.py FOLDER --record` makes what is missing in the folder, a line
-per run, for as long as `--minutes`; then, and without `--record`, it prints the table of what is there.
+Runs are traced on hosts that are network namespaces, at 1 Gbit/s, and replayed with the
+collectives that a bench measures on the network asked for; beside them stands a peer
+that scales the communication that compute does not hide by the ratio of the rates.
+`python benchmarks/replay.py FOLDER --record` makes what is missing in the folder, a
+line per run, for as long as `--minutes`; then, and without `--record`, it prints the
+table of what is there.
 """
 
 import argparse
@@ -18,37 +21,58 @@ import madmax_lib as mm
 from madmax_lib.runs import measure_links, testbed
 from madmax_lib.traces import what_if
 
-NETWORKS = {"1gbit": 1e9, "300mbit": 3e8, "100mbit": 1e8}  # name: bits/s; the first one is traced
+NETWORKS = {
+    "1gbit": 1e9,
+    "300mbit": 3e8,
+    "100mbit": 1e8,
+}  # name: bits/s; the first one is traced
 SIZES = {"hidden": 256, "heads": 8, "layers": 4}
 MODELS = {  # name: model, changed sizes and samples per step
     "gpt": ("gpt-tiny", SIZES | {"kv_heads": 4, "ffn": 768}, 8),
     "vit": ("vit-tiny", SIZES | {"ffn": 1024}, 16),
 }
 STRATEGIES = ("tp2", "pp2", "dp2", "dp2.z2", "dp2.z3")
-MORE_RANKS, GROWTH_NETWORK = {"dp2": "dp4", "dp2.z2": "dp4.z2", "dp2.z3": "dp4.z3"}, "300mbit"
-SPEED = 0.4  # of a core that a rank has where two and four are compared: so many cores are everywhere
+MORE_RANKS, GROWTH_NETWORK = (
+    {"dp2": "dp4", "dp2.z2": "dp4.z2", "dp2.z3": "dp4.z3"},
+    "300mbit",
+)
+# of a core that a rank has where two and four are compared: so many cores are
+# everywhere
+SPEED = 0.4
 STEPS, UNTRACED = 9, slice(5, None)  # steps 2 to 4 are traced
 WIDTH, DEPTH, BATCH = 512, 8, 256  # of the module of one's own
 
 
 def pairs() -> list[tuple[str, str]]:
     """(model, strategy) of what is replayed on other networks."""
-    return [("module", "dp2"), *((model, strategy) for strategy in STRATEGIES for model in MODELS)]
+    return [
+        ("module", "dp2"),
+        *((model, strategy) for strategy in STRATEGIES for model in MODELS),
+    ]
 
 
 def cases() -> list[tuple]:
-    """(model, strategy, ranks, network, speed) of all runs: on each network, and with two and four slowed ranks."""
+    """(model, strategy, ranks, network, speed) of all runs: on each network, and with
+    two and four slowed ranks.
+    """
     networks = [(*pair, 2, network, 1.0) for pair in pairs() for network in NETWORKS]
     growth = [pair for pair in pairs() if pair[1] in MORE_RANKS]
-    return networks + [(*pair, ranks, GROWTH_NETWORK, SPEED) for pair in growth for ranks in (2, 4)]
+    return networks + [
+        (*pair, ranks, GROWTH_NETWORK, SPEED) for pair in growth for ranks in (2, 4)
+    ]
 
 
 def record(folder: Path, minutes: float) -> None:
     """Make the runs and the tables of links that the folder lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + 60 * minutes
-    for ranks, network in [(2, network) for network in [*NETWORKS][1:]] + [(4, GROWTH_NETWORK)]:
-        if not (path := links(folder, ranks, network)).exists() and time.monotonic() < until_s:
+    for ranks, network in [(2, network) for network in [*NETWORKS][1:]] + [
+        (4, GROWTH_NETWORK)
+    ]:
+        if (
+            not (path := links(folder, ranks, network)).exists()
+            and time.monotonic() < until_s
+        ):
             measure_links(path, "quick", ranks=ranks, hosts=2, network=network)
             print(path.name, flush=True)
     for case in cases():
@@ -56,18 +80,40 @@ def record(folder: Path, minutes: float) -> None:
         if (directory / "steps.csv").exists() or time.monotonic() > until_s:
             continue
         model, strategy, ranks, network, speed = case
-        spread = {"hosts": 2, "network": network, "speed": [speed] * ranks if speed < 1 else ()}
+        spread = {
+            "hosts": 2,
+            "network": network,
+            "speed": [speed] * ranks if speed < 1 else (),
+        }
         if model == "module":
             directory.mkdir(parents=True)
-            command = testbed.command(ranks, "benchmarks.replay", directory, "--rank", **spread)
-            subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+            command = testbed.command(
+                ranks, "benchmarks.replay", directory, "--rank", **spread
+            )
+            subprocess.run(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                check=True,
+                capture_output=True,
+            )
         else:
             name, sizes, samples = MODELS[model]
             text = strategy if ranks == 2 else MORE_RANKS[strategy]
-            text += ".nosp" * ((strategy, model) == ("tp2", "vit"))  # patches and class token are not split
+            text += ".nosp" * (
+                (strategy, model) == ("tp2", "vit")
+            )  # patches and class token are not split
             batch = samples * ranks // 2
             mm.launch(
-                mm.RunSpec(name, text, steps=STEPS, sizes=sizes, global_batch=batch, device="cpu", **spread), directory
+                mm.RunSpec(
+                    name,
+                    text,
+                    steps=STEPS,
+                    sizes=sizes,
+                    global_batch=batch,
+                    device="cpu",
+                    **spread,
+                ),
+                directory,
             )
         print(directory.name, flush=True)
 
@@ -76,24 +122,53 @@ def links(folder: Path, ranks: int, network: str) -> Path:
     return folder / f"links_{ranks}_{network}.csv"
 
 
-def place(folder: Path, model: str, strategy: str, ranks: int, network: str, speed: float) -> Path:
-    return folder / f"{model}_{strategy}_{ranks}_{network}{'_slow' if speed < 1 else ''}"
+def place(
+    folder: Path, model: str, strategy: str, ranks: int, network: str, speed: float
+) -> Path:
+    return (
+        folder / f"{model}_{strategy}_{ranks}_{network}{'_slow' if speed < 1 else ''}"
+    )
 
 
 def compare(folder: Path) -> pd.DataFrame:
-    """Predicted and measured seconds of a step, a row per run that the folder has beside the run that was traced."""
+    """Predicted and measured seconds of a step, a row per run that the folder has
+    beside the run that was traced.
+    """
     rows = []
     for model, strategy, ranks, network, speed in cases():
-        source = (model, strategy, 2, GROWTH_NETWORK if speed < 1 else next(iter(NETWORKS)), speed)
-        directory, traced = place(folder, model, strategy, ranks, network, speed), place(folder, *source)
-        if directory == traced or not all((path / "steps.csv").exists() for path in (directory, traced)):
+        source = (
+            model,
+            strategy,
+            2,
+            GROWTH_NETWORK if speed < 1 else next(iter(NETWORKS)),
+            speed,
+        )
+        directory, traced = (
+            place(folder, model, strategy, ranks, network, speed),
+            place(folder, *source),
+        )
+        if directory == traced or not all(
+            (path / "steps.csv").exists() for path in (directory, traced)
+        ):
             continue
-        timeline, table = mm.read_trace(traced), pd.read_csv(links(folder, ranks, network))
+        timeline, table = (
+            mm.read_trace(traced),
+            pd.read_csv(links(folder, ranks, network)),
+        )
         more = {"ranks": ranks, "devices_per_node": 2} if ranks > 2 else {}
-        steps = [what_if(timeline, {}, step, collectives=table, **more) for step in timeline.steps]
+        steps = [
+            what_if(timeline, {}, step, collectives=table, **more)
+            for step in timeline.steps
+        ]
         traced_s = pd.concat(steps).eval("step_s + saved_s").median()
-        exposed_s = mm.breakdown(timeline)["exposed_comm_s"].mean() / len(timeline.steps)
-        slower = NETWORKS[source[3]] / NETWORKS[network] if ranks == 2 else 2 * (ranks - 1) / ranks
+        exposed_s = mm.breakdown(timeline)["exposed_comm_s"].mean() / len(
+            timeline.steps
+        )
+        slower = (
+            NETWORKS[source[3]] / NETWORKS[network]
+            if ranks == 2
+            else 2 * (ranks - 1) / ranks
+        )
         rows.append({
             "model": model, "strategy": strategy, "ranks": ranks, "network": network, "traced_s": traced_s,
             "measured_s": pd.read_csv(directory / "steps.csv")["total_s"].iloc[UNTRACED].median(),
@@ -106,7 +181,9 @@ def compare(folder: Path) -> pd.DataFrame:
 
 
 def train_module(directory: Path) -> None:
-    """As one rank: a module that the library knows nothing of, under DDP, traced as any user would."""
+    """As one rank: a module that the library knows nothing of, under DDP, traced as any
+    user would.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -115,14 +192,21 @@ def train_module(directory: Path) -> None:
     torch.manual_seed(0)
     testbed.join(int(os.environ["RANK"]))
     dist.init_process_group("gloo")
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(DEPTH)]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, 10)), bucket_cap_mb=2)
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+        for _ in range(DEPTH)
+    ]
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(*layers, nn.Linear(WIDTH, 10)), bucket_cap_mb=2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(10, (BATCH,))
     path, seconds = directory / f"trace_rank{dist.get_rank()}.json", []
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
     with torch.profiler.profile(
-        schedule=schedule, record_shapes=True, on_trace_ready=lambda done: done.export_chrome_trace(str(path))
+        schedule=schedule,
+        record_shapes=True,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
     ) as profiler:
         for _ in range(STEPS):
             start_s = time.perf_counter()
@@ -132,7 +216,9 @@ def train_module(directory: Path) -> None:
             profiler.step()
             seconds.append(time.perf_counter() - start_s)
     if dist.get_rank() == 0:
-        pd.DataFrame({"step": range(STEPS), "total_s": seconds}).to_csv(directory / "steps.csv", index=False)
+        pd.DataFrame({"step": range(STEPS), "total_s": seconds}).to_csv(
+            directory / "steps.csv", index=False
+        )
     dist.destroy_process_group()
 
 
@@ -140,7 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--record", action="store_true", help="make what is missing")
-    parser.add_argument("--minutes", type=float, default=60, help="start no run later than this (60)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="start no run later than this (60)"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

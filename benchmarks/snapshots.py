@@ -1,11 +1,14 @@
-"""How long does it take to tell who holds a GPU's memory, ours beside pt-snap-cli and torch's own viewer?
+"""How long does it take to tell who holds a GPU's memory, ours beside pt-snap-cli and
+torch's own viewer?
 
-`python benchmarks/snapshots.py [--large] [--peer PYTHON] [FILE...]` prints CPU seconds and peak memory of a fresh
-process each, imports not counted in the time. Ours reads the snapshot, replays it and names the holders of the peak;
-pt-snap-cli (PYTHON of an environment that has it) replays it into SQLite; torch loads it and makes the page that a
-browser opens (`_memory_viz.trace_plot`), or its table of segments (`segsum`). The peaks should be equal.
-Without files: the real steps that are found here. --large: also a made-up history of 1 GB, with the stacks of one of
-them; making it takes 6 GB of memory.
+`python benchmarks/snapshots.py [--large] [--peer PYTHON] [FILE...]` prints CPU seconds
+and peak memory of a fresh process each, imports not counted in the time. Ours reads the
+snapshot, replays it and names the holders of the peak; pt-snap-cli (PYTHON of an
+environment that has it) replays it into SQLite; torch loads it and makes the page that
+a browser opens (`_memory_viz.trace_plot`), or its table of segments (`segsum`). The
+peaks should be equal. Without files: the real steps that are found here. --large: also
+a made-up history of 1 GB, with the stacks of one of them; making it takes 6 GB of
+memory.
 """
 
 from __future__ import annotations
@@ -64,16 +67,32 @@ print(json.dumps([seconds, peak_bytes, found]))
 
 
 def measured(python: str, what: str, path: Path) -> tuple[float, int, int | None] | str:
-    """CPU seconds, peak bytes and what a fresh process found; the last line of its error if it fails."""
+    """CPU seconds, peak bytes and what a fresh process found; the last line of its
+    error if it fails.
+    """
     with tempfile.TemporaryDirectory() as out:
-        run = subprocess.run([python, "-c", MEASURE, what, str(path), out], capture_output=True, text=True, cwd=out)
-    return tuple(json.loads(run.stdout.splitlines()[-1])) if run.returncode == 0 else run.stderr.splitlines()[-1]
+        run = subprocess.run(
+            [python, "-c", MEASURE, what, str(path), out],
+            capture_output=True,
+            text=True,
+            cwd=out,
+        )
+    return (
+        tuple(json.loads(run.stdout.splitlines()[-1]))
+        if run.returncode == 0
+        else run.stderr.splitlines()[-1]
+    )
 
 
 def large(path: Path, real: Path, size_bytes: int = LARGE_BYTES) -> None:
-    """A history of steps that take blocks of a segment and give them back in reverse, with the stacks of a real one."""
+    """A history of steps that take blocks of a segment and give them back in reverse,
+    with the stacks of a real one.
+    """
     draw, events = random.Random(0), []
-    stacks = [e["frames"] for e in pickle.loads(gzip.decompress(real.read_bytes()))["device_traces"][0]]
+    stacks = [
+        e["frames"]
+        for e in pickle.loads(gzip.decompress(real.read_bytes()))["device_traces"][0]
+    ]
     times_us = count(1_748_730_219_596_671, 7)
 
     def log(action: str, address: int, size: int, frames: list) -> None:
@@ -92,8 +111,20 @@ def large(path: Path, real: Path, size_bytes: int = LARGE_BYTES) -> None:
             log("free_requested", address, size, frames)
             log("free_completed", address, size, frames)
     total = 2000 * (6 << 20)
-    block = {"address": BASE, "size": total, "requested_size": 0, "state": "inactive", "frames": []}
-    segment = {"device": 0, "address": BASE, "total_size": total, "stream": 0, "segment_type": "large"}
+    block = {
+        "address": BASE,
+        "size": total,
+        "requested_size": 0,
+        "state": "inactive",
+        "frames": [],
+    }
+    segment = {
+        "device": 0,
+        "address": BASE,
+        "total_size": total,
+        "stream": 0,
+        "segment_type": "large",
+    }
     segments = [segment | {"is_expandable": False, "frames": [], "blocks": [block]}]
     with open(path, "wb") as file:
         pickle.dump({"segments": segments, "device_traces": [events]}, file, protocol=4)
@@ -102,11 +133,17 @@ def large(path: Path, real: Path, size_bytes: int = LARGE_BYTES) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--large", action="store_true", help="also a made-up one of 1 GB")
+    parser.add_argument(
+        "--large", action="store_true", help="also a made-up one of 1 GB"
+    )
     parser.add_argument("--peer", help="Python of an environment with pt-snap-cli")
     options = parser.parse_args()
     real = [local_data(f"snapshots/{name}.pickle.gz") for name in FOUND]
-    tools = {"ours": sys.executable, "pt-snap-cli": options.peer, "torch's page": sys.executable}
+    tools = {
+        "ours": sys.executable,
+        "pt-snap-cli": options.peer,
+        "torch's page": sys.executable,
+    }
     tools["torch's table"] = sys.executable
     with tempfile.TemporaryDirectory() as folder:
         files = list(options.files)
@@ -117,7 +154,8 @@ def main() -> None:
             files.append(Path(folder) / "large.pickle")
             large(files[-1], real[0])
         print(
-            "| snapshot | MB | tool | CPU (s) | memory (MB) | allocated at the peak (bytes) |",
+            "| snapshot | MB | tool | CPU (s) | memory (MB) | allocated at the peak "
+            "(bytes) |",
             "| --- " * 6 + "|",
             sep="\n",
         )
@@ -128,7 +166,13 @@ def main() -> None:
                     row = [path.stem, f"{path.stat().st_size / 1e6:,.1f}", tool]
                     failed = isinstance(result, str)
                     row += (
-                        [result, "", ""] if failed else [f"{result[0]:.2f}", f"{result[1] / 1e6:,.0f}", result[2] or ""]
+                        [result, "", ""]
+                        if failed
+                        else [
+                            f"{result[0]:.2f}",
+                            f"{result[1] / 1e6:,.0f}",
+                            result[2] or "",
+                        ]
                     )
                     print("|", " | ".join(map(str, row)), "|", flush=True)
 

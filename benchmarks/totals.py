@@ -1,9 +1,11 @@
-"""What do trainings take? Device-hours of the best plan with its goodput, beside what owners published.
+"""What do trainings take? Device-hours of the best plan with its goodput, beside what
+owners published.
 
     python benchmarks/totals.py [--write]
 
-Devices, batch and sequence are as published where they are stated (`data/training_totals.csv` says where not). The
-factor and width of each row come from the other releases. --write: the predictions into that table.
+Devices, batch and sequence are as published where they are stated
+(`data/training_totals.csv` says where not). The factor and width of each row come from
+the other releases. --write: the predictions into that table.
 """
 
 import argparse
@@ -16,15 +18,32 @@ from madmax_lib.planner import campaign, practice, published_totals
 
 
 def predicted_hours(row):
-    what = {"global_batch": int(row.global_batch), "sequence": int(row.sequence), "dtype": row.dtype}
-    answer = campaign(row.model, row.tokens, row.cluster, devices=int(row.devices), software=row.software, **what)
-    print(f"{row.release:12} {row.model:12} {answer.best['plan']:60} MFU {answer.best['mfu']:.1%}", flush=True)
+    what = {
+        "global_batch": int(row.global_batch),
+        "sequence": int(row.sequence),
+        "dtype": row.dtype,
+    }
+    answer = campaign(
+        row.model,
+        row.tokens,
+        row.cluster,
+        devices=int(row.devices),
+        software=row.software,
+        **what,
+    )
+    print(
+        f"{row.release:12} {row.model:12} {answer.best['plan']:60} MFU "
+        f"{answer.best['mfu']:.1%}",
+        flush=True,
+    )
     return answer.best["device_hours"] / practice()[0]
 
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--write", action="store_true", help="into data/training_totals.csv")
+    arguments.add_argument(
+        "--write", action="store_true", help="into data/training_totals.csv"
+    )
     arguments = arguments.parse_args()
     warnings.simplefilter("ignore")
     table = published_totals()
@@ -32,10 +51,29 @@ def main():
     factors, widths = np.transpose([practice(release) for release in table["release"]])
     table["ratio"] = factors * table["now_hours"] / table["device_hours"]
     table["inside"] = np.abs(np.log(table["ratio"])) <= widths
-    print(table[["release", "model", "device_hours", "predicted_hours", "now_hours", "ratio", "inside"]].to_string())
+    print(
+        table[
+            [
+                "release",
+                "model",
+                "device_hours",
+                "predicted_hours",
+                "now_hours",
+                "ratio",
+                "inside",
+            ]
+        ].to_string()
+    )
     judged = table[table["judged"] == 1]
-    print(f"{judged['inside'].sum()} of {len(judged)} inside, median ratio {judged['ratio'].median():.2f}", end=", ")
-    print(f"practice: factor {practice()[0]:.2f}, 90 % within a factor of {np.exp(practice()[1]):.2f}")
+    print(
+        f"{judged['inside'].sum()} of {len(judged)} inside, median ratio "
+        f"{judged['ratio'].median():.2f}",
+        end=", ",
+    )
+    print(
+        f"practice: factor {practice()[0]:.2f}, 90 % within a factor of "
+        f"{np.exp(practice()[1]):.2f}"
+    )
     if arguments.write:
         rows = catalog.table("training_totals")
         rows.assign(predicted_hours=table["now_hours"]).to_csv(

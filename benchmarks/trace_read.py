@@ -1,9 +1,12 @@
-"""How long does it take to read a trace and break it down, ours beside Holistic Trace Analysis?
+"""How long does it take to read a trace and break it down, ours beside Holistic Trace
+Analysis?
 
-`python benchmarks/trace_read.py [--large] [FILE...]` prints CPU seconds and peak memory of reading and the breakdown
-(HTA: TraceAnalysis, overlap and temporal breakdown), each in a process of its own; "cold" counts start and imports too.
-Without files: the traces of at least 50 MB that are found here, and synthetic ones of 100 MB (--large: and 1 GB), made
-of copies of df_index_resolver: times stretched and shifted, ids made distinct, metadata once.
+`python benchmarks/trace_read.py [--large] [FILE...]` prints CPU seconds and peak memory
+of reading and the breakdown (HTA: TraceAnalysis, overlap and temporal breakdown), each
+in a process of its own; "cold" counts start and imports too. Without files: the traces
+of at least 50 MB that are found here, and synthetic ones of 100 MB (--large: and 1 GB),
+made of copies of df_index_resolver: times stretched and shifted, ids made distinct,
+metadata once.
 """
 
 from __future__ import annotations
@@ -64,15 +67,24 @@ print(json.dumps([cpu_s, wall_s, peak_bytes, time.process_time()]))
 
 
 def measured(what: str, path: Path, cache: str) -> tuple[float, float, float, float]:
-    """CPU seconds, wall seconds and peak bytes of one fresh process, and its CPU seconds since it began."""
-    keep = {"XDG_CACHE_HOME": cache, "MADMAX_NO_CACHE": "0" if what == "cached" else "1"}
+    """CPU seconds, wall seconds and peak bytes of one fresh process, and its CPU
+    seconds since it began.
+    """
+    keep = {
+        "XDG_CACHE_HOME": cache,
+        "MADMAX_NO_CACHE": "0" if what == "cached" else "1",
+    }
     run = [sys.executable, "-c", MEASURE, what, str(path)]
-    out = subprocess.run(run, env={**os.environ, **keep}, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        run, env={**os.environ, **keep}, capture_output=True, text=True, check=True
+    ).stdout
     return tuple(json.loads(out.splitlines()[-1]))
 
 
 def synthetic(folder: Path, copies: int) -> Path:
-    """A trace as large as `copies` of the seed; JSON text in the form the profiler writes."""
+    """A trace as large as `copies` of the seed; JSON text in the form the profiler
+    writes.
+    """
     text = igzip.decompress(local_data(f"traces/{SEED}.json.gz").read_bytes()).decode()
     start = text.index("[", text.index('"traceEvents"')) + 1
     end = text.rindex("]", 0, text.rindex('"traceName"'))
@@ -91,17 +103,28 @@ def synthetic(folder: Path, copies: int) -> Path:
 
 
 def _moved(event: str, copy: int, copies: int, zero: int) -> str:
-    event = re.sub(r'"ts": (\d+)', lambda m: f'"ts": {zero + (int(m[1]) - zero) * copies + SHIFT_US * copy}', event)
-    event = re.sub(r'"(correlation|External id|id)": (\d+)', lambda m: f'"{m[1]}": {int(m[2]) + copy * ID_STEP}', event)
+    event = re.sub(
+        r'"ts": (\d+)',
+        lambda m: f'"ts": {zero + (int(m[1]) - zero) * copies + SHIFT_US * copy}',
+        event,
+    )
+    event = re.sub(
+        r'"(correlation|External id|id)": (\d+)',
+        lambda m: f'"{m[1]}": {int(m[2]) + copy * ID_STEP}',
+        event,
+    )
     if "ProfilerStep" in event:
         event = re.sub(r'"dur": (\d+)', lambda m: f'"dur": {int(m[1]) * copies}', event)
     return event
 
 
 def row(path: Path, cache: str, repeats: int) -> str:
-    """One line of the table; each number is the least of some repeats, HTA's of one less."""
+    """One line of the table; each number is the least of some repeats, HTA's of one
+    less.
+    """
     ours, every, cached = (
-        min(measured(what, path, cache) for _ in range(repeats)) for what in ("ours", "all", "cached")
+        min(measured(what, path, cache) for _ in range(repeats))
+        for what in ("ours", "all", "cached")
     )
     hta = min(measured("hta", path, cache) for _ in range(max(repeats - 1, 1)))
     with open(path, "rb") as file:
@@ -118,17 +141,36 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--large", action="store_true", help="also a synthetic trace of 1 GB (HTA takes 5 GB)")
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help="also a synthetic trace of 1 GB (HTA takes 5 GB)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    packages = ", ".join(f"{name} {version(name)}" for name in ("holistictraceanalysis", "pandas", "msgspec", "isal"))
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {packages}\n")
-    times = ["HTA (s)", "ours (s)", "ratio", "cached (s)", "ratio", "with side tables (s)"]
+    packages = ", ".join(
+        f"{name} {version(name)}"
+        for name in ("holistictraceanalysis", "pandas", "msgspec", "isal")
+    )
+    print(
+        f"{platform.processor() or platform.machine()}, Python "
+        f"{platform.python_version()}, {packages}\n"
+    )
+    times = [
+        "HTA (s)",
+        "ours (s)",
+        "ratio",
+        "cached (s)",
+        "ratio",
+        "with side tables (s)",
+    ]
     times += ["HTA cold (s)", "ours cold (s)", "ratio"]
     heads = ["trace", "MB", *times, "HTA (MB)", "ours (MB)", "with side tables (MB)"]
     print(f"| {' | '.join(heads)} |\n|" + " --- |" * len(heads))
     with tempfile.TemporaryDirectory() as folder:
-        for path in given.files or [local_data(f"traces/{name}.json.gz") for name in FOUND]:
+        for path in given.files or [
+            local_data(f"traces/{name}.json.gz") for name in FOUND
+        ]:
             print(row(path, folder, given.repeats), flush=True)
         for copies in [] if given.files else [2, 19] if given.large else [2]:
             path = synthetic(Path(folder), copies)

@@ -1,6 +1,8 @@
-"""Fail a CI job if training got slower: python examples/gate_in_ci.py BEFORE AFTER; `madmax compare --gate` in Python.
+"""Fail a CI job if training got slower: python examples/gate_in_ci.py BEFORE AFTER;
+`madmax compare --gate` in Python.
 
-BEFORE and AFTER: traces of the same training, each a file, a directory or a pattern. Exit status: 0 passed, 1 slower.
+BEFORE and AFTER: traces of the same training, each a file, a directory or a pattern.
+Exit status: 0 passed, 1 slower.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""python -m madmax_lib run | report | breakdown | search | train | calibrate ...: the workbench without a notebook."""
+"""python -m madmax_lib run | report | breakdown | search | train | calibrate ...: the
+workbench without a notebook.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Bad input is one line on standard error and status 2."""
+    """Run one command; returns the exit status. Bad input is one line on standard error
+    and status 2.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: print(f"madmax: warning: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_: print(
+                f"madmax: warning: {message}", file=sys.stderr
+            )
             status = options.command(options)
             sys.stdout.flush()
             return status
@@ -44,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, and in an envelope where one is asked for."""
+    """Says what is wrong in one line, without the usage, and in an envelope where one
+    is asked for.
+    """
 
     json = False
 
@@ -61,17 +69,52 @@ def _parser(named: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     plain = argparse.RawDescriptionHelpFormatter
-    run = commands.add_parser("run", help="run notebooks headless", epilog=_parameters(named), formatter_class=plain)
-    run.add_argument("notebook", nargs="?", help="such as 20_overlap; with --help its parameters; left out: all")
-    run.add_argument("--list", action="store_true", help="name the notebooks and what each answers")
-    run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
-    run.add_argument("-o", "--output", type=Path, help="folder for executed notebooks and HTML (default: build)")
+    run = commands.add_parser(
+        "run",
+        help="run notebooks headless",
+        epilog=_parameters(named),
+        formatter_class=plain,
+    )
+    run.add_argument(
+        "notebook",
+        nargs="?",
+        help="such as 20_overlap; with --help its parameters; left out: all",
+    )
+    run.add_argument(
+        "--list", action="store_true", help="name the notebooks and what each answers"
+    )
+    run.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a parameter",
+    )
+    run.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="folder for executed notebooks and HTML (default: build)",
+    )
     run.set_defaults(command=_run)
-    site = commands.add_parser("site", help="run all notebooks, write them and docs/ as HTML")
-    site.add_argument("-o", "--output", type=Path, help="folder for the pages (default: build/site)")
+    site = commands.add_parser(
+        "site", help="run all notebooks, write them and docs/ as HTML"
+    )
+    site.add_argument(
+        "-o", "--output", type=Path, help="folder for the pages (default: build/site)"
+    )
     site.set_defaults(command=_site)
-    agent = commands.add_parser("mcp", help="serve the commands that answer in JSON to a coding agent")
-    agent.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the only places that it may read")
+    agent = commands.add_parser(
+        "mcp", help="serve the commands that answer in JSON to a coding agent"
+    )
+    agent.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="the only places that it may read",
+    )
     agent.set_defaults(command=_mcp)
     for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
@@ -91,17 +134,34 @@ def _parameters(arguments: list[str]) -> str:
 
 def _run(options: argparse.Namespace) -> int:
     from madmax_lib.catalog.datasets import PROJECT, SHIPPED
-    from madmax_lib.view.notebooks.runner import notebook_named, notebooks, parse_parameters, questions
+    from madmax_lib.view.notebooks.runner import (
+        notebook_named,
+        notebooks,
+        parse_parameters,
+        questions,
+    )
 
     if options.list:
-        print("\n".join(f"{name:<30}{question}" for name, question in questions().items()))
+        print(
+            "\n".join(f"{name:<30}{question}" for name, question in questions().items())
+        )
         return 0
-    chosen = list(notebooks().values()) if options.notebook is None else [notebook_named(options.notebook)]
+    chosen = (
+        list(notebooks().values())
+        if options.notebook is None
+        else [notebook_named(options.notebook)]
+    )
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    parameters = parse_parameters(chosen[0], options.parameter) if options.parameter else {"quick": True}
+    parameters = (
+        parse_parameters(chosen[0], options.parameter)
+        if options.parameter
+        else {"quick": True}
+    )
     build = _folder(options.output or _build())
-    checkout = SHIPPED == PROJECT  # only a default run there redraws the committed figures
+    checkout = (
+        SHIPPED == PROJECT
+    )  # only a default run there redraws the committed figures
     default = checkout and not options.parameter and not options.output
     figures = PROJECT / "figures" if default else build / "figures"
     results = _execute(chosen, parameters, build, figures)
@@ -120,7 +180,8 @@ def _site(options: argparse.Namespace) -> int:
     from madmax_lib.view.notebooks.runner import notebooks
     from madmax_lib.view.notebooks.site import write_site
 
-    paths, build = notebooks(), _build()
+    paths = notebooks()
+    build = _build()
     folder = _folder(options.output or build / "site")
     results = _execute(list(paths.values()), {"quick": True}, build, build / "figures")
     print(write_site(results, folder))
@@ -137,27 +198,41 @@ def _build() -> Path:
 def _folder(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file, give the name of a folder")
-    path.mkdir(parents=True, exist_ok=True)  # what cannot be written to is said before anything runs
+    path.mkdir(
+        parents=True, exist_ok=True
+    )  # what cannot be written to is said before anything runs
     return path.resolve()
 
 
-def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path) -> list[Result]:
+def _execute(
+    paths: list[Path], parameters: dict, build: Path, figures: Path
+) -> list[Result]:
     """Run notebooks one after another and print how each went."""
     from madmax_lib.base.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook
 
-    one, results = len(paths) == 1, []
+    one = len(paths) == 1
+    results = []
     watched = bar(paths, desc="notebooks", unit="nb", show=not one)
     for path in watched:
         watched.set_postfix_str(path.stem)
         progress = one and sys.stderr.isatty()
-        results.append(run_notebook(path, parameters, build=build, figures=figures, progress=progress))
+        results.append(
+            run_notebook(
+                path, parameters, build=build, figures=figures, progress=progress
+            )
+        )
     width = max(len(path.stem) for path in paths)
     print(f"{'notebook':<{width}}  seconds  figures  status")
     for result in results:
         status = f"failed: {result.error}" if result.error else "ok"
-        status += f", as {result.output.stem}" if result.output.stem != result.name else ""
-        print(f"{result.name:<{width}}  {result.seconds:7.1f}  {len(result.figures):7d}  {status}")
+        status += (
+            f", as {result.output.stem}" if result.output.stem != result.name else ""
+        )
+        print(
+            f"{result.name:<{width}}  {result.seconds:7.1f}  "
+            f"{len(result.figures):7d}  {status}"
+        )
     return results
 
 

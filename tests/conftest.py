@@ -3,7 +3,9 @@
 import os
 import sys
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side, and fits solve small systems
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # tests run side by side, and fits solve small systems
 
 import matplotlib
 import pytest
@@ -14,7 +16,10 @@ matplotlib.use("agg")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where layouts are compared: gloo or NCCL"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where layouts are compared: gloo or NCCL",
     )
 
 
@@ -47,7 +52,9 @@ def dask_client():
     from distributed import Client, LocalCluster
 
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", protocol="tcp") as cluster,
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", protocol="tcp"
+        ) as cluster,
         Client(cluster) as client,
     ):
         yield client
@@ -55,7 +62,9 @@ def dask_client():
 
 @pytest.fixture(scope="session", name="rows")
 def published_rows():
-    """Usable rows behind the shipped constants, vTrain's included; no test changes them."""
+    """Usable rows behind the shipped constants, vTrain's included; no test changes
+    them.
+    """
     from madmax_lib.calibration import fit
 
     local_or_skip("vtrain/ground_truth_multi.shared.csv")

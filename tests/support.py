@@ -1,4 +1,6 @@
-"""What tests share: inputs by name that skip with the reason when absent, and small timelines."""
+"""What tests share: inputs by name that skip with the reason when absent, and small
+timelines.
+"""
 
 import re
 from dataclasses import replace
@@ -15,7 +17,12 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
 from madmax_lib.plan_flags.write import STACKS
-from madmax_lib.planner.space import legal_degrees, pass_choices, plan_of, sharding_choices
+from madmax_lib.planner.space import (
+    legal_degrees,
+    pass_choices,
+    plan_of,
+    sharding_choices,
+)
 from madmax_lib.runs import testbed
 from madmax_lib.simulator.events.schedules import order
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
@@ -31,10 +38,21 @@ def _without_namespaces() -> str:
     return ""
 
 
-needs_namespaces = pytest.mark.skipif(bool(reason := _without_namespaces()), reason=reason)
+needs_namespaces = pytest.mark.skipif(
+    bool(reason := _without_namespaces()), reason=reason
+)
 EPOCH_NS = 1_700_000_000_000_000_000
-CPU_CONSTANTS = {"gemm_efficiency:other-16": 0.6, "attention_efficiency:other": 0.25, "pointwise_factor:eager": 3.0}
-CPU_CONSTANTS |= {"launch_s:eager": 2e-5, "step_s:eager": 6e-3, "comm_launch_s:eager": 2e-3, "optimizer_factor": 1.5}
+CPU_CONSTANTS = {
+    "gemm_efficiency:other-16": 0.6,
+    "attention_efficiency:other": 0.25,
+    "pointwise_factor:eager": 3.0,
+}
+CPU_CONSTANTS |= {
+    "launch_s:eager": 2e-5,
+    "step_s:eager": 6e-3,
+    "comm_launch_s:eager": 2e-3,
+    "optimizer_factor": 1.5,
+}
 CPU_CONSTANTS |= {"alone": 0.7}  # of a known machine, for calibrations to find
 
 
@@ -47,7 +65,9 @@ def local_or_skip(relative: str) -> Path:
 
 
 def dataset_or_skip(name: str) -> Path:
-    """A registered dataset on this machine, or a skip that names it; tests never download."""
+    """A registered dataset on this machine, or a skip that names it; tests never
+    download.
+    """
     try:
         return dataset(name, download=False)
     except FileNotFoundError as reason:
@@ -55,14 +75,31 @@ def dataset_or_skip(name: str) -> Path:
 
 
 def make_timeline(rows: list[tuple], **meta) -> Timeline:
-    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation[, step]]) rows."""
-    columns = ["rank", "stream", "kind", "name", "start_ns", "dur_ns", "correlation", "step"]
-    spans = pd.DataFrame([(*row, -1, 0)[:8] if len(row) < 7 else (*row, 0)[:8] for row in rows], columns=columns)
-    return Timeline(spans.assign(op=-1, group=None, size_bytes=float("nan")), Meta(**meta))
+    """Timeline of (rank, stream, kind, name, start_ns, dur_ns[, correlation[, step]])
+    rows.
+    """
+    columns = [
+        "rank",
+        "stream",
+        "kind",
+        "name",
+        "start_ns",
+        "dur_ns",
+        "correlation",
+        "step",
+    ]
+    spans = pd.DataFrame(
+        [(*row, -1, 0)[:8] if len(row) < 7 else (*row, 0)[:8] for row in rows],
+        columns=columns,
+    )
+    return Timeline(
+        spans.assign(op=-1, group=None, size_bytes=float("nan")), Meta(**meta)
+    )
 
 
 def lanes(drawn: str) -> list[tuple]:
-    """Rows for `make_timeline` from lines of `rank/stream kind: name start+duration #correlation, name ...` in ns.
+    """Rows for `make_timeline` from lines of
+    `rank/stream kind: name start+duration #correlation, name ...` in ns.
 
     The rank is 0 and the correlation -1 where they are left out.
     """
@@ -71,8 +108,20 @@ def lanes(drawn: str) -> list[tuple]:
         lane, kind, spans = re.fullmatch(r"(\S+) (\w+): (.*)", line).groups()
         rank, _, stream = lane.rpartition("/")
         for span in spans.split(", "):
-            name, start, dur, correlation = re.fullmatch(r"(.+) (-?\d+)\+(\d+)(?: #(\d+))?", span).groups()
-            result.append((int(rank or 0), int(stream), kind, name, int(start), int(dur), int(correlation or -1)))
+            name, start, dur, correlation = re.fullmatch(
+                r"(.+) (-?\d+)\+(\d+)(?: #(\d+))?", span
+            ).groups()
+            result.append(
+                (
+                    int(rank or 0),
+                    int(stream),
+                    kind,
+                    name,
+                    int(start),
+                    int(dur),
+                    int(correlation or -1),
+                )
+            )
     return result
 
 
@@ -82,31 +131,60 @@ def with_columns(timeline: Timeline, **columns) -> Timeline:
 
 
 def with_tables(timeline: Timeline, **tables: list[dict | tuple]) -> Timeline:
-    """The timeline with side tables of these rows; what a row does not say is unknown, -1 or empty."""
+    """The timeline with side tables of these rows; what a row does not say is unknown,
+    -1 or empty.
+    """
     side_tables = {}
     for name, rows in tables.items():
         schema = SIDE_TABLES[name]
-        unknown = {column: "" if dtype == "category" else -1 for column, dtype in schema.items()}
-        full = [unknown | (row if isinstance(row, dict) else dict(zip(schema, row, strict=False))) for row in rows]
+        unknown = {
+            column: "" if dtype == "category" else -1
+            for column, dtype in schema.items()
+        }
+        full = [
+            unknown
+            | (row if isinstance(row, dict) else dict(zip(schema, row, strict=False)))
+            for row in rows
+        ]
         side_tables[name] = conform(name, pd.DataFrame(full, columns=list(schema)))
     return replace(timeline, side_tables=SideTables(lambda: side_tables))
 
 
 def meetings(starts: list[dict[int, int]], ahead_ns: dict[int, int]) -> list[tuple]:
-    """Rows of all-reduces: each is {rank: true start} and ends 10 ns after the last start, on clocks that are ahead."""
+    """Rows of all-reduces: each is {rank: true start} and ends 10 ns after the last
+    start, on clocks that are ahead.
+    """
     rows = []
     for start in starts:
         end = max(start.values()) + 10
         for rank, begin in start.items():
             begin_ns = EPOCH_NS + begin + ahead_ns.get(rank, 0)
-            rows.append((rank, 20, "comm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin_ns, end - begin))
+            rows.append(
+                (
+                    rank,
+                    20,
+                    "comm",
+                    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+                    begin_ns,
+                    end - begin,
+                )
+            )
     return rows
 
 
-def passes_held(schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Passes whose activations a stage holds at once, at most; freed by the last pass that needs them."""
+def passes_held(
+    schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1
+) -> int:
+    """Passes whose activations a stage holds at once, at most; freed by the last pass
+    that needs them.
+    """
     change = {"forward": 1, "weight" if schedule == "zero-bubble" else "backward": -1}
-    return np.cumsum([change.get(slot[0], 0) for slot in order(schedule, stage, pp, micro_batches, chunks)]).max()
+    return np.cumsum(
+        [
+            change.get(slot[0], 0)
+            for slot in order(schedule, stage, pp, micro_batches, chunks)
+        ]
+    ).max()
 
 
 def core_flops(block) -> float:
@@ -115,7 +193,9 @@ def core_flops(block) -> float:
 
 
 def launched(plan, model, cluster, batch):
-    """Whether one of the stacks whose configuration can be written launches a plan, and can say so."""
+    """Whether one of the stacks whose configuration can be written launches a plan, and
+    can say so.
+    """
     cases = (Case(model, cluster, plan, batch, software=stack) for stack in STACKS)
     return any(legal(case, STATED).mask for case in cases)
 
@@ -127,7 +207,13 @@ def plans_of_space(space, model, cluster, batch):
     for at in legal_degrees(space, case)[0]:
         rows, columns = pass_choices(space, case, at), sharding_choices(space, at, case)
         if rows and columns:
-            for i, j in product(range(len(rows["micro_batch"])), range(columns["zero"].shape[1])):
-                row = vars(at) | {k: v[i, 0] for k, v in rows.items()} | {k: v[0, j] for k, v in columns.items()}
+            for i, j in product(
+                range(len(rows["micro_batch"])), range(columns["zero"].shape[1])
+            ):
+                row = (
+                    vars(at)
+                    | {k: v[i, 0] for k, v in rows.items()}
+                    | {k: v[0, j] for k, v in columns.items()}
+                )
                 result.append(plan_of(row))
     return result

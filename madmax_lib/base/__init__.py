@@ -1,4 +1,6 @@
-"""What does everything stand on that knows no domain? Files, fields, intervals, units, doors of rooms."""
+"""What does everything stand on that knows no domain? Files, fields, intervals, units,
+doors of rooms.
+"""
 
 from madmax_lib.base.doors import open_room
 

@@ -1,4 +1,6 @@
-"""How is a file written so that nobody ever sees half of it? To a temporary name beside it, then renamed."""
+"""How is a file written so that nobody ever sees half of it? To a temporary name beside
+it, then renamed.
+"""
 
 import os
 import tempfile
@@ -11,7 +13,8 @@ __all__ = ["replacing", "write_text"]
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path to write to; it becomes `path` if the block succeeds and vanishes if it raises.
+    """A temporary path to write to; it becomes `path` if the block succeeds and
+    vanishes if it raises.
 
     Raises IsADirectoryError if `path` is a folder.
     """
@@ -19,7 +22,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, give a file name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    handle, name = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
     os.close(handle)
     temporary = Path(name)
     try:

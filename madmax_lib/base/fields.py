@@ -1,4 +1,6 @@
-"""What may a field or an argument hold? One check in one wording: a wrong value ends in a line that names it."""
+"""What may a field or an argument hold? One check in one wording: a wrong value ends in
+a line that names it.
+"""
 
 import math
 import reprlib
@@ -10,27 +12,54 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
-__all__ = ["argument", "brief", "check_fields", "is_number", "is_whole", "number", "shown", "typed", "whole"]
+__all__ = [
+    "argument",
+    "brief",
+    "check_fields",
+    "is_number",
+    "is_whole",
+    "number",
+    "shown",
+    "typed",
+    "whole",
+]
 
 _TOO_LARGE = 2**62
 _NOUNS = {str: "text", bool: "True or False"}
-_WAYS_OUT = {"Timeline": "mm.read_trace reads one", "RunSpec": "such as mm.RunSpec(model='gpt-tiny', strategy='dp2')"}
-_WAYS_OUT |= {"Space": "such as mm.planner.Space.quick()", "Parameters": "mm.machine(directory).parameters holds some"}
+_WAYS_OUT = {
+    "Timeline": "mm.read_trace reads one",
+    "RunSpec": "such as mm.RunSpec(model='gpt-tiny', strategy='dp2')",
+}
+_WAYS_OUT |= {
+    "Space": "such as mm.planner.Space.quick()",
+    "Parameters": "mm.machine(directory).parameters holds some",
+}
 
 
 def is_whole(value, least: int = 0) -> bool:
-    """Whether a value is a whole number of at least `least` that 64 bits hold; 8.0 is one, True is none."""
+    """Whether a value is a whole number of at least `least` that 64 bits hold; 8.0 is
+    one, True is none.
+    """
     real = isinstance(value, Real) and not isinstance(value, bool)
-    return real and (isinstance(value, Integral) or float(value).is_integer()) and least <= value < _TOO_LARGE
+    return (
+        real
+        and (isinstance(value, Integral) or float(value).is_integer())
+        and least <= value < _TOO_LARGE
+    )
 
 
 def is_number(value, least: float = 0.0) -> bool:
     """Whether a value is a finite number of at least `least`."""
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= value < math.inf
+    return (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and least <= value < math.inf
+    )
 
 
 def whole(what: str, value, least: int = 0) -> int:
-    """The value as an int. Raises ValueError unless it is a whole number of at least `least`.
+    """The value as an int. Raises ValueError unless it is a whole number of at least
+    `least`.
 
     >>> whole("nodes", 2.0)
     2
@@ -42,10 +71,14 @@ def whole(what: str, value, least: int = 0) -> int:
 
 
 def number(what: str, value, *, positive: bool = False, unknown: bool = False) -> float:
-    """The value. Raises ValueError unless it is finite and not negative; positive: above 0; unknown: or NaN."""
+    """The value. Raises ValueError unless it is finite and not negative; positive:
+    above 0; unknown: or NaN.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{what}={shown(value)} must be a number")
-    if not ((unknown and value != value) or (is_number(value) and (value or not positive))):
+    if not (
+        (unknown and value != value) or (is_number(value) and (value or not positive))
+    ):
         rule = "be positive and finite" if positive else "not be negative or infinite"
         raise ValueError(f"{what}={shown(value)} must {rule}")
     return value
@@ -56,20 +89,28 @@ def argument(what: str, value, kind: type, default: Callable | None = None):
     if value is None and default is not None:
         return default()
     if not isinstance(value, kind):
-        nouns = [_NOUNS.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,)]
-        ways = "".join(f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0])
+        nouns = [
+            _NOUNS.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,)
+        ]
+        ways = "".join(
+            f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0]
+        )
         raise ValueError(f"{what}={shown(value)} must be {' or '.join(nouns)}{ways}")
     return value
 
 
 def check_fields(item, *positive: str) -> None:
-    """Raises ValueError, in the field's words, for a field that does not hold what its annotation says.
+    """Raises ValueError, in the field's words, for a field that does not hold what its
+    annotation says.
 
-    Numbers are finite and not negative, those of `positive` above 0, and NaN only where that is the default.
+    Numbers are finite and not negative, those of `positive` above 0, and NaN only where
+    that is the default.
     """
     owner = f"{item.name}: " if isinstance(item.name, str) else ""
     for name, (hint, default) in _hints(type(item)).items():
-        value, what, kinds = getattr(item, name), f"{owner}{name}", get_args(hint) or (hint,)
+        value = getattr(item, name)
+        what = f"{owner}{name}"
+        kinds = get_args(hint) or (hint,)
         if value is None and NoneType in kinds:
             continue
         if int in kinds:
@@ -85,8 +126,12 @@ def check_fields(item, *positive: str) -> None:
 @lru_cache(maxsize=32)
 def _hints(kind: type) -> dict[str, tuple]:
     """Type and default of each field; of a generic type its origin."""
-    hints, defaults = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
-    plain = {name: hint if get_origin(hint) in (None, UnionType) else get_origin(hint) for name, hint in hints.items()}
+    hints = get_type_hints(kind)
+    defaults = {field.name: field.default for field in fields(kind)}
+    plain = {
+        name: hint if get_origin(hint) in (None, UnionType) else get_origin(hint)
+        for name, hint in hints.items()
+    }
     return {name: (plain[name], default) for name, default in defaults.items()}
 
 
@@ -100,23 +145,45 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def brief(item) -> str:
-    """A dataclass in a few lines: the fields that its defaults do not give, and of its parts the names."""
+    """A dataclass in a few lines: the fields that its defaults do not give, and of its
+    parts the names.
+    """
 
     def text(value) -> str:  # with blanks at which no line ends
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key!r}:\xa0{text(inner)}" for key, inner in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{key!r}:\xa0{text(inner)}" for key, inner in value.items()
+                )
+                + "}"
+            )
         value = value.name if is_dataclass(value) else value
-        return f"{value:g}" if isinstance(value, float) else repr(value).replace(" ", "\xa0")
+        return (
+            f"{value:g}"
+            if isinstance(value, float)
+            else repr(value).replace(" ", "\xa0")
+        )
 
-    given = [f"{f.name}={text(getattr(item, f.name))}" for f in fields(item) if _is_given(item, f)]
+    given = [
+        f"{f.name}={text(getattr(item, f.name))}"
+        for f in fields(item)
+        if _is_given(item, f)
+    ]
     line = f"{type(item).__name__}({', '.join(given)})"
-    return textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False).replace(
-        "\xa0", " "
-    )
+    return textwrap.fill(
+        line,
+        110,
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    ).replace("\xa0", " ")
 
 
 def _is_given(item, of) -> bool:
-    """Whether another value than the default stands in a field, which may have been worked out from the others."""
+    """Whether another value than the default stands in a field, which may have been
+    worked out from the others.
+    """
     value = getattr(item, of.name)
     if of.default is MISSING or value != value or value == of.default:
         return of.default is MISSING
@@ -127,11 +194,16 @@ def _is_given(item, of) -> bool:
 
 
 def typed(kind: type, values: dict[str, str], what: str) -> dict:
-    """Fields of a spec from their texts, each of the type of its default; those without one are whole numbers."""
+    """Fields of a spec from their texts, each of the type of its default; those without
+    one are whole numbers.
+    """
     defaults = {f.name: 0 if f.default is MISSING else f.default for f in fields(kind)}
     if unknown := sorted(set(values) - set(defaults)):
         raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
-    return {name: _value(text, defaults[name], f"{what}: {name}") for name, text in values.items()}
+    return {
+        name: _value(text, defaults[name], f"{what}: {name}")
+        for name, text in values.items()
+    }
 
 
 def _value(text: str, like, what: str):
@@ -140,4 +212,6 @@ def _value(text: str, like, what: str):
     try:
         return bool(int(text)) if isinstance(like, bool) else type(like)(text)
     except ValueError:
-        raise ValueError(f"{what}={shown(text)} must be a {'whole ' * isinstance(like, int)}number") from None
+        raise ValueError(
+            f"{what}={shown(text)} must be a {'whole ' * isinstance(like, int)}number"
+        ) from None

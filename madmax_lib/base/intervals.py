@@ -1,12 +1,21 @@
 """How much time is covered, shared or left over? Interval algebra on int64 arrays.
 
-A set of intervals is an array of shape (n, 2): columns start and end, half open, in any order, overlaps allowed.
-Results are normal form: sorted, disjoint, not touching, none empty. Everything is O(n log n) NumPy, no loops.
+A set of intervals is an array of shape (n, 2): columns start and end, half open, in any
+order, overlaps allowed. Results are normal form: sorted, disjoint, not touching, none
+empty. Everything is O(n log n) NumPy, no loops.
 """
 
 import numpy as np
 
-__all__ = ["EMPTY", "covered_before", "intersection", "pack", "subtraction", "total", "union"]
+__all__ = [
+    "EMPTY",
+    "covered_before",
+    "intersection",
+    "pack",
+    "subtraction",
+    "total",
+    "union",
+]
 
 EMPTY = np.empty((0, 2), dtype=np.int64)
 
@@ -22,7 +31,8 @@ def pack(start: np.ndarray, duration: np.ndarray) -> np.ndarray:
 
 
 def union(intervals: np.ndarray) -> np.ndarray:
-    """Normal form of a set: what at least one interval covers. Empty and backward intervals cover nothing.
+    """Normal form of a set: what at least one interval covers. Empty and backward
+    intervals cover nothing.
 
     >>> union(np.array([[4, 6], [0, 2], [1, 3]])).tolist()
     [[0, 3], [4, 6]]
@@ -37,8 +47,11 @@ def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     >>> intersection(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[1, 2], [3, 4]]
     """
-    a, b = union(a), union(b)
-    times = np.concatenate([a[:, 1], b[:, 1], a[:, 0], b[:, 0]])  # ends sort before starts at the same instant
+    a = union(a)
+    b = union(b)
+    times = np.concatenate(
+        [a[:, 1], b[:, 1], a[:, 0], b[:, 0]]
+    )  # ends sort before starts at the same instant
     order = np.argsort(times, kind="stable")
     times, depth = times[order], np.cumsum(np.repeat([-1, 1], len(times) // 2)[order])
     both = np.flatnonzero(depth[:-1] == 2)
@@ -51,8 +64,11 @@ def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     >>> subtraction(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[0, 1], [2, 3]]
     """
-    b, ever = union(b), np.iinfo(np.int64)
-    return intersection(a, np.stack([np.r_[ever.min, b[:, 1]], np.r_[b[:, 0], ever.max]], axis=1))
+    b = union(b)
+    ever = np.iinfo(np.int64)
+    return intersection(
+        a, np.stack([np.r_[ever.min, b[:, 1]], np.r_[b[:, 0], ever.max]], axis=1)
+    )
 
 
 def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -65,14 +81,17 @@ def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
         return np.zeros(len(times), dtype=np.int64)
     before = np.r_[0, np.cumsum(intervals[:, 1] - intervals[:, 0])]
     begun = np.searchsorted(intervals[:, 0], times)
-    rest = np.maximum(intervals[np.maximum(begun - 1, 0), 1] - times, 0)  # of the last one that has begun
+    rest = np.maximum(
+        intervals[np.maximum(begun - 1, 0), 1] - times, 0
+    )  # of the last one that has begun
     return before[begun] - np.where(begun > 0, rest, 0)
 
 
 def total(intervals: np.ndarray) -> int:
     """Length covered by at least one interval.
 
-    One that ends before it starts and touches no other counts negative: so HTA sums what its rounding turned around.
+    One that ends before it starts and touches no other counts negative: so HTA sums
+    what its rounding turned around.
 
     >>> total(np.array([[0, 2], [1, 3], [10, 11]]))
     4
@@ -82,11 +101,15 @@ def total(intervals: np.ndarray) -> int:
 
 
 def _merge(intervals: np.ndarray) -> np.ndarray:
-    """Sorted groups of intervals that overlap or touch: first start and last end of each."""
+    """Sorted groups of intervals that overlap or touch: first start and last end of
+    each.
+    """
     intervals = np.asarray(intervals, dtype=np.int64).reshape(-1, 2)
     if not len(intervals):
         return EMPTY
     intervals = intervals[np.lexsort((intervals[:, 1], intervals[:, 0]))]
     reach = np.maximum.accumulate(intervals[:, 1])
     first = np.flatnonzero(np.r_[True, intervals[1:, 0] > reach[:-1]])
-    return np.stack([intervals[first, 0], reach[np.r_[first[1:] - 1, len(reach) - 1]]], axis=1)
+    return np.stack(
+        [intervals[first, 0], reach[np.r_[first[1:] - 1, len(reach) - 1]]], axis=1
+    )

@@ -1,4 +1,6 @@
-"""Who watches? A bar for work that takes longer than a second, where a terminal or a notebook shows it."""
+"""Who watches? A bar for work that takes longer than a second, where a terminal or a
+notebook shows it.
+"""
 
 import sys
 import warnings
@@ -7,7 +9,9 @@ __all__ = ["bar"]
 
 
 def bar(items=None, *, show: bool = True, **options):
-    """tqdm over the items, silent in logs and pipes. options: those of tqdm, such as total, desc and unit."""
+    """tqdm over the items, silent in logs and pipes. options: those of tqdm, such as
+    total, desc and unit.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tqdm's advice on widgets
         from tqdm.auto import tqdm

@@ -1,4 +1,5 @@
-"""Which unit is a number in? SI base units everywhere inside the library; this module converts and prints.
+"""Which unit is a number in? SI base units everywhere inside the library; this module
+converts and prints.
 
 Only `Timeline` stores integers (nanoseconds), because profiler traces are exact there.
 """

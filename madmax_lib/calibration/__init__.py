@@ -1,4 +1,6 @@
-"""Which constants does the simulator have, and how sure is it? Fits on measured rows and traces, judged on others."""
+"""Which constants does the simulator have, and how sure is it? Fits on measured rows
+and traces, judged on others.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,41 @@ if TYPE_CHECKING:
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
-    from madmax_lib.calibration.judge.intervals import coverage as coverage, coverage_by_class as coverage_by_class
-    from madmax_lib.calibration.judge.overlap import overlap_errors as overlap_errors, overlap_facts as overlap_facts
+    from madmax_lib.calibration.judge.intervals import (
+        coverage as coverage,
+        coverage_by_class as coverage_by_class,
+    )
+    from madmax_lib.calibration.judge.overlap import (
+        overlap_errors as overlap_errors,
+        overlap_facts as overlap_facts,
+    )
     from madmax_lib.calibration.judge.validate import *
     from madmax_lib.calibration.judge.vision import vision_errors as vision_errors
     from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
-    from madmax_lib.calibration.machine.compared import compared as compared, predicted as predicted
-    from madmax_lib.calibration.machine.machine import Machine as Machine, machine as machine
-    from madmax_lib.calibration.published.link_logs import read_link_log as read_link_log
-    from madmax_lib.calibration.published.rows import read_rows as read_rows, to_steps as to_steps
+    from madmax_lib.calibration.machine.compared import (
+        compared as compared,
+        predicted as predicted,
+    )
+    from madmax_lib.calibration.machine.machine import (
+        Machine as Machine,
+        machine as machine,
+    )
+    from madmax_lib.calibration.published.link_logs import (
+        read_link_log as read_link_log,
+    )
+    from madmax_lib.calibration.published.rows import (
+        read_rows as read_rows,
+        to_steps as to_steps,
+    )
     from madmax_lib.calibration.published.run_rows import run_rows as run_rows
     from madmax_lib.calibration.trace import (
         fit_timeline as fit_timeline,
         kernel_seconds as kernel_seconds,
         kernel_timeline as kernel_timeline,
     )
-    from madmax_lib.calibration.verdict.expect import expect as expect, verdicts as verdicts
+    from madmax_lib.calibration.verdict.expect import (
+        expect as expect,
+        verdicts as verdicts,
+    )
 
 __all__ = open_room(__name__)

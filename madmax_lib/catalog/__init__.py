@@ -1,4 +1,6 @@
-"""What exists? Models, devices, clusters, software and recorded inputs, each number with its source."""
+"""What exists? Models, devices, clusters, software and recorded inputs, each number
+with its source.
+"""
 
 from madmax_lib.base.doors import open_room
 

@@ -1,6 +1,7 @@
 """On what is a model trained? Devices, links, hosts and clusters.
 
-Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device and one way.
+Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device and one
+way.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,22 @@ __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
-_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-_SPELLINGS |= {"float64": "fp64", "double": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
-_WIDER = {"tf32": ("fp32",)} | dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32"))
+_SPELLINGS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+_SPELLINGS |= {
+    "float64": "fp64",
+    "double": "fp64",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+_WIDER = {"tf32": ("fp32",)} | dict.fromkeys(
+    ("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32")
+)
 _WIDER |= dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32"))
 
 
@@ -25,15 +39,24 @@ class Device:
     name: str  # in the catalog
     memory_bytes: float  # capacity
     memory_bandwidth_bytes_per_s: float  # of that memory
-    peak_flops: Mapping[str, float] = field(hash=False)  # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
+    peak_flops: Mapping[str, float] = field(
+        hash=False
+    )  # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
     tdp_w: float = float("nan")  # power limit in W; NaN: unknown
     usd_per_hour: float = float("nan")  # price of an hour; NaN: unknown
-    family: str = "other"  # whose fitted constants it has: ampere, hopper, blackwell, or cpu; other: none
-    rate_class: str = "other"  # device whose fitted constant `device_rate` it has; other: the family's rate is its own
+    # whose fitted constants it has: ampere, hopper, blackwell, or cpu; other: none
+    family: str = "other"
+    # device whose fitted constant `device_rate` it has; other: the family's rate is its
+    # own
+    rate_class: str = "other"
     sms: int = 0  # streaming multiprocessors, of AMD compute units; 0: unknown
     l2_bytes: float = float("nan")  # second-level cache; NaN: unknown
-    scale_up_bytes_per_s: float = 0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
-    process_bytes: float = float("nan")  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
+    scale_up_bytes_per_s: float = (
+        0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
+    )
+    process_bytes: float = float(
+        "nan"
+    )  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
 
     __repr__ = brief
 
@@ -41,25 +64,48 @@ class Device:
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
         for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
             if (value := getattr(self, name)) < 1e6:
-                raise ValueError(f"{self.name}: {name}={value:g} is in bytes, 1 GB being 1e9")
+                raise ValueError(
+                    f"{self.name}: {name}={value:g} is in bytes, 1 GB being 1e9"
+                )
         if self.family not in _FAMILIES:
-            raise ValueError(f"{self.name}: family={shown(self.family)} is not one of {', '.join(_FAMILIES)}")
+            raise ValueError(
+                f"{self.name}: family={shown(self.family)} is not one of "
+                f"{', '.join(_FAMILIES)}"
+            )
         if not self.peak_flops:
-            raise ValueError(f"{self.name}: peak_flops={{}}: give one of {', '.join(DTYPES)} to compute in")
+            raise ValueError(
+                f"{self.name}: peak_flops={{}}: give one of {', '.join(DTYPES)} to "
+                "compute in"
+            )
         for dtype, peak in self.peak_flops.items():
-            number(f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True)
+            number(
+                f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True
+            )
 
     def nearest(self, dtype: str) -> str:
-        """The dtype, or what stands for it where the device lacks it: fp16 for bf16. ValueError if nothing does."""
-        choices = [d for d in (dtype_named(dtype), *_WIDER.get(dtype, ())) if d in self.peak_flops]
+        """The dtype, or what stands for it where the device lacks it: fp16 for bf16.
+        ValueError if nothing does.
+        """
+        choices = [
+            d
+            for d in (dtype_named(dtype), *_WIDER.get(dtype, ()))
+            if d in self.peak_flops
+        ]
         if not choices:
-            raise ValueError(f"{self.name} does not compute in {dtype}; it does in {', '.join(self.peak_flops)}")
+            raise ValueError(
+                f"{self.name} does not compute in {dtype}; it does in "
+                f"{', '.join(self.peak_flops)}"
+            )
         return choices[0]
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s. Raises ValueError for a dtype that it does not compute in."""
+        """Dense peak in FLOP/s. Raises ValueError for a dtype that it does not compute
+        in.
+        """
         if (nearest := self.nearest(dtype)) != dtype:
-            raise ValueError(f"{self.name} does not compute in {dtype}; give dtype={nearest!r}")
+            raise ValueError(
+                f"{self.name} does not compute in {dtype}; give dtype={nearest!r}"
+            )
         return self.peak_flops[dtype]
 
 
@@ -67,13 +113,16 @@ class Device:
 class Link:
     """A network level: bytes that one device sends per second across it, one way.
 
-    A node whose 8 devices share one port of 100 Gbit/s (12.5e9 bytes/s) has 12.5e9 / 8 for each of them.
+    A node whose 8 devices share one port of 100 Gbit/s (12.5e9 bytes/s) has 12.5e9 / 8
+    for each of them.
     """
 
     name: str
     bandwidth_bytes_per_s: float  # per device, one way
     latency_s: float = 0.0  # of one hop; 0 for that of its class of links, as fitted
-    in_network_reduction: bool = False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
+    in_network_reduction: bool = (
+        False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
+    )
 
     def __post_init__(self):
         check_fields(self, "bandwidth_bytes_per_s")
@@ -96,17 +145,27 @@ class Host:
     __repr__ = brief
 
     def __post_init__(self):
-        check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s")
-        if self.nvme_bytes and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0:
-            raise ValueError(f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and to write")
+        check_fields(
+            self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s"
+        )
+        if (
+            self.nvme_bytes
+            and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0
+        ):
+            raise ValueError(
+                f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and "
+                "to write"
+            )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a spine; links' rates are per device.
+    """Equal nodes of equal devices, below leaf switches (or sets of rails), below a
+    spine; links' rates are per device.
 
-    nics_per_node makes no step faster or slower, as `inter` is per device already: it says how many devices of a node
-    share a port, which plans over several kinds of nodes (`planner.hetero`) take into account.
+    nics_per_node makes no step faster or slower, as `inter` is per device already: it
+    says how many devices of a node share a port, which plans over several kinds of
+    nodes (`planner.hetero`) take into account.
     """
 
     name: str  # in the catalog
@@ -114,20 +173,34 @@ class Cluster:
     devices_per_node: int  # in one node or NVLink domain
     nodes: int
     intra: Link  # between the devices of a node
-    inter: Link  # between nodes, at the rate that each device has when all of its node send
+    # between nodes, at the rate that each device has when all of its node send
+    inter: Link
     host: Host | None = None  # of each node; None: not known
-    nics_per_node: int | None = None  # network ports of a node, together for all its devices; None: one per device
-    leaf_devices: int | None = None  # that reach each other without the spine, whole nodes; None: all
-    oversubscription: float = 1.0  # of the spine: traffic that crosses it has inter / oversubscription
+    nics_per_node: int | None = (
+        # network ports of a node, together for all its devices; None: one per device
+        None
+    )
+    leaf_devices: int | None = (
+        None  # that reach each other without the spine, whole nodes; None: all
+    )
+    oversubscription: float = (
+        1.0  # of the spine: traffic that crosses it has inter / oversubscription
+    )
 
     __repr__ = brief
 
     def __post_init__(self):
         check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")
         if (leaf := self.leaf_devices) and leaf % self.devices_per_node:
-            raise ValueError(f"{self.name}: leaf_devices={leaf} are not whole nodes of {self.devices_per_node}")
+            raise ValueError(
+                f"{self.name}: leaf_devices={leaf} are not whole nodes of "
+                f"{self.devices_per_node}"
+            )
         if not self.oversubscription >= 1:
-            raise ValueError(f"{self.name}: oversubscription={self.oversubscription} must be 1 or more")
+            raise ValueError(
+                f"{self.name}: oversubscription={self.oversubscription} must be 1 or "
+                "more"
+            )
 
     @property
     def world_size(self) -> int:
@@ -136,7 +209,8 @@ class Cluster:
 
 
 def dtype_named(name: object) -> str:
-    """The key of `DTYPES` of a name, torch's among them. Raises ValueError for an unknown one.
+    """The key of `DTYPES` of a name, torch's among them. Raises ValueError for an
+    unknown one.
 
     >>> dtype_named("bfloat16"), dtype_named("torch.float8_e4m3fn"), dtype_named("bf16")
     ('bf16', 'fp8', 'bf16')

@@ -1,7 +1,8 @@
-"""What was a table made from? Files that lie with the code, with the hashes that a figure carries on.
+"""What was a table made from? Files that lie with the code, with the hashes that a
+figure carries on.
 
-A name with a slash is a paper's own: `studies/gelu` is papers/studies/data/gelu.csv. Others are in the data folder of
-the library: `devices`, or `parameters.json`.
+A name with a slash is a paper's own: `studies/gelu` is papers/studies/data/gelu.csv.
+Others are in the data folder of the library: `devices`, or `parameters.json`.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ def read_table(name: str) -> pd.DataFrame:
 def provenance(*names: str, rules: str) -> dict:
     """Name and sha256 of the files, and the rules by which they were used."""
     files = [name if "." in name else f"{name}.csv" for name in names]
-    return {"files": {file: {"name": file, "sha256": _sha256(file)} for file in files}, "rules": rules}
+    return {
+        "files": {file: {"name": file, "sha256": _sha256(file)} for file in files},
+        "rules": rules,
+    }
 
 
 def with_origin(table: pd.DataFrame, *names: str, rules: str) -> pd.DataFrame:

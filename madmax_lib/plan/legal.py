@@ -1,6 +1,7 @@
 """Which plans can be laid over a model, a cluster and a batch, and why not the others?
 
-`legal` decides it for every part of the workbench by the rules of `rules`; a `Plan` checks itself by the same rules.
+`legal` decides it for every part of the workbench by the rules of `rules`; a `Plan`
+checks itself by the same rules.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ class Verdict:
         """What is said of each plan, empty for a legal one."""
         words = np.full(self.place.shape, "", dtype=object)
         for row in map(tuple, np.argwhere(~self.mask)):
-            words[row] = self.rules[self.place[row]].words(self.case.plan[row], self.case)
+            words[row] = self.rules[self.place[row]].words(
+                self.case.plan[row], self.case
+            )
         return words
 
 
 def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
-    """Judge all plans of a case: their fields, then the cluster, the model's shape and the batch, where they are given.
+    """Judge all plans of a case: their fields, then the cluster, the model's shape and
+    the batch, where they are given.
 
     further: rules of the caller, after those of the book.
 

@@ -1,8 +1,9 @@
 """How is a model split? One `Plan` for runs and simulations, with a text form.
 
-World = dp x tp x pp x cp; experts (ep) are laid over dp x cp and divide it, or with etp over dp x cp x tp / etp.
-The text form names what differs from the default: `dp2.tp8.pp4.z1.mb2.full` is Plan(dp=2, tp=8, pp=4, zero=1,
-micro_batch=2, recompute="full").
+World = dp x tp x pp x cp; experts (ep) are laid over dp x cp and divide it, or with etp
+over dp x cp x tp / etp. The text form names what differs from the default:
+`dp2.tp8.pp4.z1.mb2.full` is Plan(dp=2, tp=8, pp=4, zero=1, micro_batch=2,
+recompute="full").
 """
 
 from __future__ import annotations
@@ -27,59 +28,104 @@ from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 __all__ = ["DEFAULTS", "Plan", "plans_of"]
 
 _NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")}
-_NUMBERS |= {"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard", "pf": "prefetch", "cap": "capacity"}
-_NUMBERS |= {"first": "first_layers", "last": "last_layers", "lora": "lora_rank", "bucket": "bucket_bytes"}
+_NUMBERS |= {
+    "z": "zero",
+    "mb": "micro_batch",
+    "v": "interleave",
+    "hs": "shard",
+    "pf": "prefetch",
+    "cap": "capacity",
+}
+_NUMBERS |= {
+    "first": "first_layers",
+    "last": "last_layers",
+    "lora": "lora_rank",
+    "bucket": "bucket_bytes",
+}
 _PERCENT = {"capacity": 100}  # a whole number in the text form
-_TYPED = _NUMBERS | {name: name for name in _NUMBERS.values() if name not in _PERCENT}  # micro_batch=2 is mb2
-_HABITS = {"ddp": "dpN", "fsdp": "dpN.z3", "hsdp": "dpN.hsN.z3", "deepspeed": "dpN.z1 to dpN.z3"}
+_TYPED = _NUMBERS | {
+    name: name for name in _NUMBERS.values() if name not in _PERCENT
+}  # micro_batch=2 is mb2
+_HABITS = {
+    "ddp": "dpN",
+    "fsdp": "dpN.z3",
+    "hsdp": "dpN.hsN.z3",
+    "deepspeed": "dpN.z1 to dpN.z3",
+}
 _FLAGS = ("overlap_gather", "reduce_fp32", *ZERO_PLUS, *OVERLAPS)
 _WORDS = {"selective": ("recompute", "selective"), "full": ("recompute", "full")}
 _WORDS |= {"sp": ("sequence_parallel", True), "nosp": ("sequence_parallel", False)}
-_WORDS |= {"gpipe": ("schedule", "gpipe"), "zb": ("schedule", "zero-bubble"), "ulysses": ("context", "ulysses")}
-_WORDS |= {"unfused": ("attention", "unfused"), "one-bucket": ("bucket_bytes", math.inf)}
-_WORDS |= {"embedding-layer": ("embedding_as_layer", True), "head-layer": ("head_as_layer", True)}
+_WORDS |= {
+    "gpipe": ("schedule", "gpipe"),
+    "zb": ("schedule", "zero-bubble"),
+    "ulysses": ("context", "ulysses"),
+}
+_WORDS |= {
+    "unfused": ("attention", "unfused"),
+    "one-bucket": ("bucket_bytes", math.inf),
+}
+_WORDS |= {
+    "embedding-layer": ("embedding_as_layer", True),
+    "head-layer": ("head_as_layer", True),
+}
 _WORDS |= {name.replace("_", "-"): (name, True) for name in _FLAGS}
 _WORDS |= {f"no-{name.replace('_', '-')}": (name, False) for name in OVERLAPS}
-_WORDS |= {f"offload-{kind}": ("offload", kind) for kind in ("optimizer", "all", "chunks", "nvme")}
+_WORDS |= {
+    f"offload-{kind}": ("offload", kind)
+    for kind in ("optimizer", "all", "chunks", "nvme")
+}
 
 
 @dataclass(frozen=True)
 class Plan(Plans):
-    """How one training step is split: degrees and choices, in the order and at the defaults of the text form.
+    """How one training step is split: degrees and choices, in the order and at the
+    defaults of the text form.
 
     dp, tp, pp, cp: data, tensor, pipeline and context parallel degrees (default 1).
     ep: devices of dp x cp x tp / etp over which experts are laid (default 1).
-    etp: tensor parallel degree of experts; 1 lays whole experts over tp too (default 0: tp).
-    zero: states that data parallelism shards: 0 none (DDP), 1 optimizer, 2 and gradients, 3 and parameters (default 0).
+    etp: tensor parallel degree of experts; 1 lays whole experts over tp too (default 0:
+        tp).
+    zero: states that data parallelism shards: 0 none (DDP), 1 optimizer, 2 and
+        gradients, 3 and parameters (default 0).
     micro_batch: samples per device and micro-batch (default 1).
-    recompute: what the backward pass computes again: none, selective (attention's core) or full (default none).
-    sequence_parallel: tp also splits what lies between its products (default None: with tp > 1).
+    recompute: what the backward pass computes again: none, selective (attention's core)
+        or full (default none).
+    sequence_parallel: tp also splits what lies between its products (default None: with
+        tp > 1).
     interleave: model chunks per pipeline stage (default 1).
     schedule: of the pipeline: gpipe, 1f1b or zero-bubble (default 1f1b).
     offload: states off the device: None, optimizer, all, chunks or nvme (default None).
     prefetch: layers that FSDP gathers ahead (default 1).
-    bucket_bytes: size of a DDP bucket in bytes, infinite (`one-bucket`) for one reduction at the end (default 25 MiB).
-    shard: devices that ZeRO shards over, with copies across (HSDP) (default 0: all of dp x cp).
-    qwz, hpz, qgz: ZeRO++'s 8-bit gather of weights, second shard inside the node, 4-bit exchange of gradients; `zpp` is
-        all three [arXiv 2306.10209] (default False).
-    overlap_gather: ZeRO-1/2 gathers parameters beside the next forward pass, not after the optimizer (default False).
+    bucket_bytes: size of a DDP bucket in bytes, infinite (`one-bucket`) for one
+        reduction at the end (default 25 MiB).
+    shard: devices that ZeRO shards over, with copies across (HSDP) (default 0: all of
+        dp x cp).
+    qwz, hpz, qgz: ZeRO++'s 8-bit gather of weights, second shard inside the node, 4-bit
+        exchange of gradients; `zpp` is all three [arXiv 2306.10209] (default False).
+    overlap_gather: ZeRO-1/2 gathers parameters beside the next forward pass, not after
+        the optimizer (default False).
     reduce_fp32: gradients are reduced in fp32 (default False).
     context: how cp exchanges keys and values: ring or ulysses (default ring).
-    attention: flash computes the causal half of the scores, unfused all of them, through memory (default flash).
-    first_layers, last_layers: layers of the first and last pipeline stage, of whose chunks the very first and very last
-        are shorter (default 0: as the others).
-    embedding_as_layer, head_as_layer: they count as a layer when stages are made equal [Megatron-LM] (default False).
-    capacity: tokens an expert takes over its even share; as text in percent, cap125 is 1.25 (default 0: all that come).
-    lora_rank: of the adapters that are trained beside frozen weights [LoRA, arXiv 2106.09685] (default 0: all weights
-        are trained).
-    overlap_tp, overlap_ep, overlap_dp: what runs beside compute: communication of tp, exchanges of tokens (DualPipe,
-        batch overlap), reductions of gradients, which ZeRO-3 always hides (default None: as the software does).
+    attention: flash computes the causal half of the scores, unfused all of them,
+        through memory (default flash).
+    first_layers, last_layers: layers of the first and last pipeline stage, of whose
+        chunks the very first and very last are shorter (default 0: as the others).
+    embedding_as_layer, head_as_layer: they count as a layer when stages are made equal
+        [Megatron-LM] (default False).
+    capacity: tokens an expert takes over its even share; as text in percent, cap125 is
+        1.25 (default 0: all that come).
+    lora_rank: of the adapters that are trained beside frozen weights [LoRA, arXiv
+        2106.09685] (default 0: all weights are trained).
+    overlap_tp, overlap_ep, overlap_dp: what runs beside compute: communication of tp,
+        exchanges of tokens (DualPipe, batch overlap), reductions of gradients, which
+        ZeRO-3 always hides (default None: as the software does).
 
-    Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN interleave, hsN shard, pfN prefetch,
-    capN capacity, firstN and lastN layers, loraN rank, bucketN bytes, one-bucket; selective or full recompute; sp,
-    nosp; gpipe, zb; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer, head-layer;
-    overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all,
-    offload-chunks, offload-nvme.
+    Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN
+    interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
+    rank, bucketN bytes, one-bucket; selective or full recompute; sp, nosp; gpipe, zb;
+    ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer,
+    head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep,
+    no-overlap-dp; offload-optimizer, offload-all, offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.
@@ -101,9 +147,11 @@ class Plan(Plans):
 
     @classmethod
     def parse(cls, text: str | Plan) -> Plan:
-        """Plan from its text form, in which degrees may be left out; a Plan stays what it is.
+        """Plan from its text form, in which degrees may be left out; a Plan stays what
+        it is.
 
-        Blanks or commas may stand for points, and a field's own name with or without `=` for the short one.
+        Blanks or commas may stand for points, and a field's own name with or without
+        `=` for the short one.
 
         >>> Plan.parse("dp2.tp2.z3").world_size, str(Plan.parse("dp=2, tp=2, zero3, micro_batch=4"))
         (4, 'dp2.tp2.z3.mb4')
@@ -111,12 +159,15 @@ class Plan(Plans):
         if isinstance(text, Plan):
             return text
         if not isinstance(text, str):
-            raise ValueError(f"plan={shown(text)} must be a Plan or its text, such as dp2.tp2.z3")
+            raise ValueError(
+                f"plan={shown(text)} must be a Plan or its text, such as dp2.tp2.z3"
+            )
         values: dict = {}
         for part in filter(None, re.split(r"[.,\s]+", text.lower())):
             match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
             if match and match[1] in _TYPED:
-                name, value = _TYPED[match[1]], int(match[2])
+                name = _TYPED[match[1]]
+                value = int(match[2])
                 value = value / _PERCENT[name] if name in _PERCENT else value
             elif part == "zpp":
                 values |= dict.fromkeys(ZERO_PLUS, True)
@@ -127,9 +178,17 @@ class Plan(Plans):
                 known = ", ".join([*(f"{key}N" for key in _NUMBERS)])
                 near = difflib.get_close_matches(part, [*_WORDS, "zpp"], n=2)
                 words = f" such as {' or '.join(near)}" if near else " such as full"
-                words = next((f"; {habit} is {way}" for habit, way in _HABITS.items() if habit in part), words)
+                words = next(
+                    (
+                        f"; {habit} is {way}"
+                        for habit, way in _HABITS.items()
+                        if habit in part
+                    ),
+                    words,
+                )
                 raise ValueError(
-                    f"{part!r} in plan {text!r} is not one of {known}, or a word of help(mm.Plan){words}; "
+                    f"{part!r} in plan {text!r} is not one of {known}, or a word of "
+                    f"help(mm.Plan){words}; "
                     "parts are joined as in dp2.tp8.z1.full"
                 )
             if name in values:
@@ -144,11 +203,16 @@ class Plan(Plans):
             value = getattr(self, name)
             if name != "dp" and value not in (default[name], math.inf):
                 parts.append(f"{short}{round(value * _PERCENT.get(name, 1))}")
-        parts += [w for w, (name, v) in _WORDS.items() if getattr(self, name) == v and default[name] != v]
+        parts += [
+            w
+            for w, (name, v) in _WORDS.items()
+            if getattr(self, name) == v and default[name] != v
+        ]
         return ".".join(parts)
 
     def micro_batches(self, global_batch: int) -> int:
-        """Micro-batches per step and pipeline, the last one perhaps short (`last_micro_batch`).
+        """Micro-batches per step and pipeline, the last one perhaps short
+        (`last_micro_batch`).
 
         Raises ValueError when the batch cannot be split.
         """
@@ -158,14 +222,23 @@ class Plan(Plans):
 
     def last_micro_batch(self, global_batch: int) -> int:
         """Samples per device of the last micro-batch."""
-        return global_batch // self.dp - (self.micro_batches(global_batch) - 1) * self.micro_batch
+        return (
+            global_batch // self.dp
+            - (self.micro_batches(global_batch) - 1) * self.micro_batch
+        )
 
     def check(
-        self, model: Model, cluster: Cluster | None, global_batch: int | None = None, sequence: int | None = None
+        self,
+        model: Model,
+        cluster: Cluster | None,
+        global_batch: int | None = None,
+        sequence: int | None = None,
     ) -> None:
-        """Raises ValueError, in the field's words, if the plan cannot be laid over model, cluster and batch.
+        """Raises ValueError, in the field's words, if the plan cannot be laid over
+        model, cluster and batch.
 
-        cluster, global_batch: not judged if None; sequence: the model's own if None. Rules: those of `plan_rules`.
+        cluster, global_batch: not judged if None; sequence: the model's own if None.
+        Rules: those of `plan_rules`.
         """
         case = Case(model, cluster, self, global_batch, sequence)
         enforce(rules_of(case), self, case)
@@ -178,11 +251,14 @@ class _Batch:
     global_batch: int
 
 
-def plans_of(plan_or_table: Plan | str | Sequence[Plan | str] | pd.DataFrame) -> tuple[Plans, pd.Index | None]:
+def plans_of(
+    plan_or_table: Plan | str | Sequence[Plan | str] | pd.DataFrame,
+) -> tuple[Plans, pd.Index | None]:
     """The plan, or the plans of a list or table with their index.
 
-    A table's column `plan` holds plans or their texts; other columns change what they say, and those that are no
-    fields, as in the table of a search, then do not count. Raises ValueError as `Plan.parse` and `Plans.from_table`.
+    A table's column `plan` holds plans or their texts; other columns change what they
+    say, and those that are no fields, as in the table of a search, then do not count.
+    Raises ValueError as `Plan.parse` and `Plans.from_table`.
     """
     table = plan_or_table
     if isinstance(table, (list, tuple)):
@@ -190,10 +266,15 @@ def plans_of(plan_or_table: Plan | str | Sequence[Plan | str] | pd.DataFrame) ->
     if not isinstance(table, pd.DataFrame):
         return Plan.parse(table), None
     if "plan" in table.columns and table.columns.is_unique:
-        rows, names = [vars(Plan.parse(plan)) for plan in table["plan"]], [name for name in table if name in DEFAULTS]
-        columns = {name: [row[name] for row in rows] for name in DEFAULTS if name not in names}
+        rows = [vars(Plan.parse(plan)) for plan in table["plan"]]
+        names = [name for name in table if name in DEFAULTS]
+        columns = {
+            name: [row[name] for row in rows] for name in DEFAULTS if name not in names
+        }
         table = table[names].assign(**columns)
     return Plans.from_table(table), table.index
 
 
-DEFAULTS = {field.name: field.default for field in fields(Plan)}  # of every choice that a plan does not name
+DEFAULTS = {
+    field.name: field.default for field in fields(Plan)
+}  # of every choice that a plan does not name

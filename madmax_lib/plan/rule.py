@@ -1,4 +1,6 @@
-"""What is a rule of the book, how is one plan judged, and what may each field of a plan hold?"""
+"""What is a rule of the book, how is one plan judged, and what may each field of a plan
+hold?
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ from madmax_lib.catalog.software import OVERLAPS
 __all__ = ["FIELDS", "ZERO_PLUS", "Rule", "enforce", "is_not_among"]
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")
-_LEAST = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), 1) | dict.fromkeys(
+_LEAST = dict.fromkeys(
+    ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), 1
+) | dict.fromkeys(
     ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers"), 0
 )
 _CHOICES = {
@@ -24,7 +28,13 @@ _CHOICES = {
     "schedule": ("gpipe", "1f1b", "zero-bubble"),
     "offload": (None, "optimizer", "all", "chunks", "nvme"),
 } | dict.fromkeys((*OVERLAPS, "sequence_parallel"), (None, False, True))
-_FLAGS = (*ZERO_PLUS, "overlap_gather", "reduce_fp32", "embedding_as_layer", "head_as_layer")
+_FLAGS = (
+    *ZERO_PLUS,
+    "overlap_gather",
+    "reduce_fp32",
+    "embedding_as_layer",
+    "head_as_layer",
+)
 _CHOICES |= dict.fromkeys(_FLAGS, (False, True))
 
 
@@ -34,11 +44,18 @@ class Rule:
 
     name: str  # the rule in general, under which a search counts what it drops
     broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
-    text: str | Callable[..., str]  # what is said of one plan that does: a format of plan p and case c, or a function
+    text: (
+        str | Callable[..., str]
+        # what is said of one plan that does: a format of plan p and case c, or a function
+    )
 
     def words(self, plan, case) -> str:
         """What is said of a plan that breaks it."""
-        return self.text.format(p=plan, c=case) if isinstance(self.text, str) else self.text(plan, case)
+        return (
+            self.text.format(p=plan, c=case)
+            if isinstance(self.text, str)
+            else self.text(plan, case)
+        )
 
 
 def enforce(rules: Iterable[Rule], plan, case) -> None:
@@ -53,7 +70,12 @@ def is_not_among(value, choices: tuple):
     if isinstance(value, np.ndarray) and value.dtype.kind == "b" and True in choices:
         return False
     if hasattr(value, "shape"):  # NaN is the None of a column of numbers
-        known = [value == choice if choice is not None else (value == choice) | (value != value) for choice in choices]
+        known = [
+            value == choice
+            if choice is not None
+            else (value == choice) | (value != value)
+            for choice in choices
+        ]
         return ~np.logical_or.reduce(known)
     return value not in choices
 
@@ -82,10 +104,19 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule
 FIELDS: dict[str, Rule] = {}  # of one field each
 for _name, _least in _LEAST.items():
     _words = f"must be a whole number of at least {_least}"
-    FIELDS[_name] = _field_rule(_name, "a whole number", partial(_is_not_count, least=_least), _words)
+    FIELDS[_name] = _field_rule(
+        _name, "a whole number", partial(_is_not_count, least=_least), _words
+    )
 for _name, _known in _CHOICES.items():
     _words = f"is not one of {', '.join(map(str, _known))}"
-    FIELDS[_name] = _field_rule(_name, "known", partial(is_not_among, choices=_known), _words)
-_positive, _not_negative = partial(_is_not_number, least=5e-324), partial(_is_not_number, least=0)
-FIELDS["bucket_bytes"] = _field_rule("bucket_bytes", "positive", _positive, "must be positive")
-FIELDS["capacity"] = _field_rule("capacity", "0 or more", _not_negative, "must be a number, not negative")
+    FIELDS[_name] = _field_rule(
+        _name, "known", partial(is_not_among, choices=_known), _words
+    )
+_positive = partial(_is_not_number, least=5e-324)
+_not_negative = partial(_is_not_number, least=0)
+FIELDS["bucket_bytes"] = _field_rule(
+    "bucket_bytes", "positive", _positive, "must be positive"
+)
+FIELDS["capacity"] = _field_rule(
+    "capacity", "0 or more", _not_negative, "must be a number, not negative"
+)

@@ -1,8 +1,10 @@
-"""Which plans are legal? The rule book: a table of rules, each with its name, the plans that break it, and the words.
+"""Which plans are legal? The rule book: a table of rules, each with its name, the plans
+that break it, and the words.
 
-A rule sees the plans (`p`: a `Plan`, or `Plans` with arrays) and their case (`c`: model, cluster, batch, sequence), and
-gives a flag or a mask. The rules say what can be laid out at all; what a search does not try, a runner has not built or
-a formula does not cover is said where that is so. `plans.legal` applies them.
+A rule sees the plans (`p`: a `Plan`, or `Plans` with arrays) and their case (`c`:
+model, cluster, batch, sequence), and gives a flag or a mask. The rules say what can be
+laid out at all; what a search does not try, a runner has not built or a formula does
+not cover is said where that is so. `plans.legal` applies them.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,17 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.rule import FIELDS, ZERO_PLUS, Rule, enforce
 from madmax_lib.plan.software_rules import SOFTWARE, STATED
 
-__all__ = ["ALONE", "BATCH", "NEST", "RECOMMENDATION", "SOFTWARE", "STAGES", "STATED", "Rule", "enforce"]
+__all__ = [
+    "ALONE",
+    "BATCH",
+    "NEST",
+    "RECOMMENDATION",
+    "SOFTWARE",
+    "STAGES",
+    "STATED",
+    "Rule",
+    "enforce",
+]
 __all__ += ["layers_between", "rules_of"]
 
 
@@ -24,7 +36,9 @@ def _is_off(value):
 
 
 def _leaves_rest(count, degree):
-    """Where a degree does not divide a count; 0 divides everything, as it stands for no choice."""
+    """Where a degree does not divide a count; 0 divides everything, as it stands for no
+    choice.
+    """
     if isinstance(degree, int) and degree <= 1:
         return False
     return count % (degree + (degree == 0)) != 0
@@ -32,7 +46,11 @@ def _leaves_rest(count, degree):
 
 def _pipeline_rule(name: str, default: int) -> Rule:
     text = f"{name}={{p.{name}}} needs a pipeline, but pp=1"
-    return Rule(f"{name} needs a pipeline", lambda p, c: (getattr(p, name) > default) & (p.pp == 1), text)
+    return Rule(
+        f"{name} needs a pipeline",
+        lambda p, c: (getattr(p, name) > default) & (p.pp == 1),
+        text,
+    )
 
 
 def _zero_plus(p) -> str:
@@ -43,14 +61,20 @@ def _zero_plus(p) -> str:
 NEST = Rule(
     "shard and ep must nest",
     lambda p, c: (
-        (p.shard > 0) & _leaves_rest(p.shard * p.expert_spread, p.ep) & _leaves_rest(p.ep, p.shard * p.expert_spread)
+        (p.shard > 0)
+        & _leaves_rest(p.shard * p.expert_spread, p.ep)
+        & _leaves_rest(p.ep, p.shard * p.expert_spread)
     ),
     "shard={p.shard} and ep={p.ep}: one must divide the other",
 )
 # of the fields of a plan alone
 ALONE = (
     *FIELDS.values(),
-    Rule("etp must divide tp", lambda p, c: _leaves_rest(p.tp, p.etp), "etp={p.etp} does not divide tp={p.tp}"),
+    Rule(
+        "etp must divide tp",
+        lambda p, c: _leaves_rest(p.tp, p.etp),
+        "etp={p.etp} does not divide tp={p.tp}",
+    ),
     Rule(
         "ep must divide dp x cp",
         lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
@@ -86,21 +110,32 @@ ALONE = (
     Rule(
         "overlap_dp=False needs zero below 3",
         lambda p, c: _is_off(p.overlap_dp) & (p.zero == 3),
-        "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; prefetch=0 gathers late",
+        "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; "
+        "prefetch=0 gathers late",
     ),
     Rule(
         "an end counts as a layer or has its own layers",
-        lambda p, c: (p.embedding_as_layer & (p.first_layers > 0)) | (p.head_as_layer & (p.last_layers > 0)),
-        lambda p, c: "embedding_as_layer and first_layers, head_as_layer and last_layers exclude each other",
+        lambda p, c: (
+            (p.embedding_as_layer & (p.first_layers > 0))
+            | (p.head_as_layer & (p.last_layers > 0))
+        ),
+        lambda p, c: (
+            "embedding_as_layer and first_layers, head_as_layer and last_layers "
+            "exclude each other"
+        ),
     ),
 )
 
 
 def _not_filled(p, c) -> str:
-    need, nodes = p.world_size, p.world_size / c.cluster.devices_per_node
+    need = p.world_size
+    nodes = p.world_size / c.cluster.devices_per_node
     way = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
     degrees = f"{p.dp} x {p.tp} x {p.pp} x {p.cp} = {need}"
-    return f"dp x tp x pp x cp = {degrees}, but {c.cluster.name} has {c.cluster.world_size} devices{way}"
+    return (
+        f"dp x tp x pp x cp = {degrees}, but {c.cluster.name} has "
+        f"{c.cluster.world_size} devices{way}"
+    )
 
 
 _CLUSTER = (
@@ -113,15 +148,23 @@ _CLUSTER = (
 
 
 def layers_between(p, layers):
-    """(layers, virtual stages) between the first and last stage of stated length; embedding and head may count."""
-    counted = layers + p.embedding_as_layer + p.head_as_layer - p.first_layers - p.last_layers
+    """(layers, virtual stages) between the first and last stage of stated length;
+    embedding and head may count.
+    """
+    counted = (
+        layers + p.embedding_as_layer + p.head_as_layer - p.first_layers - p.last_layers
+    )
     return counted, (p.pp - (p.first_layers > 0) - (p.last_layers > 0)) * p.interleave
 
 
 def _empty_chunks(p):
-    """Chunks that need no layer: that of an end which counts as one, and those that the layers of an end leave."""
+    """Chunks that need no layer: that of an end which counts as one, and those that the
+    layers of an end leave.
+    """
     lacking = -p.first_layers % p.interleave + -p.last_layers % p.interleave
-    return lacking + p.embedding_as_layer + p.head_as_layer  # in this order: the sum of two arrays of flags is their or
+    return (
+        lacking + p.embedding_as_layer + p.head_as_layer
+    )  # in this order: the sum of two arrays of flags is their or
 
 
 def _is_not_shared(p, layers):
@@ -140,14 +183,16 @@ STAGES = (
     Rule(
         "the ends must leave layers for the other stages",
         _is_not_shared,
-        "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {c} layers "
+        "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave "
+        "{c} layers "
         "for pp x interleave = {p.pp} x {p.interleave}",
     ),
     Rule(
         "the stages between stated ends must be equal",
         _is_uneven,
         lambda p, layers: (
-            f"pp x interleave = {p.pp} x {p.interleave}: {layers_between(p, layers)[0]} layers do not divide evenly "
+            f"pp x interleave = {p.pp} x {p.interleave}: "
+            f"{layers_between(p, layers)[0]} layers do not divide evenly "
             f"over {layers_between(p, layers)[1]} stages"
         ),
     ),
@@ -155,14 +200,21 @@ STAGES = (
 
 
 def _of_layers(rule: Rule) -> Rule:
-    return Rule(rule.name, lambda p, c: rule.broken(p, c.model.layers), lambda p, c: rule.words(p, c.model.layers))
+    return Rule(
+        rule.name,
+        lambda p, c: rule.broken(p, c.model.layers),
+        lambda p, c: rule.words(p, c.model.layers),
+    )
 
 
 def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
     return Rule(
         f"{name} must divide {what}",
         lambda p, c: _leaves_rest(count(c), getattr(p, name)),
-        lambda p, c: f"{name}={getattr(p, name)} does not divide {count(c)} {unit} of {c.model.name}",
+        lambda p, c: (
+            f"{name}={getattr(p, name)} does not divide {count(c)} {unit} of "
+            f"{c.model.name}"
+        ),
     )
 
 
@@ -176,7 +228,8 @@ def _kinds_rule(name: str, what: str, broken: Callable) -> Rule:
         f"{name} must be modelled for the kinds of layers",
         broken,
         lambda p, c: (
-            f"{name}={getattr(p, name)}: {what} is not modelled for layers {' '.join(c.model.kinds)} of {c.model.name}"
+            f"{name}={getattr(p, name)}: {what} is not modelled for layers "
+            f"{' '.join(c.model.kinds)} of {c.model.name}"
         ),
     )
 
@@ -185,40 +238,89 @@ _TRANSFORMER = (
     Rule(
         "a model needs tokens",
         lambda p, c: (p.dp > 0) & (not c.sequence),
-        "{c.model.name} has no sequence of its own; give sequence=, the tokens per sample",
+        "{c.model.name} has no sequence of its own; give sequence=, the tokens per "
+        "sample",
     ),
     Rule(
         "lora_rank must not exceed the width",
         lambda p, c: p.lora_rank > c.model.hidden,
-        "lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of {c.model.name}",
+        "lora_rank={p.lora_rank} exceeds the {c.model.hidden} channels of "
+        "{c.model.name}",
     ),
-    _shape_rule("tp", "the attention heads", lambda c: c.model.heads * c.model.attends, "attention heads"),
     _shape_rule(
-        "tp", "the groups of Mamba-2", lambda c: c.model.mixer_groups * ("M" in c.model.blocks), "mixer groups"
+        "tp",
+        "the attention heads",
+        lambda c: c.model.heads * c.model.attends,
+        "attention heads",
     ),
-    _shape_rule("tp", "the channels of Mamba-1", lambda c: c.model.mixer_channels, "mixer channels"),
-    _kinds_rule("cp", "context parallelism", lambda p, c: (p.cp > 1) & bool(set("Mmx") & set(c.model.blocks))),
-    _kinds_rule("pp", "a pipeline through encoder and decoder", lambda p, c: (p.pp > 1) & ("x" in c.model.blocks)),
-    _kinds_rule("pp", "stages cut at equal FLOPs", lambda p, c: (p.pp > 1) & bool(c.model.blocks) & _by_flops(c)),
-    _kinds_rule("offload", "it", lambda p, c: np.not_equal(p.offload, None) & bool(c.model.blocks)),
-    _kinds_rule("lora_rank", "it", lambda p, c: (p.lora_rank > 0) & bool(c.model.blocks)),
+    _shape_rule(
+        "tp",
+        "the groups of Mamba-2",
+        lambda c: c.model.mixer_groups * ("M" in c.model.blocks),
+        "mixer groups",
+    ),
+    _shape_rule(
+        "tp",
+        "the channels of Mamba-1",
+        lambda c: c.model.mixer_channels,
+        "mixer channels",
+    ),
+    _kinds_rule(
+        "cp",
+        "context parallelism",
+        lambda p, c: (p.cp > 1) & bool(set("Mmx") & set(c.model.blocks)),
+    ),
+    _kinds_rule(
+        "pp",
+        "a pipeline through encoder and decoder",
+        lambda p, c: (p.pp > 1) & ("x" in c.model.blocks),
+    ),
+    _kinds_rule(
+        "pp",
+        "stages cut at equal FLOPs",
+        lambda p, c: (p.pp > 1) & bool(c.model.blocks) & _by_flops(c),
+    ),
+    _kinds_rule(
+        "offload",
+        "it",
+        lambda p, c: np.not_equal(p.offload, None) & bool(c.model.blocks),
+    ),
+    _kinds_rule(
+        "lora_rank", "it", lambda p, c: (p.lora_rank > 0) & bool(c.model.blocks)
+    ),
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
-        lambda p, c: c.model.attends & _leaves_rest(c.model.kv_heads, p.tp) & _leaves_rest(p.tp, c.model.kv_heads),
+        lambda p, c: (
+            c.model.attends
+            & _leaves_rest(c.model.kv_heads, p.tp)
+            & _leaves_rest(p.tp, c.model.kv_heads)
+        ),
         "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
     ),
-    Rule(  # each rank has every head for its part of the tokens, then a part of the heads [Ulysses, arXiv 2309.14509]
+    # each rank has every head for its part of the tokens, then a part of the heads
+    # [Ulysses, arXiv 2309.14509]
+    Rule(
         "cp must divide the heads of a tp rank under Ulysses",
-        lambda p, c: (p.context == "ulysses") & _leaves_rest(c.model.heads // p.tp, p.cp),
         lambda p, c: (
-            f"cp={p.cp} does not divide {c.model.heads // p.tp} attention heads of a tp rank of {c.model.name}"
+            (p.context == "ulysses") & _leaves_rest(c.model.heads // p.tp, p.cp)
+        ),
+        lambda p, c: (
+            f"cp={p.cp} does not divide {c.model.heads // p.tp} attention heads of a "
+            f"tp rank of {c.model.name}"
         ),
     ),
     # all ranks hold equal parts: nobody pads a sequence for one of them
     _shape_rule("cp", "the sequence", lambda c: c.sequence, "tokens"),
-    Rule(  # a rank takes an early and a late piece, so that all compute as many causal scores [arXiv 2407.21783, 3.3.2]
+    # a rank takes an early and a late piece, so that all compute as many causal scores
+    # [arXiv 2407.21783, 3.3.2]
+    Rule(
         "2 cp must divide the sequence",
-        lambda p, c: (p.context == "ring") & (p.cp > 1) & _leaves_rest(c.sequence, 2 * p.cp) & (not c.model.image),
+        lambda p, c: (
+            (p.context == "ring")
+            & (p.cp > 1)
+            & _leaves_rest(c.sequence, 2 * p.cp)
+            & (not c.model.image)
+        ),
         lambda p, c: (
             f"2 cp = {2 * p.cp} does not divide {c.sequence} tokens of {c.model.name}: "
             "each rank of a causal ring holds an early and a late piece"
@@ -228,17 +330,25 @@ _TRANSFORMER = (
     Rule(
         "ep needs experts",
         lambda p, c: ((p.ep > 1) | (p.etp > 0)) & (not c.model.experts),
-        lambda p, c: f"ep={p.ep}{f' and etp={p.etp}' * (p.etp > 0)}, but {c.model.name} has no experts",
+        lambda p, c: (
+            f"ep={p.ep}{f' and etp={p.etp}' * (p.etp > 0)}, but {c.model.name} has "
+            "no experts"
+        ),
     ),
     Rule(
         "ep with tp needs sequence_parallel",
-        lambda p, c: ((p.ep > 1) | (p.expert_spread > 1)) & (p.tp > 1) & np.logical_not(p.sequence_parallel),
+        lambda p, c: (
+            ((p.ep > 1) | (p.expert_spread > 1))
+            & (p.tp > 1)
+            & np.logical_not(p.sequence_parallel)
+        ),
         "ep={p.ep} with tp={p.tp} needs sequence_parallel",
     ),
     Rule(
         "pp must not exceed the layers",
         lambda p, c: p.pp * p.interleave > c.model.layers + _empty_chunks(p),
-        "pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers of {c.model.name}",
+        "pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers "
+        "of {c.model.name}",
     ),
     Rule(
         "interleave needs schedule='1f1b'",
@@ -252,7 +362,9 @@ RECOMMENDATION = (
     Rule(
         "recommendation models are split by dp only",
         lambda p, c: (p.world_size != p.dp) | (p.ep > 1),
-        lambda p, c: f"{c.model.name}: recommendation models are split by dp only, got {p}",
+        lambda p, c: (
+            f"{c.model.name}: recommendation models are split by dp only, got {p}"
+        ),
     ),
 )
 
@@ -260,15 +372,18 @@ BATCH = (
     Rule(
         "dp must divide the global batch",
         lambda p, c: (c.global_batch < 1) | _leaves_rest(c.global_batch, p.dp),
-        "global_batch={c.global_batch} is not a multiple of dp x micro_batch = {p.dp} x {p.micro_batch}, "
+        "global_batch={c.global_batch} is not a multiple of dp x micro_batch = "
+        "{p.dp} x {p.micro_batch}, "
         "nor, with a short last micro-batch, of dp",
     ),
     Rule(
         "micro_batch must not exceed the samples of a rank",
         lambda p, c: p.micro_batch * p.dp > c.global_batch,
         lambda p, c: (
-            f"micro_batch={p.micro_batch} exceeds the {c.global_batch // p.dp} samples that global_batch="
-            f"{c.global_batch} leaves each of dp={p.dp}; nearest: micro_batch={c.global_batch // p.dp}"
+            f"micro_batch={p.micro_batch} exceeds the {c.global_batch // p.dp} "
+            "samples that global_batch="
+            f"{c.global_batch} leaves each of dp={p.dp}; nearest: "
+            f"micro_batch={c.global_batch // p.dp}"
         ),
     ),
 )
@@ -278,4 +393,10 @@ def rules_of(case: Case) -> tuple[Rule, ...]:
     """The rules that apply to a case, in order: of what is given."""
     shape = RECOMMENDATION if isinstance(case.model, DLRM) else _TRANSFORMER
     batch = () if case.global_batch is None else BATCH
-    return ALONE + (_CLUSTER if case.cluster else ()) + shape + batch + (SOFTWARE if case.software else ())
+    return (
+        ALONE
+        + (_CLUSTER if case.cluster else ())
+        + shape
+        + batch
+        + (SOFTWARE if case.software else ())
+    )

@@ -1,8 +1,10 @@
-"""Which plans can a software run? Rules of the book that apply where a case names one, by `data/software.csv`.
+"""Which plans can a software run? Rules of the book that apply where a case names one,
+by `data/software.csv`.
 
-`SOFTWARE` is what it can run at all. A plan also says things that its configuration has no word for, mostly by default
-(DeepSpeed has no sequence parallelism, torchtitan always sums gradients in fp32): `STATED` leaves these out too, so
-that what a search finds can be written by `plan_flags.write`.
+`SOFTWARE` is what it can run at all. A plan also says things that its configuration has
+no word for, mostly by default (DeepSpeed has no sequence parallelism, torchtitan always
+sums gradients in fp32): `STATED` leaves these out too, so that what a search finds can
+be written by `plan_flags.write`.
 """
 
 from collections.abc import Callable
@@ -18,24 +20,43 @@ __all__ = ["SOFTWARE", "STATED"]
 
 
 def _software_rule(what: str, broken: Callable, words: str) -> Rule:
-    """broken: of plans and the software of their case; words: what it does not run, a format of the plan."""
+    """broken: of plans and the software of their case; words: what it does not run, a
+    format of the plan.
+    """
     text = f"{{c.software.name}} does not run {words}"
-    return Rule(f"the software must run {what}", lambda p, c: broken(p, c.software), text)
+    return Rule(
+        f"the software must run {what}", lambda p, c: broken(p, c.software), text
+    )
 
 
 def _kind_of(model) -> str:
-    return "recommendation" if isinstance(model, DLRM) else "image" if model.image else "language"
+    return (
+        "recommendation"
+        if isinstance(model, DLRM)
+        else "image"
+        if model.image
+        else "language"
+    )
 
 
 def _lie_elsewhere(p, places: tuple[str, ...]):
-    whole, split = "dp-cp-tp" not in places, "dp-cp" not in places
+    whole = "dp-cp-tp" not in places
+    split = "dp-cp" not in places
     return (p.ep > 1) & (
-        (not places) | ((p.tp > 1) & (((p.expert_spread > 1) & whole) | ((p.expert_spread == 1) & split)))
+        (not places)
+        | (
+            (p.tp > 1)
+            & (((p.expert_spread > 1) & whole) | ((p.expert_spread == 1) & split))
+        )
     )
 
 
 def _zero_is_not_run(p, s):
-    return np.where(p.pp > 1, is_not_among(p.zero, s.zero_under_pipeline), is_not_among(p.zero, s.zero))
+    return np.where(
+        p.pp > 1,
+        is_not_among(p.zero, s.zero_under_pipeline),
+        is_not_among(p.zero, s.zero),
+    )
 
 
 def _kind_is_not_run(degree, kind, kinds: tuple[str, ...]):
@@ -43,33 +64,65 @@ def _kind_is_not_run(degree, kind, kinds: tuple[str, ...]):
 
 
 def _is_cut_unevenly(p, c):
-    counted, stages = c.model.layers + p.embedding_as_layer + p.head_as_layer, p.pp * p.interleave
-    stated = (p.first_layers + p.last_layers > 0) & (p.embedding_as_layer + p.head_as_layer == 0)
+    counted = c.model.layers + p.embedding_as_layer + p.head_as_layer
+    stages = p.pp * p.interleave
+    stated = (p.first_layers + p.last_layers > 0) & (
+        p.embedding_as_layer + p.head_as_layer == 0
+    )
     return (p.pp > 1) & np.logical_not(stated) & (counted % stages != 0)
 
 
 def _is_not_counted_out(p, c):
     """Chunks are cut by the layers of each, rounded up [torchtitan]."""
-    counted, chunks = c.model.layers + p.embedding_as_layer + p.head_as_layer, p.pp * p.interleave
+    counted = c.model.layers + p.embedding_as_layer + p.head_as_layer
+    chunks = p.pp * p.interleave
     each = -(-counted // chunks)
     return (p.interleave > 2) & (-(-counted // each) != chunks)
 
 
-_CHOICES: dict[str, tuple[Callable, str]] = {  # of several fields: where a plan makes it, and its words
-    "copies-in-cp": (lambda p, c: (p.zero == 0) & (p.cp > 1), "zero=0 with cp={p.cp}, over which it shards"),
-    "copies-in-tp": (lambda p, c: (p.zero == 0) & (p.tp > 1) & (p.dp > 1), "zero=0 with tp={p.tp}"),
+_CHOICES: dict[
+    str, tuple[Callable, str]
+] = {  # of several fields: where a plan makes it, and its words
+    "copies-in-cp": (
+        lambda p, c: (p.zero == 0) & (p.cp > 1),
+        "zero=0 with cp={p.cp}, over which it shards",
+    ),
+    "copies-in-tp": (
+        lambda p, c: (p.zero == 0) & (p.tp > 1) & (p.dp > 1),
+        "zero=0 with tp={p.tp}",
+    ),
     "tp-under-pp": (lambda p, c: (p.tp > 1) & (p.pp > 1), "tp={p.tp} with pp={p.pp}"),
     "tp-in-cp": (lambda p, c: (p.tp > 1) & (p.cp > 1), "tp={p.tp} with cp={p.cp}"),
-    "late-gather": (lambda p, c: (p.zero == 2) & np.logical_not(p.overlap_gather), "zero=2 without overlap_gather"),
-    "shards-in-cp": (lambda p, c: (p.shard > 0) & (p.shard % p.cp != 0), "shard={p.shard}, no multiple of cp={p.cp}"),
-    "shard-is-cp": (lambda p, c: (p.shard == p.cp) & (p.tp * p.cp > 1), "shard={p.shard}, no more than cp={p.cp}"),
-    "shard-below-3": (lambda p, c: (p.shard > 0) & (p.zero < 3), "shard={p.shard} with zero={p.zero}"),
-    "uneven": (_is_cut_unevenly, "pp x interleave = {p.pp} x {p.interleave}, which does not divide the layers"),
+    "late-gather": (
+        lambda p, c: (p.zero == 2) & np.logical_not(p.overlap_gather),
+        "zero=2 without overlap_gather",
+    ),
+    "shards-in-cp": (
+        lambda p, c: (p.shard > 0) & (p.shard % p.cp != 0),
+        "shard={p.shard}, no multiple of cp={p.cp}",
+    ),
+    "shard-is-cp": (
+        lambda p, c: (p.shard == p.cp) & (p.tp * p.cp > 1),
+        "shard={p.shard}, no more than cp={p.cp}",
+    ),
+    "shard-below-3": (
+        lambda p, c: (p.shard > 0) & (p.zero < 3),
+        "shard={p.shard} with zero={p.zero}",
+    ),
+    "uneven": (
+        _is_cut_unevenly,
+        "pp x interleave = {p.pp} x {p.interleave}, which does not divide the layers",
+    ),
     "ragged": (
-        lambda p, c: (p.first_layers % p.interleave > 0) | (p.last_layers % p.interleave > 0),
+        lambda p, c: (
+            (p.first_layers % p.interleave > 0) | (p.last_layers % p.interleave > 0)
+        ),
         "ends of {p.first_layers} and {p.last_layers} layers in {p.interleave} chunks",
     ),
-    "rounded": (_is_not_counted_out, "pp x interleave = {p.pp} x {p.interleave} for so many layers"),
+    "rounded": (
+        _is_not_counted_out,
+        "pp x interleave = {p.pp} x {p.interleave} for so many layers",
+    ),
 }
 _MATTERS = {  # where a choice of one field changes anything
     "reduce_fp32": lambda p: p.dp * p.cp > 1,
@@ -79,14 +132,23 @@ _MATTERS = {  # where a choice of one field changes anything
 
 
 def _makes(choice: str, p, c):
-    """Where plans make a choice: field=value, field=any (above zero), or a word of `_CHOICES`."""
+    """Where plans make a choice: field=value, field=any (above zero), or a word of
+    `_CHOICES`.
+    """
     name, _, value = choice.partition("=")
     if choice in _CHOICES:
         return _CHOICES[choice][0](p, c)
     if not value or name not in vars(p):
-        raise ValueError(f"software {c.software.name}: {choice!r} is no field=value nor of {', '.join(_CHOICES)}")
+        raise ValueError(
+            f"software {c.software.name}: {choice!r} is no field=value nor of "
+            f"{', '.join(_CHOICES)}"
+        )
     ours = getattr(p, name)
-    made = ours > 0 if value == "any" else ours == (float(value) if value.isdigit() else value)
+    made = (
+        ours > 0
+        if value == "any"
+        else ours == (float(value) if value.isdigit() else value)
+    )
     return made & _MATTERS[name](p) if name in _MATTERS else made
 
 
@@ -94,11 +156,18 @@ def _choices_rule(which: str, verb: str) -> Rule:
     """Of the choices that a software names in a field."""
 
     def broken(p, c):
-        return reduce(or_, (_makes(choice, p, c) for choice in getattr(c.software, which)), False)
+        return reduce(
+            or_, (_makes(choice, p, c) for choice in getattr(c.software, which)), False
+        )
 
     def words(p, c) -> str:
-        choice = next(choice for choice in getattr(c.software, which) if _makes(choice, p, c))
-        return f"{c.software.name} does not {verb} {_CHOICES.get(choice, ('', choice))[1].format(p=p)}"
+        choice = next(
+            choice for choice in getattr(c.software, which) if _makes(choice, p, c)
+        )
+        return (
+            f"{c.software.name} does not {verb} "
+            f"{_CHOICES.get(choice, ('', choice))[1].format(p=p)}"
+        )
 
     return Rule(f"the software must {verb} the choices", broken, words)
 
@@ -107,20 +176,43 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     Rule(
         "the software must train such models",
         lambda p, c: (p.dp > 0) & (_kind_of(c.model) not in c.software.trains),
-        lambda p, c: f"{c.software.name} does not train {_kind_of(c.model)} models such as {c.model.name}",
+        lambda p, c: (
+            f"{c.software.name} does not train {_kind_of(c.model)} models such as "
+            f"{c.model.name}"
+        ),
     ),
-    _software_rule("tp", lambda p, s: (p.tp > 1) & (not s.tensor_parallel), "tp={p.tp}"),
     _software_rule(
-        "the schedule", lambda p, s: _kind_is_not_run(p.pp, p.schedule, s.schedules), "pp={p.pp} under {p.schedule}"
+        "tp", lambda p, s: (p.tp > 1) & (not s.tensor_parallel), "tp={p.tp}"
     ),
-    _software_rule("interleave", lambda p, s: (p.interleave > 1) & (not s.interleave), "interleave={p.interleave}"),
+    _software_rule(
+        "the schedule",
+        lambda p, s: _kind_is_not_run(p.pp, p.schedule, s.schedules),
+        "pp={p.pp} under {p.schedule}",
+    ),
+    _software_rule(
+        "interleave",
+        lambda p, s: (p.interleave > 1) & (not s.interleave),
+        "interleave={p.interleave}",
+    ),
     _software_rule("the ZeRO stage", _zero_is_not_run, "zero={p.zero} with pp={p.pp}"),
-    _software_rule("HSDP", lambda p, s: (p.shard > 0) & (not s.hybrid_shard), "shard={p.shard} (HSDP)"),
+    _software_rule(
+        "HSDP",
+        lambda p, s: (p.shard > 0) & (not s.hybrid_shard),
+        "shard={p.shard} (HSDP)",
+    ),
     _software_rule("qwz", lambda p, s: p.qwz & ("qwz" not in s.zero_plus_plus), "qwz"),
     _software_rule("hpz", lambda p, s: p.hpz & ("hpz" not in s.zero_plus_plus), "hpz"),
     _software_rule("qgz", lambda p, s: p.qgz & ("qgz" not in s.zero_plus_plus), "qgz"),
-    _software_rule("such cp", lambda p, s: _kind_is_not_run(p.cp, p.context, s.context), "cp={p.cp} by {p.context}"),
-    _software_rule("ep there", lambda p, s: _lie_elsewhere(p, s.expert_placement), "ep={p.ep} over {p.expert_devices}"),
+    _software_rule(
+        "such cp",
+        lambda p, s: _kind_is_not_run(p.cp, p.context, s.context),
+        "cp={p.cp} by {p.context}",
+    ),
+    _software_rule(
+        "ep there",
+        lambda p, s: _lie_elsewhere(p, s.expert_placement),
+        "ep={p.ep} over {p.expert_devices}",
+    ),
     _choices_rule("refuses", "run"),
 )
 STATED = (_choices_rule("unsaid", "say"),)

@@ -1,10 +1,12 @@
-"""What does each key of a configuration mean? The rows of `data/plan_flags.csv`, applied to the values of a source.
+"""What does each key of a configuration mean? The rows of `data/plan_flags.csv`,
+applied to the values of a source.
 
-A row: framework, key (between slashes a pattern), means, values, note. means is a field of `Plan`, or global_batch,
-sequence or dtype, with the words of `values` for those of the field (none: a whole number from 1 on); `@key` the key
-that it is another name of; `code` where a reader works it out with others; `unknown` refuses what stands in no row
-above; empty says nothing about the plan, where the value is one of `values` (if there are any; after `!` none of them),
-and is refused with the note otherwise.
+A row: framework, key (between slashes a pattern), means, values, note. means is a field
+of `Plan`, or global_batch, sequence or dtype, with the words of `values` for those of
+the field (none: a whole number from 1 on); `@key` the key that it is another name of;
+`code` where a reader works it out with others; `unknown` refuses what stands in no row
+above; empty says nothing about the plan, where the value is one of `values` (if there
+are any; after `!` none of them), and is refused with the note otherwise.
 """
 
 import re
@@ -27,7 +29,11 @@ FRAMEWORKS = {  # and their other names
 
 def framework_named(name: str) -> str:
     """A framework by one of its names. Raises ValueError with the list for another."""
-    plain = re.sub(r"[ _]", "-", str(name).lower()).removesuffix("-compiled").removesuffix("-graph")
+    plain = (
+        re.sub(r"[ _]", "-", str(name).lower())
+        .removesuffix("-compiled")
+        .removesuffix("-graph")
+    )
     for known, others in FRAMEWORKS.items():
         if plain in (known, *others):
             return known
@@ -44,13 +50,20 @@ def rows_of(framework: str) -> tuple[dict, ...]:
 class Keys:
     """The keys of a configuration, of which a reader takes those that it understands.
 
-    harmless: keys that say nothing about the plan. notes: what a plan cannot say and what stands elsewhere.
+    harmless: keys that say nothing about the plan. notes: what a plan cannot say and
+    what stands elsewhere.
     """
 
     def __init__(self, framework: str, source: Source):
-        self.framework, self.form, self.twice = framework, source.form, source.twice
+        self.framework = framework
+        self.form = source.form
+        self.twice = source.twice
         self.expanded = source.expanded
-        self.names = {row["key"]: row["means"][1:] for row in rows_of(framework) if row["means"].startswith("@")}
+        self.names = {
+            row["key"]: row["means"][1:]
+            for row in rows_of(framework)
+            if row["means"].startswith("@")
+        }
         self.values: dict = {}
         self.given: dict[str, str] = {}  # the name in the file of each key
         self.taken: set[str] = set()
@@ -64,8 +77,11 @@ class Keys:
         if value is None and key in self.values:
             return
         if self.values.get(key) is not None and self.values[key] != value:
-            raise ValueError(f"{self.given[key]}={self.values[key]} and {given}={value} differ")
-        self.values[key], self.given[key] = value, given
+            raise ValueError(
+                f"{self.given[key]}={self.values[key]} and {given}={value} differ"
+            )
+        self.values[key] = value
+        self.given[key] = given
 
     def say(self, key: str) -> str:
         """A key with its value, as an error names it."""
@@ -73,7 +89,9 @@ class Keys:
         return f"{'--' * (self.form == 'flags' or '-' in name)}{name.lstrip('-')}={self.values.get(key)}"
 
     def get(self, key: str, default=None):
-        """The value of a key that is understood, the default if it is not given or null."""
+        """The value of a key that is understood, the default if it is not given or
+        null.
+        """
         self.taken.add(key)
         if key in self.twice:
             raise ValueError(f"--{key} is given twice, as {self.twice[key]}")
@@ -87,11 +105,15 @@ class Keys:
     def count(self, key: str, default: int = 1, least: int = 1) -> int:
         """A whole number."""
         value = self.get(key, default)
-        value = scalar(value.split()[0]) if isinstance(value, str) and value else value  # a program may follow
+        value = (
+            scalar(value.split()[0]) if isinstance(value, str) and value else value
+        )  # a program may follow
         if not is_whole(value, -(2**62)):
             raise ValueError(f"{self.say(key)} is not a whole number")
         if value < least:
-            raise ValueError(f"{self.say(key)} must be a whole number of at least {least}")
+            raise ValueError(
+                f"{self.say(key)} must be a whole number of at least {least}"
+            )
         return int(value)
 
     def number(self, key: str, default: float) -> float:
@@ -106,7 +128,9 @@ class Keys:
         value = str(self.get(key, default)).lower()
         if value not in words:
             name = self.say(key).partition("=")[0]
-            raise ValueError(f"{name}={value}: a plan knows {', '.join(map(str, words))}")
+            raise ValueError(
+                f"{name}={value}: a plan knows {', '.join(map(str, words))}"
+            )
         return words[value]
 
     def fields(self) -> dict:
@@ -114,32 +138,58 @@ class Keys:
         found = {}
         for row in rows_of(self.framework):
             means = row["means"]
-            if means.isidentifier() and means not in ("code", "unknown") and self.get(row["key"]) is not None:
+            if (
+                means.isidentifier()
+                and means not in ("code", "unknown")
+                and self.get(row["key"]) is not None
+            ):
                 found[means] = self._value(row)
         return found
 
     def _value(self, row: dict):
-        key, words = row["key"], dict(pair.split("=") for pair in row["values"].split() if "=" in pair)
+        key = row["key"]
+        words = dict(pair.split("=") for pair in row["values"].split() if "=" in pair)
         if words:
-            return self.word(key, {word: scalar(value) for word, value in words.items()})
+            return self.word(
+                key, {word: scalar(value) for word, value in words.items()}
+            )
         if row["values"] == "number":
             return self.number(key, 0.0)
-        return self.on(key) if row["values"] == "flag" else self.count(key, least=0 if row["values"] else 1)
+        return (
+            self.on(key)
+            if row["values"] == "flag"
+            else self.count(key, least=0 if row["values"] else 1)
+        )
 
     def refuse_unknown(self) -> None:
-        """Raises ValueError for a key that no row knows, where it could change the plan."""
+        """Raises ValueError for a key that no row knows, where it could change the
+        plan.
+        """
         for key, value in self.values.items():
-            if _row(self.framework, key)["means"] == "unknown" and value not in (None, False, ""):
-                raise ValueError(f"{self.say(key)}: not known, and it could change the plan")
+            if _row(self.framework, key)["means"] == "unknown" and value not in (
+                None,
+                False,
+                "",
+            ):
+                raise ValueError(
+                    f"{self.say(key)}: not known, and it could change the plan"
+                )
 
     def judge(self) -> None:
-        """List the keys that nobody took; raises ValueError for one that changes what a plan cannot say."""
+        """List the keys that nobody took; raises ValueError for one that changes what a
+        plan cannot say.
+        """
         self.refuse_unknown()
         for key, value in self.values.items():
             row = _row(self.framework, key)
             if key in self.taken and row["means"]:
                 continue
-            if row["values"] and not row["means"] and value is not None and not _among(value, row["values"]):
+            if (
+                row["values"]
+                and not row["means"]
+                and value is not None
+                and not _among(value, row["values"])
+            ):
                 raise ValueError(f"{self.say(key)}: {row['note']}")
             if key not in self.taken and key in self.given:
                 self.harmless.append(self.given[key])
@@ -162,7 +212,11 @@ def _row(framework: str, key: str) -> dict:
 
 
 def _fits(pattern: str, key: str) -> bool:
-    return bool(re.search(pattern[1:-1], key)) if pattern.startswith("/") else pattern == key
+    return (
+        bool(re.search(pattern[1:-1], key))
+        if pattern.startswith("/")
+        else pattern == key
+    )
 
 
 def _among(value, words: str) -> bool:

@@ -1,4 +1,6 @@
-"""Which plan does a configuration state, in which framework's words, and what in it says nothing about the plan?"""
+"""Which plan does a configuration state, in which framework's words, and what in it
+says nothing about the plan?
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ class Configuration:
     """What a configuration of a framework states.
 
     framework: whose it is. plan: how the model is split.
-    global_batch: samples per step, sequence: tokens per sample, dtype: of the products; None where it does not say.
+    global_batch: samples per step, sequence: tokens per sample, dtype: of the products;
+    None where it does not say.
     harmless: keys, as they stand there, that say nothing about the plan.
     notes: what a plan cannot say of it, and what was not stated.
     """
@@ -36,16 +39,26 @@ def read(
     world_size: int | None = None,
     layers: int | None = None,
 ) -> Configuration:
-    """What a configuration states: a file, its text, a command line, a log with the line of it, or a dictionary.
+    """What a configuration states: a file, its text, a command line, a log with the
+    line of it, or a dictionary.
 
-    framework: a name of `keys.FRAMEWORKS`; found from the keys if None. world_size: devices, needed where the
-    configuration does not tell; it goes before what a script works out. layers: of the model, needed where a
-    configuration counts the layers of a stage.
-    Raises ValueError that names a key which changes what a plan cannot say, OSError for a file that cannot be read.
+    framework: a name of `keys.FRAMEWORKS`; found from the keys if None. world_size:
+    devices, needed where the configuration does not tell; it goes before what a script
+    works out. layers: of the model, needed where a configuration counts the layers of a
+    stage. Raises ValueError that names a key which changes what a plan cannot say,
+    OSError for a file that cannot be read.
 
     >>> read("--tensor-model-parallel-size 2 --bf16 --overlap-grad-reduce --lr 1e-4", world_size=8).plan.tp
     2
     """
     name, fields, keys = fields_of(source, framework, world_size, layers)
-    run = {what: fields.pop(what, None) for what in ("global_batch", "sequence", "dtype")}
-    return Configuration(name, Plan(**fields), **run, harmless=tuple(keys.harmless), notes=tuple(keys.notes))
+    run = {
+        what: fields.pop(what, None) for what in ("global_batch", "sequence", "dtype")
+    }
+    return Configuration(
+        name,
+        Plan(**fields),
+        **run,
+        harmless=tuple(keys.harmless),
+        notes=tuple(keys.notes),
+    )

@@ -1,4 +1,6 @@
-"""Which keys and values stand in a configuration? Files, texts, logs and command lines as flat dictionaries."""
+"""Which keys and values stand in a configuration? Files, texts, logs and command lines
+as flat dictionaries.
+"""
 
 import json
 import re
@@ -11,23 +13,33 @@ from madmax_lib.base.fields import shown
 __all__ = ["Source", "source_of"]
 
 _FILE = re.compile(r"[^\s{}\[\]]+\.(toml|json|ya?ml|sh|log|txt)")
-_SCRIPT = re.compile(r"\bscript: ((?:\w+=[\w.+-]+ ?)+)")  # what a writer leaves to the training script
+_SCRIPT = re.compile(
+    r"\bscript: ((?:\w+=[\w.+-]+ ?)+)"
+)  # what a writer leaves to the training script
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-_PROGRAM = re.compile(r".*\.py$|-m$|activation.checkpoint")  # words of a command line that belong to no flag
+_PROGRAM = re.compile(
+    r".*\.py$|-m$|activation.checkpoint"
+)  # words of a command line that belong to no flag
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None}
 
 
 class Source:
-    """A configuration: its form (dict, json, toml, yaml or flags) and its values by key, dotted where they nest.
+    """A configuration: its form (dict, json, toml, yaml or flags) and its values by
+    key, dotted where they nest.
 
     twice: flags that are given with two values. expanded: a script filled in variables.
     """
 
     def __init__(self, form: str, values: Mapping, text: str = ""):
-        self.form, self.twice, self.expanded = form, {}, "$" in text
+        self.form = form
+        self.twice = {}
+        self.expanded = "$" in text
         self.values = {str(key): scalar(value) for key, value in _flat(values)}
         for words in _SCRIPT.findall(text):
-            self.values |= {f"script.{k}": scalar(v) for k, _, v in (word.partition("=") for word in words.split())}
+            self.values |= {
+                f"script.{k}": scalar(v)
+                for k, _, v in (word.partition("=") for word in words.split())
+            }
 
 
 def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
@@ -39,13 +51,21 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
         return Source("dict", source, str(source.get("_comment", "")))
     if not isinstance(source, (str, Path)):
         return _flags(" ".join(map(str, source)))
-    text, name = str(source), "configuration"
+    text = str(source)
+    name = "configuration"
     if isinstance(source, Path) or _FILE.fullmatch(text):
-        name, text = text, Path(source).read_text()
-    text = text.rpartition("Task Configuration -------")[2]  # in the log of Megatron-Bridge
+        name = text
+        text = Path(source).read_text()
+    text = text.rpartition("Task Configuration -------")[
+        2
+    ]  # in the log of Megatron-Bridge
     at = text.find("Running with configs:")
     if at >= 0 or re.match(r"(\s*(//|#).*\n)*\s*\{", text):
-        return Source("json", _json(re.sub(r"(?m)^(\[\w+\]:)+", "", text[max(at, 0) :]), name), text)
+        return Source(
+            "json",
+            _json(re.sub(r"(?m)^(\[\w+\]:)+", "", text[max(at, 0) :]), name),
+            text,
+        )
     if re.search(r"(?m)^\[[A-Za-z]", text):
         try:
             return Source("toml", tomllib.loads(text))
@@ -55,7 +75,9 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
 
 
 def _json(text: str, name: str) -> Mapping:
-    """The first object of a text, such as a log in which it is followed by other lines; without lines of comments."""
+    """The first object of a text, such as a log in which it is followed by other lines;
+    without lines of comments.
+    """
     text = re.sub(r"(?m)^\s*(//|#).*$", "", text)
     try:
         values = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])[0]
@@ -75,26 +97,42 @@ def _yaml(text: str, name: str) -> Source:
     if isinstance(values, Mapping):
         return Source("yaml", values, text)
     if text.strip() and not re.search(r"(^|[\s\"'(])--\w", text):
-        problem = f"YAML ({' '.join(str(values).split())})" if isinstance(values, Exception) else "a configuration"
+        problem = (
+            f"YAML ({' '.join(str(values).split())})"
+            if isinstance(values, Exception)
+            else "a configuration"
+        )
         raise ValueError(f"{name}: not {problem}: {shown(text)}")
     return _flags(text)
 
 
 def _flags(text: str) -> Source:
-    """Flags of a command line or a shell script, whose variables are filled in where it sets them."""
-    source, variables = Source("flags", {}, text), {}
+    """Flags of a command line or a shell script, whose variables are filled in where it
+    sets them.
+    """
+    source = Source("flags", {}, text)
+    variables = {}
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).replace('"', "").replace("'", "")
-        line = _VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), line)
-        if (setting := re.match(r"\s*(?:export\s+)?(\w+)=(\S*)\s*$", line)) and "--" not in line:
+        line = _VARIABLE.sub(
+            lambda m: variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), line
+        )
+        if (
+            setting := re.match(r"\s*(?:export\s+)?(\w+)=(\S*)\s*$", line)
+        ) and "--" not in line:
             variables[setting[1]] = setting[2]
         for name, values in _given(line.split()):
             value = " ".join(values) if values else True
             if str(source.values.get(name, value)) != str(value):
                 source.twice[name] = f"{source.values[name]} and as {value}"
             source.values[name] = value
-    for mode in re.findall(r"\bactivation.checkpoint[: ](none|selective|full|memory-budget)\b", text):
-        source.values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": "op"}
+    for mode in re.findall(
+        r"\bactivation.checkpoint[: ](none|selective|full|memory-budget)\b", text
+    ):
+        source.values |= {
+            "activation_checkpoint.mode": mode,
+            "activation_checkpoint.selective_ac_option": "op",
+        }
     source.values = {name: scalar(value) for name, value in source.values.items()}
     return source
 
@@ -107,7 +145,13 @@ def _given(words: list[str]) -> list[tuple[str, list[str]]]:
     """
     given: list[tuple[str, list[str]]] = []
     for word in words:
-        word = word[word.find("(--") + 1 :] if "(--" in word else word if "(" in word else word.rstrip(")")
+        word = (
+            word[word.find("(--") + 1 :]
+            if "(--" in word
+            else word
+            if "(" in word
+            else word.rstrip(")")
+        )
         if re.match(r"--\w", word):
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_") if "." in name else name.replace("_", "-")
@@ -131,7 +175,9 @@ def scalar(value):
     >>> scalar("5e8"), scalar("12"), scalar("null"), scalar(["core_attn", "mlp"])
     (500000000.0, 12, None, 'core_attn mlp')
     """
-    if isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value):
+    if isinstance(value, (list, tuple)) and all(
+        isinstance(word, str) for word in value
+    ):
         value = " ".join(value)
     if not isinstance(value, str):
         return value
@@ -140,4 +186,8 @@ def scalar(value):
         return _WORDS[text.lower()]
     if re.fullmatch(r"[+-]?\d+", text):
         return int(text)
-    return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
+    return (
+        float(text)
+        if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE)
+        else text
+    )

@@ -1,4 +1,6 @@
-"""How does a framework state a plan? The text of its configuration, checked by reading it back."""
+"""How does a framework state a plan? The text of its configuration, checked by reading
+it back.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,16 @@ from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
 
 __all__ = ["STACKS", "write"]
 
-_SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {name: name for name in FRAMEWORKS if name != "megatron-lm"}
-STACKS = ("megatron-core", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")  # by preference
+_SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {
+    name: name for name in FRAMEWORKS if name != "megatron-lm"
+}
+STACKS = (
+    "megatron-core",
+    "megatron-bridge",
+    "torchtitan",
+    "deepspeed",
+    "accelerate",
+)  # by preference
 
 
 def write(
@@ -30,16 +40,18 @@ def write(
 ) -> str:
     """The configuration of a framework that runs a plan; `read` gives the plan back.
 
-    framework: torchtitan (flags of 0.3, beside --module and --config; with etp=tp of 0.2), megatron-lm (torchrun and
-    flags), megatron-bridge (YAML of overrides), deepspeed (JSON) or accelerate (YAML). What the training script must
-    do itself stands in a comment that begins with `script:`.
-    model: or its name, whose sizes are stated too: to Megatron in its flags, which then train 20 steps on made up data,
-    to torchtitan by the config function that has them, else in that comment. Its layers and sequence go for those that
-    are None. global_batch, sequence: samples and tokens of the run, left out if None. dtype: bf16 (if None), fp16 or
-    fp32. layers: of the model, which torchtitan needs for more than two chunks per stage. devices_per_node: for
-    torchrun and hpz.
-    Raises ValueError for a plan that is not legal for the model, for a field that the framework cannot state, and for a
-    batch that the plan does not divide.
+    framework: torchtitan (flags of 0.3, beside --module and --config; with etp=tp of
+    0.2), megatron-lm (torchrun and flags), megatron-bridge (YAML of overrides),
+    deepspeed (JSON) or accelerate (YAML). What the training script must do itself
+    stands in a comment that begins with `script:`.
+    model: or its name, whose sizes are stated too: to Megatron in its flags, which then
+    train 20 steps on made up data, to torchtitan by the config function that has them,
+    else in that comment. Its layers and sequence go for those that are None.
+    global_batch, sequence: samples and tokens of the run, left out if None. dtype: bf16
+    (if None), fp16 or fp32. layers: of the model, which torchtitan needs for more than
+    two chunks per stage. devices_per_node: for torchrun and hpz. Raises ValueError for
+    a plan that is not legal for the model, for a field that the framework cannot state,
+    and for a batch that the plan does not divide.
 
     >>> print(write("dp4.tp2.one-bucket", "megatron-lm", devices_per_node=4))
     torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py \\
@@ -49,17 +61,28 @@ def write(
         --bf16 \\
         --grad-reduce-in-bf16
     """
-    plan, name, dtype = Plan.parse(plan), framework_named(framework), dtype or "bf16"
+    plan = Plan.parse(plan)
+    name = framework_named(framework)
+    dtype = dtype or "bf16"
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype={dtype} is not one of bf16, fp16, fp32")
     if model is not None:
         model = catalog.model(model)
         if not isinstance(model, Transformer):
-            raise ValueError(f"{model.name}: recommendation models have no configuration")
+            raise ValueError(
+                f"{model.name}: recommendation models have no configuration"
+            )
         sequence = model.sequence if sequence is None else sequence
         layers = model.layers if layers is None else layers
         plan.check(model, None, sequence=sequence)
-    run = StatedRun(global_batch, sequence, dtype, layers, whole("devices_per_node", devices_per_node, 1), model)
+    run = StatedRun(
+        global_batch,
+        sequence,
+        dtype,
+        layers,
+        whole("devices_per_node", devices_per_node, 1),
+        model,
+    )
     run.passes(plan)
     text = WRITERS[name](plan, run)
     _check(plan, run, name, text)
@@ -74,13 +97,19 @@ def _check(plan: Plan, run: StatedRun, name: str, text: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name} cannot state the plan: {error}") from None
     for field in DEFAULTS:
-        ours, theirs = getattr(plan, field), getattr(stated.plan, field)
+        ours = getattr(plan, field)
+        theirs = getattr(stated.plan, field)
         if field in OVERLAPS:
             if getattr(plan, field[-2:]) == 1:
                 continue
-            ours, theirs = (one.overlaps(field[-2:], usual) for one in (plan, stated.plan))
+            ours, theirs = (
+                one.overlaps(field[-2:], usual) for one in (plan, stated.plan)
+            )
         if ours != theirs and not is_moot(field, plan):
-            raise ValueError(f"{name} cannot state {field}={ours}: its configuration would run {field}={theirs}")
+            raise ValueError(
+                f"{name} cannot state {field}={ours}: its configuration would run "
+                f"{field}={theirs}"
+            )
     for field in ("global_batch", "sequence", "dtype"):
         if getattr(run, field) not in (None, getattr(stated, field)):
             raise ValueError(f"{name} cannot state {field}={getattr(run, field)}")

@@ -1,4 +1,6 @@
-"""Which plan is best? Searches over every degree on equal and on mixed GPUs, with one stated cost."""
+"""Which plan is best? Searches over every degree on equal and on mixed GPUs, with one
+stated cost.
+"""
 
 from madmax_lib.base.doors import open_room
 
@@ -9,8 +11,15 @@ if TYPE_CHECKING:
     from madmax_lib.planner.answer import SearchResult as SearchResult
     from madmax_lib.planner.layouts import layouts as layouts
     from madmax_lib.planner.money.campaign import campaign as campaign
-    from madmax_lib.planner.money.codesign import codesign as codesign, training as training
-    from madmax_lib.planner.money.compare import EXPOSED as EXPOSED, lever_table as lever_table, variants as variants
+    from madmax_lib.planner.money.codesign import (
+        codesign as codesign,
+        training as training,
+    )
+    from madmax_lib.planner.money.compare import (
+        EXPOSED as EXPOSED,
+        lever_table as lever_table,
+        variants as variants,
+    )
     from madmax_lib.planner.money.goodput import (
         Goodput as Goodput,
         practice as practice,

@@ -1,9 +1,12 @@
-"""What does a part of the space hold? Memory of all its plans, times of those that fit, its best ones and Pareto front.
+"""What does a part of the space hold? Memory of all its plans, times of those that fit,
+its best ones and Pareto front.
 
-The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come as products of two short lists
-(`space`), so millions of them are done per second in little memory. A plan counts if one of the stacks launches it and
-its configuration can say so. Plans of equal time and memory are one: that of the smaller degrees in the order tp, cp,
-pp, ep, then of the earlier choice of the `Space`. Order goes to less memory, then to less time.
+The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come
+as products of two short lists (`space`), so millions of them are done per second in
+little memory. A plan counts if one of the stacks launches it and its configuration can
+say so. Plans of equal time and memory are one: that of the smaller degrees in the order
+tp, cp, pp, ep, then of the earlier choice of the `Space`. Order goes to less memory,
+then to less time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +22,13 @@ from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans, product_part
 from madmax_lib.plan.rules import SOFTWARE, STATED
-from madmax_lib.planner.space import SEARCHED, Degrees, Space, pass_choices, sharding_choices
+from madmax_lib.planner.space import (
+    SEARCHED,
+    Degrees,
+    Space,
+    pass_choices,
+    sharding_choices,
+)
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
 from madmax_lib.simulator.memory.states import default_software
@@ -27,10 +36,23 @@ from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import step_s, step_time
 
-__all__ = ["WAY", "Found", "SearchProblem", "energy_j", "evaluate", "launched_by", "merged"]
+__all__ = [
+    "WAY",
+    "Found",
+    "SearchProblem",
+    "energy_j",
+    "evaluate",
+    "launched_by",
+    "merged",
+]
 
 _BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
-_OBJECTIVES = {"time": "step_s", "cost": "cost_usd", "energy": "energy_j", "memory": "memory_bytes"}
+_OBJECTIVES = {
+    "time": "step_s",
+    "cost": "cost_usd",
+    "energy": "energy_j",
+    "memory": "memory_bytes",
+}
 _TIES = ("tp", "cp", "pp", "ep", "place")
 _WAYS = 100  # that are kept
 _ROUNDED = 1 << 12  # of the bits of a number: plans closer than 1e-12 are equal
@@ -40,9 +62,12 @@ WAY = ("tp", "cp", "pp", "ep", "zero", "recompute")  # what makes a plan differe
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What is searched: everything that decides the result, for a worker on another machine too."""
+    """What is searched: everything that decides the result, for a worker on another
+    machine too.
+    """
 
-    case: Case  # model, cluster, batch, sequence, dtype and software; its plan is not looked at
+    # model, cluster, batch, sequence, dtype and software; its plan is not looked at
+    case: Case
     space: Space  # values that are tried
     objective: str  # a key of `_OBJECTIVES`
     top: int  # plans to keep
@@ -53,17 +78,25 @@ class SearchProblem:
 
     def __post_init__(self):
         if self.objective not in list(_OBJECTIVES):
-            raise ValueError(f"objective={shown(self.objective)} is not one of {', '.join(_OBJECTIVES)}")
+            raise ValueError(
+                f"objective={shown(self.objective)} is not one of "
+                f"{', '.join(_OBJECTIVES)}"
+            )
         number("usd_per_hour", self.usd_per_hour, unknown=True)
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
-            raise ValueError(f"objective='cost' needs a price: {device} has none in the catalog, give usd_per_hour")
+            raise ValueError(
+                f"objective='cost' needs a price: {device} has none in the catalog, "
+                "give usd_per_hour"
+            )
         object.__setattr__(self, "top", whole("top", self.top, 1))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a part of the space has shown; its tables are columns of equal length, none where nothing fits."""
+    """What a part of the space has shown; its tables are columns of equal length, none
+    where nothing fits.
+    """
 
     table: dict[str, np.ndarray]  # best plans so far
     front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
@@ -76,7 +109,9 @@ class Found:
 
 def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
     """Looks at all plans of some degrees."""
-    return merged(problem, [block for degrees in part for block in _blocks_of(problem, degrees)])
+    return merged(
+        problem, [block for degrees in part for block in _blocks_of(problem, degrees)]
+    )
 
 
 def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
@@ -86,10 +121,16 @@ def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
     front = _joined([part.front for part in parts], "step_s", "memory_bytes")
     ways = _joined([part.ways for part in parts], *order)
     if table:
-        least = _front(front["step_s"], front["memory_bytes"], np.ones(len(front["place"]), bool))
-        table, front = _rows(table, slice(problem.top)), _rows(front, least)
+        least = _front(
+            front["step_s"], front["memory_bytes"], np.ones(len(front["place"]), bool)
+        )
+        table = _rows(table, slice(problem.top))
+        front = _rows(front, least)
         ways = _rows(ways, slice(_WAYS))
-    counts = (sum(getattr(part, name) for part in parts) for name in ("idle", "evaluated", "feasible"))
+    counts = (
+        sum(getattr(part, name) for part in parts)
+        for name in ("idle", "evaluated", "feasible")
+    )
     least_bytes = min((part.least_bytes for part in parts), default=float("inf"))
     return Found(table, front, ways, *counts, least_bytes)
 
@@ -101,7 +142,9 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     if not rows or not columns:
         return
     plans = Plans(**vars(degrees), **rows, **columns)
-    masks = tuple(~broken for broken in _refused(plans, problem)) or (np.ones((1, 1), bool),)
+    masks = tuple(~broken for broken in _refused(plans, problem)) or (
+        np.ones((1, 1), bool),
+    )
     place = np.arange(plans.shape[0] * plans.shape[1]).reshape(plans.shape)
     rows, columns = _touched(reduce(or_, masks), plans.shape)
     skipped = place.size - len(rows) * len(columns)
@@ -110,72 +153,124 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
         return
     size = max(_BLOCK // len(columns), 1)
     for part in np.split(rows, range(size, len(rows), size)):
-        here, *masked = (product_part(values, part, columns) for values in (plans, place, *masks))
+        here, *masked = (
+            product_part(values, part, columns) for values in (plans, place, *masks)
+        )
         yield _evaluated(problem, here, *masked, skipped=skipped)
         skipped = 0
 
 
 def _touched(mask: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns of a product in which a mask is true somewhere."""
-    return tuple(np.flatnonzero(np.broadcast_to(mask.any(axis), shape[1 - axis])) for axis in (1, 0))
+    return tuple(
+        np.flatnonzero(np.broadcast_to(mask.any(axis), shape[1 - axis]))
+        for axis in (1, 0)
+    )
 
 
 def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
-    """Of each stack, the plans that it does not launch, or that its configuration cannot say; with two axes each."""
+    """Of each stack, the plans that it does not launch, or that its configuration
+    cannot say; with two axes each.
+    """
     cases = (replace(problem.case, software=stack) for stack in problem.stacks)
     rules = SOFTWARE + STATED
-    return [np.atleast_2d(reduce(or_, (rule.broken(plans, case) for rule in rules), np.False_)) for case in cases]
+    return [
+        np.atleast_2d(
+            reduce(or_, (rule.broken(plans, case) for rule in rules), np.False_)
+        )
+        for case in cases
+    ]
 
 
 def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
-    """Names of the stacks that launch each plan of a table within the memory of a device, joined by blanks."""
+    """Names of the stacks that launch each plan of a table within the memory of a
+    device, joined by blanks.
+    """
     runs = []
     for stack, broken in zip(problem.stacks, _refused(plans, problem), strict=True):
         launched = ~np.broadcast_to(broken[0], plans.shape)
         rows = np.flatnonzero(launched)
-        if len(rows) and not problem.case.software:  # else memory is that of the stack already
-            held = table_peak_bytes(replace(problem.case, plan=plans[rows], software=stack))
+        if (
+            len(rows) and not problem.case.software
+        ):  # else memory is that of the stack already
+            held = table_peak_bytes(
+                replace(problem.case, plan=plans[rows], software=stack)
+            )
             launched[rows] = held <= problem.room_bytes
         runs.append(launched)
     names = [stack.name for stack in problem.stacks]
-    return [" ".join(name for name, run in zip(names, row, strict=True) if run) for row in zip(*runs, strict=True)]
+    return [
+        " ".join(name for name, run in zip(names, row, strict=True) if run)
+        for row in zip(*runs, strict=True)
+    ]
 
 
-def _evaluated(problem: SearchProblem, plans: Plans, place: np.ndarray, *masks: np.ndarray, skipped: int) -> Found:
-    """A product of plans; those that fit are timed. place: among all of the same degrees; masks: of each stack."""
+def _evaluated(
+    problem: SearchProblem,
+    plans: Plans,
+    place: np.ndarray,
+    *masks: np.ndarray,
+    skipped: int,
+) -> Found:
+    """A product of plans; those that fit are timed. place: among all of the same
+    degrees; masks: of each stack.
+    """
     runs = np.broadcast_to(reduce(or_, masks), plans.shape)
-    memory = np.broadcast_to(_rounded(plans_peak_bytes(replace(problem.case, plan=plans))), plans.shape)
+    memory = np.broadcast_to(
+        _rounded(plans_peak_bytes(replace(problem.case, plan=plans))), plans.shape
+    )
     fits = (memory <= problem.room_bytes) & runs
-    if problem.stacks and not problem.case.software:  # also in the memory of a stack that launches it
+    if (
+        problem.stacks and not problem.case.software
+    ):  # also in the memory of a stack that launches it
         fits = _roomy(problem, plans, masks, fits)
-    launched, least_bytes = int(runs.sum()), float(memory.min(where=runs, initial=np.inf))
+    launched = int(runs.sum())
+    least_bytes = float(memory.min(where=runs, initial=np.inf))
     counts = skipped + runs.size - launched, launched, int(fits.sum()), least_bytes
     rows, columns = _touched(fits, fits.shape)
     if not len(rows):
         return Found({}, {}, {}, *counts)
-    plans, place, memory, fits = (product_part(values, rows, columns) for values in (plans, place, memory, fits))
+    plans, place, memory, fits = (
+        product_part(values, rows, columns) for values in (plans, place, memory, fits)
+    )
     case = replace(problem.case, plan=plans)
-    times = np.broadcast_to(_rounded(step_s(Steps.of(case), problem.parameters)), fits.shape)
+    times = np.broadcast_to(
+        _rounded(step_s(Steps.of(case), problem.parameters)), fits.shape
+    )
     values = {"step_s": times, "memory_bytes": memory}
     values["cost_usd"] = times * (case.cluster.world_size * problem.usd_per_hour / 3600)
     if problem.objective == "energy":
-        values["energy_j"] = np.broadcast_to(energy_j(case, problem.parameters), fits.shape)
+        values["energy_j"] = np.broadcast_to(
+            energy_j(case, problem.parameters), fits.shape
+        )
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best, ties = _smallest(objective, memory, times, problem.top)
     ways = np.array(list(_best_of_ways(plans, objective, memory, times)), int)
     chosen = best, _front(times, memory, fits), ways
-    table, front, ways = (_columns(plans, values | {"place": place}, at) for at in chosen)
+    table, front, ways = (
+        _columns(plans, values | {"place": place}, at) for at in chosen
+    )
     return Found(table | {"ties": ties}, front, ways, *counts)
 
 
-def _roomy(problem: SearchProblem, plans: Plans, masks: tuple[np.ndarray, ...], fits: np.ndarray) -> np.ndarray:
-    """Which of the plans that fit do so in the memory of a stack that launches them too."""
-    roomy, usual = np.zeros(fits.shape, bool), plans.tp * plans.pp * plans.ep > 1 and default_software(plans)
+def _roomy(
+    problem: SearchProblem,
+    plans: Plans,
+    masks: tuple[np.ndarray, ...],
+    fits: np.ndarray,
+) -> np.ndarray:
+    """Which of the plans that fit do so in the memory of a stack that launches them
+    too.
+    """
+    roomy = np.zeros(fits.shape, bool)
+    usual = plans.tp * plans.pp * plans.ep > 1 and default_software(plans)
     for stack, mask in zip(problem.stacks, masks, strict=True):
         wanted = fits & mask & ~roomy
         if stack.name != usual and wanted.any():  # the usual one's memory is known
             part = _touched(wanted, fits.shape)
-            held = plans_peak_bytes(replace(problem.case, plan=product_part(plans, *part), software=stack))
+            held = plans_peak_bytes(
+                replace(problem.case, plan=product_part(plans, *part), software=stack)
+            )
             wanted[np.ix_(*part)] &= held <= problem.room_bytes
         roomy |= wanted
     return roomy
@@ -187,14 +282,21 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     return ((bits + _ROUNDED // 2) & -_ROUNDED).view(float)
 
 
-def _best_of_ways(plans: Plans, objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray) -> Iterator[int]:
-    """Flat positions of the best plan of each ZeRO stage and recompute, of plans of the same degrees."""
-    rows, columns = plans.recompute[:, 0], plans.zero[0]
+def _best_of_ways(
+    plans: Plans, objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray
+) -> Iterator[int]:
+    """Flat positions of the best plan of each ZeRO stage and recompute, of plans of the
+    same degrees.
+    """
+    rows = plans.recompute[:, 0]
+    columns = plans.zero[0]
     for recompute, zero in product(dict.fromkeys(rows), dict.fromkeys(columns)):
         at = np.ix_(np.flatnonzero(rows == recompute), np.flatnonzero(columns == zero))
         part = objective[at]
         if (least := part.min()) < np.inf:
-            row, column = (at[axis].ravel()[i] for axis, i in enumerate(np.nonzero(part == least)))
+            row, column = (
+                at[axis].ravel()[i] for axis, i in enumerate(np.nonzero(part == least))
+            )
             first = np.lexsort((row, step_s[row, column], memory[row, column]))[0]
             yield row[first] * len(columns) + column[first]
 
@@ -205,23 +307,38 @@ def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
     return case.cluster.world_size * device_energy_j(times, case.cluster.device)
 
 
-def _smallest(objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int) -> tuple:
-    """(flat positions of the `count` smallest finite values in order, how many tie with each in time and memory)."""
-    flat, wanted = objective.reshape(-1), count
+def _smallest(
+    objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int
+) -> tuple:
+    """(flat positions of the `count` smallest finite values in order, how many tie with
+    each in time and memory).
+    """
+    flat = objective.reshape(-1)
+    wanted = count
     finite = np.flatnonzero(np.isfinite(flat))
     while True:
         at = finite
         if wanted < len(at):
             at = at[flat[at] <= np.partition(flat[at], wanted - 1)[wanted - 1]]
-        sizes, times = memory.reshape(-1)[at], step_s.reshape(-1)[at]
-        kept, ties = _first_of_ties(np.lexsort((at, times, sizes, flat[at])), times, sizes)
+        sizes = memory.reshape(-1)[at]
+        times = step_s.reshape(-1)[at]
+        kept, ties = _first_of_ties(
+            np.lexsort((at, times, sizes, flat[at])), times, sizes
+        )
         if len(kept) >= count or len(at) == len(finite):
             return at[kept[:count]], ties[:count]
         wanted *= 4
 
 
-def _first_of_ties(order: np.ndarray, times: np.ndarray, sizes: np.ndarray, ties: np.ndarray | None = None) -> tuple:
-    """(those of an order of plans that no earlier one equals in time and memory, how many later ones equal each)."""
+def _first_of_ties(
+    order: np.ndarray,
+    times: np.ndarray,
+    sizes: np.ndarray,
+    ties: np.ndarray | None = None,
+) -> tuple:
+    """(those of an order of plans that no earlier one equals in time and memory, how
+    many later ones equal each).
+    """
     pairs = (times + 1j * sizes)[order]
     _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
     counts = np.bincount(which, None if ties is None else ties[order] + 1.0).astype(int)
@@ -233,13 +350,17 @@ def _without_ties(table: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if not table:
         return table
     order = np.arange(len(table["place"]))
-    kept, ties = _first_of_ties(order, table["step_s"], table["memory_bytes"], table["ties"])
+    kept, ties = _first_of_ties(
+        order, table["step_s"], table["memory_bytes"], table["ties"]
+    )
     return _rows(table, kept) | {"ties": ties}
 
 
 def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarray:
     """Flat positions of feasible plans that no other one beats in time and memory."""
-    times, sizes, at = step_s.reshape(-1), memory.reshape(-1), np.flatnonzero(fits)
+    times = step_s.reshape(-1)
+    sizes = memory.reshape(-1)
+    at = np.flatnonzero(fits)
     if at.size:  # one plan beats most of the others, which need not be sorted
         good = at[np.argmin(times[at] * sizes[at])]
         at = at[(times[at] < times[good]) | (sizes[at] < sizes[good]) | (at == good)]
@@ -251,16 +372,27 @@ def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> dict[str, np.nda
     """Chosen plans of a product as columns."""
     shape = values["place"].shape
     row, column = np.unravel_index(chosen, shape)
-    every = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED} | values
-    return {name: value[row, column] for name, value in every.items()} | {"ties": 0 * chosen}
+    every = {
+        name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED
+    } | values
+    return {name: value[row, column] for name, value in every.items()} | {
+        "ties": 0 * chosen
+    }
 
 
 def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
-    table = {name: np.concatenate([part[name] for part in filled]) for name in (filled or [{}])[0]}
-    return table and _rows(table, np.lexsort([table[name] for name in reversed((*order, *_TIES))]))
+    table = {
+        name: np.concatenate([part[name] for part in filled])
+        for name in (filled or [{}])[0]
+    }
+    return table and _rows(
+        table, np.lexsort([table[name] for name in reversed((*order, *_TIES))])
+    )
 
 
-def _rows(table: dict[str, np.ndarray], rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+def _rows(
+    table: dict[str, np.ndarray], rows: np.ndarray | slice
+) -> dict[str, np.ndarray]:
     return {name: column[rows] for name, column in table.items()}

@@ -1,6 +1,8 @@
-"""Which plan is best? Of every legal plan of a space the memory, of those that fit the time; the best, and the front.
+"""Which plan is best? Of every legal plan of a space the memory, of those that fit the
+time; the best, and the front.
 
-A search deals the degrees of a `space` out in parts (`distribute`), each of which is worked out by `evaluate`.
+A search deals the degrees of a `space` out in parts (`distribute`), each of which is
+worked out by `evaluate`.
 """
 
 import time
@@ -21,7 +23,12 @@ from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import Found, SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
+from madmax_lib.simulator.rates.parameters import (
+    Parameters,
+    constants_of,
+    shipped,
+    software_of,
+)
 
 __all__ = ["check_case", "search", "stacks_of"]
 
@@ -49,17 +56,20 @@ def search(
 ) -> SearchResult:
     """The best plans for a model on a cluster.
 
-    model, cluster: or their names. objective: time, cost (needs a price per device-hour, the catalog's if usd_per_hour
-    is None), energy or memory. space: the full `Space` if None, `Space.quick()` for what people usually run. software:
-    that trains, a name of `data/software.csv` or one of your own; that of the parameters if None. Without any, a plan
-    must be launched by one of the `STACKS` whose configuration `plan_flags` writes, and is priced as by tuned Megatron;
-    on TPUs by JAX.
+    model, cluster: or their names. objective: time, cost (needs a price per
+    device-hour, the catalog's if usd_per_hour is None), energy or memory. space: the
+    full `Space` if None, `Space.quick()` for what people usually run. software: that
+    trains, a name of `data/software.csv` or one of your own; that of the parameters if
+    None. Without any, a plan must be launched by one of the `STACKS` whose
+    configuration `plan_flags` writes, and is priced as by tuned Megatron; on TPUs by
+    JAX.
     imbalance: of experts, as in `Case`.
-    client: a dask client that takes shards of the space. directory: where finished shards are kept, so that a stopped
-    search goes on. shard of shards: this part only, for job arrays; it may hold no plan that fits. Interrupting returns
-    the best so far with complete=False.
-    Raises ValueError naming the rule that leaves no plan, or the least memory that one would need.
-    See also: mm.estimate, mm.tune, mm.planner.Space, mm.planner.campaign.
+    client: a dask client that takes shards of the space. directory: where finished
+    shards are kept, so that a stopped search goes on. shard of shards: this part only,
+    for job arrays; it may hold no plan that fits. Interrupting returns the best so far
+    with complete=False. Raises ValueError naming the rule that leaves no plan, or the
+    least memory that one would need. See also: mm.estimate, mm.tune, mm.planner.Space,
+    mm.planner.campaign.
 
     >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
     >>> found = search("gpt2", "kaggle-2xt4", global_batch=8, top=3, **small)
@@ -75,18 +85,35 @@ def search(
     problem = _problem(case, space, objective, top, parameters, usd_per_hour)
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
-        reasons = "; ".join(f"{rule} ({count} dropped)" for rule, count in dropped.most_common())
-        raise ValueError(f"no layout of {case.model.name} on {case.cluster.world_size} devices: {reasons}")
-    found, complete = run_parts(problem, degrees[shard::shards], client, directory, progress)
+        reasons = "; ".join(
+            f"{rule} ({count} dropped)" for rule, count in dropped.most_common()
+        )
+        raise ValueError(
+            f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
+            f"{reasons}"
+        )
+    found, complete = run_parts(
+        problem, degrees[shard::shards], client, directory, progress
+    )
     if complete and not found.feasible and shards == 1:
         raise ValueError(_too_large(problem, found))
     table, front, ways = (pd.DataFrame(),) * 3
     if found.feasible:
-        table, front = (described(problem, part)[0] for part in (found.table, found.front))
+        table, front = (
+            described(problem, part)[0] for part in (found.table, found.front)
+        )
         ways = different(problem, found.ways)
     counts = (found.evaluated, found.feasible, time.perf_counter() - start)
     rules = _dropped(dropped, found)
-    return SearchResult(table, front.drop(columns="ties", errors="ignore"), ways, *counts, rules, problem, complete)
+    return SearchResult(
+        table,
+        front.drop(columns="ties", errors="ignore"),
+        ways,
+        *counts,
+        rules,
+        problem,
+        complete,
+    )
 
 
 def _dropped(layouts: Counter, found: Found) -> pd.DataFrame:
@@ -100,9 +127,15 @@ def _dropped(layouts: Counter, found: Found) -> pd.DataFrame:
 def check_case(case: Case) -> None:
     """Raises ValueError for what cannot be searched."""
     if isinstance(case.model, DLRM):
-        raise ValueError(f"{case.model.name}: recommendation models are split by dp only, no search is needed")
+        raise ValueError(
+            f"{case.model.name}: recommendation models are split by dp only, no "
+            "search is needed"
+        )
     if not case.sequence:
-        raise ValueError(f"{case.model.name} has no sequence of its own; give sequence=, the tokens per sample")
+        raise ValueError(
+            f"{case.model.name} has no sequence of its own; give sequence=, the "
+            "tokens per sample"
+        )
 
 
 def stacks_of(case: Case) -> tuple[Software, ...]:
@@ -115,26 +148,43 @@ def _check(client, shard: int, shards: int) -> None:
     if client is not None and not hasattr(client, "scatter"):
         raise ValueError(f"client={shown(client)} must be a dask client")
     if whole("shard", shard) >= whole("shards", shards, 1):
-        raise ValueError(f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})")
+        raise ValueError(
+            f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
+        )
 
 
-def _problem(case: Case, space, objective: str, top: int, parameters, usd_per_hour) -> SearchProblem:
+def _problem(
+    case: Case, space, objective: str, top: int, parameters, usd_per_hour
+) -> SearchProblem:
     price = case.cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    space, parameters = argument("space", space, Space, Space), argument("parameters", parameters, Parameters, shipped)
+    space = argument("space", space, Space, Space)
+    parameters = argument("parameters", parameters, Parameters, shipped)
     stacks = stacks_of(case)
     case = replace(case, software=stacks[0]) if len(stacks) == 1 else case
     room_bytes = usable_bytes(case.cluster.device)
-    return SearchProblem(case, space, objective, top, parameters, price, room_bytes, stacks)
+    return SearchProblem(
+        case, space, objective, top, parameters, price, room_bytes, stacks
+    )
 
 
 def _too_large(problem: SearchProblem, found: Found) -> str:
-    model, device = problem.case.model.name, problem.case.cluster.device.name
+    model = problem.case.model.name
+    device = problem.case.cluster.device.name
     if not found.evaluated and found.idle:
         stacks = ", ".join(stack.name for stack in problem.stacks)
-        return f"no plan of {model}: {stacks} launches none of the {found.idle:,} of the space"
+        return (
+            f"no plan of {model}: {stacks} launches none of the {found.idle:,} of "
+            "the space"
+        )
     if not found.evaluated:
-        return f"no plan of {model}: the space names no micro-batch, schedule or ZeRO stage that divides"
-    least, room = (f"{size / 1e9:.1f} GB" for size in (found.least_bytes, problem.room_bytes))
+        return (
+            f"no plan of {model}: the space names no micro-batch, schedule or "
+            "ZeRO stage that divides"
+        )
+    least, room = (
+        f"{size / 1e9:.1f} GB" for size in (found.least_bytes, problem.room_bytes)
+    )
     return (
-        f"no plan of {model} fits: the least needs {least} per device, {device} has {room} ({found.evaluated:,} plans)"
+        f"no plan of {model} fits: the least needs {least} per device, {device} "
+        f"has {room} ({found.evaluated:,} plans)"
     )

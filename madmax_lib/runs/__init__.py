@@ -1,4 +1,6 @@
-"""How is a model trained for real, in any layout, and what did it cost? Launch, train, bench and read runs."""
+"""How is a model trained for real, in any layout, and what did it cost? Launch, train,
+bench and read runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
     from madmax_lib.runs.measure.bench import bench as bench
     from madmax_lib.runs.measure.peak_rates import device_name as device_name
     from madmax_lib.runs.parallel.trainer import parallelize as parallelize
-    from madmax_lib.runs.read import read_run as read_run, read_runs as read_runs, runs_table as runs_table
+    from madmax_lib.runs.read import (
+        read_run as read_run,
+        read_runs as read_runs,
+        runs_table as runs_table,
+    )
     from madmax_lib.runs.ready import (
         after_trace as after_trace,
         hf_callback as hf_callback,
@@ -28,6 +34,9 @@ if TYPE_CHECKING:
         on_trace_ready as on_trace_ready,
     )
     from madmax_lib.runs.spec import RunSpec as RunSpec
-    from madmax_lib.runs.summary import PROFILED as PROFILED, counted_steps as counted_steps
+    from madmax_lib.runs.summary import (
+        PROFILED as PROFILED,
+        counted_steps as counted_steps,
+    )
 
 __all__ = open_room(__name__)

@@ -1,12 +1,16 @@
-"""How is a run started, watched and ended? torchrun as a subprocess, from a notebook, papermill, CI, Slurm or Kaggle.
+"""How is a run started, watched and ended? torchrun as a subprocess, from a notebook,
+papermill, CI, Slurm or Kaggle.
 
-`launch` checks, writes spec.json, starts one process per rank (CUDA and NCCL where present, else gloo with one thread
-each) and waits. Whatever happens, the directory stays readable and no process is left: torchrun ends the other ranks
-when one dies, `launch` ends torchrun when it is interrupted, and ranks end themselves when torchrun or the launcher has
-vanished (`runs.train`). torch is imported by the ranks only.
-On several machines, `prepare(spec, directory, nodes=N)` a directory that all of them see and start on each `torchrun
---nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST -m madmax_lib.runs.train DIRECTORY`; under Slurm by
-`srun --ntasks-per-node 1`, K being $SLURM_NODEID. Power is then that of the machine of rank 0.
+`launch` checks, writes spec.json, starts one process per rank (CUDA and NCCL where
+present, else gloo with one thread each) and waits. Whatever happens, the directory
+stays readable and no process is left: torchrun ends the other ranks when one dies,
+`launch` ends torchrun when it is interrupted, and ranks end themselves when torchrun or
+the launcher has vanished (`runs.train`). torch is imported by the ranks only. On
+several machines, `prepare(spec, directory, nodes=N)` a directory that all of them see
+and start on each
+`torchrun --nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST -m madmax_lib.runs.train
+DIRECTORY`; under Slurm by `srun --ntasks-per-node
+1`, K being $SLURM_NODEID. Power is then that of the machine of rank 0.
 """
 
 import os
@@ -34,22 +38,37 @@ from madmax_lib.runs.read import Resolved, Run, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 
-__all__ = ["RunError", "gpu_count", "launch", "launch_all", "measure_links", "prepare", "resolve", "sweep"]
+__all__ = [
+    "RunError",
+    "gpu_count",
+    "launch",
+    "launch_all",
+    "measure_links",
+    "prepare",
+    "resolve",
+    "sweep",
+]
 __all__ += ["train_command"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
 _ALONE_S = 2.0  # for ranks that lost torchrun to end themselves
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-_NOT_PASSED_ON = ("PET_", "MADMAX_TESTBED_")  # defaults of torchrun's options, and what another run is spread over
+_NOT_PASSED_ON = (
+    "PET_",
+    "MADMAX_TESTBED_",
+)  # defaults of torchrun's options, and what another run is spread over
 
 
 class RunError(RuntimeError):
-    """A run that started and did not complete. directory: what it left; status: as in its summary.json."""
+    """A run that started and did not complete. directory: what it left; status: as in
+    its summary.json.
+    """
 
     def __init__(self, message: str, directory: Path, status: str):
         super().__init__(message)
-        self.directory, self.status = directory, status
+        self.directory = directory
+        self.status = status
 
 
 class _Terminated(BaseException):
@@ -57,19 +76,24 @@ class _Terminated(BaseException):
 
 
 def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
-    """Run a spec and return its directory: spec.json env.json steps.csv summary.json trace_rank{r}.json.gz logs/.
+    """Run a spec and return its directory: spec.json env.json steps.csv summary.json
+    trace_rank{r}.json.gz logs/.
 
-    An earlier run of the same spec there is replaced, or, if it did not complete, taken up at its last checkpoint. With
-    check=False a run that fails returns its directory too, the reason being in its summary.json (status and error).
-    Raises, before a process is started and in one line, ValueError for a spec that cannot run here, FileExistsError for
-    a directory with another run, FileNotFoundError for missing weights or power log, ModuleNotFoundError for a missing
-    package; and RunError with the end of the log of the rank that failed.
-    See also: mm.RunSpec, mm.read_trace, mm.runs.read_run.
+    An earlier run of the same spec there is replaced, or, if it did not complete, taken
+    up at its last checkpoint. With check=False a run that fails returns its directory
+    too, the reason being in its summary.json (status and error). Raises, before a
+    process is started and in one line, ValueError for a spec that cannot run here,
+    FileExistsError for a directory with another run, FileNotFoundError for missing
+    weights or power log, ModuleNotFoundError for a missing package; and RunError with
+    the end of the log of the rank that failed. See also: mm.RunSpec, mm.read_trace,
+    mm.runs.read_run.
     """
     return _launch(argument("spec", spec, RunSpec), directory, resolve(spec), check)
 
 
-def _launch(spec: RunSpec, directory: str | Path, resolved: Resolved, check: bool) -> Path:
+def _launch(
+    spec: RunSpec, directory: str | Path, resolved: Resolved, check: bool
+) -> Path:
     directory = _absolute(directory)
     with owned(directory) as lock:
         _write_spec(spec, directory, resolved)
@@ -80,12 +104,15 @@ def _launch(spec: RunSpec, directory: str | Path, resolved: Resolved, check: boo
 
 
 def launch_all(specs: Mapping[Path, RunSpec]) -> None:
-    """Run specs in their directories, those that follow each other on the same processes in one start.
+    """Run specs in their directories, those that follow each other on the same
+    processes in one start.
 
-    A run that fails ends its start, and the others go on in a further one; its summary.json says why. Raises as
-    `launch` does before a process is started, here also for specs that come later.
+    A run that fails ends its start, and the others go on in a further one; its
+    summary.json says why. Raises as `launch` does before a process is started, here
+    also for specs that come later.
     """
-    left, devices = {_absolute(directory): spec for directory, spec in specs.items()}, {}
+    left = {_absolute(directory): spec for directory, spec in specs.items()}
+    devices = {}
     with ExitStack() as stack:
         locks = [stack.enter_context(owned(directory)) for directory in left]
         for directory, spec in left.items():
@@ -93,8 +120,13 @@ def launch_all(specs: Mapping[Path, RunSpec]) -> None:
             _write_spec(spec, directory, resolved)
             devices[directory] = resolved.device
         while left:
-            directories, spec = list(left), next(iter(left.values()))
-            others = (n for n, other in enumerate(left.values()) if _processes(other) != _processes(spec))
+            directories = list(left)
+            spec = next(iter(left.values()))
+            others = (
+                n
+                for n, other in enumerate(left.values())
+                if _processes(other) != _processes(spec)
+            )
             directories = directories[: next(others, len(left))]
             _start(spec, directories, devices[directories[0]], locks)
             for directory in directories:
@@ -105,20 +137,32 @@ def launch_all(specs: Mapping[Path, RunSpec]) -> None:
 
 def _processes(spec: RunSpec) -> tuple:
     """What runs of the same processes have in common."""
-    return spec.plan.world_size, spec.hosts, spec.network, spec.speed, spec.device, spec.engine
+    return (
+        spec.plan.world_size,
+        spec.hosts,
+        spec.network,
+        spec.speed,
+        spec.device,
+        spec.engine,
+    )
 
 
 def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
-    """Run specs one after another, each in the directory of its name, and read them; what is complete there is kept.
+    """Run specs one after another, each in the directory of its name, and read them;
+    what is complete there is kept.
 
-    A run that fails, or that cannot run here, does not stop the others: its summary.json says why. Raises
-    FileExistsError for a directory with another run.
+    A run that fails, or that cannot run here, does not stop the others: its
+    summary.json says why. Raises FileExistsError for a directory with another run.
     """
     runs = {}
     for spec in specs:
         directory = _absolute(folder) / spec.name
         earlier = read_run(directory) if (directory / "spec.json").exists() else None
-        if not earlier or earlier.spec != spec or earlier.summary.get("status") != "completed":
+        if (
+            not earlier
+            or earlier.spec != spec
+            or earlier.summary.get("status") != "completed"
+        ):
             try:
                 resolved = resolve(spec, directory)
             except Occupied:
@@ -132,12 +176,14 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
 
 
 def prepare(spec: RunSpec, directory: str | Path, *, nodes: int = 1) -> Path:
-    """Check a spec and write the spec.json of its directory, with what follows from it under "resolved".
+    """Check a spec and write the spec.json of its directory, with what follows from it
+    under "resolved".
 
-    nodes: machines it will run on; with several, this one may lack their GPUs, so that the spec must name the device.
-    Raises as `launch` does before it starts a process.
+    nodes: machines it will run on; with several, this one may lack their GPUs, so that
+    the spec must name the device. Raises as `launch` does before it starts a process.
     """
-    resolved, directory = resolve(spec, nodes=nodes), _absolute(directory)
+    resolved = resolve(spec, nodes=nodes)
+    directory = _absolute(directory)
     with owned(directory):
         _write_spec(spec, directory, resolved)
     return directory
@@ -155,7 +201,9 @@ def _absolute(directory: str | Path) -> Path:
     return Path(directory).expanduser().resolve()
 
 
-def resolve(spec: RunSpec, directory: str | Path | None = None, nodes: int = 1) -> Resolved:
+def resolve(
+    spec: RunSpec, directory: str | Path | None = None, nodes: int = 1
+) -> Resolved:
     """What a launch of a spec, into a directory, would run here.
 
     Raises as `launch` does before it starts a process; writes nothing.
@@ -164,20 +212,33 @@ def resolve(spec: RunSpec, directory: str | Path | None = None, nodes: int = 1) 
     device = check(spec, gpus, nodes)
     if spec.power != "auto":
         meter(spec.power, device, gpus)  # a table that cannot be replayed is said here
-    if gpus and (device, spec.dtype) == ("cuda", "bf16"):  # where a GPU does not compute in it, torch would emulate it
+    if gpus and (device, spec.dtype) == (
+        "cuda",
+        "bf16",
+    ):  # where a GPU does not compute in it, torch would emulate it
         import torch
 
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name()
-            raise ValueError(f"dtype='bf16', but {name} does not compute in it; give dtype='fp16'")
+            raise ValueError(
+                f"dtype='bf16', but {name} does not compute in it; give dtype='fp16'"
+            )
     data = _load_data(spec)
     tokenizer = "bytes" if data.note else spec.tokenizer
-    resolved = Resolved(str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note)
-    return replace(resolved, starts=starts(_absolute(directory), spec, resolved)) if directory else resolved
+    resolved = Resolved(
+        str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note
+    )
+    return (
+        replace(resolved, starts=starts(_absolute(directory), spec, resolved))
+        if directory
+        else resolved
+    )
 
 
 def gpu_count() -> int:
-    """CUDA (or ROCm) devices that a run may use; torch is asked only where the system shows a driver."""
+    """CUDA (or ROCm) devices that a run may use; torch is asked only where the system
+    shows a driver.
+    """
     drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
     if not find_spec("torch") or not any(Path(driver).exists() for driver in drivers):
         return 0
@@ -187,60 +248,104 @@ def gpu_count() -> int:
 
 
 def _load_data(spec: RunSpec) -> Data:
-    """The data of a run, loaded once here so that the ranks find it; a fall-back is announced and its reason kept."""
-    shapes, data = spec.shapes, spec.get_data(spec.download)
+    """The data of a run, loaded once here so that the ranks find it; a fall-back is
+    announced and its reason kept.
+    """
+    shapes = spec.shapes
+    data = spec.get_data(spec.download)
     if data.classes > shapes.classes:
-        raise ValueError(f"data {data.name} has {data.classes} classes, {spec.model} tells {shapes.classes} apart")
+        raise ValueError(
+            f"data {data.name} has {data.classes} classes, {spec.model} tells "
+            f"{shapes.classes} apart"
+        )
     if data.vocab > shapes.vocab:
-        raise ValueError(f"data {data.name} has {data.vocab} tokens, {spec.model} knows {shapes.vocab}")
+        raise ValueError(
+            f"data {data.name} has {data.vocab} tokens, {spec.model} knows "
+            f"{shapes.vocab}"
+        )
     return data
 
 
 def _environment(device: str, scratch: Path) -> dict[str, str]:
-    """Environment of the ranks. Jobs that share a compile cache may read each other's half-written files."""
+    """Environment of the ranks. Jobs that share a compile cache may read each other's
+    half-written files.
+    """
     added = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
+        ),
         "PYTHONUNBUFFERED": "1",
         "MADMAX_LAUNCHER": str(os.getpid()),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
     }
     if device == "cpu":
         added["OMP_NUM_THREADS"] = "1"
-    others = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_NOT_PASSED_ON)
+    }
     return {**others, **added}
 
 
 def train_command(spec: RunSpec, *directories: str | Path) -> list[str]:
     """Command that starts the ranks of the runs prepared in directories."""
     spread = {"hosts": spec.hosts, "network": spec.network, "speed": spec.speed}
-    return testbed.command(spec.plan.world_size, "madmax_lib.runs.train", *directories, **spread)
+    return testbed.command(
+        spec.plan.world_size, "madmax_lib.runs.train", *directories, **spread
+    )
 
 
 def measure_links(
-    path: Path | str = "", size: str = "normal", *, ranks: int = 0, hosts: int = 1, network: str = "", timeout_s=600.0
+    path: Path | str = "",
+    size: str = "normal",
+    *,
+    ranks: int = 0,
+    hosts: int = 1,
+    network: str = "",
+    timeout_s=600.0,
 ) -> int:
-    """Time the collectives of all GPUs here, or of two processes, into a CSV; without a path only see if they answer.
+    """Time the collectives of all GPUs here, or of two processes, into a CSV; without a
+    path only see if they answer.
 
-    hosts, network: as in `RunSpec`. Returns the number of ranks. Raises RuntimeError with the reason of the first rank
-    that failed, or TimeoutExpired.
+    hosts, network: as in `RunSpec`. Returns the number of ranks. Raises RuntimeError
+    with the reason of the first rank that failed, or TimeoutExpired.
     """
-    device, ranks = "cuda" if gpu_count() else "cpu", ranks or gpu_count() or 2
+    device = "cuda" if gpu_count() else "cpu"
+    ranks = ranks or gpu_count() or 2
     if path:
         Path(path).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = [path, size] if path else []
-        command = testbed.command(ranks, "madmax_lib.runs.measure.links", *arguments, hosts=hosts, network=network)
+        command = testbed.command(
+            ranks,
+            "madmax_lib.runs.measure.links",
+            *arguments,
+            hosts=hosts,
+            network=network,
+        )
         environment = _environment(device, Path(scratch))
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s
+        )
     if done.returncode:
-        raise RuntimeError(f"{ranks} ranks failed: {next(iter(_ERROR.findall(done.stderr)), 'no reason given')}")
+        raise RuntimeError(
+            f"{ranks} ranks failed: "
+            f"{next(iter(_ERROR.findall(done.stderr)), 'no reason given')}"
+        )
     return ranks
 
 
-def _start(spec: RunSpec, directories: list[Path], device: str, locks: list[int]) -> tuple[str, str]:
-    """Status and error of a start of prepared runs; if it failed, they are in the summary of the run that ended it."""
+def _start(
+    spec: RunSpec, directories: list[Path], device: str, locks: list[int]
+) -> tuple[str, str]:
+    """Status and error of a start of prepared runs; if it failed, they are in the
+    summary of the run that ended it.
+    """
     with _terminable(), tempfile.TemporaryDirectory() as scratch:
-        status, error = _run(spec, directories, _environment(device, Path(scratch)), locks)
+        status, error = _run(
+            spec, directories, _environment(device, Path(scratch)), locks
+        )
         if status != "completed":
             try:
                 write_summary(current(directories), status, error.splitlines()[0])
@@ -250,39 +355,74 @@ def _start(spec: RunSpec, directories: list[Path], device: str, locks: list[int]
     return status, error
 
 
-def _run(spec: RunSpec, directories: list[Path], environment: dict[str, str], locks: list[int]) -> tuple[str, str]:
-    """Status and error of a run, or of the first that ends a start; the processes are gone when this returns."""
+def _run(
+    spec: RunSpec,
+    directories: list[Path],
+    environment: dict[str, str],
+    locks: list[int],
+) -> tuple[str, str]:
+    """Status and error of a run, or of the first that ends a start; the processes are
+    gone when this returns.
+    """
     command = train_command(spec, *directories)
     with (directories[0] / "logs" / "launcher.log").open("wb") as log:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks, **streams)
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, pass_fds=locks, **streams
+        )
         try:
-            stalled = _wait(process, [directory / "steps.csv" for directory in directories], spec.timeout_s)
+            stalled = _wait(
+                process,
+                [directory / "steps.csv" for directory in directories],
+                spec.timeout_s,
+            )
         except BaseException:
             _end(process)
             with suppress(OSError, ValueError):
-                write_summary(current(directories), "interrupted", "the launcher was interrupted")
+                write_summary(
+                    current(directories), "interrupted", "the launcher was interrupted"
+                )
             raise
         if stalled:
             _end(process)
-            stale = ", ".join(map(str, deepspeed_locks() if spec.engine == "deepspeed" else ()))
-            why = f"; DeepSpeed waits for stale lock files, delete them: {stale}" if stale else ""
-            return "stalled", f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s{why}"
-        if process.returncode < 0:  # torchrun itself was killed, its ranks see that within a second
+            stale = ", ".join(
+                map(str, deepspeed_locks() if spec.engine == "deepspeed" else ())
+            )
+            why = (
+                f"; DeepSpeed waits for stale lock files, delete them: {stale}"
+                if stale
+                else ""
+            )
+            return (
+                "stalled",
+                f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s{why}",
+            )
+        if (
+            process.returncode < 0
+        ):  # torchrun itself was killed, its ranks see that within a second
             time.sleep(_ALONE_S)
-            return "failed", f"{spec.name}: torchrun was ended by signal {-process.returncode}"
+            return (
+                "failed",
+                f"{spec.name}: torchrun was ended by signal {-process.returncode}",
+            )
     return ("completed", "") if process.returncode == 0 else failure(spec, directories)
 
 
 def _wait(process: subprocess.Popen, steps: list[Path], timeout_s: float) -> bool:
-    """Wait for the end of a process; True if it makes no progress: no new step for longer than the timeout."""
-    changed_s, size_bytes = time.monotonic(), 0
+    """Wait for the end of a process; True if it makes no progress: no new step for
+    longer than the timeout.
+    """
+    changed_s = time.monotonic()
+    size_bytes = 0
     while process.poll() is None:
         time.sleep(_POLL_S)
         now_bytes = sum(path.stat().st_size for path in steps if path.exists())
         if now_bytes != size_bytes:
-            changed_s, size_bytes = time.monotonic(), now_bytes
-        if time.monotonic() - changed_s > timeout_s + _GRACE_S:  # ranks that wait for another end themselves
+            changed_s = time.monotonic()
+            size_bytes = now_bytes
+        if (
+            time.monotonic() - changed_s > timeout_s + _GRACE_S
+        ):  # ranks that wait for another end themselves
             return True
     return False
 
@@ -301,7 +441,9 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextmanager
 def _terminable():
-    """SIGTERM ends the run first and this process then; only the main thread can be told of it."""
+    """SIGTERM ends the run first and this process then; only the main thread can be
+    told of it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

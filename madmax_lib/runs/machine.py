@@ -1,4 +1,6 @@
-"""Where does a run take place? Versions, device and memory, and the peak that MFU is measured against."""
+"""Where does a run take place? Versions, device and memory, and the peak that MFU is
+measured against.
+"""
 
 import ctypes
 import gc
@@ -18,7 +20,15 @@ from madmax_lib.runs.measure.peak_rates import device_name, peak_flops
 
 __all__ = ["begin_memory", "environment", "memory_bytes"]
 
-_PACKAGES = ("madmax-workbench", "torch", "numpy", "deepspeed", "transformers", "datasets", "nvidia-ml-py")
+_PACKAGES = (
+    "madmax-workbench",
+    "torch",
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "nvidia-ml-py",
+)
 
 
 def environment(device: str, dtype: str) -> dict:
@@ -28,7 +38,11 @@ def environment(device: str, dtype: str) -> dict:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {found.name: found.version for found in distributions() if found.name in _PACKAGES},
+        "packages": {
+            found.name: found.version
+            for found in distributions()
+            if found.name in _PACKAGES
+        },
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "backend": dist.get_backend(),
@@ -36,31 +50,50 @@ def environment(device: str, dtype: str) -> dict:
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
-        "device_memory_bytes": torch.cuda.get_device_properties().total_memory if on_gpu else None,
+        "device_memory_bytes": torch.cuda.get_device_properties().total_memory
+        if on_gpu
+        else None,
         "peak_flops": peak,
         "peak_source": source,
     }
 
 
 def memory_bytes(device: str) -> dict[str, int | None]:
-    """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of its process."""
-    names = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
+    """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of
+    its process.
+    """
+    names = {
+        "allocated": "memory_allocated",
+        "reserved": "memory_reserved",
+        "peak": "max_memory_allocated",
+    }
     on_gpu = device == "cuda"
-    used = {f"memory_{name}_bytes": getattr(torch.cuda, call)() if on_gpu else None for name, call in names.items()}
+    used = {
+        f"memory_{name}_bytes": getattr(torch.cuda, call)() if on_gpu else None
+        for name, call in names.items()
+    }
     return used | {"host_rss_bytes": _host_rss_bytes()}
 
 
 def begin_memory() -> None:
-    """Give what earlier runs or a trace have left back to the system, and count the process's memory anew (Linux)."""
+    """Give what earlier runs or a trace have left back to the system, and count the
+    process's memory anew (Linux).
+    """
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of the resident set [man 5 proc]
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the high-water mark of the resident set [man 5 proc]
 
 
 def _host_rss_bytes() -> int:
-    """The most memory of this process that was resident at once since `begin_memory`, or, beyond Linux, ever."""
+    """The most memory of this process that was resident at once since `begin_memory`,
+    or, beyond Linux, ever.
+    """
     with suppress(OSError, TypeError):
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        return 1024 * int(
+            re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
+        )
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

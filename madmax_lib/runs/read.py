@@ -1,6 +1,8 @@
-"""What does a run directory hold? spec.json, env.json, steps.csv and summary.json, also of a run that was cut short.
+"""What does a run directory hold? spec.json, env.json, steps.csv and summary.json, also
+of a run that was cut short.
 
-steps.csv has one row per step, appended as the run goes on; an empty value is one that the run cannot tell.
+steps.csv has one row per step, appended as the run goes on; an empty value is one that
+the run cannot tell.
 """
 
 import json
@@ -15,10 +17,25 @@ import pandas as pd
 from madmax_lib.base.atomic import write_text
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["COLUMNS", "PHASES", "Resolved", "Run", "read_json", "read_run", "read_runs", "read_spec", "read_steps"]
+__all__ = [
+    "COLUMNS",
+    "PHASES",
+    "Resolved",
+    "Run",
+    "read_json",
+    "read_run",
+    "read_runs",
+    "read_spec",
+    "read_steps",
+]
 __all__ += ["runs_table", "with_nulls", "write_json"]
 
-PHASES = ("data", "forward", "backward", "optimizer")  # of a step, also the labels in its traces
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+)  # of a step, also the labels in its traces
 COLUMNS = (
     "step",
     *(f"{name}_s" for name in PHASES),  # of rank 0
@@ -30,7 +47,8 @@ COLUMNS = (
     "validation_loss",
     "validation_accuracy",
     "overflow",  # 1 where the gradient was not finite and the optimizer skipped
-    "memory_allocated_bytes",  # of rank 0's device, empty on a CPU, and so are the next two
+    # of rank 0's device, empty on a CPU, and so are the next two
+    "memory_allocated_bytes",
     "memory_reserved_bytes",
     "memory_peak_bytes",
     "host_rss_bytes",  # of rank 0's process
@@ -39,14 +57,35 @@ COLUMNS = (
     "utilization",  # of them, 0..1, by NVML
 )
 _NEW_COLUMNS = ("validation_accuracy", "utilization")  # that earlier runs do not have
-_ALIKE = ("model", "sizes", "sequence", "dtype", "weights_16bit", "adam_8bit", "compile", "fused_gelu", "lora_rank")
-_QUANTITIES = ("samples_per_s", "tokens_per_s", "mfu", "hfu", "utilization", "loss_last", "validation_accuracy_last",
-               "host_rss_bytes", "energy_per_sample_j")  # fmt: skip
+_ALIKE = (
+    "model",
+    "sizes",
+    "sequence",
+    "dtype",
+    "weights_16bit",
+    "adam_8bit",
+    "compile",
+    "fused_gelu",
+    "lora_rank",
+)
+_QUANTITIES = (
+    "samples_per_s",
+    "tokens_per_s",
+    "mfu",
+    "hfu",
+    "utilization",
+    "loss_last",
+    "validation_accuracy_last",
+    "host_rss_bytes",
+    "energy_per_sample_j",
+)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a launch works out from a spec before the ranks start; "resolved" in spec.json."""
+    """What a launch works out from a spec before the ranks start; "resolved" in
+    spec.json.
+    """
 
     plan: str  # text form, with the micro-batch
     ranks: int  # processes
@@ -54,7 +93,9 @@ class Resolved:
     data: str  # that is used, as is the tokenizer
     tokenizer: str
     data_note: str = ""  # why that is not the data asked for, else empty
-    starts: tuple[int, ...] = (0,)  # the steps that the run was and is started at; at the last it goes on
+    starts: tuple[int, ...] = (
+        0,
+    )  # the steps that the run was and is started at; at the last it goes on
 
     def __post_init__(self):
         object.__setattr__(self, "starts", tuple(self.starts))  # JSON has lists
@@ -81,16 +122,22 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """A run directory, complete or not; warns of an MFU above 1, which only a peak that is too low can give.
+    """A run directory, complete or not; warns of an MFU above 1, which only a peak that
+    is too low can give.
 
     Raises FileNotFoundError without a spec.json, ValueError for bad content.
     """
     directory = Path(directory)
     spec, resolved = read_spec(directory)
-    env, summary = (read_json(directory / f"{name}.json") for name in ("env", "summary"))
+    env, summary = (
+        read_json(directory / f"{name}.json") for name in ("env", "summary")
+    )
     for name, kind in {"mfu": float, "step_s": dict, "phases_s": dict}.items():
         if not isinstance(summary.get(name), (kind, type(None))):
-            raise ValueError(f"{directory / 'summary.json'}: {name}={summary[name]!r} must be of type {kind.__name__}")
+            raise ValueError(
+                f"{directory / 'summary.json'}: {name}={summary[name]!r} must be of "
+                f"type {kind.__name__}"
+            )
     if (mfu := summary.get("mfu") or 0.0) > 1:
         low = f"a peak that is too low, {env.get('peak_source')}"
         warnings.warn(f"{directory}: MFU {mfu:.0%} against {low}", stacklevel=2)
@@ -106,12 +153,16 @@ def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
     resolved = content.pop("resolved", None)
     try:
         return RunSpec.from_dict(content), Resolved(**resolved) if resolved else None
-    except (ValueError, TypeError) as error:  # the second of what is no field of Resolved
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # the second of what is no field of Resolved
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_runs(folder: str | Path) -> dict[str, Run]:
-    """All run directories of a folder by their name, in order of it; one with bad files is left out with a warning.
+    """All run directories of a folder by their name, in order of it; one with bad files
+    is left out with a warning.
 
     Raises FileNotFoundError if there is none.
     """
@@ -127,19 +178,23 @@ def read_runs(folder: str | Path) -> dict[str, Run]:
 
 
 def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
-    """One row per run of `read_runs`, by the number of dimensions that its strategy splits.
+    """One row per run of `read_runs`, by the number of dimensions that its strategy
+    splits.
 
-    dimensions: how many of dp, tp, pp, cp and ep are above 1. reason: of a run that did not complete. step_s with its
-    quartiles. bubble: share of a step that rank 0 of a pipeline neither computes nor updates. scaling: samples/s per
-    rank over that of the run with the fewest, of those that train the same on the same device. samples_per_s,
-    tokens_per_s, mfu, hfu, utilization (of GPUs), losses and accuracies, host_rss_bytes of rank 0, energy_per_sample_j;
-    NaN where a run does not tell. Shares are 0..1.
+    dimensions: how many of dp, tp, pp, cp and ep are above 1. reason: of a run that did
+    not complete. step_s with its quartiles. bubble: share of a step that rank 0 of a
+    pipeline neither computes nor updates. scaling: samples/s per rank over that of the
+    run with the fewest, of those that train the same on the same device. samples_per_s,
+    tokens_per_s, mfu, hfu, utilization (of GPUs), losses and accuracies, host_rss_bytes
+    of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
     """
     rows = []
     for name, run in runs.items():
-        plan, summary = run.spec.plan, run.summary
+        plan = run.spec.plan
+        summary = run.summary
         degrees = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
-        step_s, busy_s = summary.get("step_s") or {}, (summary.get("phases_s") or {}).values()
+        step_s = summary.get("step_s") or {}
+        busy_s = (summary.get("phases_s") or {}).values()
         median_s = step_s.get("median")
         row = {
             "run": name,
@@ -152,38 +207,63 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
             "step_s": median_s,
             "step_p25_s": step_s.get("p25"),
             "step_p75_s": step_s.get("p75"),
-            "bubble": max(1 - sum(busy_s) / median_s, 0.0) if plan.pp > 1 and median_s else nan,
+            "bubble": max(1 - sum(busy_s) / median_s, 0.0)
+            if plan.pp > 1 and median_s
+            else nan,
         }
         rows.append(row | {quantity: summary.get(quantity) for quantity in _QUANTITIES})
     numbers = ["step_s", "step_p25_s", "step_p75_s", *_QUANTITIES]
-    table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float)).sort_values(["ranks", "run"])
+    table = (
+        pd.DataFrame(rows)
+        .astype(dict.fromkeys(numbers, float))
+        .sort_values(["ranks", "run"])
+    )
     speeds = table["samples_per_s"] / table["ranks"]
-    alike = [str([run.env.get("device"), *(getattr(run.spec, field) for field in _ALIKE)]) for run in runs.values()]
+    alike = [
+        str([run.env.get("device"), *(getattr(run.spec, field) for field in _ALIKE)])
+        for run in runs.values()
+    ]
     table["scaling"] = speeds / speeds.groupby(pd.Series(alike)).transform("first")
     return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
 
 
 def read_steps(directory: str | Path) -> pd.DataFrame:
-    """steps.csv of a run directory, with no rows where it is missing; a last line that was cut short is left out.
+    """steps.csv of a run directory, with no rows where it is missing; a last line that
+    was cut short is left out.
 
     Raises ValueError, naming the file, for another table.
     """
     path = Path(directory) / "steps.csv"
-    text = path.read_text(errors="replace") if path.exists() else ",".join(COLUMNS) + "\n"
-    names, *rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()] or [[]]
+    text = (
+        path.read_text(errors="replace") if path.exists() else ",".join(COLUMNS) + "\n"
+    )
+    names, *rows = [
+        line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()
+    ] or [[]]
     if not set(COLUMNS).difference(_NEW_COLUMNS) <= set(names) <= set(COLUMNS):
-        raise ValueError(f"{path}: not a table of steps, its columns must be {','.join(COLUMNS)}")
+        raise ValueError(
+            f"{path}: not a table of steps, its columns must be {','.join(COLUMNS)}"
+        )
     if bad := [number for number, row in enumerate(rows, 2) if len(row) != len(names)]:
         raise ValueError(f"{path}: line {bad[0]} has not {len(names)} values")
     try:
-        table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS)).replace("", "nan").astype(float)
-        return table.astype({"step": int, "samples": int, "tokens": int, "overflow": bool})
+        table = (
+            pd.DataFrame(rows, columns=names)
+            .reindex(columns=list(COLUMNS))
+            .replace("", "nan")
+            .astype(float)
+        )
+        return table.astype(
+            {"step": int, "samples": int, "tokens": int, "overflow": bool}
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file, empty where there is no file. Raises ValueError naming the file for other content."""
+    """The object in a JSON file, empty where there is no file. Raises ValueError naming
+    the file for other content.
+    """
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:  # also of what is not UTF-8

@@ -1,7 +1,9 @@
-"""Does training work on this machine? One question after another, each answered in a line, also where torch is missing.
+"""Does training work on this machine? One question after another, each answered in a
+line, also where torch is missing.
 
-What is not there is told, what is there and does not work fails: a GPU that torch cannot use, a card without kernels in
-this build of torch, a driver too old for its CUDA, ranks that do not reach each other, a power meter without readings.
+What is not there is told, what is there and does not work fails: a GPU that torch
+cannot use, a card without kernels in this build of torch, a driver too old for its
+CUDA, ranks that do not reach each other, a power meter without readings.
 """
 
 import os
@@ -18,7 +20,8 @@ from madmax_lib.runs.launch import gpu_count, measure_links
 
 __all__ = ["Missing", "answers", "selftest"]
 
-# least driver by major version of CUDA [NVIDIA, CUDA Toolkit release notes, CUDA Minor Version Compatibility]
+# least driver by major version of CUDA [NVIDIA, CUDA Toolkit release notes, CUDA Minor
+# Version Compatibility]
 _LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 _ANSWER_S = 120.0  # of all ranks
 _ROUNDING = 0.2  # of sums up to 20 in bf16, which has 8 bits
@@ -28,15 +31,23 @@ class Missing(Exception):
     """What is asked for is not on this machine."""
 
 
-def answers(questions: Mapping[str, Callable[[], str]]) -> Iterator[tuple[str, str, str]]:
-    """Name of each question, works, missing (there is nothing to try) or fails, and what was found, or why not."""
+def answers(
+    questions: Mapping[str, Callable[[], str]],
+) -> Iterator[tuple[str, str, str]]:
+    """Name of each question, works, missing (there is nothing to try) or fails, and
+    what was found, or why not.
+    """
     for name, ask in questions.items():
         try:
             yield name, "works", ask()
         except Missing as error:
             yield name, "missing", str(error)
         except Exception as error:  # whatever a broken installation raises
-            yield name, "fails", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            yield (
+                name,
+                "fails",
+                f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            )
 
 
 def selftest() -> Iterator[tuple[str, str, str]]:
@@ -44,27 +55,41 @@ def selftest() -> Iterator[tuple[str, str, str]]:
     yield from answers({"driver": _driver, "topology": _topology})
     yield (torch := next(answers({"torch": _torch})))
     if torch[1] != "missing":
-        yield from answers({"kernels": _kernels, "all-reduce": _all_reduce, "power meter": _meter})
+        yield from answers(
+            {"kernels": _kernels, "all-reduce": _all_reduce, "power meter": _meter}
+        )
 
 
 def _smi(*arguments: str) -> list[str]:
     if not shutil.which("nvidia-smi"):
         raise Missing("nothing of NVIDIA here: runs use the CPU")
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=True
+    ).stdout.splitlines()
 
 
 def _driver() -> str:
-    return "; ".join(_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"))
+    return "; ".join(
+        _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    )
 
 
 def _topology() -> str:
-    """How the first GPU reaches the others, in nvidia-smi's words: NV is NVLink, PIX to SYS are ways over PCIe."""
-    return next(" ".join(line.split()[1:]) for line in _smi("topo", "-m") if line.startswith("GPU0"))
+    """How the first GPU reaches the others, in nvidia-smi's words: NV is NVLink, PIX to
+    SYS are ways over PCIe.
+    """
+    return next(
+        " ".join(line.split()[1:])
+        for line in _smi("topo", "-m")
+        if line.startswith("GPU0")
+    )
 
 
 def _torch() -> str:
-    """Its build and the device that runs take, which must be the GPU where there is one."""
+    """Its build and the device that runs take, which must be the GPU where there is
+    one.
+    """
     if not find_spec("torch"):
         raise Missing("is not installed: training runs [run]")
     import torch
@@ -73,13 +98,25 @@ def _torch() -> str:
     with suppress(Missing):
         driver = int(re.search(r"(\d+)[.\d]*$", _driver())[1])
         if not cuda:
-            raise RuntimeError(f"{torch.__version__} is built for CPUs and leaves the GPU idle; install one for CUDA")
+            raise RuntimeError(
+                f"{torch.__version__} is built for CPUs and leaves the GPU idle; "
+                "install one for CUDA"
+            )
         if driver < (least := _LEAST_DRIVERS.get(cuda.split(".")[0], 0)):
-            raise RuntimeError(f"{torch.__version__} with CUDA {cuda} needs driver {least}, this is {driver}")
+            raise RuntimeError(
+                f"{torch.__version__} with CUDA {cuda} needs driver {least}, this is "
+                f"{driver}"
+            )
         if not torch.cuda.is_available():
-            raise RuntimeError(f"{torch.__version__} sees no GPU, though nvidia-smi does")
+            raise RuntimeError(
+                f"{torch.__version__} sees no GPU, though nvidia-smi does"
+            )
     count = torch.cuda.device_count()
-    devices = f"{count} x {torch.cuda.get_device_name()}" if count else f"{os.cpu_count()} CPU cores"
+    devices = (
+        f"{count} x {torch.cuda.get_device_name()}"
+        if count
+        else f"{os.cpu_count()} CPU cores"
+    )
     return f"{torch.__version__}, {devices}"
 
 
@@ -90,12 +127,24 @@ def _kernels() -> str:
     from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    cards = {"sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices}
-    about = f"{' '.join(cards)}, torch is built for {' '.join(torch.cuda.get_arch_list())}" if devices else "cpu"
+    cards = {
+        "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        for device in devices
+    }
+    about = (
+        f"{' '.join(cards)}, torch is built for {' '.join(torch.cuda.get_arch_list())}"
+        if devices
+        else "cpu"
+    )
     for device, (name, dtype) in product(devices or ["cpu"], TORCH_DTYPES.items()):
         a = torch.linspace(-1, 1, 64 * 64).reshape(64, 64).to(dtype)
         try:  # a card that nothing was built for shows it here first
-            error = ((a.to(device) @ a.to(device)).cpu().double() - a.double() @ a.double()).abs().max().item()
+            error = (
+                ((a.to(device) @ a.to(device)).cpu().double() - a.double() @ a.double())
+                .abs()
+                .max()
+                .item()
+            )
         except RuntimeError as reason:
             raise RuntimeError(f"{name} on {device} ({about}): {reason}") from None
         if not error < _ROUNDING:
@@ -104,7 +153,10 @@ def _kernels() -> str:
 
 
 def _all_reduce() -> str:
-    return f"{measure_links(timeout_s=_ANSWER_S)} ranks over {'nccl' if gpu_count() else 'gloo'}"
+    return (
+        f"{measure_links(timeout_s=_ANSWER_S)} ranks over "
+        f"{'nccl' if gpu_count() else 'gloo'}"
+    )
 
 
 def _meter() -> str:
@@ -113,7 +165,9 @@ def _meter() -> str:
     gpus = gpu_count()
     source = meter("auto", "cuda" if gpus else "cpu", gpus)
     if source.read is None:
-        raise Missing("no power: GPUs need nvidia-ml-py, CPUs a RAPL counter that may be read")
+        raise Missing(
+            "no power: GPUs need nvidia-ml-py, CPUs a RAPL counter that may be read"
+        )
     reading = source.read()
     if isnan(reading.power_w):
         raise RuntimeError(f"{source.name} tells no power")

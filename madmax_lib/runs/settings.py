@@ -1,4 +1,6 @@
-"""How is a model trained, whatever its layout? Batch, precision, optimizer and options, without torch."""
+"""How is a model trained, whatever its layout? Batch, precision, optimizer and options,
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,22 @@ from dataclasses import dataclass, fields
 
 __all__ = ["Settings", "check_value"]
 
-_TYPES = {"str": str, "bool": bool, "dict": dict, "tuple": tuple, "int": int, "float": (int, float)}
-_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks", "speed")  # others may be zero
+_TYPES = {
+    "str": str,
+    "bool": bool,
+    "dict": dict,
+    "tuple": tuple,
+    "int": int,
+    "float": (int, float),
+}
+_POSITIVE = (
+    "steps",
+    "global_batch",
+    "learning_rate",
+    "timeout_s",
+    "ranks",
+    "speed",
+)  # others may be zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +32,10 @@ class Settings:
 
     global_batch: samples per step over all ranks (8).
     sequence: tokens per sample, 0 for the model's own (0).
-    dtype: of matrix products; bf16 and fp16 (with a loss scale) keep fp32 weights and states (fp32).
-    weights_16bit: with bf16, weights, gradients and AdamW's states are in bf16 too (False).
+    dtype: of matrix products; bf16 and fp16 (with a loss scale) keep fp32 weights and
+    states (fp32).
+    weights_16bit: with bf16, weights, gradients and AdamW's states are in bf16 too
+    (False).
     seed: of weights, order of the samples and generated data (0).
     learning_rate: of AdamW (1e-3).
     weight_decay: of AdamW (0).
@@ -26,8 +44,10 @@ class Settings:
     compile: each layer by torch.compile (False).
     fused_gelu: bias and GELU in one Triton kernel, where there is Triton (False).
     loss_parallel: logits stay split over the tp ranks (False).
-    lora_rank: rank of the low-rank updates that are trained in place of the layers, 0 for none (0).
-    weights: directory of published weights to start from, drawn at random if empty ("").
+    lora_rank: rank of the low-rank updates that are trained in place of the layers, 0
+    for none (0).
+    weights: directory of published weights to start from, drawn at random if empty
+    ("").
     """
 
     _dtypes = ("fp32", "bf16", "fp16")
@@ -51,19 +71,30 @@ class Settings:
         for item in fields(self):
             check_value(item.name, item.type, getattr(self, item.name))
         if self.dtype not in self._dtypes:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(self._dtypes)}")
+            raise ValueError(
+                f"dtype={self.dtype!r} is not one of {', '.join(self._dtypes)}"
+            )
 
 
 def check_value(name: str, kind: str, value: object) -> None:
-    """Raises ValueError for a value that is not of the type its field is annotated with, or out of range."""
+    """Raises ValueError for a value that is not of the type its field is annotated
+    with, or out of range.
+    """
     kind, _, optional = kind.partition(" | ")
     if value is None and optional:
         return
-    fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "bool")
-    rule, least = f"of type {kind}", int(name in _POSITIVE)
+    fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (
+        kind == "bool"
+    )
+    rule = f"of type {kind}"
+    least = int(name in _POSITIVE)
     if kind in ("int", "float"):
         sign = "positive" if least else "non-negative"
-        rule = f"a whole number of at least {least} and below 2^40" if kind == "int" else f"a {sign} number below 2^40"
+        rule = (
+            f"a whole number of at least {least} and below 2^40"
+            if kind == "int"
+            else f"a {sign} number below 2^40"
+        )
         fits = fits and 0 <= value < 2**40 and (value > 0 or not least)
     if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
         raise ValueError(f"{name}={value!r} must be {rule}")

@@ -1,7 +1,8 @@
 """What is to be run? `RunSpec`: model, strategy, settings and data, with their checks.
 
-Everything that can be refused is refused here or in `check`, in one line and before a process starts; torch is not
-imported. The strategy is the text form of a `Plan`, perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
+Everything that can be refused is refused here or in `check`, in one line and before a
+process starts; torch is not imported. The strategy is the text form of a `Plan`,
+perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
 """
 
 from __future__ import annotations
@@ -21,31 +22,36 @@ from madmax_lib.runs.settings import Settings
 
 __all__ = ["RunSpec", "check"]
 
-_ENGINES, _DEVICES = ("torch", "deepspeed"), ("auto", "cpu", "cuda")
+_ENGINES = ("torch", "deepspeed")
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class RunSpec(Settings):
-    """One training run; further fields are those of `Settings`. Raises ValueError naming field, value and rule.
+    """One training run; further fields are those of `Settings`. Raises ValueError
+    naming field, value and rule.
 
     model: name of a model that runs here, one of `runs.model.models.MODELS` (gpt-tiny).
     strategy: text form of a Plan, perhaps with @deepspeed (dp1).
     steps: training steps (6).
     ranks: processes, checked against the strategy; None for as many as it needs (None).
-    data: a dataset of `runs.data.batches.NAMES`, generated data of the model's kind if empty ("").
+    data: a dataset of `runs.data.batches.NAMES`, generated data of the model's kind if
+    empty ("").
     tokenizer: bytes, or the name or folder of one of Hugging Face (bytes).
     download: whether missing data may be fetched (False).
     sizes: fields of the model to change, such as {"layers": 2} ({}).
     warmup: first steps that the summary leaves out (2).
     profile: whether steps 2 to 4 are traced (True).
-    profile_memory: whether the trace has the allocator's events, with a snapshot on a GPU (False).
+    profile_memory: whether the trace has the allocator's events, with a snapshot on a
+    GPU (False).
     validate_every: steps between two validation losses, 0 for none (0).
     checkpoint_every: steps between two checkpoints, 0 for none (0).
     device: cpu, cuda, or auto for CUDA where it is present (auto).
     power: auto for the meter of the machine, none, or a CSV to replay (auto).
     timeout_s: seconds without progress after which the run is ended (600).
     wandb: whether steps are logged to Weights & Biases too (False).
-    dtype: fp32, bf16, fp16, or auto for bf16 on a GPU that computes in it and fp32 elsewhere (auto).
+    dtype: fp32, bf16, fp16, or auto for bf16 on a GPU that computes in it and fp32
+    elsewhere (auto).
     hosts: namespaces over which the ranks are spread evenly, see `runs.testbed` (1).
     network: rate of a host's uplink, such as 300mbit; unshaped if empty ("").
     speed: share 0.1..1 of a core that each rank has, all of it if empty (()).
@@ -81,18 +87,34 @@ class RunSpec(Settings):
             object.__setattr__(self, "speed", tuple(self.speed))
         super().__post_init__()
         if self.device not in _DEVICES:
-            raise ValueError(f"device={self.device!r} is not one of {', '.join(_DEVICES)}")
+            raise ValueError(
+                f"device={self.device!r} is not one of {', '.join(_DEVICES)}"
+            )
         if self.engine not in _ENGINES:
             known = ", ".join(_ENGINES)
-            raise ValueError(f"engine {self.engine!r} in strategy {self.strategy!r} is not one of {known}")
+            raise ValueError(
+                f"engine {self.engine!r} in strategy {self.strategy!r} is not one of "
+                f"{known}"
+            )
         plan, at, engine = self.strategy.lower().replace(" ", "").partition("@")
-        object.__setattr__(self, "strategy", (plan or "dp1") + (at + engine if self.engine != "torch" else ""))
+        object.__setattr__(
+            self,
+            "strategy",
+            (plan or "dp1") + (at + engine if self.engine != "torch" else ""),
+        )
         object.__setattr__(self, "network", testbed.canonical(self.network))
         object.__setattr__(self, "model", models.name(self.model))
-        object.__setattr__(self, "data", batches.canonical(self.data or batches.default_name(self.kind)))
+        object.__setattr__(
+            self,
+            "data",
+            batches.canonical(self.data or batches.default_name(self.kind)),
+        )
         plan = self.plan
         if self.ranks not in (None, plan.world_size):
-            degrees = f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x {plan.cp} = {plan.world_size}"
+            degrees = (
+                f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x "
+                f"{plan.cp} = {plan.world_size}"
+            )
             raise ValueError(f"{degrees}, but ranks={self.ranks}")
 
     @property
@@ -112,7 +134,8 @@ class RunSpec(Settings):
 
     @property
     def plan(self) -> Plan:
-        """The strategy as a Plan; without mb a rank takes its samples at once, a pipeline in pp equal micro-batches.
+        """The strategy as a Plan; without mb a rank takes its samples at once, a
+        pipeline in pp equal micro-batches.
 
         Where pp does not divide them, in the next number that does.
         """
@@ -121,12 +144,15 @@ class RunSpec(Settings):
         if any(part.startswith("mb") for part in text.lower().split(".")):
             return plan
         share = max(self.global_batch // plan.dp, 1)
-        count = next((number for number in range(plan.pp, share) if share % number == 0), share)
+        count = next(
+            (number for number in range(plan.pp, share) if share % number == 0), share
+        )
         return replace(plan, micro_batch=share // count)
 
     @property
     def name(self) -> str:
-        """A name for the directory of the run: model, strategy, rank of LoRA, hosts and their network.
+        """A name for the directory of the run: model, strategy, rank of LoRA, hosts and
+        their network.
 
         >>> RunSpec(model="gpt_tiny", strategy="dp2.z3").name
         'gpt-tiny_dp2.z3'
@@ -141,7 +167,9 @@ class RunSpec(Settings):
         return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     def get_data(self, allow_download: bool = False) -> batches.Data:
-        """The data of the run, in the shape that the model takes; falls back as `batches.get_data` does."""
+        """The data of the run, in the shape that the model takes; falls back as
+        `batches.get_data` does.
+        """
         shapes = self.shapes
         return batches.get_data(
             self.data,
@@ -155,44 +183,68 @@ class RunSpec(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> RunSpec:
-        """Spec of field values, as JSON keeps them. Raises ValueError for what is not a field."""
+        """Spec of field values, as JSON keeps them. Raises ValueError for what is not a
+        field.
+        """
         if unknown := set(values) - {field.name for field in fields(cls)}:
             raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a RunSpec")
         return cls(**values)
 
 
 def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
-    """The device the run will use, cpu or cuda; gpus: CUDA devices of this machine, of which there are `nodes`.
+    """The device the run will use, cpu or cuda; gpus: CUDA devices of this machine, of
+    which there are `nodes`.
 
-    Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package, in one line, for what cannot
-    work.
+    Raises ValueError, FileNotFoundError, or ModuleNotFoundError for a missing package,
+    in one line, for what cannot work.
     """
     optional = {"wandb": spec.wandb, "torchao": spec.adam_8bit}
     for package in ("torch", *(name for name, wanted in optional.items() if wanted)):
         if not find_spec(package):
-            raise ModuleNotFoundError(f"this run needs the package {package}, which is not installed")
-    shapes, ranks = spec.shapes, spec.plan.world_size
+            raise ModuleNotFoundError(
+                f"this run needs the package {package}, which is not installed"
+            )
+    shapes = spec.shapes
+    ranks = spec.plan.world_size
     checks.check(spec.plan, shapes, spec, spec.engine)
     if spec.engine == "deepspeed":
         checks.check_deepspeed()
     if (kind := batches.kind_of(spec.data)) != spec.kind:
-        raise ValueError(f"data {spec.data} is {kind}, but {spec.model} is trained on {spec.kind}")
+        raise ValueError(
+            f"data {spec.data} is {kind}, but {spec.model} is trained on {spec.kind}"
+        )
     if spec.sequence and spec.kind == "images":
-        raise ValueError(f"sequence={spec.sequence} is for text; {spec.model} has {shapes.sequence} tokens per image")
+        raise ValueError(
+            f"sequence={spec.sequence} is for text; {spec.model} has "
+            f"{shapes.sequence} tokens per image"
+        )
     if spec.power not in ("auto", "none") and not Path(spec.power).is_file():
-        raise FileNotFoundError(f"power={spec.power!r} is neither auto, none nor a CSV file to replay")
+        raise FileNotFoundError(
+            f"power={spec.power!r} is neither auto, none nor a CSV file to replay"
+        )
     if spec.profile_memory and not spec.profile:
         raise ValueError("profile_memory=True needs profile=True, whose trace it is in")
     if spec.lora_rank > shapes.hidden:
-        raise ValueError(f"lora_rank={spec.lora_rank} exceeds hidden={shapes.hidden} of {spec.model}")
+        raise ValueError(
+            f"lora_rank={spec.lora_rank} exceeds hidden={shapes.hidden} of {spec.model}"
+        )
     if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
-        raise FileNotFoundError(f"weights={spec.weights!r} has no .safetensors file with weights of {spec.model}")
+        raise FileNotFoundError(
+            f"weights={spec.weights!r} has no .safetensors file with weights of "
+            f"{spec.model}"
+        )
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
     testbed.check_hosts(spec.hosts, spec.network, spec.speed, ranks)
     if device == "cuda" and (spec.hosts > 1 or spec.speed):
         raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
     if nodes > 1 and not gpus and spec.device == "auto":
-        raise ValueError(f"{nodes} nodes, and no GPU here: say device='cuda' or 'cpu', as this may be none of them")
+        raise ValueError(
+            f"{nodes} nodes, and no GPU here: say device='cuda' or 'cpu', as this "
+            "may be none of them"
+        )
     if device == "cuda" and ranks > gpus * nodes and (gpus or nodes == 1):
-        raise ValueError(f"{spec.strategy} needs {ranks} GPUs, {gpus * nodes} present; device='cpu' runs it on a CPU")
+        raise ValueError(
+            f"{spec.strategy} needs {ranks} GPUs, {gpus * nodes} present; "
+            "device='cpu' runs it on a CPU"
+        )
     return device

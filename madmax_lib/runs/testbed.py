@@ -1,11 +1,14 @@
-"""How are the ranks of a run spread over hosts that do not exist? Network namespaces of Linux, joined at a stated rate.
+"""How are the ranks of a run spread over hosts that do not exist? Network namespaces of
+Linux, joined at a stated rate.
 
-Each host is a namespace with one address. A switch in a further one joins their uplinks, and a token bucket shapes each
-of them both ways; ranks of one host talk over its loopback, so that the network has two levels. `launch` starts this
-module in the place of torchrun, in a mount namespace of its own: it makes the hosts, starts one torchrun agent in each
-and waits. Namespaces, links and buckets belong to these processes alone and vanish with the last of them, whatever ends
-it. A slowed device is a control group with a quota of a core; a group that outlived its run is removed by the next
-start.
+Each host is a namespace with one address. A switch in a further one joins their
+uplinks, and a token bucket shapes each of them both ways; ranks of one host talk over
+its loopback, so that the network has two levels. `launch` starts this module in the
+place of torchrun, in a mount namespace of its own: it makes the hosts, starts one
+torchrun agent in each and waits. Namespaces, links and buckets belong to these
+processes alone and vanish with the last of them, whatever ends it. A slowed device is a
+control group with a quota of a core; a group that outlived its run is removed by the
+next start.
 """
 
 from __future__ import annotations
@@ -27,15 +30,32 @@ __all__ = ["canonical", "check_hosts", "command", "join", "spread"]
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s)?", re.IGNORECASE)
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+}
 _MOST_HOSTS = 64
-_LEAST_BITS_PER_S, _MOST_BITS_PER_S = 1e4, 1e12  # that a token bucket keeps
-_POLL_S, _GRACE_S = 0.05, 15.0
+# that a token bucket keeps
+_LEAST_BITS_PER_S = 1e4
+_MOST_BITS_PER_S = 1e12
+_POLL_S = 0.05
+_GRACE_S = 15.0
 _PORT = 29500  # each host has ports of its own
-_PACKETS_BYTES = 16 * 1024, 64 * 1024  # that TCP hands over at once, at least and at most
-_BURST_S, _QUEUE_MS = 2e-4, 200  # what a token bucket may save up, two packets at least, and how long one may wait
-_TCP = "congctl reno initcwnd 64 initrwnd 64"  # whatever the system's own: a link that neither loses nor paces packets
-_PERIOD_US, _LEAST_SPEED = 10_000, 0.1  # of a quota: short beside a step; the kernel wants a quota of 1 ms
+_PACKETS_BYTES = (
+    16 * 1024,
+    64 * 1024,
+)  # that TCP hands over at once, at least and at most
+# what a token bucket may save up, two packets at least, and how long one may wait
+_BURST_S = 2e-4
+_QUEUE_MS = 200
+# whatever the system's own: a link that neither loses nor paces packets
+_TCP = "congctl reno initcwnd 64 initrwnd 64"
+# of a quota: short beside a step; the kernel wants a quota of 1 ms
+_PERIOD_US = 10_000
+_LEAST_SPEED = 0.1
 
 
 def canonical(network: str) -> str:
@@ -53,14 +73,18 @@ def _rate_bits_per_s(network: str) -> float:
     match = _RATE.fullmatch(network.strip())
     rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
     if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
-        raise ValueError(f"network={network!r} is no rate of a link, such as 300mbit, in 10kbit..1000gbit")
+        raise ValueError(
+            f"network={network!r} is no rate of a link, such as 300mbit, in "
+            "10kbit..1000gbit"
+        )
     return rate
 
 
 def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) -> None:
     """Whether the ranks can be spread so here.
 
-    Raises ValueError for values that do not fit together, OSError where a tool or the right to use it is missing.
+    Raises ValueError for values that do not fit together, OSError where a tool or the
+    right to use it is missing.
     """
     if not 1 <= hosts <= _MOST_HOSTS:
         raise ValueError(f"hosts={hosts} is not in 1..{_MOST_HOSTS}")
@@ -68,8 +92,13 @@ def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) 
         raise ValueError(f"{ranks} ranks cannot be spread evenly over hosts={hosts}")
     if canonical(network) and hosts == 1:
         raise ValueError(f"network={network!r} joins hosts, but hosts=1")
-    if speed and (len(speed) != ranks or not all(_LEAST_SPEED <= share <= 1 for share in speed)):
-        raise ValueError(f"speed={list(speed)} must be shares {_LEAST_SPEED}..1 of a core for each of {ranks} ranks")
+    if speed and (
+        len(speed) != ranks or not all(_LEAST_SPEED <= share <= 1 for share in speed)
+    ):
+        raise ValueError(
+            f"speed={list(speed)} must be shares {_LEAST_SPEED}..1 of a core for "
+            f"each of {ranks} ranks"
+        )
     if hosts == 1 and not speed:
         return
     asked = f"hosts={hosts}" if hosts > 1 else f"speed={list(speed)}"
@@ -77,26 +106,54 @@ def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) 
         raise OSError(f"{asked}: network namespaces and quotas need Linux")
     for tool, package in _TOOLS.items():
         if not shutil.which(tool):
-            raise FileNotFoundError(f"{asked} needs the command {tool}; apt install {package}")
+            raise FileNotFoundError(
+                f"{asked} needs the command {tool}; apt install {package}"
+            )
     probe = subprocess.run([*_unshare(), "true"], capture_output=True, text=True)
     if probe.returncode:
-        raise PermissionError(f"{asked} needs root or user namespaces: {probe.stderr.strip()}")
+        raise PermissionError(
+            f"{asked} needs root or user namespaces: {probe.stderr.strip()}"
+        )
     if speed and not os.access(_group_root(), os.W_OK):
-        raise PermissionError(f"{asked} needs the right to make control groups in {_group_root()}")
+        raise PermissionError(
+            f"{asked} needs the right to make control groups in {_group_root()}"
+        )
 
 
 def command(
-    ranks: int, module: str, *arguments: object, hosts: int = 1, network: str = "", speed: Sequence[float] = ()
+    ranks: int,
+    module: str,
+    *arguments: object,
+    hosts: int = 1,
+    network: str = "",
+    speed: Sequence[float] = (),
 ) -> list[str]:
-    """Command that runs a module on so many ranks of this machine; the rest as in `check_hosts`."""
+    """Command that runs a module on so many ranks of this machine; the rest as in
+    `check_hosts`.
+    """
     if hosts == 1 and not speed:
-        return _torchrun(["--standalone", "--local-addr", "127.0.0.1"], ranks, module, *arguments)
+        return _torchrun(
+            ["--standalone", "--local-addr", "127.0.0.1"], ranks, module, *arguments
+        )
     spread = [ranks, hosts, network, ",".join(map(str, speed)), module, *arguments]
-    return [*_unshare(), sys.executable, "-m", "madmax_lib.runs.testbed", *map(str, spread)]
+    return [
+        *_unshare(),
+        sys.executable,
+        "-m",
+        "madmax_lib.runs.testbed",
+        *map(str, spread),
+    ]
 
 
 def _torchrun(place: list, ranks: int, module: str, *arguments: object) -> list[str]:
-    agent = [sys.executable, "-m", "torch.distributed.run", *map(str, place), "--nproc-per-node", str(ranks)]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *map(str, place),
+        "--nproc-per-node",
+        str(ranks),
+    ]
     return [*agent, "-m", module, *map(str, arguments)]
 
 
@@ -107,25 +164,43 @@ def join(rank: int) -> None:
 
 
 def spread() -> tuple[int, list[float]]:
-    """Of the run that this process is a rank of: hosts, and share of a core that each rank has (all of it if empty)."""
-    hosts, speed = (os.environ.get(f"MADMAX_TESTBED_{name}", "") for name in ("HOSTS", "SPEED"))
+    """Of the run that this process is a rank of: hosts, and share of a core that each
+    rank has (all of it if empty).
+    """
+    hosts, speed = (
+        os.environ.get(f"MADMAX_TESTBED_{name}", "") for name in ("HOSTS", "SPEED")
+    )
     return int(hosts or 1), _shares(speed)
 
 
-def main(ranks: str, hosts: str, network: str, speed: str, module: str, *arguments: str) -> int:
+def main(
+    ranks: str, hosts: str, network: str, speed: str, module: str, *arguments: str
+) -> int:
     """Run what `command` says; the exit status of the first agent that failed."""
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ |= {"MADMAX_TESTBED_HOSTS": hosts, "MADMAX_TESTBED_SPEED": speed}
     with _groups(_shares(speed)) as environment:
-        addresses, agents = _join_hosts(int(hosts), network), []
+        addresses = _join_hosts(int(hosts), network)
+        agents = []
         try:
             for host, address in enumerate(addresses):
-                place = ["--nnodes", hosts, "--node-rank", host, "--local-addr", address]
+                place = [
+                    "--nnodes",
+                    hosts,
+                    "--node-rank",
+                    host,
+                    "--local-addr",
+                    address,
+                ]
                 place += ["--master-addr", addresses[0], "--master-port", _PORT]
                 agent = _torchrun(place, int(ranks) // int(hosts), module, *arguments)
                 inside = ["nsenter", f"--net=/run/netns/host{host}", *agent]
-                agents.append(subprocess.Popen(inside, env=environment, preexec_fn=die_with_parent))
+                agents.append(
+                    subprocess.Popen(
+                        inside, env=environment, preexec_fn=die_with_parent
+                    )
+                )
             return _first_failure(agents)
         finally:
             _end(agents)
@@ -133,20 +208,32 @@ def main(ranks: str, hosts: str, network: str, speed: str, module: str, *argumen
 
 def _unshare() -> list[str]:
     """Prefix of a command whose mounts and network namespaces nobody else sees."""
-    return ["unshare", "--mount", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--"]
+    return [
+        "unshare",
+        "--mount",
+        "--net",
+        *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]),
+        "--",
+    ]
 
 
 def _join_hosts(hosts: int, network: str) -> list[str]:
     """Make the hosts and their links; addresses of the hosts."""
     _call("mount -t tmpfs tmpfs /run")  # where ip keeps the names of its namespaces
     Path("/run/netns").mkdir()
-    _call("ip netns add switch", "ip -n switch link add joint type bridge", "ip -n switch link set joint up")
+    _call(
+        "ip netns add switch",
+        "ip -n switch link add joint type bridge",
+        "ip -n switch link set joint up",
+    )
     addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
     for host, address in enumerate(addresses):
-        on_host, on_switch = f"host{host}", f"port{host}"
+        on_host = f"host{host}"
+        on_switch = f"port{host}"
         _call(
             f"ip netns add {on_host}",
-            f"ip -n {on_host} link add eth0 type veth peer name {on_switch} netns switch",
+            f"ip -n {on_host} link add eth0 type veth peer name {on_switch} netns "
+            "switch",
             f"ip -n {on_host} addr add {address}/24 dev eth0",
             f"ip -n {on_host} link set lo up",
             f"ip -n {on_host} link set eth0 up",
@@ -154,11 +241,16 @@ def _join_hosts(hosts: int, network: str) -> list[str]:
         )
         if network:
             rate = _rate_bits_per_s(network)
-            packet_bytes = int(min(max(_BURST_S * rate / 8 / 2, _PACKETS_BYTES[0]), _PACKETS_BYTES[1]))
+            packet_bytes = int(
+                min(max(_BURST_S * rate / 8 / 2, _PACKETS_BYTES[0]), _PACKETS_BYTES[1])
+            )
             burst_bytes = int(max(_BURST_S * rate / 8, 2 * packet_bytes))
             bucket = f"tbf rate {rate:.0f}bit burst {burst_bytes} latency {_QUEUE_MS}ms"
             _call(f"ip -n {on_host} link set eth0 gso_max_size {packet_bytes}")
-            _call(f"ip -n {on_host} route change 10.77.0.0/24 dev eth0 src {address} {_TCP}")
+            _call(
+                f"ip -n {on_host} route change 10.77.0.0/24 dev eth0 src {address} "
+                f"{_TCP}"
+            )
             _call(f"tc -n {on_host} qdisc add dev eth0 root {bucket}")
             _call(f"tc -n switch qdisc add dev {on_switch} root {bucket}")
     return addresses
@@ -178,8 +270,11 @@ def _group_root() -> Path:
 
 @contextmanager
 def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
-    """Environment of the agents, with the control groups of slowed devices while they run; stale groups are removed."""
-    root, environment = _group_root(), {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+    """Environment of the agents, with the control groups of slowed devices while they
+    run; stale groups are removed.
+    """
+    root = _group_root()
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
     for stale in root.glob("madmax-*-*"):
         if not Path("/proc", stale.name.split("-")[1]).exists():
             with suppress(OSError):
@@ -190,7 +285,10 @@ def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
     prefix = root / f"madmax-{os.getpid()}-"
     groups = [Path(f"{prefix}{rank}") for rank in range(len(speed))]
     try:
-        if root.name != "cpu" and "cpu" not in (root / "cgroup.subtree_control").read_text().split():
+        if (
+            root.name != "cpu"
+            and "cpu" not in (root / "cgroup.subtree_control").read_text().split()
+        ):
             (root / "cgroup.subtree_control").write_text("+cpu")
         for group, share in zip(groups, speed, strict=True):
             group.mkdir()

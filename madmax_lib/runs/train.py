@@ -1,8 +1,10 @@
-"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY ...`: read spec.json, train, write.
+"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY ...`:
+read spec.json, train, write.
 
-Every rank draws its own share of the global batch, ahead of the step: its data phase is waiting for it, and the copy to
-the device. Rank 0 appends a row to steps.csv after each step; each rank writes its trace, labelled data, forward,
-backward and optimizer. Nothing that is written adds a collective to a step. A rank that fails leaves
+Every rank draws its own share of the global batch, ahead of the step: its data phase is
+waiting for it, and the copy to the device. Rank 0 appends a row to steps.csv after each
+step; each rank writes its trace, labelled data, forward, backward and optimizer.
+Nothing that is written adds a collective to a step. A rank that fails leaves
 logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
 """
 
@@ -40,12 +42,16 @@ from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
 
-_MOST_DRAWERS = 8  # threads that draw data; each holds a batch, in pinned memory for a GPU
+_MOST_DRAWERS = (
+    8  # threads that draw data; each holds a batch, in pinned memory for a GPU
+)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
 def main(*directories: Path) -> None:
-    """Train as one rank of the runs prepared in directories, one after another; torchrun's variables say which."""
+    """Train as one rank of the runs prepared in directories, one after another;
+    torchrun's variables say which.
+    """
     rank = int(os.environ["RANK"])
     guard()
     testbed.join(rank)
@@ -62,7 +68,10 @@ def _train_in(directory: Path, rank: int, number: int) -> None:
         failure = _failure(error, rank)
         with suppress(OSError):  # of a full disk: the error itself tells more
             read.write_json(directory / "logs" / f"failure_rank{rank}.json", failure)
-            if "MADMAX_LAUNCHER" not in os.environ and not (directory / "summary.json").exists():  # nobody else tells
+            if (
+                "MADMAX_LAUNCHER" not in os.environ
+                and not (directory / "summary.json").exists()
+            ):  # nobody else tells
                 write_summary(directory, failure["status"], failure["error"])
         raise
 
@@ -70,11 +79,13 @@ def _train_in(directory: Path, rank: int, number: int) -> None:
 def _train(directory: Path, rank: int, number: int) -> None:
     spec, resolved = read.read_spec(directory)
     spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
-    device, first = resolved.device, rank == 0
+    device = resolved.device
+    first = rank == 0
     begin_memory()
     _join(device, spec.timeout_s, number)
     spec = replace(spec, dtype=native_dtype(spec.dtype, device))
-    trainer, data = _trainer(spec, device), spec.get_data()
+    trainer = _trainer(spec, device)
+    data = spec.get_data()
     if resolved.starts[-1]:
         _take_up(trainer, last_checkpoint(directory))
     env = environment(device, spec.dtype) | {"dtype": spec.dtype}
@@ -82,15 +93,24 @@ def _train(directory: Path, rank: int, number: int) -> None:
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
-            more = {"power_source": power.name, "power_cap_w": power.cap_w, "job": trainer.describe()}
+            more = {
+                "power_source": power.name,
+                "power_cap_w": power.cap_w,
+                "job": trainer.describe(),
+            }
             read.write_json(directory / "env.json", env | more)
-            before_s = read.read_steps(directory)["total_s"].sum()  # of steps that an earlier start made
+            before_s = read.read_steps(directory)[
+                "total_s"
+            ].sum()  # of steps that an earlier start made
         start_s = time.perf_counter()
         with _writer(spec, directory) if first else nullcontext() as write:
             _loop(spec, trainer, data, power, directory, write)
         loop_s = time.perf_counter() - start_s
     memory = memory_bytes(device)
-    ranks = _gather({"rank": rank} | {name: memory[name] for name in ("memory_peak_bytes", "host_rss_bytes")})
+    ranks = _gather(
+        {"rank": rank}
+        | {name: memory[name] for name in ("memory_peak_bytes", "host_rss_bytes")}
+    )
     if first:
         _write_power(directory / "power.csv", power.rows(start_s - before_s))
         write_summary(directory, "completed", loop_s=loop_s, ranks=ranks)
@@ -102,26 +122,41 @@ def _take_up(trainer, checkpoint: Path) -> None:
         trainer.load(checkpoint)
     except (Exception, CheckpointException) as error:  # each reader has its own
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{checkpoint}: cannot be read ({why}); delete {checkpoint.parent} to begin anew") from error
+        raise ValueError(
+            f"{checkpoint}: cannot be read ({why}); delete {checkpoint.parent} to "
+            "begin anew"
+        ) from error
 
 
 def _join(device: str, timeout_s: float, number: int) -> None:
-    """Enter the process group, if there is more than one rank, and take a device and a share of the cores.
+    """Enter the process group, if there is more than one rank, and take a device and a
+    share of the cores.
 
-    number: of the run in these processes; groups of later ones meet under names of their own.
+    number: of the run in these processes; groups of later ones meet under names of
+    their own.
     """
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     if device == "cuda":
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
+        os.environ.setdefault(
+            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+        )  # read at the first allocation
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_float32_matmul_precision("high")  # TF32
         if threads == 1:  # torchrun's; the CPU updates what is offloaded
             threads = max(int(cores_per_rank()), 1)
     torch.set_num_threads(threads)
-    rank, world, options = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    options = {}
     if number:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        options = {"store": dist.PrefixStore(f"run {number}", store), "rank": rank, "world_size": world}
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+        )
+        options = {
+            "store": dist.PrefixStore(f"run {number}", store),
+            "rank": rank,
+            "world_size": world,
+        }
     if world > 1:
         mesh.join(device, timeout=timedelta(seconds=timeout_s), **options)
 
@@ -132,17 +167,33 @@ def _trainer(spec: RunSpec, device: str):
         from madmax_lib.runs.parallel import deepspeed as engine
     else:
         engine = torch_trainer
-    return engine.parallelize(spec.model, spec.plan, spec, device=device, sizes=spec.sizes)
+    return engine.parallelize(
+        spec.model, spec.plan, spec, device=device, sizes=spec.sizes
+    )
 
 
-def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Path, write: Callable | None) -> None:
-    """All steps that are left; `write` takes a row of each, on rank 0. A run that was taken up is not traced again."""
-    device, steps = trainer.device.type, range(trainer.steps_done, spec.steps)
+def _loop(
+    spec: RunSpec,
+    trainer,
+    data: Data,
+    power: meter.Meter,
+    directory: Path,
+    write: Callable | None,
+) -> None:
+    """All steps that are left; `write` takes a row of each, on rank 0. A run that was
+    taken up is not traced again.
+    """
+    device = trainer.device.type
+    steps = range(trainer.steps_done, spec.steps)
     trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
     draw = partial(_draw, data, spec, trainer)
     batches = draw_ahead(draw, steps, min(max(int(cores_per_rank()), 1), _MOST_DRAWERS))
     traced = spec.profile and not trainer.steps_done
-    with profiler(trace, device, spec.profile_memory) if traced else nullcontext() as recorder:
+    with (
+        profiler(trace, device, spec.profile_memory)
+        if traced
+        else nullcontext() as recorder
+    ):
         for step in steps:
             start_s = time.perf_counter()
             with record_function("data"):
@@ -153,16 +204,25 @@ def _loop(spec: RunSpec, trainer, data: Data, power: meter.Meter, directory: Pat
                 torch.cuda.synchronize()
             end_s = time.perf_counter()
             # the same samples each time, so that their losses can be compared
-            validation = trainer.evaluate(draw(0, "validation")) if _is_due(step, spec.validate_every) else {}
+            validation = (
+                trainer.evaluate(draw(0, "validation"))
+                if _is_due(step, spec.validate_every)
+                else {}
+            )
             if recorder:
                 recorder.step()
                 if step == PROFILED[-1]:
                     begin_memory()
-                    dist.barrier()  # else the next step waits for the rank that takes longest to write its trace
+                    # else the next step waits for the rank that takes longest to write
+                    # its trace
+                    dist.barrier()
             if write:
                 result["seconds"]["data"] += waited_s
                 times = {"step": step, "total_s": end_s - start_s}
-                times |= {f"validation_{name}": validation.get(name) for name in ("loss", "accuracy")}
+                times |= {
+                    f"validation_{name}": validation.get(name)
+                    for name in ("loss", "accuracy")
+                }
                 used = memory_bytes(device) | power.window(start_s, end_s)
                 write(times | _result_columns(result, spec) | used)
             if _is_due(step, spec.checkpoint_every):
@@ -192,23 +252,39 @@ def _result_columns(result: dict, spec: RunSpec) -> dict:
     return {**phases, **same, "tokens": tokens, "overflow": int(result["overflow"])}
 
 
-def _draw(data: Data, spec: RunSpec, trainer, step: int, split: str = "train") -> dict[str, Tensor]:
-    """This rank's share of a global batch, where a GPU copies it from while it computes."""
+def _draw(
+    data: Data, spec: RunSpec, trainer, step: int, split: str = "train"
+) -> dict[str, Tensor]:
+    """This rank's share of a global batch, where a GPU copies it from while it
+    computes.
+    """
     batch = data.batch(step, spec.global_batch, spec.seed, split, trainer.share)
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-    return {name: part.pin_memory() if trainer.device.type == "cuda" else part for name, part in tensors.items()}
+    return {
+        name: part.pin_memory() if trainer.device.type == "cuda" else part
+        for name, part in tensors.items()
+    }
 
 
 @contextmanager
 def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
-    """A function that appends a row to steps.csv, and sends it with rates of the step to Weights & Biases."""
+    """A function that appends a row to steps.csv, and sends it with rates of the step
+    to Weights & Biases.
+    """
     log = None
     if spec.wandb:
         import wandb
 
         peak = read.read_json(directory / "env.json").get("peak_flops") or math.nan
-        flops = flops_per_sample(spec.shapes, spec.sequence, frozen=spec.lora_rank > 0)["model"]
-        log = wandb.init(project="madmax-workbench", name=spec.name, dir=str(directory), config=asdict(spec))
+        flops = flops_per_sample(spec.shapes, spec.sequence, frozen=spec.lora_rank > 0)[
+            "model"
+        ]
+        log = wandb.init(
+            project="madmax-workbench",
+            name=spec.name,
+            dir=str(directory),
+            config=asdict(spec),
+        )
     with (directory / "steps.csv").open("a", newline="", buffering=1) as file:
         table = csv.writer(file, lineterminator="\n")
         if not file.tell():
@@ -218,10 +294,17 @@ def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
             values = [read.with_nulls(row[name]) for name in read.COLUMNS]
             table.writerow(values)
             if log:
-                rates = {f"{name}_per_s": row[name] / row["total_s"] for name in ("samples", "tokens")}
-                rates["mfu"] = read.with_nulls(rates["samples_per_s"] * flops / (spec.plan.world_size * peak))
+                rates = {
+                    f"{name}_per_s": row[name] / row["total_s"]
+                    for name in ("samples", "tokens")
+                }
+                rates["mfu"] = read.with_nulls(
+                    rates["samples_per_s"] * flops / (spec.plan.world_size * peak)
+                )
                 live = dict(zip(read.COLUMNS, values, strict=True)) | rates
-                log.log({name: value for name, value in live.items() if value is not None})
+                log.log(
+                    {name: value for name, value in live.items() if value is not None}
+                )
 
         yield write
     if log:
@@ -237,13 +320,22 @@ def _gather(own: dict) -> list[dict]:
 
 def _failure(error: BaseException, rank: int) -> dict:
     text = next(iter(str(error).strip().splitlines()), "")
-    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _OUT_OF_MEMORY)
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        sign in text for sign in _OUT_OF_MEMORY
+    )
     status = "out-of-memory" if no_memory else "failed"
-    return {"rank": rank, "status": status, "error": f"{type(error).__name__}: {text}", "time_s": time.time()}
+    return {
+        "rank": rank,
+        "status": status,
+        "error": f"{type(error).__name__}: {text}",
+        "time_s": time.time(),
+    }
 
 
 def _write_power(path: Path, rows: list[tuple]) -> None:
-    """The readings of the meter, times from the first step on; no file where there is nothing to read."""
+    """The readings of the meter, times from the first step on; no file where there is
+    nothing to read.
+    """
     if rows:
         with replacing(path) as temporary, temporary.open("w", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
@@ -254,4 +346,8 @@ if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is written; threads that torch leaves behind have aborted processes that shut down slowly
+    os._exit(
+        0
+        # all is written; threads that torch leaves behind have aborted processes that shut
+        # down slowly
+    )

@@ -1,6 +1,8 @@
-"""How does a rank end when nobody is left to end it? It watches torchrun and the launcher, and logs to its own file.
+"""How does a rank end when nobody is left to end it? It watches torchrun and the
+launcher, and logs to its own file.
 
-torchrun puts its ranks into sessions of their own, so that they outlive it if it is killed at once.
+torchrun puts its ranks into sessions of their own, so that they outlive it if it is
+killed at once.
 """
 
 import ctypes
@@ -19,7 +21,9 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel ends this process with the one that started it, even where it is stopped or stuck."""
+    """On Linux the kernel ends this process with the one that started it, even where it
+    is stopped or stuck.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -27,9 +31,11 @@ def die_with_parent() -> None:
 def guard() -> None:
     """End this process within a second or two of its parent's or the launcher's end.
 
-    The launcher's process id is in MADMAX_LAUNCHER; without it only the parent is watched.
+    The launcher's process id is in MADMAX_LAUNCHER; without it only the parent is
+    watched.
     """
-    parent, launcher = os.getppid(), int(os.environ.get("MADMAX_LAUNCHER", 0))
+    parent = os.getppid()
+    launcher = int(os.environ.get("MADMAX_LAUNCHER", 0))
 
     def look() -> None:
         while os.getppid() == parent and (not launcher or _alive(launcher)):
@@ -41,7 +47,9 @@ def guard() -> None:
 
 
 def write_to(log: Path) -> None:
-    """Send standard output and error of this process, also of libraries in C, to a file."""
+    """Send standard output and error of this process, also of libraries in C, to a
+    file.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,6 @@
-"""How long would a step take, what would it hold in memory, and why? Time, memory and timeline of any plan."""
+"""How long would a step take, what would it hold in memory, and why? Time, memory and
+timeline of any plan.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from madmax_lib.base.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.catalog.measured_collectives import MeasuredCollectives as MeasuredCollectives
+    from madmax_lib.catalog.measured_collectives import (
+        MeasuredCollectives as MeasuredCollectives,
+    )
     from madmax_lib.plan.case import Case as Case
     from madmax_lib.simulator.estimate import estimate as estimate
     from madmax_lib.simulator.memory.memory import (
@@ -16,10 +20,24 @@ if TYPE_CHECKING:
         peak_bytes as peak_bytes,
         usable_bytes as usable_bytes,
     )
-    from madmax_lib.simulator.offload.fits import fits as fits, largest_model as largest_model, moments as moments
-    from madmax_lib.simulator.offload.placement import METHODS as METHODS, Policy as Policy
-    from madmax_lib.simulator.power import power_phases as power_phases, step_energy as step_energy
-    from madmax_lib.simulator.rates.parameters import Parameters as Parameters, bounds as bounds, shipped as shipped
+    from madmax_lib.simulator.offload.fits import (
+        fits as fits,
+        largest_model as largest_model,
+        moments as moments,
+    )
+    from madmax_lib.simulator.offload.placement import (
+        METHODS as METHODS,
+        Policy as Policy,
+    )
+    from madmax_lib.simulator.power import (
+        power_phases as power_phases,
+        step_energy as step_energy,
+    )
+    from madmax_lib.simulator.rates.parameters import (
+        Parameters as Parameters,
+        bounds as bounds,
+        shipped as shipped,
+    )
     from madmax_lib.simulator.simulate import simulate as simulate
     from madmax_lib.simulator.steady.step_time import step_time as step_time
 

@@ -1,9 +1,12 @@
-"""What does a step draw? Power between idle and the device's limit by how busy it is; energy follows.
+"""What does a step draw? Power between idle and the device's limit by how busy it is;
+energy follows.
 
-P = idle + (TDP - idle) x utilisation, by phase: matrix products and memory-bound work at the limit, communication and
-waiting near idle. The shares are assumptions, round and from memory (devices idle at 15 % of their limit, communicate
-at half of it), not fitted to any measurement; expect a quarter of error either way. Hosts are taken alike: their
-processors idle at a share of their limit while the devices work, and reach it under CPU Adam.
+P = idle + (TDP - idle) x utilisation, by phase: matrix products and memory-bound work
+at the limit, communication and waiting near idle. The shares are assumptions, round and
+from memory (devices idle at 15 % of their limit, communicate at half of it), not fitted
+to any measurement; expect a quarter of error either way. Hosts are taken alike: their
+processors idle at a share of their limit while the devices work, and reach it under CPU
+Adam.
 """
 
 from collections.abc import Mapping
@@ -17,12 +20,15 @@ from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 __all__ = ["ERROR", "device_energy_j", "power_phases", "step_energy"]
 
 ERROR = 0.25  # of the energy of a step, either way
-_IDLE, _COMM = 0.15, 0.5  # of the TDP
+# of the TDP
+_IDLE = 0.15
+_COMM = 0.5
 _HOST_IDLE = 0.4  # of the processors' TDP: they launch, and feed data
 
 
 def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarray:
-    """Joules of one device in a step from its parts (`step_time.PARTS` and step_s), same shape.
+    """Joules of one device in a step from its parts (`step_time.PARTS` and step_s),
+    same shape.
 
     Raises ValueError for a device whose TDP is not known.
     """
@@ -34,17 +40,24 @@ def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarr
 
 
 def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
-    """Power of a device by phase of a step: phase, seconds, power_w, low_w, high_w, energy_j.
+    """Power of a device by phase of a step: phase, seconds, power_w, low_w, high_w,
+    energy_j.
 
-    row: of `estimate`. Phases are compute, communication and waiting (launches, bubble, host, transfers of offload),
-    each the mean over its seconds. low_w and high_w: `ERROR` either way, no less than 0 and no more than the TDP.
-    Raises ValueError for a device whose TDP is not known.
+    row: of `estimate`. Phases are compute, communication and waiting (launches, bubble,
+    host, transfers of offload), each the mean over its seconds. low_w and high_w:
+    `ERROR` either way, no less than 0 and no more than the TDP. Raises ValueError for a
+    device whose TDP is not known.
     """
     _known_tdp(device)
-    seconds = {"compute": sum(row[name] for name in COMPUTE), "communication": sum(row[name] for name in COMMUNICATION)}
+    seconds = {
+        "compute": sum(row[name] for name in COMPUTE),
+        "communication": sum(row[name] for name in COMMUNICATION),
+    }
     seconds["waiting"] = row["step_s"] - sum(seconds.values())
     shares = {"compute": 1.0, "communication": _COMM, "waiting": _IDLE}
-    rows = [(name, spent, shares[name] * device.tdp_w) for name, spent in seconds.items()]
+    rows = [
+        (name, spent, shares[name] * device.tdp_w) for name, spent in seconds.items()
+    ]
     table = pd.DataFrame(rows, columns=["phase", "seconds", "power_w"])
     table["low_w"] = (1 - ERROR) * table["power_w"]
     table["high_w"] = np.minimum((1 + ERROR) * table["power_w"], device.tdp_w)
@@ -55,21 +68,28 @@ def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
 def step_energy(
     row: Mapping[str, float], cluster: Cluster, tokens: float, host_busy_s: float = 0.0
 ) -> dict[str, float]:
-    """Energy of a step of all nodes: devices_j, host_j (NaN where no TDP of the processors is known), token_j with
+    """Energy of a step of all nodes: devices_j, host_j (NaN where no TDP of the
+    processors is known), token_j with
     token_low_j and token_high_j (`ERROR` either way).
 
-    row: of `estimate`. tokens: of the step. host_busy_s: seconds that the processors compute. The host's energy counts
-    in token_j where it is known. Raises ValueError for a device whose TDP is not known.
+    row: of `estimate`. tokens: of the step. host_busy_s: seconds that the processors
+    compute. The host's energy counts in token_j where it is known. Raises ValueError
+    for a device whose TDP is not known.
     """
     devices_j = cluster.world_size * float(device_energy_j(row, cluster.device))
     host_w = cluster.host.tdp_w if cluster.host else float("nan")
     busy_s = min(host_busy_s, row["step_s"])
     host_j = cluster.nodes * host_w * (_HOST_IDLE * (row["step_s"] - busy_s) + busy_s)
     token_j = np.nansum([devices_j, host_j]) / tokens
-    spread = {"token_low_j": (1 - ERROR) * token_j, "token_high_j": (1 + ERROR) * token_j}
+    spread = {
+        "token_low_j": (1 - ERROR) * token_j,
+        "token_high_j": (1 + ERROR) * token_j,
+    }
     return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
 def _known_tdp(device: Device) -> None:
     if not device.tdp_w > 0:
-        raise ValueError(f"{device.name} has no TDP in the catalog, energy cannot be told")
+        raise ValueError(
+            f"{device.name} has no TDP in the catalog, energy cannot be told"
+        )

@@ -1,4 +1,6 @@
-"""What would this step look like? Model, cluster and plan in, a simulated `Timeline` out."""
+"""What would this step look like? Model, cluster and plan in, a simulated `Timeline`
+out.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -16,21 +18,34 @@ from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
-from madmax_lib.simulator.events.engine import Program, received, run_apart, share, to_timeline
+from madmax_lib.simulator.events.engine import (
+    Program,
+    received,
+    run_apart,
+    share,
+    to_timeline,
+)
 from madmax_lib.simulator.events.layout import StepBuilder
 from madmax_lib.simulator.events.passes import MicroBatch
 from madmax_lib.simulator.layers.transformer import chunk_blocks
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy
-from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
+from madmax_lib.simulator.rates.parameters import (
+    Parameters,
+    constants_of,
+    shipped,
+    software_of,
+)
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.timeline.timeline import Meta, Timeline
 
 __all__ = ["simulate"]
 
 _ALL_RANKS_UP_TO = 64
-_NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)  # recommendation models give their work as blocks
+_NOTHING = Transformer(
+    "nothing", layers=1, hidden=1, heads=1, ffn=0
+)  # recommendation models give their work as blocks
 
 
 def simulate(
@@ -49,18 +64,24 @@ def simulate(
     collectives: pd.DataFrame | None = None,
     policy: Policy | None = None,
 ) -> Timeline:
-    """One training step of a model on a cluster under a plan, or of what their names and its text say.
+    """One training step of a model on a cluster under a plan, or of what their names
+    and its text say.
 
-    global_batch: samples over all devices. sequence: tokens per sample, the model's own if None. software: that trains,
-    a name of `data/software.csv` or one of your own; that of the parameters or any if None. parameters: constants, the
-    shipped fit if None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or the shares of it
-    that parameters name). imbalance, jitter: how uneven experts and ranks are, as in `Case`; seed: of the delays drawn.
-    collectives: measured seconds that replace the formulas, and those of parameters, as in `MeasuredCollectives`.
-    policy: how states leave the device under offload; the share that makes the step shortest is found if it names none.
-    Ranks: one per pipeline stage, standing for all devices of the stage (meta.represents); all ranks of up to 64
-    devices. Streams, and with offload threads of the host, are numbered by `schedule.streams.Stream`.
-    Raises ValueError, in the field's words, for a plan that cannot be laid over model and cluster.
-    See also: mm.estimate, mm.breakdown, mm.plot_timeline, mm.export_trace.
+    global_batch: samples over all devices. sequence: tokens per sample, the model's own
+    if None. software: that trains, a name of `data/software.csv` or one of your own;
+    that of the parameters or any if None. parameters: constants, the shipped fit if
+    None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or
+    the shares of it that parameters name). imbalance, jitter: how uneven experts and
+    ranks are, as in `Case`; seed: of the delays drawn.
+    collectives: measured seconds that replace the formulas, and those of parameters, as
+    in `MeasuredCollectives`.
+    policy: how states leave the device under offload; the share that makes the step
+    shortest is found if it names none.
+    Ranks: one per pipeline stage, standing for all devices of the stage
+    (meta.represents); all ranks of up to 64 devices. Streams, and with offload threads
+    of the host, are numbered by `schedule.streams.Stream`. Raises ValueError, in the
+    field's words, for a plan that cannot be laid over model and cluster. See also:
+    mm.estimate, mm.breakdown, mm.plot_timeline, mm.export_trace.
 
     >>> from madmax_lib.catalog.tables import cluster, model
     >>> step = simulate(model("gpt2"), cluster("dgx-a100", nodes=16), Plan(dp=64, pp=2), global_batch=128)
@@ -68,12 +89,24 @@ def simulate(
     {0: 64, 64: 64}
     """
     parameters = constants_of(cluster, parameters)
-    step = (Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters), imbalance, jitter)
-    case, seed = Case.of_step(model, cluster, *step), whole("seed", seed)
+    step = (
+        Plan.parse(plan),
+        global_batch,
+        sequence,
+        dtype,
+        software_of(software, parameters),
+        imbalance,
+        jitter,
+    )
+    case = Case.of_step(model, cluster, *step)
+    seed = whole("seed", seed)
     parameters = argument("parameters", parameters, Parameters, partial(_default, case))
-    policy, plan = argument("policy", policy, Policy, Policy), case.plan
+    policy = argument("policy", policy, Policy, Policy)
+    plan = case.plan
     if collectives is not None:
-        parameters = replace(parameters, collectives=MeasuredCollectives(collectives).curves, links=())
+        parameters = replace(
+            parameters, collectives=MeasuredCollectives(collectives).curves, links=()
+        )
     step, program = _lay_out(case, parameters, policy=policy)
     meta = _meta(case, seed, step.offloaded)
     if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:
@@ -86,13 +119,18 @@ def simulate(
 
 
 def _meta(case: Case, seed: int, offloaded) -> Meta:
-    """What a timeline says of the step; offloaded: the split of states that leave the device, if any does."""
+    """What a timeline says of the step; offloaded: the split of states that leave the
+    device, if any does.
+    """
     plan = case.plan
     width = plan.world_size // plan.pp
     return Meta(
         source="simulated",
         world_size=plan.world_size,
-        represents={stage: list(range(stage * width, (stage + 1) * width)) for stage in range(plan.pp)},
+        represents={
+            stage: list(range(stage * width, (stage + 1) * width))
+            for stage in range(plan.pp)
+        },
         device=case.cluster.device.name,
         provenance={
             "model": case.model.name,
@@ -110,7 +148,9 @@ def _meta(case: Case, seed: int, offloaded) -> Meta:
 def _lay_out(
     case: Case, parameters: Parameters | None = None, *, policy: Policy | None = None
 ) -> tuple[StepBuilder, Program]:
-    """Operations of `simulate` before they are timed, one rank per pipeline stage; arguments and errors as there."""
+    """Operations of `simulate` before they are timed, one rank per pipeline stage;
+    arguments and errors as there.
+    """
     enforce(rules_of(case), case.plan, case)
     offloaded = None
     if case.plan.offload is not None:
@@ -129,55 +169,112 @@ def _default(case: Case) -> Parameters:
 
 
 def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> MicroBatch:
-    """Blocks of a micro-batch of so many samples per device, their prices and the message between stages."""
+    """Blocks of a micro-batch of so many samples per device, their prices and the
+    message between stages.
+    """
     parameters = parameters or _default(case)
     case = replace(case, plan=replace(case.plan, micro_batch=samples))
     chunks = chunk_blocks(case)
     if isinstance(case.model, DLRM):
-        return MicroBatch(chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters), 0.0)
+        return MicroBatch(
+            chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters), 0.0
+        )
     steps = Steps.of(case)
-    sent_bytes = steps.work.moved_bytes / case.plan.tp  # each tp rank sends its part [arXiv 2104.04473]
+    sent_bytes = (
+        steps.work.moved_bytes / case.plan.tp
+    )  # each tp rank sends its part [arXiv 2104.04473]
     return MicroBatch(chunks, Prices(steps, parameters), float(sent_bytes))
 
 
 def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeline:
-    """Stage numbers become device ranks: the first of each stage, or every one in a small world."""
+    """Stage numbers become device ranks: the first of each stage, or every one in a
+    small world.
+    """
     of_stage = timeline.meta.represents
     every = timeline.meta.world_size <= _ALL_RANKS_UP_TO
-    spans, edges, stage_of = timeline.spans, timeline.edges, timeline.spans["rank"].to_numpy()
+    spans = timeline.spans
+    edges = timeline.edges
+    stage_of = timeline.spans["rank"].to_numpy()
     first = np.array([of_stage[stage][0] for stage in sorted(of_stage)], dtype=np.int32)
     copies = np.arange(len(of_stage[0]) if every else 1)
     rows = np.tile(np.arange(len(spans)), len(copies))
-    spans = spans.take(rows).assign(rank=first[stage_of][rows] + np.repeat(copies, len(stage_of)).astype(np.int32))
+    spans = spans.take(rows).assign(
+        rank=first[stage_of][rows] + np.repeat(copies, len(stage_of)).astype(np.int32)
+    )
     shift = np.repeat(copies * len(stage_of), len(edges))
     edges = edges.take(np.tile(np.arange(len(edges)), len(copies)))
-    edges = edges.assign(source=edges["source"].to_numpy() + shift, target=edges["target"].to_numpy() + shift)
-    represents = {rank: [rank] if every else ranks for ranks in of_stage.values() for rank in ranks[: len(copies)]}
-    spans = spans.reset_index(drop=True).assign(group=_with_members(spans["group"], spans["rank"], plan, groups))
-    return Timeline(spans, replace(timeline.meta, represents=represents), edges.reset_index(drop=True))
+    edges = edges.assign(
+        source=edges["source"].to_numpy() + shift,
+        target=edges["target"].to_numpy() + shift,
+    )
+    represents = {
+        rank: [rank] if every else ranks
+        for ranks in of_stage.values()
+        for rank in ranks[: len(copies)]
+    }
+    spans = spans.reset_index(drop=True).assign(
+        group=_with_members(spans["group"], spans["rank"], plan, groups)
+    )
+    return Timeline(
+        spans,
+        replace(timeline.meta, represents=represents),
+        edges.reset_index(drop=True),
+    )
 
 
-def _delayed(timeline: Timeline, program: Program, case: Case, groups: Groups, seed: int) -> Timeline:
-    """The same with ranks that compute behind the fastest one, each by a delay drawn for the step."""
-    delays = np.random.default_rng(seed).exponential(case.jitter, (case.plan.pp, case.plan.world_size // case.plan.pp))
-    members = {name: (int(groups[name].ranks), int(groups[name].stride)) for name in {*program.group} - {"", "pp"}}
-    times_s = run_apart(program, 1 + delays - delays.min(), members, len(timeline) // len(program))
-    start_ns, end_ns = (np.rint(seconds.T.reshape(-1) * NS_PER_S).astype(np.int64) for seconds in times_s)
-    return replace(timeline, spans=timeline.spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns))
+def _delayed(
+    timeline: Timeline, program: Program, case: Case, groups: Groups, seed: int
+) -> Timeline:
+    """The same with ranks that compute behind the fastest one, each by a delay drawn
+    for the step.
+    """
+    delays = np.random.default_rng(seed).exponential(
+        case.jitter, (case.plan.pp, case.plan.world_size // case.plan.pp)
+    )
+    members = {
+        name: (int(groups[name].ranks), int(groups[name].stride))
+        for name in {*program.group} - {"", "pp"}
+    }
+    times_s = run_apart(
+        program, 1 + delays - delays.min(), members, len(timeline) // len(program)
+    )
+    start_ns, end_ns = (
+        np.rint(seconds.T.reshape(-1) * NS_PER_S).astype(np.int64)
+        for seconds in times_s
+    )
+    return replace(
+        timeline,
+        spans=timeline.spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns),
+    )
 
 
-def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups) -> pd.Categorical:
-    """Names of groups with their ranks; tp, dp and pp alone need none, they follow from the plan."""
+def _with_members(
+    group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups
+) -> pd.Categorical:
+    """Names of groups with their ranks; tp, dp and pp alone need none, they follow from
+    the plan.
+    """
     plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
     if set(group.cat.categories) <= set(plain):
         return group.array
-    kinds, codes, ranks = group.cat.categories, group.cat.codes.to_numpy(), rank.to_numpy()
+    kinds = group.cat.categories
+    codes = group.cat.codes.to_numpy()
+    ranks = rank.to_numpy()
     unique_ranks, place = np.unique(ranks, return_inverse=True)
 
     def name(kind: str, member: int) -> str:
-        return kind if kind in plain else member_name(kind, member, groups[kind].ranks, groups[kind].stride)
+        return (
+            kind
+            if kind in plain
+            else member_name(kind, member, groups[kind].ranks, groups[kind].stride)
+        )
 
-    names = np.array([[name(kind, member) for member in unique_ranks.tolist()] for kind in kinds], dtype=object)
+    names = np.array(
+        [[name(kind, member) for member in unique_ranks.tolist()] for kind in kinds],
+        dtype=object,
+    )
     texts, code = np.unique(names, return_inverse=True)
     of_span = np.where(codes < 0, -1, code.reshape(names.shape)[codes, place])
-    return pd.Categorical.from_codes(of_span, pd.Index(texts, dtype=object)).remove_unused_categories()
+    return pd.Categorical.from_codes(
+        of_span, pd.Index(texts, dtype=object)
+    ).remove_unused_categories()

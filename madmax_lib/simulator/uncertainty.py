@@ -1,4 +1,5 @@
-"""How sure is a predicted step? The 90 % interval of log(measured / predicted), for known stacks and for strangers.
+"""How sure is a predicted step? The 90 % interval of log(measured / predicted), for
+known stacks and for strangers.
 
 Its variance is the sum of
 
@@ -7,9 +8,11 @@ Its variance is the sum of
     mixture^2, rare^2       more of it: mixtures of experts; LoRA, images, stacks of several kinds: few sources ran them
     _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the device's family
 
-and the half-width is `quantile` times its root. C holds the prior's width of what no row has fixed, such as the rate of
-a software or a device that nobody has measured, so strangers are wide where the step rests on what is strange about
-them. s follows from the shares of the step's parts. `calibration.intervals` finds the components in sources left out.
+and the half-width is `quantile` times its root. C holds the prior's width of what no
+row has fixed, such as the rate of a software or a device that nobody has measured, so
+strangers are wide where the step rests on what is strange about them. s follows from
+the shares of the step's parts. `calibration.intervals` finds the components in sources
+left out.
 """
 
 from collections.abc import Mapping
@@ -20,29 +23,57 @@ import numpy as np
 from madmax_lib.simulator.costs.inputs import Coded, Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
-__all__ = ["COMPONENTS", "components", "log_width", "places_of", "shared_errors", "width_of"]
+__all__ = [
+    "COMPONENTS",
+    "components",
+    "log_width",
+    "places_of",
+    "shared_errors",
+    "width_of",
+]
 
 COMPONENTS = ("constants", "stranger", "mixture", "rare")
-_SCALE = 0.04  # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2 per doubling
+# fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2
+# per doubling
+_SCALE = 0.04
 
 
-def log_width(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
-    """Half-width of the 90 % interval of each step with these `step_time`, as a logarithm; NaN without residuals."""
+def log_width(
+    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
+) -> np.ndarray:
+    """Half-width of the 90 % interval of each step with these `step_time`, as a
+    logarithm; NaN without residuals.
+    """
     if "quantile" not in parameters.residuals:
         return np.full(np.shape(times["step_s"]), np.nan)
     return width_of(components(steps, times, parameters), parameters.residuals)
 
 
-def width_of(parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]) -> np.ndarray:
+def width_of(
+    parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]
+) -> np.ndarray:
     """Half-widths from `components` and their sizes."""
-    variance = sum(residuals[name] ** 2 * np.asarray(parts[name]) for name in COMPONENTS)
-    return residuals["quantile"] * np.sqrt(variance + _SCALE**2 * np.asarray(parts["doublings"]))
+    variance = sum(
+        residuals[name] ** 2 * np.asarray(parts[name]) for name in COMPONENTS
+    )
+    return residuals["quantile"] * np.sqrt(
+        variance + _SCALE**2 * np.asarray(parts["doublings"])
+    )
 
 
-def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> dict[str, np.ndarray]:
-    """What the components of the variance are multiplied by: `COMPONENTS`, and doublings."""
-    shape, plan = steps.work.shape, steps.work.plan
-    rare = (np.asarray(shape.image) > 0) | (np.asarray(plan.lora_rank) > 0) | (shape.model is not None)
+def components(
+    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
+) -> dict[str, np.ndarray]:
+    """What the components of the variance are multiplied by: `COMPONENTS`, and
+    doublings.
+    """
+    shape = steps.work.shape
+    plan = steps.work.plan
+    rare = (
+        (np.asarray(shape.image) > 0)
+        | (np.asarray(plan.lora_rank) > 0)
+        | (shape.model is not None)
+    )
     mixture = (np.asarray(shape.experts) > 0) & ~rare
     return {
         "constants": _open_variance(steps, times, parameters),
@@ -53,23 +84,33 @@ def components(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parame
     }
 
 
-def places_of(steps: Steps, name: str, places: Mapping[str, int], field: str | None = None) -> int | np.ndarray:
-    """Of the constant of that name which each step has, by the field that says so. places: of each `name:group`."""
+def places_of(
+    steps: Steps, name: str, places: Mapping[str, int], field: str | None = None
+) -> int | np.ndarray:
+    """Of the constant of that name which each step has, by the field that says so.
+    places: of each `name:group`.
+    """
     field = _fields()[name] if field is None else field
     if not field:
         return places[name]
-    coded: Coded = getattr(steps.machine if hasattr(steps.machine, field) else steps.habits, field)
+    coded: Coded = getattr(
+        steps.machine if hasattr(steps.machine, field) else steps.habits, field
+    )
     known = [places[key] for key in coded.keys(name, places)]
     return known[0] if len(known) == 1 else np.array(known)[coded.code]
 
 
 @lru_cache(maxsize=1)
 def _fields() -> dict[str, str]:
-    """Field of `Hardware` or `Habits` that says which constant of a name a step has; empty where there is one alone."""
+    """Field of `Hardware` or `Habits` that says which constant of a name a step has;
+    empty where there is one alone.
+    """
     return dict(zip(bounds()["name"], bounds()["field"], strict=True))
 
 
-def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+def _open_variance(
+    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
+) -> np.ndarray:
     """Variance of log step_s that the constants leave open, s' C s."""
     parts, slopes = parameters.slopes
     if not parts:
@@ -77,34 +118,53 @@ def _open_variance(steps: Steps, times: Mapping[str, np.ndarray], parameters: Pa
     places, covariance = parameters.uncertainty
     shares = np.array([times[part] for part in parts]) / times["step_s"]
     which = [places_of(steps, name, places) for name in parameters.sensitivities]
-    result, kind = np.empty(shares.shape[1]), np.zeros(1, np.int64)
+    result = np.empty(shares.shape[1])
+    kind = np.zeros(1, np.int64)
     for place in which:
         if np.ndim(place):
             kind = np.unique(kind * len(covariance) + place, return_inverse=True)[1]
     for number in range(kind.max() + 1):
-        first, rows = np.argmax(kind == number), slice(None) if len(kind) == 1 else kind == number
+        first = np.argmax(kind == number)
+        rows = slice(None) if len(kind) == 1 else kind == number
         at = [place[first] if np.ndim(place) else place for place in which]
         of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
-        result[rows] = np.einsum("pn,pn->n", of_parts @ shares[:, rows], shares[:, rows])
+        result[rows] = np.einsum(
+            "pn,pn->n", of_parts @ shares[:, rows], shares[:, rows]
+        )
     return np.maximum(result, 0.0)
 
 
-def shared_errors(steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
-    """Covariance (n, n) of log(measured / predicted) that the constants leave open; `log_width` has its diagonal."""
+def shared_errors(
+    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
+) -> np.ndarray:
+    """Covariance (n, n) of log(measured / predicted) that the constants leave open;
+    `log_width` has its diagonal.
+    """
     parts, slopes = parameters.slopes
     places, covariance = parameters.uncertainty
     count = len(times["step_s"])
-    shares = np.array([times[part] for part in parts]).reshape(-1, count) / times["step_s"]
+    shares = (
+        np.array([times[part] for part in parts]).reshape(-1, count) / times["step_s"]
+    )
     pulls = np.zeros((count, len(covariance)))
     for name, of_parts in zip(parameters.sensitivities, slopes, strict=True):
-        np.add.at(pulls, (np.arange(count), places_of(steps, name, places)), of_parts @ shares)
+        np.add.at(
+            pulls, (np.arange(count), places_of(steps, name, places)), of_parts @ shares
+        )
     return parameters.residuals["constants"] ** 2 * (pulls @ covariance @ pulls.T)
 
 
 def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
-    """Of devices and of tokens per sample, from those of the rows of a device's family; unseen families have none."""
-    scale, plan, family = parameters.provenance.get("scale", {}), steps.work.plan, steps.machine.family
-    sizes = {"devices": plan.dp * plan.tp * plan.pp * plan.cp, "sequence": steps.work.sequence}
+    """Of devices and of tokens per sample, from those of the rows of a device's family;
+    unseen families have none.
+    """
+    scale = parameters.provenance.get("scale", {})
+    plan = steps.work.plan
+    family = steps.machine.family
+    sizes = {
+        "devices": plan.dp * plan.tp * plan.pp * plan.cp,
+        "sequence": steps.work.sequence,
+    }
     result = np.zeros(())
     for name, size in sizes.items():
         ends = [scale.get(known, {}).get(name, (1.0, np.inf)) for known in family.names]

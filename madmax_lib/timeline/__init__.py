@@ -1,4 +1,6 @@
-"""What happened when, and where did the time go? Spans of ranks and streams, and their accounting."""
+"""What happened when, and where did the time go? Spans of ranks and streams, and their
+accounting.
+"""
 
 from madmax_lib.base.doors import open_room
 

@@ -1,8 +1,10 @@
-"""What does a kernel's name say about its work? One table, `data/kernel_kinds.csv`, first matching row wins.
+"""What does a kernel's name say about its work? One table, `data/kernel_kinds.csv`,
+first matching row wins.
 
-`rules="exact"` patterns are searched anywhere in the name, ignoring case, and so are those of rules "device", which
-hold for what runs on a device and not for annotations; `rules="hta"` are HTA 0.5.0's own, matched with case from the
-start of the name. An empty pattern matches everything. A user's table is put in front of ours.
+`rules="exact"` patterns are searched anywhere in the name, ignoring case, and so are
+those of rules "device", which hold for what runs on a device and not for annotations;
+`rules="hta"` are HTA 0.5.0's own, matched with case from the start of the name. An
+empty pattern matches everything. A user's table is put in front of ours.
 """
 
 import re
@@ -17,24 +19,58 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 
-__all__ = ["COLLECTIVES", "POINT_TO_POINT", "collective_names", "collectives_of", "kernel_kinds", "load_kinds"]
+__all__ = [
+    "COLLECTIVES",
+    "POINT_TO_POINT",
+    "collective_names",
+    "collectives_of",
+    "kernel_kinds",
+    "load_kinds",
+]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
-_RULES = {"exact": ("exact", "device"), "annotation": ("exact",), "hta": ("hta",)}  # rules and their rows
+_RULES = {
+    "exact": ("exact", "device"),
+    "annotation": ("exact",),
+    "hta": ("hta",),
+}  # rules and their rows
 _LONGEST = 4096  # letters of a name that patterns see; theirs is not linear
-POINT_TO_POINT = ("send", "recv", "send_recv")  # what collectives of two ranks are called
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "reduce",
-               "gather", "scatter", "dispatch", "combine", "barrier", "generic")  # fmt: skip
+POINT_TO_POINT = (
+    "send",
+    "recv",
+    "send_recv",
+)  # what collectives of two ranks are called
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "send_recv",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "dispatch",
+    "combine",
+    "barrier",
+    "generic",
+)
 
 
 def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
-    """The table of kernel kinds; rows of `user_table` (CSV with columns kind and pattern, others optional) come first.
+    """The table of kernel kinds; rows of `user_table` (CSV with columns kind and
+    pattern, others optional) come first.
 
-    Switching peer copies to communication, for example, is a user table with the row `comm,^Memcpy PtoP`.
-    Raises ValueError for a missing column, an unknown kind or a pattern that is not a regular expression.
+    Switching peer copies to communication, for example, is a user table with the row
+    `comm,^Memcpy PtoP`. Raises ValueError for a missing column, an unknown kind or a
+    pattern that is not a regular expression.
     """
     own = _own_kinds()
-    return own if user_table is None else pd.concat([_read_csv(Path(user_table)), own], ignore_index=True)
+    return (
+        own
+        if user_table is None
+        else pd.concat([_read_csv(Path(user_table)), own], ignore_index=True)
+    )
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +78,9 @@ def _own_kinds() -> pd.DataFrame:
     return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
 
 
-def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None) -> np.ndarray:
+def kernel_kinds(
+    names: list[str], *, rules: str = "exact", table: pd.DataFrame | None = None
+) -> np.ndarray:
     """Kind of each name, (n,) of str: compute, comm, memcpy or other.
 
     >>> kernel_kinds(["ncclDevKernel_AllGather_RING_LL(...)", "Memset (Device)", "sgemm"]).tolist()
@@ -51,8 +89,11 @@ def kernel_kinds(names: list[str], *, rules: str = "exact", table: pd.DataFrame 
     return _first_match(names, rules, table)["kind"].to_numpy()
 
 
-def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> np.ndarray:
-    """Collective of each communication name, (n,) of str, empty where the name is not communication.
+def collective_names(
+    names: list[str], *, table: pd.DataFrame | None = None
+) -> np.ndarray:
+    """Collective of each communication name, (n,) of str, empty where the name is not
+    communication.
 
     >>> collective_names(["gloo:all_reduce", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)"]).tolist()
     ['all_reduce', 'send_recv']
@@ -61,13 +102,20 @@ def collective_names(names: list[str], *, table: pd.DataFrame | None = None) -> 
 
 
 def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
-    """Collective of each communication name, (n,) of str: by its timeline's own table of kinds, by ours, or generic."""
+    """Collective of each communication name, (n,) of str: by its timeline's own table
+    of kinds, by ours, or generic.
+    """
     own = timeline.meta.provenance.get("collectives", {})
     pairs = zip(names, collective_names(names), strict=True)
-    return np.array([own.get(name) or collective or "generic" for name, collective in pairs], dtype=object)
+    return np.array(
+        [own.get(name) or collective or "generic" for name, collective in pairs],
+        dtype=object,
+    )
 
 
-def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd.DataFrame:
+def _first_match(
+    names: list[str], rules: str, table: pd.DataFrame | None
+) -> pd.DataFrame:
     table = load_kinds() if table is None else table
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
@@ -78,9 +126,18 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None) -> pd
 
 @lru_cache(maxsize=8)
 def _matcher(patterns: tuple[str, ...], hta: bool) -> Callable[[str], int]:
-    """The place of the first pattern that matches a name; kept, as all ranks run the same kernels."""
-    compiled = [re.compile(p).match if hta else re.compile(p, re.IGNORECASE).search for p in patterns]
-    return lru_cache(1 << 15)(lambda name: next(i for i, match in enumerate(compiled) if match(name[:_LONGEST])))
+    """The place of the first pattern that matches a name; kept, as all ranks run the
+    same kernels.
+    """
+    compiled = [
+        re.compile(p).match if hta else re.compile(p, re.IGNORECASE).search
+        for p in patterns
+    ]
+    return lru_cache(1 << 15)(
+        lambda name: next(
+            i for i, match in enumerate(compiled) if match(name[:_LONGEST])
+        )
+    )
 
 
 def _read_csv(path: Path | Traversable) -> pd.DataFrame:
@@ -90,15 +147,26 @@ def _read_csv(path: Path | Traversable) -> pd.DataFrame:
         except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
             raise ValueError(f"{path}: not a table of kernel kinds ({error})") from None
     if not {"kind", "pattern"} <= set(table.columns):
-        raise ValueError(f"{path}: a table of kernel kinds needs the columns kind and pattern, got {list(table)}")
+        raise ValueError(
+            f"{path}: a table of kernel kinds needs the columns kind and pattern, "
+            f"got {list(table)}"
+        )
     table = table.reindex(columns=_COLUMNS, fill_value="")
     table["rules"] = table["rules"].replace("", "exact")
     for row in table.itertuples():
-        for name, known in (("kind", BUSY_KINDS), ("rules", ("exact", "device", "hta"))):
+        for name, known in (
+            ("kind", BUSY_KINDS),
+            ("rules", ("exact", "device", "hta")),
+        ):
             if getattr(row, name) not in known:
-                raise ValueError(f"{path}: {name} {getattr(row, name)!r} is not one of {', '.join(known)}")
+                raise ValueError(
+                    f"{path}: {name} {getattr(row, name)!r} is not one of "
+                    f"{', '.join(known)}"
+                )
         try:
             re.compile(row.pattern)
         except re.error as error:
-            raise ValueError(f"{path}: pattern {row.pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"{path}: pattern {row.pattern!r} is not a regular expression: {error}"
+            ) from None
     return table

@@ -1,6 +1,8 @@
-"""Which tables stand beside the spans of a timeline? Those that only some analyses need, read when one first asks.
+"""Which tables stand beside the spans of a timeline? Those that only some analyses
+need, read when one first asks.
 
-Measured timelines read them from their files on first use, so that a breakdown does not pay for them.
+Measured timelines read them from their files on first use, so that a breakdown does not
+pay for them.
 """
 
 from __future__ import annotations
@@ -14,25 +16,31 @@ import pandas as pd
 __all__ = ["SIDE_TABLES", "SideTables", "conform", "joined"]
 
 SIDE_TABLES = {
-    # collectives and point-to-point transfers whose row carries metadata, on the host or on the device
+    # collectives and point-to-point transfers whose row carries metadata, on the host
+    # or on the device
     "calls": {
         "row": "int64",  # row number of the span
-        "collective": "category",  # canonical name, as in kinds.COLLECTIVES; send, recv and wait as they are
+        # canonical name, as in kinds.COLLECTIVES; send, recv and wait as they are
+        "collective": "category",
         "dtype": "category",  # lower case, as recorded: float, bfloat16, ...
         "in_elements": "int64",  # -1 where unknown, as for all numbers below
         "out_elements": "int64",
         "group_size": "int64",
-        "ranks": "category",  # members of the group as text, "0,1,2", as far as the file lists them
+        # members of the group as text, "0,1,2", as far as the file lists them
+        "ranks": "category",
         "sequence": "int64",  # number of the call in its group
         "source_rank": "int64",  # point-to-point: global ranks
         "target_rank": "int64",
-        "in_splits": "category",  # of an uneven all-to-all: rows to each member as text, "4,12"; "" where they are even
+        # of an uneven all-to-all: rows to each member as text, "4,12"; "" where they
+        # are even
+        "in_splits": "category",
         "out_splits": "category",  # rows from each member
     },
     # allocator events
     "memory": {
         "rank": "int32",
-        "stream": "int32",  # host thread that asked, as in the spans; 0 if it has no span
+        # host thread that asked, as in the spans; 0 if it has no span
+        "stream": "int32",
         "time_ns": "int64",
         "size_bytes": "int64",  # > 0 allocated, < 0 freed
         "address": "int64",
@@ -43,9 +51,11 @@ SIDE_TABLES = {
     # operators (cpu_op), all of them, and annotations that tell shapes (gloo's)
     "operators": {
         "row": "int64",
-        "shapes": "category",  # JSON text of the inputs' dimensions, "" where not recorded
+        # JSON text of the inputs' dimensions, "" where not recorded
+        "shapes": "category",
         "types": "category",  # JSON text of the inputs' types
-        "inputs": "category",  # JSON text of the inputs that are numbers or lists of numbers, as text
+        # JSON text of the inputs that are numbers or lists of numbers, as text
+        "inputs": "category",
         "sequence": "int64",  # autograd sequence number, joins forward and backward
         "forward_thread": "int64",  # of a backward operator
         "strides": "category",  # JSON text of the inputs' strides
@@ -53,14 +63,21 @@ SIDE_TABLES = {
     # kernels and copies inside of a CUDA or HIP graph
     "graphs": {"row": "int64", "graph": "int64"},
     # what a stream or a host thread waited for
-    "syncs": {"row": "int64", "name": "category", "stream": "int64", "correlation": "int64"},
+    "syncs": {
+        "row": "int64",
+        "name": "category",
+        "stream": "int64",
+        "correlation": "int64",
+    },
 }
 
 
 class SideTables(Mapping):
-    """Tables by name, with the columns of SIDE_TABLES; empty where a timeline has none. `row` is a row of the spans.
+    """Tables by name, with the columns of SIDE_TABLES; empty where a timeline has none.
+    `row` is a row of the spans.
 
-    make: returns the tables by name; called once, when the first of them is asked for. Default: no tables.
+    make: returns the tables by name; called once, when the first of them is asked for.
+    Default: no tables.
     """
 
     def __init__(self, make: Callable[[], dict[str, pd.DataFrame]] = dict):
@@ -71,7 +88,11 @@ class SideTables(Mapping):
         if name not in SIDE_TABLES:
             raise KeyError(f"{name!r} is not one of {', '.join(SIDE_TABLES)}")
         table = self.present().get(name)
-        return conform(name, {column: [] for column in SIDE_TABLES[name]}) if table is None else table
+        return (
+            conform(name, {column: [] for column in SIDE_TABLES[name]})
+            if table is None
+            else table
+        )
 
     def present(self) -> dict[str, pd.DataFrame]:
         """The tables that the timeline has."""
@@ -85,33 +106,55 @@ class SideTables(Mapping):
     def __len__(self) -> int:
         return len(SIDE_TABLES)
 
-    def select(self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> SideTables:
-        """Side tables of a part of the timeline: new_row (n,) is the new number of each span, -1 where it is left out.
+    def select(
+        self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]
+    ) -> SideTables:
+        """Side tables of a part of the timeline: new_row (n,) is the new number of each
+        span, -1 where it is left out.
 
-        windows_ns: of each rank that stays, first and last time whose allocator events belong to the part.
+        windows_ns: of each rank that stays, first and last time whose allocator events
+        belong to the part.
         """
         return SideTables(partial(_select, self, new_row, windows_ns))
 
     @staticmethod
     def join(parts: list[tuple[SideTables, int]]) -> SideTables:
-        """Side tables of timelines put together; each comes with the number of spans before it."""
+        """Side tables of timelines put together; each comes with the number of spans
+        before it.
+        """
         return SideTables(partial(_join, parts))
 
 
 def conform(name: str, columns: dict) -> pd.DataFrame:
     """A side table with the columns and types of its schema."""
-    return pd.DataFrame({column: pd.Series(columns[column]).astype(d) for column, d in SIDE_TABLES[name].items()})
+    return pd.DataFrame(
+        {
+            column: pd.Series(columns[column]).astype(d)
+            for column, d in SIDE_TABLES[name].items()
+        }
+    )
 
 
-def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]) -> dict:
+def _select(
+    side_tables: SideTables,
+    new_row: np.ndarray,
+    windows_ns: dict[int, tuple[float, float]],
+) -> dict:
     tables = {}
     for name, table in side_tables.present().items():
         if "row" in table:
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
         else:
-            ends_ns = ({rank: window[end] for rank, window in windows_ns.items()} for end in (0, 1))
-            table = table[table["time_ns"].between(*(table["rank"].map(end_ns) for end_ns in ends_ns))]
+            ends_ns = (
+                {rank: window[end] for rank, window in windows_ns.items()}
+                for end in (0, 1)
+            )
+            table = table[
+                table["time_ns"].between(
+                    *(table["rank"].map(end_ns) for end_ns in ends_ns)
+                )
+            ]
         tables[name] = table.reset_index(drop=True)
     return tables
 
@@ -119,11 +162,20 @@ def _select(side_tables: SideTables, new_row: np.ndarray, windows_ns: dict[int, 
 def _join(parts: list[tuple[SideTables, int]]) -> dict[str, pd.DataFrame]:
     tables = {}
     for name, schema in SIDE_TABLES.items():
-        own = [(tables_of.present()[name], before) for tables_of, before in parts if name in tables_of.present()]
+        own = [
+            (tables_of.present()[name], before)
+            for tables_of, before in parts
+            if name in tables_of.present()
+        ]
         if not own:
             continue
-        own = [table.assign(row=table["row"] + before) if "row" in schema else table for table, before in own]
-        tables[name] = pd.DataFrame({column: joined([table[column] for table in own]) for column in schema})
+        own = [
+            table.assign(row=table["row"] + before) if "row" in schema else table
+            for table, before in own
+        ]
+        tables[name] = pd.DataFrame(
+            {column: joined([table[column] for table in own]) for column in schema}
+        )
     return tables
 
 

@@ -1,4 +1,6 @@
-"""What did the ranks do, where did the time go, what would help? Traces read, analysed, compared and written."""
+"""What did the ranks do, where did the time go, what would help? Traces read, analysed,
+compared and written.
+"""
 
 from madmax_lib.base.doors import open_room
 
@@ -11,7 +13,10 @@ if TYPE_CHECKING:
     )
     from madmax_lib.traces import hta as hta
     from madmax_lib.traces.advise import advise as advise
-    from madmax_lib.traces.comm.alignment import align as align, clock_offsets as clock_offsets
+    from madmax_lib.traces.comm.alignment import (
+        align as align,
+        clock_offsets as clock_offsets,
+    )
     from madmax_lib.traces.comm.collectives import (
         by_group as by_group,
         calls as calls,
@@ -39,7 +44,9 @@ if TYPE_CHECKING:
         flight_findings as flight_findings,
         lateness as lateness,
     )
-    from madmax_lib.traces.forensics.read_snapshots import read_snapshot as read_snapshot
+    from madmax_lib.traces.forensics.read_snapshots import (
+        read_snapshot as read_snapshot,
+    )
     from madmax_lib.traces.forensics.snapshots import (
         fragmentation as fragmentation,
         out_of_memory as out_of_memory,
@@ -80,6 +87,8 @@ if TYPE_CHECKING:
         step_summary as step_summary,
         steps as steps,
     )
-    from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers as what_if_no_stragglers
+    from madmax_lib.traces.waits.without_stragglers import (
+        what_if_no_stragglers as what_if_no_stragglers,
+    )
 
 __all__ = open_room(__name__)

@@ -1,7 +1,9 @@
-"""What differs between two timelines, and by how many seconds? Measured against measured, or against simulated.
+"""What differs between two timelines, and by how many seconds? Measured against
+measured, or against simulated.
 
-Steps and ranks are paired first; then both sides are means over what is paired, so that two ranks and a hundred
-steps compare with a simulated rank and its one step. Differences are always b - a.
+Steps and ranks are paired first; then both sides are means over what is paired, so that
+two ranks and a hundred steps compare with a simulated rank and its one step.
+Differences are always b - a.
 """
 
 import re
@@ -19,29 +21,71 @@ from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 
-__all__ = ["align_ranks", "align_steps", "compare", "compare_ops", "op_classes", "op_names"]
+__all__ = [
+    "align_ranks",
+    "align_steps",
+    "compare",
+    "compare_ops",
+    "op_classes",
+    "op_names",
+]
 
 _LEVELS = ("name", "op", "class")
-_CARRIED_AS = {"all_to_all": "send_recv"}  # NCCL runs an all-to-all as SendRecv kernels; their name says no more
-_OPS = ["name", "class", "kind", "matched", "count_a", "count_b", "total_a_s", "total_b_s", "difference_s", "status"]
+_CARRIED_AS = {
+    "all_to_all": "send_recv"
+}  # NCCL runs an all-to-all as SendRecv kernels; their name says no more
+_OPS = [
+    "name",
+    "class",
+    "kind",
+    "matched",
+    "count_a",
+    "count_b",
+    "total_a_s",
+    "total_b_s",
+    "difference_s",
+    "status",
+]
 
 
-def compare(a: Timeline, b: Timeline, *, labels: tuple[str, str] | None = None) -> pd.DataFrame:
-    """Where the time of a step goes in `a` and in `b`, one row per quantity of `breakdown`.
+def compare(
+    a: Timeline, b: Timeline, *, labels: tuple[str, str] | None = None
+) -> pd.DataFrame:
+    """Where the time of a step goes in `a` and in `b`, one row per quantity of
+    `breakdown`.
 
-    quantity, a, b, difference (b - a), ratio (b / a), a_min, a_max, b_min, b_max. a and b: mean over paired ranks and
-    steps in seconds, overlap in 0..1 of the mean communication; min and max over the single ranks and steps. NaN for a
-    timeline without device work. labels: what to call the two, in `.attrs`, with their sources and provenance.
-    See also: mm.breakdown, mm.traces.compare_ops, mm.traces.gate.
+    quantity, a, b, difference (b - a), ratio (b / a), a_min, a_max, b_min, b_max. a and
+    b: mean over paired ranks and steps in seconds, overlap in 0..1 of the mean
+    communication; min and max over the single ranks and steps. NaN for a timeline
+    without device work. labels: what to call the two, in `.attrs`, with their sources
+    and provenance. See also: mm.breakdown, mm.traces.compare_ops, mm.traces.gate.
     """
-    a, b = argument("a", a, Timeline), argument("b", b, Timeline)
-    sides = [_means(timeline, *weights) for timeline, weights in zip((a, b), _weights(a, b), strict=True)]
+    a = argument("a", a, Timeline)
+    b = argument("b", b, Timeline)
+    sides = [
+        _means(timeline, *weights)
+        for timeline, weights in zip((a, b), _weights(a, b), strict=True)
+    ]
     table = pd.concat(sides, axis=1, keys=["a", "b"])
-    table.columns = [side if value == "mean" else f"{side}_{value}" for side, value in table.columns]
+    table.columns = [
+        side if value == "mean" else f"{side}_{value}" for side, value in table.columns
+    ]
     table = table.rename_axis("quantity").reset_index()
     ratio = table["b"] / table["a"].where(table["a"] != 0)
     table = table.assign(difference=table["b"] - table["a"], ratio=ratio)
-    table = table[["quantity", "a", "b", "difference", "ratio", "a_min", "a_max", "b_min", "b_max"]]
+    table = table[
+        [
+            "quantity",
+            "a",
+            "b",
+            "difference",
+            "ratio",
+            "a_min",
+            "a_max",
+            "b_min",
+            "b_max",
+        ]
+    ]
     return _with_origin(table, a, b, labels)
 
 
@@ -53,18 +97,21 @@ def compare_ops(
     kinds: Sequence[str] = BUSY_KINDS,
     labels: tuple[str, str] | None = None,
 ) -> pd.DataFrame:
-    """Operations of both timelines, largest difference first; nothing is counted twice, so differences add up by kind.
+    """Operations of both timelines, largest difference first; nothing is counted twice,
+    so differences add up by kind.
 
-    by: "name" as recorded, "op" (see `op_names`), "class" (see `op_classes`). None: by name; names without a partner
-    by op; what is left of a measured against a simulated timeline by class. What has no partner at all keeps its name,
-    or, measured against simulated, its op. kinds: of the spans to compare, for
-    example ("cpu",) for operators and launches on the host.
+    by: "name" as recorded, "op" (see `op_names`), "class" (see `op_classes`). None: by
+    name; names without a partner by op; what is left of a measured against a simulated
+    timeline by class. What has no partner at all keeps its name, or, measured against
+    simulated, its op. kinds: of the spans to compare, for example ("cpu",) for
+    operators and launches on the host.
 
-    Columns: name (op or class where matched by it), class, kind, matched (name, op, class, or empty), count_a, count_b,
-    total_a_s, total_b_s (mean per paired rank and step), difference_s (b - a), status: missing (from b), extra (in b),
-    more, fewer, both (as often). A simulated block stands for many kernels, so measured and simulated computation that
-    is matched by class is "both" whatever the counts.
-    Raises ValueError for a `by` or a kind that does not exist.
+    Columns: name (op or class where matched by it), class, kind, matched (name, op,
+    class, or empty), count_a, count_b, total_a_s, total_b_s (mean per paired rank and
+    step), difference_s (b - a), status: missing (from b), extra (in b), more, fewer,
+    both (as often). A simulated block stands for many kernels, so measured and
+    simulated computation that is matched by class is "both" whatever the counts. Raises
+    ValueError for a `by` or a kind that does not exist.
     """
     if by not in (None, *_LEVELS):
         raise ValueError(f"by={by!r} is not one of {', '.join(_LEVELS)}")
@@ -73,31 +120,46 @@ def compare_ops(
     mixed = a.meta.source != b.meta.source
     levels = (by,) if by else _LEVELS[: 3 if mixed else 2]
     left, right = (
-        _ops(timeline, *weights, kinds, mixed) for timeline, weights in zip((a, b), _weights(a, b), strict=True)
+        _ops(timeline, *weights, kinds, mixed)
+        for timeline, weights in zip((a, b), _weights(a, b), strict=True)
     )
     parts = []
     for level in levels:
-        keys = [pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)]
+        keys = [
+            pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)
+        ]
         shared = keys[0].isin(keys[1]), keys[1].isin(keys[0])
         parts.append(_joined(left[shared[0]], right[shared[1]], level, level))
-        left, right = left[~shared[0]], right[~shared[1]]
-    parts.append(_joined(left, right, levels[min(1, len(levels) - 1)] if mixed else levels[0], ""))
-    table = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
+        left = left[~shared[0]]
+        right = right[~shared[1]]
+    parts.append(
+        _joined(
+            left, right, levels[min(1, len(levels) - 1)] if mixed else levels[0], ""
+        )
+    )
+    table = pd.concat(
+        [part for part in parts if len(part)] or parts[:1], ignore_index=True
+    )
     table["difference_s"] = table["total_b_s"] - table["total_a_s"]
     table["status"] = _status(table, mixed)
     by_size = table["difference_s"].abs().to_numpy()
-    table = table.iloc[np.lexsort((table["name"], -by_size))].reset_index(drop=True)[_OPS]
+    table = table.iloc[np.lexsort((table["name"], -by_size))].reset_index(drop=True)[
+        _OPS
+    ]
     return _with_origin(table, a, b, labels)
 
 
 def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
-    """Pairs of steps to compare: step_a, step_b; only steps with device work, or -1 where no step has any.
+    """Pairs of steps to compare: step_a, step_b; only steps with device work, or -1
+    where no step has any.
 
-    A single step, simulated or of another number, stands for every step of the other timeline. Else equal numbers pair;
-    without any, steps pair in order. Of three or more pairs the first is dropped as warm-up, unless both timelines are
-    simulated. Empty when a timeline has no device work.
+    A single step, simulated or of another number, stands for every step of the other
+    timeline. Else equal numbers pair; without any, steps pair in order. Of three or
+    more pairs the first is dropped as warm-up, unless both timelines are simulated.
+    Empty when a timeline has no device work.
     """
-    steps_a, steps_b = _busy_steps(a), _busy_steps(b)
+    steps_a = _busy_steps(a)
+    steps_b = _busy_steps(b)
     common = [(step, step) for step in steps_a if step in set(steps_b)]
     if len(steps_b) == 1 and (b.meta.source == "simulated" or not common):
         pairs = [(step, steps_b[0]) for step in steps_a]
@@ -106,23 +168,33 @@ def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
     else:
         pairs = common or list(zip(steps_a, steps_b, strict=False))
     warm_up = len(pairs) > 2 and "measured" in (a.meta.source, b.meta.source)
-    return pd.DataFrame(pairs[1 if warm_up else 0 :], columns=["step_a", "step_b"], dtype="int64")
+    return pd.DataFrame(
+        pairs[1 if warm_up else 0 :], columns=["step_a", "step_b"], dtype="int64"
+    )
 
 
 def align_ranks(a: Timeline, b: Timeline) -> pd.DataFrame:
-    """Pairs of ranks to compare: device, rank_a, rank_b, one row per device that both timelines have.
+    """Pairs of ranks to compare: device, rank_a, rank_b, one row per device that both
+    timelines have.
 
-    A measured rank is its own device; a simulated one stands for those in meta.represents. Empty when the timelines
-    share no device: then each side is a mean over its own.
+    A measured rank is its own device; a simulated one stands for those in
+    meta.represents. Empty when the timelines share no device: then each side is a mean
+    over its own.
     """
-    of_a, of_b = _devices(a), _devices(b)
+    of_a = _devices(a)
+    of_b = _devices(b)
     both = sorted(set(of_a) & set(of_b))
-    columns = {"device": both, "rank_a": [of_a[d] for d in both], "rank_b": [of_b[d] for d in both]}
+    columns = {
+        "device": both,
+        "rank_a": [of_a[d] for d in both],
+        "rank_b": [of_b[d] for d in both],
+    }
     return pd.DataFrame(columns, dtype="int64")
 
 
 def op_names(names: Sequence[str]) -> np.ndarray:
-    """Names less what changes with version, shape and layer: template and call arguments, tile sizes, architecture.
+    """Names less what changes with version, shape and layer: template and call
+    arguments, tile sizes, architecture.
 
     Of an elementwise kernel the function stays; a collective is called by its name.
 
@@ -130,108 +202,191 @@ def op_names(names: Sequence[str]) -> np.ndarray:
     ['sgemm_tn', 'attention forward', 'all_reduce']
     """
     collectives = collective_names(list(names))
-    return np.array([c or _op_name(n) for n, c in zip(names, collectives, strict=True)], dtype=object)
+    return np.array(
+        [c or _op_name(n) for n, c in zip(names, collectives, strict=True)],
+        dtype=object,
+    )
 
 
 def op_classes(names: Sequence[str]) -> np.ndarray:
-    """Class of work of each name, (n,) of str: the first matching row of `data/op_classes.csv`.
+    """Class of work of each name, (n,) of str: the first matching row of
+    `data/op_classes.csv`.
 
     >>> op_classes(["aten::addmm", "ampere_sgemm_64x64_nn", "head backward", "ncclDevKernel_AllGather"]).tolist()
     ['gemm', 'gemm', 'layer', 'all_gather']
     """
-    collectives, rows = collective_names(list(names)), _class_table()
+    collectives = collective_names(list(names))
+    rows = _class_table()
     classes = [next(c for c, _, search in rows if search(name)) for name in names]
-    return np.array([c or f for c, f in zip(collectives, classes, strict=True)], dtype=object)
+    return np.array(
+        [c or f for c, f in zip(collectives, classes, strict=True)], dtype=object
+    )
 
 
-def _weights(a: Timeline, b: Timeline) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
-    """How often each rank and each step counts in a mean, of a and of b: once per pair, else as if it stood alone."""
-    ranks, steps = align_ranks(a, b), align_steps(a, b)
+def _weights(
+    a: Timeline, b: Timeline
+) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """How often each rank and each step counts in a mean, of a and of b: once per pair,
+    else as if it stood alone.
+    """
+    ranks = align_ranks(a, b)
+    steps = align_steps(a, b)
     for side, timeline in (("a", a), ("b", b)):
-        devices = {rank: max(len(stands_for), 1) for rank, stands_for in timeline.meta.represents.items()}
-        of_rank, of_step = (pairs.value_counts().to_dict() for pairs in (ranks[f"rank_{side}"], steps[f"step_{side}"]))
+        devices = {
+            rank: max(len(stands_for), 1)
+            for rank, stands_for in timeline.meta.represents.items()
+        }
+        of_rank, of_step = (
+            pairs.value_counts().to_dict()
+            for pairs in (ranks[f"rank_{side}"], steps[f"step_{side}"])
+        )
         yield of_rank or devices, of_step or dict.fromkeys(_busy_steps(timeline), 1)
 
 
 def _devices(timeline: Timeline) -> dict[int, int]:
     """Rank that stands for each device."""
-    return {device: rank for rank, devices in timeline.meta.represents.items() for device in devices or [rank]}
+    return {
+        device: rank
+        for rank, devices in timeline.meta.represents.items()
+        for device in devices or [rank]
+    }
 
 
 def _busy_steps(timeline: Timeline) -> list[int]:
     steps = timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "step"].unique()
-    return sorted(int(step) for step in steps if step >= 0) or sorted(int(step) for step in steps)
+    return sorted(int(step) for step in steps if step >= 0) or sorted(
+        int(step) for step in steps
+    )
 
 
-def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]) -> pd.DataFrame:
-    """mean, min and max of each quantity over ranks and steps; the pairs of them become the ranks of one breakdown."""
+def _means(
+    timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]
+) -> pd.DataFrame:
+    """mean, min and max of each quantity over ranks and steps; the pairs of them become
+    the ranks of one breakdown.
+    """
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
     place = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
     every = {cell: [cell] for cell in range(len(cells))}
     meta = replace(timeline.meta, represents=every)
-    table = rank_breakdown(Timeline(spans.assign(rank=place.astype(np.int32)), meta)).drop(columns="rank").astype(float)
+    table = (
+        rank_breakdown(Timeline(spans.assign(rank=place.astype(np.int32)), meta))
+        .drop(columns="rank")
+        .astype(float)
+    )
     if not len(table):
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
-    weight = cells.map(lambda cell: ranks[cell[0]] * steps[cell[1]]).to_numpy(dtype=float)
+    weight = cells.map(lambda cell: ranks[cell[0]] * steps[cell[1]]).to_numpy(
+        dtype=float
+    )
     mean = pd.Series(np.average(table, axis=0, weights=weight), index=table.columns)
-    mean["overlap"] = 1 - mean["exposed_comm_s"] / mean["comm_s"] if mean["comm_s"] else np.nan
+    mean["overlap"] = (
+        1 - mean["exposed_comm_s"] / mean["comm_s"] if mean["comm_s"] else np.nan
+    )
     return pd.DataFrame({"mean": mean, "min": table.min(), "max": table.max()})
 
 
-def _ops(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds, mixed: bool) -> pd.DataFrame:
+def _ops(
+    timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds, mixed: bool
+) -> pd.DataFrame:
     """name, kind, op, class, count, total_s of each operation, per rank and step."""
     spans = timeline.spans[timeline.spans["kind"].isin(kinds)]
     spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
-    weight = spans["rank"].map(ranks).to_numpy(float) * spans["step"].map(steps).to_numpy(float)
+    weight = spans["rank"].map(ranks).to_numpy(float) * spans["step"].map(
+        steps
+    ).to_numpy(float)
     per_cell = weight / max(sum(ranks.values()) * sum(steps.values()), 1)
-    spans = spans[["name", "kind"]].assign(count=per_cell, total_s=per_cell * spans["dur_ns"] / NS_PER_S)
-    table = spans.groupby(["name", "kind"], observed=True)[["count", "total_s"]].sum().reset_index()
+    spans = spans[["name", "kind"]].assign(
+        count=per_cell, total_s=per_cell * spans["dur_ns"] / NS_PER_S
+    )
+    table = (
+        spans.groupby(["name", "kind"], observed=True)[["count", "total_s"]]
+        .sum()
+        .reset_index()
+    )
     table = table.astype({"name": object, "kind": object})
-    collective = np.where(table["kind"] == "comm", collectives_of(timeline, list(table["name"])), "")
+    collective = np.where(
+        table["kind"] == "comm", collectives_of(timeline, list(table["name"])), ""
+    )
     table["op"] = np.where(collective != "", collective, op_names(list(table["name"])))
-    table["class"] = np.where(collective != "", collective, op_classes(list(table["name"])))
+    table["class"] = np.where(
+        collective != "", collective, op_classes(list(table["name"]))
+    )
     if mixed:
         simulated = {c: s or c for c, s, _ in _class_table()} | _CARRIED_AS
         table["class"] = [simulated.get(c, c) for c in table["class"]]
     return table
 
 
-def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str) -> pd.DataFrame:
+def _joined(
+    left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str
+) -> pd.DataFrame:
     """Rows of both sides with the same kind and name, op or class."""
-    how = {"class_": ("class", "first"), "count": ("count", "sum"), "total": ("total_s", "sum")}
+    how = {
+        "class_": ("class", "first"),
+        "count": ("count", "sum"),
+        "total": ("total_s", "sum"),
+    }
     sides = [
         side.groupby(["kind", level]).agg(**how).reset_index(names=["kind", "name"])
         if len(side)
         else pd.DataFrame(columns=["kind", "name", *how])
         for side in (left, right)
     ]
-    table = sides[0].merge(sides[1], on=["kind", "name"], how="outer", suffixes=("_a", "_b"))
-    numbers = {f"{n}_{s}": table[f"{n}_{s}"].astype(float).fillna(0.0) for n in ("count", "total") for s in "ab"}
+    table = sides[0].merge(
+        sides[1], on=["kind", "name"], how="outer", suffixes=("_a", "_b")
+    )
+    numbers = {
+        f"{n}_{s}": table[f"{n}_{s}"].astype(float).fillna(0.0)
+        for n in ("count", "total")
+        for s in "ab"
+    }
     table = table.assign(**numbers, matched=matched)
-    table["class"] = table["class__a"].where(table["class__a"].notna(), table["class__b"])
-    return table.rename(columns={"total_a": "total_a_s", "total_b": "total_b_s"}).drop(columns=["class__a", "class__b"])
+    table["class"] = table["class__a"].where(
+        table["class__a"].notna(), table["class__b"]
+    )
+    return table.rename(columns={"total_a": "total_a_s", "total_b": "total_b_s"}).drop(
+        columns=["class__a", "class__b"]
+    )
 
 
 def _status(table: pd.DataFrame, mixed: bool) -> np.ndarray:
-    a, b = table["count_a"].to_numpy(), table["count_b"].to_numpy()
-    block = mixed & (table["matched"] == "class").to_numpy() & (table["kind"] != "comm").to_numpy()
+    a = table["count_a"].to_numpy()
+    b = table["count_b"].to_numpy()
+    block = (
+        mixed
+        & (table["matched"] == "class").to_numpy()
+        & (table["kind"] != "comm").to_numpy()
+    )
     cases = [b == 0, a == 0, np.isclose(a, b, rtol=1e-9) | block, b > a]
     return np.select(cases, ["missing", "extra", "both", "more"], "fewer")
 
 
-def _with_origin(table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[str, str] | None) -> pd.DataFrame:
-    """Attributes for plots and figures. provenance["files"] lists the inputs of both sides, simulations too."""
+def _with_origin(
+    table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[str, str] | None
+) -> pd.DataFrame:
+    """Attributes for plots and figures. provenance["files"] lists the inputs of both
+    sides, simulations too.
+    """
     sources = (a.meta.source, b.meta.source)
-    labels = tuple(labels or (f"{side} ({source})" for side, source in zip("ab", sources, strict=True)))
+    labels = tuple(
+        labels
+        or (f"{side} ({source})" for side, source in zip("ab", sources, strict=True))
+    )
     inputs = {}
     for label, timeline in zip(labels, (a, b), strict=True):
         provenance = timeline.meta.provenance
         inputs[label] = provenance.get("files") or {timeline.meta.source: provenance}
     rules = a.meta.provenance.get("rules", "") or b.meta.provenance.get("rules", "")
     table.attrs.update(
-        provenance={"files": inputs, "rules": rules, "a": a.meta.provenance, "b": b.meta.provenance},
+        provenance={
+            "files": inputs,
+            "rules": rules,
+            "a": a.meta.provenance,
+            "b": b.meta.provenance,
+        },
         source="simulated" if "simulated" in sources else "measured",
         sources=sources,
         labels=labels,
@@ -243,28 +398,53 @@ def _with_origin(table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[st
 def _class_table() -> list[tuple]:
     """(class, class that a simulation has for it, search) by row of op_classes.csv."""
     table = catalog.table("op_classes")
-    searches = [re.compile(pattern, re.IGNORECASE).search for pattern in table["pattern"]]
+    searches = [
+        re.compile(pattern, re.IGNORECASE).search for pattern in table["pattern"]
+    ]
     return list(zip(table["class"], table["simulated"], searches, strict=True))
 
 
 _FUNCTION = re.compile(
-    r"\w*(?:functor\w*|_kernel_cuda|_cuda_kernel|_kernel_impl|_kernel|Ops|launch_\w+)\b", re.IGNORECASE
+    r"\w*(?:functor\w*|_kernel_cuda|_cuda_kernel|_kernel_impl|_kernel|Ops|launch_\w+)\b",
+    re.IGNORECASE,
 )
 _FRAME = re.compile(
     r"(?:[AB]?Unary|Binary)Functor|gpu_kernel_impl\w*|ReduceOps?|\w*elementwise_kernel\w*|multi_tensor_apply_kernel",
     re.IGNORECASE,
 )
-_ARCHITECTURE = re.compile(r"(?:volta|turing|ampere|hopper|blackwell|maxwell|sm\d+|gfx\w+|gtcx?\d+)_", re.IGNORECASE)
+_ARCHITECTURE = re.compile(
+    r"(?:volta|turing|ampere|hopper|blackwell|maxwell|sm\d+|gfx\w+|gtcx?\d+)_",
+    re.IGNORECASE,
+)
 
 
 def _op_name(name: str) -> str:
-    """See op_names; no regular expression here goes back over a name, some have thousands of characters."""
-    head = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
+    """See op_names; no regular expression here goes back over a name, some have
+    thousands of characters.
+    """
+    head = re.split(
+        r"[<(]",
+        name.removeprefix("void ").replace("(anonymous namespace)::", ""),
+        maxsplit=1,
+    )[0]
     outer = head.rpartition("::")[2] or head
-    if "elementwise_kernel" in outer or outer in ("reduce_kernel", "multi_tensor_apply_kernel"):
-        inner = [word for word in _FUNCTION.findall(name[len(head) :]) if not _FRAME.fullmatch(word)]
-        return " ".join(["elementwise" if "elementwise" in outer else outer, *inner[:1]])
-    if outer in ("Kernel", "Kernel2", "device_kernel"):  # CUTLASS: the kernel is the template's argument
+    if "elementwise_kernel" in outer or outer in (
+        "reduce_kernel",
+        "multi_tensor_apply_kernel",
+    ):
+        inner = [
+            word
+            for word in _FUNCTION.findall(name[len(head) :])
+            if not _FRAME.fullmatch(word)
+        ]
+        return " ".join(
+            ["elementwise" if "elementwise" in outer else outer, *inner[:1]]
+        )
+    if outer in (
+        "Kernel",
+        "Kernel2",
+        "device_kernel",
+    ):  # CUTLASS: the kernel is the template's argument
         outer = re.split(r"[<(>]", name)[1].rpartition("::")[2]
     outer = re.sub(r"_MT\d.*", "", outer)  # Tensile: tile and everything after it
     outer = re.sub(r"(?:\d+x)*\d+", "", _ARCHITECTURE.sub("", outer))

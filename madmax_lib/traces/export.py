@@ -1,6 +1,8 @@
-"""How does a Timeline become a profiler trace again, for Perfetto and for HTA? One Chrome-trace JSON file per rank.
+"""How does a Timeline become a profiler trace again, for Perfetto and for HTA? One
+Chrome-trace JSON file per rank.
 
-Rows are chosen in `export_rows`, names in `kernel_names`; here they become text. Format: Kineto, 2024.
+Rows are chosen in `export_rows`, names in `kernel_names`; here they become text.
+Format: Kineto, 2024.
 """
 
 import json
@@ -24,29 +26,44 @@ __all__ = ["export_trace"]
 
 _US = 1000
 _LINES = 20_000  # events per write
-_ALONE = (0, 0)  # first tid of streams and of host threads where each have a pid of their own, as in Kineto's files
-_LANES = 100_000  # tids of a rank in a merged file: Perfetto mixes up threads that share one, or have that of a pid
+_ALONE = (
+    0,
+    0,
+    # first tid of streams and of host threads where each have a pid of their own, as in
+    # Kineto's files
+)
+# tids of a rank in a merged file: Perfetto mixes up threads that share one, or have
+# that of a pid
+_LANES = 100_000
 
 
-def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = False) -> list[Path]:
-    """Write `rank{r}.json.gz` for every rank into a directory, which is made if needed; the paths in order of rank.
+def export_trace(
+    timeline: Timeline, directory: str | Path, *, merged: bool = False
+) -> list[Path]:
+    """Write `rank{r}.json.gz` for every rank into a directory, which is made if needed;
+    the paths in order of rank.
 
-    `read_trace` of the result has the same spans to the nanosecond: stream, kind, start, duration, step, correlation,
-    op, group, size and name. Exceptions: kind "other" comes back as memcpy (the reader knows no other) and allocator
-    events (kind memory) not at all. Host threads keep their numbers unless a selection has left gaps between them.
+    `read_trace` of the result has the same spans to the nanosecond: stream, kind,
+    start, duration, step, correlation, op, group, size and name. Exceptions: kind
+    "other" comes back as memcpy (the reader knows no other) and allocator events (kind
+    memory) not at all. Host threads keep their numbers unless a selection has left gaps
+    between them.
 
-    Simulated spans on a device get host rows that Timeline does not have and no breakdown counts: an operator and a
-    cudaLaunchKernel (host time is not simulated: at most 1 us, at the kernel's start), a ProfilerStep per step and,
-    after several steps, one of no duration that HTA drops in place of the last. So do spans whose steps the other rows
-    do not tell. Of a measured trace with several steps HTA drops the last, as it does of the original. Waits (kind
-    idle) carry no stream, because HTA would count them as kernels.
+    Simulated spans on a device get host rows that Timeline does not have and no
+    breakdown counts: an operator and a cudaLaunchKernel (host time is not simulated: at
+    most 1 us, at the kernel's start), a ProfilerStep per step and, after several steps,
+    one of no duration that HTA drops in place of the last. So do spans whose steps the
+    other rows do not tell. Of a measured trace with several steps HTA drops the last,
+    as it does of the original. Waits (kind idle) carry no stream, because HTA would
+    count them as kernels.
 
-    merged: one picture for Perfetto instead, `merged.json.gz` with a process per rank and the original names, without
-    launches; `read_trace` does not split it again.
-    Raises ValueError for spans that such a file cannot tell apart (work on host threads beside device streams, host
-    operators inside of each other, steps that overlap on the host), negative durations or times beyond 2**62 ns, and
-    OSError for a directory that is none. Files are written to temporary names first and renamed when all are complete.
-    See also: mm.read_trace, mm.view_in_perfetto.
+    merged: one picture for Perfetto instead, `merged.json.gz` with a process per rank
+    and the original names, without launches; `read_trace` does not split it again.
+    Raises ValueError for spans that such a file cannot tell apart (work on host threads
+    beside device streams, host operators inside of each other, steps that overlap on
+    the host), negative durations or times beyond 2**62 ns, and OSError for a directory
+    that is none. Files are written to temporary names first and renamed when all are
+    complete. See also: mm.read_trace, mm.view_in_perfetto.
     """
     argument("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()
@@ -58,50 +75,92 @@ def export_trace(timeline: Timeline, directory: str | Path, *, merged: bool = Fa
     if merged:
         texts = {"merged.json.gz": _merged_text(timeline, tables, base_ns)}
     else:
-        texts = {f"rank{rank}.json.gz": _rank_text(timeline, rank, tables[rank], base_ns) for rank in tables}
+        texts = {
+            f"rank{rank}.json.gz": _rank_text(timeline, rank, tables[rank], base_ns)
+            for rank in tables
+        }
     return _write({directory / name: text for name, text in texts.items()})
 
 
 def _check(spans: pd.DataFrame) -> None:
-    start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    start = spans["start_ns"].to_numpy()
+    dur = spans["dur_ns"].to_numpy()
     with np.errstate(over="ignore"):
         end = start + dur
     for wrong, rule in (
-        (dur < 0, "has a negative duration (was the trace read with hta_compatible=True?)"),
-        ((start <= -FAR_NS) | (dur >= FAR_NS) | (end < start), "lies outside of 3e18 ns"),
+        (
+            dur < 0,
+            "has a negative duration (was the trace read with hta_compatible=True?)",
+        ),
+        (
+            (start <= -FAR_NS) | (dur >= FAR_NS) | (end < start),
+            "lies outside of 3e18 ns",
+        ),
         (np.isinf(spans["size_bytes"].to_numpy()), "has an infinite size_bytes"),
     ):
         if wrong.any():
             row = int(wrong.argmax())
-            raise ValueError(f"span {row} ({spans['name'].iloc[row]}), {start[row]} ns + {dur[row]} ns, {rule}")
+            raise ValueError(
+                f"span {row} ({spans['name'].iloc[row]}), {start[row]} ns + "
+                f"{dur[row]} ns, {rule}"
+            )
 
 
 def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
-    """One zero for all ranks, because HTA compares their ts; whole us, and no ts is negative."""
+    """One zero for all ranks, because HTA compares their ts; whole us, and no ts is
+    negative.
+    """
     filled = [table for table in tables.values() if len(table)]
     first = min((int(table["start_ns"].min()) for table in filled), default=0)
     base_ns = first // _US * _US if timeline.meta.clock == "unix" or first < 0 else 0
     if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= FAR_NS:
-        raise ValueError(f"spans start later than 3e18 ns after {base_ns} ns; a trace file cannot hold them")
+        raise ValueError(
+            f"spans start later than 3e18 ns after {base_ns} ns; a trace file cannot "
+            "hold them"
+        )
     return base_ns
 
 
-def _rank_text(timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int) -> Iterator[str]:
+def _rank_text(
+    timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int
+) -> Iterator[str]:
     backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
-    names = {0: f"rank {rank} {timeline.meta.device or 'device'}", 1: f"rank {rank} host"}
-    parts = [_names(table, names, _ALONE), _spans(table, base_ns, (0, 1), _ALONE), _flows(table, base_ns)]
+    names = {
+        0: f"rank {rank} {timeline.meta.device or 'device'}",
+        1: f"rank {rank} host",
+    }
+    parts = [
+        _names(table, names, _ALONE),
+        _spans(table, base_ns, (0, 1), _ALONE),
+        _flows(table, base_ns),
+    ]
     return _document(timeline, base_ns, {"backend": backend, "rank": rank}, parts)
 
 
-def _merged_text(timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int) -> Iterator[str]:
-    first = {rank: ((rank + 1) * _LANES, (rank + 1) * _LANES + _LANES // 2) for rank in tables}
-    parts = [_names(table, {rank: f"rank {rank}"}, first[rank]) for rank, table in tables.items()]
-    parts += [_spans(table, base_ns, (rank, rank), first[rank]) for rank, table in tables.items()]
+def _merged_text(
+    timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int
+) -> Iterator[str]:
+    first = {
+        rank: ((rank + 1) * _LANES, (rank + 1) * _LANES + _LANES // 2)
+        for rank in tables
+    }
+    parts = [
+        _names(table, {rank: f"rank {rank}"}, first[rank])
+        for rank, table in tables.items()
+    ]
+    parts += [
+        _spans(table, base_ns, (rank, rank), first[rank])
+        for rank, table in tables.items()
+    ]
     return _document(timeline, base_ns, {}, parts)
 
 
-def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator[str]]) -> Iterator[str]:
-    """The file, one event per line; the envelope on its own line and with blanks, as HTA looks for the rank."""
+def _document(
+    timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator[str]]
+) -> Iterator[str]:
+    """The file, one event per line; the envelope on its own line and with blanks, as
+    HTA looks for the rank.
+    """
     meta = timeline.meta
     envelope = {
         "schemaVersion": 1,
@@ -110,41 +169,62 @@ def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
         "baseTimeNanoseconds": base_ns,
-        "traceName": f"{meta.source} rank {info['rank']}" if info else f"{meta.source}, all ranks",
+        "traceName": f"{meta.source} rank {info['rank']}"
+        if info
+        else f"{meta.source}, all ranks",
     }
     yield json.dumps(envelope)[:-1] + ', "traceEvents": [\n'
-    separator, lines = "", []
+    separator = ""
+    lines = []
     for part in parts:
         for line in part:
             lines.append(line)
             if len(lines) == _LINES:
                 yield separator + ",\n".join(lines)
-                separator, lines = ",\n", []
+                separator = ",\n"
+                lines = []
     yield (separator if lines else "") + ",\n".join(lines) + "\n]}\n"
 
 
-def _names(table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]) -> Iterator[str]:
-    """Names and order of processes and threads. names: by pid, of the device and, unless they share it, the host."""
+def _names(
+    table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]
+) -> Iterator[str]:
+    """Names and order of processes and threads. names: by pid, of the device and,
+    unless they share it, the host.
+    """
     for pid, name in names.items():
         yield _meta(pid, 0, "process_name", name)
         yield _meta(pid, 0, "process_sort_index", pid)
     for stream in sorted(set(table["stream"].tolist()), key=lambda s: (s < 0, abs(s))):
         pid, tid = _thread(stream, (min(names), max(names)), first)
-        yield _meta(pid, tid, "thread_name", f"stream {stream}" if stream >= 0 else f"host thread {-stream}")
+        yield _meta(
+            pid,
+            tid,
+            "thread_name",
+            f"stream {stream}" if stream >= 0 else f"host thread {-stream}",
+        )
         yield _meta(pid, tid, "thread_sort_index", tid)
 
 
 def _meta(pid: int, tid: int, name: str, value: str | int) -> str:
     args = {"sort_index" if isinstance(value, int) else "name": value}
-    return json.dumps({"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args})
+    return json.dumps(
+        {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
+    )
 
 
-def _thread(stream: int, pids: tuple[int, int], first: tuple[int, int]) -> tuple[int, int]:
-    """pid and tid of a stream, or of a host thread, which is a negative one. pids: of the device and the host."""
+def _thread(
+    stream: int, pids: tuple[int, int], first: tuple[int, int]
+) -> tuple[int, int]:
+    """pid and tid of a stream, or of a host thread, which is a negative one. pids: of
+    the device and the host.
+    """
     return (pids[0], first[0] + stream) if stream >= 0 else (pids[1], first[1] - stream)
 
 
-def _spans(table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]) -> Iterator[str]:
+def _spans(
+    table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]
+) -> Iterator[str]:
     """One event per row; what rows have in common is made once."""
     common: dict[tuple, tuple[str, str]] = {}
     columns = ("cat", "label", "name", "kind", "stream", "group")
@@ -152,7 +232,9 @@ def _spans(table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tupl
     start = _microseconds(table["start_ns"].to_numpy() - base_ns)
     dur = _microseconds(table["dur_ns"].to_numpy())
     numbers = (table[column].tolist() for column in ("correlation", "op", "size_bytes"))
-    for key, ts, length, correlation, op, size in zip(keys, start, dur, *numbers, strict=True):
+    for key, ts, length, correlation, op, size in zip(
+        keys, start, dur, *numbers, strict=True
+    ):
         if key not in common:
             common[key] = _common(*key, _thread(key[4], pids, first))
         head, tail = common[key]
@@ -163,9 +245,14 @@ def _spans(table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tupl
 
 
 def _common(cat, label, name, kind, stream, group, thread) -> tuple[str, str]:
-    """Text before the times, and the last of the args: kind always, stream only of what HTA shall count as a kernel."""
+    """Text before the times, and the last of the args: kind always, stream only of what
+    HTA shall count as a kernel.
+    """
     phase = "i" if kind == "memory" else "X"
-    head = f'{{"ph": "{phase}", "cat": "{cat}", "name": {_text(label)}, "pid": {thread[0]}, "tid": {thread[1]}'
+    head = (
+        f'{{"ph": "{phase}", "cat": "{cat}", "name": {_text(label)}, "pid": '
+        f'{thread[0]}, "tid": {thread[1]}'
+    )
     args = [f'"kind": "{kind}"']
     if label != name:
         args.append(f'"op name": {_text(original_name(label))}')
@@ -181,14 +268,25 @@ def _common(cat, label, name, kind, stream, group, thread) -> tuple[str, str]:
 def _flows(table: pd.DataFrame, base_ns: int) -> Iterator[str]:
     """Arrows from launches to kernels."""
     correlation = table["correlation"].to_numpy()
-    launches = np.flatnonzero((table["cat"] == "cuda_runtime").to_numpy() & (correlation >= 0))
-    kernels = np.flatnonzero((table["stream"] >= 0) & table["kind"].isin(BUSY_KINDS) & (correlation >= 0))
+    launches = np.flatnonzero(
+        (table["cat"] == "cuda_runtime").to_numpy() & (correlation >= 0)
+    )
+    kernels = np.flatnonzero(
+        (table["stream"] >= 0) & table["kind"].isin(BUSY_KINDS) & (correlation >= 0)
+    )
     numbers, first = np.unique(correlation[launches], return_index=True)
     kernels = kernels[np.isin(correlation[kernels], numbers)]
     launches = launches[first][np.searchsorted(numbers, correlation[kernels])]
-    times = [_microseconds(table["start_ns"].to_numpy()[rows] - base_ns) for rows in (launches, kernels)]
-    threads = [table["stream"].to_numpy()[rows].tolist() for rows in (launches, kernels)]
-    for number, ts, at, launcher, stream in zip(correlation[kernels].tolist(), *times, *threads, strict=True):
+    times = [
+        _microseconds(table["start_ns"].to_numpy()[rows] - base_ns)
+        for rows in (launches, kernels)
+    ]
+    threads = [
+        table["stream"].to_numpy()[rows].tolist() for rows in (launches, kernels)
+    ]
+    for number, ts, at, launcher, stream in zip(
+        correlation[kernels].tolist(), *times, *threads, strict=True
+    ):
         row = f'"cat": "ac2g", "name": "ac2g", "id": {number}'
         yield f'{{"ph": "s", {row}, "pid": 1, "tid": {-launcher}, "ts": {ts}}}'
         yield f'{{"ph": "f", {row}, "pid": 0, "tid": {stream}, "ts": {at}, "bp": "e"}}'
@@ -199,7 +297,10 @@ _DECIMALS = [f".{ns:03d}" for ns in range(_US)]
 
 def _microseconds(ns: np.ndarray) -> list[str]:
     """Exact decimal text of times that are not negative."""
-    return [f"{us}{_DECIMALS[rest]}" for us, rest in zip((ns // _US).tolist(), (ns % _US).tolist(), strict=True)]
+    return [
+        f"{us}{_DECIMALS[rest]}"
+        for us, rest in zip((ns // _US).tolist(), (ns % _US).tolist(), strict=True)
+    ]
 
 
 def _number(value: float) -> str:
@@ -210,13 +311,18 @@ def _text(value: str) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
-        raise ValueError(f"{value!r} is no valid Unicode and cannot be written to JSON") from None
+        raise ValueError(
+            f"{value!r} is no valid Unicode and cannot be written to JSON"
+        ) from None
 
 
 def _write(texts: dict[Path, Iterator[str]]) -> list[Path]:
     with ExitStack() as stack:  # renames when every file is complete
         for path, text in texts.items():
             temporary = stack.enter_context(replacing(path))
-            with open(temporary, "wb") as raw, igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file:
+            with (
+                open(temporary, "wb") as raw,
+                igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file,
+            ):
                 file.writelines(piece.encode() for piece in text)
     return list(texts)

@@ -1,7 +1,9 @@
-"""Which rows does a trace file hold? The spans of a rank, and what a host would have recorded beside them.
+"""Which rows does a trace file hold? The spans of a rank, and what a host would have
+recorded beside them.
 
-The reader knows a row's kind by category and name, its thread by order of appearance and its step by annotations and
-launches; here spans are ordered, categorised and completed so that it finds what the Timeline says, or refused.
+The reader knows a row's kind by category and name, its thread by order of appearance
+and its step by annotations and launches; here spans are ordered, categorised and
+completed so that it finds what the Timeline says, or refused.
 """
 
 import re
@@ -22,14 +24,21 @@ _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")
 
 
 def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
-    """Rows of one rank in file order: spans with text in place of categories, and `cat` and `label` as written."""
+    """Rows of one rank in file order: spans with text in place of categories, and `cat`
+    and `label` as written.
+    """
     spans = timeline.spans[timeline.spans["rank"] == rank].drop(columns="rank")
-    stream, kind = spans["stream"].to_numpy(), np.asarray(spans["kind"])
+    stream = spans["stream"].to_numpy()
+    kind = np.asarray(spans["kind"])
     on_device = bool(((stream >= 0) & np.isin(kind, BUSY_KINDS)).any())
     if not merged:
         _check_threads(spans, rank, on_device)
-        spans = spans.iloc[_file_order(np.where(kind == "memory", _NO_LANE, stream.astype(np.int64)))]
-    table = spans.assign(kind=np.asarray(spans["kind"]), name=spans["name"].astype(object))
+        spans = spans.iloc[
+            _file_order(np.where(kind == "memory", _NO_LANE, stream.astype(np.int64)))
+        ]
+    table = spans.assign(
+        kind=np.asarray(spans["kind"]), name=spans["name"].astype(object)
+    )
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
     table["label"] = table["name"] if merged else written_names(spans, on_device)
     table["cat"] = _categories(table)
@@ -45,8 +54,11 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
 
 
 def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool) -> None:
-    """Whether the reader, which knows a kind by row category and name, can give every span its kind."""
-    host, kind = spans["stream"].to_numpy() < 0, np.asarray(spans["kind"])
+    """Whether the reader, which knows a kind by row category and name, can give every
+    span its kind.
+    """
+    host = spans["stream"].to_numpy() < 0
+    kind = np.asarray(spans["kind"])
     for wrong, rule in (
         (host & np.isin(kind, BUSY_KINDS) & on_device, "beside work on device streams"),
         (host & np.isin(kind, ("memcpy", "other", "idle")), "on a host thread"),
@@ -54,17 +66,23 @@ def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool) -> None:
     ):
         if wrong.any():
             span = spans.iloc[int(wrong.argmax())]
-            text = f"rank {rank}: {span['kind']} span {span['name']!r} has stream {span['stream']}"
+            text = (
+                f"rank {rank}: {span['kind']} span {span['name']!r} has stream "
+                f"{span['stream']}"
+            )
             raise ValueError(f"{text}; a trace file cannot tell {span['kind']} {rule}")
 
 
 def _file_order(stream: np.ndarray) -> np.ndarray:
-    """Row order that lets the reader, which counts threads as they first occur, number host threads as they are."""
+    """Row order that lets the reader, which counts threads as they first occur, number
+    host threads as they are.
+    """
     streams, first = np.unique(stream, return_index=True)
     by_row = [s for s in streams[np.argsort(first)].tolist() if s != _NO_LANE]
     if all(s >= 0 or s == -1 - place for place, s in enumerate(by_row)):
         return np.arange(len(stream))
-    host, device = {s for s in by_row if s < 0}, iter([s for s in by_row if s >= 0])
+    host = {s for s in by_row if s < 0}
+    device = iter([s for s in by_row if s >= 0])
     lanes = []
     while host:
         lane = -1 - len(lanes)
@@ -78,7 +96,8 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
 
 def _categories(table: pd.DataFrame) -> np.ndarray:
     """Kineto's category of each row, (n,) of str."""
-    kind, device = table["kind"].to_numpy(), table["stream"].to_numpy() >= 0
+    kind = table["kind"].to_numpy()
+    device = table["stream"].to_numpy() >= 0
     runtime = _per_name(table["label"], lambda name: _RUNTIME.match(name) is not None)
     memset = _per_name(table["label"], lambda name: name.startswith("Memset"))
     rules = {
@@ -95,30 +114,46 @@ def _categories(table: pd.DataFrame) -> np.ndarray:
 
 
 def _host_categories(table: pd.DataFrame, rank: int) -> np.ndarray:
-    """Without a device the reader takes the outermost operators of a thread for compute: other rows must not be one."""
-    category, kind = table["cat"].to_numpy().copy(), table["kind"].to_numpy()
-    start, end = table["start_ns"].to_numpy(), (table["start_ns"] + table["dur_ns"]).to_numpy()
+    """Without a device the reader takes the outermost operators of a thread for
+    compute: other rows must not be one.
+    """
+    category = table["cat"].to_numpy().copy()
+    kind = table["kind"].to_numpy()
+    start = table["start_ns"].to_numpy()
+    end = (table["start_ns"] + table["dur_ns"]).to_numpy()
     lane = table["stream"].to_numpy()
     work = np.flatnonzero(np.isin(kind, ("compute", "comm")) | (category == "cpu_op"))
-    work = work[np.lexsort((kind[work] != "comm", -end[work], start[work], -lane[work]))]  # as the reader sorts
+    work = work[
+        np.lexsort((kind[work] != "comm", -end[work], start[work], -lane[work]))
+    ]  # as the reader sorts
     for part in np.split(work, np.flatnonzero(np.diff(lane[work])) + 1):
         reach = np.maximum.accumulate(np.where(kind[part] == "cpu", -FAR_NS, end[part]))
         reach = np.r_[-FAR_NS, reach[:-1]][: len(part)]
         inside = start[part] < reach
         if (lost := part[inside & (kind[part] == "compute")]).size:
             name = table["name"].iloc[lost[0]]
-            raise ValueError(f"rank {rank}: compute span {name!r} on a host thread starts inside of another one")
-        category[part[(kind[part] == "cpu") & ~(inside & (end[part] <= reach))]] = "python_function"
+            raise ValueError(
+                f"rank {rank}: compute span {name!r} on a host thread starts inside "
+                "of another one"
+            )
+        category[part[(kind[part] == "cpu") & ~(inside & (end[part] <= reach))]] = (
+            "python_function"
+        )
     return category
 
 
-def _with_host_rows(table: pd.DataFrame, steps: list[int], launches: bool) -> pd.DataFrame:
-    """The rows and what a host would add: steps, and a launch for every span on a device stream that has none."""
+def _with_host_rows(
+    table: pd.DataFrame, steps: list[int], launches: bool
+) -> pd.DataFrame:
+    """The rows and what a host would add: steps, and a launch for every span on a
+    device stream that has none.
+    """
     table = table.copy()
     windows = _windows(table, steps)
     added = [_step_rows(windows, steps)]
     if launches:
-        correlation, device = table["correlation"].to_numpy().copy(), table["stream"].to_numpy() >= 0
+        correlation = table["correlation"].to_numpy().copy()
+        device = table["stream"].to_numpy() >= 0
         launched = np.isin(correlation, correlation[~device & (correlation >= 0)])
         need = device & (table["kind"] != "annotation").to_numpy() & ~launched
         new = need & (correlation < 0)
@@ -127,15 +162,26 @@ def _with_host_rows(table: pd.DataFrame, steps: list[int], launches: bool) -> pd
         table["correlation"] = correlation
         added += _launch_rows(table[need].drop_duplicates("correlation"), windows)
     lowest = min(int(table["stream"].min()), 0) - 1
-    for rows in added:  # their lanes: steps on the first new one, launches of stream s on the s-th of the others
+    # their lanes: steps on the first new one, launches of stream s on the s-th of the
+    # others
+    for rows in added:
         rows["stream"] = lowest - rows["lane"]
-    return pd.concat([table, *(rows.drop(columns="lane") for rows in added)], ignore_index=True)
+    return pd.concat(
+        [table, *(rows.drop(columns="lane") for rows in added)], ignore_index=True
+    )
 
 
 def _windows(table: pd.DataFrame, steps: list[int]) -> dict[int, tuple[int, int]]:
-    """Start and end of each step on the host: from its first span to the first of the next, at least 1 us long."""
+    """Start and end of each step on the host: from its first span to the first of the
+    next, at least 1 us long.
+    """
     start = table["start_ns"].to_numpy()
-    first = table[table["step"] >= 0].groupby("step")["start_ns"].min().sort_values(kind="stable")
+    first = (
+        table[table["step"] >= 0]
+        .groupby("step")["start_ns"]
+        .min()
+        .sort_values(kind="stable")
+    )
     end = max(int((start + table["dur_ns"].to_numpy()).max()), int(start.max()) + 1)
     windows = {}
     for step, begin in reversed(list(first.items())):
@@ -145,26 +191,43 @@ def _windows(table: pd.DataFrame, steps: list[int]) -> dict[int, tuple[int, int]
 
 
 def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.DataFrame:
-    rows = [(f"ProfilerStep#{step}", begin, end - begin, step) for step, (begin, end) in windows.items() if step >= 0]
+    rows = [
+        (f"ProfilerStep#{step}", begin, end - begin, step)
+        for step, (begin, end) in windows.items()
+        if step >= 0
+    ]
     if len(steps) > 1 or not rows:
         after = -(-max(end for _, end in windows.values()) // _US) * _US + _US
         rows.append((f"ProfilerStep#{max(steps, default=-1) + 1}", after, 0, -1))
     table = pd.DataFrame(rows, columns=["name", "start_ns", "dur_ns", "step"])
-    table = table.assign(kind="annotation", cat="user_annotation", label=table["name"], lane=0)
+    table = table.assign(
+        kind="annotation", cat="user_annotation", label=table["name"], lane=0
+    )
     return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
 
 
-def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]) -> list[pd.DataFrame]:
-    """An operator and a launch for each span, at its start or, if the host is in a later step by then, just before."""
-    start, step = spans["start_ns"].to_numpy(), spans["step"].to_numpy()
+def _launch_rows(
+    spans: pd.DataFrame, windows: dict[int, tuple[int, int]]
+) -> list[pd.DataFrame]:
+    """An operator and a launch for each span, at its start or, if the host is in a
+    later step by then, just before.
+    """
+    start = spans["start_ns"].to_numpy()
+    step = spans["step"].to_numpy()
     before = min(begin for begin, _ in windows.values())
     last = {s: end - 1 for s, (_, end) in windows.items() if s >= 0}
-    latest = np.array([last.get(s, before - _US) for s in step.tolist()], dtype=np.int64)
+    latest = np.array(
+        [last.get(s, before - _US) for s in step.tolist()], dtype=np.int64
+    )
     launch = np.where((step < 0) & (start < before), start, np.minimum(start, latest))
     dur = np.where(launch == start, np.minimum(spans["dur_ns"].to_numpy(), _US), 0)
     lane = 1 + np.unique(spans["stream"].to_numpy(), return_inverse=True)[1]
-    rows = spans.assign(start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane)
-    call = np.where(spans["kind"] == "idle", "cudaStreamWaitEvent", "cudaLaunchKernel").astype(object)
+    rows = spans.assign(
+        start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane
+    )
+    call = np.where(
+        spans["kind"] == "idle", "cudaStreamWaitEvent", "cudaLaunchKernel"
+    ).astype(object)
     call[(spans["kind"] == "memcpy").to_numpy()] = "cudaMemcpyAsync"
     operator = rows.assign(correlation=-1, cat="cpu_op", label=spans["name"])
     return [operator, rows.assign(name=call, label=call, cat="cuda_runtime")]
@@ -173,13 +236,26 @@ def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]) -> li
 def _check_steps(table: pd.DataFrame, rank: int) -> None:
     rows = table[table["kind"] != "memory"]
     kind = pd.Categorical(rows["kind"], categories=KINDS)
-    wrong = assign_steps(rows.assign(kind=kind, name=pd.Categorical(rows["label"]))) != rows["step"].to_numpy()
+    wrong = (
+        assign_steps(rows.assign(kind=kind, name=pd.Categorical(rows["label"])))
+        != rows["step"].to_numpy()
+    )
     if wrong.any():
         span = rows.iloc[int(wrong.argmax())]
-        text = f"rank {rank}: span {span['name']!r} at {span['start_ns']} ns is of step {span['step']}"
-        raise ValueError(f"{text}, but starts on the host during another one; a trace file cannot tell")
+        text = (
+            f"rank {rank}: span {span['name']!r} at {span['start_ns']} ns is of "
+            f"step {span['step']}"
+        )
+        raise ValueError(
+            f"{text}, but starts on the host during another one; a trace file cannot "
+            "tell"
+        )
 
 
 def _per_name(names: pd.Series, rule) -> np.ndarray:
     codes, values = pd.factorize(names.to_numpy())
-    return np.array([rule(value) for value in values], dtype=bool)[codes] if len(names) else np.zeros(0, bool)
+    return (
+        np.array([rule(value) for value in values], dtype=bool)[codes]
+        if len(names)
+        else np.zeros(0, bool)
+    )

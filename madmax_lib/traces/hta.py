@@ -1,7 +1,9 @@
-"""What does Holistic Trace Analysis say about the same traces? The only module that imports `hta`.
+"""What does Holistic Trace Analysis say about the same traces? The only module that
+imports `hta`.
 
-Each function gives one of HTA's results as a tidy table in seconds and ratios. Where HTA 0.5.0 itself fails (traces
-without a GPU, queues without launches) the table is empty and a `TraceWarning` says so. HTA reads the files anew.
+Each function gives one of HTA's results as a tidy table in seconds and ratios. Where
+HTA 0.5.0 itself fails (traces without a GPU, queues without launches) the table is
+empty and a `TraceWarning` says so. HTA reads the files anew.
 """
 
 from __future__ import annotations
@@ -27,30 +29,42 @@ __all__ = ["analysis", "beside_hta", "idle", "overlap", "temporal"]
 
 
 def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
-    """HTA's TraceAnalysis of a file, list or directory; ranks as `read_trace` finds them, also without distributedInfo.
+    """HTA's TraceAnalysis of a file, list or directory; ranks as `read_trace` finds
+    them, also without distributedInfo.
 
     Raises what `read_trace` raises, and ImportError when HTA is not installed.
     """
-    files = {read_trace(path).ranks[0]: str(path.resolve()) for path in find_traces(source)}
+    files = {
+        read_trace(path).ranks[0]: str(path.resolve()) for path in find_traces(source)
+    }
     with _quiet():
         try:
             from hta.trace_analysis import TraceAnalysis
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("HTA's own numbers need HolisticTraceAnalysis: pip install '.[hta]'") from None
+            raise ModuleNotFoundError(
+                "HTA's own numbers need HolisticTraceAnalysis: pip install '.[hta]'"
+            ) from None
 
         return TraceAnalysis(trace_files=files, trace_dir="/")
 
 
 def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
-    """Our breakdown beside HTA's: rank, quantity, exact, compatible, hta, error (compatible - hta).
+    """Our breakdown beside HTA's: rank, quantity, exact, compatible, hta, error
+    (compatible - hta).
 
-    exact is our default, compatible our reading with `hta_compatible=True`. Times in seconds, overlap in 0..1.
+    exact is our default, compatible our reading with `hta_compatible=True`. Times in
+    seconds, overlap in 0..1.
     """
     hta = analysis(source)
     theirs = temporal(hta).merge(overlap(hta), on="rank", how="right")
-    exact, compatible = (breakdown(read_trace(source, hta_compatible=flag)) for flag in (False, True))
+    exact, compatible = (
+        breakdown(read_trace(source, hta_compatible=flag)) for flag in (False, True)
+    )
     tables = {"exact": exact, "compatible": compatible, "hta": theirs}
-    long = [table[list(theirs)].melt("rank", var_name="quantity", value_name=name) for name, table in tables.items()]
+    long = [
+        table[list(theirs)].melt("rank", var_name="quantity", value_name=name)
+        for name, table in tables.items()
+    ]
     table = reduce(pd.merge, long)
     return table.assign(error=table["compatible"] - table["hta"])
 
@@ -67,33 +81,50 @@ def temporal(hta: TraceAnalysis) -> pd.DataFrame:
 
 
 def overlap(hta: TraceAnalysis) -> pd.DataFrame:
-    """rank, overlap in 0..1, rounded by HTA to 0.01 percentage points (HTA get_comm_comp_overlap)."""
+    """rank, overlap in 0..1, rounded by HTA to 0.01 percentage points (HTA
+    get_comm_comp_overlap).
+    """
     with _quiet():
         table = hta.get_comm_comp_overlap(visualize=False)
-    return pd.DataFrame({"rank": table["rank"], "overlap": table["comp_comm_overlap_pctg"] / 100})
+    return pd.DataFrame(
+        {"rank": table["rank"], "overlap": table["comp_comm_overlap_pctg"] / 100}
+    )
 
 
 def idle(hta: TraceAnalysis) -> pd.DataFrame:
-    """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA get_idle_time_breakdown)."""
+    """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA
+    get_idle_time_breakdown).
+    """
     columns = ["rank", "stream", "cause", "idle_s", "share"]
     if not (ranks := _gpu_ranks(hta, "idle time breakdown")):
         return pd.DataFrame(columns=columns)
     with _quiet():
         table, _ = hta.get_idle_time_breakdown(ranks=ranks, visualize=False)
-    names = {"idle_category": "cause", "idle_time": "idle_s", "idle_time_ratio": "share"}
+    names = {
+        "idle_category": "cause",
+        "idle_time": "idle_s",
+        "idle_time_ratio": "share",
+    }
     return _seconds(table.rename(columns=names)[columns])
 
 
 def _seconds(table: pd.DataFrame) -> pd.DataFrame:
     times = [column for column in table.columns if column.endswith("_s")]
-    return table.assign(**{column: table[column].astype(float) * 1e-6 for column in times}).reset_index(drop=True)
+    return table.assign(
+        **{column: table[column].astype(float) * 1e-6 for column in times}
+    ).reset_index(drop=True)
 
 
 def _gpu_ranks(hta: TraceAnalysis, what: str) -> list[int]:
     """Ranks with GPU rows; HTA raises on the others, and has nothing to say about them."""
-    ranks = sorted(rank for rank, table in hta.t.traces.items() if (table["stream"] >= 0).any())
+    ranks = sorted(
+        rank for rank, table in hta.t.traces.items() if (table["stream"] >= 0).any()
+    )
     if without := sorted(set(hta.t.traces) - set(ranks)):
-        text = f"HTA has no {what} for traces without GPU rows (rank {', '.join(map(str, without))})"
+        text = (
+            f"HTA has no {what} for traces without GPU rows (rank "
+            f"{', '.join(map(str, without))})"
+        )
         warnings.warn(text, TraceWarning, stacklevel=3)
     return ranks
 
@@ -111,7 +142,9 @@ def _only(hta: TraceAnalysis, ranks: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """HTA logs every step as a warning and trips over pandas' deprecations; neither helps its reader."""
+    """HTA logs every step as a warning and trips over pandas' deprecations; neither
+    helps its reader.
+    """
     logger = logging.getLogger("hta")
     level = logger.level
     with warnings.catch_warnings():

@@ -1,8 +1,11 @@
-"""What did Nsight Systems record? SQLite exports (`nsys export --type sqlite`) of one or many processes, one Timeline.
+"""What did Nsight Systems record? SQLite exports (`nsys export --type sqlite`) of one
+or many processes, one Timeline.
 
-Kernels, copies, memsets and waits of streams are device rows; CUDA calls and NVTX ranges are host rows. Ranges of
-`torch.autograd.profiler.emit_nvtx`, which carry an op_id, are operators, others annotations. No table tells ranks:
-they are the processes with their devices, by file and process id, or what the name of a file with one of them says.
+Kernels, copies, memsets and waits of streams are device rows; CUDA calls and NVTX
+ranges are host rows. Ranges of `torch.autograd.profiler.emit_nvtx`, which carry an
+op_id, are operators, others annotations. No table tells ranks: they are the processes
+with their devices, by file and process id, or what the name of a file with one of them
+says.
 Schema: Nsight Systems User Guide, "SQLite Schema Reference" (3.x).
 """
 
@@ -26,71 +29,149 @@ from madmax_lib.traces.read.steps import assign_steps
 
 __all__ = ["read_exports"]
 
-_BITS, _MASK = 24, 0xFFFFFF  # of a globalTid: the thread; above it the process with as many, and the host
+# of a globalTid: the thread; above it the process with as many, and the host
+_BITS = 24
+_MASK = 0xFFFFFF
 _NO_STREAM = 2**31  # and above: the whole context waits
 _LATEST = 2**62  # ns of a time
 _CHUNK = 1_000_000
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
-_COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")  # by copyKind
-_WAITS = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # by syncType, as in Kineto
-_NUMBERS = {"start": "start", "end": "end", "device": "deviceId", "stream": "streamId", "process": "globalPid",
-            "thread": "globalTid", "correlation": "correlationId", "bytes": "bytes"}  # fmt: skip
-_OPERATOR = re.compile(r"^(.*?)(?:, seq = (\d+))?, op_id = \d+(?:, sizes = (\[.*\])(?=, |$))?")
+_COPIES = (
+    "Unknown",
+    "HtoD",
+    "DtoH",
+    "HtoA",
+    "AtoH",
+    "AtoA",
+    "AtoD",
+    "DtoA",
+    "DtoD",
+    "HtoH",
+    "PtoP",
+)  # by copyKind
+_WAITS = {
+    1: "Event Sync",
+    2: "Stream Wait Event",
+    3: "Stream Sync",
+    4: "Context Sync",
+}  # by syncType, as in Kineto
+_NUMBERS = {
+    "start": "start",
+    "end": "end",
+    "device": "deviceId",
+    "stream": "streamId",
+    "process": "globalPid",
+    "thread": "globalTid",
+    "correlation": "correlationId",
+    "bytes": "bytes",
+}
+_OPERATOR = re.compile(
+    r"^(.*?)(?:, seq = (\d+))?, op_id = \d+(?:, sizes = (\[.*\])(?=, |$))?"
+)
 
 
 def read_exports(paths: list[Path], kinds: str | Path | None = None) -> Timeline:
-    """Timeline of the exports of one run, one per process or node; times are those of each node's clock.
+    """Timeline of the exports of one run, one per process or node; times are those of
+    each node's clock.
 
     kinds: CSV with rows to put before `data/kernel_kinds.csv`.
-    Raises ValueError with file and reason for what is no export, or holds no work of a GPU.
+    Raises ValueError with file and reason for what is no export, or holds no work of a
+    GPU.
     """
-    timelines, free = [], 0
+    timelines = []
+    free = 0
     for path in sorted(paths):
-        sha256, named = content_sha256(path), rank_in_name(path)
-        options = f"nsys from {free} name {named} kinds {content_sha256(Path(kinds)) if kinds else ''}"
-        timelines.append(cached(sha256, options, partial(_read, path, sha256, free, named, load_kinds(kinds))))
+        sha256 = content_sha256(path)
+        named = rank_in_name(path)
+        options = (
+            f"nsys from {free} name {named} kinds "
+            f"{content_sha256(Path(kinds)) if kinds else ''}"
+        )
+        timelines.append(
+            cached(
+                sha256,
+                options,
+                partial(_read, path, sha256, free, named, load_kinds(kinds)),
+            )
+        )
         free += len(timelines[-1].ranks)
-        for text in timelines[-1].meta.provenance["warnings"][str(timelines[-1].ranks[0])]:
+        for text in timelines[-1].meta.provenance["warnings"][
+            str(timelines[-1].ranks[0])
+        ]:
             warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=4)
     return concat(timelines)
 
 
-def _read(path: Path, sha256: str, free: int, named: int | None, table: pd.DataFrame) -> Timeline:
+def _read(
+    path: Path, sha256: str, free: int, named: int | None, table: pd.DataFrame
+) -> Timeline:
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as base:
+        with closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        ) as base:
             if not _columns(base, "StringIds"):
-                raise ValueError(f"{path}: no export of Nsight Systems, it has no table StringIds")
+                raise ValueError(
+                    f"{path}: no export of Nsight Systems, it has no table StringIds"
+                )
             texts = dict(base.execute("SELECT id, CAST(value AS TEXT) FROM StringIds"))
-            device, host, facts = _device_rows(base, texts), _host_rows(base, texts), _facts(base)
-    except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as reason:
+            device = _device_rows(base, texts)
+            host = _host_rows(base, texts)
+            facts = _facts(base)
+    except (
+        sqlite3.Error,
+        pd.errors.DatabaseError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as reason:
         if str(path) in str(reason):
             raise
         raise ValueError(
-            f"{path}: no SQLite export of Nsight Systems ({' '.join(str(reason).split())[:200]})"
+            f"{path}: no SQLite export of Nsight Systems "
+            f"({' '.join(str(reason).split())[:200]})"
         ) from None
     if pd.concat([device["end"], host["end"]]).max() + facts["epoch_ns"] > _LATEST:
         raise ValueError(f"{path}: times beyond the year 2116, so not in nanoseconds")
     if (device["kind"] == "idle").all():
-        raise ValueError(f"{path}: no work of a GPU; record with nsys profile --trace=cuda,nvtx")
-    device["kind"] = device["kind"].where(device["kind"] != "", _kinds_of(device["name"], table))
+        raise ValueError(
+            f"{path}: no work of a GPU; record with nsys profile --trace=cuda,nvtx"
+        )
+    device["kind"] = device["kind"].where(
+        device["kind"] != "", _kinds_of(device["name"], table)
+    )
     busy = device[device["kind"] != "idle"]
-    rows = pd.concat([device, _placed(host, busy)], ignore_index=True).sort_values("start", kind="stable")
+    rows = pd.concat([device, _placed(host, busy)], ignore_index=True).sort_values(
+        "start", kind="stable"
+    )
     rows[["start", "end"]] += facts["epoch_ns"]
     places = sorted(set(zip(busy["process"], busy["device"], strict=True)))
-    ranks = [named] if named is not None and len(places) == 1 else range(free, free + len(places))
+    ranks = (
+        [named]
+        if named is not None and len(places) == 1
+        else range(free, free + len(places))
+    )
     if len(places) > 1:
-        facts["warnings"].append("ranks are its processes and devices in order of their numbers; it names none")
+        facts["warnings"].append(
+            "ranks are its processes and devices in order of their numbers; it names "
+            "none"
+        )
     at = dict(zip(places, ranks, strict=True))
-    rows["rank"] = [at.get(place, -1) for place in zip(rows["process"], rows["device"], strict=True)]
+    rows["rank"] = [
+        at.get(place, -1) for place in zip(rows["process"], rows["device"], strict=True)
+    ]
     files = {"name": path.name, "sha256": sha256}
-    return concat([_of_rank(rank, rows[rows["rank"] == rank], facts, files) for rank in ranks])
+    return concat(
+        [_of_rank(rank, rows[rows["rank"] == rank], facts, files) for rank in ranks]
+    )
 
 
 def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timeline:
     """Timeline of one rank from its rows in order of time."""
     thread, threads = pd.factorize(rows["thread"].where(rows["thread"] >= 0))
-    forward = rows["name"].where(rows["kind"] == "annotation", "").str.extract(_OPERATOR)
+    forward = (
+        rows["name"].where(rows["kind"] == "annotation", "").str.extract(_OPERATOR)
+    )
     operator = forward[0].notna().to_numpy()
     spans = pd.DataFrame(
         {
@@ -108,7 +189,10 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timelin
         }
     ).reset_index(drop=True)[list(SPANS)]
     spans["step"] = assign_steps(spans)
-    columns = {"row": np.flatnonzero(operator), "shapes": forward[2][operator].fillna("").to_numpy()}
+    columns = {
+        "row": np.flatnonzero(operator),
+        "shapes": forward[2][operator].fillna("").to_numpy(),
+    }
     columns |= {
         "types": "",
         "inputs": "",
@@ -116,10 +200,17 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timelin
         "sequence": forward[1][operator].fillna(-1).to_numpy(),
         "forward_thread": -1,
     }
-    columns = {name: np.broadcast_to(values, operator.sum()) for name, values in columns.items()}
+    columns = {
+        name: np.broadcast_to(values, operator.sum())
+        for name, values in columns.items()
+    }
     provenance = {
         "rules": "exact",
-        "threads": {str(rank): [f"pid {t >> _BITS & _MASK} tid {t & _MASK}" for t in threads.astype(int)]},
+        "threads": {
+            str(rank): [
+                f"pid {t >> _BITS & _MASK} tid {t & _MASK}" for t in threads.astype(int)
+            ]
+        },
         "files": {str(rank): files | facts["export"]},
         "warnings": {str(rank): facts["warnings"]},
     }
@@ -129,63 +220,113 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timelin
         clock="unix" if facts["epoch_ns"] else "relative",
         provenance=provenance,
     )
-    return Timeline(spans, meta, side_tables=SideTables(partial(dict, {"operators": conform("operators", columns)})))
+    return Timeline(
+        spans,
+        meta,
+        side_tables=SideTables(
+            partial(dict, {"operators": conform("operators", columns)})
+        ),
+    )
 
 
 def _columns(base: sqlite3.Connection, table: str) -> list[str]:
-    """Columns of a table; empty where the export lacks it, as it does for what was not recorded."""
+    """Columns of a table; empty where the export lacks it, as it does for what was not
+    recorded.
+    """
     return [column[1] for column in base.execute(f'PRAGMA table_info("{table}")')]
 
 
-def _rows(base: sqlite3.Connection, table: str, name: str, where: str = "1") -> pd.DataFrame:
+def _rows(
+    base: sqlite3.Connection, table: str, name: str, where: str = "1"
+) -> pd.DataFrame:
     """Rows of a table: numbers (-1 where unknown), and the column `name` as it is."""
     there = _columns(base, table)
     if not there or name not in there:
-        return pd.DataFrame({column: pd.Series([], dtype="int64") for column in (*_NUMBERS, "name")}).assign(kind="")
-    numbers = {own: f'COALESCE("{column}", -1)' if column in there else "-1" for own, column in _NUMBERS.items()}
-    chosen = ", ".join(f'{value} AS "{own}"' for own, value in {**numbers, "name": f'"{name}"'}.items())
+        return pd.DataFrame(
+            {column: pd.Series([], dtype="int64") for column in (*_NUMBERS, "name")}
+        ).assign(kind="")
+    numbers = {
+        own: f'COALESCE("{column}", -1)' if column in there else "-1"
+        for own, column in _NUMBERS.items()
+    }
+    chosen = ", ".join(
+        f'{value} AS "{own}"' for own, value in {**numbers, "name": f'"{name}"'}.items()
+    )
     query = f'SELECT {chosen} FROM "{table}" WHERE {where}'
-    pieces = pd.read_sql_query(query, base, chunksize=_CHUNK, dtype=dict.fromkeys(_NUMBERS, "int64"))
+    pieces = pd.read_sql_query(
+        query, base, chunksize=_CHUNK, dtype=dict.fromkeys(_NUMBERS, "int64")
+    )
     return pd.concat(list(pieces), ignore_index=True).assign(kind="")
 
 
 def _device_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFrame:
-    """Kernels, copies, memsets, graphs and waits of streams; kind is empty where the name tells it."""
+    """Kernels, copies, memsets, graphs and waits of streams; kind is empty where the
+    name tells it.
+    """
     kernels = _rows(base, "CUPTI_ACTIVITY_KIND_KERNEL", "demangledName")
     copies = _rows(base, "CUPTI_ACTIVITY_KIND_MEMCPY", "copyKind")
-    sets = _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", "bytes").assign(name="Memset (Device)")
+    sets = _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", "bytes").assign(
+        name="Memset (Device)"
+    )
     graphs = _rows(base, _GRAPHS, "graphId").assign(kind="compute")
-    waits = _rows(base, "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "syncType").assign(kind="idle")
+    waits = _rows(base, "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "syncType").assign(
+        kind="idle"
+    )
     kernels["name"] = kernels["name"].map(texts).fillna("unknown kernel")
-    copies["name"] = "Memcpy " + copies["name"].map(dict(enumerate(_COPIES))).fillna("Unknown")
+    copies["name"] = "Memcpy " + copies["name"].map(dict(enumerate(_COPIES))).fillna(
+        "Unknown"
+    )
     graphs["name"] = "CUDA graph " + graphs["name"].astype(str)
     waits["name"] = waits["name"].map(_WAITS).fillna("Sync")
     parts = [kernels, copies, sets, graphs, waits[waits["stream"] < _NO_STREAM]]
-    rows = pd.concat([part for part in parts if len(part)] or [kernels], ignore_index=True)
+    rows = pd.concat(
+        [part for part in parts if len(part)] or [kernels], ignore_index=True
+    )
     return rows[(rows["start"] >= 0) & (rows["end"] >= rows["start"])].assign(thread=-1)
 
 
 def _host_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFrame:
     """CUDA calls and NVTX ranges; a range that is still open ends with the last row."""
     calls = _rows(base, "CUPTI_ACTIVITY_KIND_RUNTIME", "nameId").assign(kind="cpu")
-    calls["name"] = calls["name"].map(texts).astype(object).str.replace(r"_v\d+$", "", regex=True)
-    ranges = [_rows(base, "NVTX_EVENTS", column, _RANGES).assign(kind="annotation") for column in ("text", "textId")]
+    calls["name"] = (
+        calls["name"].map(texts).astype(object).str.replace(r"_v\d+$", "", regex=True)
+    )
+    ranges = [
+        _rows(base, "NVTX_EVENTS", column, _RANGES).assign(kind="annotation")
+        for column in ("text", "textId")
+    ]
     named, ranges = ranges if len(ranges[0]) else ranges[::-1]
     if len(ranges) == len(named):
-        named["name"] = named["name"].where(named["name"].notna(), ranges["name"].map(texts))
-    rows = pd.concat([part for part in (calls, named) if len(part)] or [calls], ignore_index=True)
+        named["name"] = named["name"].where(
+            named["name"].notna(), ranges["name"].map(texts)
+        )
+    rows = pd.concat(
+        [part for part in (calls, named) if len(part)] or [calls], ignore_index=True
+    )
     rows = rows[rows["start"] >= 0]
-    rows["end"] = rows["end"].where(rows["end"] >= rows["start"], rows[["start", "end"]].max().max())
+    rows["end"] = rows["end"].where(
+        rows["end"] >= rows["start"], rows[["start", "end"]].max().max()
+    )
     return rows[rows["name"].notna()].assign(process=rows["thread"] & ~_MASK, stream=-1)
 
 
 def _placed(host: pd.DataFrame, device: pd.DataFrame) -> pd.DataFrame:
-    """Host rows with the device that their thread launches most on, else the first of their process."""
+    """Host rows with the device that their thread launches most on, else the first of
+    their process.
+    """
     key = ["process", "correlation"]
-    launched = host.loc[host["correlation"] >= 0, [*key, "thread"]].merge(device[[*key, "device"]], on=key)
+    launched = host.loc[host["correlation"] >= 0, [*key, "thread"]].merge(
+        device[[*key, "device"]], on=key
+    )
     most = launched.groupby("thread")["device"].agg(lambda devices: devices.mode()[0])
     first = device.groupby("process")["device"].min()
-    number = host["thread"].map(most).fillna(host["process"].map(first)).fillna(-1).astype("int64")
+    number = (
+        host["thread"]
+        .map(most)
+        .fillna(host["process"].map(first))
+        .fillna(-1)
+        .astype("int64")
+    )
     return host.assign(device=number)
 
 
@@ -200,13 +341,24 @@ def _facts(base: sqlite3.Connection) -> dict:
     def first(table: str, column: str, where: str = "1"):
         if column not in _columns(base, table):
             return None
-        return (base.execute(f'SELECT "{column}" FROM "{table}" WHERE {where} LIMIT 1').fetchone() or [None])[0]
+        return (
+            base.execute(
+                f'SELECT "{column}" FROM "{table}" WHERE {where} LIMIT 1'
+            ).fetchone()
+            or [None]
+        )[0]
 
     versions = {"schema": "EXPORT_SCHEMA_VERSION", "product": "EXPORT_PRODUCT_VERSION"}
-    hidden = "kernels of CUDA graphs are one row per graph; nsys profile --cuda-graph-trace=node records them apart"
+    hidden = (
+        "kernels of CUDA graphs are one row per graph; nsys profile "
+        "--cuda-graph-trace=node records them apart"
+    )
     return {
         "epoch_ns": int(first("TARGET_INFO_SESSION_START_TIME", "utcEpochNs") or 0),
         "device": first("TARGET_INFO_GPU", "name") or "",
-        "export": {name: first("META_DATA_EXPORT", "value", f"name = '{key}'") or "" for name, key in versions.items()},
+        "export": {
+            name: first("META_DATA_EXPORT", "value", f"name = '{key}'") or ""
+            for name, key in versions.items()
+        },
         "warnings": [hidden] if first(_GRAPHS, "start") is not None else [],
     }

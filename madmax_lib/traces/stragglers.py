@@ -1,8 +1,10 @@
-"""Which rank arrives last at collectives, how often, and what does that cost the others? And the step without them?
+"""Which rank arrives last at collectives, how often, and what does that cost the
+others? And the step without them?
 
-Skew is the last arrival minus the first at the same call. Arrivals are compared by start on timelines with one clock
-(after `alignment.align`, and simulated), else by duration: the rank that spends least time in a call came last.
-`what_if_no_stragglers` replays the `operations` of steps without slow ranks, stages and kinds of work.
+Skew is the last arrival minus the first at the same call. Arrivals are compared by
+start on timelines with one clock (after `alignment.align`, and simulated), else by
+duration: the rank that spends least time in a call came last. `what_if_no_stragglers`
+replays the `operations` of steps without slow ranks, stages and kinds of work.
 """
 
 from collections.abc import Iterator
@@ -22,9 +24,10 @@ _LEVEL = 0.05  # chance that any rank is taken for a straggler where all are ali
 def skew(timeline: Timeline) -> pd.DataFrame:
     """One row per call that several ranks made together, in order of time.
 
-    call, step, group, collective, ranks (how many), size_bytes (mean over ranks), first_s (earliest start, from the
-    first span of the timeline), transfer_s (shortest duration), skew_s, last_rank (lowest of those that are equally
-    late), wait_s and exposed_wait_s (of all other ranks), bus_bytes_per_s (of the shortest duration).
+    call, step, group, collective, ranks (how many), size_bytes (mean over ranks),
+    first_s (earliest start, from the first span of the timeline), transfer_s (shortest
+    duration), skew_s, last_rank (lowest of those that are equally late), wait_s and
+    exposed_wait_s (of all other ranks), bus_bytes_per_s (of the shortest duration).
     """
     table = arrivals(timeline)
     of_call = table.groupby("call")
@@ -42,37 +45,70 @@ def skew(timeline: Timeline) -> pd.DataFrame:
         exposed_wait_s=("exposed_wait_s", "sum"),
         bus_bytes_per_s=("bus_bytes_per_s", "max"),
     )
-    return with_origin(result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True), table)
+    return with_origin(
+        result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True),
+        table,
+    )
 
 
 def stragglers(timeline: Timeline) -> pd.DataFrame:
     """One row per rank that shares calls with another, the costliest first.
 
-    rank. calls: shared with other ranks. last: in how many of them it arrived last and someone waited, share: last over
-    calls, 0..1. cost_s: what the others waited for it, exposed_cost_s: not under their compute. waited_s,
-    exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`; `.attrs["often_last"]` has the ranks
-    that are last more often than chance makes any of equal ones.
+    rank. calls: shared with other ranks. last: in how many of them it arrived last and
+    someone waited, share: last over calls, 0..1. cost_s: what the others waited for it,
+    exposed_cost_s: not under their compute. waited_s,
+    exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`;
+    `.attrs["often_last"]` has the ranks that are last more often than chance makes any
+    of equal ones.
     """
     table = arrivals(timeline)
-    waited = {"waited_s": ("wait_s", "sum"), "exposed_waited_s": ("exposed_wait_s", "sum")}
+    waited = {
+        "waited_s": ("wait_s", "sum"),
+        "exposed_waited_s": ("exposed_wait_s", "sum"),
+    }
     own = table.groupby("rank").agg(calls=("call", "size"), **waited)
     late = table[table["skew_s"] > 0].groupby("last_rank")
-    late = late.agg(last=("call", "nunique"), cost_s=("wait_s", "sum"), exposed_cost_s=("exposed_wait_s", "sum"))
+    late = late.agg(
+        last=("call", "nunique"),
+        cost_s=("wait_s", "sum"),
+        exposed_cost_s=("exposed_wait_s", "sum"),
+    )
     result = own.join(late).rename_axis("rank").reset_index()
-    result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(0.0)
+    result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(
+        0.0
+    )
     result["last"] = result["last"].fillna(0).astype("int64")
     result["share"] = result["last"] / result["calls"]
-    columns = ["rank", "calls", "last", "share", "cost_s", "exposed_cost_s", "waited_s", "exposed_waited_s"]
-    result = result[columns].sort_values(["cost_s", "rank"], ascending=[False, True]).reset_index(drop=True)
+    columns = [
+        "rank",
+        "calls",
+        "last",
+        "share",
+        "cost_s",
+        "exposed_cost_s",
+        "waited_s",
+        "exposed_waited_s",
+    ]
+    result = (
+        result[columns]
+        .sort_values(["cost_s", "rank"], ascending=[False, True])
+        .reset_index(drop=True)
+    )
     return with_origin(result, table, often_last=list(_often_last(table, result)))
 
 
 def _often_last(table: pd.DataFrame, result: pd.DataFrame) -> Iterator[int]:
-    """Ranks that arrive last more often than chance explains: a binomial test with Bonferroni's correction."""
+    """Ranks that arrive last more often than chance explains: a binomial test with
+    Bonferroni's correction.
+    """
     from scipy.stats import binom
 
     late = table[table["skew_s"] > 0]
-    by_rank = (1 / late.groupby("call")["rank"].transform("size")).groupby(late["rank"]).agg(["size", "mean"])
+    by_rank = (
+        (1 / late.groupby("call")["rank"].transform("size"))
+        .groupby(late["rank"])
+        .agg(["size", "mean"])
+    )
     for rank, last in zip(result["rank"], result["last"], strict=True):
         if last and binom.sf(last - 1, *by_rank.loc[rank]) * len(result) < _LEVEL:
             yield rank

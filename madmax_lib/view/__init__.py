@@ -1,4 +1,6 @@
-"""How does it look? Pictures, widgets, notebooks run headless, pages and reports: everything that draws."""
+"""How does it look? Pictures, widgets, notebooks run headless, pages and reports:
+everything that draws.
+"""
 
 from madmax_lib.base.doors import open_room
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from madmax_lib.view.plots.plans import *
     from madmax_lib.view.plots.predicted import *
     from madmax_lib.view.plots.runs import *
-    from madmax_lib.view.report.report import report as report, write_report as write_report
+    from madmax_lib.view.report.report import (
+        report as report,
+        write_report as write_report,
+    )
 
 __all__ = open_room(__name__)

@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from madmax_lib.base.intervals import EMPTY, intersection, pack, subtraction, total, union
+from madmax_lib.base.intervals import (
+    EMPTY,
+    intersection,
+    pack,
+    subtraction,
+    total,
+    union,
+)
 
 SETS = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 12)), max_size=12).map(
     lambda pairs: pack([start for start, _ in pairs], [length for _, length in pairs])

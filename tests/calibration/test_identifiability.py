@@ -8,7 +8,13 @@ import pytest
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fit, usable
-from madmax_lib.calibration.judge.identifiability import STATES, constants_of, leverage, scaled, strongest_pairs
+from madmax_lib.calibration.judge.identifiability import (
+    STATES,
+    constants_of,
+    leverage,
+    scaled,
+    strongest_pairs,
+)
 from madmax_lib.calibration.published.rows import read_rows, to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 
@@ -17,48 +23,79 @@ SIGMA = bounds().loc[list(NAMES), "sigma"].to_numpy(float)
 
 
 def fitted(values=None, widths=(0.1, 0.95, 0.3), correlation=0.0):
-    """Parameters with this posterior: standard deviations over the prior widths, in the scale of the fit."""
+    """Parameters with this posterior: standard deviations over the prior widths, in the
+    scale of the fit.
+    """
     values = values or {}
-    constants, deviations = start().constants | values, np.diag(np.array(widths) * SIGMA)
+    constants, deviations = (
+        start().constants | values,
+        np.diag(np.array(widths) * SIGMA),
+    )
     covariance = deviations @ (np.eye(3) + correlation * (1 - np.eye(3))) @ deviations
     ends = {name: (0.9 * constants[name], 1.1 * constants[name]) for name in NAMES}
-    return Parameters(constants=constants, intervals=ends, fitted=NAMES, covariance=tuple(map(tuple, covariance)))
+    return Parameters(
+        constants=constants,
+        intervals=ends,
+        fitted=NAMES,
+        covariance=tuple(map(tuple, covariance)),
+    )
 
 
 def test_learned_is_the_share_of_the_prior_variance():
     found = constants_of(fitted())
-    assert found["learned"].to_numpy() == pytest.approx(1 - np.array([0.1, 0.95, 0.3]) ** 2)
+    assert found["learned"].to_numpy() == pytest.approx(
+        1 - np.array([0.1, 0.95, 0.3]) ** 2
+    )
     assert found["moved"].to_numpy() == pytest.approx(0, abs=1e-12)
     assert found["state"].tolist() == ["fixed by rows", "prior alone", "fixed by rows"]
     first, second, linear = bounds().loc[list(NAMES), "start"]
-    assert scaled(bounds().loc[list(NAMES)], "start") == pytest.approx([np.log(first), np.log(second), linear])
+    assert scaled(bounds().loc[list(NAMES)], "start") == pytest.approx(
+        [np.log(first), np.log(second), linear]
+    )
 
 
 def test_states():
     at_bound = constants_of(fitted({NAMES[1]: bounds().at[NAMES[1], "high"]}))
     assert at_bound.loc[NAMES[1], "state"] == "at a bound"
-    far = fitted({NAMES[1]: start().constants[NAMES[1]] * np.exp(-1.5 * SIGMA[1])}, widths=(0.1, 2, 0.3))
+    far = fitted(
+        {NAMES[1]: start().constants[NAMES[1]] * np.exp(-1.5 * SIGMA[1])},
+        widths=(0.1, 2, 0.3),
+    )
     found = constants_of(far)
-    assert found.loc[NAMES[1], "state"] == "pulled off its prior" and found.loc[NAMES[1], "learned"] == 0
+    assert (
+        found.loc[NAMES[1], "state"] == "pulled off its prior"
+        and found.loc[NAMES[1], "learned"] == 0
+    )
     assert found.loc[NAMES[1], "moved"] == pytest.approx(-1.5)
     some = constants_of(fitted(widths=(0.7, 0.1, 0.7)))
-    assert some["state"].tolist() == ["rows and prior", "fixed by rows", "rows and prior"]
+    assert some["state"].tolist() == [
+        "rows and prior",
+        "fixed by rows",
+        "rows and prior",
+    ]
 
 
 def test_strongest_pairs():
     pairs = strongest_pairs(fitted(correlation=-0.6), 2)
-    assert pairs["correlation"].tolist() == pytest.approx([-0.6, -0.6]) and pairs.loc[0, "first"] == NAMES[0]
+    assert (
+        pairs["correlation"].tolist() == pytest.approx([-0.6, -0.6])
+        and pairs.loc[0, "first"] == NAMES[0]
+    )
 
 
 def test_leverage_of_a_row_that_is_all_matrix_products():
-    """A constant through +-10 % moves no prediction by more than that; one that no row uses moves nothing."""
+    """A constant through +-10 % moves no prediction by more than that; one that no row
+    uses moves nothing.
+    """
     table = catalog.table("published_train")
     rows = read_rows(table[table["gpu"] == "A100_80GB"].head(5))
     found = leverage(fitted(), to_steps(rows))
     assert 0 < found.loc[NAMES[0], "largest"] < np.log(1.1 / 0.9)
     assert (found["median"] <= found["largest"]).all()
     hopper = "gemm_efficiency:hopper-16"
-    other = replace(start(), intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),))
+    other = replace(
+        start(), intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),)
+    )
     assert leverage(other, to_steps(rows)).loc[hopper, "largest"] == 0
 
 
@@ -66,14 +103,20 @@ def test_a_fit_of_few_rows_leaves_the_prior():
     rows = read_rows(catalog.table("published_train"))
     few = fit(rows[usable(rows)].head(3), starts=1, only=list(NAMES))
     found = constants_of(few)
-    assert found.loc["network_share:ib", "learned"] < 0.5 and set(found["state"]) <= set(STATES)
-    assert (found["interval_low"] <= found["fitted"]).all() and (found["fitted"] <= found["interval_high"]).all()
+    assert found.loc["network_share:ib", "learned"] < 0.5 and set(
+        found["state"]
+    ) <= set(STATES)
+    assert (found["interval_low"] <= found["fitted"]).all() and (
+        found["fitted"] <= found["interval_high"]
+    ).all()
 
 
 def test_the_shipped_fit():
     found = constants_of(shipped())
     assert len(found) == len(shipped().fitted) and found["learned"].between(0, 1).all()
-    assert (found["state"] == "fixed by rows").sum() >= 15 and (found["state"] == "at a bound").sum() <= 8
+    assert (found["state"] == "fixed by rows").sum() >= 15 and (
+        found["state"] == "at a bound"
+    ).sum() <= 8
     assert isinstance(strongest_pairs(shipped()), pd.DataFrame)
     with pytest.raises(ValueError, match="nothing was fitted"):
         constants_of(Parameters())

@@ -1,4 +1,6 @@
-"""Fits of a machine find constants that are known, rows of runs say what ran, and files come back as they were."""
+"""Fits of a machine find constants that are known, rows of runs say what ran, and files
+come back as they were.
+"""
 
 import json
 import sys
@@ -13,9 +15,15 @@ from support import CPU_CONSTANTS
 import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.calibration import fit, predict, run_rows
-from madmax_lib.calibration.machine.calibrate import calibrate
 from madmax_lib.calibration.machine import machine_page
-from madmax_lib.calibration.machine.machine import Machine, fit_constants, link_rates, machine, parts_of
+from madmax_lib.calibration.machine.calibrate import calibrate
+from madmax_lib.calibration.machine.machine import (
+    Machine,
+    fit_constants,
+    link_rates,
+    machine,
+    parts_of,
+)
 from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Cluster, Device, Link
@@ -27,12 +35,32 @@ from madmax_lib.simulator.rates.parameters import start
 
 CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu", process_bytes=1e8)
 TESTBED = Cluster("testbed", CPU, 1, 2, Link("loopback", 5e9), Link("ethernet", 37e6))
-CURVES = {f"{kind} 2 2": ((4e3, 1e-3), (1e6, 0.028)) for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+CURVES = {
+    f"{kind} 2 2": ((4e3, 1e-3), (1e6, 0.028))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter")
+}
 GPT = {"layers": 3, "hidden": 192, "heads": 6, "kv_heads": 6, "ffn": 512}
 RUNS = [  # unlike shapes, one alone
     ("gpt-tiny", "dp2", {**GPT, "sequence": 64}, 16),
-    ("gpt-tiny", "dp2", {"layers": 2, "hidden": 320, "heads": 8, "kv_heads": 4, "ffn": 1280}, 4),
-    ("gpt-tiny", "dp2", {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 256, "sequence": 512}, 8),
+    (
+        "gpt-tiny",
+        "dp2",
+        {"layers": 2, "hidden": 320, "heads": 8, "kv_heads": 4, "ffn": 1280},
+        4,
+    ),
+    (
+        "gpt-tiny",
+        "dp2",
+        {
+            "layers": 2,
+            "hidden": 64,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn": 256,
+            "sequence": 512,
+        },
+        8,
+    ),
     ("vit-tiny", "dp2", {"hidden": 128, "ffn": 512}, 32),
     ("gpt-tiny", "dp1", {**GPT, "sequence": 64}, 16),
     ("gpt-tiny", "tp2", {**GPT, "sequence": 64}, 16),
@@ -54,22 +82,37 @@ def test_a_fit_finds_the_constants_that_made_the_runs():
     cases = [case(*run) for run in RUNS]
     measured = parts_of(Steps.stack(cases), known())
     noise = np.random.default_rng(0).normal(0, 0.01, measured.shape)
-    fitted = fit_constants(cases, measured * np.exp(noise), replace(start(), collectives=CURVES))
+    fitted = fit_constants(
+        cases, measured * np.exp(noise), replace(start(), collectives=CURVES)
+    )
     predicted = parts_of(Steps.stack(cases), fitted)
     assert np.abs(predicted["step_s"] / measured["step_s"] - 1).max() < 0.03
-    for name in ("gemm_efficiency:other-16", "attention_efficiency:other", "alone", "comm_launch_s:eager"):
+    for name in (
+        "gemm_efficiency:other-16",
+        "attention_efficiency:other",
+        "alone",
+        "comm_launch_s:eager",
+    ):
         assert fitted.constants[name] == pytest.approx(CPU_CONSTANTS[name], rel=0.2)
         low, high = fitted.intervals[name]
         assert 0.9 * low < CPU_CONSTANTS[name] < 1.1 * high
-    other = [case("gpt-tiny", plan, {**GPT, "layers": 5}, 8) for plan in ("dp2.z3", "pp2", "tp2")]
-    seconds = [parts_of(Steps.stack(other), parameters)["step_s"].to_numpy() for parameters in (known(), fitted)]
+    other = [
+        case("gpt-tiny", plan, {**GPT, "layers": 5}, 8)
+        for plan in ("dp2.z3", "pp2", "tp2")
+    ]
+    seconds = [
+        parts_of(Steps.stack(other), parameters)["step_s"].to_numpy()
+        for parameters in (known(), fitted)
+    ]
     assert np.abs(seconds[1] / seconds[0] - 1).max() < 0.06
     assert fitted.software == "workbench" and fitted.residuals["stranger"] < 0.03
 
 
 def test_parts_that_no_trace_tells_are_left_out():
     cases = [case(*run) for run in RUNS[:3]]
-    measured = parts_of(Steps.stack(cases), known()).assign(gemm_s=np.nan, attention_s=np.nan, optimizer_s=np.nan)
+    measured = parts_of(Steps.stack(cases), known()).assign(
+        gemm_s=np.nan, attention_s=np.nan, optimizer_s=np.nan
+    )
     fitted = fit_constants(cases, measured, replace(start(), collectives=CURVES))
     predicted = parts_of(Steps.stack(cases), fitted)["step_s"]
     assert np.abs(predicted / measured["step_s"] - 1).max() < 0.05
@@ -81,10 +124,21 @@ def test_links_by_their_collectives():
     rows = []
     for ranks, nodes, rate in ((2, 1, 4e9), (2, 2, 1e8)):
         gathered = 2e-4 + 1e-5 * (ranks - 1) + sizes / 2 / rate
-        rows.append(pd.DataFrame({"ranks": ranks, "nodes": nodes, "size_bytes": sizes, "seconds": gathered}))
+        rows.append(
+            pd.DataFrame(
+                {
+                    "ranks": ranks,
+                    "nodes": nodes,
+                    "size_bytes": sizes,
+                    "seconds": gathered,
+                }
+            )
+        )
     table = pd.concat(rows).assign(collective="all_gather")
     rates = link_rates(table)
-    assert rates["near"] == pytest.approx(4e9, rel=0.2) and rates["far"] == pytest.approx(1e8, rel=0.1)
+    assert rates["near"] == pytest.approx(4e9, rel=0.2) and rates[
+        "far"
+    ] == pytest.approx(1e8, rel=0.1)
     assert rates["latency_s"] + rates["hop_s"] == pytest.approx(2.1e-4, rel=0.1)
     assert np.isnan(link_rates(table[table["nodes"] == 2])["near"])
 
@@ -102,7 +156,9 @@ def test_a_machine_comes_back_as_it_was(saved):
         found = machine(path)
         assert found.cluster == made.cluster and found.parameters.collectives == CURVES
     run = {"global_batch": 8, "dtype": "fp32", "parameters": found.parameters}
-    one = mm.estimate("gpt2", mm.cluster(str(folder / "machine.json"), devices=1), "dp1", **run)
+    one = mm.estimate(
+        "gpt2", mm.cluster(str(folder / "machine.json"), devices=1), "dp1", **run
+    )
     assert one["step_s"].iloc[0] > 0
 
 
@@ -110,24 +166,50 @@ def test_the_file_of_a_machine_brings_its_constants(saved, capsys):
     """In the place of a cluster, in calls and on the command line."""
     folder, made = saved
     path, run = str(folder / "machine.json"), {"global_batch": 8, "dtype": "fp32"}
-    given = mm.estimate("gpt2", made.cluster, ["dp2.z3", "dp2"], parameters=made.parameters, **run)
-    pd.testing.assert_frame_equal(mm.estimate("gpt2", path, ["dp2.z3", "dp2"], **run), given)
-    assert given["step_s"][0] != mm.estimate("gpt2", made.cluster, "dp2.z3", **run)["step_s"][0]
+    given = mm.estimate(
+        "gpt2", made.cluster, ["dp2.z3", "dp2"], parameters=made.parameters, **run
+    )
+    pd.testing.assert_frame_equal(
+        mm.estimate("gpt2", path, ["dp2.z3", "dp2"], **run), given
+    )
+    assert (
+        given["step_s"][0]
+        != mm.estimate("gpt2", made.cluster, "dp2.z3", **run)["step_s"][0]
+    )
     steps = [mm.simulate("gpt2", place, "dp2.z3", **run, **more).spans["dur_ns"].sum()
              for place, more in [(path, {}), (made.cluster, {"parameters": made.parameters})]]  # fmt: skip
     assert steps[0] == steps[1]
     for command, plans in (("estimate", ["dp2.z3", "dp2"]), ("search", [])):
-        assert main([command, "gpt2", path, *plans, "--global-batch", "8", "--dtype", "fp32", "--json"]) == 0
+        assert (
+            main(
+                [
+                    command,
+                    "gpt2",
+                    path,
+                    *plans,
+                    "--global-batch",
+                    "8",
+                    "--dtype",
+                    "fp32",
+                    "--json",
+                ]
+            )
+            == 0
+        )
         rows = json.loads(capsys.readouterr().out)["rows"]
         seconds = {row["plan"]: row["step_s"] for row in rows}
-        one = mm.estimate("gpt2", made.cluster, list(seconds), parameters=made.parameters, **run)["step_s"]
+        one = mm.estimate(
+            "gpt2", made.cluster, list(seconds), parameters=made.parameters, **run
+        )["step_s"]
         assert list(seconds.values()) == pytest.approx(one.tolist(), rel=1e-5)
 
 
 def test_one_host_tells_nothing_of_a_network(saved):
     folder, made = saved
     replace(made, cluster=replace(made.cluster, nodes=1)).save(folder / "machine.json")
-    with pytest.raises(ValueError, match="nodes=4, but its one host has told nothing of a network"):
+    with pytest.raises(
+        ValueError, match="nodes=4, but its one host has told nothing of a network"
+    ):
         mm.cluster(folder / "machine.json", nodes=4)
 
 
@@ -136,17 +218,31 @@ def test_measured_collectives_are_scaled_to_other_links_and_say_so(saved):
     parameters = replace(made.parameters, links=(5e9, 37e6))
     run = {"global_batch": 8, "sequence": 64, "dtype": "fp32", "parameters": parameters}
     model = replace(mm.model("gpt2"), layers=4, vocab=512)
-    same = [mm.estimate(model, TESTBED, "dp2", **run | {"parameters": of}) for of in (parameters, made.parameters)]
+    same = [
+        mm.estimate(model, TESTBED, "dp2", **run | {"parameters": of})
+        for of in (parameters, made.parameters)
+    ]
     assert same[0]["step_s"].iloc[0] == same[1]["step_s"].iloc[0]
     half = replace(TESTBED, inter=Link("ethernet", 18.5e6))
-    with pytest.warns(UserWarning, match="collectives were measured on links of 5e\\+09 and 3.7e\\+07 bytes/s"):
+    with pytest.warns(
+        UserWarning,
+        match="collectives were measured on links of 5e\\+09 and 3.7e\\+07 bytes/s",
+    ):
         slower = mm.estimate(model, half, "dp2", **run)
-    assert slower["dp_s"].iloc[0] == pytest.approx(2 * same[0]["dp_s"].iloc[0], rel=0.05)  # but for its latency
+    assert slower["dp_s"].iloc[0] == pytest.approx(
+        2 * same[0]["dp_s"].iloc[0], rel=0.05
+    )  # but for its latency
     near = replace(TESTBED, intra=Link("loopback", 1e9))
     with pytest.warns(UserWarning, match="here they are scaled"):
-        assert mm.estimate(model, near, "dp2", **run)["dp_s"].iloc[0] == same[0]["dp_s"].iloc[0]  # no rank is near
+        assert (
+            mm.estimate(model, near, "dp2", **run)["dp_s"].iloc[0]
+            == same[0]["dp_s"].iloc[0]
+        )  # no rank is near
     with pytest.warns(UserWarning, match="here they are scaled"):
-        steps = [mm.simulate(model, half, "dp2", **run), mm.simulate(model, TESTBED, "dp2", **run)]
+        steps = [
+            mm.simulate(model, half, "dp2", **run),
+            mm.simulate(model, TESTBED, "dp2", **run),
+        ]
     exposed_s = [mm.breakdown(step)["exposed_comm_s"].max() for step in steps]
     assert exposed_s[0] == pytest.approx(2 * exposed_s[1], rel=0.05)
 
@@ -157,11 +253,17 @@ def test_a_process_on_a_cpu_has_one_answer_for_its_memory(saved, plan):
     parts = mm.memory("gpt2", plan, cluster=TESTBED, **run)
     peak = peak_bytes(parts)
     assert peak == peak_bytes(parts, allocated=True) + CPU.process_bytes
-    row = mm.estimate("gpt2", TESTBED, plan, parameters=saved[1].parameters, **run).iloc[0]
+    row = mm.estimate(
+        "gpt2", TESTBED, plan, parameters=saved[1].parameters, **run
+    ).iloc[0]
     assert (
-        row["memory_bytes"] == pytest.approx(peak) == mm.estimate("gpt2", TESTBED, plan, **run)["memory_bytes"].iloc[0]
+        row["memory_bytes"]
+        == pytest.approx(peak)
+        == mm.estimate("gpt2", TESTBED, plan, **run)["memory_bytes"].iloc[0]
     )
-    assert mm.fits("gpt2", TESTBED, plan, **run).margins_bytes["device"] == pytest.approx(CPU.memory_bytes - peak)
+    assert mm.fits("gpt2", TESTBED, plan, **run).margins_bytes[
+        "device"
+    ] == pytest.approx(CPU.memory_bytes - peak)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +283,9 @@ def test_corrupt_points_of_collectives_are_refused_in_a_line(saved, points, mess
     content = json.loads(path.read_text())
     content["parameters"]["collectives"]["all_gather 2 2"] = points
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"machine.json: not the file of a machine \(.*{message}") as error:
+    with pytest.raises(
+        ValueError, match=rf"machine.json: not the file of a machine \(.*{message}"
+    ) as error:
         machine(path)
     assert "\n" not in str(error.value)
 
@@ -220,7 +324,9 @@ def test_cuda_that_is_not_there_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_another_calibration_is_not_overwritten(tmp_path):
-    (tmp_path / "settings.json").write_text(json.dumps({"hosts": 2, "network": "1gbit", "device": "cpu", "ranks": 2}))
+    (tmp_path / "settings.json").write_text(
+        json.dumps({"hosts": 2, "network": "1gbit", "device": "cpu", "ranks": 2})
+    )
     with pytest.raises(ValueError, match="holds a calibration with other settings"):
         calibrate(tmp_path, device="cpu")
 
@@ -230,12 +336,21 @@ def runs(saved):
     """Two finished runs as their files say, beside the machine that they ran on."""
     folder, _ = saved
     for name, strategy, step_s in (("a", "dp2.z3", 0.4), ("b", "cp2", 0.5)):
-        spec = RunSpec("moe-tiny", strategy, global_batch=8, device="cpu", hosts=2, network="300mbit")
+        spec = RunSpec(
+            "moe-tiny",
+            strategy,
+            global_batch=8,
+            device="cpu",
+            hosts=2,
+            network="300mbit",
+        )
         run = folder / "runs" / name
         run.mkdir(parents=True)
         values = vars(spec) | {"speed": []}
         (run / "spec.json").write_text(json.dumps(values))
-        (run / "env.json").write_text(json.dumps({"device": "some cpu", "dtype": "fp32"}))
+        (run / "env.json").write_text(
+            json.dumps({"device": "some cpu", "dtype": "fp32"})
+        )
         ranks = [{"rank": 0, "memory_peak_bytes": None, "host_rss_bytes": 3e8}]
         summary = {"status": "completed", "step_s": {"median": step_s}, "ranks": ranks}
         (run / "summary.json").write_text(json.dumps(summary))
@@ -244,12 +359,26 @@ def runs(saved):
 
 def test_runs_become_rows_that_fits_take(runs):
     rows = run_rows(runs)
-    assert rows.index.tolist() == ["a", "b"] and rows["iteration_time_s"].tolist() == [0.4, 0.5]
-    assert Path(rows["cluster"].iloc[0]).name == "machine.json" and rows["zero_stage"].tolist() == [3, 0]
+    assert rows.index.tolist() == ["a", "b"] and rows["iteration_time_s"].tolist() == [
+        0.4,
+        0.5,
+    ]
+    assert Path(rows["cluster"].iloc[0]).name == "machine.json" and rows[
+        "zero_stage"
+    ].tolist() == [3, 0]
     read = read_rows(runs)
-    assert read["supported"].all() and read["consistent"].all() and read["measured_s"].tolist() == [0.4, 0.5]
+    assert (
+        read["supported"].all()
+        and read["consistent"].all()
+        and read["measured_s"].tolist() == [0.4, 0.5]
+    )
     first, second = read["case"]
-    assert (first.model.experts, first.cluster.nodes, first.dtype, first.software.name) == (4, 2, "fp32", "workbench")
+    assert (
+        first.model.experts,
+        first.cluster.nodes,
+        first.dtype,
+        first.software.name,
+    ) == (4, 2, "fp32", "workbench")
     assert second.plan.context == "ulysses" and second.plan.cp == 2
     made = machine(runs.parent)
     table = predict(runs, made.parameters)
@@ -258,14 +387,19 @@ def test_runs_become_rows_that_fits_take(runs):
     after = predict(rows, updated)["predicted_s"] / rows["iteration_time_s"]
     before = table["predicted_s"] / rows["iteration_time_s"]
     assert np.abs(np.log(after)).mean() <= np.abs(np.log(before)).mean() + 1e-9
-    fitted = fit.fit(runs, starts=1, begin=made.parameters, only=["gemm_efficiency:other-16"])
+    fitted = fit.fit(
+        runs, starts=1, begin=made.parameters, only=["gemm_efficiency:other-16"]
+    )
     assert fitted.collectives == made.parameters.collectives
 
 
 def test_a_row_of_a_run_without_a_machine_says_what_is_missing(runs):
     (runs.parent / "machine.json").unlink()
     read = read_rows(runs)
-    assert not read["supported"].any() and read["reason"].str.contains("unknown device 'some cpu'").all()
+    assert (
+        not read["supported"].any()
+        and read["reason"].str.contains("unknown device 'some cpu'").all()
+    )
     with pytest.raises(FileNotFoundError, match="no run directories here"):
         run_rows(PROJECT / "tests")
 
@@ -273,14 +407,28 @@ def test_a_row_of_a_run_without_a_machine_says_what_is_missing(runs):
 def test_a_page_shows_every_run(saved):
     folder, made = saved
     names = [
-        f"{which}_{of}" for which in ("predicted", "measured") for of in ("s", "compute", "exposed_comm", "overlap")
+        f"{which}_{of}"
+        for which in ("predicted", "measured")
+        for of in ("s", "compute", "exposed_comm", "overlap")
     ]
-    results = pd.DataFrame(0.4, index=["gpt dp", "vit <z3>"], columns=[*names, "predicted_bytes", "measured_bytes"])
+    results = pd.DataFrame(
+        0.4,
+        index=["gpt dp", "vit <z3>"],
+        columns=[*names, "predicted_bytes", "measured_bytes"],
+    )
     results.assign(error=[0.02, -0.1]).to_csv(folder / "results.csv", index_label="run")
     parts = [
-        f"{which}_{of}_s" for which in ("predicted", "measured") for of in ("step", "gemm", "attention", "optimizer")
+        f"{which}_{of}_s"
+        for which in ("predicted", "measured")
+        for of in ("step", "gemm", "attention", "optimizer")
     ]
-    pd.DataFrame(0.1, index=["wide dp"], columns=parts).to_csv(folder / "parts.csv", index_label="run")
+    pd.DataFrame(0.1, index=["wide dp"], columns=parts).to_csv(
+        folder / "parts.csv", index_label="run"
+    )
     text = machine_page.write_page(folder, made).read_text()
-    assert "within 6.0% (median), 10.0% at worst" in text and "vit &lt;z3&gt;" in text and "<z3>" not in text
+    assert (
+        "within 6.0% (median), 10.0% at worst" in text
+        and "vit &lt;z3&gt;" in text
+        and "<z3>" not in text
+    )
     assert text.count("<circle") == 2

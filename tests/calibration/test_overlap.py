@@ -22,26 +22,42 @@ def test_every_fact_is_predicted(facts):
 
 
 def test_predicted_is_of_the_simulated_step(facts):
-    row = facts[(facts["what"] == "overlap") & facts["run"].str.startswith("vit-huge dp2.z3")].iloc[0]
-    plan, run = "dp2.z3.mb16.full.bucket1000000000", {"global_batch": 32, "dtype": "fp16", "software": "deepspeed"}
+    row = facts[
+        (facts["what"] == "overlap") & facts["run"].str.startswith("vit-huge dp2.z3")
+    ].iloc[0]
+    plan, run = (
+        "dp2.z3.mb16.full.bucket1000000000",
+        {"global_batch": 32, "dtype": "fp16", "software": "deepspeed"},
+    )
     step = mm.simulate("vit-huge", "kaggle-2xt4", plan, **run)
-    assert row["predicted"] == pytest.approx(mm.breakdown(step)["overlap"].mean(), rel=0.01)
+    assert row["predicted"] == pytest.approx(
+        mm.breakdown(step)["overlap"].mean(), rel=0.01
+    )
 
 
 def test_overlap_is_nearer_than_a_constant_guess(facts):
     table = overlap_errors(facts)
     assert table.at["overlap", "constant"] > 0.3
-    assert table.loc[["overlap", "exposed_share", "speed_ratio"], "error"].max() < 0.1  # asked for
+    assert (
+        table.loc[["overlap", "exposed_share", "speed_ratio"], "error"].max() < 0.1
+    )  # asked for
     page = " ".join((PROJECT / "docs" / "how-accurate-is-it.md").read_text().split())
     for what in ("overlap", "exposed_share"):
         error, constant = 100 * table.loc[what, ["error", "constant"]]
-        assert re.search(rf"by {error:.0f}( points on average)? \(a constant guess: {constant:.0f}\)", page), what
+        assert re.search(
+            rf"by {error:.0f}( points on average)? \(a constant guess: {constant:.0f}\)",
+            page,
+        ), what
     assert f"by {100 * table.at['speed_ratio', 'error']:.0f} % of the ratio" in page
 
 
 def test_errors_by_what_was_measured():
     facts = pd.DataFrame(
-        {"what": ["overlap"] * 2 + ["speed_ratio"], "run": ["a", "a", "b"], "measured": [0.2, 0.4, 2.0]}
+        {
+            "what": ["overlap"] * 2 + ["speed_ratio"],
+            "run": ["a", "a", "b"],
+            "measured": [0.2, 0.4, 2.0],
+        }
     )
     table = overlap_errors(facts.assign(error=[0.1, -0.3, 0.5]))
     assert table.loc["overlap"].tolist() == pytest.approx([2, 1, 0.2, -0.1, 0.1])

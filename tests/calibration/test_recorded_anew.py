@@ -1,7 +1,9 @@
-"""A calibration of the testbed, made here and now: the rates of its links, and how well it predicts.
+"""A calibration of the testbed, made here and now: the rates of its links, and how well
+it predicts.
 
-Some 40 s alone on a machine, and only there: `.ci/run` asks for it behind all other tests. Its bounds hold beside other
-work too; `benchmarks/testbed.py` measures what a quiet machine does.
+Some 40 s alone on a machine, and only there: `.ci/run` asks for it behind all other
+tests. Its bounds hold beside other work too; `benchmarks/testbed.py` measures what a
+quiet machine does.
 """
 
 import os
@@ -18,27 +20,44 @@ from tests.support import needs_namespaces
 RECORDED, NETWORK, RATE = PROJECT / "traces" / "testbed", "300mbit", 300e6 / 8
 LARGE_BYTES = 2**18  # the link's rate counts above, latency below
 STEP_ERROR, MEMORY_ERROR = 0.6, 0.15
-# kind: bytes on the wire over the size, and seconds over those of the wire at most; gloo gathers both ways, or in turn
+# kind: bytes on the wire over the size, and seconds over those of the wire at most;
+# gloo gathers both ways, or in turn
 LINKS = {"all_reduce": (1.0, 1.35), "send_recv": (1.0, 1.35), "all_gather": (0.5, 2.3)}
 
 
-@pytest.mark.skipif(not os.environ.get("MADMAX_TESTBED"), reason="MADMAX_TESTBED=1 calibrates here")
+@pytest.mark.skipif(
+    not os.environ.get("MADMAX_TESTBED"), reason="MADMAX_TESTBED=1 calibrates here"
+)
 @needs_namespaces
 def test_a_calibration_made_here_agrees_with_the_recorded_one(tmp_path, monkeypatch):
     stages = sys.modules[mm.calibrate.__module__]
-    monkeypatch.setattr(stages, "_FITTED", ("wide dp", "short dp", "long dp", "short tp"))
+    monkeypatch.setattr(
+        stages, "_FITTED", ("wide dp", "short dp", "long dp", "short tp")
+    )
     monkeypatch.setattr(stages, "_PREDICTED", ("gpt dp", "gpt z3"))
     monkeypatch.setattr(stages, "_STEPS", 6)  # the last one is counted
     made = mm.calibrate(tmp_path, hosts=2, network=NETWORK, device="cpu")
-    curves = [MeasuredCollectives(pd.read_csv(folder / "links.csv")) for folder in (tmp_path, RECORDED)]
+    curves = [
+        MeasuredCollectives(pd.read_csv(folder / "links.csv"))
+        for folder in (tmp_path, RECORDED)
+    ]
     for kind, (share, most) in LINKS.items():
         for size_bytes in (LARGE_BYTES, 4 * LARGE_BYTES):
-            seconds, wire_s = curves[0].seconds(kind, 2, 2, size_bytes), share * size_bytes / RATE
+            seconds, wire_s = (
+                curves[0].seconds(kind, 2, 2, size_bytes),
+                share * size_bytes / RATE,
+            )
             assert 0.85 * wire_s < seconds < most * wire_s, (kind, size_bytes)
     all_reduce_s = [of.seconds("all_reduce", 2, 2, 4 * LARGE_BYTES) for of in curves]
     assert all_reduce_s[0] == pytest.approx(all_reduce_s[1], rel=0.1)
     results = pd.read_csv(tmp_path / "results.csv", index_col="run")
-    assert results.index.tolist() == ["gpt dp", "gpt z3"] and not made.provenance["notes"]
+    assert (
+        results.index.tolist() == ["gpt dp", "gpt z3"] and not made.provenance["notes"]
+    )
     assert results["error"].abs().max() < STEP_ERROR
-    assert (results["measured_exposed_comm"] - results["predicted_exposed_comm"]).abs().max() < STEP_ERROR / 2
-    assert (results["predicted_bytes"] / results["measured_bytes"] - 1).abs().max() < MEMORY_ERROR
+    assert (
+        results["measured_exposed_comm"] - results["predicted_exposed_comm"]
+    ).abs().max() < STEP_ERROR / 2
+    assert (
+        results["predicted_bytes"] / results["measured_bytes"] - 1
+    ).abs().max() < MEMORY_ERROR

@@ -6,7 +6,12 @@ from dataclasses import replace
 from madmax_lib.calibration.ship import _same, ship
 from madmax_lib.simulator.rates.parameters import shipped
 
-SOME = ["foundation-model-stack/fms-fsdp", "calculon-ai/calculon", "pytorch/torchtitan", "NVIDIA/NeMo"]
+SOME = [
+    "foundation-model-stack/fms-fsdp",
+    "calculon-ai/calculon",
+    "pytorch/torchtitan",
+    "NVIDIA/NeMo",
+]
 
 
 def test_a_second_time_leaves_the_file_as_it_is(rows, tmp_path, monkeypatch):
@@ -23,4 +28,6 @@ def test_other_constants_are_others():
     for factor, same in ((1 + 1e-6, True), (1.001, False)):
         moved = shipped().constants | {name: factor * shipped().constants[name]}
         assert _same(shipped(), replace(shipped(), constants=moved)) == same
-    assert not _same(shipped(), replace(shipped(), provenance={"sha256": "of other rows"}))
+    assert not _same(
+        shipped(), replace(shipped(), provenance={"sha256": "of other rows"})
+    )

@@ -1,4 +1,6 @@
-"""A Timeline made with known constants gives them back, a recorded one is met, and one of another run refused."""
+"""A Timeline made with known constants gives them back, a recorded one is met, and one
+of another run refused.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,11 @@ from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.traces.read.kineto import read_trace
 
 MODEL, CLUSTER = mm.model("gpt2-large"), mm.cluster("dgx-h100")
-TRUTH = {"gemm_efficiency:hopper-16": 0.6, "attention_efficiency:hopper-pytorch": 0.25, "pointwise_factor:eager": 2.5}
+TRUTH = {
+    "gemm_efficiency:hopper-16": 0.6,
+    "attention_efficiency:hopper-pytorch": 0.25,
+    "pointwise_factor:eager": 2.5,
+}
 RUN = Case(MODEL, CLUSTER, Plan(micro_batch=8), 8, 1024, software="fsdp2")
 MACHINE = Parameters(constants=dict(shipped().constants) | TRUTH)
 
@@ -54,23 +60,40 @@ def test_constants_come_back():
     assert len(fitted.covariance) == len(fitted.fitted) == 5
     assert fitted.provenance["step_s"] == pytest.approx(seconds()["step_s"], abs=1e-8)
     nodes, plan = mm.cluster("dgx-h100", nodes=2), Plan(dp=16, zero=3)
-    larger = estimate(mm.model("llama2-7b"), nodes, plan, global_batch=16, parameters=fitted)
+    larger = estimate(
+        mm.model("llama2-7b"), nodes, plan, global_batch=16, parameters=fitted
+    )
     assert np.isfinite(larger["step_s"][0])
     noisy = timeline(steps=20, noise=0.03, seed=1)
     assert noisy.spans["step"].nunique() == 20 and noisy.meta.source == "simulated"
     fitted = fit_timeline(noisy, RUN)
-    assert {name: fitted.constants[name] for name in TRUTH} == pytest.approx(TRUTH, rel=0.08)
+    assert {name: fitted.constants[name] for name in TRUTH} == pytest.approx(
+        TRUTH, rel=0.08
+    )
 
 
 def test_the_link_follows_large_all_reduces():
     """10 ms on 8 devices; small messages show latency and leave the share alone."""
-    expected = {(8, 1, 1e9): 2 * 7 / 8 * 1e9 / 0.01 / 450e9, (1, 4, 1e5): shipped().constants["link_share:nvlink4"]}
-    all_reduce = (0, 9, "comm", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 0, 10_000_000)
+    expected = {
+        (8, 1, 1e9): 2 * 7 / 8 * 1e9 / 0.01 / 450e9,
+        (1, 4, 1e5): shipped().constants["link_share:nvlink4"],
+    }
+    all_reduce = (
+        0,
+        9,
+        "comm",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
+        0,
+        10_000_000,
+    )
     for (dp, tp, size_bytes), share in expected.items():
         rows = [(0, 7, "compute", "gemm", 0, 100_000_000), all_reduce]
         step = make_timeline(rows, device="NVIDIA H100 80GB HBM3", world_size=dp * tp)
         step.spans["size_bytes"] = [np.nan, size_bytes]
-        fitted = fit_timeline(step, replace(RUN, plan=Plan(dp=dp, tp=tp, micro_batch=8), global_batch=8 * dp))
+        fitted = fit_timeline(
+            step,
+            replace(RUN, plan=Plan(dp=dp, tp=tp, micro_batch=8), global_batch=8 * dp),
+        )
         assert fitted.constants["link_share:nvlink4"] == pytest.approx(share)
 
 
@@ -96,7 +119,9 @@ def desk(devices):
 def recorded_case(name, **changes):
     model, plan = RECORDED[name]
     plan = Plan.parse(f"{plan}.mb8")
-    case = Case(model, desk(plan.world_size), plan, 8 * plan.dp, None, "fp32", "workbench")
+    case = Case(
+        model, desk(plan.world_size), plan, 8 * plan.dp, None, "fp32", "workbench"
+    )
     return replace(case, **changes)
 
 
@@ -114,22 +139,44 @@ def test_a_recorded_run_lies_in_its_own_interval_and_its_parts_are_met(name):
     measured_s = kernel_seconds(trace)["step_s"]
     assert low_s <= measured_s <= high_s and fitted.provenance["step_s"] == measured_s
     (errors,) = fitted.provenance["errors"]
-    assert set(errors) == {"gemm_s", "attention_s", "pointwise_s", "optimizer_s", "step_s"}
-    assert max(abs(errors[part]) for part in ("gemm_s", "attention_s", "pointwise_s", "step_s")) < 0.3
-    kinds = {"ddp": {"all_reduce", "reduce_scatter"}, "fsdp": {"all_gather", "all_reduce", "reduce_scatter"}}
-    shown = {key.split()[0] for key in fitted.collectives}  # what the ranks own collectives took
+    assert set(errors) == {
+        "gemm_s",
+        "attention_s",
+        "pointwise_s",
+        "optimizer_s",
+        "step_s",
+    }
+    assert (
+        max(
+            abs(errors[part])
+            for part in ("gemm_s", "attention_s", "pointwise_s", "step_s")
+        )
+        < 0.3
+    )
+    kinds = {
+        "ddp": {"all_reduce", "reduce_scatter"},
+        "fsdp": {"all_gather", "all_reduce", "reduce_scatter"},
+    }
+    shown = {
+        key.split()[0] for key in fitted.collectives
+    }  # what the ranks own collectives took
     assert shown == kinds.get(name.split("-")[1], set())
 
 
 def test_several_traces_share_their_constants_and_each_lies_in_its_interval():
     names = ("gpt-ddp", "gpt-fsdp", "vit-ddp")
-    traces, cases = [read_trace(PROJECT / "traces" / name) for name in names], [*map(recorded_case, names)]
+    traces, cases = (
+        [read_trace(PROJECT / "traces" / name) for name in names],
+        [*map(recorded_case, names)],
+    )
     fitted = fit_timeline(traces, cases)
     assert len(fitted.provenance["errors"]) == 3
     for trace, case in zip(traces, cases, strict=True):
         low_s, high_s = step_interval(case, fitted)
         assert low_s <= kernel_seconds(trace)["step_s"] <= high_s
-    with pytest.raises(ValueError, match="3 traces and 1 cases: each trace needs its own"):
+    with pytest.raises(
+        ValueError, match="3 traces and 1 cases: each trace needs its own"
+    ):
         fit_timeline(traces, cases[:1])
 
 
@@ -138,32 +185,86 @@ def _plan(text):
 
 
 WRONG = [  # trace, changes of its case, what is said
-    ("gpt-ddp", {"model": "llama3-70b", "cluster": mm.cluster("dgx-h100"), **_plan("tp8")}, "a trace of a CPU, but"),
-    ("gpt-ddp", {"model": "gpt2", "sequence": 64}, "FLOPs of a rank and step were traced"),
-    ("gpt-memory", {"model": "vit-huge", "sequence": None}, "FLOPs of a rank and step were traced"),
+    (
+        "gpt-ddp",
+        {"model": "llama3-70b", "cluster": mm.cluster("dgx-h100"), **_plan("tp8")},
+        "a trace of a CPU, but",
+    ),
+    (
+        "gpt-ddp",
+        {"model": "gpt2", "sequence": 64},
+        "FLOPs of a rank and step were traced",
+    ),
+    (
+        "gpt-memory",
+        {"model": "vit-huge", "sequence": None},
+        "FLOPs of a rank and step were traced",
+    ),
     ("gpt-ddp", {"global_batch": 64}, "FLOPs of a rank and step were traced"),
     ("gpt-fsdp", {"sequence": 16}, "FLOPs of a rank and step were traced"),
-    ("vit-ddp", {"model": GPT, "sequence": 64, "global_batch": 64}, "FLOPs of a rank and step were traced"),
+    (
+        "vit-ddp",
+        {"model": GPT, "sequence": 64, "global_batch": 64},
+        "FLOPs of a rank and step were traced",
+    ),
     ("vit-ddp", {"dtype": "bf16"}, "products in fp32 were traced, but dtype=bf16"),
-    ("gpt-ddp", {"cluster": desk(1), "global_batch": 8, **_plan("dp1.mb8")}, "2 rank.s. without others, but dp1"),
-    ("gpt-ddp", {"cluster": desk(4), "global_batch": 32, **_plan("dp4.mb8")}, "2 rank.s. .* but dp4.mb8 has 4"),
-    ("gpt-memory", {"cluster": desk(2), "global_batch": 16, **_plan("dp2.mb8")}, "1 rank.s. without others, but dp2"),
-    ("gpt-ddp", _plan("dp2.z3.mb8"), "no all-gather, but dp2.z3.mb8 gathers parameters"),
-    ("gpt-fsdp", _plan("dp2.mb8"), "all-gathers of .* bytes a step, but dp2.mb8 gathers nothing"),
-    ("gpt-ddp", {"global_batch": 8, **_plan("pp2.mb8")}, "no message between stages, but dp1.pp2.mb8 is a pipeline"),
-    ("gpt-ddp", {"cluster": replace(desk(2), device=replace(CORE, peak_flops={"fp32": 1e9}))}, "of core's peak"),
-    ("gpt-ddp", {"cluster": replace(desk(2), device=replace(CORE, peak_flops={"fp32": 1e15}))}, "of core's peak"),
+    (
+        "gpt-ddp",
+        {"cluster": desk(1), "global_batch": 8, **_plan("dp1.mb8")},
+        "2 rank.s. without others, but dp1",
+    ),
+    (
+        "gpt-ddp",
+        {"cluster": desk(4), "global_batch": 32, **_plan("dp4.mb8")},
+        "2 rank.s. .* but dp4.mb8 has 4",
+    ),
+    (
+        "gpt-memory",
+        {"cluster": desk(2), "global_batch": 16, **_plan("dp2.mb8")},
+        "1 rank.s. without others, but dp2",
+    ),
+    (
+        "gpt-ddp",
+        _plan("dp2.z3.mb8"),
+        "no all-gather, but dp2.z3.mb8 gathers parameters",
+    ),
+    (
+        "gpt-fsdp",
+        _plan("dp2.mb8"),
+        "all-gathers of .* bytes a step, but dp2.mb8 gathers nothing",
+    ),
+    (
+        "gpt-ddp",
+        {"global_batch": 8, **_plan("pp2.mb8")},
+        "no message between stages, but dp1.pp2.mb8 is a pipeline",
+    ),
+    (
+        "gpt-ddp",
+        {"cluster": replace(desk(2), device=replace(CORE, peak_flops={"fp32": 1e9}))},
+        "of core's peak",
+    ),
+    (
+        "gpt-ddp",
+        {"cluster": replace(desk(2), device=replace(CORE, peak_flops={"fp32": 1e15}))},
+        "of core's peak",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), WRONG)
 def test_a_trace_of_another_run_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        fit_timeline(read_trace(PROJECT / "traces" / name), recorded_case(name, **changes))
+        fit_timeline(
+            read_trace(PROJECT / "traces" / name), recorded_case(name, **changes)
+        )
 
 
 SHARED = [
-    ("hta-samples/nccl_data.json.gz", "h100-80", "a trace of NVIDIA A100|a trace of A100"),
+    (
+        "hta-samples/nccl_data.json.gz",
+        "h100-80",
+        "a trace of NVIDIA A100|a trace of A100",
+    ),
     ("hta-samples/rank0.json.gz", "h100-80", "a trace of"),
     ("hta-samples/rank0.json.gz", "a100-80", "rank|FLOPs|peak|group"),
     ("param-dlrm-8xV100", "v100-32", "FLOPs|rank|peak|messages"),
@@ -175,9 +276,18 @@ SHARED = [
 @pytest.mark.parametrize(("name", "device", "message"), SHARED)
 @pytest.mark.filterwarnings("ignore::madmax_lib.traces.read.events.TraceWarning")
 @pytest.mark.parametrize("model, plan", [("llama3-8b", "tp8"), ("gpt2", "dp1")])
-def test_traces_of_other_machines_and_models_are_refused(name, device, message, model, plan):
+def test_traces_of_other_machines_and_models_are_refused(
+    name, device, message, model, plan
+):
     plan = Plan.parse(plan)
-    cluster = Cluster("node", catalog.device(device), 1, plan.world_size, Link("nvlink4", 450e9), Link("ib", 5e10))
+    cluster = Cluster(
+        "node",
+        catalog.device(device),
+        1,
+        plan.world_size,
+        Link("nvlink4", 450e9),
+        Link("ib", 5e10),
+    )
     case = Case(model, cluster, plan, 8 * plan.dp, software="fsdp2")
     with pytest.raises(ValueError, match=message):
         fit_timeline(read_trace(local_or_skip(f"traces/{name}")), case)

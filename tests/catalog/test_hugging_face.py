@@ -1,4 +1,6 @@
-"""Configurations of Hugging Face: parameter counts as published, layers as they are, and what is refused."""
+"""Configurations of Hugging Face: parameter counts as published, layers as they are,
+and what is refused.
+"""
 
 import json
 
@@ -10,16 +12,34 @@ from madmax_lib.simulator.estimate import estimate
 _SHARED = ("layers", "hidden", "heads", "ffn", "vocab", "kv_heads")
 _KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
          "num_key_value_heads")  # fmt: skip
-_LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
-_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
+_LATENT = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+}
+_GPT_OSS = {
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+}
 
 
 def experts(count, active, width, *, shared, dense):
-    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-    return dict(zip(names, (count, active, width, shared), strict=True)) | {"first_k_dense_replace": dense}
+    names = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+    )
+    return dict(zip(names, (count, active, width, shared), strict=True)) | {
+        "first_k_dense_replace": dense
+    }
 
 
-# name: kind, shape in the order of _KEYS, what else the configuration says, parameters [model cards and safetensors]
+# name: kind, shape in the order of _KEYS, what else the configuration says, parameters
+# [model cards and safetensors]
 PUBLISHED = {
     "Phi-3-mini": ("phi3", (32, 3072, 32, 8192, 32064, 32), {"sliding_window": 2047}, 3_821_079_552),
     "phi-4": ("phi3", (40, 5120, 40, 17920, 100352, 10), {"sliding_window": None}, 14_659_507_200),
@@ -55,32 +75,76 @@ PUBLISHED = {
 
 
 def t5(kind, layers, hidden, heads, ffn, width, parameters, **more):
-    sizes = {"num_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": ffn, "d_kv": width}
+    sizes = {
+        "num_layers": layers,
+        "d_model": hidden,
+        "num_heads": heads,
+        "d_ff": ffn,
+        "d_kv": width,
+    }
     return kind, sizes | {"vocab_size": 32128, "n_positions": 512} | more, parameters
 
 
 def nemotron(hidden, heads, ffn, mixers, state, pattern, parameters, **more):
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "vocab_size": 131072}
-    sizes |= {"mamba_num_heads": mixers, "ssm_state_size": state, "num_key_value_heads": 8, "n_groups": 8}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": 131072,
+    }
+    sizes |= {
+        "mamba_num_heads": mixers,
+        "ssm_state_size": state,
+        "num_key_value_heads": 8,
+        "n_groups": 8,
+    }
     return (
         "nemotron_h",
-        sizes | {"max_position_embeddings": 8192, "hybrid_override_pattern": pattern} | more,
+        sizes
+        | {"max_position_embeddings": 8192, "hybrid_override_pattern": pattern}
+        | more,
         parameters,
     )
 
 
 def granite(hidden, heads, ffn, shared, experts, active, mixers, parameters):
     types = ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)]
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "layer_types": types}
-    sizes |= {"shared_intermediate_size": shared, "num_local_experts": experts, "num_experts_per_tok": active}
-    sizes |= {"mamba_n_heads": mixers, "mamba_d_state": 128, "vocab_size": 100352, "tie_word_embeddings": True}
-    key_values = {"num_key_value_heads": heads // 3 if heads == 12 else 8, "num_hidden_layers": 40}
-    return "granitemoehybrid", sizes | key_values | {"max_position_embeddings": 4096}, parameters
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "layer_types": types,
+    }
+    sizes |= {
+        "shared_intermediate_size": shared,
+        "num_local_experts": experts,
+        "num_experts_per_tok": active,
+    }
+    sizes |= {
+        "mamba_n_heads": mixers,
+        "mamba_d_state": 128,
+        "vocab_size": 100352,
+        "tie_word_embeddings": True,
+    }
+    key_values = {
+        "num_key_value_heads": heads // 3 if heads == 12 else 8,
+        "num_hidden_layers": 40,
+    }
+    return (
+        "granitemoehybrid",
+        sizes | key_values | {"max_position_embeddings": 4096},
+        parameters,
+    )
 
 
 _GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-_JAMBA = {"num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 262144}
-# name: kind, configuration as published, parameters [the classes of transformers 5.23; those of T5 1.1, Flan and mT5,
+_JAMBA = {
+    "num_key_value_heads": 8,
+    "vocab_size": 65536,
+    "max_position_embeddings": 262144,
+}
+# name: kind, configuration as published, parameters [the classes of transformers 5.23;
+# those of T5 1.1, Flan and mT5,
 # whose head stands apart in their checkpoints, of transformers 4]
 STACKS = {
     "t5-small": t5("t5", 6, 512, 8, 2048, 64, 60_506_624),
@@ -120,7 +184,11 @@ STACKS = {
 
 
 def write(folder, kind, shape, more):
-    config = {"model_type": kind, **dict(zip(_KEYS, shape, strict=False)), **({"max_position_embeddings": 4096} | more)}
+    config = {
+        "model_type": kind,
+        **dict(zip(_KEYS, shape, strict=False)),
+        **({"max_position_embeddings": 4096} | more),
+    }
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
@@ -132,11 +200,18 @@ def test_parameters_are_those_published(tmp_path, name):
     model = catalog.model(write(tmp_path, kind, shape, more))
     assert model.parameters == parameters
     assert tuple(getattr(model, field) for field in _SHARED[: len(shape)]) == shape
-    assert estimate(model, catalog.cluster("dgx-h100", 4), "dp32.z3", global_batch=32)["step_s"].iloc[0] > 0
+    assert (
+        estimate(model, catalog.cluster("dgx-h100", 4), "dp32.z3", global_batch=32)[
+            "step_s"
+        ].iloc[0]
+        > 0
+    )
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_stacks_of_several_kinds_of_layers_have_the_parameters_published(tmp_path, name):
+def test_stacks_of_several_kinds_of_layers_have_the_parameters_published(
+    tmp_path, name
+):
     kind, config, parameters = STACKS[name]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | config))
     model = catalog.model(tmp_path)
@@ -147,25 +222,52 @@ def test_configurations_of_mamba_ssm_are_read_too(tmp_path):
     """As in the repositories of state-spaces, whose vocabulary is padded."""
     config = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [],
               "pad_vocab_size_multiple": 16, "tie_embeddings": True, "d_intermediate": 0}  # fmt: skip
-    first = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
+    first = {
+        "d_model": 2560,
+        "n_layer": 64,
+        "vocab_size": 50277,
+        "ssm_cfg": {},
+        "pad_vocab_size_multiple": 8,
+    }
     for read, name in ((config, "mamba2-2.7b"), (first, "mamba-2.8b")):
         (tmp_path / "config.json").write_text(json.dumps(read))
         assert catalog.model(tmp_path).parameters == STACKS[name][2]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_layer_idx": [9, 18]}))
-    with pytest.raises(ValueError, match="attention or feed-forward parts among the mixers of ssm_cfg"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"attn_layer_idx": [9, 18]})
+    )
+    with pytest.raises(
+        ValueError, match="attention or feed-forward parts among the mixers of ssm_cfg"
+    ):
         catalog.model(tmp_path)
 
 
 def test_layers_of_a_stack_are_those_of_its_configuration(tmp_path):
-    words = {"t5-small": ("*- " * 6 + "*x- " * 6).strip(), "Jamba-v0.1": "m- mE m- mE *- mE m- mE", "mamba2-2.7b": "M"}
+    words = {
+        "t5-small": ("*- " * 6 + "*x- " * 6).strip(),
+        "Jamba-v0.1": "m- mE m- mE *- mE m- mE",
+        "mamba2-2.7b": "M",
+    }
     words["granite-4.0-h-tiny"] = "ME ME ME ME ME *E ME ME ME ME"
-    words["Nemotron-H-8B"] = " ".join(STACKS["Nemotron-H-8B"][1]["hybrid_override_pattern"])
+    words["Nemotron-H-8B"] = " ".join(
+        STACKS["Nemotron-H-8B"][1]["hybrid_override_pattern"]
+    )
     for name, blocks in words.items():
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1]))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1])
+        )
         assert catalog.model(tmp_path).blocks == blocks
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "intermediate_size",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ],
+)
 def test_a_size_of_zero_is_none(tmp_path, key):
     kind, shape, more, _ = PUBLISHED["DeepSeek-V3"]
     path = write(tmp_path, kind, shape, more)
@@ -178,15 +280,45 @@ def test_layers_of_a_window_in_turn_with_all_tokens(tmp_path):
     kind, shape, more, _ = PUBLISHED["gemma-3-1b"]
     sliding, full = "sliding_attention", "full_attention"
     for types in (None, ([sliding] * 5 + [full]) * 4 + [sliding] * 2):
-        model = catalog.model(write(tmp_path, kind, shape, more | {"sliding_window": 512, "layer_types": types}))
-        assert [model.layer_window(layer) for layer in (0, 4, 5, 11, 12)] == [512, 512, 0, 0, 512]
-    with pytest.raises(ValueError, match=r"layer_types: full attention in layers \[1, 26\] is not every n-th"):
-        catalog.model(write(tmp_path, kind, shape, more | {"layer_types": [full] + [sliding] * 24 + [full]}))
+        model = catalog.model(
+            write(
+                tmp_path,
+                kind,
+                shape,
+                more | {"sliding_window": 512, "layer_types": types},
+            )
+        )
+        assert [model.layer_window(layer) for layer in (0, 4, 5, 11, 12)] == [
+            512,
+            512,
+            0,
+            0,
+            512,
+        ]
+    with pytest.raises(
+        ValueError,
+        match=r"layer_types: full attention in layers \[1, 26\] is not every n-th",
+    ):
+        catalog.model(
+            write(
+                tmp_path,
+                kind,
+                shape,
+                more | {"layer_types": [full] + [sliding] * 24 + [full]},
+            )
+        )
 
 
 def test_of_images_and_text_the_text_is_read(tmp_path):
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text})
+    )
     with pytest.warns(UserWarning, match="the text part alone is read"):
         model = catalog.model(tmp_path / "config.json")
     assert (model.parameters, model.heads, model.full_every) == (
@@ -197,13 +329,25 @@ def test_of_images_and_text_the_text_is_read(tmp_path):
     scout = {"num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8,
              "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048,
              "num_local_experts": 16, "num_experts_per_tok": 1, "max_position_embeddings": 4096}  # fmt: skip
-    for step, experts, parameters in ((1, 16, 107_769_861_120), (2, 128, 400_711_848_960)):  # Scout and Maverick
+    for step, experts, parameters in (
+        (1, 16, 107_769_861_120),
+        (2, 128, 400_711_848_960),
+    ):  # Scout and Maverick
         text = scout | {"interleave_moe_layer_step": step, "num_local_experts": experts}
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "llama4", "text_config": text})
+        )
         with pytest.warns(UserWarning, match="the text part alone is read"):
             model = catalog.model(tmp_path / "config.json")
-        assert model.parameters == parameters and 17.1e9 < model.active_parameters < 17.3e9  # 17B active, says the card
-        assert [model.is_mixture(layer) for layer in (0, 1, 46, 47)] == [step == 1, True, step == 1, True]
+        assert (
+            model.parameters == parameters and 17.1e9 < model.active_parameters < 17.3e9
+        )  # 17B active, says the card
+        assert [model.is_mixture(layer) for layer in (0, 1, 46, 47)] == [
+            step == 1,
+            True,
+            step == 1,
+            True,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -224,8 +368,12 @@ def test_of_images_and_text_the_text_is_read(tmp_path):
     ],
 )
 def test_of_siglip_the_images_are_read(tmp_path, sizes, parameters):
-    """base-patch16-224 and so400m-patch14-384, whose 384 pixels are 27 patches of 14 and a rest."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": sizes}))
+    """base-patch16-224 and so400m-patch14-384, whose 384 pixels are 27 patches of 14
+    and a rest.
+    """
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "siglip", "vision_config": sizes})
+    )
     with pytest.warns(UserWarning, match="the image part alone is read"):
         assert catalog.model(tmp_path).parameters == parameters
 
@@ -242,32 +390,65 @@ def test_of_siglip_the_images_are_read(tmp_path, sizes, parameters):
 )
 def test_what_cannot_be_said_is_refused_with_a_way_out(tmp_path, kind, reason):
     with pytest.raises(
-        ValueError, match=f"{reason}.*Transformer.'mine', layers=2, hidden=64, heads=2, ffn=256, vocab=100"
+        ValueError,
+        match=(
+            f"{reason}.*Transformer.'mine', layers=2, hidden=64, heads=2, ffn=256, "
+            "vocab=100"
+        ),
     ):
         catalog.model(write(tmp_path, kind, (2, 64, 2, 256, 100), {}))
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": kind, "d_model": 512, "num_layers": 6, "d_ff": 2048})
     )
-    with pytest.raises(ValueError, match=r"layers=6, hidden=512, heads=..., ffn=2048, vocab=..., sequence=..."):
+    with pytest.raises(
+        ValueError,
+        match=r"layers=6, hidden=512, heads=..., ffn=2048, vocab=..., sequence=...",
+    ):
         catalog.model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("Nemotron-H-8B", {"hybrid_override_pattern": "MZ"}, "hybrid_override_pattern='MZ' is no text of M"),
+        (
+            "Nemotron-H-8B",
+            {"hybrid_override_pattern": "MZ"},
+            "hybrid_override_pattern='MZ' is no text of M",
+        ),
         ("Nemotron-3-Nano", {"moe_latent_size": 8}, "experts of a latent"),
-        ("granite-4.0-h-tiny", {"layer_types": ["conv"] * 40}, "layer_types: 'conv' is not modelled"),
-        ("granite-4.0-h-tiny", {"shared_intermediate_size": 700}, "shared_intermediate_size=700 is no multiple"),
-        ("Jamba-v0.1", {"attn_layer_period": 0}, "attn_layer_period=0 must be a whole number above zero"),
+        (
+            "granite-4.0-h-tiny",
+            {"layer_types": ["conv"] * 40},
+            "layer_types: 'conv' is not modelled",
+        ),
+        (
+            "granite-4.0-h-tiny",
+            {"shared_intermediate_size": 700},
+            "shared_intermediate_size=700 is no multiple",
+        ),
+        (
+            "Jamba-v0.1",
+            {"attn_layer_period": 0},
+            "attn_layer_period=0 must be a whole number above zero",
+        ),
         ("mamba2-2.7b", {"n_groups": 7}, "mixer_groups=7 must divide"),
         ("t5-small", {"num_layers": "six"}, "layers='six' must be a whole number"),
-        ("Bamba-9B", {"attn_layer_indices": 9}, "attn_layer_indices=9 is no list of layers"),
-        ("t5-small", {"num_decoder_layers": "six"}, "num_decoder_layers='six' must be a whole number"),
+        (
+            "Bamba-9B",
+            {"attn_layer_indices": 9},
+            "attn_layer_indices=9 is no list of layers",
+        ),
+        (
+            "t5-small",
+            {"num_decoder_layers": "six"},
+            "num_decoder_layers='six' must be a whole number",
+        ),
     ],
 )
 def test_a_stack_that_no_words_say_is_refused(tmp_path, name, change, reason):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1] | change))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": STACKS[name][0]} | STACKS[name][1] | change)
+    )
     with pytest.raises(ValueError, match=reason):
         catalog.model(tmp_path)
 

@@ -9,17 +9,30 @@ from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
 
 @pytest.mark.parametrize(
     ("name", "samples", "sequence", "flops"),
-    [("gpt2-large", 8, 1024, 1.419657e13), ("vit-huge", 16, None, 5.353407e12), ("qwen2.5-3b", 1, 2048, 1.387597e13)],
+    [
+        ("gpt2-large", 8, 1024, 1.419657e13),
+        ("vit-huge", 16, None, 5.353407e12),
+        ("qwen2.5-3b", 1, 2048, 1.387597e13),
+    ],
 )
 def test_forward_flops_equal_torchs_counter(name, samples, sequence, flops):
-    """Counted by FlopCounterMode with MATH attention, printed with seven digits; a dense model is active as a whole."""
+    """Counted by FlopCounterMode with MATH attention, printed with seven digits; a
+    dense model is active as a whole.
+    """
     model = mm.model(name)
     assert float(f"{model.forward_flops(samples, sequence):.6e}") == flops
     assert model.parameters == model.active_parameters
 
 
 def test_a_mixture_of_one_expert_is_dense_but_for_the_router():
-    shape = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "sequence": 4, "vocab": 16}
+    shape = {
+        "layers": 2,
+        "hidden": 8,
+        "heads": 2,
+        "ffn": 32,
+        "sequence": 4,
+        "vocab": 16,
+    }
     dense = Transformer("dense", **shape)
     moe = Transformer("moe", **shape, experts=1, active_experts=1)
     assert moe.parameters - dense.parameters == 2 * 8
@@ -43,7 +56,9 @@ def test_mixtures_activate_what_was_published(name, active, embedding_counts):
 
 
 def test_latent_attention_in_closed_form():
-    """DeepSeek-V3, one layer, by hand [arXiv 2412.19437, section 4.2]; scores have 192 channels, values 128."""
+    """DeepSeek-V3, one layer, by hand [arXiv 2412.19437, section 4.2]; scores have 192
+    channels, values 128.
+    """
     model = mm.model("deepseek-v3")
     down, up = 7168 * (1536 + 512 + 64), 1536 * 128 * 192 + 512 * 128 * 256
     assert model.attention_parameters == down + up + 128 * 128 * 7168 + 1536 + 512
@@ -61,7 +76,10 @@ def test_dlrm_flops_of_the_paper():
     assert mm.model("dlrm-a").forward_flops(1) == pytest.approx(638.1e6, rel=1e-3)
 
 
-V100, OLD = Device("v100", 16e9, 9e11, {"fp32": 2e13, "fp16": 1e14}), Device("old", 8e9, 2e11, {"fp32": 5e12})
+V100, OLD = (
+    Device("v100", 16e9, 9e11, {"fp32": 2e13, "fp16": 1e14}),
+    Device("old", 8e9, 2e11, {"fp32": 5e12}),
+)
 EIGHT = Cluster("c", V100, 8, 16, Link("a", 2), Link("b", 1))
 
 
@@ -81,7 +99,10 @@ def test_a_device_computes_in_what_its_silicon_has(name, dtype, nearest):
     if nearest == dtype:
         assert device.peak(dtype) == device.peak_flops[dtype]
     else:
-        with pytest.raises(ValueError, match=f"^{name} does not compute in {dtype}; give dtype='{nearest}'$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^{name} does not compute in {dtype}; give dtype='{nearest}'$",
+        ):
             device.peak(dtype)
 
 
@@ -93,23 +114,59 @@ def test_a_cluster_is_one_flat_network_unless_told():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: V100.peak("fp64"), "v100 does not compute in fp64; it does in fp32, fp16"),
+        (
+            lambda: V100.peak("fp64"),
+            "v100 does not compute in fp64; it does in fp32, fp16",
+        ),
         (lambda: V100.peak("fp12"), "dtype='fp12' is not one of fp64, fp32, tf32"),
         (lambda: OLD.peak("fp16"), "old does not compute in fp16; give dtype='fp32'"),
-        (lambda: replace(EIGHT, nodes=1.5), "c: nodes=1.5 must be a whole number above zero"),
-        (lambda: replace(EIGHT, devices_per_node=0), "c: devices_per_node=0 must be a whole number above zero"),
-        (lambda: replace(EIGHT, nics_per_node=0), "c: nics_per_node=0 must be a whole number above zero"),
-        (lambda: replace(EIGHT, leaf_devices=12), "c: leaf_devices=12 are not whole nodes of 8"),
-        (lambda: replace(EIGHT, oversubscription=0.5), "c: oversubscription=0.5 must be 1 or more"),
+        (
+            lambda: replace(EIGHT, nodes=1.5),
+            "c: nodes=1.5 must be a whole number above zero",
+        ),
+        (
+            lambda: replace(EIGHT, devices_per_node=0),
+            "c: devices_per_node=0 must be a whole number above zero",
+        ),
+        (
+            lambda: replace(EIGHT, nics_per_node=0),
+            "c: nics_per_node=0 must be a whole number above zero",
+        ),
+        (
+            lambda: replace(EIGHT, leaf_devices=12),
+            "c: leaf_devices=12 are not whole nodes of 8",
+        ),
+        (
+            lambda: replace(EIGHT, oversubscription=0.5),
+            "c: oversubscription=0.5 must be 1 or more",
+        ),
         (lambda: Device("d", -1, 1, {}), "d: memory_bytes=-1 must be positive"),
-        (lambda: replace(V100, family="Hopper"), "v100: family='Hopper' is not one of ampere, hopper, blackwell, cpu"),
+        (
+            lambda: replace(V100, family="Hopper"),
+            "v100: family='Hopper' is not one of ampere, hopper, blackwell, cpu",
+        ),
         (lambda: Link("l", 0), "l: bandwidth_bytes_per_s=0 must be positive"),
         (lambda: Link("l", 1, -1e-6), "l: latency_s=-1e-06 must not be negative"),
-        (lambda: Transformer("t", 2, 10, 3, 40), "t: hidden=10 is not a multiple of heads=3"),
-        (lambda: Transformer("t", 2, 12, 3, 40, kv_heads=2), "kv_heads=2 does not divide heads=3"),
-        (lambda: Transformer("t", 2, 12, 3, 40, norm="batch"), "norm='batch' is not one of layer, rms"),
-        (lambda: Transformer("t", 2, 12, 3, 40, image=224, patch=15), "patch=15 does not divide image=224"),
-        (lambda: Transformer("t", 2, 12, 3, 40, experts=4), r"active_experts=0 is not in 1..4"),
+        (
+            lambda: Transformer("t", 2, 10, 3, 40),
+            "t: hidden=10 is not a multiple of heads=3",
+        ),
+        (
+            lambda: Transformer("t", 2, 12, 3, 40, kv_heads=2),
+            "kv_heads=2 does not divide heads=3",
+        ),
+        (
+            lambda: Transformer("t", 2, 12, 3, 40, norm="batch"),
+            "norm='batch' is not one of layer, rms",
+        ),
+        (
+            lambda: Transformer("t", 2, 12, 3, 40, image=224, patch=15),
+            "patch=15 does not divide image=224",
+        ),
+        (
+            lambda: Transformer("t", 2, 12, 3, 40, experts=4),
+            r"active_experts=0 is not in 1..4",
+        ),
     ],
 )
 def test_bad_specs_are_refused(make, message):

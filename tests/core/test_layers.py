@@ -1,4 +1,6 @@
-"""The laws of the house, checked on the source: direction of imports, faces of rooms, sizes, names with a user."""
+"""The laws of the house, checked on the source: direction of imports, faces of rooms,
+sizes, names with a user.
+"""
 
 import ast
 import json
@@ -14,7 +16,17 @@ from madmax_lib.catalog.datasets import PROJECT
 
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
-    {"units", "intervals", "atomic", "side_tables", "doors", "fields", "progress", "hardware", "software"},
+    {
+        "units",
+        "intervals",
+        "atomic",
+        "side_tables",
+        "doors",
+        "fields",
+        "progress",
+        "hardware",
+        "software",
+    },
     {
         "specs",
         "blocks",
@@ -46,7 +58,9 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-CORE = set().union(*LAYERS[:3])  # modules of the core may import each other, if not in a circle
+CORE = set().union(
+    *LAYERS[:3]
+)  # modules of the core may import each other, if not in a circle
 ONLY_IN = {
     "torch": ["runs/"],
     "hta": ["traces/hta.py"],
@@ -60,14 +74,20 @@ ONLY_IN = {
     "distributed": ["traces/", "planner/"],
 }
 HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"]
-# lines of Python: lower one when you can. DESIGN.md wants 25,000 in all and less of most rooms. What users asked for
-# (checks, configurations of five frameworks, calibrations, tuner, verdicts, gate, report, mixed clusters) has not made
+# lines of Python: lower one when you can. DESIGN.md wants 25,000 in all and less of
+# most rooms. What users asked for
+# (checks, configurations of five frameworks, calibrations, tuner, verdicts, gate,
+# report, mixed clusters) has not made
 # room for itself
 TOTAL, TESTS, LONGEST_MODULE, UNFORMATTED = 39_700, 24_200, 330, 60
 CEILINGS = {"core": 5760, "simulator": 6130, "traces": 8800, "runs": 5440, "calibration": 3420, "planner": 4740,
             "view": 5510, "papers": 4950}  # fmt: skip
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-ROOMS = [name for name in MODULES if name.endswith("__init__.py") and "open_room" in (PACKAGE / name).read_text()]
+ROOMS = [
+    name
+    for name in MODULES
+    if name.endswith("__init__.py") and "open_room" in (PACKAGE / name).read_text()
+]
 
 
 def imported(path):
@@ -94,11 +114,22 @@ def imported(path):
 def dotted_path(name):
     """The module of ours that a dotted name is, as a path; empty if it is none."""
     stem = name.removeprefix("madmax_lib").replace(".", "/").removeprefix("/")
-    return next((path for path in (f"{stem}.py", f"{stem}/__init__.py".removeprefix("/")) if path in MODULES), "")
+    return next(
+        (
+            path
+            for path in (f"{stem}.py", f"{stem}/__init__.py".removeprefix("/"))
+            if path in MODULES
+        ),
+        "",
+    )
 
 
 def own_imports(path):
-    return {dotted_path(name) for name in imported(path) if name.split(".")[0] == "madmax_lib"} - {path}
+    return {
+        dotted_path(name)
+        for name in imported(path)
+        if name.split(".")[0] == "madmax_lib"
+    } - {path}
 
 
 def room_of(path):
@@ -115,7 +146,9 @@ def test_imports_point_down(path):
             assert LEVEL[there] < LEVEL[own], f"{path} imports {other}"
         if own == there == "papers" and other != "papers/__init__.py":
             papers = [name.split("/")[1] for name in (path, other)]
-            assert papers[0] == papers[1] or papers[1].endswith(".py"), f"{path} imports {other} of another paper"
+            assert papers[0] == papers[1] or papers[1].endswith(".py"), (
+                f"{path} imports {other} of another paper"
+            )
 
 
 def circles(graph):
@@ -132,7 +165,10 @@ def test_no_circles():
     """Neither of modules nor of sub-rooms; a room's other modules count one by one."""
     modules = {path: own_imports(path) for path in MODULES}
     assert not circles(modules)
-    corner = {path: "/".join(path.split("/")[:2]) if path.count("/") > 1 else path for path in MODULES}
+    corner = {
+        path: "/".join(path.split("/")[:2]) if path.count("/") > 1 else path
+        for path in MODULES
+    }
     rooms = {name: set() for name in corner.values()}
     for path, others in modules.items():
         rooms[corner[path]] |= {corner[other] for other in others} - {corner[path]}
@@ -143,19 +179,28 @@ def test_no_circles():
 def test_heavy_libraries_stay_in_their_rooms(path):
     for name in imported(path):
         allowed = ONLY_IN.get(name.split(".")[0])
-        inside = allowed is None or any(path.startswith(place) or path.endswith(place) for place in allowed)
+        inside = allowed is None or any(
+            path.startswith(place) or path.endswith(place) for place in allowed
+        )
         assert inside, f"{path} imports {name}"
 
 
 def test_importing_the_package_is_light():
-    code = f"import madmax_lib, sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        f"import madmax_lib, sys, json; print(json.dumps([m for m in {HEAVY} if m "
+        "in sys.modules]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert json.loads(run.stdout) == []
 
 
 @pytest.mark.parametrize("path", ROOMS)
 def test_rooms_name_their_calls(path):
-    """Every name of a face is there, stands before a module of the same name, and is listed for completion."""
+    """Every name of a face is there, stands before a module of the same name, and is
+    listed for completion.
+    """
     name = ".".join(["madmax_lib", *path.split("/")[:-1]])
     code = f"""
 import importlib, pkgutil, types
@@ -174,9 +219,15 @@ for call in room.__all__:
 
 
 def test_notebooks_and_benchmarks_import_from_rooms():
-    rooms = {"madmax_lib" + "".join(f".{part}" for part in path.split("/")[:-1]) for path in ROOMS}
+    rooms = {
+        "madmax_lib" + "".join(f".{part}" for part in path.split("/")[:-1])
+        for path in ROOMS
+    }
     rooms |= {f"madmax_lib.{name}" for name in CORE}
-    for path in [*(PROJECT / "notebooks").glob("*.ipynb"), *(PROJECT / "benchmarks").glob("*.py")]:
+    for path in [
+        *(PROJECT / "notebooks").glob("*.ipynb"),
+        *(PROJECT / "benchmarks").glob("*.py"),
+    ]:
         for name in re.findall(r"(?:from|import) (madmax_lib[.\w]*)", path.read_text()):
             assert name in rooms, f"{path.name} imports {name}"
 
@@ -185,11 +236,19 @@ def test_notebooks_and_benchmarks_import_from_rooms():
 def test_modules_say_what_they_answer_and_what_is_public(path):
     tree = ast.parse((PACKAGE / path).read_text())
     assert ast.get_docstring(tree), f"{path} has no docstring"
-    public = {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    public = {
+        t.id
+        for n in tree.body
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    }
     if path.rpartition("/")[2] != "__init__.py":
         assert "__all__" in public, f"{path} has no __all__"
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+        if isinstance(
+            node, (ast.FunctionDef, ast.ClassDef)
+        ) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
 
 
@@ -198,16 +257,31 @@ def lines_of(path):
 
 
 def test_the_house_stays_thin():
-    """Lines of rooms, of the library without papers and of tests, and no module too long to read at once."""
-    library, lines = {path: lines_of(PACKAGE / path) for path in MODULES}, dict.fromkeys(CEILINGS, 0)
+    """Lines of rooms, of the library without papers and of tests, and no module too
+    long to read at once.
+    """
+    library, lines = (
+        {path: lines_of(PACKAGE / path) for path in MODULES},
+        dict.fromkeys(CEILINGS, 0),
+    )
     for path, count in library.items():
-        lines["core" if room_of(path) in CORE or "/" not in path else room_of(path)] += count
+        lines[
+            "core" if room_of(path) in CORE or "/" not in path else room_of(path)
+        ] += count
     lines |= {"all": sum(lines.values()) - lines["papers"]}
-    lines |= {"tests": sum(lines_of(path) for path in (PROJECT / "tests").rglob("*.py"))}
+    lines |= {
+        "tests": sum(lines_of(path) for path in (PROJECT / "tests").rglob("*.py"))
+    }
     most = CEILINGS | {"all": TOTAL, "tests": TESTS}
-    over = {room: f"{count} of {most[room]}" for room, count in lines.items() if count > most[room]}
+    over = {
+        room: f"{count} of {most[room]}"
+        for room, count in lines.items()
+        if count > most[room]
+    }
     assert not over, f"lines of Python above the ceiling: {over}"
-    assert not [f"{path}: {count}" for path, count in library.items() if count > LONGEST_MODULE]
+    assert not [
+        f"{path}: {count}" for path, count in library.items() if count > LONGEST_MODULE
+    ]
     skips = sum((PACKAGE / path).read_text().count("fmt: skip") for path in MODULES)
     assert skips < UNFORMATTED
 
@@ -230,15 +304,26 @@ def words_of(path):
 
 
 def test_public_names_have_users():
-    """A public function or constant is a call of a room or used by another module, a notebook, a benchmark or docs.
+    """A public function or constant is a call of a room or used by another module, a
+    notebook, a benchmark or docs.
 
     Classes may be public for what functions return, exceptions for what they raise.
     """
-    users = [*PACKAGE.rglob("*.py"), PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *PROJECT.glob("docs/*.md")]
+    users = [
+        *PACKAGE.rglob("*.py"),
+        PROJECT / "README.md",
+        PROJECT / "CONTRIBUTING.md",
+        *PROJECT.glob("docs/*.md"),
+    ]
     users += [path for folder in ("notebooks", "benchmarks", "traces") for path in (PROJECT / folder).rglob("*.*")
               if path.suffix in (".py", ".ipynb")]  # fmt: skip
     words = {path: words_of(path) for path in users if path.name != "__init__.py"}
-    calls = {"open_room"}.union(*(set(re.findall(r"(\w+) as \1\b", (PACKAGE / room).read_text())) for room in ROOMS))
+    calls = {"open_room"}.union(
+        *(
+            set(re.findall(r"(\w+) as \1\b", (PACKAGE / room).read_text()))
+            for room in ROOMS
+        )
+    )
     lonely = []
     for path in MODULES:
         text = (PACKAGE / path).read_text()
@@ -249,7 +334,11 @@ def test_public_names_have_users():
         listed = [ast.literal_eval(name) for node in tree.body if isinstance(getattr(node, "value", None), ast.List)
                   and ast.unparse(node).startswith("__all__ ") for name in node.value.elts]  # fmt: skip
         for name in listed:
-            others = [user for user, found in words.items() if user != PACKAGE / path and name in found]
+            others = [
+                user
+                for user, found in words.items()
+                if user != PACKAGE / path and name in found
+            ]
             if not others and name not in classes and name not in calls:
                 lonely.append(f"{path}: {name}")
     assert not lonely

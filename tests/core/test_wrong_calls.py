@@ -1,4 +1,6 @@
-"""What a wrong call is told: one line that names the argument and its value; and the spellings that are taken."""
+"""What a wrong call is told: one line that names the argument and its value; and the
+spellings that are taken.
+"""
 
 import json
 import random
@@ -21,7 +23,14 @@ from madmax_lib.simulator import Parameters, Policy, moments, usable_bytes
 MODEL, CLUSTER, PLAN, BATCH = "gpt2", "dgx-a100", "dp8.z1", {"global_batch": 64}
 NAN, INF = float("nan"), float("inf")
 TABLE = pd.DataFrame({"dp": [8], "step_s": [1.0]})
-SMALL = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "sequence": 128, "vocab": 100}
+SMALL = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "ffn": 256,
+    "sequence": 128,
+    "vocab": 100,
+}
 STEPS = {"estimate": mm.estimate, "simulate": mm.simulate, "fits": mm.fits}
 
 
@@ -43,26 +52,64 @@ def held(*names, **change):
 
 
 def table(**columns):
-    return laid(pd.DataFrame({"dp": [8]} | {name: [value] for name, value in columns.items()}))
+    return laid(
+        pd.DataFrame({"dp": [8]} | {name: [value] for name, value in columns.items()})
+    )
 
 
 # of every call that takes a step
 ARGUMENTS = [
-    ("global_batch", [None, 0, -8, 64.5, NAN, INF, "64", [64], True, {}], "^global_batch="),
+    (
+        "global_batch",
+        [None, 0, -8, 64.5, NAN, INF, "64", [64], True, {}],
+        "^global_batch=",
+    ),
     ("sequence", ["8k", 0, -1, 1.5, [1024], NAN, INF, {}, True], "^sequence="),
-    ("dtype", [16, None, "bf17", ["bf16"], float], r"^dtype=.* is not one of fp64, fp32"),
-    ("dtype", ["nvfp4", "fp8", "int4"], "^(a100-80 does not compute in|dtype='int4' is not)"),
-    ("software", [3, ["nemo"], {}, "nosuch"], "software.*(must be a Software or the name|'nosuch'; nearest)"),
-    ("imbalance", ["x", None, [1], 0.5, 1e30, NAN, INF], "^imbalance=.* must be 1 to 1,000"),
+    (
+        "dtype",
+        [16, None, "bf17", ["bf16"], float],
+        r"^dtype=.* is not one of fp64, fp32",
+    ),
+    (
+        "dtype",
+        ["nvfp4", "fp8", "int4"],
+        "^(a100-80 does not compute in|dtype='int4' is not)",
+    ),
+    (
+        "software",
+        [3, ["nemo"], {}, "nosuch"],
+        "software.*(must be a Software or the name|'nosuch'; nearest)",
+    ),
+    (
+        "imbalance",
+        ["x", None, [1], 0.5, 1e30, NAN, INF],
+        "^imbalance=.* must be 1 to 1,000",
+    ),
     ("policy", [3, {}, "x"], "^policy=.* must be a Policy"),
 ]
 NAMES = [
-    (0, [None, 5, [MODEL], {}, b"gpt2", Transformer], "^model=.* must be a Model or the name of one"),
-    (0, ["", " ", "gpt9", "gpt-tiny"], r"^unknown model .*; nearest: .* are mm.RunSpec\(model=...\).shapes$"),
-    (1, [5, [CLUSTER], {}, mm.model("gpt2")], "^cluster=.* must be a Cluster or the name of one"),
+    (
+        0,
+        [None, 5, [MODEL], {}, b"gpt2", Transformer],
+        "^model=.* must be a Model or the name of one",
+    ),
+    (
+        0,
+        ["", " ", "gpt9", "gpt-tiny"],
+        r"^unknown model .*; nearest: .* are mm.RunSpec\(model=...\).shapes$",
+    ),
+    (
+        1,
+        [5, [CLUSTER], {}, mm.model("gpt2")],
+        "^cluster=.* must be a Cluster or the name of one",
+    ),
     (1, [None], "^cluster=None: a step needs a cluster"),
     (1, ["", "dgx"], "^unknown cluster .*; nearest: "),
-    (2, [None, 3.5, {"dp": 8}, 8], "^plan=.* must be a Plan or its text, such as dp2.tp2.z3"),
+    (
+        2,
+        [None, 3.5, {"dp": 8}, 8],
+        "^plan=.* must be a Plan or its text, such as dp2.tp2.z3",
+    ),
     (
         2,
         ["dp8/tp2", "8", "dp-8", "dp8.0", "tensor8", "dp٣"],
@@ -71,14 +118,20 @@ NAMES = [
     (2, ["dp8.dp8"], "^dp is given twice in plan 'dp8.dp8'"),
     (2, ["dp4"], "but dgx-a100 has 8 devices"),
     (2, ["dp8.offload-all"], "^offload=all needs zero=3, but zero=0$"),
-    (2, ["dp8.mb16"], "^micro_batch=16 exceeds the 8 samples .* each of dp=8; nearest: micro_batch=8$"),
+    (
+        2,
+        ["dp8.mb16"],
+        "^micro_batch=16 exceeds the 8 samples .* each of dp=8; nearest: micro_batch=8$",
+    ),
     (2, ["dp8.lora4096"], "^lora_rank=4096 exceeds the 768 channels of gpt2"),
     (2, ["dp8.z3.no-overlap-dp"], "^overlap_dp=False is for zero below 3"),
 ]
 
 
 @pytest.mark.parametrize("door", STEPS)
-@pytest.mark.parametrize(("name", "values", "words"), [*ARGUMENTS, *NAMES], ids=lambda part: str(part)[:24])
+@pytest.mark.parametrize(
+    ("name", "values", "words"), [*ARGUMENTS, *NAMES], ids=lambda part: str(part)[:24]
+)
 def test_wrong_arguments_of_a_step(door, name, values, words):
     for value in values:
         names, options = [MODEL, CLUSTER, PLAN], dict(BATCH)
@@ -129,7 +182,8 @@ CALLS = {
     "^global_batch=": [lambda: searched(MODEL, CLUSTER, None), lambda: held(global_batch="a"),
                        lambda: held(global_batch=1.5), lambda: lever_table(MODEL, CLUSTER, PLAN, global_batch=None),
                        lambda: mm.Plan(dp=8).micro_batches(None), lambda: mm.Plan(dp=8).micro_batches("a")],
-    "^Space: (tp|cp|pp|ep|micro_batch|interleave|hybrid|prefetch)=.* must be a whole number": [
+    "^Space: (tp|cp|pp|ep|micro_batch|interleave|hybrid|prefetch)=.* must be a whole "
+        "number": [
         lambda name=name, value=value: Space(**{name: value})
         for name in ("tp", "cp", "pp", "ep", "micro_batch", "interleave", "hybrid", "prefetch")
         for value in ("2", (-1,), (1.5,), [None], (True,))],
@@ -184,7 +238,9 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "calls"), CALLS.items(), ids=[words[:30] for words in CALLS])
+@pytest.mark.parametrize(
+    ("words", "calls"), CALLS.items(), ids=[words[:30] for words in CALLS]
+)
 def test_wrong_calls(words, calls):
     for call in calls:
         refused(call, words)
@@ -227,7 +283,9 @@ FIELDS = {
 def test_fields_of_specs_hold_what_is_possible(item):
     for field, values in FIELDS[item].items():
         for value in values:
-            words = "^name=" if field == "name" else f"^{item.name}: (heads|{field})[= ]"
+            words = (
+                "^name=" if field == "name" else f"^{item.name}: (heads|{field})[= ]"
+            )
             refused(lambda: replace(item, **{field: value}), f"{words}|dtype='bf17'")  # noqa: B023
     assert replace(mm.cluster(CLUSTER), nodes=2.0).nodes.__class__ is int
 
@@ -245,11 +303,21 @@ def test_spellings_that_are_taken():
         *(laid(text) for text in ("dp8 z1", "dp=8, zero=1", " DP8.ZERO1 ")),
     ]
     assert all(table.equals(usual) for table in same)
-    assert mm.cluster(CLUSTER, 2) == mm.cluster(CLUSTER, nodes=2) and mm.cluster(mm.cluster(CLUSTER)).name == CLUSTER
-    assert Space(tp=8, recompute="full", zero=[1, 3]) == Space(tp=(8,), recompute=("full",), zero=(1, 3))
+    assert (
+        mm.cluster(CLUSTER, 2) == mm.cluster(CLUSTER, nodes=2)
+        and mm.cluster(mm.cluster(CLUSTER)).name == CLUSTER
+    )
+    assert Space(tp=8, recompute="full", zero=[1, 3]) == Space(
+        tp=(8,), recompute=("full",), zero=(1, 3)
+    )
     assert variants(MODEL, CLUSTER, PLAN, **BATCH).index.tolist() == [PLAN]
-    assert laid([PLAN, mm.Plan(dp=8)])["step_s"].tolist() == [laid(PLAN)["step_s"][0], laid("dp8")["step_s"][0]]
-    assert whole("nodes", np.float32(2)) == 2 and "\n" not in shown(pd.DataFrame({"a": range(9)}))
+    assert laid([PLAN, mm.Plan(dp=8)])["step_s"].tolist() == [
+        laid(PLAN)["step_s"][0],
+        laid("dp8")["step_s"][0],
+    ]
+    assert whole("nodes", np.float32(2)) == 2 and "\n" not in shown(
+        pd.DataFrame({"a": range(9)})
+    )
 
 
 @pytest.mark.parametrize("software", [None, "torchtitan", "nanotron"])
@@ -259,18 +327,37 @@ def test_a_table_says_which_plans_fit(software):
     choices = {"zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4), "recompute": ("none", "selective", "full"),
                "schedule": ("1f1b", "gpipe", "zero-bubble"), "shard": (0, 8), "lora_rank": (0, 0, 16),
                "first_layers": (0, 7), "head_as_layer": (False, True), "reduce_fp32": (False, True)}  # fmt: skip
-    rows = [{name: draw.choice(values) for name, values in choices.items()} for _ in range(400)]
-    rows = [row | draw.choice([{"dp": 16}, {"dp": 2, "tp": 8}, {"dp": 4, "pp": 4}, {"dp": 8, "pp": 2}]) for row in rows]
-    table = mm.estimate("llama2-7b", cluster, pd.DataFrame(rows), global_batch=64, software=software)
+    rows = [
+        {name: draw.choice(values) for name, values in choices.items()}
+        for _ in range(400)
+    ]
+    rows = [
+        row
+        | draw.choice(
+            [{"dp": 16}, {"dp": 2, "tp": 8}, {"dp": 4, "pp": 4}, {"dp": 8, "pp": 2}]
+        )
+        for row in rows
+    ]
+    table = mm.estimate(
+        "llama2-7b", cluster, pd.DataFrame(rows), global_batch=64, software=software
+    )
     told = set()
     for row, fields in zip(table.itertuples(), rows, strict=True):
         try:
-            alone = mm.fits("llama2-7b", cluster, mm.Plan(**fields), global_batch=64, software=software)
+            alone = mm.fits(
+                "llama2-7b",
+                cluster,
+                mm.Plan(**fields),
+                global_batch=64,
+                software=software,
+            )
         except ValueError:
             assert np.isnan(row.step_s) and not row.fits
             continue
         assert row.fits == alone.fits and np.isfinite(row.step_s)
-        assert row.memory_bytes == pytest.approx(usable_bytes(cluster.device) - alone.margins_bytes["device"], rel=1e-9)
+        assert row.memory_bytes == pytest.approx(
+            usable_bytes(cluster.device) - alone.margins_bytes["device"], rel=1e-9
+        )
         told.add(row.fits)
     assert told == {True, False}
 
@@ -286,7 +373,10 @@ def test_memory_is_counted_unless_it_is_much_work():
     offload = mm.estimate("llama2-7b", CLUSTER, plans, global_batch=8)
     assert offload["fits"].tolist() == [True, True, False, False]
     assert offload["memory_bytes"].isna().tolist() == [True, False, True, True]
-    fills, zero = "dp x tp x pp x cp must fill the cluster", "offload=all needs zero=3, but zero=1"
+    fills, zero = (
+        "dp x tp x pp x cp must fill the cluster",
+        "offload=all needs zero=3, but zero=1",
+    )
     assert offload["reason"].tolist() == ["", "", zero, fills]
 
 
@@ -294,10 +384,19 @@ def test_six_devices_and_a_mixture():
     """Shards of three devices beside groups of two experts cannot be laid out."""
     six = replace(mm.cluster("dgx-h100"), devices_per_node=6)
     choices = sharding_choices(
-        Space(), Degrees(tp=1, cp=1, pp=1, ep=2, dp=6), Case("deepseek-v2-lite", six, mm.Plan(), 12)
+        Space(),
+        Degrees(tp=1, cp=1, pp=1, ep=2, dp=6),
+        Case("deepseek-v2-lite", six, mm.Plan(), 12),
     )
     assert set(choices["shard"].ravel()) == {0, 2}
-    found = mm.search("deepseek-v2-lite", six, 12, space=Space(ep=2, tp=1, cp=1, zero=3), top=500, progress=False)
+    found = mm.search(
+        "deepseek-v2-lite",
+        six,
+        12,
+        space=Space(ep=2, tp=1, cp=1, zero=3),
+        top=500,
+        progress=False,
+    )
     assert set(found.table["shard"]) <= {0, 2} and found.table["ep"].eq(2).all()
 
 
@@ -310,27 +409,65 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_
     [
         ({"max_position_embeddings": 4096}, 4096, 0),
         ({"max_position_embeddings": 131072}, 0, 0),
-        ({"max_position_embeddings": 131072, "rope_scaling": {"original_max_position_embeddings": 8192}}, 8192, 0),
-        ({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}, 4096, 0),
-        ({"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096}, 32768, 4096),
-        ({"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": None}, 32768, 0),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"original_max_position_embeddings": 8192},
+            },
+            8192,
+            0,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+            },
+            4096,
+            0,
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "max_position_embeddings": 32768,
+                "sliding_window": 4096,
+            },
+            32768,
+            4096,
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "max_position_embeddings": 32768,
+                "sliding_window": None,
+            },
+            32768,
+            0,
+        ),
     ],
 )
-def test_the_sequence_of_a_configuration_is_that_of_the_training(tmp_path: Path, change, sequence, window):
+def test_the_sequence_of_a_configuration_is_that_of_the_training(
+    tmp_path: Path, change, sequence, window
+):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | change))
     model = mm.model(path)
     assert (model.sequence, model.window) == (sequence, window)
     if not sequence:
         refused(
-            lambda: mm.estimate(model, CLUSTER, "dp8", global_batch=8), "has no sequence of its own; give sequence="
+            lambda: mm.estimate(model, CLUSTER, "dp8", global_batch=8),
+            "has no sequence of its own; give sequence=",
         )
 
 
 def test_adapters_of_a_higher_rank_take_longer():
-    steps = [mm.estimate("llama2-7b", CLUSTER, f"dp8.z3.lora{rank}", global_batch=8) for rank in (8, 64, 512)]
+    steps = [
+        mm.estimate("llama2-7b", CLUSTER, f"dp8.z3.lora{rank}", global_batch=8)
+        for rank in (8, 64, 512)
+    ]
     assert steps[0]["step_s"][0] < steps[1]["step_s"][0] < steps[2]["step_s"][0]
-    products = 2 * 4096 * (512 - 64) * 32 * (2 * 4096 + 4 * 4096) * 3  # per sample, forward and twice backward
+    products = (
+        2 * 4096 * (512 - 64) * 32 * (2 * 4096 + 4 * 4096) * 3
+    )  # per sample, forward and twice backward
     longer = steps[2]["gemm_s"][0] - steps[1]["gemm_s"][0]
     assert products / 312e12 < longer < 2 * products / 312e12
 
@@ -338,7 +475,11 @@ def test_adapters_of_a_higher_rank_take_longer():
 def test_every_part_of_a_plan_is_in_its_help():
     from madmax_lib.plan.plan import _NUMBERS, _WORDS
 
-    missing = [part for part in [*(f"{name}N" for name in _NUMBERS), *_WORDS, "zpp"] if part not in mm.Plan.__doc__]
+    missing = [
+        part
+        for part in [*(f"{name}N" for name in _NUMBERS), *_WORDS, "zpp"]
+        if part not in mm.Plan.__doc__
+    ]
     assert not missing
 
 
@@ -355,7 +496,18 @@ def test_random_wrong_calls_end_in_a_result_or_a_line(seed):
     """3,000 combinations in all: arguments of which one to three are drawn."""
     draw = random.Random(seed)
     for _ in range(500):
-        door = draw.choice(["estimate", "fits", "memory", "estimate", "Plan", "Transformer", "Space", "cluster"])
+        door = draw.choice(
+            [
+                "estimate",
+                "fits",
+                "memory",
+                "estimate",
+                "Plan",
+                "Transformer",
+                "Space",
+                "cluster",
+            ]
+        )
         call = drawn_call(draw, door)
         try:
             with warnings.catch_warnings():
@@ -369,27 +521,52 @@ def drawn_call(draw, door):
     """A call of a door whose arguments are right but for one to three."""
     count = draw.randint(1, 3)
     if door in ("estimate", "fits", "memory"):
-        right = {name: value for name, value in RIGHT.items() if door != "memory" or name != "cluster"}
-        names = [*right, *FURTHER] + ["parameters", "policy", "jitter", "fits"] * (door == "estimate")
+        right = {
+            name: value
+            for name, value in RIGHT.items()
+            if door != "memory" or name != "cluster"
+        }
+        names = [*right, *FURTHER] + ["parameters", "policy", "jitter", "fits"] * (
+            door == "estimate"
+        )
         change = {name: draw.choice(WRONG) for name in draw.sample(names, count)}
         call = getattr(mm, door)
         first = [(right | change)[name] for name in right if name != "global_batch"]
-        rest = {name: value for name, value in (right | change).items() if name not in list(right)[:-1]}
+        rest = {
+            name: value
+            for name, value in (right | change).items()
+            if name not in list(right)[:-1]
+        }
         return lambda: call(*first, **rest)
     if door == "cluster":
-        return lambda: mm.cluster(draw.choice(["dgx-a100", *WRONG]), draw.choice(WRONG), draw.choice([None, *WRONG]))
-    kind, right = {"Plan": (mm.Plan, {}), "Transformer": (Transformer, {"name": "t"} | SMALL), "Space": (Space, {})}[
-        door
-    ]
+        return lambda: mm.cluster(
+            draw.choice(["dgx-a100", *WRONG]),
+            draw.choice(WRONG),
+            draw.choice([None, *WRONG]),
+        )
+    kind, right = {
+        "Plan": (mm.Plan, {}),
+        "Transformer": (Transformer, {"name": "t"} | SMALL),
+        "Space": (Space, {}),
+    }[door]
     fields = draw.sample(list(kind.__dataclass_fields__), count)
     change = {name: draw.choice(WRONG) for name in fields}
     return lambda: kind(**right | change)
 
 
-@pytest.mark.parametrize("change", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"use_sliding_window": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0]},
+        {"use_sliding_window": True},
+    ],
+)
 def test_layers_of_several_kinds_are_not_read_as_one(tmp_path: Path, change):
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096, "mlp_only_layers": []}))
+    path.write_text(
+        json.dumps(LLAMA | {"max_position_embeddings": 4096, "mlp_only_layers": []})
+    )
     assert mm.model(path).name == "mine"
     path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096} | change))
     refused(lambda: mm.model(path), f"{next(iter(change))}=.*layers of several kinds")

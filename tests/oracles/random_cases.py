@@ -1,4 +1,6 @@
-"""Cases that nobody chose: models, clusters, plans and batches of the catalog, drawn at random and kept if legal."""
+"""Cases that nobody chose: models, clusters, plans and batches of the catalog, drawn at
+random and kept if legal.
+"""
 
 import numpy as np
 
@@ -7,7 +9,8 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, rules_of
 
-# fixed and in this order, so that a model more in the catalog leaves the draws as they are
+# fixed and in this order, so that a model more in the catalog leaves the draws as they
+# are
 _DRAWN = """
     bloom-176b deepseek-v2 deepseek-v2-lite deepseek-v3 gpt-oss-120b gpt2 gpt2-large gpt2-medium gpt2-xl
     gpt3-175b llama-13b llama-33b llama-65b llama-7b llama2-13b llama2-70b llama2-7b llama3-405b llama3-70b
@@ -16,25 +19,51 @@ _DRAWN = """
     vit-10b vit-120b vit-25b vit-60b vit-base vit-huge vit-large
 """
 MODELS = _DRAWN.split()
-STACKS = ["t5-11b", "mamba2-2.7b", "jamba-1.5-large", "nemotron-h-8b"]  # layers of several kinds
-CLUSTERS = ["dgx-a100", "dgx-h100", "dgx-b200", "gb200-nvl72", "p4d", "dgx-2", "mi300x-8"]
+STACKS = [
+    "t5-11b",
+    "mamba2-2.7b",
+    "jamba-1.5-large",
+    "nemotron-h-8b",
+]  # layers of several kinds
+CLUSTERS = [
+    "dgx-a100",
+    "dgx-h100",
+    "dgx-b200",
+    "gb200-nvl72",
+    "p4d",
+    "dgx-2",
+    "mi300x-8",
+]
 SOFTWARE = ["megatron-core", "megatron-2021", "megatron-bridge", "torchtitan", "torchtitan-compiled", "fsdp2",
             "deepspeed", "megatron-deepspeed", "nanotron", "hai-llm", "jax", "llm-foundry"]  # fmt: skip
 
 
-def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000, models=MODELS) -> list[Case]:
+def drawn_cases(
+    kind: str, count: int, seed: int, *, most_passes: int = 6000, models=MODELS
+) -> list[Case]:
     """Legal cases, each on up to 512 devices.
 
-    kind: ordinary, plans as they are launched; random, any legal plan; software, those that one of the catalog runs.
+    kind: ordinary, plans as they are launched; random, any legal plan; software, those
+    that one of the catalog runs.
     most_passes: of layers, over all micro-batches and both directions.
     """
     draw, cases = np.random.default_rng(seed), []
     while len(cases) < count:
         model, cluster = catalog.model(_one(draw, models)), _cluster(draw)
         try:
-            plan, batch = (_ordinary if kind == "ordinary" else _random)(draw, model, cluster)
+            plan, batch = (_ordinary if kind == "ordinary" else _random)(
+                draw, model, cluster
+            )
             software = _one(draw, SOFTWARE) if kind == "software" else None
-            case = Case(model, cluster, plan, batch, None, cluster.device.nearest("bf16"), software)
+            case = Case(
+                model,
+                cluster,
+                plan,
+                batch,
+                None,
+                cluster.device.nearest("bf16"),
+                software,
+            )
             enforce(rules_of(case), plan, case)
         except ValueError:
             continue
@@ -45,13 +74,19 @@ def drawn_cases(kind: str, count: int, seed: int, *, most_passes: int = 6000, mo
 
 def _cluster(draw):
     name, nodes = _one(draw, CLUSTERS), _power(draw, 6)
-    return catalog.cluster(name, nodes=max(nodes // 8, 1) if name == "gb200-nvl72" else nodes)
+    return catalog.cluster(
+        name, nodes=max(nodes // 8, 1) if name == "gb200-nvl72" else nodes
+    )
 
 
 def _ordinary(draw, model, cluster) -> tuple[Plan, int]:
     """tp inside a node, ZeRO-1 beside tp and pp or any ZeRO alone, equal micro-batches."""
     tp, pp = _power(draw, 3), _power(draw, 3) if draw.random() < 0.6 else 1
-    dp, micro_batch, rounds = cluster.world_size // (tp * pp), _power(draw, 2), _power(draw, 3)
+    dp, micro_batch, rounds = (
+        cluster.world_size // (tp * pp),
+        _power(draw, 2),
+        _power(draw, 3),
+    )
     if tp > cluster.devices_per_node:
         raise ValueError("tp across nodes is not ordinary")
     interleaved = pp > 1 and model.layers % (2 * pp) == 0 and draw.random() < 0.3
@@ -64,7 +99,9 @@ def _ordinary(draw, model, cluster) -> tuple[Plan, int]:
 
 
 def _random(draw, model, cluster) -> tuple[Plan, int]:
-    """Degrees, schedules and every choice of sharding and overlap; the last micro-batch may be short."""
+    """Degrees, schedules and every choice of sharding and overlap; the last micro-batch
+    may be short.
+    """
     tp, pp, cp = _power(draw, 4), _power(draw, 4) if draw.random() < 0.6 else 1, 1
     if draw.random() < 0.3:
         cp = _power(draw, 2)
@@ -86,20 +123,30 @@ def _random(draw, model, cluster) -> tuple[Plan, int]:
     choices |= _sharding(draw, dp * cp)
     ep = _power(draw, 6) if model.experts else 1
     plan = Plan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro_batch, **choices)
-    return plan, dp * (micro_batch * int(draw.integers(1, 13)) + int(draw.integers(micro_batch)))
+    return plan, dp * (
+        micro_batch * int(draw.integers(1, 13)) + int(draw.integers(micro_batch))
+    )
 
 
 def _sharding(draw, replicas: int) -> dict:
-    """A ZeRO stage and what goes with it: gathers beside the next pass, prefetch, HSDP or ZeRO++."""
+    """A ZeRO stage and what goes with it: gathers beside the next pass, prefetch, HSDP
+    or ZeRO++.
+    """
     zero = int(draw.integers(4))
     if not zero:
         return {}
-    choices = {"zero": zero} | ({"prefetch": int(draw.integers(2))} if zero == 3 else {})
+    choices = {"zero": zero} | (
+        {"prefetch": int(draw.integers(2))} if zero == 3 else {}
+    )
     if zero < 3:
         choices["overlap_gather"] = bool(draw.integers(2))
     elif draw.random() < 0.2:
-        return choices | {name: bool(draw.integers(2)) for name in ("qwz", "hpz", "qgz")}
-    return choices | ({"shard": _power(draw, int(np.log2(replicas)))} if draw.random() < 0.2 else {})
+        return choices | {
+            name: bool(draw.integers(2)) for name in ("qwz", "hpz", "qgz")
+        }
+    return choices | (
+        {"shard": _power(draw, int(np.log2(replicas)))} if draw.random() < 0.2 else {}
+    )
 
 
 def _one(draw, choices):

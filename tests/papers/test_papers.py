@@ -1,8 +1,10 @@
-"""Which published numbers reproduce, and which do not? The claims of claims.csv, a test for each, and docs' table.
+"""Which published numbers reproduce, and which do not? The claims of claims.csv, a test
+for each, and docs' table.
 
-`python tests/papers/test_papers.py` writes the table of docs/which-papers-reproduce.md. Both numbers of a claim come
-from the function that its notebook calls or, where that takes more than about 2 s, from the data of a figure that the
-notebook drew (`drawn`), which tests/view/test_notebooks.py compares with a fresh run.
+`python tests/papers/test_papers.py` writes the table of docs/which-papers-reproduce.md.
+Both numbers of a claim come from the function that its notebook calls or, where that
+takes more than about 2 s, from the data of a figure that the notebook drew (`drawn`),
+which tests/view/test_notebooks.py compares with a fresh run.
 """
 
 import math
@@ -25,7 +27,9 @@ from madmax_lib.papers.metis import studies as metis_study
 from madmax_lib.papers.studies import hybrid, memory_facts, vit_study
 from madmax_lib.papers.vtrain import studies as vtrain_studies
 
-CLOSE = 0.05  # a claim that keeps this relative error reproduces: a declared miss that does is to be moved
+# a claim that keeps this relative error reproduces: a declared miss that does is to be
+# moved
+CLOSE = 0.05
 Pair = Callable[[], tuple[float, float]]  # theirs and ours
 PAGE = PROJECT / "docs" / "which-papers-reproduce.md"
 START, END = "<!-- claims -->", "<!-- /claims -->"
@@ -35,8 +39,9 @@ START, END = "<!-- claims -->", "<!-- /claims -->"
 class Claim:
     """A published number beside ours.
 
-    values: theirs and ours, NaN where nothing public gives ours. unit: "share" is 0..1 and shown in percent. tolerance:
-    relative error that it keeps; None for a miss, which `why` explains.
+    values: theirs and ours, NaN where nothing public gives ours. unit: "share" is 0..1
+    and shown in percent. tolerance: relative error that it keeps; None for a miss,
+    which `why` explains.
     """
 
     paper: str
@@ -85,7 +90,9 @@ def vit() -> pd.DataFrame:
 
 @cache
 def metis() -> pd.DataFrame:
-    return metis_study.table1_errors(metis_study.run_rows([1, 3])).set_index(["row", "mode"])
+    return metis_study.table1_errors(metis_study.run_rows([1, 3])).set_index(
+        ["row", "mode"]
+    )
 
 
 @cache
@@ -93,25 +100,47 @@ def facts() -> pd.DataFrame:
     return memory_facts().set_index("fact")
 
 
-def row(table: Callable[[], pd.DataFrame], key: str | tuple, theirs: str = "theirs", ours: str = "ours") -> Pair:
+def row(
+    table: Callable[[], pd.DataFrame],
+    key: str | tuple,
+    theirs: str = "theirs",
+    ours: str = "ours",
+) -> Pair:
     """Both numbers of a row of a table."""
     return lambda: tuple(float(table().loc[key, column]) for column in (theirs, ours))
 
 
 def largest(system: str, machine: str) -> Pair:
-    return row(lambda: drawn("wall/limits").set_index(["system", "machine"]), (system, machine), "published", "ours")
+    return row(
+        lambda: drawn("wall/limits").set_index(["system", "machine"]),
+        (system, machine),
+        "published",
+        "ours",
+    )
 
 
 def vit_error() -> tuple[float, float]:
-    """The paper's mean error in points of MFU, and the relative one of the same predictions."""
-    return 1 - published("vit_accuracy"), madmax_studies.vit_mfu()["paper_error"].abs().mean()
+    """The paper's mean error in points of MFU, and the relative one of the same
+    predictions.
+    """
+    return 1 - published("vit_accuracy"), madmax_studies.vit_mfu()[
+        "paper_error"
+    ].abs().mean()
 
 
 def cost_saved() -> tuple[float, float]:
-    """Row 1 as printed, and with either order of the GPU types fixed (the figure's data)."""
+    """Row 1 as printed, and with either order of the GPU types fixed (the figure's
+    data).
+    """
     printed = metis()["cost_ms"][1]
-    ours = drawn("metis/table1").query("row == 1").pivot(index="node_order", columns="mode", values="our_cost_ms")
-    return 1 - printed["strategy"] / printed["base"], (1 - ours["strategy"] / ours["base"]).max()
+    ours = (
+        drawn("metis/table1")
+        .query("row == 1")
+        .pivot(index="node_order", columns="mode", values="our_cost_ms")
+    )
+    return 1 - printed["strategy"] / printed["base"], (
+        1 - ours["strategy"] / ours["base"]
+    ).max()
 
 
 def steps_saved() -> tuple[float, float]:
@@ -122,27 +151,37 @@ def steps_saved() -> tuple[float, float]:
 
 def traced_overlap() -> tuple[float, float]:
     traced = vit_study.measured_overlap().groupby("strategy")["overlap"].mean()
-    return traced["zero3"], drawn("vit_study/overlap").set_index("strategy").at["zero3", "overlap"]
+    return traced["zero3"], drawn("vit_study/overlap").set_index("strategy").at[
+        "zero3", "overlap"
+    ]
 
 
 def zero(stage: int) -> Pair:
     """GB of model states of 7.5e9 parameters on 64 GPUs, to the digits printed."""
     fact = f"7.5e9 parameters, dp64.z{stage} [ZeRO, Table 1]"
-    return lambda: tuple(float(facts().at[fact, column].split()[0]) for column in ("theirs", "ours"))
+    return lambda: tuple(
+        float(facts().at[fact, column].split()[0]) for column in ("theirs", "ours")
+    )
 
 
 def ran() -> tuple[float, float]:
-    """Sizes that are known to run or to run out of memory, and how many of them come out."""
+    """Sizes that are known to run or to run out of memory, and how many of them come
+    out.
+    """
     agrees = facts().loc[~facts().index.str.contains("ZeRO, Table 1"), "agrees"]
     return len(agrees), agrees.sum()
 
 
 def measured(model: str, step_s: float) -> Pair:
-    """A measured step, and its prediction by constants fitted without its source and model (the figure's data)."""
+    """A measured step, and its prediction by constants fitted without its source and
+    model (the figure's data).
+    """
 
     def both() -> tuple[float, float]:
         runs = drawn("validation/predicted")
-        one = runs[(runs["model"] == model) & np.isclose(runs["measured_s"], step_s, rtol=1e-3)]
+        one = runs[
+            (runs["model"] == model) & np.isclose(runs["measured_s"], step_s, rtol=1e-3)
+        ]
         return one["measured_s"].item(), one["predicted_s"].item()
 
     return both
@@ -150,14 +189,18 @@ def measured(model: str, step_s: float) -> Pair:
 
 # --- the claims
 
-SOURCES = {  # what stands before the colon of a claim's values; behind it stand the arguments
+# what stands before the colon of a claim's values; behind it stand the arguments
+SOURCES = {
     **{table.__name__: partial(row, table) for table in (madmax, vtrain, gpt2, vit)},
     "metis": lambda number, mode, *columns: row(metis, (int(number), mode), *columns),
     "largest": largest,
     "measured": lambda model, step_s: measured(model, float(step_s)),
     "zero": lambda stage: zero(int(stage)),
     "only": lambda theirs: lambda: (float(theirs), math.nan),
-    **{both.__name__: lambda both=both: both for both in (vit_error, cost_saved, steps_saved, traced_overlap, ran)},
+    **{
+        both.__name__: lambda both=both: both
+        for both in (vit_error, cost_saved, steps_saved, traced_overlap, ran)
+    },
 }
 
 
@@ -166,17 +209,31 @@ def claim_of(row: pd.Series) -> Claim:
     name, _, arguments = row["values"].partition(": ")
     values = SOURCES[name](*filter(None, arguments.split("; ")))
     tolerance = float(row["tolerance"]) if row["tolerance"] else None
-    return Claim(row["paper"], row["notebook"], row["text"], values, row["unit"], tolerance, row["why"])
+    return Claim(
+        row["paper"],
+        row["notebook"],
+        row["text"],
+        values,
+        row["unit"],
+        tolerance,
+        row["why"],
+    )
 
 
-_table = pd.read_csv(Path(__file__).with_name("claims.csv"), dtype=str, keep_default_na=False)
+_table = pd.read_csv(
+    Path(__file__).with_name("claims.csv"), dtype=str, keep_default_na=False
+)
 CLAIMS = _table.apply(claim_of, axis=1).tolist()
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.notebook[:2]} {claim.text}")
+@pytest.mark.parametrize(
+    "claim", CLAIMS, ids=lambda claim: f"{claim.notebook[:2]} {claim.text}"
+)
 def test_claims_reproduce_and_misses_miss(claim):
     if claim.tolerance is None:
-        assert claim.why and not abs(claim.error) <= CLOSE, "it reproduces: give it a tolerance"
+        assert claim.why and not abs(claim.error) <= CLOSE, (
+            "it reproduces: give it a tolerance"
+        )
     else:
         assert abs(claim.error) <= claim.tolerance <= CLOSE
 
@@ -214,8 +271,10 @@ def table() -> str:
     """The claims as Markdown, by paper."""
     kept = sum(claim.tolerance is not None for claim in CLAIMS)
     lines = [
-        f"Headlines and misses; the notebooks list more. {kept} of these {len(CLAIMS)} numbers reproduce within",
-        f"{100 * CLOSE:.0f} %, the others have their error in bold and the reason beside them. Errors are relative, or",
+        f"Headlines and misses; the notebooks list more. {kept} of these "
+        f"{len(CLAIMS)} numbers reproduce within",
+        f"{100 * CLOSE:.0f} %, the others have their error in bold and the reason "
+        "beside them. Errors are relative, or",
         "in points where theirs is itself percent.",
         "",
         "| claim | theirs | ours | error | notebook |",
@@ -235,17 +294,35 @@ def _block(text: str) -> re.Match:
     """What stands between the marks. Raises ValueError unless there is one such place."""
     found = list(re.finditer(f"(?<={START}\n\n).*?(?=\n\n{END})", text, re.S))
     if len(found) != 1:
-        raise ValueError(f"{PAGE}: {len(found)} blocks between {START} and {END}, expected one")
+        raise ValueError(
+            f"{PAGE}: {len(found)} blocks between {START} and {END}, expected one"
+        )
     return found[0]
 
 
 def test_the_page_shows_every_claim():
-    assert _block(PAGE.read_text())[0] == table(), "run python tests/papers/test_papers.py"
+    assert _block(PAGE.read_text())[0] == table(), (
+        "run python tests/papers/test_papers.py"
+    )
 
 
 def test_numbers_are_shown_as_printed():
-    texts = {"h": "863,397 h", "share": "75.46 %", "x": "2.24x", "GB": "1.88 GB", "": "612", "s": "none"}
-    values = {"h": 863397, "share": 0.7546, "x": 2.24, "GB": 1.88, "": 612.0, "s": math.nan}
+    texts = {
+        "h": "863,397 h",
+        "share": "75.46 %",
+        "x": "2.24x",
+        "GB": "1.88 GB",
+        "": "612",
+        "s": "none",
+    }
+    values = {
+        "h": 863397,
+        "share": 0.7546,
+        "x": 2.24,
+        "GB": 1.88,
+        "": 612.0,
+        "s": math.nan,
+    }
     assert {unit: _shown(value, unit) for unit, value in values.items()} == texts
     assert (_shown(0.0, "share"), _shown(100.0, "")) == ("0 %", "100")
 

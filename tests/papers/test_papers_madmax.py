@@ -1,4 +1,6 @@
-"""MAD-Max: every recorded output of the public release, switches of the rules, and conservation laws."""
+"""MAD-Max: every recorded output of the public release, switches of the rules, and
+conservation laws.
+"""
 
 import math
 from dataclasses import replace
@@ -11,26 +13,52 @@ from support import local_or_skip
 
 from madmax_lib.papers.madmax.layers import _rates_of
 from madmax_lib.papers.madmax.model import cloud_cost, evaluate, timeline
-from madmax_lib.papers.madmax.rules import GLOBAL, INTRA, STRATEGIES, MadmaxRules, parse_classes, parse_rules
+from madmax_lib.papers.madmax.rules import (
+    GLOBAL,
+    INTRA,
+    STRATEGIES,
+    MadmaxRules,
+    parse_classes,
+    parse_rules,
+)
 from madmax_lib.papers.madmax.suite import suite, systems
 from madmax_lib.timeline.accounting import breakdown
 
-NAMES = ["DLRM-A", "DLRM-B", "DLRM-A MoE", "DLRM-B Transformer", "GPT-3", "LLaMA-65B", "LLaMA2-70B 4K"]
+NAMES = [
+    "DLRM-A",
+    "DLRM-B",
+    "DLRM-A MoE",
+    "DLRM-B Transformer",
+    "GPT-3",
+    "LLaMA-65B",
+    "LLaMA2-70B 4K",
+]
 NAMES += ["LLM-MoE 1.8T", "ViT-10B"]
 RELEASED, CORRECTED = parse_rules("released"), parse_rules("corrected")
 MODELS, SYSTEMS = suite(), systems(f"zionex-{devices}" for devices in (8, 128, 2048))
 TYPE = MODELS.set_index("name")["type"]
 TIMES = ["exposed_comm_ms", "overlapped_comm_ms", "iteration_ms"]
-COMPONENTS = ["gemm_ms", "emb_ms", "all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
+COMPONENTS = [
+    "gemm_ms",
+    "emb_ms",
+    "all2all_ms",
+    "allreduce_ms",
+    "allgather_ms",
+    "reducescatter_ms",
+]
 
 
-def case(model="DLRM-A", strategy="ddp", system="zionex-128", task="pretrain", batch=65_536):
+def case(
+    model="DLRM-A", strategy="ddp", system="zionex-128", task="pretrain", batch=65_536
+):
     fields = {"model": model, "type": TYPE[model], "system": system, "task": task}
     return fields | {"dense_strategy": strategy, "global_batch": batch}
 
 
 def result(*args, rules="released", systems=SYSTEMS, **kwargs):
-    return evaluate(pd.DataFrame([case(*args, **kwargs)]), MODELS, systems, rules=rules).iloc[0]
+    return evaluate(
+        pd.DataFrame([case(*args, **kwargs)]), MODELS, systems, rules=rules
+    ).iloc[0]
 
 
 # --- the recorded outputs of the public release
@@ -38,7 +66,10 @@ def result(*args, rules="released", systems=SYSTEMS, **kwargs):
 
 @pytest.fixture(scope="module")
 def reference():
-    return [pd.read_csv(local_or_skip(f"madmax_ref/{name}.csv")) for name in ("reference_outputs", "models", "systems")]
+    return [
+        pd.read_csv(local_or_skip(f"madmax_ref/{name}.csv"))
+        for name in ("reference_outputs", "models", "systems")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +84,21 @@ def test_columns_and_order_are_those_of_the_reference(reference, evaluated):
     pd.testing.assert_frame_equal(evaluated[inputs], expected[inputs])
 
 
-@pytest.mark.parametrize("column", ["weights_gb_per_device", *COMPONENTS, *TIMES, "throughput_samples_per_s"])
+@pytest.mark.parametrize(
+    "column", ["weights_gb_per_device", *COMPONENTS, *TIMES, "throughput_samples_per_s"]
+)
 def test_every_reference_row_within_1e_7(reference, evaluated, column):
-    """The goal is 1e-3; the files print nine digits, and what is printed is met. Residues count as zero."""
-    ours, theirs, iteration = evaluated[column], reference[0][column], reference[0]["iteration_ms"]
-    residue = 1e-9 * iteration if column in ("exposed_comm_ms", "overlapped_comm_ms") else 0.0
+    """The goal is 1e-3; the files print nine digits, and what is printed is met.
+    Residues count as zero.
+    """
+    ours, theirs, iteration = (
+        evaluated[column],
+        reference[0][column],
+        reference[0]["iteration_ms"],
+    )
+    residue = (
+        1e-9 * iteration if column in ("exposed_comm_ms", "overlapped_comm_ms") else 0.0
+    )
     assert ((ours - theirs).abs() <= 1e-7 * theirs.abs() + residue).all()
 
 
@@ -80,7 +121,9 @@ CLOUD_SYSTEMS = {
 
 
 def cloud_system(row, known):
-    """The sheet names GPUs, the configurations instances; A100-80GB of Cloud_B is two kinds, one without NVLink."""
+    """The sheet names GPUs, the configurations instances; A100-80GB of Cloud_B is two
+    kinds, one without NVLink.
+    """
     instance = CLOUD_SYSTEMS[row.provider, row.gpu]
     if row.throughput_qps < 30_000 and row.provider == "Cloud_B":
         instance = "NC96ds_A100_v4"
@@ -94,22 +137,33 @@ def cloud(reference):
     _, models, systems = reference
     names = [cloud_system(row, set(systems["name"])) for row in sheet.itertuples()]
     cases = pd.DataFrame({"system": names, "dense_strategy": sheet["mlp_strategy"]})
-    same = {"model": "DLRM_A", "type": "DLRM", "task": "pretrain", "global_batch": 65_536}
+    same = {
+        "model": "DLRM_A",
+        "type": "DLRM",
+        "task": "pretrain",
+        "global_batch": 65_536,
+    }
     return sheet, evaluate(cases.assign(**same), models, systems)
 
 
 def test_cloud_throughput_within_printed_rounding(cloud):
     sheet, ours = cloud
     printed = sheet["throughput_qps"]
-    rounding = np.where(printed > 1e5, 5_000, 0.0051)  # 0.01 MQPS, below 0.1 MQPS in full
+    rounding = np.where(
+        printed > 1e5, 5_000, 0.0051
+    )  # 0.01 MQPS, below 0.1 MQPS in full
     assert len(sheet) == 57
     assert ((ours["throughput_samples_per_s"] - printed).abs() <= rounding).all()
 
 
 def test_cloud_memory_is_three_times_the_weights(cloud):
-    """56 of 57; the 64-GPU NC96ds row prints the memory of 8 GPUs per node, though its throughput is that of 4."""
+    """56 of 57; the 64-GPU NC96ds row prints the memory of 8 GPUs per node, though its
+    throughput is that of 4.
+    """
     sheet, ours = cloud
-    wrong = (3 * ours["weights_gb_per_device"] - sheet["hbm_used_gb_per_gpu"]).abs() > 0.02
+    wrong = (
+        3 * ours["weights_gb_per_device"] - sheet["hbm_used_gb_per_gpu"]
+    ).abs() > 0.02
     assert ours.loc[wrong, ["system", "dense_strategy"]].to_numpy().tolist() == [
         ["CloudB-64-NC96ds_A100_v4", "TP, DDP"]
     ]
@@ -123,9 +177,15 @@ def test_cloud_hours_cost_and_energy(cloud, samples, suffix):
     prices.loc[prices["gpus_per_node"] == 16, "gpu"] += "(M)"
     prices = prices.set_index(["provider", "gpu"])
     no_nvlink = np.where(ours["system"].str.contains("NC96ds"), " (no NVLink)", "")
-    price = prices.loc[pd.MultiIndex.from_arrays([sheet["provider"], sheet["gpu"] + no_nvlink])].reset_index()
+    price = prices.loc[
+        pd.MultiIndex.from_arrays([sheet["provider"], sheet["gpu"] + no_nvlink])
+    ].reset_index()
     cost = cloud_cost(
-        sheet["throughput_qps"], samples, sheet["n_gpus"], price["usd_per_gpu_hour"], price["tdp_w_per_gpu"]
+        sheet["throughput_qps"],
+        samples,
+        sheet["n_gpus"],
+        price["usd_per_gpu_hour"],
+        price["tdp_w_per_gpu"],
     )
     for column, value in cost.items():
         np.testing.assert_allclose(value, sheet[f"{column}_{suffix}"], rtol=1e-7)
@@ -157,33 +217,60 @@ def test_stray_gather_costs_vit_ddp_what_the_release_charges():
         return result("ViT-10B", strategy, batch=2048, rules=MadmaxRules(**switches))
 
     released, without = step("ddp"), step("ddp", stray_gather=False)
-    stray_ms = 1e3 * 128 * 2 * 5120 * 20480 * 2 / (2 * 60.0e9)  # W_FC x 128 devices at twice the AllReduce rate
+    stray_ms = (
+        1e3 * 128 * 2 * 5120 * 20480 * 2 / (2 * 60.0e9)
+    )  # W_FC x 128 devices at twice the AllReduce rate
     assert released["allgather_ms"] == pytest.approx(stray_ms, rel=1e-3)
-    assert without["allgather_ms"] == 0 and without["iteration_ms"] < released["iteration_ms"]
+    assert (
+        without["allgather_ms"] == 0
+        and without["iteration_ms"] < released["iteration_ms"]
+    )
     for strategy in ("fsdp", "fsdp,tp", "fsdp,ddp"):  # there the first gather is needed
         assert step(strategy).equals(step(strategy, stray_gather=False))
 
 
-@pytest.mark.parametrize(("strategy", "model"), [("tp,ddp", "DLRM-A"), ("fsdp,ddp", "DLRM-A"), ("fsdp,ddp", "GPT-3")])
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("tp,ddp", "DLRM-A"), ("fsdp,ddp", "DLRM-A"), ("fsdp,ddp", "GPT-3")],
+)
 def test_corrected_ddp_moves_the_shard(strategy, model):
-    sharded, first = MadmaxRules(sharded_ddp=True), "all_reduce (?:top|fc) 0 backward gradients"
-    steps = [timeline(case(model, strategy), MODELS, SYSTEMS, rules=rules).spans for rules in (RELEASED, sharded)]
-    full, shard = (spans.loc[spans["name"].str.contains(first), "size_bytes"].max() for spans in steps)
+    sharded, first = (
+        MadmaxRules(sharded_ddp=True),
+        "all_reduce (?:top|fc) 0 backward gradients",
+    )
+    steps = [
+        timeline(case(model, strategy), MODELS, SYSTEMS, rules=rules).spans
+        for rules in (RELEASED, sharded)
+    ]
+    full, shard = (
+        spans.loc[spans["name"].str.contains(first), "size_bytes"].max()
+        for spans in steps
+    )
     assert full == 8 * shard
-    assert result(model, strategy, rules=sharded)["iteration_ms"] <= result(model, strategy)["iteration_ms"]
+    assert (
+        result(model, strategy, rules=sharded)["iteration_ms"]
+        <= result(model, strategy)["iteration_ms"]
+    )
 
 
 def test_blocking_fc_is_slower_and_only_in_dlrm_transformer():
     blocking = MadmaxRules(blocking_fc=True)
     released = result("DLRM-B Transformer", "tp,ddp")
-    assert result("DLRM-B Transformer", "tp,ddp", rules=blocking)["iteration_ms"] > released["iteration_ms"]
+    assert (
+        result("DLRM-B Transformer", "tp,ddp", rules=blocking)["iteration_ms"]
+        > released["iteration_ms"]
+    )
     for model in ("DLRM-A", "GPT-3"):
         assert result(model, "tp,ddp", rules=blocking).equals(result(model, "tp,ddp"))
 
 
 def test_named_rules_and_schedules():
-    assert MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True) == CORRECTED
-    assert result("DLRM-A", "tp,ddp", rules="corrected").equals(result("DLRM-A", "tp,ddp", rules=CORRECTED))
+    assert (
+        MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True) == CORRECTED
+    )
+    assert result("DLRM-A", "tp,ddp", rules="corrected").equals(
+        result("DLRM-A", "tp,ddp", rules=CORRECTED)
+    )
     for model, own in (("GPT-3", "pre-optimised"), ("ViT-10B", "optimised")):
         same = result(model, "fsdp", batch=2048, rules=MadmaxRules(schedule=own))
         assert same.equals(result(model, "fsdp", batch=2048))
@@ -196,13 +283,19 @@ def test_named_rules_and_schedules():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fine_tuning_lies_between_inference_and_pre_training(model, strategy):
     tasks = ("inference", "finetune", "pretrain")
-    inference_ms, finetune_ms, pretrain_ms = (result(model, strategy, task=t)["iteration_ms"] for t in tasks)
+    inference_ms, finetune_ms, pretrain_ms = (
+        result(model, strategy, task=t)["iteration_ms"] for t in tasks
+    )
     assert inference_ms < finetune_ms < pretrain_ms
 
 
 def test_fine_tuning_trains_the_head_only():
-    """DLRM-A: of equal MLPs the top one has a backward pass of twice its forward pass, the rest has none."""
-    head, forward = (result("DLRM-A", "ddp", task=task) for task in ("finetune", "inference"))
+    """DLRM-A: of equal MLPs the top one has a backward pass of twice its forward pass,
+    the rest has none.
+    """
+    head, forward = (
+        result("DLRM-A", "ddp", task=task) for task in ("finetune", "inference")
+    )
     assert head["gemm_ms"] / forward["gemm_ms"] == pytest.approx(2.0)
     assert head["allreduce_ms"] == pytest.approx(21.27 / 2, abs=0.005)
     assert head["all2all_ms"] == pytest.approx(26.40 / 2, abs=0.005)
@@ -221,14 +314,22 @@ def test_dlrm_a_step_in_order():
         ("gemm bottom 0 forward", "gemm bottom 9 forward"): (4.549, 6.035),
         ("gemm top 0 forward", "gemm top 9 forward"): (17.750, 19.235),
         ("gemm top 9 backward", "gemm top 0 backward"): (19.235, 22.206),
-        ("all_reduce top 9 backward gradients", "all_reduce top 0 backward gradients"): (19.532, 30.167),
+        (
+            "all_reduce top 9 backward gradients",
+            "all_reduce top 0 backward gradients",
+        ): (19.532, 30.167),
         ("all_to_all embedding backward gradients",): (30.167, 43.368),
         ("gemm bottom 9 backward", "gemm bottom 0 backward"): (22.206, 25.176),
-        ("all_reduce bottom 9 backward gradients", "all_reduce bottom 0 backward gradients"): (43.368, 54.002),
+        (
+            "all_reduce bottom 9 backward gradients",
+            "all_reduce bottom 0 backward gradients",
+        ): (43.368, 54.002),
         ("embedding lookup backward",): (43.368, 47.917),
     }
     for names, (start, end) in expected.items():
-        assert spans.loc[names[0], "start_ns"] / 1e6 == pytest.approx(start, abs=6e-4), names
+        assert spans.loc[names[0], "start_ns"] / 1e6 == pytest.approx(
+            start, abs=6e-4
+        ), names
         assert ends[names[-1]] == pytest.approx(end, abs=6e-4), names
 
 
@@ -248,13 +349,25 @@ def test_a_timeline_and_its_row_agree(model, strategy, task):
     row = result(model, strategy, task=task)
     step = timeline(case(model, strategy, task=task), MODELS, SYSTEMS)
     spans, rounding_ms = step.spans, len(step) * 1e-6
-    sums = spans.groupby(spans["name"].str.partition(" ")[0].to_numpy())["dur_ns"].sum() / 1e6
-    pieces = ("gemm", "embedding", "all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+    sums = (
+        spans.groupby(spans["name"].str.partition(" ")[0].to_numpy())["dur_ns"].sum()
+        / 1e6
+    )
+    pieces = (
+        "gemm",
+        "embedding",
+        "all_to_all",
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+    )
     for piece, column in zip(pieces, COMPONENTS, strict=True):
         assert sums.get(piece, 0.0) == pytest.approx(row[column], abs=rounding_ms)
     times = breakdown(step).iloc[0]
     assert 1e3 * times["total_s"] == pytest.approx(row["iteration_ms"], abs=1e-6)
-    assert 1e3 * times["exposed_comm_s"] == pytest.approx(row["exposed_comm_ms"], abs=rounding_ms)
+    assert 1e3 * times["exposed_comm_s"] == pytest.approx(
+        row["exposed_comm_ms"], abs=rounding_ms
+    )
     assert 1e3 * times["idle_s"] == pytest.approx(0, abs=rounding_ms)
     assert set(spans["stream"]) <= {0, 1}
     assert ((spans["stream"] == 1) == (spans["kind"] == "comm")).all()
@@ -262,7 +375,10 @@ def test_a_timeline_and_its_row_agree(model, strategy, task):
 
 def test_a_timeline_says_what_it_is():
     step = timeline(
-        pd.Series(case("LLM-MoE 1.8T", "tp,ddp")), MODELS, SYSTEMS, rules=replace(CORRECTED, schedule="optimised")
+        pd.Series(case("LLM-MoE 1.8T", "tp,ddp")),
+        MODELS,
+        SYSTEMS,
+        rules=replace(CORRECTED, schedule="optimised"),
     )
     assert step.meta.source == "simulated"
     assert step.meta.represents == {0: list(range(128))} and step.meta.world_size == 128
@@ -271,8 +387,14 @@ def test_a_timeline_says_what_it_is():
     assert set(comm["group"]) == {INTRA, GLOBAL}
     assert (comm["size_bytes"] > 0).all()
     names = set(step.spans["name"])
-    assert {"gemm attention 3 forward", "all_to_all fc 3 backward dispatch tokens"} <= names
-    assert {"all_reduce fc 3 backward activations", "all_reduce embedding backward gradients"} <= names
+    assert {
+        "gemm attention 3 forward",
+        "all_to_all fc 3 backward dispatch tokens",
+    } <= names
+    assert {
+        "all_reduce fc 3 backward activations",
+        "all_reduce embedding backward gradients",
+    } <= names
 
 
 # --- laws
@@ -288,7 +410,10 @@ def test_a_timeline_says_what_it_is():
 )
 def test_twice_the_rate_never_slows_a_step(model, strategy, task, rate, rules):
     faster = SYSTEMS.assign(**{rate: 2 * SYSTEMS[rate]})
-    before, after = (result(model, strategy, task=task, rules=rules, systems=s) for s in (SYSTEMS, faster))
+    before, after = (
+        result(model, strategy, task=task, rules=rules, systems=s)
+        for s in (SYSTEMS, faster)
+    )
     assert after["iteration_ms"] <= before["iteration_ms"] * (1 + 1e-12)
 
 
@@ -296,7 +421,9 @@ def test_twice_the_rate_never_slows_a_step(model, strategy, task, rate, rules):
 @pytest.mark.parametrize("model", NAMES)
 def test_exposed_and_hidden_sum_to_all_communication(model, strategy):
     row = result(model, strategy)
-    assert row["exposed_comm_ms"] + row["overlapped_comm_ms"] == pytest.approx(row[COMPONENTS[2:]].sum())
+    assert row["exposed_comm_ms"] + row["overlapped_comm_ms"] == pytest.approx(
+        row[COMPONENTS[2:]].sum()
+    )
     assert row["gemm_ms"] + row["emb_ms"] <= row["iteration_ms"] * (1 + 1e-12)
     assert row["iteration_ms"] <= row[COMPONENTS].sum() * (1 + 1e-12)
 
@@ -319,7 +446,10 @@ def test_one_rank_has_no_communication(model, strategy):
 @pytest.mark.parametrize("strategy", [text for text in STRATEGIES if "," in text])
 @pytest.mark.parametrize("model", NAMES)
 def test_in_a_single_node_only_the_first_element_counts(model, strategy):
-    both, first = (result(model, s, "zionex-8", batch=64) for s in (strategy, strategy.split(",")[0]))
+    both, first = (
+        result(model, s, "zionex-8", batch=64)
+        for s in (strategy, strategy.split(",")[0])
+    )
     numbers = [*COMPONENTS, "iteration_ms", "weights_gb_per_device"]
     assert both[numbers].tolist() == pytest.approx(first[numbers].tolist())
 
@@ -335,18 +465,33 @@ def test_degrees_multiply_to_the_device_count(strategy):
 
 
 BAD_CASES = [
-    ({"dense_strategy": "pp"}, "dense_strategy='pp' is not one of ddp; tp; fsdp; tp,ddp"),
+    (
+        {"dense_strategy": "pp"},
+        "dense_strategy='pp' is not one of ddp; tp; fsdp; tp,ddp",
+    ),
     ({"dense_strategy": "ddp,fsdp"}, "dense_strategy='ddp,fsdp' is not one of"),
-    ({"model": "DLRM-C"}, "unknown model 'DLRM-C'; nearest: DLRM-B, DLRM-A, DLRM-B MoE"),
+    (
+        {"model": "DLRM-C"},
+        "unknown model 'DLRM-C'; nearest: DLRM-B, DLRM-A, DLRM-B MoE",
+    ),
     ({"system": "Zionex-127"}, "unknown system 'Zionex-127'; nearest: zionex-128"),
     ({"task": "train"}, "task='train' is not one of pretrain, inference, finetune"),
     ({"type": "LLM"}, "type='LLM' is not the type 'DLRM' of model DLRM-A"),
-    ({"global_batch": -8}, "global_batch=-8 of case of DLRM-A is not a positive number"),
+    (
+        {"global_batch": -8},
+        "global_batch=-8 of case of DLRM-A is not a positive number",
+    ),
     ({"global_batch": float("nan")}, "global_batch=nan of case"),
     ({"dense_strategy": "bottom=ddp"}, "says nothing of the layer class.es. top"),
-    ({"dense_strategy": "mlp=ddp; attention=tp"}, "'attention' is not one of the layer classes bottom, top"),
+    (
+        {"dense_strategy": "mlp=ddp; attention=tp"},
+        "'attention' is not one of the layer classes bottom, top",
+    ),
     ({"dense_strategy": "mlp=pp"}, "dense_strategy='pp' is not one of"),
-    ({"local_dense_batch": 512.5}, "local_dense_batch=512.5 is not global_batch x tp degree / devices = 512"),
+    (
+        {"local_dense_batch": 512.5},
+        "local_dense_batch=512.5 is not global_batch x tp degree / devices = 512",
+    ),
 ]
 
 
@@ -361,22 +506,67 @@ def test_bad_cases_are_named(change, message):
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [
-        ("systems", {"num_nodes": 7}, "num_devices=128 is not a multiple of num_nodes=7"),
-        ("systems", {"num_nodes": 0}, "num_nodes=0 of system zionex-128 is not a positive number"),
-        ("systems", {"num_devices": 128.5}, "num_devices=128.5 of system zionex-128 is not a whole number"),
-        ("systems", {"mem_bw": -1.0}, "mem_bw=-1.0 of system zionex-128 is not a positive number"),
-        ("systems", {"flops_util": 70.5}, "flops_util=70.5 of system zionex-128 is a share and cannot exceed 1"),
-        ("models", {"mlp_dim": -3994}, "mlp_dim=-3994 of model DLRM-A is not a positive number"),
-        ("models", {"pooling_size": np.nan}, "pooling_size=nan of model DLRM-A is not a positive number"),
-        ("models", {"bytes_per_nonemb_param": 3}, "bytes_per_nonemb_param=3 is not one of 8, 4, 2, 1"),
-        ("models", {"type": "GNN"}, "type='GNN' of model DLRM-A is not one of DLRM, DLRM_Transformer"),
+        (
+            "systems",
+            {"num_nodes": 7},
+            "num_devices=128 is not a multiple of num_nodes=7",
+        ),
+        (
+            "systems",
+            {"num_nodes": 0},
+            "num_nodes=0 of system zionex-128 is not a positive number",
+        ),
+        (
+            "systems",
+            {"num_devices": 128.5},
+            "num_devices=128.5 of system zionex-128 is not a whole number",
+        ),
+        (
+            "systems",
+            {"mem_bw": -1.0},
+            "mem_bw=-1.0 of system zionex-128 is not a positive number",
+        ),
+        (
+            "systems",
+            {"flops_util": 70.5},
+            "flops_util=70.5 of system zionex-128 is a share and cannot exceed 1",
+        ),
+        (
+            "models",
+            {"mlp_dim": -3994},
+            "mlp_dim=-3994 of model DLRM-A is not a positive number",
+        ),
+        (
+            "models",
+            {"pooling_size": np.nan},
+            "pooling_size=nan of model DLRM-A is not a positive number",
+        ),
+        (
+            "models",
+            {"bytes_per_nonemb_param": 3},
+            "bytes_per_nonemb_param=3 is not one of 8, 4, 2, 1",
+        ),
+        (
+            "models",
+            {"type": "GNN"},
+            "type='GNN' of model DLRM-A is not one of DLRM, DLRM_Transformer",
+        ),
     ],
 )
 def test_bad_tables_are_named(table, change, message):
-    models, systems = MODELS[MODELS["name"] == "DLRM-A"], SYSTEMS[SYSTEMS["name"] == "zionex-128"]
-    models, systems = (models.assign(**change), systems) if table == "models" else (models, systems.assign(**change))
+    models, systems = (
+        MODELS[MODELS["name"] == "DLRM-A"],
+        SYSTEMS[SYSTEMS["name"] == "zionex-128"],
+    )
+    models, systems = (
+        (models.assign(**change), systems)
+        if table == "models"
+        else (models, systems.assign(**change))
+    )
     with pytest.raises(ValueError, match=message):
-        evaluate(pd.DataFrame([{**case(), "type": models["type"].iloc[0]}]), models, systems)
+        evaluate(
+            pd.DataFrame([{**case(), "type": models["type"].iloc[0]}]), models, systems
+        )
 
 
 def test_missing_columns_and_doubled_names_are_named():
@@ -393,7 +583,9 @@ def test_missing_columns_and_doubled_names_are_named():
 def test_bad_rules_are_named():
     with pytest.raises(ValueError, match="schedule='best'"):
         replace(RELEASED, schedule="best")
-    with pytest.raises(ValueError, match="rules='best' is not released, corrected or MadmaxRules"):
+    with pytest.raises(
+        ValueError, match="rules='best' is not released, corrected or MadmaxRules"
+    ):
         result(rules="best")
 
 
@@ -407,5 +599,8 @@ def test_bad_rules_are_named():
     ],
 )
 def test_one_strategy_for_every_class_is_the_strategy(strategy, model, text):
-    same, split = (result(model, choice).drop("dense_strategy") for choice in (strategy, text.format(strategy)))
+    same, split = (
+        result(model, choice).drop("dense_strategy")
+        for choice in (strategy, text.format(strategy))
+    )
     assert same.equals(split)

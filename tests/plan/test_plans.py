@@ -1,4 +1,6 @@
-"""One rule book: every door of the workbench gives the same verdict on a plan, in the same words."""
+"""One rule book: every door of the workbench gives the same verdict on a plan, in the
+same words.
+"""
 
 import random
 import re
@@ -23,7 +25,16 @@ from madmax_lib.runs import checks
 from madmax_lib.runs.settings import Settings
 from madmax_lib.simulator.simulate import _lay_out
 
-NAMES = ["gpt2", "gpt2-large", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b", "qwen3-30b-a3b", "vit-base", "dlrm-a"]
+NAMES = [
+    "gpt2",
+    "gpt2-large",
+    "llama3-8b",
+    "qwen2.5-3b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "vit-base",
+    "dlrm-a",
+]
 GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
 DEGREES = list(Degrees.__dataclass_fields__)
 OTHER_FIELDS = {"ep": (2, 3, 4, 8), "zero": (1, 2, 3, 4), "micro_batch": (2, 3, 0), "interleave": (2, 3),
@@ -42,13 +53,17 @@ def drawn_situation(draw):
     if not isinstance(model, DLRM):
         model = replace(model, layers=draw.randint(2, 8), dense_layers=0)
         sequence = None if model.image else draw.choice([model.sequence, 96, 100, 1024])
-    nodes, devices = draw.choice([(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 8), (3, 4)])
+    nodes, devices = draw.choice(
+        [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 8), (3, 4)]
+    )
     cluster = replace(mm.cluster("dgx-a100", nodes=nodes), devices_per_node=devices)
     return model, cluster, draw.choice([4, 12, 16, 24, 48]), sequence
 
 
 def drawn_fields(draw, world):
-    """Fields of a plan that mostly fills the devices, and mostly obeys; most choices are at their default."""
+    """Fields of a plan that mostly fills the devices, and mostly obeys; most choices
+    are at their default.
+    """
     fields, rest = {}, world if draw.random() < 0.95 else world + 1
     for name in draw.sample(["tp", "pp", "cp"], 3):
         fields[name] = draw.choice([d for d in range(1, rest + 1) if rest % d == 0])
@@ -70,7 +85,9 @@ def refusal(door, *arguments, **options):
 
 
 def search_drops(case, plan):
-    """Name of the rule by which a search drops the degrees of a plan, nothing if it keeps them; None if not listed."""
+    """Name of the rule by which a search drops the degrees of a plan, nothing if it
+    keeps them; None if not listed.
+    """
     space = Space(
         **{name: (getattr(plan, name),) for name in ("tp", "cp", "pp", "ep")},
         context=(plan.context,),
@@ -86,13 +103,17 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
     draw = random.Random(seed)
     model, cluster, batch, sequence = drawn_situation(draw)
     rows = [drawn_fields(draw, cluster.world_size) for _ in range(PLANS)]
-    table = pd.DataFrame([DEFAULTS | {"sequence_parallel": row["tp"] > 1} | row for row in rows])
+    table = pd.DataFrame(
+        [DEFAULTS | {"sequence_parallel": row["tp"] > 1} | row for row in rows]
+    )
     case = Case(model, cluster, Plans.from_table(table), batch, sequence)
     verdict = legal(case)
     words = verdict.words()
     transformer = not isinstance(model, DLRM)
     if transformer:
-        timed = mm.estimate(model, cluster, table, global_batch=batch, sequence=sequence)["step_s"].notna()
+        timed = mm.estimate(
+            model, cluster, table, global_batch=batch, sequence=sequence
+        )["step_s"].notna()
         assert timed.tolist() == verdict.mask.tolist()
     for fields, said in zip(rows, words, strict=True):
         if (refused := refusal(Plan, **fields)) or (not transformer and "got" in said):
@@ -110,7 +131,14 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
             assert refusal(checks.check, plan, model, settings) == without_cluster
         if plan.world_size != cluster.world_size:
             continue  # a search makes no such degrees
-        plain = legal(replace(case, plan=Plans(**{name: getattr(plan, name) for name in (*DEGREES, "context")})))
+        plain = legal(
+            replace(
+                case,
+                plan=Plans(
+                    **{name: getattr(plan, name) for name in (*DEGREES, "context")}
+                ),
+            )
+        )
         dropped = search_drops(case, plan)
         assert (dropped == "") == bool(plain.mask)
         assert not dropped or dropped == plain.rules[plain.place].name
@@ -119,41 +147,74 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
 def test_products_broadcast_and_are_not_copied():
     micro, zero = np.array([[1], [2], [3]]), np.array([[0, 1, 2, 3]])
     plans = Plans(dp=4, micro_batch=micro, zero=zero)
-    assert plans.shape == (3, 4) and plans.micro_batch is micro and plans[1, 3].zero == 3
+    assert (
+        plans.shape == (3, 4) and plans.micro_batch is micro and plans[1, 3].zero == 3
+    )
     verdict = legal(Case(mm.model("gpt2"), None, plans, 6))
     assert verdict.mask.shape == (3, 4) and not verdict.mask.any()
     assert set(verdict.words().ravel().tolist()) == {
-        f"global_batch=6 is not a multiple of dp x micro_batch = 4 x {m}, nor, with a short last micro-batch, of dp"
+        f"global_batch=6 is not a multiple of dp x micro_batch = 4 x {m}, nor, with "
+        "a short last micro-batch, of dp"
         for m in (1, 2, 3)
     }
 
 
 def test_parts_of_a_table_are_views():
-    table = Plans.from_table(pd.DataFrame({"dp": [1, 2, 4], "recompute": ["none", "full", "full"]}))
+    table = Plans.from_table(
+        pd.DataFrame({"dp": [1, 2, 4], "recompute": ["none", "full", "full"]})
+    )
     part = table[1:]
-    assert np.shares_memory(part.dp, table.dp) and part.recompute.tolist() == ["full", "full"] and part.tp == 1
-    gaps = Plans.from_table(pd.DataFrame([{"tp": 2, "zero": 3, "qwz": 1.0}, {"tp": 1}, {"tp": 4, "offload": "all"}]))
+    assert (
+        np.shares_memory(part.dp, table.dp)
+        and part.recompute.tolist() == ["full", "full"]
+        and part.tp == 1
+    )
+    gaps = Plans.from_table(
+        pd.DataFrame(
+            [{"tp": 2, "zero": 3, "qwz": 1.0}, {"tp": 1}, {"tp": 4, "offload": "all"}]
+        )
+    )
     assert gaps.zero.tolist() == [3, 0, 0] and gaps.qwz.tolist() == [True, False, False]
-    assert gaps.offload.tolist() == [None, None, "all"] and gaps.sequence_parallel.tolist() == [True, False, True]
+    assert gaps.offload.tolist() == [
+        None,
+        None,
+        "all",
+    ] and gaps.sequence_parallel.tolist() == [True, False, True]
     assert Plans.from_table(pd.DataFrame({"dp": []})).shape == (0,)
-    small = Plans.from_table(pd.DataFrame({"cp": np.array([8], dtype="int8"), "bucket_bytes": [np.inf]}))
+    small = Plans.from_table(
+        pd.DataFrame({"cp": np.array([8], dtype="int8"), "bucket_bytes": [np.inf]})
+    )
     assert small.cp.dtype == np.int64 and small.bucket_bytes[0] == np.inf
     with pytest.raises(ValueError, match="'tensor' is not a field of Plan"):
         Plans.from_table(pd.DataFrame({"tensor": [8]}))
     for column in (["8", "4"], [8, "4"]):
-        with pytest.raises(ValueError, match=r"column 'dp' must hold numbers, but holds '[48]'"):
+        with pytest.raises(
+            ValueError, match=r"column 'dp' must hold numbers, but holds '[48]'"
+        ):
             Plans.from_table(pd.DataFrame({"dp": column}))
 
 
 def test_overlaps_of_a_plan_or_of_its_software():
     nemo, titan = catalog.software("nemo"), catalog.software("torchtitan")
-    rows = Plans.from_table(pd.DataFrame({"overlap_tp": [None, True, False], "overlap_dp": [np.nan, 1.0, 0.0]}))
+    rows = Plans.from_table(
+        pd.DataFrame(
+            {"overlap_tp": [None, True, False], "overlap_dp": [np.nan, 1.0, 0.0]}
+        )
+    )
     assert rows.overlaps("tp", nemo).tolist() == [True, True, False]
     assert rows.overlaps("tp", titan).tolist() == [False, True, False]
-    assert rows.overlaps("dp", titan).tolist() == [True, True, False] and rows.overlaps("ep", titan) is False
+    assert (
+        rows.overlaps("dp", titan).tolist() == [True, True, False]
+        and rows.overlaps("ep", titan) is False
+    )
     assert [rows[row].overlap_tp for row in range(3)] == [None, 1.0, 0.0]
-    assert Plan().overlaps("tp", nemo) is True and Plan(overlap_tp=False).overlaps("tp", nemo) is False
-    with pytest.raises(ValueError, match="column 'overlap_tp' must hold numbers, but holds 'yes'"):
+    assert (
+        Plan().overlaps("tp", nemo) is True
+        and Plan(overlap_tp=False).overlaps("tp", nemo) is False
+    )
+    with pytest.raises(
+        ValueError, match="column 'overlap_tp' must hold numbers, but holds 'yes'"
+    ):
         Plans.from_table(pd.DataFrame({"overlap_tp": ["yes", None]}))
 
 
@@ -172,15 +233,29 @@ def test_experts_laid_over_tp_are_shared_by_more(tp, etp, ep, spread, parameters
     """Of 1,200 dense and 600 experts' parameters on each of 8 x tp devices."""
     plan = Plan(dp=8, tp=tp, ep=ep, etp=etp, zero=1)
     assert plan.expert_spread == spread
-    assert owned(1200.0, 600.0, plan.sharing, ep, plan.expert_spread) == pytest.approx(parameters)
-    assert Plans(tp=np.array([tp]), etp=np.array([etp])).expert_spread.tolist() == [spread]
+    assert owned(1200.0, 600.0, plan.sharing, ep, plan.expert_spread) == pytest.approx(
+        parameters
+    )
+    assert Plans(tp=np.array([tp]), etp=np.array([etp])).expert_spread.tolist() == [
+        spread
+    ]
 
 
 @pytest.mark.parametrize(
     ("layers", "plan", "first", "last"),
     [
-        (126, "pp16.v8.first7.last7", [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]),  # Llama 3 405B
-        (126, "pp16.v8.embedding-layer.head-layer", [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]),
+        (
+            126,
+            "pp16.v8.first7.last7",
+            [0, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 0],
+        ),  # Llama 3 405B
+        (
+            126,
+            "pp16.v8.embedding-layer.head-layer",
+            [0, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 0],
+        ),
         (126, "pp16.v4.first7.last7", [1, 2, 2, 2], [2, 2, 2, 1]),
         (14, "pp4.v2.first2.last4", [1, 1], [2, 2]),
         (62, "pp8.v4.first6", [0, 2, 2, 2], [2, 2, 2, 2]),
@@ -191,27 +266,45 @@ def test_ends_of_interleaved_pipelines_may_be_shorter(layers, plan, first, last)
     plan = Plan.parse(plan)
     plan.check(model, None)
     chunks = chunk_layers(layers, plan)
-    assert [len(part) for part in chunks[0]] == first and [len(part) for part in chunks[-1]] == last
-    order = [layer for chunk in range(plan.interleave) for stage in chunks for layer in stage[chunk]]
+    assert [len(part) for part in chunks[0]] == first and [
+        len(part) for part in chunks[-1]
+    ] == last
+    order = [
+        layer
+        for chunk in range(plan.interleave)
+        for stage in chunks
+        for layer in stage[chunk]
+    ]
     assert order == list(range(layers))
 
 
 @pytest.mark.parametrize(
-    ("sharing", "ep", "parameters"), [(1, 1, 1800), (1, 4, 1800), (8, 1, 225), (8, 4, 450), (8, 8, 750), (2, 4, 1200)]
+    ("sharing", "ep", "parameters"),
+    [(1, 1, 1800), (1, 4, 1800), (8, 1, 225), (8, 4, 450), (8, 8, 750), (2, 4, 1200)],
 )
 def test_experts_are_shared_by_what_expert_parallelism_leaves(sharing, ep, parameters):
     assert owned(1200.0, 600.0, sharing, ep) == pytest.approx(parameters)
 
 
 def test_ends_that_count_as_layers_need_a_pipeline_to_matter():
-    assert chunk_layers(4, Plan(embedding_as_layer=True, head_as_layer=True)) == [[range(4)]]
+    assert chunk_layers(4, Plan(embedding_as_layer=True, head_as_layer=True)) == [
+        [range(4)]
+    ]
 
 
 def test_a_case_resolves_its_software_once():
-    """By name, by value, or none, which is false: the usual software of a plan can stand in for it."""
+    """By name, by value, or none, which is false: the usual software of a plan can
+    stand in for it.
+    """
     case = Case(mm.model("gpt2"), None, Plan(), software="megatron")
-    assert case.software is catalog.software(case.software) and case.software.name == "megatron-core"
-    assert replace(case, software=None).software.name == "none" and not replace(case, software=None).software
+    assert (
+        case.software is catalog.software(case.software)
+        and case.software.name == "megatron-core"
+    )
+    assert (
+        replace(case, software=None).software.name == "none"
+        and not replace(case, software=None).software
+    )
     with pytest.raises(ValueError, match="unknown software 'megatronne'"):
         replace(case, software="megatronne")
 
@@ -219,7 +312,12 @@ def test_a_case_resolves_its_software_once():
 REFUSED = [
     ("gpt2", "dp8", "hugectr", "hugectr does not train language models such as gpt2"),
     ("gpt2", "dp8", "timm", "timm does not train language models such as gpt2"),
-    ("vit-huge", "dp8", "nanotron", "nanotron does not train image models such as vit-huge"),
+    (
+        "vit-huge",
+        "dp8",
+        "nanotron",
+        "nanotron does not train image models such as vit-huge",
+    ),
     ("gpt2", "dp4.tp2", "llm-foundry", "llm-foundry does not run tp=2"),
     ("gpt2", "dp4.pp2", "jax", "jax does not run pp=2 under 1f1b"),
     ("gpt2", "pp2.v2", "nanotron", "nanotron does not run interleave=2"),
@@ -228,72 +326,150 @@ REFUSED = [
     ("gpt2", "dp8.z1.hs2", "nanotron", "nanotron does not run shard=2 (HSDP)"),
     ("gpt2", "dp8.z3.hpz", "torchtitan", "torchtitan does not run hpz"),
     ("gpt2", "dp4.cp2", "deepspeed", "deepspeed does not run cp=2 by ring"),
-    ("mixtral-8x7b", "dp8.ep4", "fsdp2", "fsdp2 does not run ep=4 over dp x cp = 8 x 1"),
-    ("mixtral-8x7b", "dp4.tp2.ep4", "deepspeed", "deepspeed does not run ep=4 over dp x cp = 4 x 1"),
-    ("mixtral-8x7b", "dp2.tp4.etp1.ep2", "megatron-deepspeed", "does not run ep=2 over dp x cp x tp / etp = 2 x 1"),
+    (
+        "mixtral-8x7b",
+        "dp8.ep4",
+        "fsdp2",
+        "fsdp2 does not run ep=4 over dp x cp = 8 x 1",
+    ),
+    (
+        "mixtral-8x7b",
+        "dp4.tp2.ep4",
+        "deepspeed",
+        "deepspeed does not run ep=4 over dp x cp = 4 x 1",
+    ),
+    (
+        "mixtral-8x7b",
+        "dp2.tp4.etp1.ep2",
+        "megatron-deepspeed",
+        "does not run ep=2 over dp x cp x tp / etp = 2 x 1",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("model", "plan", "software", "words"), REFUSED)
 def test_a_software_runs_what_its_table_says(model, plan, software, words):
-    """One plan is refused in every door; a row of a table is no plan; a search does not try it."""
+    """One plan is refused in every door; a row of a table is no plan; a search does not
+    try it.
+    """
     model, plan = mm.model(model), Plan.parse(plan)
     cluster = mm.cluster("dgx-h100", devices=plan.world_size)
-    doors = [partial(door, model, cluster, plan, global_batch=16) for door in (mm.estimate, mm.simulate, mm.fits)]
+    doors = [
+        partial(door, model, cluster, plan, global_batch=16)
+        for door in (mm.estimate, mm.simulate, mm.fits)
+    ]
     for door in (*doors, partial(mm.memory, model, plan, global_batch=16)):
         with pytest.raises(ValueError, match=re.escape(words)):
             door(software=software)
         door()
     table = pd.DataFrame([vars(plan), vars(Plan(dp=plan.world_size))])
-    seconds = mm.estimate(model, cluster, table, global_batch=16, software=software)["step_s"]
+    seconds = mm.estimate(model, cluster, table, global_batch=16, software=software)[
+        "step_s"
+    ]
     assert np.isnan(seconds[0]) and np.isnan(seconds[1]) == ("models" in words)
 
 
 def test_a_search_tries_what_the_software_runs():
-    cluster, space = mm.cluster("dgx-h100", nodes=1), replace(Space.quick(), zero=(0, 3), schedule=("1f1b", "gpipe"))
+    cluster, space = (
+        mm.cluster("dgx-h100", nodes=1),
+        replace(Space.quick(), zero=(0, 3), schedule=("1f1b", "gpipe")),
+    )
     for name, more in (("jax", "gpipe"), ("llm-foundry", "1f1b"), (None, "1f1b")):
-        found = mm.search("gpt2", cluster, 16, software=name, space=space, top=10**4, progress=False)
+        found = mm.search(
+            "gpt2", cluster, 16, software=name, space=space, top=10**4, progress=False
+        )
         plans = [Plan.parse(text) for text in found.table["plan"]]
-        assert all(legal(Case(mm.model("gpt2"), cluster, plan, 16, software=name)).mask for plan in plans)
-        assert {plan.schedule for plan in plans if plan.pp > 1} <= {more, "gpipe"} and plans
+        assert all(
+            legal(Case(mm.model("gpt2"), cluster, plan, 16, software=name)).mask
+            for plan in plans
+        )
+        assert {plan.schedule for plan in plans if plan.pp > 1} <= {
+            more,
+            "gpipe",
+        } and plans
         assert (max(plan.pp for plan in plans) > 1) == (name != "llm-foundry")
 
 
 DOORS = {
-    "estimate": lambda model, cluster, plan, **run: mm.estimate(model, cluster, plan, **run)["step_s"].item(),
-    "simulate": lambda *plan, **run: mm.breakdown(mm.simulate(*plan, **run))["total_s"].max(),
+    "estimate": lambda model, cluster, plan, **run: mm.estimate(
+        model, cluster, plan, **run
+    )["step_s"].item(),
+    "simulate": lambda *plan, **run: mm.breakdown(mm.simulate(*plan, **run))[
+        "total_s"
+    ].max(),
     "fits": lambda *plan, **run: mm.fits(*plan, **run).margins_bytes,
-    "memory": lambda model, cluster, plan, **run: mm.memory(model, plan, **run)["size_bytes"].tolist(),
-    "variants": lambda model, cluster, plan, **run: variants(model, cluster, [plan], **run)["step_s"].tolist(),
-    "search": lambda model, cluster, plan, **run: search(model, cluster, **run)["step_s"].tolist(),
-    "levers": lambda model, cluster, plan, **run: lever_table(model, cluster, plan, global_batch=64)["fits"].tolist(),
+    "memory": lambda model, cluster, plan, **run: mm.memory(model, plan, **run)[
+        "size_bytes"
+    ].tolist(),
+    "variants": lambda model, cluster, plan, **run: variants(
+        model, cluster, [plan], **run
+    )["step_s"].tolist(),
+    "search": lambda model, cluster, plan, **run: search(model, cluster, **run)[
+        "step_s"
+    ].tolist(),
+    "levers": lambda model, cluster, plan, **run: lever_table(
+        model, cluster, plan, global_batch=64
+    )["fits"].tolist(),
 }
 
 
 def search(*arguments, **run):
-    return mm.search(*arguments, **run, top=3, space=replace(Space.quick(), tp=(1, 2)), progress=False).table
+    return mm.search(
+        *arguments,
+        **run,
+        top=3,
+        space=replace(Space.quick(), tp=(1, 2)),
+        progress=False,
+    ).table
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_names_and_text_stand_for_what_they_name(door):
-    names, run = ("gpt2-large", "dgx-a100", "dp4.tp2.z2"), {"global_batch": 64, "software": "torchtitan"}
+    names, run = (
+        ("gpt2-large", "dgx-a100", "dp4.tp2.z2"),
+        {"global_batch": 64, "software": "torchtitan"},
+    )
     things = mm.model(names[0]), mm.cluster(names[1]), Plan.parse(names[2])
-    assert DOORS[door](*names, **run) == DOORS[door](*things, **run | {"software": catalog.software("torchtitan")})
+    assert DOORS[door](*names, **run) == DOORS[door](
+        *things, **run | {"software": catalog.software("torchtitan")}
+    )
     if door != "levers":
-        assert DOORS[door](*names, **run) != DOORS[door](*names, **run | {"software": "megatron-core"})
+        assert DOORS[door](*names, **run) != DOORS[door](
+            *names, **run | {"software": "megatron-core"}
+        )
     for place in {0, 1, 2} - {"memory": {1}, "search": {2}}.get(door, set()):
         wrong = [*names[:place], "dp8.nosuch", *names[place + 1 :]]
         with pytest.raises(ValueError, match=r"nosuch'( |; )[^\n]*$"):
             DOORS[door](*wrong, **run)
 
 
-@pytest.mark.parametrize("column", ["overlap_tp", "overlap_dp", "capacity", "recompute", "lora_rank", "cp"])
+@pytest.mark.parametrize(
+    "column", ["overlap_tp", "overlap_dp", "capacity", "recompute", "lora_rank", "cp"]
+)
 def test_a_plan_takes_as_long_in_a_table_as_alone(column):
     """In a table long enough that rows with equal passes are timed once."""
-    choices = {"capacity": (0.0, 1.25), "recompute": ("none", "full"), "lora_rank": (0, 16), "cp": (1, 4)}
+    choices = {
+        "capacity": (0.0, 1.25),
+        "recompute": ("none", "full"),
+        "lora_rank": (0, 16),
+        "cp": (1, 4),
+    }
     values = choices.get(column, (True, False))
-    rows = [{"tp": 2, "micro_batch": size, column: value} for size in (1, 2) for value in values]
+    rows = [
+        {"tp": 2, "micro_batch": size, column: value}
+        for size in (1, 2)
+        for value in values
+    ]
     rows = [{"dp": 4 // row.get("cp", 1), **row} for row in rows]
-    times = mm.estimate("mixtral-8x7b", "dgx-h100", pd.DataFrame(rows * 100), global_batch=64)["step_s"]
-    alone = [mm.estimate("mixtral-8x7b", "dgx-h100", Plan(**row), global_batch=64)["step_s"].item() for row in rows]
-    assert times.tolist() == pytest.approx(alone * 100, rel=1e-12) and times.nunique() > 1
+    times = mm.estimate(
+        "mixtral-8x7b", "dgx-h100", pd.DataFrame(rows * 100), global_batch=64
+    )["step_s"]
+    alone = [
+        mm.estimate("mixtral-8x7b", "dgx-h100", Plan(**row), global_batch=64)[
+            "step_s"
+        ].item()
+        for row in rows
+    ]
+    assert (
+        times.tolist() == pytest.approx(alone * 100, rel=1e-12) and times.nunique() > 1
+    )

@@ -1,4 +1,6 @@
-"""Configurations of frameworks as people have them, to plans and back; what a plan, or a framework, cannot say."""
+"""Configurations of frameworks as people have them, to plans and back; what a plan, or
+a framework, cannot say.
+"""
 
 import itertools
 import json
@@ -116,7 +118,11 @@ mode = "full"
 
 
 def titan(parallelism="", training="", checkpoint=""):
-    tables = {"parallelism": parallelism, "training": training, "activation_checkpoint": checkpoint}
+    tables = {
+        "parallelism": parallelism,
+        "training": training,
+        "activation_checkpoint": checkpoint,
+    }
     return "".join(f"[{name}]\n{text}\n" for name, text in tables.items())
 
 
@@ -187,45 +193,76 @@ def test_a_configuration_that_is_not_there():
         plan_flags.read("no_such.toml", "torchtitan")
 
 
-# fields that a file does not fix, or that came after the expected values were worked out
+# fields that a file does not fix, or that came after the expected values were worked
+# out
 FREE = {"prefetch", "bucket_bytes", "attention", "capacity", *OVERLAPS}
 
 
 def differences(stated, expected):
-    """What a configuration states otherwise than expected; of a partial one only what is listed counts."""
+    """What a configuration states otherwise than expected; of a partial one only what
+    is listed counts.
+    """
     plan, listed = vars(stated.plan), expected["plan"]
-    free = FREE | set(expected.get("free", ())) | (set(DEFAULTS) if expected.get("partial") else set())
+    free = (
+        FREE
+        | set(expected.get("free", ()))
+        | (set(DEFAULTS) if expected.get("partial") else set())
+    )
     wanted = {name: value for name, value in DEFAULTS.items() if name not in free}
     wanted |= {"sequence_parallel": stated.plan.tp > 1} | listed
     if expected.get("partial"):
         wanted = listed
-    run = {name: value for name, value in expected.get("settings", {}).items() if hasattr(stated, name)}
-    found = {name: plan[name] for name in wanted} | {name: getattr(stated, name) for name in run}
-    return {name: (found[name], value) for name, value in (wanted | run).items() if found[name] != value}
+    run = {
+        name: value
+        for name, value in expected.get("settings", {}).items()
+        if hasattr(stated, name)
+    }
+    found = {name: plan[name] for name in wanted} | {
+        name: getattr(stated, name) for name in run
+    }
+    return {
+        name: (found[name], value)
+        for name, value in (wanted | run).items()
+        if found[name] != value
+    }
 
 
 def test_files_state_what_their_frameworks_would_run():
-    """Real files, each with the plan that its framework's code makes of it, which written again is read as the same."""
+    """Real files, each with the plan that its framework's code makes of it, which
+    written again is read as the same.
+    """
     folder, wrong = local_or_skip("configs/expected.json").parent, {}
     for name, expected in json.loads((folder / "expected.json").read_text()).items():
         if name.startswith("_"):
             continue
         try:
-            stated = plan_flags.read(folder / name, world_size=expected["world_size"], layers=expected.get("layers"))
+            stated = plan_flags.read(
+                folder / name,
+                world_size=expected["world_size"],
+                layers=expected.get("layers"),
+            )
         except ValueError as error:
             every, some = (
                 expected.get("refused", ()),
                 expected.get("refused_any", ("",) if "refused" in expected else ()),
             )
-            if not (all(word in str(error) for word in every) and any(word in str(error) for word in some)):
+            if not (
+                all(word in str(error) for word in every)
+                and any(word in str(error) for word in some)
+            ):
                 wrong[name] = str(error)
             continue
         wrong |= {name: "not refused"} if "plan" not in expected else {}
         if "plan" in expected and (found := differences(stated, expected)):
             wrong[name] = found
         given = {"layers": expected.get("layers"), "world_size": expected["world_size"]}
-        run = {what: getattr(stated, what) for what in ("global_batch", "sequence", "dtype")}
-        text = plan_flags.write(stated.plan, stated.framework, layers=given["layers"], **run)
+        run = {
+            what: getattr(stated, what)
+            for what in ("global_batch", "sequence", "dtype")
+        }
+        text = plan_flags.write(
+            stated.plan, stated.framework, layers=given["layers"], **run
+        )
         if plan_flags.read(text, stated.framework, **given).plan != stated.plan:
             wrong[name] = f"comes back otherwise: {text}"
     assert not wrong
@@ -240,13 +277,21 @@ CHOICES = {  # what a search tries, and what else a pipeline's ends may be
     "last_layers": (0, 0, 0, 1, 2, 4), "embedding_as_layer": (False, False, True),
     "head_as_layer": (False, False, True), "qwz": (False, False, True), "hpz": (False, False, True), "qgz": (False,),
 }  # fmt: skip
-FURTHER = [{"offload": "optimizer"}, {"offload": "all"}, {"bucket_bytes": math.inf}]  # which it does not
+FURTHER = [
+    {"offload": "optimizer"},
+    {"offload": "all"},
+    {"bucket_bytes": math.inf},
+]  # which it does not
 
 
 def drawn_plans(rng, trained, software, size):
-    """Plans that a software launches and its configuration can say; what changes nothing stands at its default."""
+    """Plans that a software launches and its configuration can say; what changes
+    nothing stands at its default.
+    """
     plan = {name: rng.choice(values, size) for name, values in CHOICES.items()}
-    plan["dp"] = np.maximum(rng.choice((8, 16, 64), size) // (plan["tp"] * plan["pp"] * plan["cp"]), 1)
+    plan["dp"] = np.maximum(
+        rng.choice((8, 16, 64), size) // (plan["tp"] * plan["pp"] * plan["cp"]), 1
+    )
     ranks = plan["dp"] * plan["cp"]
     moot = {
         "zero": ranks == 1, "reduce_fp32": ranks == 1, "prefetch": (plan["zero"] < 3) | (ranks == 1),
@@ -256,47 +301,87 @@ def drawn_plans(rng, trained, software, size):
     moot |= dict.fromkeys(("embedding_as_layer", "head_as_layer"), plan["pp"] == 1)
     moot |= dict.fromkeys(("qwz", "hpz"), plan["zero"] < 3)
     default = DEFAULTS | {"sequence_parallel": False}
-    plan |= {name: np.where(nothing, default[name], plan[name]) for name, nothing in moot.items()}
+    plan |= {
+        name: np.where(nothing, default[name], plan[name])
+        for name, nothing in moot.items()
+    }
     plans = Plans(**plan)
-    rows = np.flatnonzero(legal(Case(trained, None, plans, software=software), STATED).mask)
+    rows = np.flatnonzero(
+        legal(Case(trained, None, plans, software=software), STATED).mask
+    )
     return [Plan(**vars(plans[row])) for row in rows]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_round_trip(framework):
-    """500 random plans that a search could find for a framework's software, written and read back."""
+    """500 random plans that a search could find for a framework's software, written and
+    read back.
+    """
     rng, written, refused = np.random.default_rng(20), 0, set()
     software = {"megatron-lm": "megatron-core"}.get(framework, framework)
-    models = itertools.cycle(map(model, ("llama3-8b", "llama3-70b", "mixtral-8x7b", "gpt3-175b", "deepseek-v3")))
+    models = itertools.cycle(
+        map(
+            model,
+            ("llama3-8b", "llama3-70b", "mixtral-8x7b", "gpt3-175b", "deepseek-v3"),
+        )
+    )
     while written < 500:
         trained = next(models)
         for plan in drawn_plans(rng, trained, software, 40_000)[: 500 - written][:120]:
             batch = plan.dp * plan.micro_batch * plan.pp * int(rng.choice((1, 2, 8)))
-            sizes = {"model": trained} if written % 2 else {"sequence": trained.sequence, "layers": trained.layers}
+            sizes = (
+                {"model": trained}
+                if written % 2
+                else {"sequence": trained.sequence, "layers": trained.layers}
+            )
             run = {"global_batch": batch} | sizes
             text = plan_flags.write(plan, framework, **run)
-            assert framework != "deepspeed" or deepspeed_samples(json.loads(text), plan) == batch, text
-            stated = plan_flags.read(text, world_size=plan.world_size, layers=trained.layers)
+            assert (
+                framework != "deepspeed"
+                or deepspeed_samples(json.loads(text), plan) == batch
+            ), text
+            stated = plan_flags.read(
+                text, world_size=plan.world_size, layers=trained.layers
+            )
             moot = {"reduce_fp32": plan.reduce_fp32} if plan.dp * plan.cp == 1 else {}
             assert Plan(**vars(stated.plan) | moot) == plan, text
             assert (stated.framework, stated.global_batch, stated.sequence, stated.dtype) == (
                 framework, batch, trained.sequence, "bf16"), text  # fmt: skip
             written += 1
             if written % 5 == 0 and plan.dp * plan.cp > 1:
-                refused |= not_written(plan, FURTHER[written // 5 % len(FURTHER)], framework, trained.layers, run)
-    assert all("cannot state" in words or "bucket_bytes=inf" in words for words in refused)
+                refused |= not_written(
+                    plan,
+                    FURTHER[written // 5 % len(FURTHER)],
+                    framework,
+                    trained.layers,
+                    run,
+                )
+    assert all(
+        "cannot state" in words or "bucket_bytes=inf" in words for words in refused
+    )
 
 
 def deepspeed_samples(config, plan):
-    """Samples of a step by the rules of DeepSpeed 0.19.8, runtime/config.py, which counts ranks of AutoTP at first."""
+    """Samples of a step by the rules of DeepSpeed 0.19.8, runtime/config.py, which
+    counts ranks of AutoTP at first.
+    """
     ranks = config.get("data_parallel_size") or plan.dp * plan.tp
-    micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    assert config.get("train_batch_size", micro * steps * ranks) == micro * steps * ranks
-    return micro * steps * ranks // config.get("tensor_parallel", {}).get("autotp_size", 1)
+    micro, steps = (
+        config["train_micro_batch_size_per_gpu"],
+        config["gradient_accumulation_steps"],
+    )
+    assert (
+        config.get("train_batch_size", micro * steps * ranks) == micro * steps * ranks
+    )
+    return (
+        micro * steps * ranks // config.get("tensor_parallel", {}).get("autotp_size", 1)
+    )
 
 
 def not_written(plan, further, framework, layers, run):
-    """Why a plan with further choices is not written; nothing if it comes back with them."""
+    """Why a plan with further choices is not written; nothing if it comes back with
+    them.
+    """
     try:
         text = plan_flags.write(replace(plan, **further), framework, **run)
     except ValueError as error:
@@ -307,14 +392,20 @@ def not_written(plan, further, framework, layers, run):
     return set()
 
 
-LANGUAGE = [name for name in names("models") if getattr(model(name), "vocab", 0) and not model(name).sinks]
+LANGUAGE = [
+    name
+    for name in names("models")
+    if getattr(model(name), "vocab", 0) and not model(name).sinks
+]
 STACKS = [name for name in LANGUAGE if model(name).blocks]
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_flags_of_several_kinds_of_layers_are_not_made_up(name):
     for framework in ("megatron-lm", "megatron-bridge"):
-        with pytest.raises(ValueError, match=f"{name}: Megatron's flags of layers .* are not written"):
+        with pytest.raises(
+            ValueError, match=f"{name}: Megatron's flags of layers .* are not written"
+        ):
             plan_flags.write("dp8", framework, model=name)
     assert f"blocks={','.join(model(name).words)}" in plan_flags.write(
         "dp8.z3", "deepspeed", model=name, global_batch=8
@@ -323,48 +414,102 @@ def test_flags_of_several_kinds_of_layers_are_not_made_up(name):
 
 @pytest.mark.parametrize("name", [name for name in LANGUAGE if name not in STACKS])
 def test_megatron_builds_the_model(name):
-    """The flags that are written give the parameters of the model, counted as Megatron-LM makes its weights."""
-    flags, ours = source_of(plan_flags.write("dp8", "megatron-lm", model=name)).values, model(name)
-    h, ffn, heads, layers = (
-        flags[key] for key in ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-layers")
+    """The flags that are written give the parameters of the model, counted as
+    Megatron-LM makes its weights.
+    """
+    flags, ours = (
+        source_of(plan_flags.write("dp8", "megatron-lm", model=name)).values,
+        model(name),
     )
-    width, groups, bias = flags.get("kv-channels", h // heads), flags.get("num-query-groups", heads), 0
-    norm, matrices = h * (1 if flags.get("normalization") else 2), 3 if "swiglu" in flags else 2
-    attention = h * width * (2 * heads + 2 * groups) + 2 * width * ("qk-layernorm" in flags)
+    h, ffn, heads, layers = (
+        flags[key]
+        for key in (
+            "hidden-size",
+            "ffn-hidden-size",
+            "num-attention-heads",
+            "num-layers",
+        )
+    )
+    width, groups, bias = (
+        flags.get("kv-channels", h // heads),
+        flags.get("num-query-groups", heads),
+        0,
+    )
+    norm, matrices = (
+        h * (1 if flags.get("normalization") else 2),
+        3 if "swiglu" in flags else 2,
+    )
+    attention = h * width * (2 * heads + 2 * groups) + 2 * width * (
+        "qk-layernorm" in flags
+    )
     if rank := flags.get("kv-lora-rank"):
-        q, far, v = (flags[key] for key in ("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"))
+        q, far, v = (
+            flags[key] for key in ("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+        )
         up, rank_q = heads * (q + far), flags.get("q-lora-rank", 0)
         attention = (h * rank_q + rank_q * up + rank_q) if rank_q else h * up
         attention += h * (rank + far) + rank + rank * heads * (q + v) + heads * v * h
     if "disable-bias-linear" not in flags:
-        attention, bias = attention + width * (heads + 2 * groups) + h, (matrices - 1) * ffn + h
+        attention, bias = (
+            attention + width * (heads + 2 * groups) + h,
+            (matrices - 1) * ffn + h,
+        )
     elif "add-qkv-bias" in flags:
         attention += width * (heads + 2 * groups)
     sparse, dense_part = 0, matrices * h * ffn + bias
     if experts := flags.get("num-experts"):
         of_expert = matrices * h * flags["moe-ffn-hidden-size"]
-        of_expert += (matrices - 1) * flags["moe-ffn-hidden-size"] + h if "disable-bias-linear" not in flags else 0
-        sparse = experts * of_expert + matrices * h * flags.get("moe-shared-expert-intermediate-size", 0)
+        of_expert += (
+            (matrices - 1) * flags["moe-ffn-hidden-size"] + h
+            if "disable-bias-linear" not in flags
+            else 0
+        )
+        sparse = experts * of_expert + matrices * h * flags.get(
+            "moe-shared-expert-intermediate-size", 0
+        )
         sparse += experts * (h + ("moe-router-enable-expert-bias" in flags))
     mixtures = [int(bool(experts))] * layers
     if pattern := flags.get("moe-layer-freq"):
-        runs = re.findall(r"\[(\d)\]\*(\d+)", pattern) or [(kind, 1) for kind in re.findall(r"\d", pattern)]
+        runs = re.findall(r"\[(\d)\]\*(\d+)", pattern) or [
+            (kind, 1) for kind in re.findall(r"\d", pattern)
+        ]
         mixtures = [int(kind) for kind, count in runs for _ in range(int(count))]
-    total = sum(sparse if mixture else dense_part for mixture in mixtures) + layers * (attention + 2 * norm) + norm
-    total += flags["vocab-size"] * h * (2 if "untie-embeddings-and-output-weights" in flags else 1)
-    total += flags["max-position-embeddings"] * h * (flags["position-embedding-type"] == "learned_absolute")
-    assert total == ours.parameters - ours.other_parameters - layers * ours.other_layer_parameters
+    total = (
+        sum(sparse if mixture else dense_part for mixture in mixtures)
+        + layers * (attention + 2 * norm)
+        + norm
+    )
+    total += (
+        flags["vocab-size"]
+        * h
+        * (2 if "untie-embeddings-and-output-weights" in flags else 1)
+    )
+    total += (
+        flags["max-position-embeddings"]
+        * h
+        * (flags["position-embedding-type"] == "learned_absolute")
+    )
+    assert (
+        total
+        == ours.parameters
+        - ours.other_parameters
+        - layers * ours.other_layer_parameters
+    )
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_configuration_names_its_model(framework):
-    """Of a catalog's model, and of one that no framework knows; a recommendation model has none."""
+    """Of a catalog's model, and of one that no framework knows; a recommendation model
+    has none.
+    """
     plan = "dp8.z3.reduce-fp32" if framework == "torchtitan" else "dp8.z3"
     text = plan_flags.write(plan, framework, model="llama3-8b", global_batch=16)
     assert ("llama3_8b" if framework == "torchtitan" else "14336") in text
     mine = replace(model("llama3-8b"), layers=31)
     assert "31" in plan_flags.write(plan, framework, model=mine) and "8192" in text
-    with pytest.raises(ValueError, match="dlrm-a: recommendation models have no configuration"):
+    with pytest.raises(
+        ValueError, match="dlrm-a: recommendation models have no configuration"
+    ):
         plan_flags.write(plan, framework, model="dlrm-a")
 
 
@@ -372,7 +517,9 @@ DUMP = {"model_spec": {"name": "llama3"}, "training": {"num_tokens_per_microbatc
         "max_context_length": 4096}, "parallelism": {"data_parallel_shard_degree": -1, "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": "Interleaved1F1B", "num_pp_microbatches": 4},
         "activation_checkpoint": {"debug": False}}  # fmt: skip
-LOGGED = "\n".join(f"[rank0]:{line}" for line in json.dumps(DUMP, indent=2).splitlines())
+LOGGED = "\n".join(
+    f"[rank0]:{line}" for line in json.dumps(DUMP, indent=2).splitlines()
+)
 SCRIPT = """#!/bin/bash
 NNODES=${SLURM_NNODES:-"1"}
 TP=2  # ranks
@@ -461,18 +608,43 @@ def test_refused(source, message):
 
 def test_harmless_keys_are_listed():
     words = "scatter_embedding_sequence_parallel cpu_offloading_activations deallocate_pipeline_outputs parallel_output"
-    assert plan_flags.read({"model": dict.fromkeys(words.split(), True)}).plan == Plan(bucket_bytes=math.inf)
-    stated = plan_flags.read("--bf16 --log-num-zeros-in-grad --dist-ckpt-optim-fully-reshardable --fp8-format hybrid")
-    assert stated.harmless == ("log-num-zeros-in-grad", "dist-ckpt-optim-fully-reshardable", "fp8-format")
-    assert stated.notes == ("--fp8-format=hybrid: fp8 is of the products, which a plan does not say",)
+    assert plan_flags.read({"model": dict.fromkeys(words.split(), True)}).plan == Plan(
+        bucket_bytes=math.inf
+    )
+    stated = plan_flags.read(
+        "--bf16 --log-num-zeros-in-grad --dist-ckpt-optim-fully-reshardable --fp8-format hybrid"
+    )
+    assert stated.harmless == (
+        "log-num-zeros-in-grad",
+        "dist-ckpt-optim-fully-reshardable",
+        "fp8-format",
+    )
+    assert stated.notes == (
+        "--fp8-format=hybrid: fp8 is of the products, which a plan does not say",
+    )
 
 
 @pytest.mark.parametrize(
     ("plan", "framework", "run", "message"),
     [
-        ("dp4", "nanotron", {}, "framework='nanotron' is not one of torchtitan, megatron-lm, megatron-bridge"),
-        ("dp4.mb2", "megatron", {"global_batch": 12}, "dp x micro_batch = 4 x 2; the nearest is 16"),
-        ("dp4.z1", "torchtitan", {}, "torchtitan cannot state zero=1: its configuration would run zero=2"),
+        (
+            "dp4",
+            "nanotron",
+            {},
+            "framework='nanotron' is not one of torchtitan, megatron-lm, megatron-bridge",
+        ),
+        (
+            "dp4.mb2",
+            "megatron",
+            {"global_batch": 12},
+            "dp x micro_batch = 4 x 2; the nearest is 16",
+        ),
+        (
+            "dp4.z1",
+            "torchtitan",
+            {},
+            "torchtitan cannot state zero=1: its configuration would run zero=2",
+        ),
         ("dp2.pp2.zb", "torchtitan", {}, "cannot state schedule=zero-bubble"),
         ("dp4.pp2.v4.reduce-fp32", "torchtitan", {}, "give layers="),
         (
@@ -483,14 +655,44 @@ def test_harmless_keys_are_listed():
         ),
         ("dp8.z3.selective", "deepspeed", {}, "cannot state recompute=selective"),
         ("dp2.pp2", "accelerate", {}, "cannot state pp=2"),
-        ("tp5", "megatron", {"model": "gpt2"}, "tp=5 does not divide 12 attention heads of gpt2"),
-        ("dp2.pp8.v2", "megatron", {"model": "gpt2"}, "pp x interleave = 8 x 2 exceeds 12 layers of gpt2"),
-        ("dp2.cp2.z3", "accelerate", {"model": "gpt2", "sequence": 1023}, "cp=2 does not divide 1023 tokens of gpt2"),
+        (
+            "tp5",
+            "megatron",
+            {"model": "gpt2"},
+            "tp=5 does not divide 12 attention heads of gpt2",
+        ),
+        (
+            "dp2.pp8.v2",
+            "megatron",
+            {"model": "gpt2"},
+            "pp x interleave = 8 x 2 exceeds 12 layers of gpt2",
+        ),
+        (
+            "dp2.cp2.z3",
+            "accelerate",
+            {"model": "gpt2", "sequence": 1023},
+            "cp=2 does not divide 1023 tokens of gpt2",
+        ),
         ("dp4.ep2", "deepspeed", {"model": "gpt2"}, "ep=2, but gpt2 has no experts"),
-        ("dp4", "deepspeed", {"dtype": "int4"}, "dtype=int4 is not one of bf16, fp16, fp32"),
+        (
+            "dp4",
+            "deepspeed",
+            {"dtype": "int4"},
+            "dtype=int4 is not one of bf16, fp16, fp32",
+        ),
         ("dp4.cp2.z3.hs1", "accelerate", {}, "shard=1 must be a multiple of cp=2"),
-        ("dp2.tp2.pp2.nosp", "deepspeed", {}, "autotp_size=2: AutoTP leaves no ranks to a pipeline"),
-        ("dp2.tp2.cp2.ulysses.nosp.z3", "deepspeed", {}, "=2: AutoTP leaves no ranks to sequence parallelism"),
+        (
+            "dp2.tp2.pp2.nosp",
+            "deepspeed",
+            {},
+            "autotp_size=2: AutoTP leaves no ranks to a pipeline",
+        ),
+        (
+            "dp2.tp2.cp2.ulysses.nosp.z3",
+            "deepspeed",
+            {},
+            "=2: AutoTP leaves no ranks to sequence parallelism",
+        ),
     ],
 )
 def test_not_written(plan, framework, run, message):

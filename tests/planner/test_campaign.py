@@ -1,4 +1,6 @@
-"""What a training takes: goodput in closed form, totals that owners published, counts of devices that are in time."""
+"""What a training takes: goodput in closed form, totals that owners published, counts
+of devices that are in time.
+"""
 
 import math
 from dataclasses import replace
@@ -18,67 +20,115 @@ LLAMA = 405.85e9
 
 
 def test_goodput_is_llama_s_on_its_machine_and_falls_with_devices():
-    """0.9 on 16,384; without failures only checkpoints and evaluation are left, and these vanish with fast storage."""
+    """0.9 on 16,384; without failures only checkpoints and evaluation are left, and
+    these vanish with fast storage.
+    """
     assert Goodput(evaluation=0).share(16384, LLAMA) == pytest.approx(0.9)
     shares = [Goodput().share(2**power, 7e10) for power in range(3, 16)]
     assert (np.diff(shares) < 0).all() and 0.75 < shares[-1] < shares[0] < 0.99
     calm = Goodput(mtbf_s=1e300, evaluation=0.02)
     assert calm.share(4096, LLAMA) == pytest.approx(0.98)
-    assert Goodput(restart_s=0, storage_bytes_per_s=1e300, evaluation=0).share(16384, LLAMA) == pytest.approx(1)
+    assert Goodput(restart_s=0, storage_bytes_per_s=1e300, evaluation=0).share(
+        16384, LLAMA
+    ) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_distance_of_checkpoints_loses_less(seed):
-    """First order in what is lost, as Young's formula is: seconds of checkpoints and of work done again."""
+    """First order in what is lost, as Young's formula is: seconds of checkpoints and of
+    work done again.
+    """
     draw = np.random.default_rng(seed)
-    goodput = Goodput(mtbf_s=10 ** draw.uniform(7, 9), restart_s=draw.uniform(0, 300), evaluation=0)
+    goodput = Goodput(
+        mtbf_s=10 ** draw.uniform(7, 9), restart_s=draw.uniform(0, 300), evaluation=0
+    )
     devices, parameters = int(2 ** draw.uniform(3, 10)), 10 ** draw.uniform(9, 11.5)
-    between_s, one_s = goodput.mtbf_s / devices, goodput.checkpoint_s(devices, parameters)
+    between_s, one_s = (
+        goodput.mtbf_s / devices,
+        goodput.checkpoint_s(devices, parameters),
+    )
 
     def share(apart_s):
-        return (1 - (goodput.restart_s + apart_s / 2) / between_s) / (1 + one_s / apart_s)
+        return (1 - (goodput.restart_s + apart_s / 2) / between_s) / (
+            1 + one_s / apart_s
+        )
 
-    best = max(share(math.sqrt(2 * one_s * between_s) * factor) for factor in np.geomspace(0.1, 10, 201))
+    best = max(
+        share(math.sqrt(2 * one_s * between_s) * factor)
+        for factor in np.geomspace(0.1, 10, 201)
+    )
     assert best >= goodput.share(devices, parameters) > 0.995 * best
 
 
 def test_published_totals_lie_where_the_others_say():
-    """Asked of eight trainings: six inside, the median ratio 0.9 to 1.1. Each release is left out."""
+    """Asked of eight trainings: six inside, the median ratio 0.9 to 1.1. Each release
+    is left out.
+    """
     table = published_totals()
     judged = table[table["judged"] == 1]
     assert len(judged) == 8 and judged["release"].nunique() == 6
     factors, widths = np.transpose([practice(release) for release in judged["release"]])
     ratio = factors * judged["predicted_hours"] / judged["device_hours"]
     assert (np.abs(np.log(ratio)) <= widths).sum() >= 6 and 0.9 <= ratio.median() <= 1.1
-    mfu = 6 * judged["tokens"] * [mm.model(name).active_parameters for name in judged["model"]]
-    mfu /= 3600 * judged["device_hours"] * [mm.cluster(name).device.peak("bf16") for name in judged["cluster"]]
+    mfu = (
+        6
+        * judged["tokens"]
+        * [mm.model(name).active_parameters for name in judged["model"]]
+    )
+    mfu /= (
+        3600
+        * judged["device_hours"]
+        * [mm.cluster(name).device.peak("bf16") for name in judged["cluster"]]
+    )
     assert mfu.between(0.1, 0.5).all()
 
 
 @pytest.mark.parametrize("model", ["bloom-176b", "llama2-13b"])
 def test_predicted_hours_are_those_of_the_search(model):
     row = published_totals().set_index("model").loc[model]
-    what = {"global_batch": int(row["global_batch"]), "sequence": int(row["sequence"]), "software": row["software"]}
-    answer = campaign(model, row["tokens"], row["cluster"], devices=int(row["devices"]), **what)
-    assert answer.best["device_hours"] / practice()[0] == pytest.approx(row["predicted_hours"], rel=0.05)
-    assert answer.best["device_hours_low"] < row["device_hours"] < answer.best["device_hours_high"]
+    what = {
+        "global_batch": int(row["global_batch"]),
+        "sequence": int(row["sequence"]),
+        "software": row["software"],
+    }
+    answer = campaign(
+        model, row["tokens"], row["cluster"], devices=int(row["devices"]), **what
+    )
+    assert answer.best["device_hours"] / practice()[0] == pytest.approx(
+        row["predicted_hours"], rel=0.05
+    )
+    assert (
+        answer.best["device_hours_low"]
+        < row["device_hours"]
+        < answer.best["device_hours_high"]
+    )
 
 
 @pytest.mark.parametrize("days", [0.19, 0.31])
 def test_a_node_less_is_late(days):
-    asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": "dgx-a100", "software": "megatron-core"}
+    asked = {
+        "model": "gpt2-xl",
+        "tokens": 2e10,
+        "cluster": "dgx-a100",
+        "software": "megatron-core",
+    }
     best = campaign(**asked, days=days).best
     assert best["days"] <= days
     assert campaign(**asked, devices=int(best["devices"]) - 8).best["days"] > days
     late = campaign(**asked, days=days, sure=0.9).best
-    assert late["in_time"] >= 0.9 > best["in_time"] >= 0.5 and late["devices"] > 1.5 * best["devices"]
+    assert (
+        late["in_time"] >= 0.9 > best["in_time"] >= 0.5
+        and late["devices"] > 1.5 * best["devices"]
+    )
 
 
 JOB = _Job(Case.of_step("llama3-70b", "dgx-h100", Plan(), 1), 15e12, None, (), None)
 
 
 def test_a_default_batch_is_near_its_tokens_and_divides():
-    """Whatever the number of nodes; what it does not divide is left to other degrees, mostly nothing odd."""
+    """Whatever the number of nodes; what it does not divide is left to other degrees,
+    mostly nothing odd.
+    """
     devices = np.arange(8, 1 << 15, 40)
     batch = np.array([JOB.batch(int(count)) for count in devices])
     assert (np.abs(batch * 8192 / 2**24 - 1) <= 0.2).all()
@@ -88,35 +138,61 @@ def test_a_default_batch_is_near_its_tokens_and_divides():
 
 def test_fewer_devices_are_not_sooner():
     counts = (1000, 1008, 1024, 1536, 3072, 3600)
-    asked = {"model": "llama3-70b", "tokens": 15e12, "cluster": "dgx-h100", "software": "megatron-bridge"}
+    asked = {
+        "model": "llama3-70b",
+        "tokens": 15e12,
+        "cluster": "dgx-h100",
+        "software": "megatron-bridge",
+    }
     days = [campaign(**asked, devices=count).best["days"] for count in counts]
     assert (np.minimum.accumulate(days) >= 0.94 * np.array(days)).all()
 
 
-@pytest.mark.parametrize(("cluster", "stacks"), [("dgx-a100", STACKS), ("tpu-v5e-pod", ["jax"])])
+@pytest.mark.parametrize(
+    ("cluster", "stacks"), [("dgx-a100", STACKS), ("tpu-v5e-pod", ["jax"])]
+)
 def test_a_plan_is_timed_as_who_launches_it(cluster, stacks):
-    """The fastest of the stacks; `estimate` of that one says the same, and on TPUs none of the five runs."""
+    """The fastest of the stacks; `estimate` of that one says the same, and on TPUs none
+    of the five runs.
+    """
     asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": cluster, "devices": 16}
     best = campaign(**asked).best
     where = mm.cluster(cluster, devices=16)
-    one = mm.estimate("gpt2-xl", where, best["plan"], global_batch=int(best["global_batch"]), software=best["stacks"])
+    one = mm.estimate(
+        "gpt2-xl",
+        where,
+        best["plan"],
+        global_batch=int(best["global_batch"]),
+        software=best["stacks"],
+    )
     assert one["step_s"][0] == pytest.approx(best["step_s"]) and one["fits"][0]
     steps = [campaign(**asked, software=stack).best["step_s"] for stack in stacks]
     assert best["stacks"] in stacks and best["step_s"] == pytest.approx(min(steps))
 
 
 def test_the_fewest_devices_in_time():
-    """Fewer are too late, the table ends with the answer, and twice the time needs no more devices."""
+    """Fewer are too late, the table ends with the answer, and twice the time needs no
+    more devices.
+    """
     answer = campaign("gpt2-xl", 2e10, "dgx-a100", days=0.5)
     table = answer.table
     assert answer.best["days"] <= 0.5 and (table["days"].iloc[:-1] > 0.5).all()
     assert table["devices"].is_monotonic_increasing
     assert answer.best["in_time"] > 0.5 and (table["in_time"].iloc[:-1] < 0.5).all()
     again = campaign("gpt2-xl", 2e10, "dgx-a100", devices=int(answer.best["devices"]))
-    assert again.best["days"] == pytest.approx(answer.best["days"]) and math.isnan(again.best["in_time"])
-    assert campaign("gpt2-xl", 2e10, "dgx-a100", days=1).best["devices"] <= answer.best["devices"]
+    assert again.best["days"] == pytest.approx(answer.best["days"]) and math.isnan(
+        again.best["in_time"]
+    )
+    assert (
+        campaign("gpt2-xl", 2e10, "dgx-a100", days=1).best["devices"]
+        <= answer.best["devices"]
+    )
     price = answer.notes["price"]
-    assert price.startswith("5.12125 USD/h") and "2023-10" in price and "goodput" in repr(answer)
+    assert (
+        price.startswith("5.12125 USD/h")
+        and "2023-10" in price
+        and "goodput" in repr(answer)
+    )
     assert f"{answer.best['goodput']:.1%} of the time trains" in answer.notes["goodput"]
 
 
@@ -127,9 +203,15 @@ def test_the_fewest_devices_in_time():
         ({"devices": 8}, "either days or devices"),
         ({"days": 0}, "days=0 must be positive"),
         ({"tokens": -1}, "tokens=-1"),
-        ({"days": None, "devices": 12}, "devices=12 are not whole nodes of 8 of dgx-a100; nearest: 8, 16"),
+        (
+            {"days": None, "devices": 12},
+            "devices=12 are not whole nodes of 8 of dgx-a100; nearest: 8, 16",
+        ),
         ({"model": "dlrm-a"}, "recommendation"),
-        ({"model": replace(mm.model("gpt2"), sequence=0)}, "gpt2 has no sequence of its own; give sequence="),
+        (
+            {"model": replace(mm.model("gpt2"), sequence=0)},
+            "gpt2 has no sequence of its own; give sequence=",
+        ),
         ({"sure": 1.0}, "sure=1 is a probability, below 1"),
         ({"days": 1e-3, "global_batch": 8}, "no number of devices up to .* is in time"),
         ({"goodput": 0.9}, "goodput=0.9"),
@@ -138,7 +220,12 @@ def test_the_fewest_devices_in_time():
     ],
 )
 def test_bad_questions_are_one_line(change, message):
-    asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-a100", "days": 1.0} | change
+    asked = {
+        "model": "gpt2",
+        "tokens": 1e10,
+        "cluster": "dgx-a100",
+        "days": 1.0,
+    } | change
     with pytest.raises(ValueError, match=message):
         campaign(**asked)
 
@@ -146,15 +233,41 @@ def test_bad_questions_are_one_line(change, message):
 def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-h200", "devices": 8}
     free, paid = campaign(**asked), campaign(**asked, usd_per_hour=3.5)
-    assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free) and "no price of h200" in free.notes["price"]
-    assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"]) and "as given" in paid.notes["price"]
+    assert (
+        math.isnan(free.best["usd"])
+        and "USD unknown" in repr(free)
+        and "no price of h200" in free.notes["price"]
+    )
+    assert (
+        paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"])
+        and "as given" in paid.notes["price"]
+    )
     assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
-    command = ["plan", "--model", "gpt2", "--tokens", "0.01T", "--cluster", "dgx-h200", "--gpus", "8"]
+    command = [
+        "plan",
+        "--model",
+        "gpt2",
+        "--tokens",
+        "0.01T",
+        "--cluster",
+        "dgx-h200",
+        "--gpus",
+        "8",
+    ]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "usd: unknown" in text and "usd_low" not in text and f"goodput_is: {free.notes['goodput']}" in text
-    assert "cluster: dgx-h200: nvlink4-per-gpu in a node" in text and "give --usd-per-hour" in text
-    refused = dict.fromkeys(("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B") | {"15": "less than a million"}
+    assert (
+        "usd: unknown" in text
+        and "usd_low" not in text
+        and f"goodput_is: {free.notes['goodput']}" in text
+    )
+    assert (
+        "cluster: dgx-h200: nvlink4-per-gpu in a node" in text
+        and "give --usd-per-hour" in text
+    )
+    refused = dict.fromkeys(
+        ("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B"
+    ) | {"15": "less than a million"}
     for tokens, message in refused.items():
         with pytest.raises(SystemExit):
             main([*command[:4], tokens, *command[5:]])
@@ -162,7 +275,12 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
 
 
 def test_bad_goodputs_are_refused():
-    for change in ({"mtbf_s": -1}, {"restart_s": math.nan}, {"evaluation": 1.0}, {"storage_bytes_per_s": "fast"}):
+    for change in (
+        {"mtbf_s": -1},
+        {"restart_s": math.nan},
+        {"evaluation": 1.0},
+        {"storage_bytes_per_s": "fast"},
+    ):
         with pytest.raises(ValueError, match=next(iter(change))):
             Goodput(**change)
     with pytest.raises(ValueError, match="16,384 devices stop every"):

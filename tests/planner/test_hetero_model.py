@@ -1,4 +1,6 @@
-"""Plans for a model: prices from the simulator, JSON for a launcher, the step as a timeline, tables."""
+"""Plans for a model: prices from the simulator, JSON for a launcher, the step as a
+timeline, tables.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -22,53 +24,95 @@ PROFILES = generate_profiles(6, 8)
 @pytest.fixture(scope="module")
 def mixed():
     """A best plan over two types, with layers in between."""
-    return hetero.plan(profiles=PROFILES, cluster=[V100, A100], global_batch=16, groups=[2, 4, 8], progress=False)
+    return hetero.plan(
+        profiles=PROFILES,
+        cluster=[V100, A100],
+        global_batch=16,
+        groups=[2, 4, 8],
+        progress=False,
+    )
 
 
 def on_kaggle(groups, strategies, cuts, *, batches=1, recompute="none", **problem):
     """A plan of one's own for GPT-2 on two nodes of two T4."""
     given = hetero.problem(model=GPT2, cluster=KAGGLE, **problem)
     device = (KAGGLE.device.name,)
-    return hetero.Planned.of(HeteroPlan(device, groups, strategies, batches, cuts, (recompute,) * len(groups)), given)
+    return hetero.Planned.of(
+        HeteroPlan(
+            device, groups, strategies, batches, cuts, (recompute,) * len(groups)
+        ),
+        given,
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_plan_without_pipeline_costs_what_estimate_says(recompute):
-    """One stage, one replica: micro-batches x layers and ends, and the optimizer, of weights that tp all splits."""
+    """One stage, one replica: micro-batches x layers and ends, and the optimizer, of
+    weights that tp all splits.
+    """
     cluster, model = mm.cluster("dgx-a100"), mm.model("llama-7b")
     given = hetero.problem(model=model, cluster=cluster, global_batch=8)
-    plan = HeteroPlan((cluster.device.name,), (8,), ((1, 8),), 4, (0, model.layers + 2), (recompute,))
+    plan = HeteroPlan(
+        (cluster.device.name,), (8,), ((1, 8),), 4, (0, model.layers + 2), (recompute,)
+    )
     same = mm.Plan(tp=8, micro_batch=2, recompute=recompute)
     row = mm.estimate(model, cluster, same, global_batch=8).iloc[0]
     terms_ms = hetero.Planned.of(plan, given).terms
-    assert sum(terms_ms.values()) / 1e3 == pytest.approx(row["step_s"] - row["overhead_s"], rel=1e-4)
+    assert sum(terms_ms.values()) / 1e3 == pytest.approx(
+        row["step_s"] - row["overhead_s"], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_is_that_of_the_memory_model(recompute):
-    """Two stages of six layers: the fullest GPU of each as `memory` has it, activations in flight included."""
+    """Two stages of six layers: the fullest GPU of each as `memory` has it, activations
+    in flight included.
+    """
     halves = ((2, 2), ((2, 1), (2, 1)), (0, 7, 14))
     planned = on_kaggle(*halves, batches=4, recompute=recompute, global_batch=16)
     plan = mm.Plan(dp=2, pp=2, micro_batch=2, recompute=recompute)
     table = memory(GPT2, plan, software="megatron-core", global_batch=16)
-    peaks = [peak_bytes(table[table["stage"] == stage].assign(stage=0)) for stage in (0, 1)]
-    assert (planned.memory["used_mb"] * 2**20).tolist() == pytest.approx(peaks, rel=1e-6)
+    peaks = [
+        peak_bytes(table[table["stage"] == stage].assign(stage=0)) for stage in (0, 1)
+    ]
+    assert (planned.memory["used_mb"] * 2**20).tolist() == pytest.approx(
+        peaks, rel=1e-6
+    )
 
 
 def test_constants_rate_the_links_too():
-    """Parameters given are those of sends and all-reduces between the nodes, not of the layers alone."""
+    """Parameters given are those of sends and all-reduces between the nodes, not of the
+    layers alone.
+    """
     fast, slow = (
-        hetero.problem(model=GPT2, cluster=KAGGLE, global_batch=8, parameters=Parameters(network_efficiency=share))
+        hetero.problem(
+            model=GPT2,
+            cluster=KAGGLE,
+            global_batch=8,
+            parameters=Parameters(network_efficiency=share),
+        )
         for share in (1.0, 0.5)
     )
-    assert slow.nodes[0].inter_bytes_per_s == pytest.approx(fast.nodes[0].inter_bytes_per_s / 2)
+    assert slow.nodes[0].inter_bytes_per_s == pytest.approx(
+        fast.nodes[0].inter_bytes_per_s / 2
+    )
 
 
 def test_recompute_is_chosen_where_memory_asks_for_it():
-    tight = replace(KAGGLE, device=replace(KAGGLE.device, name="small", memory_bytes=2.8 * 2**30))
-    given = {"cluster": tight, "model": GPT2, "global_batch": 8, "progress": False, "groups": [2, 4]}
+    tight = replace(
+        KAGGLE, device=replace(KAGGLE.device, name="small", memory_bytes=2.8 * 2**30)
+    )
+    given = {
+        "cluster": tight,
+        "model": GPT2,
+        "global_batch": 8,
+        "progress": False,
+        "groups": [2, 4],
+    }
     free, short = hetero.plan(**given, memory_factor=0), hetero.plan(**given)
-    assert set(free.stages["recompute"]) == {"none"} and "full" in set(short.stages["recompute"])
+    assert set(free.stages["recompute"]) == {"none"} and "full" in set(
+        short.stages["recompute"]
+    )
     assert short.cost_ms > free.cost_ms
     with pytest.raises(ValueError, match="no feasible plan"):
         hetero.plan(**given, recompute=("none",))
@@ -77,21 +121,37 @@ def test_recompute_is_chosen_where_memory_asks_for_it():
 @pytest.mark.parametrize("name", ["dlrm-a", "mixtral-8x7b", "vit-large"])
 def test_models_without_prices(name):
     with pytest.raises(ValueError, match="prices dense language models only"):
-        hetero.plan(model=mm.model(name), cluster=KAGGLE, global_batch=8, progress=False)
+        hetero.plan(
+            model=mm.model(name), cluster=KAGGLE, global_batch=8, progress=False
+        )
 
 
 def test_gpu_types_of_a_host_file_come_from_the_catalog():
-    best = hetero.plan(model=GPT2, cluster=[V100, A100], global_batch=8, groups=[4, 8], progress=False)
-    assert set(best.plan.node_sequence) == {"V100", "A100"} and best.stages["tp"].max() <= 4
+    best = hetero.plan(
+        model=GPT2, cluster=[V100, A100], global_batch=8, groups=[4, 8], progress=False
+    )
+    assert (
+        set(best.plan.node_sequence) == {"V100", "A100"}
+        and best.stages["tp"].max() <= 4
+    )
     with pytest.raises(ValueError, match="X1"):
-        hetero.plan(model=GPT2, cluster=[replace(V100, device="X1")], global_batch=8, progress=False)
+        hetero.plan(
+            model=GPT2,
+            cluster=[replace(V100, device="X1")],
+            global_batch=8,
+            progress=False,
+        )
 
 
 def test_a_homogeneous_plan_can_be_simulated():
-    best = hetero.plan(model=GPT2, cluster=KAGGLE, global_batch=8, groups=[2, 4], progress=False)
+    best = hetero.plan(
+        model=GPT2, cluster=KAGGLE, global_batch=8, groups=[2, 4], progress=False
+    )
     exported = hetero.as_json(best)
     plan = mm.Plan.parse(exported["plan"])
-    step = mm.simulate(GPT2, KAGGLE, plan, global_batch=exported["global_batch"], dtype="fp16")
+    step = mm.simulate(
+        GPT2, KAGGLE, plan, global_batch=exported["global_batch"], dtype="fp16"
+    )
     assert step.meta.world_size == exported["world_size"] == 4
     assert plan.micro_batches(8) == exported["micro_batches"]
 
@@ -106,7 +166,9 @@ def test_a_homogeneous_plan_can_be_simulated():
     ],
 )
 def test_text_of_a_plan(groups, strategies, cuts, text):
-    written = hetero.as_json(on_kaggle(groups, strategies, cuts, global_batch=4))["plan"]
+    written = hetero.as_json(on_kaggle(groups, strategies, cuts, global_batch=4))[
+        "plan"
+    ]
     assert text in written if text else written is None
     if text:
         mm.simulate(GPT2, KAGGLE, mm.Plan.parse(written), global_batch=4, dtype="fp16")
@@ -116,10 +178,16 @@ def test_json_names_every_rank_once(mixed, tmp_path):
     exported = json.loads(hetero.save_plan(mixed, tmp_path / "plan.json").read_text())
     ranks = [rank for stage in exported["stages"] for rank in stage["ranks"]]
     assert ranks == list(range(8)) and exported["world_size"] == 8
-    assert [layer for stage in exported["stages"] for layer in range(*stage["layers"])] == list(range(6))
+    assert [
+        layer for stage in exported["stages"] for layer in range(*stage["layers"])
+    ] == list(range(6))
     for stage in exported["stages"]:
         assert stage["dp"] * stage["tp"] == len(stage["ranks"]) == len(stage["types"])
-        assert sum(stage["samples"]) * exported["micro_batches"] == exported["global_batch"] == 16
+        assert (
+            sum(stage["samples"]) * exported["micro_batches"]
+            == exported["global_batch"]
+            == 16
+        )
         assert mm.Plan.parse(stage["plan"]).world_size == len(stage["ranks"])
     assert hetero.cost(asdict(mixed.plan), mixed.problem) == exported["cost_ms"]
 
@@ -128,9 +196,15 @@ def test_timeline_does_the_work_of_the_plan(mixed):
     step = hetero.timeline(mixed)
     spans = step.spans
     for row in mixed.stages.itertuples():
-        passes = spans[(spans["rank"] == row.first_rank) & spans["name"].str.contains("ward \\d")]
-        assert passes["dur_ns"].sum() / 1e6 == pytest.approx(mixed.plan.batches * row.stage_ms, rel=1e-6)
-        assert step.meta.represents[row.first_rank] == list(range(row.first_rank, row.first_rank + row.gpus))
+        passes = spans[
+            (spans["rank"] == row.first_rank) & spans["name"].str.contains("ward \\d")
+        ]
+        assert passes["dur_ns"].sum() / 1e6 == pytest.approx(
+            mixed.plan.batches * row.stage_ms, rel=1e-6
+        )
+        assert step.meta.represents[row.first_rank] == list(
+            range(row.first_rank, row.first_rank + row.gpus)
+        )
     assert len(mm.breakdown(step)) == len(mixed.stages) and step.meta.world_size == 8
     length_ms = (spans["start_ns"] + spans["dur_ns"]).max() / 1e6
     assert mixed.terms["execution_ms"] * 0.999 < length_ms < mixed.cost_ms * 1.1
@@ -141,27 +215,39 @@ def test_timeline_of_a_pipeline_reduces_a_shared_table():
     spans = hetero.timeline(planned).spans
     reduced = spans[spans["name"] == "all_reduce shared table"]
     assert reduced["rank"].tolist() == [0, 2]
-    assert reduced["dur_ns"].to_numpy() / 1e6 == pytest.approx(planned.terms["tied_ms"], rel=1e-6)
+    assert reduced["dur_ns"].to_numpy() / 1e6 == pytest.approx(
+        planned.terms["tied_ms"], rel=1e-6
+    )
     length_ms = (spans["start_ns"] + spans["dur_ns"]).max() / 1e6
     assert 0.8 < length_ms / planned.cost_ms <= 1 + 1e-6
 
 
 def test_timeline_of_one_stage_lasts_as_long_as_it_costs():
     given = hetero.problem(profiles=PROFILES, cluster=[A100], global_batch=8)
-    planned = hetero.Planned.of(HeteroPlan(("A100",), (4,), ((4, 1),), 2, (0, 6)), given)
+    planned = hetero.Planned.of(
+        HeteroPlan(("A100",), (4,), ((4, 1),), 2, (0, 6)), given
+    )
     spans = hetero.timeline(planned).spans
-    assert (spans["start_ns"] + spans["dur_ns"]).max() / 1e6 == pytest.approx(planned.cost_ms, rel=1e-6)
+    assert (spans["start_ns"] + spans["dur_ns"]).max() / 1e6 == pytest.approx(
+        planned.cost_ms, rel=1e-6
+    )
 
 
 def test_each_type_alone(mixed):
     table = hetero.alone(mixed)
-    assert table["types"].tolist() == ["A100", "V100", "A100+V100"] and table["gpus"].tolist() == [4, 4, 8]
+    assert table["types"].tolist() == ["A100", "V100", "A100+V100"] and table[
+        "gpus"
+    ].tolist() == [4, 4, 8]
     assert table["cost_ms"].iloc[-1] == mixed.cost_ms
 
 
 def test_a_type_alone_may_have_no_plan():
     nodes = [replace(V100, memory_bytes=2e9), A100]
-    given = hetero.problem(profiles=PROFILES, cluster=nodes, global_batch=8, memory_factor=1.0)
+    given = hetero.problem(
+        profiles=PROFILES, cluster=nodes, global_batch=8, memory_factor=1.0
+    )
     both = HeteroPlan(("A100", "V100"), (4, 4), ((1, 4), (1, 4)), 1, (0, 5, 6))
     table = hetero.alone(hetero.Planned.of(both, given))
-    assert np.isinf(table["cost_ms"].iloc[1]) and table["reason"].iloc[1].startswith("no feasible plan")
+    assert np.isinf(table["cost_ms"].iloc[1]) and table["reason"].iloc[1].startswith(
+        "no feasible plan"
+    )

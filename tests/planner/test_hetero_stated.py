@@ -1,4 +1,6 @@
-"""Steps of stated partitions over mixed GPUs: published rows, profiles, limits, wrong rows."""
+"""Steps of stated partitions over mixed GPUs: published rows, profiles, limits, wrong
+rows.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,10 @@ from madmax_lib.simulator.steady.pieces import pieces_of
 ROW = {"model": "tiny", "layers": 6, "hidden": 512, "heads": 8, "vocab": 32000, "seq_len": 512, "n_gpus": 8,
        "software": "megatron-deepspeed", "precision": "fp16", "recompute": "none", "tp": 1, "pp": 4, "dp": 2,
        "micro_batch": 1, "global_batch": 16, "layer_partition": "[0, 2, 4, 6, 8]"}  # fmt: skip
-MIXED = ROW | {"hetero_groups": "V100x2,T4x2,V100x2,V100x2", "hetero_network_gbit": "2.5,12.5,2.5,2.5"}
+MIXED = ROW | {
+    "hetero_groups": "V100x2,T4x2,V100x2,V100x2",
+    "hetero_network_gbit": "2.5,12.5,2.5,2.5",
+}
 
 
 def seconds(*rows, **options):
@@ -29,12 +34,20 @@ def seconds(*rows, **options):
 
 
 def test_published_rows_of_mixed_gpus():
-    """GPT-2 on 12 V100 and 4 T4 [AMP], to which no constant is fitted; AMP's own model is 40 % off."""
+    """GPT-2 on 12 V100 and 4 T4 [AMP], to which no constant is fitted; AMP's own model
+    is 40 % off.
+    """
     table = hetero.predict(catalog.table("published_mixed", numbers=True))
     error, theirs = (
-        (table[f"{of}_s"] / table["iteration_time_s"] - 1).abs() for of in ("predicted", "source_prediction")
+        (table[f"{of}_s"] / table["iteration_time_s"] - 1).abs()
+        for of in ("predicted", "source_prediction")
     )
-    assert len(table) == 26 and error.mean() <= 0.115 and error.median() < 0.08 and theirs.mean() > 0.39
+    assert (
+        len(table) == 26
+        and error.mean() <= 0.115
+        and error.median() < 0.08
+        and theirs.mean() > 0.39
+    )
     assert table[["predicted_s", "iteration_time_s"]].corr("spearman").iloc[0, 1] > 0.75
 
 
@@ -42,7 +55,10 @@ def test_published_rows_of_equal_gpus():
     """GPT-2 on 16 T4 [AMP], in stages as even as DeepSpeed cuts them."""
     rows = pd.read_csv(local_or_skip("published_more/published_more.csv"))
     table = hetero.predict(rows[rows["source"].str.contains("DachengLi1/AMP")])
-    assert len(table) == 28 and (table["predicted_s"] / table["iteration_time_s"] - 1).abs().mean() <= 0.095
+    assert (
+        len(table) == 28
+        and (table["predicted_s"] / table["iteration_time_s"] - 1).abs().mean() <= 0.095
+    )
 
 
 def test_a_stage_without_layers_waits_for_others():
@@ -51,9 +67,21 @@ def test_a_stage_without_layers_waits_for_others():
 
 
 def test_one_gpu_is_what_estimate_says():
-    row = ROW | {"gpu": "T4", "n_gpus": 1, "pp": 1, "dp": 1, "layer_partition": None, "micro_batch": 2}
+    row = ROW | {
+        "gpu": "T4",
+        "n_gpus": 1,
+        "pp": 1,
+        "dp": 1,
+        "layer_partition": None,
+        "micro_batch": 2,
+    }
     model = mm.model("gpt2")
-    row |= {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "vocab": model.vocab}
+    row |= {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "vocab": model.vocab,
+    }
     plan = mm.Plan(micro_batch=2, attention="unfused")
     step = mm.estimate(replace(model, sequence=512), mm.cluster("colab-t4"), plan, global_batch=16, dtype="fp16",
                        software="megatron-deepspeed").iloc[0]["step_s"]  # fmt: skip
@@ -88,10 +116,14 @@ def test_faster_anything_is_never_slower(seed):
         }
         return ROW | groups | {"tp": tp, "dp": dp, "micro_batch": micro}
 
-    base, network, gpus = seconds(row(types, rates), row(types, 2 * rates), row(["V100"] * 4, rates))
+    base, network, gpus = seconds(
+        row(types, rates), row(types, 2 * rates), row(["V100"] * 4, rates)
+    )
     assert network <= base and gpus <= base
     light, heavy = (
-        ("[0, 1, 4, 7, 8]", "[0, 3, 4, 5, 8]") if types[0] == "T4" else ("[0, 3, 6, 7, 8]", "[0, 1, 2, 4, 8]")
+        ("[0, 1, 4, 7, 8]", "[0, 3, 4, 5, 8]")
+        if types[0] == "T4"
+        else ("[0, 3, 6, 7, 8]", "[0, 1, 2, 4, 8]")
     )
     assert seconds(row(types, rates) | {"layer_partition": light}) != seconds(
         row(types, rates) | {"layer_partition": heavy}
@@ -99,7 +131,9 @@ def test_faster_anything_is_never_slower(seed):
 
 
 def test_messages_count_with_every_micro_batch():
-    """On a network that sets the pace the step grows by a message there and back per micro-batch and slowest stage."""
+    """On a network that sets the pace the step grows by a message there and back per
+    micro-batch and slowest stage.
+    """
     row = MIXED | {"hetero_network_gbit": "0.01,0.01,0.01,0.01"}
     few, many = seconds(row | {"global_batch": 16}, row | {"global_batch": 32})
     message_s = 512 * 512 * 2 / (0.01e9 / 8 * 1448 / 1538)
@@ -109,13 +143,23 @@ def test_messages_count_with_every_micro_batch():
 def measured(row, slower=1.0):
     """Profiles that hold what the simulator says of a row's GPUs, times a factor."""
     cases = _cases(row)
-    pieces = {one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases}
+    pieces = {
+        one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases
+    }
     prices, table = _prices(cases[0], pieces, None), {}
     for (device, tp, _, batch), price in prices.table.items():
         layer_ms = tuple(1e3 * slower * price.layer_s)
-        key, ones = ({"v100-16": "V100", "t4": "T4"}[device], tp, batch), (1.0,) * len(layer_ms)
+        key, ones = (
+            ({"v100-16": "V100", "t4": "T4"}[device], tp, batch),
+            (1.0,) * len(layer_ms),
+        )
         update_ms, whole_ms = 1e3 * prices.optimizer_s[device] / 2 / tp, sum(layer_ms)
-        times = {"forward_backward_ms": whole_ms, "batch_generator_ms": 0.0, "layernorm_ms": 0.0, "embedding_ms": 0.0}
+        times = {
+            "forward_backward_ms": whole_ms,
+            "batch_generator_ms": 0.0,
+            "layernorm_ms": 0.0,
+            "embedding_ms": 0.0,
+        }
         table[key] = LayerProfile(*key, layer_ms, ones, ones, total_ms=whole_ms + update_ms, optimizer_ms=update_ms,
                                   between_ms=0.0, **times)  # fmt: skip
     return Profiles(table)
@@ -129,33 +173,77 @@ def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):
     rows = tmp_path / "rows.csv"
     pd.DataFrame([row]).to_csv(rows, index=False)
     table = hetero.predict(rows, profiles=tmp_path)
-    assert table["predicted_s"].tolist() == pytest.approx(seconds(row), rel=1e-6) and "hetero_groups" in table
-    with pytest.raises(ValueError, match=r"row 0: no profile for .* tp 1 batch 1; there are tp 1; batch 2"):
+    assert (
+        table["predicted_s"].tolist() == pytest.approx(seconds(row), rel=1e-6)
+        and "hetero_groups" in table
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"row 0: no profile for .* tp 1 batch 1; there are tp 1; batch 2",
+    ):
         seconds(MIXED, profiles=measured(row))
-    with pytest.raises(ValueError, match="row 0: profiles of 8 layers for 10, embedding and head included"):
-        seconds(row | {"layers": 8, "layer_partition": "[0, 3, 5, 7, 10]"}, profiles=measured(row))
-    with pytest.raises(ValueError, match="row 0: no profile for a100-80; there are T4, V100"):
-        seconds(row | {"hetero_groups": "A100-80x2,T4x2,V100x2,V100x2"}, profiles=measured(row))
+    with pytest.raises(
+        ValueError,
+        match="row 0: profiles of 8 layers for 10, embedding and head included",
+    ):
+        seconds(
+            row | {"layers": 8, "layer_partition": "[0, 3, 5, 7, 10]"},
+            profiles=measured(row),
+        )
+    with pytest.raises(
+        ValueError, match="row 0: no profile for a100-80; there are T4, V100"
+    ):
+        seconds(
+            row | {"hetero_groups": "A100-80x2,T4x2,V100x2,V100x2"},
+            profiles=measured(row),
+        )
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hetero_groups": "V100x2,T44x2,V100x2,V100x2"}, r"row 1: unknown device 'T44'; nearest: t4"),
-        ({"layer_partition": "[0, 2, 4, 6, 9]"}, r"row 1: layer_partition \[0, 2, 4, 6, 9\] does not tile 8 layers"),
-        ({"layer_partition": "[0, 4, 2, 6, 8]"}, r"layer_partition \[0, 4, 2, 6, 8\] does not tile 8 layers"),
+        (
+            {"hetero_groups": "V100x2,T44x2,V100x2,V100x2"},
+            r"row 1: unknown device 'T44'; nearest: t4",
+        ),
+        (
+            {"layer_partition": "[0, 2, 4, 6, 9]"},
+            r"row 1: layer_partition \[0, 2, 4, 6, 9\] does not tile 8 layers",
+        ),
+        (
+            {"layer_partition": "[0, 4, 2, 6, 8]"},
+            r"layer_partition \[0, 4, 2, 6, 8\] does not tile 8 layers",
+        ),
         ({"n_gpus": 99}, "n_gpus=99, but hetero_groups hold"),
-        ({"layer_partition": "[0, 4, 8]"}, r"layer_partition \[0, 4, 8\] has 3 entries, not pp \+ 1 = 5"),
-        ({"hetero_groups": "V100x2,T4x2"}, "hetero_network_gbit has 4 entries for 2 hetero_groups"),
-        ({"hetero_groups": "V100x4,T4x2,V100x2,V100x2"}, "dp x tp x pp = 2 x 1 x 4 are 8 GPUs, .* 10"),
-        ({"hetero_groups": "V100,T4x2,V100x2,V100x2"}, "hetero_groups: 'V100' is not TYPExGPUS such as V100x4"),
+        (
+            {"layer_partition": "[0, 4, 8]"},
+            r"layer_partition \[0, 4, 8\] has 3 entries, not pp \+ 1 = 5",
+        ),
+        (
+            {"hetero_groups": "V100x2,T4x2"},
+            "hetero_network_gbit has 4 entries for 2 hetero_groups",
+        ),
+        (
+            {"hetero_groups": "V100x4,T4x2,V100x2,V100x2"},
+            "dp x tp x pp = 2 x 1 x 4 are 8 GPUs, .* 10",
+        ),
+        (
+            {"hetero_groups": "V100,T4x2,V100x2,V100x2"},
+            "hetero_groups: 'V100' is not TYPExGPUS such as V100x4",
+        ),
         ({"hetero_network_gbit": "2.5,-1,2.5,2.5"}, "network_gbit=-1 must be above 0"),
-        ({"hetero_network_gbit": "2.5,fast,2.5,2.5"}, "network_gbit='fast' is not a number"),
+        (
+            {"hetero_network_gbit": "2.5,fast,2.5,2.5"},
+            "network_gbit='fast' is not a number",
+        ),
         ({"micro_batch": None}, "global_batch and micro_batch must be stated"),
         ({"micro_batch": 9}, "micro_batch=9 exceeds 16 samples over dp=2"),
         ({"vpp": 2}, "vpp=2: up to 1 is predicted for stated partitions"),
         ({"zero_stage": 3}, "zero_stage=3: up to 2 is predicted"),
-        ({"experts": 8, "active_experts": 2}, "tiny: stated partitions are predicted for dense language models"),
+        (
+            {"experts": 8, "active_experts": 2},
+            "tiny: stated partitions are predicted for dense language models",
+        ),
     ],
 )
 def test_wrong_rows(change, message):

@@ -1,4 +1,6 @@
-"""The best plan is the best of all, however the search is spread out, stopped and resumed."""
+"""The best plan is the best of all, however the search is spread out, stopped and
+resumed.
+"""
 
 import ast
 import os
@@ -54,10 +56,20 @@ def test_the_winner_is_the_best_of_all(brute, found):
     assert found.evaluated == len(brute) > 200
     left = found.dropped.set_index("rule")["count"]["a stack must launch it"]
     assert left == len(plans(SPACE, MODEL, NODE, 16)) - len(brute) > 0
-    feasible = {plan: cost for plan, cost in brute.items() if cost[1] <= usable_bytes(NODE.device)}
-    assert found.feasible == len(feasible) and found.best == min(feasible, key=feasible.get)
-    distinct = sorted({tuple(map(float, np.float32(cost))) for cost in feasible.values()})[:20]
-    np.testing.assert_allclose(found.table["step_s"], [step_s for step_s, _ in distinct], rtol=1e-6)
+    feasible = {
+        plan: cost
+        for plan, cost in brute.items()
+        if cost[1] <= usable_bytes(NODE.device)
+    }
+    assert found.feasible == len(feasible) and found.best == min(
+        feasible, key=feasible.get
+    )
+    distinct = sorted(
+        {tuple(map(float, np.float32(cost))) for cost in feasible.values()}
+    )[:20]
+    np.testing.assert_allclose(
+        found.table["step_s"], [step_s for step_s, _ in distinct], rtol=1e-6
+    )
     assert not found.table.duplicated(["step_s", "memory_bytes"]).any()
     everything = search(MODEL, NODE, 16, space=SPACE, top=10**6, progress=False).table
     assert (everything["ties"] + 1).sum() == found.feasible > len(everything)
@@ -70,18 +82,27 @@ def found():
 
 def test_rows_are_the_estimate_and_the_memory_of_their_plans(brute, found):
     for row in pd.concat([found.table, found.pareto]).to_dict("records"):
-        assert brute[plan_of(row)] == pytest.approx((row["step_s"], row["memory_bytes"]), rel=1e-12)
+        assert brute[plan_of(row)] == pytest.approx(
+            (row["step_s"], row["memory_bytes"]), rel=1e-12
+        )
         assert mm.Plan.parse(row["plan"]) == plan_of(row)
 
 
 def test_uneven_stages_cost_what_estimate_and_memory_say():
-    model, run = replace(MODEL, layers=14), {"global_batch": 16, "software": "megatron-core"}
+    model, run = (
+        replace(MODEL, layers=14),
+        {"global_batch": 16, "software": "megatron-core"},
+    )
     space = replace(Space.quick(), pp=(4,), recompute="none")
-    table = search(model, NODE, 16, space=space, software="megatron-core", top=30, progress=False).table
+    table = search(
+        model, NODE, 16, space=space, software="megatron-core", top=30, progress=False
+    ).table
     assert (table["last_layers"] > 0).any() and table["head_as_layer"].any()
     for row in table.to_dict("records"):
         step_s = mm.estimate(model, NODE, plan_of(row), **run)["step_s"][0]
-        assert row["memory_bytes"] == pytest.approx(peak_bytes(memory(model, plan_of(row), **run)), rel=1e-12)
+        assert row["memory_bytes"] == pytest.approx(
+            peak_bytes(memory(model, plan_of(row), **run)), rel=1e-12
+        )
         assert row["step_s"] == pytest.approx(step_s, rel=1e-12)
 
 
@@ -90,7 +111,10 @@ def test_every_row_of_a_table_goes_through_estimate(seed):
     draw = np.random.default_rng(seed)
     experts = {"experts": 8, "active_experts": 2} if seed % 2 else {}
     model = replace(MODEL, layers=int(draw.integers(2, 16)), **experts)
-    space, batch = replace(Space.quick(), usual_interleave=False), int(draw.choice([16, 24, 32]))
+    space, batch = (
+        replace(Space.quick(), usual_interleave=False),
+        int(draw.choice([16, 24, 32])),
+    )
     table = search(model, NODE, batch, space=space, top=10**6, progress=False).table
     for plans_of_table in (table, table[["plan"]]):
         steps = mm.estimate(model, NODE, plans_of_table, global_batch=batch, fits=False)
@@ -101,7 +125,9 @@ def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
     front = found.pareto[["step_s", "memory_bytes"]].to_numpy()
     assert (np.diff(front[:, 0]) > 0).all() and (np.diff(front[:, 1]) < 0).all()
     for cost in brute.values():
-        beaten = (front[:, 0] <= cost[0] * (1 + 1e-12)) & (front[:, 1] <= cost[1] * (1 + 1e-12))
+        beaten = (front[:, 0] <= cost[0] * (1 + 1e-12)) & (
+            front[:, 1] <= cost[1] * (1 + 1e-12)
+        )
         assert beaten.any() or cost[1] > usable_bytes(NODE.device)
 
 
@@ -110,27 +136,40 @@ def test_objectives(objective, column):
     found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
     everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
     assert len(found.table) == 5 and found.table[column].is_monotonic_increasing
-    assert found.table[column].iloc[0] == pytest.approx(everything[column].min(), rel=1e-12)
+    assert found.table[column].iloc[0] == pytest.approx(
+        everything[column].min(), rel=1e-12
+    )
 
 
 def test_equal_memory_goes_to_the_faster_plan():
-    space = replace(SPACE, zero=(1,), pp=(1,), tp=(1,), overlap_gather=(False, True))  # the slower gather comes first
+    space = replace(
+        SPACE, zero=(1,), pp=(1,), tp=(1,), overlap_gather=(False, True)
+    )  # the slower gather comes first
     everything = search(MODEL, NODE, 16, top=10**6, space=space, progress=False).table
     for top in (1, 3):
-        found = search(MODEL, NODE, 16, "memory", top=top, space=space, progress=False).table
+        found = search(
+            MODEL, NODE, 16, "memory", top=top, space=space, progress=False
+        ).table
         ordered = everything.sort_values(["memory_bytes", "step_s"])[:top]
-        np.testing.assert_array_equal(found[["memory_bytes", "step_s"]], ordered[["memory_bytes", "step_s"]])
+        np.testing.assert_array_equal(
+            found[["memory_bytes", "step_s"]], ordered[["memory_bytes", "step_s"]]
+        )
 
 
 def test_simulate_agrees_with_the_winner():
     best = search(GPT, LARGE, 128, space=Space.quick(), top=3, progress=False)
     for row in best.table.to_dict("records"):
         step = mm.simulate(GPT, LARGE, plan_of(row), global_batch=128).spans
-        assert (step["start_ns"] + step["dur_ns"]).max() / 1e9 == pytest.approx(row["step_s"], rel=0.03)
+        assert (step["start_ns"] + step["dur_ns"]).max() / 1e9 == pytest.approx(
+            row["step_s"], rel=0.03
+        )
 
 
 def test_shards_together_are_the_whole(found):
-    parts = [search(MODEL, NODE, 16, space=SPACE, shard=i, shards=3, progress=False) for i in range(3)]
+    parts = [
+        search(MODEL, NODE, 16, space=SPACE, shard=i, shards=3, progress=False)
+        for i in range(3)
+    ]
     assert sum(part.evaluated for part in parts) == found.evaluated
     order = ["step_s", "memory_bytes", "tp", "cp", "pp"]
     best = pd.concat([part.table for part in parts]).sort_values(order)[:20]
@@ -139,8 +178,13 @@ def test_shards_together_are_the_whole(found):
 
 def test_a_shard_may_hold_no_plan_that_fits():
     large = replace(NODE, nodes=2)
-    parts = [search(GPT, large, 16, space=Space.quick(), shard=i, shards=8, progress=False) for i in range(8)]
-    assert not any(part.feasible for part in parts) and all(part.table.empty for part in parts)
+    parts = [
+        search(GPT, large, 16, space=Space.quick(), shard=i, shards=8, progress=False)
+        for i in range(8)
+    ]
+    assert not any(part.feasible for part in parts) and all(
+        part.table.empty for part in parts
+    )
 
 
 def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
@@ -154,16 +198,28 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
 
     monkeypatch.setattr(shards_module, "evaluate", stops)
     half = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
-    assert not half.complete and half.evaluated < found.evaluated and len(half.table) == 20
+    assert (
+        not half.complete and half.evaluated < found.evaluated and len(half.table) == 20
+    )
     whole = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
-    assert whole.complete and len(calls) == 4 + len(list(tmp_path.glob("*.parquet"))) - 3
+    assert (
+        whole.complete and len(calls) == 4 + len(list(tmp_path.glob("*.parquet"))) - 3
+    )
     pd.testing.assert_frame_equal(whole.table, found.table)
     assert (whole.evaluated, whole.feasible) == (found.evaluated, found.feasible)
     with pytest.raises(ValueError, match="holds parts of another search"):
         search(MODEL, NODE, 32, space=SPACE, directory=tmp_path, progress=False)
     slower = replace(shipped(), compute_efficiency=0.9)  # whose repr is the same
     with pytest.raises(ValueError, match="holds parts of another search"):
-        search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, parameters=slower, progress=False)
+        search(
+            MODEL,
+            NODE,
+            16,
+            space=SPACE,
+            directory=tmp_path,
+            parameters=slower,
+            progress=False,
+        )
 
 
 def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
@@ -173,25 +229,37 @@ def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
     pd.testing.assert_frame_equal(spread.pareto, found.pareto)
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
     parts = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")}
-    for broken in (None, min(parts)):  # nothing is left to do, then a part that cannot be read
+    for broken in (
+        None,
+        min(parts),
+    ):  # nothing is left to do, then a part that cannot be read
         if broken:
             broken.write_bytes(b"PAR1")
-        pd.testing.assert_frame_equal(search(MODEL, NODE, 16, **options).table, found.table)
-        assert broken or parts == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")}
+        pd.testing.assert_frame_equal(
+            search(MODEL, NODE, 16, **options).table, found.table
+        )
+        assert broken or parts == {
+            path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")
+        }
     assert broken.read_bytes() != b"PAR1"
 
 
 def test_slurm_workers_are_asked_for_as_the_docs_say():
     """The lines of the page make a job script; nothing is submitted."""
     jobqueue = pytest.importorskip("dask_jobqueue")
-    asked = re.search(r"SLURMCluster\((.*), n_workers=32\)", (PROJECT / "docs" / "which-plan-is-best.md").read_text())[
-        1
-    ]
+    asked = re.search(
+        r"SLURMCluster\((.*), n_workers=32\)",
+        (PROJECT / "docs" / "which-plan-is-best.md").read_text(),
+    )[1]
     options = dict(part.split("=") for part in asked.split(", "))
     with jobqueue.SLURMCluster(**{name: ast.literal_eval(value) for name, value in options.items()},
                                scheduler_options={"dashboard_address": ":0"}) as cluster:  # fmt: skip
         script = cluster.job_script()
-    assert "#SBATCH -p cpu" in script and "#SBATCH --cpus-per-task=8" in script and "#SBATCH -t 01:00:00" in script
+    assert (
+        "#SBATCH -p cpu" in script
+        and "#SBATCH --cpus-per-task=8" in script
+        and "#SBATCH -t 01:00:00" in script
+    )
     assert "--nworkers 8" in script
 
 
@@ -206,26 +274,54 @@ def dies_once(folder, part):
 
 def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
     todo = [(0, ["a"]), (1, ["b"]), (2, ["c"])]
-    assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {0: "a", 1: "b", 2: "c"}
+    assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {
+        0: "a",
+        1: "b",
+        2: "c",
+    }
     assert (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"objective": "speed"}, "objective='speed' is not one of time, cost, energy, memory"),
-        ({"objective": "cost", "cluster": mm.cluster("mi300x-8", nodes=1)}, "objective='cost' needs a price"),
-        ({"global_batch": 7, "space": Space(pp=(1,), tp=(1,), cp=(1,))}, "dp must divide the global batch"),
-        ({"model": GPT}, "no plan of gpt3-175b fits: the least needs .* GB per device, a100-80 has 8"),
+        (
+            {"objective": "speed"},
+            "objective='speed' is not one of time, cost, energy, memory",
+        ),
+        (
+            {"objective": "cost", "cluster": mm.cluster("mi300x-8", nodes=1)},
+            "objective='cost' needs a price",
+        ),
+        (
+            {"global_batch": 7, "space": Space(pp=(1,), tp=(1,), cp=(1,))},
+            "dp must divide the global batch",
+        ),
+        (
+            {"model": GPT},
+            "no plan of gpt3-175b fits: the least needs .* GB per device, a100-80 has 8",
+        ),
         ({"model": mm.model("dlrm-a")}, "recommendation models are split by dp only"),
-        ({"model": replace(MODEL, sequence=0)}, "gpt2-large has no sequence of its own; give sequence="),
-        ({"space": Space(micro_batch=(5,))}, "names no micro-batch, schedule or ZeRO stage that divides"),
+        (
+            {"model": replace(MODEL, sequence=0)},
+            "gpt2-large has no sequence of its own; give sequence=",
+        ),
+        (
+            {"space": Space(micro_batch=(5,))},
+            "names no micro-batch, schedule or ZeRO stage that divides",
+        ),
         ({"shard": 3, "shards": 3}, "shard=3 is not one of 0 to 2"),
         ({"top": 0}, "top=0 must be a whole number above zero"),
     ],
 )
 def test_what_cannot_be_searched(change, message):
-    arguments = {"model": MODEL, "cluster": NODE, "global_batch": 16, "space": SPACE, "progress": False} | change
+    arguments = {
+        "model": MODEL,
+        "cluster": NODE,
+        "global_batch": 16,
+        "space": SPACE,
+        "progress": False,
+    } | change
     with pytest.raises(ValueError, match=message):
         search(**arguments)
 
@@ -242,28 +338,54 @@ def test_more_of_a_resource_is_never_worse():
     table = codesign(MODEL, NODE, 16, (0.5, 2.0))
     assert table["resource"].tolist() == ["as it is", *np.repeat(_RESOURCES, 2)]
     more = table[table["factor"] > 1]
-    assert (more["speedup"] >= 1 - 1e-9).all() and (table["value"].dropna() > -1e-9).all()
+    assert (more["speedup"] >= 1 - 1e-9).all() and (
+        table["value"].dropna() > -1e-9
+    ).all()
     assert table.set_index("resource")["value"].get("compute").max() > 0.2
 
 
 def test_scaled_clusters():
     twice = scaled(NODE, {"compute": 2.0, "inter": 3.0})
-    assert twice.device.peak("bf16") == 2 * NODE.device.peak("bf16") and twice.intra == NODE.intra
+    assert (
+        twice.device.peak("bf16") == 2 * NODE.device.peak("bf16")
+        and twice.intra == NODE.intra
+    )
     assert twice.inter.bandwidth_bytes_per_s == 3 * NODE.inter.bandwidth_bytes_per_s
-    for factors, message in (({"disk": 2.0}, "resource 'disk' is not one of"), ({"intra": 0}, "intra: factor=0 must")):
+    for factors, message in (
+        ({"disk": 2.0}, "resource 'disk' is not one of"),
+        ({"intra": 0}, "intra: factor=0 must"),
+    ):
         with pytest.raises(ValueError, match=message):
             scaled(NODE, factors)
 
 
 def test_training_time_and_cost(found):
-    """Days are steps over the goodput, as much longer as trainings take; hours, money and energy follow from them."""
+    """Days are steps over the goodput, as much longer as trainings take; hours, money
+    and energy follow from them.
+    """
     table, (factor, width) = training(found.table, 1e12, NODE), practice()
     first = table.iloc[0]
-    assert first["days"] * 86400 == pytest.approx(factor * 1e12 / first["tokens_per_s"] / first["goodput"])
+    assert first["days"] * 86400 == pytest.approx(
+        factor * 1e12 / first["tokens_per_s"] / first["goodput"]
+    )
     assert first["usd"] == pytest.approx(first["days"] * 24 * 8 * 5.12125)
-    assert first["mwh"] * 3.6e9 == pytest.approx(first["energy_j"] / first["step_s"] * first["days"] * 86400)
+    assert first["mwh"] * 3.6e9 == pytest.approx(
+        first["energy_j"] / first["step_s"] * first["days"] * 86400
+    )
     for name in ("days", "device_hours", "usd", "mwh"):
-        low, high = np.log(first[f"{name}_low"] / first[name]), np.log(first[f"{name}_high"] / first[name])
+        low, high = (
+            np.log(first[f"{name}_low"] / first[name]),
+            np.log(first[f"{name}_high"] / first[name]),
+        )
         assert low == pytest.approx(-high) and high >= width - 1e-12
-    free = training(found.table[["tokens_per_s"]], 1e12, NODE, goodput=Goodput(restart_s=0, evaluation=0))
-    assert free["goodput"].iloc[0] == 1 and (free["days"] < table["days"]).all() and "mwh" not in free
+    free = training(
+        found.table[["tokens_per_s"]],
+        1e12,
+        NODE,
+        goodput=Goodput(restart_s=0, evaluation=0),
+    )
+    assert (
+        free["goodput"].iloc[0] == 1
+        and (free["days"] < table["days"]).all()
+        and "mwh" not in free
+    )

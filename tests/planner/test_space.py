@@ -17,7 +17,9 @@ NODE = mm.cluster("dgx-a100", nodes=1)
 
 
 @pytest.mark.parametrize("batch", [1, 24])
-@pytest.mark.parametrize("model", [MODEL, replace(MODEL, experts=4, active_experts=2, expert_ffn=64)])
+@pytest.mark.parametrize(
+    "model", [MODEL, replace(MODEL, experts=4, active_experts=2, expert_ffn=64)]
+)
 def test_plans_are_legal_and_different(model, batch):
     found = plans(Space(attention=("flash",), prefetch=(1,)), model, NODE, batch)
     assert len(set(found)) == len(found) > 10
@@ -34,9 +36,20 @@ def test_no_legal_plan_is_left_out():
     wanted = set()
     degrees = (1, 2, 4, 8)
     for dp, tp, pp, cp, micro, recompute, zero, context in product(
-        degrees, degrees, degrees, degrees, (1, 2, 4, 8), ("none", "full"), (0, 3), ("ring", "ulysses")
+        degrees,
+        degrees,
+        degrees,
+        degrees,
+        (1, 2, 4, 8),
+        ("none", "full"),
+        (0, 3),
+        ("ring", "ulysses"),
     ):
-        if dp * tp * pp * cp != 8 or 8 % (dp * micro) or (context == "ulysses" and (cp == 1 or (8 // tp) % cp)):
+        if (
+            dp * tp * pp * cp != 8
+            or 8 % (dp * micro)
+            or (context == "ulysses" and (cp == 1 or (8 // tp) % cp))
+        ):
             continue
         if not (zero and dp * cp == 1):
             wanted.add(Plan(dp=dp, tp=tp, pp=pp, cp=cp, micro_batch=micro, recompute=recompute, zero=zero,
@@ -49,7 +62,11 @@ def test_choices_that_change_nothing_are_not_listed():
     assert {(p.zero, p.schedule, p.context, p.reduce_fp32) for p in plans(Space(), MODEL, alone, 4)} == {
         (0, "1f1b", "ring", False)}  # fmt: skip
     at = Degrees(tp=1, cp=1, pp=2, ep=1, dp=4)
-    one = pass_choices(Space(attention=("flash",), recompute=("none",)), Case(MODEL, alone, Plan(), 4), at)
+    one = pass_choices(
+        Space(attention=("flash",), recompute=("none",)),
+        Case(MODEL, alone, Plan(), 4),
+        at,
+    )
     assert set(one["schedule"][:, 0]) == {"1f1b"} and not one["sequence_parallel"].any()
 
 
@@ -58,31 +75,61 @@ def test_interleaving_as_megatron_cuts_it():
     space = Space(schedule=("1f1b",), recompute=("none",), attention=("flash",))
     rows = pass_choices(space, Case(MODEL, NODE, Plan(), 16), at)
     found = set(zip(rows["micro_batch"][:, 0], rows["interleave"][:, 0], strict=True))
-    assert found == {(1, 1), (1, 3), (2, 1), (2, 3), (4, 1), (8, 1)}  # 8, 4, 2 and 1 micro-batches on 4 stages
+    assert found == {
+        (1, 1),
+        (1, 3),
+        (2, 1),
+        (2, 3),
+        (4, 1),
+        (8, 1),
+    }  # 8, 4, 2 and 1 micro-batches on 4 stages
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
         ({"batch": 1}, "dp must divide the global batch"),
-        ({"model": replace(MODEL, heads=4, kv_heads=4, head_dim=320)}, "tp must divide the attention heads"),
+        (
+            {"model": replace(MODEL, heads=4, kv_heads=4, head_dim=320)},
+            "tp must divide the attention heads",
+        ),
         ({"model": replace(MODEL, layers=2)}, "pp must not exceed the layers"),
-        ({"sequence": 10, "space": Space(context=("ring",))}, "2 cp must divide the sequence"),
+        (
+            {"sequence": 10, "space": Space(context=("ring",))},
+            "2 cp must divide the sequence",
+        ),
         ({"sequence": 10}, "cp must divide the sequence"),
-        ({"space": Space(tp_beyond_node=False), "nodes": 2, "model": WIDE}, "tp must stay inside a node"),
-        ({"model": replace(MODEL, experts=8, active_experts=1, expert_ffn=64)}, "ep must divide dp x cp"),
+        (
+            {"space": Space(tp_beyond_node=False), "nodes": 2, "model": WIDE},
+            "tp must stay inside a node",
+        ),
+        (
+            {"model": replace(MODEL, experts=8, active_experts=1, expert_ffn=64)},
+            "ep must divide dp x cp",
+        ),
     ],
 )
 def test_rules_are_counted(change, rule):
-    arguments = {"space": Space(), "model": MODEL, "nodes": 1, "batch": 16, "sequence": 1024} | change
+    arguments = {
+        "space": Space(),
+        "model": MODEL,
+        "nodes": 1,
+        "batch": 16,
+        "sequence": 1024,
+    } | change
     cluster = replace(NODE, nodes=arguments["nodes"])
-    case = Case(arguments["model"], cluster, Plan(), arguments["batch"], arguments["sequence"])
+    case = Case(
+        arguments["model"], cluster, Plan(), arguments["batch"], arguments["sequence"]
+    )
     degrees, dropped = legal_degrees(arguments["space"], case)
     assert dropped[rule] > 0 and degrees
 
 
 def test_ulysses_takes_a_sequence_that_a_causal_ring_does_not():
-    assert {plan.context for plan in plans(Space(cp=(2,)), replace(MODEL, sequence=10), NODE, 16)} == {"ulysses"}
+    assert {
+        plan.context
+        for plan in plans(Space(cp=(2,)), replace(MODEL, sequence=10), NODE, 16)
+    } == {"ulysses"}
 
 
 def test_empty_choices():

@@ -1,4 +1,6 @@
-"""DeepSpeed's configuration of a plan, and where it is installed its losses beside those of one process."""
+"""DeepSpeed's configuration of a plan, and where it is installed its losses beside
+those of one process.
+"""
 
 import json
 import math
@@ -15,8 +17,12 @@ from madmax_lib.runs.settings import Settings
 
 def test_configuration():
     plan = Plan.parse("dp2.z3.mb2.zpp.offload-all")
-    content = deepspeed.config(plan, Settings(dtype="fp16", learning_rate=0.1, clip_norm=0.5))
-    assert content["train_batch_size"] == 8 and content["gradient_accumulation_steps"] == 2
+    content = deepspeed.config(
+        plan, Settings(dtype="fp16", learning_rate=0.1, clip_norm=0.5)
+    )
+    assert (
+        content["train_batch_size"] == 8 and content["gradient_accumulation_steps"] == 2
+    )
     assert content["fp16"] == {"enabled": True} and "bf16" not in content
     zero = content["zero_optimization"]
     assert zero["stage"] == 3 and zero["reduce_bucket_size"] == 25 * 2**20 / 2
@@ -28,21 +34,34 @@ def test_configuration():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_plain_stages(stage):
     zero = deepspeed.config(Plan(dp=2, zero=stage), Settings())["zero_optimization"]
-    assert zero["stage"] == stage and not [key for key in zero if "offload" in key or "quantized" in key]
+    assert zero["stage"] == stage and not [
+        key for key in zero if "offload" in key or "quantized" in key
+    ]
     assert deepspeed.config(Plan(dp=2, bucket_bytes=math.inf), Settings())
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
     """Losses of three steps of a strategy."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install deepspeed")
-    folder, options = tmp_path_factory.mktemp("runs"), {"device": "cpu", "profile": False, "learning_rate": 3e-3}
+    pytest.importorskip(
+        "deepspeed", reason="deepspeed is not installed: pip install deepspeed"
+    )
+    folder, options = (
+        tmp_path_factory.mktemp("runs"),
+        {"device": "cpu", "profile": False, "learning_rate": 3e-3},
+    )
     spec = RunSpec(steps=3, sizes={"layers": 2}, **options)
-    run = cache(lambda strategy: read_run(launch(replace(spec, strategy=strategy), folder / strategy)))
+    run = cache(
+        lambda strategy: read_run(
+            launch(replace(spec, strategy=strategy), folder / strategy)
+        )
+    )
     return lambda strategy: run(strategy).steps["loss"].tolist()
 
 
-@pytest.mark.parametrize("strategy", ["dp1", "dp1.z2.offload-optimizer", "dp2.mb2", "dp2.z3"])
+@pytest.mark.parametrize(
+    "strategy", ["dp1", "dp1.z2.offload-optimizer", "dp2.mb2", "dp2.z3"]
+)
 def test_losses_are_those_of_one_process(losses, strategy):
     assert losses(f"{strategy}@deepspeed") == pytest.approx(losses("dp1"), abs=1e-4)
     assert max(losses("dp1")) - min(losses("dp1")) > 0.1

@@ -1,4 +1,6 @@
-"""Every layout against one process: losses and gradient norms of three steps, collectives, checkpoints."""
+"""Every layout against one process: losses and gradient norms of three steps,
+collectives, checkpoints.
+"""
 
 import contextlib
 import json
@@ -23,7 +25,14 @@ from madmax_lib.runs.parallel.trainer import parallelize
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
-GPT2 = {"layers": LAYERS, "hidden": 64, "heads": 8, "ffn": 128, "vocab": 264, "sequence": 32}
+GPT2 = {
+    "layers": LAYERS,
+    "hidden": 64,
+    "heads": 8,
+    "ffn": 128,
+    "vocab": 264,
+    "sequence": 32,
+}
 # label: (model, sizes); 263 rows of a token table are divided by no tp
 MODELS = {
     "gpt2": ("gpt2-large", GPT2),
@@ -41,14 +50,18 @@ def cases(model, plans, **options):
 
 # one start runs them all, each on the ranks it needs
 MATRIX = [
-    *cases("gpt2", "dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8",
+    *cases("gpt2", ("dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 "
+        "tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8"),
            check="counts"),
-    *cases("gpt2", "dp2.z3.mb3 dp2.z3.offload-all.mb4"),  # the first with a short last micro-batch
-    *cases("gpt2", "pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2"),
+    # the first with a short last micro-batch
+    *cases("gpt2", "dp2.z3.mb3 dp2.z3.offload-all.mb4"),
+    *cases("gpt2", ("pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 "
+        "dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2")),
     *cases("gpt2-odd", "tp2.mb8", loss_parallel=True),
     *cases("gpt2-odd", "dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4"),
     *cases("gpt", "dp2.z3.mb4.full.unfused cp2.tp2.mb8"),
-    *cases("gpt", "dp2.z3.mb4", check="dp2.z3.mb4"),  # a checkpoint after two steps, taken up by the same plan
+    # a checkpoint after two steps, taken up by the same plan
+    *cases("gpt", "dp2.z3.mb4", check="dp2.z3.mb4"),
     *cases("gpt", "dp2.z1.mb4", check="dp2.z1.mb4"),
     *cases("gpt", "dp2.tp2.z1.mb4", check="dp4.z3.mb2"),  # and by others
     *cases("gpt", "tp2.mb8", check="dp2.z2.mb4"),
@@ -57,10 +70,12 @@ MATRIX = [
     *cases("moe", "dp2.ep2.mb4", check="counts"),
     *cases("moe", "dp4.ep2.z3.mb2", check="dp4.ep2.z3.mb2"),
     # in the second two ranks share each expert; the last two are 5D
-    *cases("moe", "dp2.cp2.ep4.mb4 dp4.ep2.mb2 dp2.tp2.ep2.z1.mb4 dp2.tp2.pp2.cp1.ep2.mb2 dp2.tp2.pp2.cp1.ep2.z3.mb2"),
+    *cases("moe", ("dp2.cp2.ep4.mb4 dp4.ep2.mb2 dp2.tp2.ep2.z1.mb4 "
+        "dp2.tp2.pp2.cp1.ep2.mb2 dp2.tp2.pp2.cp1.ep2.z3.mb2")),
     *cases("vit", "dp2.z2.mb2.selective tp2.nosp.mb8 dp2.pp2.mb2"),
     *cases("vit", "dp2.mb4 dp2.z3.mb4", lora_rank=4),
-    *cases("gpt2", "pp2.mb4", lora_rank=4),  # its head is the token table, which is frozen
+    # its head is the token table, which is frozen
+    *cases("gpt2", "pp2.mb4", lora_rank=4),
 ]  # fmt: skip
 MIXED = [
     *cases("gpt2", "dp2.mb4 tp2.mb8", dtype="bf16"),
@@ -73,7 +88,9 @@ OVERFLOW = ("gpt2", "dp2.z2.mb4", {"dtype": "fp16", "first_scale": 2.0**60})
 
 
 def case_name(model, plan, options):
-    return " ".join([model, plan, *(f"{key}={value}" for key, value in options.items())])
+    return " ".join(
+        [model, plan, *(f"{key}={value}" for key, value in options.items())]
+    )
 
 
 def reference(model, options):
@@ -106,14 +123,26 @@ def rows(request, tmp_path_factory):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [str(worker), str(folder / "rows.json"), json.dumps(jobs), device]
     command = [sys.executable, "-W", "ignore", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=Path.cwd())
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+        cwd=Path.cwd(),
+    )
     assert run.returncode == 0, run.stderr[-5000:]
     return Rows(json.loads((folder / "rows.json").read_text()))
 
 
-@pytest.mark.parametrize(("model", "plan", "options"), MATRIX, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("model", "plan", "options"), MATRIX, ids=lambda value: str(value)
+)
 def test_losses_and_gradients_are_those_of_one_process(rows, model, plan, options):
-    row, alone = rows[case_name(model, plan, options)], rows[reference(model, options)[0]]
+    row, alone = (
+        rows[case_name(model, plan, options)],
+        rows[reference(model, options)[0]],
+    )
     assert row["loss"] == pytest.approx(alone["loss"], abs=1e-4)
     assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
     assert row["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-4)
@@ -125,14 +154,24 @@ def test_the_reference_learns_something_at_each_step(rows):
     """Were the updates small, any layout would agree."""
     for name, row in rows.items():
         if "one process" in name:
-            least = 0.05 if name.startswith("gpt2 one process lora") else 0.5  # adapters alone, the head is frozen too
-            assert len({round(norm, 3) for norm in row["grad_norm"]}) == 3 and min(row["grad_norm"]) > least
+            least = (
+                0.05 if name.startswith("gpt2 one process lora") else 0.5
+            )  # adapters alone, the head is frozen too
+            assert (
+                len({round(norm, 3) for norm in row["grad_norm"]}) == 3
+                and min(row["grad_norm"]) > least
+            )
             assert max(row["loss"]) - min(row["loss"]) > 1e-3
 
 
-@pytest.mark.parametrize(("model", "plan", "options"), MIXED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("model", "plan", "options"), MIXED, ids=lambda value: str(value)
+)
 def test_mixed_precision_is_near(rows, model, plan, options):
-    row, alone = rows[case_name(model, plan, options)], rows[reference(model, options)[0]]
+    row, alone = (
+        rows[case_name(model, plan, options)],
+        rows[reference(model, options)[0]],
+    )
     assert row["loss"] == pytest.approx(alone["loss"], abs=5e-3)
     assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
     assert row["loss"] != alone["loss"]
@@ -146,13 +185,19 @@ def test_steps_whose_gradient_overflows_change_nothing(rows):
     assert abs(row["loss"][2] - alone["loss"][2]) > 0.01  # nothing was learned
 
 
-COUNTED = [plan for model, plan, options in MATRIX if options.get("check") == "counts" and model == "gpt2"]
+COUNTED = [
+    plan
+    for model, plan, options in MATRIX
+    if options.get("check") == "counts" and model == "gpt2"
+]
 
 
 def collectives(plan):
-    """Collectives of a step in closed form: {kind: (calls, bytes)} of the GPT-2 case, fp32.
+    """Collectives of a step in closed form: {kind: (calls, bytes)} of the GPT-2 case,
+    fp32.
 
-    Two all-reduces of scalars (loss, right and counted targets; norm) belong to every step.
+    Two all-reduces of scalars (loss, right and counted targets; norm) belong to every
+    step.
     """
     spec, m = models.spec("gpt2-large", **GPT2), plan.micro_batches(BATCH)
     whole = 4 * spec.parameters
@@ -160,13 +205,21 @@ def collectives(plan):
     logits = plan.micro_batch * SEQUENCE * spec.vocab * 4
     passes = m * (4 * LAYERS + 2)
     scalars = 32
-    if plan.pp > 1:  # to the next stage and back; both hold the token table and swap its gradients
+    if (
+        plan.pp > 1
+    ):  # to the next stage and back; both hold the token table and swap its gradients
         sent = (m + 1, m * activation + 4 * spec.vocab * spec.hidden)
         return {"send": sent, "recv": sent, "all_reduce": (2, scalars)}
     if plan.cp > 1:  # queries, keys and values there in one, the result back
-        return {"all_to_all": (4 * m * LAYERS, 2 * m * LAYERS * 4 * activation), "all_reduce": (3, whole + scalars)}
+        return {
+            "all_to_all": (4 * m * LAYERS, 2 * m * LAYERS * 4 * activation),
+            "all_reduce": (3, whole + scalars),
+        }
     if plan.tp > 1 and not plan.sequence_parallel:
-        return {"all_reduce": (passes + 2, passes * activation + scalars), "all_gather": (m, m * logits)}
+        return {
+            "all_reduce": (passes + 2, passes * activation + scalars),
+            "all_gather": (m, m * logits),
+        }
     if plan.tp > 1:
         norms = 2 * (2 * LAYERS + 1)  # weights and biases, each with a gradient to sum
         positions = 4 * spec.sequence * spec.hidden
@@ -176,30 +229,55 @@ def collectives(plan):
             "all_reduce": (1 + 2, norms * spec.hidden * 4 + positions + scalars),
         }
     if plan.zero < 2:
-        return {"all_reduce": (3, whole + scalars)} | ({"broadcast": (plan.dp, whole)} if plan.zero else {})
+        return {"all_reduce": (3, whole + scalars)} | (
+            {"broadcast": (plan.dp, whole)} if plan.zero else {}
+        )
     layers = whole - 4 * (spec.embedding_parameters + spec.norm_parameters)
     units = LAYERS + 1
-    gathers = (units, whole) if plan.zero == 2 else (m * (2 * LAYERS + 1), m * (whole + layers))
+    gathers = (
+        (units, whole)
+        if plan.zero == 2
+        else (m * (2 * LAYERS + 1), m * (whole + layers))
+    )
     copies = (units, whole // plan.shard) if 0 < plan.shard < plan.dp else (0, 0)
     reduces = (2 + copies[0], scalars + copies[1])
-    return {"all_gather": gathers, "reduce_scatter": (m * units, m * whole), "all_reduce": reduces}
+    return {
+        "all_gather": gathers,
+        "reduce_scatter": (m * units, m * whole),
+        "all_reduce": reduces,
+    }
 
 
 @pytest.mark.parametrize("plan", COUNTED)
 def test_collectives_are_those_of_the_formulas(rows, plan):
     row = rows[case_name("gpt2", plan, {"check": "counts"})]
-    assert {kind: (calls, row["sizes"][kind]) for kind, calls in row["calls"].items()} == collectives(Plan.parse(plan))
+    assert {
+        kind: (calls, row["sizes"][kind]) for kind, calls in row["calls"].items()
+    } == collectives(Plan.parse(plan))
 
 
 @pytest.mark.parametrize("text", ["tp2.nosp.mb8", "tp2.mb4"])
 def test_tensor_parallel_traffic_is_that_of_the_simulator(rows, text):
     """The run also gathers its logits, and sums gradients and scalars once."""
-    spec, plan, row = models.spec("gpt2-large", **GPT2), Plan.parse(text), rows[f"gpt2 {text} check=counts"]
+    spec, plan, row = (
+        models.spec("gpt2-large", **GPT2),
+        Plan.parse(text),
+        rows[f"gpt2 {text} check=counts"],
+    )
     m, table = plan.micro_batches(BATCH), ops(spec, plan, SEQUENCE, "fp32")
-    beside = {"all_gather": (m, 4 * BATCH * SEQUENCE * spec.vocab), "all_reduce": (2, 32), "reduce_scatter": (0, 0)}
-    for kind, sizes in table[table["group"] == "tp"].groupby("collective")["size_bytes"]:
+    beside = {
+        "all_gather": (m, 4 * BATCH * SEQUENCE * spec.vocab),
+        "all_reduce": (2, 32),
+        "reduce_scatter": (0, 0),
+    }
+    for kind, sizes in table[table["group"] == "tp"].groupby("collective")[
+        "size_bytes"
+    ]:
         calls, size_bytes = beside[kind]
-        assert (row["calls"][kind] - calls, row["sizes"][kind] - size_bytes) == (m * len(sizes), m * sizes.sum())
+        assert (row["calls"][kind] - calls, row["sizes"][kind] - size_bytes) == (
+            m * len(sizes),
+            m * sizes.sum(),
+        )
 
 
 def test_experts_exchange_counts_rows_and_results(rows):
@@ -210,23 +288,42 @@ def test_experts_exchange_counts_rows_and_results(rows):
 def test_a_job_describes_itself(rows):
     job = rows["moe dp2.tp2.pp2.cp1.ep2.z3.mb2"]["describe"]
     assert job["data_parallel"] == "fsdp2"
-    kinds = {plan: rows[case_name(model, plan, options)]["describe"] for model, plan, options in MATRIX}
-    expected = {"dp2.mb4": "ddp", "dp2.tp2.mb4": "replicate", "dp4.z3.hs2.mb1": "hsdp", "pp2.mb2": "none"}
+    kinds = {
+        plan: rows[case_name(model, plan, options)]["describe"]
+        for model, plan, options in MATRIX
+    }
+    expected = {
+        "dp2.mb4": "ddp",
+        "dp2.tp2.mb4": "replicate",
+        "dp4.z3.hs2.mb1": "hsdp",
+        "pp2.mb2": "none",
+    }
     assert {plan: kinds[plan]["data_parallel"] for plan in expected} == expected
-    assert kinds["dp2.z1.mb4"]["optimizer"] == "AdamW" and kinds["cp2.mb8"]["context"] == "ulysses"
+    assert (
+        kinds["dp2.z1.mb4"]["optimizer"] == "AdamW"
+        and kinds["cp2.mb8"]["context"] == "ulysses"
+    )
     adapted = rows["vit dp2.mb4 lora_rank=4"]["describe"]
     assert adapted["trained_local_parameters"] == 65 * 100 + LAYERS * 2 * 4 * (64 + 64)
-    schedules = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+    schedules = (
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+    )
     plans = ("pp2.gpipe.mb2", "pp2.mb2", "pp2.v2.mb2", "pp2.zb.mb2")
     assert tuple(kinds[plan]["schedule"] for plan in plans) == schedules
 
 
 @pytest.mark.parametrize(
-    ("plan", "shards"), [("dp2.z3.mb2", 2), ("dp4.z3.hs2.mb1", 2), ("dp2.z1.mb4", 1), ("tp2.mb4", 2)]
+    ("plan", "shards"),
+    [("dp2.z3.mb2", 2), ("dp4.z3.hs2.mb1", 2), ("dp2.z1.mb4", 1), ("tp2.mb4", 2)],
 )
 def test_shards_hold_their_share(rows, plan, shards):
     job = rows[case_name("gpt2", plan, {"check": "counts"})]["describe"]
-    assert job["local_parameters"] == pytest.approx(job["parameters"] / shards, rel=0.03)  # norms are on every tp rank
+    assert job["local_parameters"] == pytest.approx(
+        job["parameters"] / shards, rel=0.03
+    )  # norms are on every tp rank
 
 
 def test_a_plan_needs_its_ranks():
@@ -235,13 +332,19 @@ def test_a_plan_needs_its_ranks():
 
 
 def test_dimensions_of_many_ranks():
-    """Sizes and coordinates of one of 1,024, in a group that only pretends; tp is the fastest, pp the slowest."""
+    """Sizes and coordinates of one of 1,024, in a group that only pretends; tp is the
+    fastest, pp the slowest.
+    """
     plan = Plan.parse("dp16.tp8.pp2.cp4.ep32")
-    dist.init_process_group("fake", store=FakeStore(), rank=300, world_size=plan.world_size)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=300, world_size=plan.world_size
+    )
     try:
         built = mesh.build(plan, "cpu")
         dimensions = ("pp", "dp", "cp", "tp", "ep", "edp", "fsdp")
-        named = {name: (built.size(name), built.coordinate(name)) for name in dimensions}
+        named = {
+            name: (built.size(name), built.coordinate(name)) for name in dimensions
+        }
     finally:
         dist.destroy_process_group()
     split = {"ep": (32, 5), "edp": (2, 1), "fsdp": (64, 37)}
@@ -251,7 +354,16 @@ def test_dimensions_of_many_ranks():
 def test_the_loss_scale_falls_at_once_and_rises_slowly():
     scale = LossScale(8.0, dynamic=True, growth_interval=3)
     overflows = (True, False, False, True, False, False, False, False)
-    assert [scale.update(overflow) or scale.value for overflow in overflows] == [4, 4, 4, 2, 2, 2, 4, 4]
+    assert [scale.update(overflow) or scale.value for overflow in overflows] == [
+        4,
+        4,
+        4,
+        2,
+        2,
+        2,
+        4,
+        4,
+    ]
 
 
 class Names(TorchDispatchMode, list):  # of the operators that run inside
@@ -261,9 +373,18 @@ class Names(TorchDispatchMode, list):  # of the operators that run inside
 
 
 def test_the_host_waits_for_no_value_before_the_update(monkeypatch):
-    job = parallelize("moe-tiny", Plan(micro_batch=2), Settings(global_batch=2, sequence=8))
+    job = parallelize(
+        "moe-tiny", Plan(micro_batch=2), Settings(global_batch=2, sequence=8)
+    )
     monkeypatch.setattr(torch.Tensor, "tolist", torch.Tensor.item)
-    with contextlib.suppress(RuntimeError), Names() as names:  # loss and accuracy, after the update, are two items
+    with (
+        contextlib.suppress(RuntimeError),
+        Names() as names,
+    ):  # loss and accuracy, after the update, are two items
         job.step(dict.fromkeys(("tokens", "targets"), torch.arange(16).view(2, 8)))
     before = names[: names.index("_fused_adamw_.default")]
-    assert not [name for name in before if name.startswith(("_local_scalar_dense", "nonzero", "bincount"))]
+    assert not [
+        name
+        for name in before
+        if name.startswith(("_local_scalar_dense", "nonzero", "bincount"))
+    ]

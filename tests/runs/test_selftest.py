@@ -1,4 +1,6 @@
-"""Answers about a machine: what works, what is missing, and what is there and does not work."""
+"""Answers about a machine: what works, what is missing, and what is there and does not
+work.
+"""
 
 import os
 
@@ -15,7 +17,11 @@ def smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def say(*lines, status=0):
-        path.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
+        path.write_text(
+            "#!/bin/sh\n"
+            + "".join(f"echo '{line}'\n" for line in lines)
+            + f"exit {status}\n"
+        )
         path.chmod(0o755)
 
     return say
@@ -28,8 +34,13 @@ def ask(name):
 
 def test_gpus_are_those_of_nvidia_smi(smi):
     smi("NVIDIA H200, 143771 MiB, 570.1", "NVIDIA H200, 143771 MiB, 570.1")
-    assert ask("driver") == ("works", "NVIDIA H200, 143771 MiB, 570.1; NVIDIA H200, 143771 MiB, 570.1")
-    smi("        GPU0  GPU1  NIC0", "GPU0     X    NV18  SYS", "GPU1    NV18   X    SYS")
+    assert ask("driver") == (
+        "works",
+        "NVIDIA H200, 143771 MiB, 570.1; NVIDIA H200, 143771 MiB, 570.1",
+    )
+    smi(
+        "        GPU0  GPU1  NIC0", "GPU0     X    NV18  SYS", "GPU1    NV18   X    SYS"
+    )
     assert ask("topology") == ("works", "X NV18 SYS")
     smi(status=9)
     assert ask("driver")[0] == "fails"
@@ -67,7 +78,11 @@ def test_a_card_without_kernels_shows_at_the_first_one(monkeypatch):
     status, text = ask("kernels")
     assert (
         status == "fails"
-        and "fp32 on cuda:0 (sm_60, torch is built for sm_75 sm_90): CUDA error: no kernel image" in text
+        and (
+            "fp32 on cuda:0 (sm_60, torch is built for sm_75 sm_90): CUDA error: no "
+            "kernel image"
+        )
+        in text
     )
 
 
@@ -75,7 +90,9 @@ def test_a_wrong_product_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert ask("kernels") == ("works", "products in fp32, bf16, fp16 on cpu")
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor + 1)
-    assert ask("kernels")[1].startswith("RuntimeError: a product in fp32 on cpu is wrong by 1")
+    assert ask("kernels")[1].startswith(
+        "RuntimeError: a product in fp32 on cpu is wrong by 1"
+    )
 
 
 def test_an_import_system_that_raises_is_an_answer(monkeypatch):
@@ -84,13 +101,18 @@ def test_an_import_system_that_raises_is_an_answer(monkeypatch):
 
     monkeypatch.setattr(selftest, "find_spec", find_spec)
     assert ask("torch") == ("fails", "RuntimeError: a broken hook")
-    assert {"driver", "torch", "all-reduce"} <= {name for name, *_ in selftest.selftest()}
+    assert {"driver", "torch", "all-reduce"} <= {
+        name for name, *_ in selftest.selftest()
+    }
 
 
 def test_without_torch_nothing_else_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(selftest, "find_spec", lambda name: None)
     answers = {name: status for name, status, _ in selftest.selftest()}
-    assert list(answers) == ["driver", "topology", "torch"] and answers["torch"] == "missing"
+    assert (
+        list(answers) == ["driver", "topology", "torch"]
+        and answers["torch"] == "missing"
+    )
 
 
 def test_ranks_reach_each_other_here():

@@ -24,26 +24,62 @@ from madmax_lib.simulator.steady.step_time import step_s
 
 
 def on_a_cpu(case):
-    peaks = {dtype: peak / 1000 for dtype, peak in case.cluster.device.peak_flops.items()}
-    device = replace(case.cluster.device, family="cpu", peak_flops=peaks, memory_bandwidth_bytes_per_s=2e10)
-    return replace(case, cluster=replace(case.cluster, device=device, intra=Link("l", 5e9), inter=Link("n", 1e8)))
+    peaks = {
+        dtype: peak / 1000 for dtype, peak in case.cluster.device.peak_flops.items()
+    }
+    device = replace(
+        case.cluster.device,
+        family="cpu",
+        peak_flops=peaks,
+        memory_bandwidth_bytes_per_s=2e10,
+    )
+    return replace(
+        case,
+        cluster=replace(
+            case.cluster, device=device, intra=Link("l", 5e9), inter=Link("n", 1e8)
+        ),
+    )
 
 
 def with_mixers(case):
-    """Mamba-1, or Mamba-2 of enough groups for tp, among attention, feed-forward parts and experts, in four layers."""
+    """Mamba-1, or Mamba-2 of enough groups for tp, among attention, feed-forward parts
+    and experts, in four layers.
+    """
     draw = np.random.default_rng(case.global_batch + case.model.layers)
     letter = str(draw.choice(["m", "M"]))
-    words = [str(draw.choice([f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"])) for _ in range(4)]
+    words = [
+        str(draw.choice([f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"]))
+        for _ in range(4)
+    ]
     words[int(draw.integers(4))] = f"{letter}E"
     hidden, heads = case.model.hidden, case.model.heads
-    sizes = {"mixer_channels": 2 * hidden, "mixer_state": 16 if letter == "m" else 128, "mixer_conv": 4}
-    sizes |= {"mixer_heads": heads, "mixer_groups": heads} if letter == "M" else {"mixer_rank": hidden // 16}
+    sizes = {
+        "mixer_channels": 2 * hidden,
+        "mixer_state": 16 if letter == "m" else 128,
+        "mixer_conv": 4,
+    }
+    sizes |= (
+        {"mixer_heads": heads, "mixer_groups": heads}
+        if letter == "M"
+        else {"mixer_rank": hidden // 16}
+    )
     plan = replace(case.plan, cp=1, dp=case.plan.dp * case.plan.cp, lora_rank=0)
-    model = replace(case.model, dense_layers=0, moe_every=0, window=0, full_every=0, blocks=" ".join(words), **sizes)
-    return replace(case, model=model, plan=plan, global_batch=case.global_batch * case.plan.cp)
+    model = replace(
+        case.model,
+        dense_layers=0,
+        moe_every=0,
+        window=0,
+        full_every=0,
+        blocks=" ".join(words),
+        **sizes,
+    )
+    return replace(
+        case, model=model, plan=plan, global_batch=case.global_batch * case.plan.cp
+    )
 
 
-# (kind of plans, cases, share of them within 3 %, median difference, what else the cases have)
+# (kind of plans, cases, share of them within 3 %, median difference, what else the
+# cases have)
 AGREEMENT = [("ordinary", 300, 0.995, 0.001, replace), ("random", 300, 0.97, 0.001, replace),
              ("software", 300, 0.96, 0.0015, replace), ("ordinary", 100, 0.99, 0.001, partial(replace, imbalance=3.0)),
              ("ordinary", 100, 0.985, 0.001, partial(replace, software="megatron-core")),
@@ -55,15 +91,31 @@ def differences(kind, count, seed=0, changed=replace, models=MODELS):
     rows = []
     for case in map(changed, drawn_cases(kind, count, seed, models=models)):
         _, program = _lay_out(case, shipped())
-        seconds, closed_s = max(run(program)[1]), float(step_s(Steps.of(case), shipped())[0])
+        seconds, closed_s = (
+            max(run(program)[1]),
+            float(step_s(Steps.of(case), shipped())[0]),
+        )
         rows.append((case.model.name, f"{case.cluster.name} x{case.cluster.nodes}", str(case.plan), case.global_batch,
                      case.software.name, closed_s, seconds / closed_s - 1))  # fmt: skip
-    table = pd.DataFrame(rows, columns=["model", "cluster", "plan", "global_batch", "software", "step_s", "difference"])
+    table = pd.DataFrame(
+        rows,
+        columns=[
+            "model",
+            "cluster",
+            "plan",
+            "global_batch",
+            "software",
+            "step_s",
+            "difference",
+        ],
+    )
     return table.sort_values("difference", key=np.abs, ascending=False)
 
 
 @pytest.mark.parametrize(("kind", "count", "within", "median", "changed"), AGREEMENT)
-def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within, median, changed):
+def test_laid_out_steps_take_as_long_as_the_closed_form_says(
+    kind, count, within, median, changed
+):
     table = differences(kind, count, changed=changed)
     apart = table["difference"].abs()
     assert (apart <= 0.03).mean() >= within, table.head(20).to_string()
@@ -72,13 +124,21 @@ def test_laid_out_steps_take_as_long_as_the_closed_form_says(kind, count, within
 
 def test_the_page_about_accuracy_says_how_often_they_agree():
     page = " ".join((PROJECT / "docs" / "how-accurate-is-it.md").read_text().split())
-    texts = ("% of 300 random ordinary plans", "% of 300 plans of any kind", "% of 300 under a named software")
+    texts = (
+        "% of 300 random ordinary plans",
+        "% of 300 plans of any kind",
+        "% of 300 under a named software",
+    )
     for text, (_, count, within, *_) in zip(texts, AGREEMENT, strict=False):
         assert count == 300 and f"on {100 * within:g} {text}" in page
 
 
-@pytest.mark.parametrize(("kind", "within"), [("ordinary", 0.99), ("random", 0.95), ("software", 0.95)])
-@pytest.mark.parametrize(("models", "changed"), [(STACKS, replace), (["mixtral-8x7b"], with_mixers)])
+@pytest.mark.parametrize(
+    ("kind", "within"), [("ordinary", 0.99), ("random", 0.95), ("software", 0.95)]
+)
+@pytest.mark.parametrize(
+    ("models", "changed"), [(STACKS, replace), (["mixtral-8x7b"], with_mixers)]
+)
 def test_stacks_of_several_kinds_of_layers_too(kind, within, models, changed):
     table = differences(kind, 100, 3, changed, models)
     apart = table["difference"].abs()
@@ -87,37 +147,84 @@ def test_stacks_of_several_kinds_of_layers_too(kind, within, models, changed):
 
 
 def test_every_second_layer_is_a_mixture():
-    """As in Llama 4 Maverick: both forms agree, and memory counts the experts of each stage."""
-    drawn = [case for case in drawn_cases("random", 60, seed=9, most_passes=300) if case.model.experts]
+    """As in Llama 4 Maverick: both forms agree, and memory counts the experts of each
+    stage.
+    """
+    drawn = [
+        case
+        for case in drawn_cases("random", 60, seed=9, most_passes=300)
+        if case.model.experts
+    ]
     assert len(drawn) >= 5
     for case in drawn:
-        case = replace(case, model=replace(case.model, moe_every=2, layers=case.model.layers // 2 * 2, dense_layers=0))
+        case = replace(
+            case,
+            model=replace(
+                case.model,
+                moe_every=2,
+                layers=case.model.layers // 2 * 2,
+                dense_layers=0,
+            ),
+        )
         laid_s = max(run(_lay_out(case, shipped())[1])[1])
-        assert laid_s == pytest.approx(float(step_s(Steps.of(case), shipped())[0]), rel=0.05), case.plan
+        assert laid_s == pytest.approx(
+            float(step_s(Steps.of(case), shipped())[0]), rel=0.05
+        ), case.plan
         held = held_layers(case.model, case.plan)
-        assert (sum(held.values()).sum(), held["*E"].sum()) == (case.model.layers, case.model.moe_layers)
+        assert (sum(held.values()).sum(), held["*E"].sum()) == (
+            case.model.layers,
+            case.model.moe_layers,
+        )
 
 
-@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)])
-@pytest.mark.parametrize(("ahead", "behind"), [(False, False), (True, False), (True, True)])
-def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(pp, chunks, ahead, behind):
-    plan = Plan(dp=16 // pp, pp=pp, interleave=chunks, embedding_as_layer=ahead, head_as_layer=behind)
+@pytest.mark.parametrize(
+    ("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)]
+)
+@pytest.mark.parametrize(
+    ("ahead", "behind"), [(False, False), (True, False), (True, True)]
+)
+def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(
+    pp, chunks, ahead, behind
+):
+    plan = Plan(
+        dp=16 // pp,
+        pp=pp,
+        interleave=chunks,
+        embedding_as_layer=ahead,
+        head_as_layer=behind,
+    )
     for layers in range(pp * chunks + 2, 3 * pp * chunks + 2):
-        case = Case(replace(catalog.model("gpt2"), layers=layers), catalog.cluster("dgx-a100", nodes=2), plan, 64)
+        case = Case(
+            replace(catalog.model("gpt2"), layers=layers),
+            catalog.cluster("dgx-a100", nodes=2),
+            plan,
+            64,
+        )
         held = [sum(map(len, stage)) for stage in chunk_layers(layers, plan)]
         first, middle, last = _layers_of_stages(Steps.of(case))
-        assert (first, last) == (held[0], held[-1]) and (pp == 2 or middle == max(held[1:-1])), layers
+        assert (first, last) == (held[0], held[-1]) and (
+            pp == 2 or middle == max(held[1:-1])
+        ), layers
 
 
 @pytest.mark.parametrize("bucket", [1e8, 4e8, 1e9, np.inf])
 @pytest.mark.parametrize("plan", ["dp8.z3.full", "dp8.z3.mb2", "dp8.z3.pf2"])
 def test_deepspeed_reduces_sharded_gradients_in_buckets(plan, bucket):
-    """Gathers queue behind a bucket of several layers: the larger it is, the longer the step, in both forms alike."""
-    case = Case("llama3-8b", "dgx-a100", Plan.parse(plan), 16, 2048, software="deepspeed")
+    """Gathers queue behind a bucket of several layers: the larger it is, the longer the
+    step, in both forms alike.
+    """
+    case = Case(
+        "llama3-8b", "dgx-a100", Plan.parse(plan), 16, 2048, software="deepspeed"
+    )
     seconds = []
     for size in (case.plan.bucket_bytes, bucket):
         sized = replace(case, plan=replace(case.plan, bucket_bytes=size))
-        seconds.append((max(run(_lay_out(sized, shipped())[1])[1]), float(step_s(Steps.of(sized), shipped())[0])))
+        seconds.append(
+            (
+                max(run(_lay_out(sized, shipped())[1])[1]),
+                float(step_s(Steps.of(sized), shipped())[0]),
+            )
+        )
     (small_s, small_closed_s), (large_s, large_closed_s) = seconds
     assert large_s / small_s == pytest.approx(large_closed_s / small_closed_s, abs=0.01)
     assert large_s >= small_s - 1e-9 and (bucket < np.inf or large_s > 1.03 * small_s)
@@ -129,7 +236,15 @@ def test_faster_parts_never_lay_out_a_slower_step(fields):
     part, rate = fields.split()
     for case in drawn_cases("random", 60, seed=4, most_passes=300):
         slow = getattr(item := getattr(case.cluster, part), rate)
-        fast = {name: 3 * peak for name, peak in slow.items()} if rate == "peak_flops" else 3 * slow
-        faster = replace(case, cluster=replace(case.cluster, **{part: replace(item, **{rate: fast})}))
-        slow_s, fast_s = (max(run(_lay_out(one, shipped())[1])[1]) for one in (case, faster))
+        fast = (
+            {name: 3 * peak for name, peak in slow.items()}
+            if rate == "peak_flops"
+            else 3 * slow
+        )
+        faster = replace(
+            case, cluster=replace(case.cluster, **{part: replace(item, **{rate: fast})})
+        )
+        slow_s, fast_s = (
+            max(run(_lay_out(one, shipped())[1])[1]) for one in (case, faster)
+        )
         assert fast_s <= slow_s * (1 + 1e-9), case

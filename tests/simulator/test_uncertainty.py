@@ -1,4 +1,6 @@
-"""Widths of intervals: strangers are wider than known stacks, the wider the farther they are from what was fitted."""
+"""Widths of intervals: strangers are wider than known stacks, the wider the farther
+they are from what was fitted.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,9 @@ H100 = mm.cluster("dgx-h100", nodes=8)
 
 
 def half_width(plan="dp64.z1", model="llama2-7b", cluster=H100, batch=512, **options):
-    row = mm.estimate(mm.model(model), cluster, plan, global_batch=batch, **options).iloc[0]
+    row = mm.estimate(
+        mm.model(model), cluster, plan, global_batch=batch, **options
+    ).iloc[0]
     return float(np.log(row["high_s"] / row["step_s"]))
 
 
@@ -26,9 +30,19 @@ def with_device(**fields):
     [
         ({"software": "nemo"}, {}),  # software that nobody named
         ({}, {"cluster": with_device(family="other")}),
-        ({"software": "megatron-core"}, {"software": "primus"}),  # of which few rows are known
+        (
+            {"software": "megatron-core"},
+            {"software": "primus"},
+        ),  # of which few rows are known
         ({}, {"model": "mixtral-8x7b"}),
-        ({}, {"cluster": mm.cluster("dgx-h100", nodes=2048), "plan": "dp16384.z1", "batch": 16384}),
+        (
+            {},
+            {
+                "cluster": mm.cluster("dgx-h100", nodes=2048),
+                "plan": "dp16384.z1",
+                "batch": 16384,
+            },
+        ),
         ({}, {"sequence": 524288}),
     ],
     ids=["software", "family", "few rows", "mixture", "devices", "sequence"],
@@ -38,10 +52,14 @@ def test_strangers_are_wider(known, stranger):
 
 
 def test_a_plan_has_the_same_interval_alone_and_in_a_table():
-    plans = pd.DataFrame({"dp": [64, 8, 16], "tp": [1, 8, 2], "pp": [1, 1, 2], "zero": [3, 1, 1]})
+    plans = pd.DataFrame(
+        {"dp": [64, 8, 16], "tp": [1, 8, 2], "pp": [1, 1, 2], "zero": [3, 1, 1]}
+    )
     widths = mm.estimate("llama2-7b", H100, plans, global_batch=512)["high_s"]
     for index, row in plans.iterrows():
-        alone = mm.estimate("llama2-7b", H100, mm.Plan(**row.to_dict()), global_batch=512)["high_s"].item()
+        alone = mm.estimate(
+            "llama2-7b", H100, mm.Plan(**row.to_dict()), global_batch=512
+        )["high_s"].item()
         assert widths[index] == pytest.approx(alone, rel=1e-9)
 
 
@@ -53,10 +71,17 @@ def test_parameters_without_residuals_know_no_width():
 def test_unfitted_constants_are_as_uncertain_as_their_priors():
     places, covariance = Parameters().uncertainty
     width = np.sqrt(np.diag(covariance))
-    assert width[places["gemm_efficiency:other-16"]] == bounds().at["gemm_efficiency:other-16", "sigma"]
-    assert width[places["device_rate:other"]] == 0  # devices at the power of their family
+    assert (
+        width[places["gemm_efficiency:other-16"]]
+        == bounds().at["gemm_efficiency:other-16", "sigma"]
+    )
+    assert (
+        width[places["device_rate:other"]] == 0
+    )  # devices at the power of their family
     assert width[places["stack_rate:other"]] > 0.05
     places, covariance = shipped().uncertainty
     own = [places[name] for name in shipped().fitted]
-    np.testing.assert_array_equal(covariance[np.ix_(own, own)], np.array(shipped().covariance))
+    np.testing.assert_array_equal(
+        covariance[np.ix_(own, own)], np.array(shipped().covariance)
+    )
     assert ((bounds()["group"] != "") == (bounds()["field"] != "")).all()

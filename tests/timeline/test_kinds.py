@@ -3,10 +3,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from madmax_lib.timeline.kinds import COLLECTIVES, collective_names, kernel_kinds, load_kinds
+from madmax_lib.timeline.kinds import (
+    COLLECTIVES,
+    collective_names,
+    kernel_kinds,
+    load_kinds,
+)
 
 # names of the field, the lower ones those of communication libraries
-NAMES = pd.read_csv(Path(__file__).with_name("kernel_names.csv"), keep_default_na=False).to_numpy().tolist()
+NAMES = (
+    pd.read_csv(Path(__file__).with_name("kernel_names.csv"), keep_default_na=False)
+    .to_numpy()
+    .tolist()
+)
 
 
 @pytest.mark.parametrize(("name", "kind", "collective"), NAMES)
@@ -20,7 +29,10 @@ def test_names_of_the_field(name, kind, collective):
     ("kind", "names"),
     [
         ("comm", ["ncclKernel_AllReduce"]),
-        ("compute", ["NcclKernel", "void ncclKernel", "Stream Wait Event", "volta_sgemm"]),
+        (
+            "compute",
+            ["NcclKernel", "void ncclKernel", "Stream Wait Event", "volta_sgemm"],
+        ),
         ("memcpy", ["Memcpy DtoH", "dma_request"]),
         ("other", ["my Memcpy", "Event Sync"]),
     ],
@@ -33,8 +45,13 @@ def test_user_rows_come_first(tmp_path):
     table = tmp_path / "kinds.csv"
     table.write_text("kind,pattern,collective\ncomm,^Memcpy PtoP,send_recv\n")
     kinds = load_kinds(table)
-    assert kernel_kinds(["Memcpy PtoP (Device -> Device)", "Memset"], table=kinds).tolist() == ["comm", "memcpy"]
-    assert collective_names(["Memcpy PtoP (Device -> Device)"], table=kinds)[0] == "send_recv"
+    assert kernel_kinds(
+        ["Memcpy PtoP (Device -> Device)", "Memset"], table=kinds
+    ).tolist() == ["comm", "memcpy"]
+    assert (
+        collective_names(["Memcpy PtoP (Device -> Device)"], table=kinds)[0]
+        == "send_recv"
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +60,10 @@ def test_user_rows_come_first(tmp_path):
         ("kind\ncomm\n", "needs the columns kind and pattern"),
         ("kind,pattern\nmagic,x\n", "kind 'magic' is not one of"),
         ("kind,pattern\ncomm,(\n", "is not a regular expression"),
-        ("kind,pattern,rules\ncomm,x,Exact\n", "rules 'Exact' is not one of exact, device, hta"),
+        (
+            "kind,pattern,rules\ncomm,x,Exact\n",
+            "rules 'Exact' is not one of exact, device, hta",
+        ),
         ("", "not a table of kernel kinds"),
     ],
 )
@@ -55,11 +75,15 @@ def test_bad_user_tables_are_refused(tmp_path, text, message):
 
 
 def test_unknown_rules_are_refused():
-    with pytest.raises(ValueError, match="rules='hat' is not one of exact, annotation, hta"):
+    with pytest.raises(
+        ValueError, match="rules='hat' is not one of exact, annotation, hta"
+    ):
         kernel_kinds(["x"], rules="hat")
 
 
 def test_every_row_has_a_source_and_a_known_collective():
     table = load_kinds()
     assert (table["source"] != "").all()
-    assert set(table.loc[(table["rules"] == "exact") & (table["kind"] == "comm"), "collective"]) <= set(COLLECTIVES)
+    assert set(
+        table.loc[(table["rules"] == "exact") & (table["kind"] == "comm"), "collective"]
+    ) <= set(COLLECTIVES)

@@ -4,7 +4,11 @@ from support import make_timeline, with_columns, with_tables
 
 from madmax_lib.timeline.timeline import SPANS, Meta, Timeline, concat
 
-ROWS = [(0, 7, "compute", "gemm", 0, 10), (0, 20, "comm", "nccl", 5, 10), (0, -1, "cpu", "aten::mm", 0, 3)]
+ROWS = [
+    (0, 7, "compute", "gemm", 0, 10),
+    (0, 20, "comm", "nccl", 5, 10),
+    (0, -1, "cpu", "aten::mm", 0, 3),
+]
 
 
 def test_schema_is_enforced_and_ranks_are_known():
@@ -26,19 +30,39 @@ def changed(**columns):
     ("make", "message"),
     [
         (changed(dur_ns=[1, -2, 3]), "dur_ns=-2 of span 1 .nccl. is negative"),
-        (changed(kind=["compute", "magic", "cpu"]), "kind 'magic' is not one of compute"),
+        (
+            changed(kind=["compute", "magic", "cpu"]),
+            "kind 'magic' is not one of compute",
+        ),
         (changed(start_ns=["a", "b", "c"]), "do not fit the schema"),
         (changed(start_ns=[0.0, 0.7, 1.0]), "start_ns=0.7 does not fit int64"),
         (changed(rank=[0, 2**40, 0]), "rank=1099511627776 does not fit int32"),
         (changed(name=["a", None, "c"]), "every span needs a kind and a name"),
-        (lambda: Timeline(OF_ROWS.drop(columns="step")), r"spans lack the column.s. step"),
-        (lambda: Timeline(OF_ROWS, edges=edges((0, 3))), "points outside of the 3 spans"),
+        (
+            lambda: Timeline(OF_ROWS.drop(columns="step")),
+            r"spans lack the column.s. step",
+        ),
+        (
+            lambda: Timeline(OF_ROWS, edges=edges((0, 3))),
+            "points outside of the 3 spans",
+        ),
         (lambda: Meta(source="guessed"), "source='guessed'"),
         (lambda: Meta(clock="utc"), "clock='utc'"),
-        (lambda: concat([make_timeline(ROWS), make_timeline(ROWS)]), "rank 0 is in more than one"),
-        (lambda: concat([make_timeline(ROWS), make_timeline(OTHER, source="simulated")]), "measured and simulated"),
+        (
+            lambda: concat([make_timeline(ROWS), make_timeline(ROWS)]),
+            "rank 0 is in more than one",
+        ),
+        (
+            lambda: concat(
+                [make_timeline(ROWS), make_timeline(OTHER, source="simulated")]
+            ),
+            "measured and simulated",
+        ),
         (lambda: concat([]), "at least one"),
-        (lambda: make_timeline(ROWS + OTHER).select(ranks=[0, 9]), r"rank 9 is not in the timeline; it has \[0, 1\]"),
+        (
+            lambda: make_timeline(ROWS + OTHER).select(ranks=[0, 9]),
+            r"rank 9 is not in the timeline; it has \[0, 1\]",
+        ),
     ],
 )
 def test_what_is_no_timeline_is_refused(make, message):
@@ -47,11 +71,19 @@ def test_what_is_no_timeline_is_refused(make, message):
 
 
 def edges(*pairs):
-    return pd.DataFrame([(*pair, "data") for pair in pairs], columns=["source", "target", "why"])
+    return pd.DataFrame(
+        [(*pair, "data") for pair in pairs], columns=["source", "target", "why"]
+    )
 
 
 def test_parquet_round_trip(tmp_path):
-    timeline = make_timeline(ROWS, source="simulated", world_size=64, represents={0: [0, 1, 2]}, device="H100")
+    timeline = make_timeline(
+        ROWS,
+        source="simulated",
+        world_size=64,
+        represents={0: [0, 1, 2]},
+        device="H100",
+    )
     timeline = Timeline(timeline.spans, timeline.meta, edges((0, 1)))
     again = Timeline.load(timeline.save(tmp_path / "step.parquet"))
     pd.testing.assert_frame_equal(again.spans, timeline.spans)
@@ -75,13 +107,27 @@ def test_concat_orders_ranks_and_shifts_edges():
     zero = make_timeline(ROWS, world_size=8)
     both = concat([Timeline(one.spans, one.meta, edges((0, 1))), zero])
     assert both.ranks == [0, 1] and both.meta.world_size == 8
-    assert both.spans["name"].astype(str).tolist() == ["gemm", "nccl", "aten::mm", "b", "c"]
+    assert both.spans["name"].astype(str).tolist() == [
+        "gemm",
+        "nccl",
+        "aten::mm",
+        "b",
+        "c",
+    ]
     assert both.edges[["source", "target"]].to_numpy().tolist() == [[3, 4]]
 
 
 def test_select_drops_edges_that_leave_the_part():
-    timeline = make_timeline([(0, 0, "compute", "a", 0, 1), (1, 0, "compute", "b", 0, 1), (1, 0, "comm", "c", 1, 1)])
-    part = Timeline(timeline.spans, timeline.meta, edges((0, 1), (1, 2))).select(ranks=[1])
+    timeline = make_timeline(
+        [
+            (0, 0, "compute", "a", 0, 1),
+            (1, 0, "compute", "b", 0, 1),
+            (1, 0, "comm", "c", 1, 1),
+        ]
+    )
+    part = Timeline(timeline.spans, timeline.meta, edges((0, 1), (1, 2))).select(
+        ranks=[1]
+    )
     assert part.ranks == [1] and len(part) == 2
     assert part.edges[["source", "target"]].to_numpy().tolist() == [[0, 1]]
 
@@ -93,9 +139,24 @@ def test_a_rank_without_spans_stays_known():
 
 
 def test_a_part_keeps_the_allocator_events_of_its_time():
-    timeline = make_timeline([(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)])
-    events = [{"rank": rank, "time_ns": time} for rank in (0, 1) for time in (-5, 10, 120, 220, 900)]
+    timeline = make_timeline(
+        [(r, -1, "cpu", "op", 100 * i, 50) for r in (0, 1) for i in range(3)]
+    )
+    events = [
+        {"rank": rank, "time_ns": time}
+        for rank in (0, 1)
+        for time in (-5, 10, 120, 220, 900)
+    ]
     timeline = with_tables(with_columns(timeline, step=[0, 1, 2] * 2), memory=events)
-    assert timeline.select(steps=[1]).side_tables["memory"]["time_ns"].tolist() == [120, 120]
-    assert timeline.select(ranks=[1]).side_tables["memory"]["time_ns"].tolist() == [-5, 10, 120, 220, 900]
+    assert timeline.select(steps=[1]).side_tables["memory"]["time_ns"].tolist() == [
+        120,
+        120,
+    ]
+    assert timeline.select(ranks=[1]).side_tables["memory"]["time_ns"].tolist() == [
+        -5,
+        10,
+        120,
+        220,
+        900,
+    ]
     assert len(timeline.select(steps=[]).side_tables["memory"]) == 0

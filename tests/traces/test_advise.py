@@ -1,4 +1,6 @@
-"""Each cause of lost time is found with its exact gain on a timeline that has only this cause."""
+"""Each cause of lost time is found with its exact gain on a timeline that has only this
+cause.
+"""
 
 from dataclasses import replace
 
@@ -57,30 +59,56 @@ def test_gain_of_each_cause(case):
 
 
 def test_small_messages_gain_up_to_the_rate_of_the_best():
-    rows = [(0, 20, "comm", "ncclDevKernel_Broadcast", *times) for times in ((0, 1000), (1000, 500), (1500, 500))]
-    timeline = with_columns(make_timeline(rows), size_bytes=[1000.0, 100.0, 100.0], group="g")
-    assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}  # 500 ns each would take 100
+    rows = [
+        (0, 20, "comm", "ncclDevKernel_Broadcast", *times)
+        for times in ((0, 1000), (1000, 500), (1500, 500))
+    ]
+    timeline = with_columns(
+        make_timeline(rows), size_bytes=[1000.0, 100.0, 100.0], group="g"
+    )
+    assert gains(timeline) == {
+        "exposed communication": 2000,
+        "small messages": 800,
+    }  # 500 ns each would take 100
 
 
 def test_the_waiting_of_a_single_rank_is_bounded_by_size_and_link():
-    """A gather of 128 bytes takes 400 us beside 100 us of compute: 30 us a transfer at most, 270 waiting."""
-    rows = lanes("20 comm: ncclDevKernel_AllGather_RING_LL 0+400000\n7 compute: gemm 0+100000, gemm 400000+600000")
+    """A gather of 128 bytes takes 400 us beside 100 us of compute: 30 us a transfer at
+    most, 270 waiting.
+    """
+    rows = lanes(
+        "20 comm: ncclDevKernel_AllGather_RING_LL 0+400000\n7 compute: gemm "
+        "0+100000, gemm 400000+600000"
+    )
     told = {"size_bytes": [128.0, None, None], "group": ["0 [0, 1]", None, None]}
-    timeline = with_columns(make_timeline(rows, device="NVIDIA B200", world_size=2), **told)
+    timeline = with_columns(
+        make_timeline(rows, device="NVIDIA B200", world_size=2), **told
+    )
     found = gains(timeline)
     assert found["waiting for peers"] == pytest.approx(270_000, abs=1)
     assert found["exposed communication"] == pytest.approx(30_000, abs=1)
     (group,) = by_group(timeline).itertuples()
-    assert group.transfer_s == pytest.approx(30e-6, rel=1e-4) and group.total_s == pytest.approx(400e-6)
-    assert (group.wait_s, group.exposed_wait_s) == pytest.approx((370e-6, 270e-6), rel=1e-4)
-    for other in (with_columns(timeline, size_bytes=[1e9, None, None]), replace(timeline, meta=Meta(world_size=2))):
-        assert gains(other)["exposed communication"] == 300_000  # large enough, and on a device that nobody knows
+    assert group.transfer_s == pytest.approx(
+        30e-6, rel=1e-4
+    ) and group.total_s == pytest.approx(400e-6)
+    assert (group.wait_s, group.exposed_wait_s) == pytest.approx(
+        (370e-6, 270e-6), rel=1e-4
+    )
+    for other in (
+        with_columns(timeline, size_bytes=[1e9, None, None]),
+        replace(timeline, meta=Meta(world_size=2)),
+    ):
+        assert (
+            gains(other)["exposed communication"] == 300_000
+        )  # large enough, and on a device that nobody knows
 
 
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
 def test_a_real_wait_of_microseconds_is_no_transfer():
     """Ten gathers of 128 bytes take 212 to 486 us in it."""
-    table = advise(mm.read_trace(local_or_skip("traces/more/ao/syncless_ep_moe_fwd.json.gz"))).set_index("cause")
+    table = advise(
+        mm.read_trace(local_or_skip("traces/more/ao/syncless_ep_moe_fwd.json.gz"))
+    ).set_index("cause")
     assert table.loc["waiting for peers", ["where", "gain_s"]].tolist() == [
         "all-gather · 0",
         pytest.approx(3.6e-3, rel=0.01),
@@ -89,9 +117,13 @@ def test_a_real_wait_of_microseconds_is_no_transfer():
 
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
 def test_one_late_kernel_of_a_real_trace_is_named():
-    timeline = mm.read_trace(local_or_skip("traces/more/tracelens/sglang_prefilldecode.json.gz"))
+    timeline = mm.read_trace(
+        local_or_skip("traces/more/tracelens/sglang_prefilldecode.json.gz")
+    )
     table = advise(timeline).set_index("cause")
-    assert table.index[0] == "late start" and table.loc["late start", "gain_s"] == pytest.approx(0.493, abs=0.002)
+    assert table.index[0] == "late start" and table.loc[
+        "late start", "gain_s"
+    ] == pytest.approx(0.493, abs=0.002)
     assert table["share"].get("launch-bound", 0) < 0.01
 
 
@@ -100,42 +132,64 @@ def test_waiting_is_the_late_ranks_and_not_the_collectives():
     computes = f"7 compute: {KERNEL} 0+1000\n1/7 compute: {KERNEL} 0+1500\n"
     reduces = f"20 comm: {ALL_REDUCE} 1000+900\n1/20 comm: {ALL_REDUCE} 1500+400"
     table = advise(make_timeline(lanes(computes + reduces))).set_index("cause")
-    assert table["gain_s"].to_dict() == pytest.approx({"straggler rank": 250 * NS, "exposed communication": 400 * NS})
+    assert table["gain_s"].to_dict() == pytest.approx(
+        {"straggler rank": 250 * NS, "exposed communication": 400 * NS}
+    )
     assert table.loc["straggler rank", "where"] == "rank 1"
     assert "38% is waiting" in table.loc["exposed communication", "evidence"]
 
 
 def test_gains_are_per_step_and_mean_over_the_ranks():
-    timeline = make_timeline([BUSY, (0, 9, "memcpy", "Memcpy HtoD", 1000, 400), (1, 7, "compute", KERNEL, 0, 1400)])
+    timeline = make_timeline(
+        [
+            BUSY,
+            (0, 9, "memcpy", "Memcpy HtoD", 1000, 400),
+            (1, 7, "compute", KERNEL, 0, 1400),
+        ]
+    )
     assert gains(timeline) == {"exposed copies": 200}
     assert gains(with_columns(timeline, step=[0, 1, 1])) == {"exposed copies": 100}
 
 
 def test_warm_up_does_not_count():
-    """A first step with 5000 ns of late host is left out; then gains are those of the three others alone."""
+    """A first step with 5000 ns of late host is left out; then gains are those of the
+    three others alone.
+    """
     rows, steps = [], []
-    for step, (start, late) in enumerate(((0, 6000), (10_000, 1300), (12_000, 1300), (14_000, 1300))):
+    for step, (start, late) in enumerate(
+        ((0, 6000), (10_000, 1300), (12_000, 1300), (14_000, 1300))
+    ):
         for launch in (start, start + late):
             rows += launched((launch, 10, launch + 20, 900))
         steps += [step] * 4
-    timeline = with_columns(make_timeline(rows), step=steps, correlation=[n // 2 for n in range(len(rows))])
+    timeline = with_columns(
+        make_timeline(rows), step=steps, correlation=[n // 2 for n in range(len(rows))]
+    )
     table = advise(timeline)
-    assert table.attrs["steps"] == [1, 2, 3] and table.equals(advise(timeline.select(steps=[1, 2, 3])))
+    assert table.attrs["steps"] == [1, 2, 3] and table.equals(
+        advise(timeline.select(steps=[1, 2, 3]))
+    )
     assert gains(timeline)["host wait"] == 380  # of the device, from 920 to 1300
     assert advise(timeline.select(steps=[0])).attrs["steps"] == [0]
 
 
 def test_work_between_steps_is_not_idle():
-    """Of the last step before, of none, and of the next: 400 ns without a gap; what lies before all is left out."""
+    """Of the last step before, of none, and of the next: 400 ns without a gap; what
+    lies before all is left out.
+    """
     rows = [(0, 7, "compute", KERNEL, start, 100) for start in (-500, 0, 100, 200, 300)]
     assert gains(with_columns(make_timeline(rows), step=[-1, 1, -1, -1, 2])) == {}
 
 
 def test_a_simulated_pipeline_has_a_bubble():
     plan = mm.Plan(pp=4, dp=2, tp=1, micro_batch=1)
-    step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=1), plan, global_batch=8)
+    step = mm.simulate(
+        mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=1), plan, global_batch=8
+    )
     table = advise(step).set_index("cause")
-    assert table.loc["pipeline bubble", "gain_s"] == pytest.approx(breakdown(step)["idle_s"].mean())
+    assert table.loc["pipeline bubble", "gain_s"] == pytest.approx(
+        breakdown(step)["idle_s"].mean()
+    )
     assert table.attrs["source"] == "simulated"
 
 
@@ -144,5 +198,7 @@ def test_the_straggler_of_a_real_step_is_found():
     for measured in (timeline, align(timeline)):
         table = advise(measured)
         late = table[table["cause"] == "straggler rank"]
-        assert late["where"].iloc[0] == "rank 7" and late["share"].iloc[0] == pytest.approx(0.30, abs=0.02)
+        assert late["where"].iloc[0] == "rank 7" and late["share"].iloc[
+            0
+        ] == pytest.approx(0.30, abs=0.02)
         assert (table["share"] <= 1).all() and table["cause"].iloc[0] == "host wait"

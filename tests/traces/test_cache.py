@@ -1,4 +1,6 @@
-"""The cache of read traces: same result, never stale, rebuilt when damaged, harmless when it cannot be written."""
+"""The cache of read traces: same result, never stale, rebuilt when damaged, harmless
+when it cannot be written.
+"""
 
 import gzip
 import os
@@ -27,7 +29,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def trace(tmp_path) -> Path:
-    return Path(shutil.copy(dataset("gpt-fsdp") / "rank1.json.gz", tmp_path / "rank1.json.gz"))
+    return Path(
+        shutil.copy(dataset("gpt-fsdp") / "rank1.json.gz", tmp_path / "rank1.json.gz")
+    )
 
 
 @pytest.fixture
@@ -59,13 +63,18 @@ def test_an_entry_is_named_by_content_not_by_path(folder, trace, no_decoder):
     mm.read_trace(trace)
     renamed = trace.rename(trace.with_name("worker1.json.gz"))
     no_decoder()
-    assert mm.read_trace(renamed).meta.provenance["files"]["1"]["name"] == "worker1.json.gz"
+    assert (
+        mm.read_trace(renamed).meta.provenance["files"]["1"]["name"]
+        == "worker1.json.gz"
+    )
     trace.write_bytes(gzip.compress(gzip.decompress(renamed.read_bytes()) + b" "))
     with pytest.raises(AssertionError, match="decoded again"):
         mm.read_trace(trace)
 
 
-def test_the_hash_of_a_large_settled_file_is_remembered_until_it_changes(folder, trace, monkeypatch):
+def test_the_hash_of_a_large_settled_file_is_remembered_until_it_changes(
+    folder, trace, monkeypatch
+):
     monkeypatch.setattr(cache, "_WORTH_REMEMBERING_BYTES", 0)
     notes = folder.parent / "hashes"
     first = cache.content_sha256(trace)
@@ -78,7 +87,9 @@ def test_the_hash_of_a_large_settled_file_is_remembered_until_it_changes(folder,
     state, content = trace.stat(), bytearray(trace.read_bytes())
     content[-1] ^= 1
     trace.write_bytes(content)
-    os.utime(trace, ns=(state.st_atime_ns, state.st_mtime_ns))  # same size and time of modification
+    os.utime(
+        trace, ns=(state.st_atime_ns, state.st_mtime_ns)
+    )  # same size and time of modification
     assert cache.content_sha256(trace) not in (first, "f" * 64)
 
 
@@ -91,16 +102,32 @@ print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "
 
 
 def test_the_fingerprint_covers_every_module_that_reading_imports(folder, trace):
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent), "PYTHONPATH": str(cache._PACKAGE.parent)}
-    run = subprocess.run([sys.executable, "-c", READ, trace], capture_output=True, text=True, env=environment)
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(folder.parent),
+        "PYTHONPATH": str(cache._PACKAGE.parent),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", READ, trace],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     imported = {Path(path) for path in run.stdout.split()}
     assert len(imported) > 15 and imported <= set(cache._reader_sources(cache._PACKAGE))
 
 
 @pytest.mark.parametrize("change", ["edited", "moved", "added", "removed"])
-@pytest.mark.parametrize("name", ["kinds.py", "traces/read/chrome.py", "traces/comm/alignment.py"])
+@pytest.mark.parametrize(
+    "name", ["kinds.py", "traces/read/chrome.py", "traces/comm/alignment.py"]
+)
 def test_the_fingerprint_follows_the_source(tmp_path, name, change):
-    package = Path(shutil.copytree(cache._PACKAGE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__")))
+    package = Path(
+        shutil.copytree(
+            cache._PACKAGE,
+            tmp_path / "copy",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    )
     before, path = cache._fingerprint(package), package / name
     if change == "edited":
         path.write_text(path.read_text() + "\n")
@@ -116,7 +143,12 @@ def test_the_fingerprint_follows_the_source(tmp_path, name, change):
 def test_rules_and_user_kinds_have_entries_of_their_own(folder, trace, tmp_path):
     exact = mm.read_trace(trace)
     (tmp_path / "mine.csv").write_text("kind,pattern\nother,^gloo\n")
-    assert mm.read_trace(trace, kinds=tmp_path / "mine.csv").spans["kind"].ne(exact.spans["kind"]).any()
+    assert (
+        mm.read_trace(trace, kinds=tmp_path / "mine.csv")
+        .spans["kind"]
+        .ne(exact.spans["kind"])
+        .any()
+    )
     assert mm.read_trace(trace, hta_compatible=True).meta.provenance["rules"] == "hta"
     assert len(list(folder.iterdir())) == 3
 
@@ -134,7 +166,9 @@ def test_a_corrupt_entry_is_made_anew(folder, trace, place):
         assert entry.read_bytes()[:4] == b"PAR1"
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(trace, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
+    trace, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MADMAX_NO_CACHE", "0")
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path / "cache")
@@ -149,7 +183,10 @@ def test_it_can_be_turned_off(folder, trace, monkeypatch):
 
 def test_warnings_are_given_again(folder, tmp_path):
     path = tmp_path / "rank0.json"
-    path.write_text('[{"ph": "X", "cat": "kernel", "name": "k", "ts": 0, "dur": 1, "args": {"stream": 7}}, {"ph"')
+    path.write_text(
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": 0, "dur": 1, "args": '
+        '{"stream": 7}}, {"ph"'
+    )
     for _ in range(2):
         with pytest.warns(TraceWarning, match=r"rank0.json: truncated JSON"):
             mm.read_trace(path)

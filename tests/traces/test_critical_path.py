@@ -12,7 +12,14 @@ from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.timeline.timeline import Meta, Timeline
 from madmax_lib.traces import hta
-from madmax_lib.traces.critical_path import PATH_KINDS, critical_path, faster_kinds, launch_gain, path_share, what_if
+from madmax_lib.traces.critical_path import (
+    PATH_KINDS,
+    critical_path,
+    faster_kinds,
+    launch_gain,
+    path_share,
+    what_if,
+)
 from madmax_lib.traces.read.kineto import read_trace
 
 INF = float("inf")
@@ -21,20 +28,31 @@ TRACES = PROJECT / "traces"
 
 def trace(rows, **tables) -> Timeline:
     """Timeline of rows, or of lanes, with side tables."""
-    return with_tables(make_timeline(lanes(rows) if isinstance(rows, str) else rows), **tables)
+    return with_tables(
+        make_timeline(lanes(rows) if isinstance(rows, str) else rows), **tables
+    )
 
 
 def parts(path) -> list:
     """(kind, name, start, duration in ns) of a path."""
     ns = path[["start_s", "dur_s"]].mul(1e9).round().astype(int)
-    return list(zip(path["kind"], path["name"].astype(str), ns["start_s"], ns["dur_s"], strict=True))
+    return list(
+        zip(
+            path["kind"],
+            path["name"].astype(str),
+            ns["start_s"],
+            ns["dur_s"],
+            strict=True,
+        )
+    )
 
 
 def new_ns(timeline, faster) -> int:
     return round(what_if(timeline, faster)["step_s"].iloc[0] * 1e9)
 
 
-# Launch n costs 10 ns of host time, each kernel takes 4 ns and starts 6 ns after its launch began
+# Launch n costs 10 ns of host time, each kernel takes 4 ns and starts 6 ns after its
+# launch began
 LAUNCH_BOUND = [(0, -1, "cpu", "cudaLaunchKernel", 10 * n, 10, n) for n in range(4)]
 LAUNCH_BOUND += [(0, 7, "compute", f"k{n}", 10 * n + 6, 4, n) for n in range(4)]
 
@@ -46,16 +64,24 @@ def test_a_launch_bound_chain_is_the_host():
     assert parts(path) == [*launches, ("host", "cudaLaunchKernel", 30, 10)]
     assert path.attrs["step_s"] == 40e-9
     assert new_ns(timeline, {"host": 2}) == 15 + 6 + 4
-    assert new_ns(timeline, {"compute": 2}) == 40  # no gain: the last launch itself ends then
+    assert (
+        new_ns(timeline, {"compute": 2}) == 40
+    )  # no gain: the last launch itself ends then
     assert new_ns(timeline, {"host": INF}) == 6 + 4 * 4
     assert new_ns(timeline, {"host": INF, "launch delay": INF}) == 4 * 4
 
 
 def test_a_launch_on_its_way_decides_even_if_the_stream_was_busy_meanwhile():
-    """Every 10 us a launch of 8 us, and kernels of 4 us: each ends while the next launch is on its way."""
+    """Every 10 us a launch of 8 us, and kernels of 4 us: each ends while the next
+    launch is on its way.
+    """
     timeline = launched(5, call_us=9, kernel_us=4, between_us=1, delay_us=-1)
     share = path_share(critical_path(timeline)).set_index("kind")["path_s"]
-    assert share.mul(1e6).round(3).to_dict() == {"host": 40, "launch delay": 8, "compute": 4}
+    assert share.mul(1e6).round(3).to_dict() == {
+        "host": 40,
+        "launch delay": 8,
+        "compute": 4,
+    }
 
 
 TWO_STREAMS = """
@@ -75,10 +101,17 @@ def test_two_streams_with_an_event():
         ("compute", "mm", 3, 37),
         ("wait", "AllReduce", 40, 2),
         ("comm", "AllReduce", 42, 20),
-        ("host", "cudaDeviceSynchronize", 62, 3),  # returns 3 ns after the kernel it waited for
+        (
+            "host",
+            "cudaDeviceSynchronize",
+            62,
+            3,
+        ),  # returns 3 ns after the kernel it waited for
     ]
     assert list(path["why"]) == ["launch", "work", "event", "work", "sync"]
-    assert new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3  # now its launch decides, as late as the other one
+    assert (
+        new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3
+    )  # now its launch decides, as late as the other one
     assert new_ns(timeline, {"AllReduce": 2}) == 65 - 10
     share = path_share(path).set_index("kind")
     assert share.index.tolist() == ["host", "launch delay", "compute", "comm", "wait"]
@@ -88,12 +121,22 @@ def test_two_streams_with_an_event():
 
 
 def test_a_collective_waits_for_the_slow_rank():
-    """Rank 1 computes 50 ns longer: its compute and the transfer decide, and rank 0's next kernel waits for both."""
+    """Rank 1 computes 50 ns longer: its compute and the transfer decide, and rank 0's
+    next kernel waits for both.
+    """
     shared = "1/7 compute: mm 0+60\n1/7 comm: AllReduce 60+20\n7 compute: next 80+5\n"
     timeline = trace(shared + "7 compute: mm 0+10\n7 comm: AllReduce 10+70")
     path = critical_path(timeline)
-    assert parts(path) == [("compute", "mm", 0, 60), ("comm", "AllReduce", 60, 20), ("compute", "next", 80, 5)]
-    assert list(path["rank"]) == [1, 0, 0] and list(path["why"]) == ["work", "collective", "work"]
+    assert parts(path) == [
+        ("compute", "mm", 0, 60),
+        ("comm", "AllReduce", 60, 20),
+        ("compute", "next", 80, 5),
+    ]
+    assert list(path["rank"]) == [1, 0, 0] and list(path["why"]) == [
+        "work",
+        "collective",
+        "work",
+    ]
     assert new_ns(timeline, {"comm": 2}) == 85 - 10
     assert new_ns(timeline, {"compute": INF}) == 20
     slow_first = trace(shared + "7 compute: slow 0+50\n7 comm: AllReduce 50+30")
@@ -103,37 +146,73 @@ def test_a_collective_waits_for_the_slow_rank():
 def test_a_graph_launch_is_one_launch_of_many_kernels():
     kernels = "7 compute: first 10+10 #5, left 21+30 #5, right 22+10 #5, last 52+5 #5"
     timeline = trace("-1 cpu: cudaGraphLaunch 0+9 #5\n" + kernels)
-    path = [("launch delay", "first", 0, 10), ("compute", "first", 10, 10), ("wait", "left", 20, 1)]
-    path += [("compute", "left", 21, 30), ("wait", "last", 51, 1), ("compute", "last", 52, 5)]
+    path = [
+        ("launch delay", "first", 0, 10),
+        ("compute", "first", 10, 10),
+        ("wait", "left", 20, 1),
+    ]
+    path += [
+        ("compute", "left", 21, 30),
+        ("wait", "last", 51, 1),
+        ("compute", "last", 52, 5),
+    ]
     assert parts(critical_path(timeline)) == path
-    assert new_ns(timeline, {"left": INF}) == 33 + 0 + 5  # `right` goes on until 32, and a stream takes 1 ns to go on
+    assert (
+        new_ns(timeline, {"left": INF}) == 33 + 0 + 5
+    )  # `right` goes on until 32, and a stream takes 1 ns to go on
     assert new_ns(timeline, {"host": INF}) == 57
 
 
 def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
-    timeline = trace("-1 cpu: cudaLaunchKernel 0+5 #1, cudaLaunchKernel 10+5 #2\n7 compute: old 5+25 #1, new 31+9 #2")
+    timeline = trace(
+        "-1 cpu: cudaLaunchKernel 0+5 #1, cudaLaunchKernel 10+5 #2\n7 compute: old "
+        "5+25 #1, new 31+9 #2"
+    )
     timeline = with_columns(timeline, step=[0, 1, 0, 1])
-    path = [("compute", "old", 0, 20), ("wait", "new", 20, 1), ("compute", "new", 21, 9)]
+    path = [
+        ("compute", "old", 0, 20),
+        ("wait", "new", 20, 1),
+        ("compute", "new", 21, 9),
+    ]
     assert parts(critical_path(timeline, 1)) == path
-    assert critical_path(timeline).attrs["step_s"] == 30e-9 and critical_path(timeline).attrs["step"] == 0
-    with pytest.raises(ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"):
+    assert (
+        critical_path(timeline).attrs["step_s"] == 30e-9
+        and critical_path(timeline).attrs["step"] == 0
+    )
+    with pytest.raises(
+        ValueError, match=r"step 7 is not in the timeline; it has \[0, 1\]"
+    ):
         critical_path(timeline, 7)
 
 
 OPS = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 9), st.sets(st.integers(0, 30), max_size=3)),
+    st.tuples(
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.integers(0, 9),
+        st.sets(st.integers(0, 30), max_size=3),
+    ),
     min_size=1,
     max_size=30,
 )
 
 
 def program(ops, faster=1) -> Program:
-    """Program of (rank, stream, duration in ns, after); `faster` divides the time of communication."""
+    """Program of (rank, stream, duration in ns, after); `faster` divides the time of
+    communication.
+    """
     made = Program()
     for number, (rank, stream, ns, after) in enumerate(ops):
         after = {a % number for a in after} if number else ()
         duration_s = ns * 1024e-9 / (faster if stream == 2 else 1)
-        made.op(stream, "comm" if stream == 2 else "compute", f"op {number}", duration_s, after, rank=rank)
+        made.op(
+            stream,
+            "comm" if stream == 2 else "compute",
+            f"op {number}",
+            duration_s,
+            after,
+            rank=rank,
+        )
     return made
 
 
@@ -142,7 +221,11 @@ def program(ops, faster=1) -> Program:
 def test_on_a_simulated_timeline_it_is_the_longest_path_of_the_engine(ops):
     timeline = to_timeline(program(ops), Meta(source="simulated"))
     path, makespan_ns = critical_path(timeline), round(max(run(program(ops))[1]) * 1e9)
-    assert path["dur_s"].mul(1e9).round().sum() == makespan_ns == round(path.attrs["step_s"] * 1e9)
+    assert (
+        path["dur_s"].mul(1e9).round().sum()
+        == makespan_ns
+        == round(path.attrs["step_s"] * 1e9)
+    )
     assert set(path["why"]) <= {"work"}  # an engine does not rest
     starts = path["start_s"].mul(1e9).round().tolist()
     ends = path["start_s"].add(path["dur_s"]).mul(1e9).round().tolist()
@@ -160,7 +243,9 @@ def test_what_if_is_what_the_engine_would_say(ops, faster):
 @pytest.mark.parametrize("plan", ["dp8.z0", "dp2.tp2.pp2.z0", "pp4.dp2.z0"])
 def test_simulated_steps(plan):
     cluster = mm.cluster("dgx-a100", nodes=1)
-    timeline = mm.simulate(mm.model("gpt2-large"), cluster, mm.Plan.parse(plan), global_batch=16)
+    timeline = mm.simulate(
+        mm.model("gpt2-large"), cluster, mm.Plan.parse(plan), global_batch=16
+    )
     path = critical_path(timeline)
     end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
     assert int(path["dur_s"].mul(1e9).round().sum()) == end_ns
@@ -177,7 +262,14 @@ def test_a_measured_step_is_taken_apart_and_replayed_exactly(name):
         path = critical_path(timeline, step)
         step_ns = round(path.attrs["step_s"] * 1e9)
         assert int(path["dur_s"].mul(1e9).round().sum()) == step_ns
-        table = what_if(timeline, [{"host": 1}, {"host": INF, "compute": INF, "comm": INF, "launch delay": INF}], step)
+        table = what_if(
+            timeline,
+            [
+                {"host": 1},
+                {"host": INF, "compute": INF, "comm": INF, "launch delay": INF},
+            ],
+            step,
+        )
         assert round(table["step_s"].iloc[0] * 1e9) == step_ns
         assert 0 <= table["step_s"].iloc[1] < 0.2 * path.attrs["step_s"]
 
@@ -185,18 +277,31 @@ def test_a_measured_step_is_taken_apart_and_replayed_exactly(name):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_step_that_nobody_names_is_the_median_one_without_warm_up(seed):
     lengths = [400, *(Random(seed).sample(range(95, 106), 5 + seed % 2))]
-    rows = [(0, 7, "compute", "mm", 1000 * number, ns) for number, ns in enumerate(lengths)]
+    rows = [
+        (0, 7, "compute", "mm", 1000 * number, ns) for number, ns in enumerate(lengths)
+    ]
     timeline = with_columns(trace(rows), step=range(len(lengths)))
     median_ns = median_low(lengths[1:])
-    assert new_ns(timeline, {}) == median_ns == round(critical_path(timeline).attrs["step_s"] * 1e9)
-    assert what_if(timeline, {})["step"].item() == lengths.index(median_ns) == launch_gain(timeline)["step"].iloc[0]
+    assert (
+        new_ns(timeline, {})
+        == median_ns
+        == round(critical_path(timeline).attrs["step_s"] * 1e9)
+    )
+    assert (
+        what_if(timeline, {})["step"].item()
+        == lengths.index(median_ns)
+        == launch_gain(timeline)["step"].iloc[0]
+    )
     assert what_if(timeline, {}, 0)["step_s"].item() == 400e-9
 
 
 def test_faster_kinds_and_bad_scenarios():
     timeline = trace(TWO_STREAMS, syncs=[(7, "Stream Wait Event", 7, 2)])
     table = faster_kinds(timeline)
-    assert set(table["faster"]) == {"host", "launch delay", "compute", "comm"} and len(table) == 8
+    assert (
+        set(table["faster"]) == {"host", "launch delay", "compute", "comm"}
+        and len(table) == 8
+    )
     assert (table["saved_s"] >= 0).all() and (table["speedup"] >= 1).all()
     both = what_if(timeline, {"compute": 2, "comm": 4}).iloc[0]
     assert both["faster"] == "compute + comm" and np.isnan(both["factor"])
@@ -213,7 +318,10 @@ def test_faster_kinds_and_bad_scenarios():
             what_if(timeline, {}, **counts)
 
 
-@pytest.mark.parametrize("rows", [[], [(0, -1, "annotation", "label", 0, 5)], [(0, 7, "memory", "[memory]", 0, 0)]])
+@pytest.mark.parametrize(
+    "rows",
+    [[], [(0, -1, "annotation", "label", 0, 5)], [(0, 7, "memory", "[memory]", 0, 0)]],
+)
 def test_nothing_to_walk(rows):
     timeline = trace(rows)
     path = critical_path(timeline)
@@ -227,31 +335,63 @@ CALLS = ("cudaLaunchKernel", "cudaDeviceSynchronize", "cudaStreamWaitEvent", "cu
 
 
 def any_row(random, reach_ns) -> tuple:
-    rank, start_ns, dur_ns = random.randint(0, 1), random.randint(0, reach_ns), random.randint(0, reach_ns // 2)
-    threads = [("cpu", random.choice(CALLS)), ("annotation", "label"), (random.choice(["comm", "compute"]), "gloo:x")]
+    rank, start_ns, dur_ns = (
+        random.randint(0, 1),
+        random.randint(0, reach_ns),
+        random.randint(0, reach_ns // 2),
+    )
+    threads = [
+        ("cpu", random.choice(CALLS)),
+        ("annotation", "label"),
+        (random.choice(["comm", "compute"]), "gloo:x"),
+    ]
     kind = random.choice(["compute", "comm", "memcpy", "memory"])
     streams = [("idle", "Stream Wait Event"), (kind, random.choice("ab"))]
     stream = random.choice([-3, -2, -1, 0, 1, 2])
-    return rank, stream, *random.choice(threads if stream < 0 else streams), start_ns, dur_ns, random.randint(-1, 6)
+    return (
+        rank,
+        stream,
+        *random.choice(threads if stream < 0 else streams),
+        start_ns,
+        dur_ns,
+        random.randint(-1, 6),
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_a_trace_says_the_parts_sum_to_the_step(seed):
     random = Random(seed)
     rows = [any_row(random, random.choice([5, 100, 200_000])) for _ in range(40)]
-    of_kind = {kind: [row for row, values in enumerate(rows) if values[2] == kind] for kind in ("idle", "cpu")}
+    of_kind = {
+        kind: [row for row, values in enumerate(rows) if values[2] == kind]
+        for kind in ("idle", "cpu")
+    }
     waits = ("Stream Wait Event", "Event Sync", "Stream Sync")
-    syncs = [(row, random.choice(waits), random.randint(-1, 2), random.randint(-1, 6)) for row in of_kind["idle"]]
-    operators = [(row, "", "", "", random.randint(-1, 2), random.randint(-1, 1)) for row in of_kind["cpu"]]
+    syncs = [
+        (row, random.choice(waits), random.randint(-1, 2), random.randint(-1, 6))
+        for row in of_kind["idle"]
+    ]
+    operators = [
+        (row, "", "", "", random.randint(-1, 2), random.randint(-1, 1))
+        for row in of_kind["cpu"]
+    ]
     timeline = trace(rows, syncs=syncs, operators=operators)
     timeline = with_columns(timeline, step=[random.randint(-1, 1) for _ in rows])
     for step in timeline.steps:
         path = critical_path(timeline, step)
-        starts, ends = path["start_s"].mul(1e9).round(), path["start_s"].add(path["dur_s"]).mul(1e9).round()
+        starts, ends = (
+            path["start_s"].mul(1e9).round(),
+            path["start_s"].add(path["dur_s"]).mul(1e9).round(),
+        )
         assert starts.tolist() == [0, *ends[:-1]][: len(path)]
-        now, none = what_if(timeline, [{"host": 1}, dict.fromkeys(PATH_KINDS, INF)], step)["step_s"]
+        now, none = what_if(
+            timeline, [{"host": 1}, dict.fromkeys(PATH_KINDS, INF)], step
+        )["step_s"]
         step_ns = round(path.attrs["step_s"] * 1e9)
-        assert step_ns == round(now * 1e9) == round(ends.max() if len(path) else 0) and none <= now
+        assert (
+            step_ns == round(now * 1e9) == round(ends.max() if len(path) else 0)
+            and none <= now
+        )
 
 
 # Launches replayed
@@ -260,7 +400,9 @@ US = 1000
 
 
 def launched(kernels, call_us, kernel_us, between_us, delay_us=2):
-    """A host that launches one kernel after another; each starts `delay_us` after its call ends, or when free."""
+    """A host that launches one kernel after another; each starts `delay_us` after its
+    call ends, or when free.
+    """
     rows, host, free = [], 0, 0
     for number in range(kernels):
         end = host + call_us * US
@@ -277,12 +419,22 @@ def gains(timeline):
 
 
 def test_a_launch_bound_step():
-    """Ten calls of 10 us, 7 us between them, kernels of 3 us that start 12 us after their call does."""
+    """Ten calls of 10 us, 7 us between them, kernels of 3 us that start 12 us after
+    their call does.
+    """
     timeline = launched(10, 10, 3, 7)
-    expected = {"as measured": 9 * 17 + 12 + 3, "free launches": 9 * 7 + 12 + 3, "graph of kernels": 9 * 7 + 3}
-    assert gains(timeline).to_dict() == pytest.approx(expected | {"graph of the step": 10 * 3})
+    expected = {
+        "as measured": 9 * 17 + 12 + 3,
+        "free launches": 9 * 7 + 12 + 3,
+        "graph of kernels": 9 * 7 + 3,
+    }
+    assert gains(timeline).to_dict() == pytest.approx(
+        expected | {"graph of the step": 10 * 3}
+    )
     table = launch_gain(timeline)
-    assert (table["launches"] == 10).all() and table["bound_s"].to_numpy() == pytest.approx(9 * 14e-6)
+    assert (table["launches"] == 10).all() and table[
+        "bound_s"
+    ].to_numpy() == pytest.approx(9 * 14e-6)
     assert table["saved_s"].iloc[0] == 0 and (table["speedup"] >= 1).all()
     busy = gains(launched(10, 1, 100, 1))  # gains nothing but the start
     assert busy["as measured"] - busy["graph of the step"] == pytest.approx(1 + 2)
@@ -290,7 +442,9 @@ def test_a_launch_bound_step():
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "vit-ddp"])
 def test_shipped_traces(name):
-    """No kernel is launched on a CPU; without the host's work between operators a step cannot be longer."""
+    """No kernel is launched on a CPU; without the host's work between operators a step
+    cannot be longer.
+    """
     table = launch_gain(mm.read_trace(mm.dataset(name)))
     assert table["scenario"].tolist() == ["as measured", "graph of the step"]
     assert (table["launches"] == 0).all() and 1 < table["speedup"].iloc[1] < 1.5
@@ -298,32 +452,45 @@ def test_shipped_traces(name):
 
 # Beside HTA
 
-HTA_BLOCKING = ("cudaDeviceSynchronize", "cudaEventQuery")  # HTA gives them no time on the path
+HTA_BLOCKING = (
+    "cudaDeviceSynchronize",
+    "cudaEventQuery",
+)  # HTA gives them no time on the path
 
 
 def test_equals_hta_where_hta_counts_everything():
-    """Differences: HTA gives no time to what lies between top-level operators, nor to calls that may block."""
+    """Differences: HTA gives no time to what lies between top-level operators, nor to
+    calls that may block.
+    """
     file = local_or_skip("traces/hta-samples/cuda_event_sync_multi_stream.json.gz")
     theirs = hta_path(file, "", 0)
     path = critical_path(read_trace(file))
     ns = path["dur_s"].mul(1e6).round()
-    between = (path["kind"] == "host") & ((path["why"] == "order") | path["name"].isin(HTA_BLOCKING))
+    between = (path["kind"] == "host") & (
+        (path["why"] == "order") | path["name"].isin(HTA_BLOCKING)
+    )
     ours = ns[~between].groupby(path["kind"]).sum()
     assert ours.sum() == theirs.sum() == 1178
-    # the last kernel starts 15 us after its launch, which began in the microsecond in which a memset before it ended:
-    # to HTA 14 us of the memset's launch, 1 us of memset and 15 us between kernels, to us 15 us of host and of launch
+    # the last kernel starts 15 us after its launch, which began in the microsecond in
+    # which a memset before it ended:
+    # to HTA 14 us of the memset's launch, 1 us of memset and 15 us between kernels, to
+    # us 15 us of host and of launch
     assert ours["compute"] == theirs["gpu_compute_bound"] - 1 == 123
     assert ours["host"] == theirs["cpu_bound"] + 15 == 1040
     assert ours["launch delay"] == theirs["gpu_kernel_kernel_overhead"] == 15
 
 
 def test_hta_rounds_away_a_microsecond_of_every_kernel():
-    file = local_or_skip("traces/hta-samples/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz")
+    file = local_or_skip(
+        "traces/hta-samples/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz"
+    )
     theirs = hta_path(file, "ProfilerStep", 0)
     path = critical_path(read_trace(file), 101)
     ours = path.groupby("kind")["dur_s"].sum().mul(1e6)
     kernels = path["kind"].isin(["compute", "memcpy"]).sum()
-    assert ours["launch delay"] == pytest.approx(theirs["gpu_kernel_launch_overhead"], abs=1)
+    assert ours["launch delay"] == pytest.approx(
+        theirs["gpu_kernel_launch_overhead"], abs=1
+    )
     gpu = ours["compute"] + ours["memcpy"]
     both = theirs["gpu_compute_bound"] + theirs["gpu_kernel_kernel_overhead"]
     assert gpu + ours["wait"] == pytest.approx(both, abs=2)
@@ -334,5 +501,7 @@ def hta_path(file, annotation, instance) -> pd.Series:
     """HTA's path in microseconds by what bounds it."""
     analysis = hta.analysis(file)
     with hta._quiet():
-        path, _ = analysis.critical_path_analysis(analysis.t.get_ranks()[0], annotation, instance)
+        path, _ = analysis.critical_path_analysis(
+            analysis.t.get_ranks()[0], annotation, instance
+        )
         return path.get_critical_path_breakdown().groupby("bound_by")["duration"].sum()

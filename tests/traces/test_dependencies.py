@@ -14,20 +14,37 @@ def trace(rows, **tables) -> Timeline:
 
 
 def edges(timeline, *why) -> set:
-    """Rows of the spans at both ends of each edge between two of them, and why; all edges, or those of some reasons."""
+    """Rows of the spans at both ends of each edge between two of them, and why; all
+    edges, or those of some reasons.
+    """
     found = dependency_graph(timeline)
     row = np.repeat(found.slices["row"].to_numpy(dtype=np.int64), 2)
-    last = np.arange(len(found.time_ns))  # where ranks meet: the event that arrived last
+    last = np.arange(
+        len(found.time_ns)
+    )  # where ranks meet: the event that arrived last
     arrives = found.binding & (found.target >= len(row))
     last[found.target[arrives]] = found.source[arrives]
-    every = zip(row[last[found.source].clip(max=len(row) - 1)], found.target, found.why, strict=True)
-    between = [(source, row[target], reason) for source, target, reason in every if target < len(row)]
-    return {edge for edge in between if edge[0] != edge[1] and (not why or edge[2] in why)}
+    every = zip(
+        row[last[found.source].clip(max=len(row) - 1)],
+        found.target,
+        found.why,
+        strict=True,
+    )
+    between = [
+        (source, row[target], reason)
+        for source, target, reason in every
+        if target < len(row)
+    ]
+    return {
+        edge for edge in between if edge[0] != edge[1] and (not why or edge[2] in why)
+    }
 
 
 def slices(rows) -> list:
     table = dependency_graph(trace(rows)).slices
-    return list(table[["name", "start_ns", "end_ns"]].itertuples(index=False, name=None))
+    return list(
+        table[["name", "start_ns", "end_ns"]].itertuples(index=False, name=None)
+    )
 
 
 def call(name, start, dur, *correlation) -> tuple:
@@ -68,28 +85,63 @@ def test_edges(case):
 
 
 def test_what_has_the_time_of_a_thread():
-    """Annotations fill what is between operators, a span has what those inside of it leave; waiting threads go."""
-    label, cut = (0, -1, "annotation", "ProfilerStep#1", 0, 90), [("op", 10, 20), ("ProfilerStep#1", 20, 40)]
+    """Annotations fill what is between operators, a span has what those inside of it
+    leave; waiting threads go.
+    """
+    label, cut = (
+        (0, -1, "annotation", "ProfilerStep#1", 0, 90),
+        [("op", 10, 20), ("ProfilerStep#1", 20, 40)],
+    )
     rows = [label, call("op", 10, 10), work("k", 30, 10)]
     assert slices(rows) == [("ProfilerStep#1", 0, 10), *cut, ("k", 30, 40)]
     assert slices([label]) == []
-    rows = [call("op", 0, 100), call("call", 20, 10), call("empty", 50, 0), call("next", 100, 5)]
-    cut = [("op", 0, 20), ("call", 20, 30), ("op", 30, 50), ("empty", 50, 50), ("op", 50, 100), ("next", 100, 105)]
+    rows = [
+        call("op", 0, 100),
+        call("call", 20, 10),
+        call("empty", 50, 0),
+        call("next", 100, 5),
+    ]
+    cut = [
+        ("op", 0, 20),
+        ("call", 20, 30),
+        ("op", 30, 50),
+        ("empty", 50, 50),
+        ("op", 50, 100),
+        ("next", 100, 105),
+    ]
     assert slices(rows) == cut
-    assert slices([call(LAUNCH, 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]) == [(LAUNCH, 0, 5)]
+    assert slices(
+        [call(LAUNCH, 0, 5, 1), (0, -2, "cpu", "threading.py: wait", 0, 900)]
+    ) == [(LAUNCH, 0, 5)]
 
 
 @pytest.mark.parametrize(
     ("rows", "cut"),
     [
         # three levels that start and end together: the innermost has the time
-        ([("a", 0, 10), ("b", 0, 10), ("c", 0, 10)], [("a", 0, 0), ("b", 0, 0), ("c", 0, 10)]),
-        ([("a", 0, 10), ("b", 2, 4), ("c", 3, 1)], [("a", 0, 2), ("b", 2, 3), ("c", 3, 4), ("b", 4, 6), ("a", 6, 10)]),
-        ([("a", 0, 4), ("b", 4, 4), ("c", 9, 1)], [("a", 0, 4), ("b", 4, 8), ("c", 9, 10)]),
-        # a child that outlives its parent: what no span covers alone is left out, nothing is counted twice
+        (
+            [("a", 0, 10), ("b", 0, 10), ("c", 0, 10)],
+            [("a", 0, 0), ("b", 0, 0), ("c", 0, 10)],
+        ),
+        (
+            [("a", 0, 10), ("b", 2, 4), ("c", 3, 1)],
+            [("a", 0, 2), ("b", 2, 3), ("c", 3, 4), ("b", 4, 6), ("a", 6, 10)],
+        ),
+        (
+            [("a", 0, 4), ("b", 4, 4), ("c", 9, 1)],
+            [("a", 0, 4), ("b", 4, 8), ("c", 9, 10)],
+        ),
+        # a child that outlives its parent: what no span covers alone is left out,
+        # nothing is counted twice
         ([("a", 0, 10), ("b", 5, 10)], [("a", 0, 5), ("b", 5, 10)]),
-        ([("a", 0, 10), ("b", 5, 195), ("c", 100, 10)], [("a", 0, 5), ("b", 5, 10), ("c", 100, 110)]),
-        ([("a", 3, 0), ("b", 3, 0), ("c", 3, 2)], [("c", 3, 3), ("a", 3, 3), ("c", 3, 3), ("b", 3, 3), ("c", 3, 5)]),
+        (
+            [("a", 0, 10), ("b", 5, 195), ("c", 100, 10)],
+            [("a", 0, 5), ("b", 5, 10), ("c", 100, 110)],
+        ),
+        (
+            [("a", 3, 0), ("b", 3, 0), ("c", 3, 2)],
+            [("c", 3, 3), ("a", 3, 3), ("c", 3, 3), ("b", 3, 3), ("c", 3, 5)],
+        ),
     ],
 )
 def test_pieces_cover_a_thread_once(rows, cut):
@@ -112,15 +164,30 @@ SYNC_ROWS = [(9, "Stream Wait Event", 7, 2), (10, "Stream Sync", -1, -1)]
 def test_sync_rows_tell_which_stream_waits_for_what():
     found = edges(trace(SYNCED, syncs=SYNC_ROWS), "event", "sync")
     assert found == {(6, 8, "event"), (8, 5, "sync")}
-    third = (0, 24, "compute", "on a third stream", 4, 100, -1)  # ends later, but nobody waits for that stream
+    third = (
+        0,
+        24,
+        "compute",
+        "on a third stream",
+        4,
+        100,
+        -1,
+    )  # ends later, but nobody waits for that stream
     assert edges(trace([*SYNCED, third], syncs=SYNC_ROWS), "event", "sync") == found
 
 
 def test_without_sync_rows_calls_tell_it():
-    """The stream that a call is about is unknown: the last launched on any, unless the times contradict."""
+    """The stream that a call is about is unknown: the last launched on any, unless the
+    times contradict.
+    """
     found = edges(trace(SYNCED[:9]), "event", "sync")
-    assert found == {(8, 5, "sync")}  # `after the event` was launched by then, but 8 did not wait for it
-    late = [(0, 20, "comm", "waits", 123, 60, 5) if row[3] == "waits" else row for row in SYNCED[:9]]
+    assert found == {
+        (8, 5, "sync")
+    }  # `after the event` was launched by then, but 8 did not wait for it
+    late = [
+        (0, 20, "comm", "waits", 123, 60, 5) if row[3] == "waits" else row
+        for row in SYNCED[:9]
+    ]
     assert edges(trace(late), "event", "sync") == {(7, 8, "event")}
 
 
@@ -128,11 +195,18 @@ def test_a_graph_launch_starts_many_kernels_and_branches_run_side_by_side():
     rows = [call("cudaGraphLaunch", 0, 9, 5), work("first", 10, 10, 5)]
     rows += [work("left", 21, 30, 5), work("right", 22, 10, 5), work("last", 52, 5, 5)]
     assert edges(trace(rows), "launch") == {(0, row, "launch") for row in (1, 2, 3, 4)}
-    assert edges(trace(rows), "stream") == {(1, 2, "stream"), (1, 3, "stream"), (2, 4, "stream"), (3, 4, "stream")}
+    assert edges(trace(rows), "stream") == {
+        (1, 2, "stream"),
+        (1, 3, "stream"),
+        (2, 4, "stream"),
+        (3, 4, "stream"),
+    }
 
 
 @pytest.mark.parametrize(("start_ns", "waited"), [(103_000, True), (160_000, False)])
-def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it(start_ns, waited):
+def test_a_late_kernel_that_starts_right_after_one_of_another_stream_waited_for_it(
+    start_ns, waited
+):
     rows = [call(LAUNCH, 0, 5, 1), call(LAUNCH, 5, 5, 2), work("a", 8, 99_992, 1)]
     rows.append(work("b", start_ns, 10, 2, stream=20, kind="comm"))
     assert edges(trace(rows), "event") == ({(2, 3, "event")} if waited else set())
@@ -152,10 +226,18 @@ def test_what_does_not_match_is_no_collective(rows):
 
 
 def test_backward_is_handed_over_and_back():
-    """Thread 1 goes forward, rests, and steps; thread 2 goes backward while it rests; labels are a rest too."""
-    rows = lanes("-1 cpu: aten::mm 0+10 #1\n-2 cpu: MmBackward0 20+10 #2, AddBackward0 30+10 #3\n-1 cpu: step 50+10 #4")
+    """Thread 1 goes forward, rests, and steps; thread 2 goes backward while it rests;
+    labels are a rest too.
+    """
+    rows = lanes(
+        "-1 cpu: aten::mm 0+10 #1\n-2 cpu: MmBackward0 20+10 #2, AddBackward0 30+10 "
+        "#3\n-1 cpu: step 50+10 #4"
+    )
     operators = [(0, "", "", "", 5, 0), (1, "", "", "", 5, 1), (2, "", "", "", 4, 1)]
-    assert edges(trace(rows, operators=operators), "backward") == {(0, 1, "backward"), (2, 3, "backward")}
+    assert edges(trace(rows, operators=operators), "backward") == {
+        (0, 1, "backward"),
+        (2, 3, "backward"),
+    }
     labelled = [*rows, (0, -1, "annotation", "ProfilerStep#1", 0, 70)]
     found = edges(trace(labelled, operators=operators), "backward")
     assert found == {(4, 1, "backward"), (2, 4, "backward")}
@@ -164,20 +246,34 @@ def test_backward_is_handed_over_and_back():
 
 def test_gloo_transfers_start_with_their_operator_and_end_a_rest():
     rows = [call("c10d::allreduce_", 0, 10), work("aten::mm", 20, 30, stream=-1)]
-    rows += [work("aten::add_", 80, 10, stream=-1), work("gloo:all_reduce", 5, 70, stream=-2, kind="comm")]
+    rows += [
+        work("aten::add_", 80, 10, stream=-1),
+        work("gloo:all_reduce", 5, 70, stream=-2, kind="comm"),
+    ]
     assert edges(trace(rows), "launch", "sync") == {(0, 3, "launch"), (3, 2, "sync")}
-    hidden = [*rows[:3], (0, -2, "comm", "gloo:all_reduce", 5, 30)]  # ends under mm: nobody waits for it there
+    hidden = [
+        *rows[:3],
+        (0, -2, "comm", "gloo:all_reduce", 5, 30),
+    ]  # ends under mm: nobody waits for it there
     assert edges(trace(hidden), "launch", "sync") == {(0, 3, "launch")}
 
 
 def test_no_circle_at_one_instant():
-    """Everything at once, in microseconds: a launch, its kernel and the wait for it, two times."""
-    rows = [call(LAUNCH, 5, 0, 1), work("a", 5, 0, 1), call("cudaDeviceSynchronize", 5, 0, 2)]
+    """Everything at once, in microseconds: a launch, its kernel and the wait for it,
+    two times.
+    """
+    rows = [
+        call(LAUNCH, 5, 0, 1),
+        work("a", 5, 0, 1),
+        call("cudaDeviceSynchronize", 5, 0, 2),
+    ]
     rows += [call(LAUNCH, 5, 0, 3), work("b", 5, 0, 3)]
     found, nothing = dependency_graph(trace(rows)), dependency_graph(trace([]))
     assert not len(nothing.slices) and not len(nothing.time_ns) and not len(nothing.why)
     seen = set()
-    for source, target in zip(found.source.tolist(), found.target.tolist(), strict=True):
+    for source, target in zip(
+        found.source.tolist(), found.target.tolist(), strict=True
+    ):
         assert target not in seen, "an edge out of an event comes before one into it"
         seen.add(source)
 
@@ -191,5 +287,7 @@ def test_a_simulated_timeline_has_its_own():
 
 
 def test_many_launches_of_one_damaged_id_do_not_multiply():
-    rows = [call(LAUNCH, i, 1, 1) for i in range(300)] + [work("a", 400 + i, 1, 1) for i in range(300)]
+    rows = [call(LAUNCH, i, 1, 1) for i in range(300)] + [
+        work("a", 400 + i, 1, 1) for i in range(300)
+    ]
     assert len(edges(trace(rows), "launch")) == 300

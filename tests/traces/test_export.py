@@ -1,4 +1,6 @@
-"""What export_trace writes, read back by us and by HTA: the same spans to the nanosecond, the same breakdown."""
+"""What export_trace writes, read back by us and by HTA: the same spans to the
+nanosecond, the same breakdown.
+"""
 
 import gzip
 import json
@@ -24,19 +26,36 @@ EXACT = [column for column in SPANS if column not in ("name", "correlation", "ki
 
 
 def simulated(ranks=2, layers=3, steps=1, **meta) -> Timeline:
-    """Compute on stream 0 with an all-reduce per layer on stream 20 beside it, a copy, and an odd number of ns."""
+    """Compute on stream 0 with an all-reduce per layer on stream 20 beside it, a copy,
+    and an odd number of ns.
+    """
     program = Program()
     for step in range(steps):
         for layer in range(layers):
             for rank in range(ranks):
-                after = [program.op(0, "compute", f"layers.{layer} mlp", 1.234567e-3 * (rank + 1), rank=rank)]
+                after = [
+                    program.op(
+                        0,
+                        "compute",
+                        f"layers.{layer} mlp",
+                        1.234567e-3 * (rank + 1),
+                        rank=rank,
+                    )
+                ]
                 call = {"rank": rank, "group": "dp", "size_bytes": 1e6 + step}
-                program.op(20, "comm", f"all_reduce layers.{layer}", 0.777e-3, after, **call)
+                program.op(
+                    20, "comm", f"all_reduce layers.{layer}", 0.777e-3, after, **call
+                )
         for rank in range(ranks):
             program.op(7, "memcpy", "offload", 1e-4, [len(program) - 1], rank=rank)
     timeline = to_timeline(program, Meta("simulated", ranks, device="H100", **meta))
     per_step = len(timeline) // steps
-    return Timeline(timeline.spans.assign(step=np.arange(len(timeline), dtype=np.int32) // per_step), timeline.meta)
+    return Timeline(
+        timeline.spans.assign(
+            step=np.arange(len(timeline), dtype=np.int32) // per_step
+        ),
+        timeline.meta,
+    )
 
 
 def events(path) -> list[dict]:
@@ -56,26 +75,41 @@ def canonical(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def on_device(spans: pd.DataFrame) -> pd.DataFrame:
-    return spans[(spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS)].reset_index(drop=True)
+    return spans[(spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS)].reset_index(
+        drop=True
+    )
 
 
 def assert_same_spans(timeline: Timeline, again: Timeline, rows: str = "all") -> None:
-    """The spans of a timeline (rows="device": the busy ones on streams >= 0) and those read back from its export."""
+    """The spans of a timeline (rows="device": the busy ones on streams >= 0) and those
+    read back from its export.
+    """
     ours, theirs = canonical(timeline.spans), canonical(again.spans)
     if rows == "device":
         ours, theirs = on_device(ours), on_device(theirs)
     given_one = (ours["correlation"] >= 0) | (rows == "all")
-    pd.testing.assert_frame_equal(ours[[*EXACT, "kind", "name"]], theirs[[*EXACT, "kind", "name"]])
-    pd.testing.assert_series_equal(ours["correlation"][given_one], theirs["correlation"][given_one])
+    pd.testing.assert_frame_equal(
+        ours[[*EXACT, "kind", "name"]], theirs[[*EXACT, "kind", "name"]]
+    )
+    pd.testing.assert_series_equal(
+        ours["correlation"][given_one], theirs["correlation"][given_one]
+    )
     pd.testing.assert_frame_equal(breakdown(timeline), breakdown(again))
-    assert timeline.meta.world_size == again.meta.world_size and timeline.meta.device == again.meta.device
+    assert (
+        timeline.meta.world_size == again.meta.world_size
+        and timeline.meta.device == again.meta.device
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_simulated_timeline_comes_back(tmp_path, steps):
     timeline = simulated(ranks=3, steps=steps)
     paths = export_trace(timeline, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == ["rank0.json.gz", "rank1.json.gz", "rank2.json.gz"]
+    assert [path.name for path in paths] == [
+        "rank0.json.gz",
+        "rank1.json.gz",
+        "rank2.json.gz",
+    ]
     again = read_trace(tmp_path / "new" / "folder")
     assert_same_spans(timeline, again, "device")
     assert again.steps == timeline.steps
@@ -83,14 +117,22 @@ def test_simulated_timeline_comes_back(tmp_path, steps):
     assert sorted((tmp_path / "new" / "folder").iterdir()) == paths
 
 
-@pytest.mark.parametrize("name, device", [("vit-ddp", False), ("dlrm-8xv100", True), ("resnet-ddp-a100", True)])
+@pytest.mark.parametrize(
+    "name, device",
+    [("vit-ddp", False), ("dlrm-8xv100", True), ("resnet-ddp-a100", True)],
+)
 def test_measured_timeline_comes_back(tmp_path, name, device):
     timeline = read_trace(dataset_or_skip(name))
     export_trace(timeline, tmp_path)
     again = read_trace(tmp_path)
     assert_same_spans(timeline, again)
     assert again.meta.clock == "unix"
-    for column in ("start_ns", "stream", "correlation", "op"):  # also in the same order, so that edges still fit
+    for column in (
+        "start_ns",
+        "stream",
+        "correlation",
+        "op",
+    ):  # also in the same order, so that edges still fit
         assert (again.spans[column] == timeline.spans[column]).all()
     if device:  # every name of these traces means the same to HTA and to us
         assert set(again.spans["name"].unique()) == set(timeline.spans["name"].unique())
@@ -102,7 +144,9 @@ def test_measured_timeline_comes_back(tmp_path, name, device):
 
 def test_measured_spans_without_host_rows_keep_their_steps(tmp_path):
     timeline = read_trace(dataset_or_skip("resnet-ddp-a100"))
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)].reset_index(drop=True)
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)].reset_index(
+        drop=True
+    )
     kernels = Timeline(spans, timeline.meta)
     assert len(set(spans["step"])) > 2
     export_trace(kernels, tmp_path)
@@ -115,7 +159,10 @@ SPAN = st.tuples(
     st.integers(0, 2),  # rank
     st.integers(0, 2**31 - 1),  # stream
     st.sampled_from(["compute", "comm", "memcpy"]),
-    st.one_of(st.text(st.characters(max_codepoint=0x2FF), max_size=12), st.sampled_from(ODD_NAMES)),
+    st.one_of(
+        st.text(st.characters(max_codepoint=0x2FF), max_size=12),
+        st.sampled_from(ODD_NAMES),
+    ),
     st.one_of(st.integers(0, 10**6), st.integers(-(2**60), 2**60)),  # start
     st.one_of(st.integers(0, 3000), st.integers(0, 2**60)),  # duration
     st.just(-1),  # correlation
@@ -123,13 +170,19 @@ SPAN = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(SPAN, min_size=1, max_size=8),
     st.sampled_from(["simulated", "measured"]),
     st.sampled_from(["unix", "relative"]),
 )
-def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, source, clock):
+def test_any_device_spans_come_back_to_the_nanosecond(
+    tmp_path_factory, rows, source, clock
+):
     timeline = make_timeline(rows, source=source, clock=clock, world_size=3)
     timeline = with_columns(timeline, op=np.arange(len(rows)))
     folder = tmp_path_factory.mktemp("any")
@@ -140,18 +193,28 @@ def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, so
         return
     again = read_trace(folder)
     assert_same_spans(timeline, again, "device")
-    kernels = [e for path in paths for e in events(path) if "stream" in e.get("args", ())]
+    kernels = [
+        e for path in paths for e in events(path) if "stream" in e.get("args", ())
+    ]
     labels, kinds = [e["name"] for e in kernels], [e["args"]["kind"] for e in kernels]
     assert kernel_kinds(labels, rules="hta").tolist() == kinds
-    one_to_one = {(original_name(label), kind): label for label, kind in zip(labels, kinds, strict=True)}
+    one_to_one = {
+        (original_name(label), kind): label
+        for label, kind in zip(labels, kinds, strict=True)
+    }
     assert len(one_to_one) == len(set(labels))
     for path in paths:
         assert all(Decimal(e["ts"]) >= 0 for e in events(path))
 
 
-@pytest.mark.parametrize("clock, zero", [("relative", 0), ("unix", 1_795_266_445_521_195_859)])
+@pytest.mark.parametrize(
+    "clock, zero", [("relative", 0), ("unix", 1_795_266_445_521_195_859)]
+)
 def test_times_are_decimal_text(tmp_path, clock, zero):
-    rows = [(0, 7, "compute", "a", zero, 1), (0, 7, "compute", "b", zero + 123_456_789, 1_000_001)]
+    rows = [
+        (0, 7, "compute", "a", zero, 1),
+        (0, 7, "compute", "b", zero + 123_456_789, 1_000_001),
+    ]
     (path,) = export_trace(make_timeline(rows, clock=clock), tmp_path)
     text = gzip.decompress(path.read_bytes()).decode()
     base = document(path)["baseTimeNanoseconds"]
@@ -167,18 +230,50 @@ def test_what_a_file_says(tmp_path):
     whole = document(path)
     assert whole["distributedInfo"] == {"backend": "nccl", "rank": 1, "world_size": 2}
     assert whole["deviceProperties"] == [{"id": 0, "name": "H100"}]
-    assert {"schemaVersion", "displayTimeUnit", "baseTimeNanoseconds", "traceName"} < set(whole)
+    assert {
+        "schemaVersion",
+        "displayTimeUnit",
+        "baseTimeNanoseconds",
+        "traceName",
+    } < set(whole)
     rows = pd.DataFrame(whole["traceEvents"])
     cats = rows[rows["ph"] == "X"]["cat"].value_counts().to_dict()
-    assert cats == {"kernel": 6, "gpu_memcpy": 1, "cuda_runtime": 7, "cpu_op": 7, "user_annotation": 1}
-    names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] in ("process_name", "thread_name")]
-    assert names[:5] == ["rank 1 H100", "rank 1 host", "stream 0", "stream 7", "stream 20"]
+    assert cats == {
+        "kernel": 6,
+        "gpu_memcpy": 1,
+        "cuda_runtime": 7,
+        "cpu_op": 7,
+        "user_annotation": 1,
+    }
+    names = [
+        e["args"]["name"]
+        for e in whole["traceEvents"]
+        if e["name"] in ("process_name", "thread_name")
+    ]
+    assert names[:5] == [
+        "rank 1 H100",
+        "rank 1 host",
+        "stream 0",
+        "stream 7",
+        "stream 20",
+    ]
     comm = next(e for e in whole["traceEvents"] if e["name"].startswith("nccl"))
     assert comm["name"] == "ncclDevKernel_AllReduce madmax(all_reduce layers.0)"
-    assert comm["tid"] == comm["args"]["stream"] == 20 and comm["args"]["device"] == comm["pid"] == 0
-    assert comm["args"]["Process Group Name"] == "dp" and comm["args"]["Collective name"] == "all_reduce"
-    assert comm["args"]["bytes"] == 1_000_000 and comm["args"]["op name"] == "all_reduce layers.0"
-    assert comm["args"]["External id"] == 2 + 1  # rank 1's first collective is the fourth op
+    assert (
+        comm["tid"] == comm["args"]["stream"] == 20
+        and comm["args"]["device"] == comm["pid"] == 0
+    )
+    assert (
+        comm["args"]["Process Group Name"] == "dp"
+        and comm["args"]["Collective name"] == "all_reduce"
+    )
+    assert (
+        comm["args"]["bytes"] == 1_000_000
+        and comm["args"]["op name"] == "all_reduce layers.0"
+    )
+    assert (
+        comm["args"]["External id"] == 2 + 1
+    )  # rank 1's first collective is the fourth op
 
 
 def test_launches_point_at_their_kernels(tmp_path):
@@ -188,14 +283,24 @@ def test_launches_point_at_their_kernels(tmp_path):
     kernels = {e["args"]["correlation"]: e for e in x if "stream" in e["args"]}
     launches = {e["args"]["correlation"]: e for e in x if e["cat"] == "cuda_runtime"}
     operators = {e["args"]["External id"] for e in x if e["cat"] == "cpu_op"}
-    assert set(kernels) == set(launches) and operators == {e["args"]["External id"] for e in kernels.values()}
-    assert {e["name"] for e in launches.values()} == {"cudaLaunchKernel", "cudaMemcpyAsync"}
+    assert set(kernels) == set(launches) and operators == {
+        e["args"]["External id"] for e in kernels.values()
+    }
+    assert {e["name"] for e in launches.values()} == {
+        "cudaLaunchKernel",
+        "cudaMemcpyAsync",
+    }
     start = {e["id"]: e for e in rows if e["ph"] == "s"}
     end = {e["id"]: e for e in rows if e["ph"] == "f"}
     assert set(start) == set(end) == set(kernels)
     for number, kernel in kernels.items():
         at, launch = end[number], launches[number]
-        assert (at["pid"], at["tid"], at["ts"], at["bp"]) == (kernel["pid"], kernel["tid"], kernel["ts"], "e")
+        assert (at["pid"], at["tid"], at["ts"], at["bp"]) == (
+            kernel["pid"],
+            kernel["tid"],
+            kernel["ts"],
+            "e",
+        )
         begin = [start[number][key] for key in ("pid", "tid", "ts", "cat")]
         assert begin == [launch["pid"], launch["tid"], launch["ts"], "ac2g"]
         assert launch["ts"] <= kernel["ts"]
@@ -209,8 +314,14 @@ def test_launches_point_at_their_kernels(tmp_path):
                 stack.pop()
             assert not stack or ts - dur <= stack[-1]
             stack.append(ts - dur)
-    steps = [(e["name"], e["dur"] > 0) for e in x if e["name"].startswith("ProfilerStep")]
-    assert steps == [("ProfilerStep#0", True), ("ProfilerStep#1", True), ("ProfilerStep#2", False)]
+    steps = [
+        (e["name"], e["dur"] > 0) for e in x if e["name"].startswith("ProfilerStep")
+    ]
+    assert steps == [
+        ("ProfilerStep#0", True),
+        ("ProfilerStep#1", True),
+        ("ProfilerStep#2", False),
+    ]
 
 
 def test_measured_launches_get_arrows(tmp_path):
@@ -235,18 +346,32 @@ def test_waits_annotations_and_allocations(tmp_path):
     path = export_trace(make_timeline(rows), tmp_path)[0]
     cats = {e["name"]: e["cat"] for e in events(path) if e["ph"] in "Xi"}
     on_device = {"sgemm": "kernel", "Memset madmax(barrier)": "gpu_memset"}
-    others = {"Stream Wait Event": "cuda_sync", "forward": "gpu_user_annotation", "cudaLaunchKernel": "cuda_runtime"}
+    others = {
+        "Stream Wait Event": "cuda_sync",
+        "forward": "gpu_user_annotation",
+        "cudaLaunchKernel": "cuda_runtime",
+    }
     assert cats == on_device | others | {"[memory]": "cpu_instant_event"}
-    assert {e["name"] for e in events(path) if "stream" in e.get("args", ())} == set(on_device)
+    assert {e["name"] for e in events(path) if "stream" in e.get("args", ())} == set(
+        on_device
+    )
     again = read_trace(path).spans
     assert again["kind"].tolist() == ["cpu", "compute", "idle", "annotation", "memcpy"]
     assert again["stream"].tolist() == [-1, 7, 7, 7, 3]
 
 
 def test_host_threads_keep_their_numbers(tmp_path):
-    rows = [(0, -3, "cpu", "c", 0, 1), (0, 5, "compute", "k", 0, 1), (0, -1, "cpu", "a", 0, 1)]
+    rows = [
+        (0, -3, "cpu", "c", 0, 1),
+        (0, 5, "compute", "k", 0, 1),
+        (0, -1, "cpu", "a", 0, 1),
+    ]
     again = read_trace(export_trace(make_timeline(rows), tmp_path)[0]).spans
-    assert dict(zip(again["name"], again["stream"], strict=True)) == {"a": -1, "k": 5, "c": -3}
+    assert dict(zip(again["name"], again["stream"], strict=True)) == {
+        "a": -1,
+        "k": 5,
+        "c": -3,
+    }
 
 
 def test_host_work_stays_host_work(tmp_path):
@@ -264,9 +389,14 @@ def test_host_work_stays_host_work(tmp_path):
     assert document(path)["distributedInfo"]["backend"] == "gloo"
     again = read_trace(path)
     pd.testing.assert_frame_equal(breakdown(timeline), breakdown(again))
-    kinds = [(original_name(span.name), span.kind, span.stream) for span in again.spans.itertuples(index=False)]
+    kinds = [
+        (original_name(span.name), span.kind, span.stream)
+        for span in again.spans.itertuples(index=False)
+    ]
     assert kinds == [(name, kind, stream) for _, stream, kind, name, *_ in rows]
-    assert {e["name"]: e["cat"] for e in events(path) if e["ph"] == "X"}["aten::copy_"] == "cpu_op"
+    assert {e["name"]: e["cat"] for e in events(path) if e["ph"] == "X"}[
+        "aten::copy_"
+    ] == "cpu_op"
 
 
 def test_exporting_again_changes_nothing(tmp_path):
@@ -274,7 +404,9 @@ def test_exporting_again_changes_nothing(tmp_path):
     again = read_trace(tmp_path / "1")
     export_trace(again, tmp_path / "2")
     assert_same_spans(again, read_trace(tmp_path / "2"))
-    assert set(read_trace(tmp_path / "2").spans["name"].unique()) == set(again.spans["name"].unique())
+    assert set(read_trace(tmp_path / "2").spans["name"].unique()) == set(
+        again.spans["name"].unique()
+    )
     same = export_trace(simulated(), tmp_path / "3")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in same]
 
@@ -290,11 +422,19 @@ def test_merged_is_one_process_per_rank(tmp_path):
     assert order == [0, 1, 2]
     x = [e for e in rows if e["ph"] == "X"]
     assert len(x) == len(timeline) + 3  # a ProfilerStep per rank, no launches
-    assert {e["name"] for e in x} == set(timeline.spans["name"].unique()) | {"ProfilerStep#0"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in rows if e["name"] == "thread_name"}
+    assert {e["name"] for e in x} == set(timeline.spans["name"].unique()) | {
+        "ProfilerStep#0"
+    }
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in rows
+        if e["name"] == "thread_name"
+    }
     assert {(e["pid"], e["tid"]) for e in x} == set(threads)
     assert threads[2, 300_020] == "stream 20"
-    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(names)  # no two alike, nor like a pid
+    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(
+        names
+    )  # no two alike, nor like a pid
 
 
 def test_ranks_without_spans_get_a_file_too(tmp_path):
@@ -302,8 +442,12 @@ def test_ranks_without_spans_get_a_file_too(tmp_path):
     timeline = make_timeline(rows, world_size=2, represents={0: [0], 1: [1]})
     paths = export_trace(timeline, tmp_path)
     assert len(paths) == 2 and read_trace(tmp_path).ranks == [0, 1]
-    export_trace(make_timeline([], represents={0: [0]}, source="simulated"), tmp_path / "empty")
-    export_trace(make_timeline([], represents={0: [0]}), tmp_path / "empty", merged=True)
+    export_trace(
+        make_timeline([], represents={0: [0]}, source="simulated"), tmp_path / "empty"
+    )
+    export_trace(
+        make_timeline([], represents={0: [0]}), tmp_path / "empty", merged=True
+    )
 
 
 FAR = 2**62
@@ -311,7 +455,10 @@ BAD = {
     "device streams": [(0, 7, "compute", "a", 0, 1), (0, -1, "compute", "b", 0, 1)],
     "memcpy on a host thread": [(0, -1, "memcpy", "a", 0, 1)],
     "cpu on a device stream": [(0, 1, "cpu", "a", 0, 1)],
-    "inside of another": [(0, -1, "compute", "a", 0, 10), (0, -1, "compute", "b", 5, 10)],
+    "inside of another": [
+        (0, -1, "compute", "a", 0, 10),
+        (0, -1, "compute", "b", 5, 10),
+    ],
     "outside of 3e18 ns": [(0, 1, "compute", "a", 0, FAR)],
     "later than 3e18 ns": [(0, 1, "compute", "a", FAR, 1)],
     "is of step 3, but starts on the host during another": [
@@ -333,7 +480,10 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, message):
 def test_files_appear_whole_or_not_at_all(tmp_path):
     old = tmp_path / "rank0.json.gz"
     old.write_bytes(b"before")
-    rows = [(0, 7, "compute", "fine", 0, 10), (1, 7, "compute", "not \ud800 Unicode", 0, 10)]
+    rows = [
+        (0, 7, "compute", "fine", 0, 10),
+        (1, 7, "compute", "not \ud800 Unicode", 0, 10),
+    ]
     with pytest.raises(ValueError, match=r"Unicode|surrogates"):
         export_trace(make_timeline(rows), tmp_path)
     assert old.read_bytes() == b"before" and list(tmp_path.iterdir()) == [old]
@@ -358,9 +508,16 @@ print("RESULT" + table.to_json(orient="records", double_precision=15))
 
 def says_hta(folder, rounding: bool) -> pd.DataFrame:
     environment = os.environ | {"HTA_DISABLE_NS_ROUNDING": "0" if rounding else "1"}
-    run = subprocess.run([sys.executable, "-c", HTA, str(folder)], capture_output=True, text=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", HTA, str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert run.returncode == 0, run.stderr
-    return pd.DataFrame(json.loads(run.stdout.split("RESULT")[1])).sort_values("rank", ignore_index=True)
+    return pd.DataFrame(json.loads(run.stdout.split("RESULT")[1])).sort_values(
+        "rank", ignore_index=True
+    )
 
 
 def timeline_for_hta(name: str) -> Timeline:
@@ -375,13 +532,20 @@ def test_hta_agrees(tmp_path, name, rounding):
     pytest.importorskip("hta")
     timeline = timeline_for_hta(name)
     export_trace(timeline, tmp_path)
-    ours = rank_breakdown(read_trace(tmp_path, hta_compatible=True) if rounding else timeline)
+    ours = rank_breakdown(
+        read_trace(tmp_path, hta_compatible=True) if rounding else timeline
+    )
     theirs = says_hta(tmp_path, rounding)
     assert theirs["rank"].tolist() == timeline.ranks
     for column in ("total_s", "compute_s", "non_compute_s", "idle_s"):
         np.testing.assert_allclose(ours[column], theirs[column], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(ours["overlap"], theirs["overlap"], rtol=0, atol=1e-4 if rounding else 1e-3)
-    print((ours[theirs.columns] - theirs).abs().max().to_dict(), theirs.tail(1).to_dict("records"))
+    np.testing.assert_allclose(
+        ours["overlap"], theirs["overlap"], rtol=0, atol=1e-4 if rounding else 1e-3
+    )
+    print(
+        (ours[theirs.columns] - theirs).abs().max().to_dict(),
+        theirs.tail(1).to_dict("records"),
+    )
 
 
 @pytest.mark.parametrize("source", ["simulated", "measured"])

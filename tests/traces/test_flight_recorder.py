@@ -1,4 +1,6 @@
-"""Dumps of the flight recorder with known culprits, real ones of gloo, and files that only look like dumps."""
+"""Dumps of the flight recorder with known culprits, real ones of gloo, and files that
+only look like dumps.
+"""
 
 import json
 import pickle
@@ -20,7 +22,10 @@ def made(tmp_path_factory):
 
 def blamed(folder):
     findings = flight_findings(flight_calls(folder))
-    return [tuple(row) for row in findings[["finding", "ranks", "sequence"]].itertuples(index=False)]
+    return [
+        tuple(row)
+        for row in findings[["finding", "ranks", "sequence"]].itertuples(index=False)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,10 @@ def blamed(folder):
         ("late", []),
         ("missing", [("missing", "3", 5)]),
         ("type-mismatch", [("other call", "1", 5)]),
-        ("size-mismatch-rank0", [("other sizes", "0", 5)]),  # the first rank is the odd one
+        (
+            "size-mismatch-rank0",
+            [("other sizes", "0", 5)],
+        ),  # the first rank is the odd one
         ("state-mismatch", [("not done", "2", 5)]),
         ("ring-buffer", []),
         ("p2p", []),
@@ -44,26 +52,37 @@ def test_the_culprit_of_a_made_dump_is_named(made, case, expected):
 def test_the_command_says_that_nothing_was_found(made, capsys):
     assert main(["flight", str(made / "healthy")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[-1]
-        == f"findings: none, 4 ranks agree in their {len(flight_calls(made / 'healthy'))} calls and all are done"
+    assert lines[-1] == (
+        "findings: none, 4 ranks agree in their "
+        f"{len(flight_calls(made / 'healthy'))} calls and all are done"
     )
-    assert main(["flight", str(made / "missing")]) == 1 and "findings: none" not in capsys.readouterr().out
+    assert (
+        main(["flight", str(made / "missing")]) == 1
+        and "findings: none" not in capsys.readouterr().out
+    )
 
 
 def test_the_late_rank_is_named_with_what_it_is_late_by(made):
     latest = lateness(flight_calls(made / "late")).iloc[0]
     assert (latest["rank"], latest["group"], latest["calls"]) == (2, "0 default_pg", 4)
     assert latest["mean_s"] == pytest.approx(0.040)
-    assert lateness(flight_calls(made / "healthy"))["max_s"].max() == pytest.approx(0, abs=1e-6)
+    assert lateness(flight_calls(made / "healthy"))["max_s"].max() == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 def test_clocks_of_hosts_are_shifted_before_lateness_is_told(made, tmp_path):
     for path in (made / "late").iterdir():
         dump = pickle.loads(path.read_bytes())
         for entry in dump["entries"]:
-            for time in ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"):
-                entry[time] += 7 * 10**9 * (path.name[-1] in "01")  # two ranks on a host whose clock is ahead
+            for time in (
+                "time_created_ns",
+                "time_discovered_started_ns",
+                "time_discovered_completed_ns",
+            ):
+                entry[time] += (
+                    7 * 10**9 * (path.name[-1] in "01")
+                )  # two ranks on a host whose clock is ahead
         (tmp_path / path.name).write_bytes(pickle.dumps(dump, protocol=2))
     latest = lateness(flight_calls(tmp_path)).iloc[0]
     assert (latest["rank"], latest["mean_s"]) == (2, pytest.approx(0.040, abs=1e-6))
@@ -71,13 +90,20 @@ def test_clocks_of_hosts_are_shifted_before_lateness_is_told(made, tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "expected"),
-    [("late", []), ("missing", [("missing", "3", 4)]), ("type", [("other call", "1", 4)])],
+    [
+        ("late", []),
+        ("missing", [("missing", "3", 4)]),
+        ("type", [("other call", "1", 4)]),
+    ],
 )
 def test_real_dumps_of_gloo_name_their_culprit(case, expected):
     folder = local_or_skip(f"flight_recorder/gloo/{case}")
     assert blamed(folder) == expected
     latest = lateness(flight_calls(folder)).iloc[0]
-    assert case != "late" or (latest["rank"], latest["median_s"]) == (2, pytest.approx(0.2, abs=0.02))
+    assert case != "late" or (latest["rank"], latest["median_s"]) == (
+        2,
+        pytest.approx(0.2, abs=0.02),
+    )
 
 
 def call(collective, sequence=1, *, group="0", done=True, p2p=False, sizes="[[8]]"):
@@ -98,9 +124,14 @@ def call(collective, sequence=1, *, group="0", done=True, p2p=False, sizes="[[8]
 
 
 def write(folder, *ranks, members=None):
-    groups = {name: {"ranks": str(ranks)} for name, ranks in (members or {"0": list(range(len(ranks)))}).items()}
+    groups = {
+        name: {"ranks": str(ranks)}
+        for name, ranks in (members or {"0": list(range(len(ranks)))}).items()
+    }
     for rank, entries in enumerate(ranks):
-        (folder / f"rank_{rank}.json").write_text(json.dumps({"entries": entries, "pg_config": groups}))
+        (folder / f"rank_{rank}.json").write_text(
+            json.dumps({"entries": entries, "pg_config": groups})
+        )
     return folder
 
 
@@ -112,17 +143,33 @@ def test_ranks_that_call_in_another_order_are_told_from_others(tmp_path):
 
 def test_without_a_majority_both_sides_are_named(tmp_path):
     findings = flight_findings(
-        flight_calls(write(tmp_path, [call("all_reduce", done=False)], [call("broadcast", done=False)]))
+        flight_calls(
+            write(
+                tmp_path,
+                [call("all_reduce", done=False)],
+                [call("broadcast", done=False)],
+            )
+        )
     )
-    assert findings["ranks"].tolist() == ["0,1"] and findings["frame"].tolist() == ["a.py:2 f"]
+    assert findings["ranks"].tolist() == ["0,1"] and findings["frame"].tolist() == [
+        "a.py:2 f"
+    ]
 
 
 def test_the_rank_that_waits_for_nobody_is_the_cause(tmp_path):
     """Rank 0 waits for 1 in group a, 1 for 2 in group b, and 2 for nobody."""
     groups = {"a": [0, 1], "b": [1, 2]}
-    dumps = [[call("all_reduce", 1, group="a", done=False)], [call("all_reduce", 1, group="b", done=False)], []]
+    dumps = [
+        [call("all_reduce", 1, group="a", done=False)],
+        [call("all_reduce", 1, group="b", done=False)],
+        [],
+    ]
     dumps[2] = [call("all_reduce", 0, group="b")]
-    dumps[1] = [call("all_reduce", 0, group="b"), call("all_reduce", 0, group="a"), *dumps[1]]
+    dumps[1] = [
+        call("all_reduce", 0, group="b"),
+        call("all_reduce", 0, group="a"),
+        *dumps[1],
+    ]
     dumps[0] = [call("all_reduce", 0, group="a"), *dumps[0]]
     findings = flight_findings(flight_calls(write(tmp_path, *dumps, members=groups)))
     assert findings[["ranks", "cause"]].values.tolist() == [["2", True], ["1", False]]
@@ -130,11 +177,15 @@ def test_the_rank_that_waits_for_nobody_is_the_cause(tmp_path):
 
 def test_a_send_without_its_receive_blames_who_does_not_receive(tmp_path):
     sent = [call("send 0->1", 1, p2p=True), call("send 0->1", 2, p2p=True, done=False)]
-    assert blamed(write(tmp_path, sent, [call("recv 1<-0", 1, p2p=True)])) == [("unpaired", "1", 2)]
+    assert blamed(write(tmp_path, sent, [call("recv 1<-0", 1, p2p=True)])) == [
+        ("unpaired", "1", 2)
+    ]
 
 
 def test_sizes_that_may_differ_are_no_finding(tmp_path):
-    dumps = [[call("all_to_all", sizes=f"[[{8 * rank}]]", done=False)] for rank in (1, 2)]
+    dumps = [
+        [call("all_to_all", sizes=f"[[{8 * rank}]]", done=False)] for rank in (1, 2)
+    ]
     assert blamed(write(tmp_path, *dumps)) == []
 
 
@@ -154,7 +205,9 @@ class _Hostile:
         (b"", "no record of plain values"),
     ],
 )
-def test_what_is_no_dump_is_refused_and_nothing_executed(tmp_path, capsys, content, reason):
+def test_what_is_no_dump_is_refused_and_nothing_executed(
+    tmp_path, capsys, content, reason
+):
     (tmp_path / "nccl_trace_rank_0").write_bytes(content)
     with pytest.raises(ValueError, match=reason):
         flight_calls(tmp_path)

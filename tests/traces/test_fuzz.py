@@ -1,6 +1,8 @@
-"""Real traces, damaged in every way: a Timeline comes out, with a warning where some is lost, or one line of error.
+"""Real traces, damaged in every way: a Timeline comes out, with a warning where some is
+lost, or one line of error.
 
-The committed examples are few and always the same; each fault that a longer search has found stands below by name.
+The committed examples are few and always the same; each fault that a longer search has
+found stands below by name.
 """
 
 import copy
@@ -58,7 +60,15 @@ ARGS = ("stream", "correlation", "External id", "External Id", "external id", "b
         "Seq", "Src Rank", "Dst Rank", "Addr", "Bytes", "Total Allocated", "Total Reserved", "Device Type", "Device Id",
         "Input Dims", "Input type", "Concrete Inputs", "Sequence number", "Fwd thread id", "graph id", "graph node id",
         "cuda_sync_kind", "wait_on_stream", "wait_on_cuda_event_record_corr_id")  # fmt: skip
-ENVELOPE = ("distributedInfo", "deviceProperties", "baseTimeNanoseconds", "schemaVersion", "traceName", "a", "args")
+ENVELOPE = (
+    "distributedInfo",
+    "deviceProperties",
+    "baseTimeNanoseconds",
+    "schemaVersion",
+    "traceName",
+    "a",
+    "args",
+)
 TOKENS = [b'"', b'""', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"},{", b'}, {"name": "', b"}]", b"]}", b"\0",
           b"\xff", b"\xc3", b"\xef\xbb\xbf", b"\xff\xfe", b"\n", b"NaN", b"-", b"e", b"null", b"0",
           b'"traceEvents": [', b"\\ud800", b"[" * 2000, b'{"a":' * 2000, b'"' * 500, b"x" * 3000, b" " * 3000,
@@ -81,8 +91,16 @@ def _excerpt(document: dict) -> dict:
     seen: dict[tuple, int] = {}
     events = []
     for event in document["traceEvents"]:
-        name = event["name"] if event["name"] in ("[memory]", "record_param_comms") else event["name"].partition(":")[0]
-        kind = event["ph"], event.get("cat"), name if name in ("gloo", "[memory]", "record_param_comms") else ""
+        name = (
+            event["name"]
+            if event["name"] in ("[memory]", "record_param_comms")
+            else event["name"].partition(":")[0]
+        )
+        kind = (
+            event["ph"],
+            event.get("cat"),
+            name if name in ("gloo", "[memory]", "record_param_comms") else "",
+        )
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= OF_A_KIND:
             events.append(event)
@@ -116,7 +134,10 @@ def _set(row: dict, keys: tuple[str, ...], what: int) -> None:
 
 def _copied(document: dict, where: int, what: int) -> None:
     """What tells events apart is the same in two of them."""
-    key, other = _pick(("correlation", "External id", "ts", "tid", "name", "Seq", "Addr"), what), where + what // 7
+    key, other = (
+        _pick(("correlation", "External id", "ts", "tid", "name", "Seq", "Addr"), what),
+        where + what // 7,
+    )
     for rows in (_event, _args):
         if key in rows(document, other):
             rows(document, where)[key] = rows(document, other)[key]
@@ -125,15 +146,26 @@ def _copied(document: dict, where: int, what: int) -> None:
 def _all_times(document: dict, where: int, what: int) -> None:
     for event in document["traceEvents"]:
         if isinstance(event, dict) and isinstance(event.get("ts"), (int, float)):
-            factor, shift = _pick((1, -1, 1e3, 1e6, 0), where), _pick((0, 0.001, -1e12, 2**50, 1.7e15), what)
+            factor, shift = (
+                _pick((1, -1, 1e3, 1e6, 0), where),
+                _pick((0, 0.001, -1e12, 2**50, 1.7e15), what),
+            )
             event["ts"] = event["ts"] * factor + shift
 
 
 def _set_beside(document: dict, where: int, what: int) -> None:
     inside = [value for value in document.values() if isinstance(value, dict)]
-    lists = [value for key, value in document.items() if key != "traceEvents" and isinstance(value, list)]
+    lists = [
+        value
+        for key, value in document.items()
+        if key != "traceEvents" and isinstance(value, list)
+    ]
     inside += [value[0] for value in lists if value and isinstance(value[0], dict)]
-    _set(_pick([document, *inside], where), ENVELOPE if where % 2 else ("rank", "world_size"), what)
+    _set(
+        _pick([document, *inside], where),
+        ENVELOPE if where % 2 else ("rank", "world_size"),
+        what,
+    )
 
 
 def _insert(document: dict, where: int, event) -> None:
@@ -146,12 +178,20 @@ CHANGES: dict[str, Callable[[dict, int, int], None]] = {
     "no field": lambda d, where, what: _drop(_event(d, where), what),
     "no arg": lambda d, where, what: _drop(_args(d, where), what),
     "copied": _copied,
-    "twice": lambda d, where, what: _insert(d, where + what, copy.deepcopy(_event(d, where))),
-    "not an event": lambda d, where, what: _insert(d, where, copy.deepcopy(_pick(ODD, what))),
-    "phase": lambda d, where, what: _event(d, where).update(ph=_pick("XBEiMsfCbnetO?", what)),
+    "twice": lambda d, where, what: _insert(
+        d, where + what, copy.deepcopy(_event(d, where))
+    ),
+    "not an event": lambda d, where, what: _insert(
+        d, where, copy.deepcopy(_pick(ODD, what))
+    ),
+    "phase": lambda d, where, what: _event(d, where).update(
+        ph=_pick("XBEiMsfCbnetO?", what)
+    ),
     "all times": _all_times,
     "beside": _set_beside,
-    "not beside": lambda d, where, what: _drop(d if where % 3 else d.get("distributedInfo"), what),
+    "not beside": lambda d, where, what: _drop(
+        d if where % 3 else d.get("distributedInfo"), what
+    ),
 }
 
 
@@ -162,9 +202,19 @@ def changed(source: int, changes: list[tuple[str, int, int]], style: int) -> byt
     for change, where, what in changes:
         CHANGES[change](document, where, what)
         document["traceEvents"] = events  # whatever has become of the key
-    indent, as_list, last = _pick((None, 0, 2), style), style // 3 % 5 == 4, style // 15 % 2
-    document = {k: v for k, v in document.items() if not last or k != "traceEvents"} | {"traceEvents": events}
-    text = json.dumps(events if as_list else document, indent=indent, ensure_ascii=bool(style // 30 % 2))
+    indent, as_list, last = (
+        _pick((None, 0, 2), style),
+        style // 3 % 5 == 4,
+        style // 15 % 2,
+    )
+    document = {k: v for k, v in document.items() if not last or k != "traceEvents"} | {
+        "traceEvents": events
+    }
+    text = json.dumps(
+        events if as_list else document,
+        indent=indent,
+        ensure_ascii=bool(style // 30 % 2),
+    )
     for mark, raw in RAW.items():
         text = text.replace(f'"{mark}"', raw)
     return text.encode("utf-8", "surrogatepass")
@@ -172,7 +222,11 @@ def changed(source: int, changes: list[tuple[str, int, int]], style: int) -> byt
 
 def _flip(text: bytes, where: int, what: int) -> bytes:
     at = where % max(len(text), 1)
-    return text[:at] + bytes(byte ^ (1 + what % 255) for byte in text[at : at + 1]) + text[at + 1 :]
+    return (
+        text[:at]
+        + bytes(byte ^ (1 + what % 255) for byte in text[at : at + 1])
+        + text[at + 1 :]
+    )
 
 
 def _put(text: bytes, where: int, new: bytes, instead_of: int = 0) -> bytes:
@@ -184,13 +238,21 @@ DAMAGES: dict[str, Callable[[bytes, int, int], bytes]] = {
     "cut": lambda text, where, what: text[: where % (len(text) + 1)],
     "flip": _flip,
     "insert": lambda text, where, what: _put(text, where, _pick(TOKENS, what)),
-    "replace": lambda text, where, what: _put(text, where, _pick(TOKENS, what), what // len(TOKENS) % 50),
+    "replace": lambda text, where, what: _put(
+        text, where, _pick(TOKENS, what), what // len(TOKENS) % 50
+    ),
     "leave out": lambda text, where, what: _put(text, where, b"", what % 400),
-    "repeat": lambda text, where, what: _put(text, where, text[where % (len(text) + 1) :][: what % 4000]),
-    "all of it": lambda text, where, what: text.replace(_pick(TOKENS, where), _pick(TOKENS, what), where % 100),
+    "repeat": lambda text, where, what: _put(
+        text, where, text[where % (len(text) + 1) :][: what % 4000]
+    ),
+    "all of it": lambda text, where, what: text.replace(
+        _pick(TOKENS, where), _pick(TOKENS, what), where % 100
+    ),
     "append": lambda text, where, what: text + _pick(TOKENS, what),
     "in front": lambda text, where, what: _pick(TOKENS, what) + text,
-    "UTF-16": lambda text, where, what: text.decode("utf-8", "replace").encode(_pick(("utf-16", "utf-16-be"), what)),
+    "UTF-16": lambda text, where, what: text.decode("utf-8", "replace").encode(
+        _pick(("utf-16", "utf-16-be"), what)
+    ),
     "UTF-8-sig": lambda text, where, what: b"\xef\xbb\xbf" + text,
 }
 
@@ -205,14 +267,18 @@ def packed(text: bytes, how: int) -> bytes:
     """As it is, gzip, in members, twice."""
     if how % 4 == 2:
         size = max(len(text) // (2 + how // 4 % 40), 1)
-        return b"".join(gzip.compress(text[at : at + size], 1) for at in range(0, len(text), size))
+        return b"".join(
+            gzip.compress(text[at : at + size], 1) for at in range(0, len(text), size)
+        )
     for _ in range((0, 1, 1, 2)[how % 4]):
         text = gzip.compress(text, how // 4 % 10)
     return text
 
 
 def check(path: Path) -> Timeline | None:
-    """Reads a file by both rules and looks at what comes out: None is an error in one line that names the file."""
+    """Reads a file by both rules and looks at what comes out: None is an error in one
+    line that names the file.
+    """
     timeline = None
     for hta_compatible in (True, False):
         with warnings.catch_warnings(record=True) as caught:
@@ -223,24 +289,38 @@ def check(path: Path) -> Timeline | None:
             except (ValueError, OSError) as error:
                 assert str(path) in str(error) and "\n" not in str(error), repr(error)
                 timeline = None
-        assert all(w.category is TraceWarning and "\n" not in str(w.message) for w in caught), [str(w) for w in caught]
+        assert all(
+            w.category is TraceWarning and "\n" not in str(w.message) for w in caught
+        ), [str(w) for w in caught]
     return timeline
 
 
 def _check_timeline(timeline: Timeline, hta_compatible: bool) -> None:
-    spans, table, exposed = timeline.spans, breakdown(timeline), exposed_by_collective(timeline)
+    spans, table, exposed = (
+        timeline.spans,
+        breakdown(timeline),
+        exposed_by_collective(timeline),
+    )
     seconds = table.drop(columns=["rank", "overlap"]).to_numpy()
-    assert np.isfinite(seconds).all() and np.isfinite(exposed[["comm_s", "exposed_s"]].astype(float)).all(axis=None)
+    assert np.isfinite(seconds).all() and np.isfinite(
+        exposed[["comm_s", "exposed_s"]].astype(float)
+    ).all(axis=None)
     for side_table in timeline.side_tables.values():
         if "row" in side_table:
             rows = side_table["row"].to_numpy()
-            assert (np.diff(rows) > 0).all() and len(spans) > rows.max(initial=-1) and rows.min(initial=0) >= 0
+            assert (
+                (np.diff(rows) > 0).all()
+                and len(spans) > rows.max(initial=-1)
+                and rows.min(initial=0) >= 0
+            )
     if hta_compatible:  # whose rounding turns short spans around
         return
     assert spans["dur_ns"].min() >= 0 or not len(spans)
     assert (seconds >= 0).all()
     busy = table["compute_s"] + table["non_compute_s"]
-    assert (busy <= table["total_s"] * (1 + 1e-12)).all() and (table["exposed_comm_s"] <= table["comm_s"]).all()
+    assert (busy <= table["total_s"] * (1 + 1e-12)).all() and (
+        table["exposed_comm_s"] <= table["comm_s"]
+    ).all()
     assert (exposed["exposed_s"] <= exposed["comm_s"]).all()
 
 
@@ -253,18 +333,44 @@ STEPS = functools.partial(st.lists, max_size=5)
     source=st.integers(0, 7),
     changes=STEPS(st.tuples(st.sampled_from(list(CHANGES)), NUMBERS, NUMBERS)),
     style=st.integers(0, 60),
-    damages=st.just([]) | STEPS(st.tuples(st.sampled_from(list(DAMAGES)), NUMBERS, NUMBERS)),
+    damages=st.just([])
+    | STEPS(st.tuples(st.sampled_from(list(DAMAGES)), NUMBERS, NUMBERS)),
     how=st.integers(0, 200),
-    later=st.just([]) | STEPS(st.tuples(st.sampled_from(["cut", "flip", "append", "leave out"]), NUMBERS, NUMBERS)),
+    later=st.just([])
+    | STEPS(
+        st.tuples(
+            st.sampled_from(["cut", "flip", "append", "leave out"]), NUMBERS, NUMBERS
+        )
+    ),
 )
-def test_a_damaged_trace_is_read_or_refused_in_one_line(tmp_path_factory, source, changes, style, damages, how, later):
+def test_a_damaged_trace_is_read_or_refused_in_one_line(
+    tmp_path_factory, source, changes, style, damages, how, later
+):
     path = tmp_path_factory.getbasetemp() / "damaged.json"
-    path.write_bytes(damaged(packed(damaged(changed(source, changes, style), damages), how), later))
+    path.write_bytes(
+        damaged(packed(damaged(changed(source, changes, style), damages), how), later)
+    )
     check(path)
 
 
-EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10, "dur": 4, "args": {"stream": 7}}
-MEMORY = {"ph": "i", "name": "[memory]", "pid": 0, "tid": 7, "ts": 10, "args": {"Bytes": 512, "Addr": 1}}
+EVENT = {
+    "ph": "X",
+    "cat": "kernel",
+    "name": "k",
+    "pid": 0,
+    "tid": 7,
+    "ts": 10,
+    "dur": 4,
+    "args": {"stream": 7},
+}
+MEMORY = {
+    "ph": "i",
+    "name": "[memory]",
+    "pid": 0,
+    "tid": 7,
+    "ts": 10,
+    "args": {"Bytes": 512, "Addr": 1},
+}
 DEEP = "[" * 5000 + "]" * 5000
 RANK = {"distributedInfo": {"rank": 0, "world_size": 1}}
 
@@ -272,7 +378,10 @@ RANK = {"distributedInfo": {"rank": 0, "world_size": 1}}
 def text_of(*events: dict | str, beside: dict | None = None) -> str:
     """A trace of events, some of them as text."""
     rows = [event if isinstance(event, str) else json.dumps(event) for event in events]
-    return json.dumps({**RANK, **(beside or {}), "traceEvents": 0})[:-2] + f"[{', '.join(rows)}]}}"
+    return (
+        json.dumps({**RANK, **(beside or {}), "traceEvents": 0})[:-2]
+        + f"[{', '.join(rows)}]}}"
+    )
 
 
 def with_arg(key: str, value) -> dict:
@@ -290,7 +399,9 @@ def read(path: Path, text: str | bytes) -> tuple[Timeline, str]:
 
 
 DEEP_EVENT = json.dumps(with_arg("a", 0)).replace("0}}", DEEP + "}}")
-NEARLY_DEEP_EVENT = json.dumps(with_arg("Input Dims", 0)).replace("0}}", "[" * 900 + "]" * 900 + "}}")
+NEARLY_DEEP_EVENT = json.dumps(with_arg("Input Dims", 0)).replace(
+    "0}}", "[" * 900 + "]" * 900 + "}}"
+)
 
 
 def events_around(inside: str) -> str:
@@ -336,25 +447,40 @@ def test_fault(tmp_path, monkeypatch, fault, block):
     if block:
         monkeypatch.setattr(chrome, "_BLOCK", block)
     timeline, warned = read(tmp_path / "t.json", text)
-    assert len(timeline) == spans and words in warned and bool(words) == bool(warned), warned
+    assert len(timeline) == spans and words in warned and bool(words) == bool(warned), (
+        warned
+    )
 
 
-@pytest.mark.parametrize(("far_us", "known"), [(2_900_000_000_000_000, True), (4_000_000_000_000_000, False)])
+@pytest.mark.parametrize(
+    ("far_us", "known"), [(2_900_000_000_000_000, True), (4_000_000_000_000_000, False)]
+)
 def test_no_sum_of_times_leaves_int64(tmp_path, far_us, known):
     events = [EVENT | {"ts": sign * far_us, "dur": far_us} for sign in (1, -1)]
     text = text_of(EVENT, *events, beside={"baseTimeNanoseconds": far_us * 1000})
     timeline, warned = read(tmp_path / "t.json", text)
     starts_us = [far_us + 10, 2 * far_us, 0] if known else [10]
     assert (timeline.spans["start_ns"] // 1000).tolist() == starts_us
-    assert breakdown(timeline)["total_s"].tolist() == pytest.approx([3 * far_us / 1e6 if known else 4e-6])
+    assert breakdown(timeline)["total_s"].tolist() == pytest.approx(
+        [3 * far_us / 1e6 if known else 4e-6]
+    )
     assert ("skipped 2" in warned) != known
 
 
 @pytest.mark.parametrize("number", ["1e999", "1e99999999", "1e99999999999999999999999"])
-def test_numbers_beyond_all_bounds_cost_nothing_where_times_are_decimals(tmp_path, number):
-    odd = with_arg("correlation", "?") | {"args": dict.fromkeys(("correlation", "stream", "bytes", "Seq"), "?")}
+def test_numbers_beyond_all_bounds_cost_nothing_where_times_are_decimals(
+    tmp_path, number
+):
+    odd = with_arg("correlation", "?") | {
+        "args": dict.fromkeys(("correlation", "stream", "bytes", "Seq"), "?")
+    }
     memory = MEMORY | {"ts": 1e15, "args": {"Bytes": "?", "Addr": "?"}}
-    text = text_of(odd, with_arg("Collective name", "send"), EVENT | {"tid": "?", "cat": "?", "name": "?"}, memory)
+    text = text_of(
+        odd,
+        with_arg("Collective name", "send"),
+        EVENT | {"tid": "?", "cat": "?", "name": "?"},
+        memory,
+    )
     for more in (text, text.replace('"ts": 10,', '"ts": 1700000000000000.25,', 1)):
         timeline, warned = read(tmp_path / "t.json", more.replace('"?"', number))
         assert (len(timeline), warned) == (3, "")
@@ -362,15 +488,22 @@ def test_numbers_beyond_all_bounds_cost_nothing_where_times_are_decimals(tmp_pat
         assert timeline.side_tables["memory"]["size_bytes"].tolist() == [0]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("rank99999999999.json", 0), ("rank2147483647.json", 2**31 - 1)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("rank99999999999.json", 0), ("rank2147483647.json", 2**31 - 1)]
+)
 def test_a_rank_in_the_file_name_may_be_no_rank(tmp_path, name, rank):
-    text = text_of(EVENT, with_arg("Rank", "9" * 5000), beside={"distributedInfo": {"rank": -1}})
+    text = text_of(
+        EVENT, with_arg("Rank", "9" * 5000), beside={"distributedInfo": {"rank": -1}}
+    )
     assert read(tmp_path / name, text)[0].ranks == [rank]
 
 
 def test_the_last_keys_may_be_missing_and_members_tiny(tmp_path):
     text = text_of(*[EVENT] * 20).encode()
-    members = b"".join(gzip.compress(text[at : at + 1], 1) + gzip.compress(b"", 1) * 5 for at in range(len(text)))
+    members = b"".join(
+        gzip.compress(text[at : at + 1], 1) + gzip.compress(b"", 1) * 5
+        for at in range(len(text))
+    )
     timeline, warned = read(tmp_path / "t.gz", members)
     assert (len(timeline), warned) == (20, "")
 
@@ -379,9 +512,24 @@ PADDING = 20  # MB
 PADDED = {  # before and after the padding, which letter, spans that remain
     "space in front": ("", text_of(EVENT), " ", 1),
     "space behind": (text_of(EVENT), "", " ", 1),
-    "space between events": (text_of(EVENT)[:-2] + ",", text_of(*[EVENT] * 2).partition("[")[2], " ", 3),
-    "space inside of an event": (text_of(EVENT)[:-2] + ', {"ph":', f'"X"}}, {json.dumps(EVENT)}]}}', " ", 2),
-    "name of an event": (text_of(EVENT)[:-2] + ', {"name":"', f'"}}, {json.dumps(EVENT)}]}}', "x", 2),
+    "space between events": (
+        text_of(EVENT)[:-2] + ",",
+        text_of(*[EVENT] * 2).partition("[")[2],
+        " ",
+        3,
+    ),
+    "space inside of an event": (
+        text_of(EVENT)[:-2] + ', {"ph":',
+        f'"X"}}, {json.dumps(EVENT)}]}}',
+        " ",
+        2,
+    ),
+    "name of an event": (
+        text_of(EVENT)[:-2] + ', {"name":"',
+        f'"}}, {json.dumps(EVENT)}]}}',
+        "x",
+        2,
+    ),
     "name of the last event": (text_of(EVENT)[:-2] + ', {"name":"', '"}]}', "x", 1),
     "name without end": (text_of(EVENT)[:-2] + ', {"name":"', "", "x", 1),
     "lists without end": (text_of(EVENT)[:-2] + ', {"args":', "", "[", 1),
@@ -411,6 +559,9 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, where):
 
 
 def test_a_long_text_among_numbers_is_stored_once(tmp_path):
-    events = [EVENT] * 500 + [EVENT | {"ts": "1." + "0" * 100_000}, EVENT | {"dur": "x" * 100_000}]
+    events = [EVENT] * 500 + [
+        EVENT | {"ts": "1." + "0" * 100_000},
+        EVENT | {"dur": "x" * 100_000},
+    ]
     (tmp_path / "t.json").write_text(text_of(*events))
     assert spans_within(tmp_path / "t.json", 20) == 501

@@ -1,4 +1,6 @@
-"""Our numbers beside those that HTA prints live, on every GPU trace that is present, and where it is wrong."""
+"""Our numbers beside those that HTA prints live, on every GPU trace that is present,
+and where it is wrong.
+"""
 
 import sys
 
@@ -44,12 +46,20 @@ def test_compatible_breakdown_equals_hta(name):
     assert overlap["error"].abs().fillna(0).max() <= 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:.*were recorded .* apart")  # of two jobs, for this test
+@pytest.mark.filterwarnings(
+    "ignore:.*were recorded .* apart"
+)  # of two jobs, for this test
 def test_a_rank_without_gpu_does_not_hide_the_others():
-    files = [local_or_skip("traces/hta-samples/nccl_data.json.gz"), dataset_or_skip("vit-ddp") / "rank1.json.gz"]
+    files = [
+        local_or_skip("traces/hta-samples/nccl_data.json.gz"),
+        dataset_or_skip("vit-ddp") / "rank1.json.gz",
+    ]
     with pytest.warns(TraceWarning, match=r"without GPU rows .rank 1."):
         table = hta.beside_hta(files)
-    assert table.loc[(table["rank"] == 0), "error"].abs().max() <= 1e-4 and len(table) == 10
+    assert (
+        table.loc[(table["rank"] == 0), "error"].abs().max() <= 1e-4
+        and len(table) == 10
+    )
 
 
 def test_cpu_traces_give_empty_tables_and_say_so():
@@ -62,11 +72,15 @@ def test_cpu_traces_give_empty_tables_and_say_so():
     assert breakdown(read_trace(path))["comm_s"].min() > 0
 
 
-# Faults of HTA 0.5.0: ours has the right value, both are shown. Another stands in test_stragglers.
+# Faults of HTA 0.5.0: ours has the right value, both are shown. Another stands in
+# test_stragglers.
 
 
 def test_expert_parallel_kernels_and_gloo_are_communication():
-    experts, cpus = (local_or_skip(f"traces/{name}.json.gz") for name in ("deepseek-v3-train/train", GLOO))
+    experts, cpus = (
+        local_or_skip(f"traces/{name}.json.gz")
+        for name in ("deepseek-v3-train/train", GLOO)
+    )
     assert np.isnan(hta.overlap(hta.analysis(experts))["overlap"].item())
     with pytest.raises(IndexError):
         hta.analysis(cpus).get_temporal_breakdown(visualize=False)
@@ -80,12 +94,16 @@ def test_kernels_of_the_default_stream_of_amd_have_a_step_and_a_launch():
     spans, theirs = read_trace(path).spans, hta.analysis(path).t.get_trace(0)
     assert theirs.loc[theirs["stream"] == 0, "iteration"].isna().all()
     ours = spans[(spans["stream"] == 0) & (spans["kind"] == "compute")]
-    launches = spans.loc[(spans["stream"] < 0) & (spans["correlation"] >= 0), "correlation"]
+    launches = spans.loc[
+        (spans["stream"] < 0) & (spans["correlation"] >= 0), "correlation"
+    ]
     launched = ours["correlation"].isin(launches)
     assert launched.sum() > 1000 and (ours.loc[launched, "step"] >= 0).all()
 
 
 def test_without_hta_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
-    with pytest.raises(ModuleNotFoundError, match=r"HolisticTraceAnalysis: pip install '.\[hta\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"HolisticTraceAnalysis: pip install '.\[hta\]'"
+    ):
         hta.analysis(dataset_or_skip("vit-ddp"))

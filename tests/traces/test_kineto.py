@@ -19,7 +19,16 @@ def write(path: Path, events: list, **envelope) -> Path:
 
 
 def row(name: str, ts, dur, cat: str = "kernel", tid=7, pid=0, **args) -> dict:
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def op(name: str, ts, dur, tid=100, cat: str = "cpu_op", **args) -> dict:
@@ -29,12 +38,23 @@ def op(name: str, ts, dur, tid=100, cat: str = "cpu_op", **args) -> dict:
 def times_us(timeline) -> dict[str, float]:
     """The times of the only rank in microseconds, and its overlap as a share."""
     table = breakdown(timeline).iloc[0].drop("rank")
-    return {key.removesuffix("_s"): value * (1e6 if key.endswith("_s") else 1) for key, value in table.items()}
+    return {
+        key.removesuffix("_s"): value * (1e6 if key.endswith("_s") else 1)
+        for key, value in table.items()
+    }
 
 
-# Compute 0..100, communication 60..160, copy 200..220 on a device: a closed form for every way to write it down.
+# Compute 0..100, communication 60..160, copy 200..220 on a device: a closed form for
+# every way to write it down.
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)"
-CLOSED_FORM = {"total": 220, "compute": 100, "comm": 100, "memory": 20, "non_compute": 80, "exposed_comm": 60}
+CLOSED_FORM = {
+    "total": 220,
+    "compute": 100,
+    "comm": 100,
+    "memory": 20,
+    "non_compute": 80,
+    "exposed_comm": 60,
+}
 CLOSED_FORM |= {"idle": 40, "overlap": 0.4}
 
 
@@ -46,7 +66,10 @@ def device(
     args=({"stream": 7}, {"stream": 20}, {"stream": 7}),
 ) -> list[dict]:
     spans = (("sgemm", 0, 100), (comm, 60, 100), (copy, 200, 20))
-    return [row(*span, c, tid, **a) for span, c, tid, a in zip(spans, cats.split(" "), tids, args, strict=True)]
+    return [
+        row(*span, c, tid, **a)
+        for span, c, tid, a in zip(spans, cats.split(" "), tids, args, strict=True)
+    ]
 
 
 NO_ARGS = ({}, {}, {})
@@ -56,7 +79,8 @@ VENDORS = {
     "stream is text": device(args=({"stream": "7"}, {"stream": "20"}, {"stream": "7"})),
     "stream only in tid": device(args=NO_ARGS),
     "stream is -1": device(args=({"stream": -1},) * 3),
-    "MTIA": device("hccl:all_reduce", "dma_request", "mtia_ccp_events mtia_ccp_events mtia_ccp_events", args=NO_ARGS),
+    "MTIA": device("hccl:all_reduce", "dma_request", ("mtia_ccp_events "
+        "mtia_ccp_events mtia_ccp_events"), args=NO_ARGS),
     "2020": device("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "Memcpy HtoD\n", "Kernel Kernel\n Memcpy",
                    ("stream 7", "stream 20", "stream 7"), NO_ARGS),
     "Ascend": [  # no category, but a type of task
@@ -77,8 +101,21 @@ NOISE = [  # none of it is work of the device
     row("Stream Wait Event", 0, 900, "cuda_sync", stream=20, correlation=1),
     row("Event Sync", 0, 900, "cuda_sync", tid=100, stream=-1),
     op("PyTorch Profiler (0)", -90, 1000, "Traces", "Trace"),
-    {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 5, "args": {"Bytes": 1, "stream": 7}},
-    {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}},
+    {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "name": "[memory]",
+        "ts": 5,
+        "args": {"Bytes": 1, "stream": 7},
+    },
+    {
+        "ph": "M",
+        "name": "process_name",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0,
+        "args": {"name": "python"},
+    },
 ]
 
 
@@ -88,14 +125,23 @@ def test_device_rows_are_recognised_by_category(tmp_path, vendor):
     assert times_us(timeline) == pytest.approx(CLOSED_FORM, rel=1e-12)
     assert len(timeline) == len(VENDORS[vendor]) + 6
     work = timeline.spans[timeline.spans["kind"].isin(["compute", "comm", "memcpy"])]
-    assert work["kind"].tolist() == ["compute", "comm", "memcpy"] and work["stream"].min() >= 0
+    assert (
+        work["kind"].tolist() == ["compute", "comm", "memcpy"]
+        and work["stream"].min() >= 0
+    )
 
 
 def test_hta_rounds_inward_and_takes_any_row_with_a_stream(tmp_path):
-    events = [row("a", 0.25, 10.5, stream=7), row("b", 20.0, 5.0, stream=7), op("aten::mm", 300, 100, stream=7)]
+    events = [
+        row("a", 0.25, 10.5, stream=7),
+        row("b", 20.0, 5.0, stream=7),
+        op("aten::mm", 300, 100, stream=7),
+    ]
     path = write(tmp_path / "rank0.json", events)
     assert times_us(read_trace(path))["compute"] == pytest.approx(10.5 + 5)
-    assert times_us(read_trace(path, hta_compatible=True))["compute"] == pytest.approx(9 + 5 + 100)
+    assert times_us(read_trace(path, hta_compatible=True))["compute"] == pytest.approx(
+        9 + 5 + 100
+    )
 
 
 def test_a_users_table_comes_first(tmp_path):
@@ -126,7 +172,8 @@ CPU = {  # events of a trace without a device; compute, comm, exposed and total 
         [op("gloo:all_gather", 0, 60, 101, **GLOO), op("gloo:all_reduce", 40, 60, 102, **GLOO)], (0, 100, 100, 100)),
     "blocking send": (
         [op("aten::mm", 0, 50), op("gloo:send", 50, 30, **GLOO), op("aten::mm", 80, 20)], (70, 30, 30, 100)),
-    # torch 2.14: gloo:send begins inside of c10d::send, on its thread, and ends at wait(); mm runs meanwhile
+    # torch 2.14: gloo:send begins inside of c10d::send, on its thread, and ends at
+    # wait(); mm runs meanwhile
     "send in flight": (
         [op("c10d::send", 0, 10), op("gloo:send", 5, 95, **GLOO), op("aten::matmul", 20, 60), op("aten::mm", 21, 50)],
         (60, 95, 35, 95)),
@@ -146,13 +193,22 @@ CPU = {  # events of a trace without a device; compute, comm, exposed and total 
 def test_cpu_traces_count_annotations_and_operators(tmp_path, case):
     events, expected = CPU[case]
     times = times_us(read_trace(write(tmp_path / "rank0.json", events)))
-    assert [times[key] for key in ("compute", "comm", "exposed_comm", "total")] == pytest.approx(expected)
+    assert [
+        times[key] for key in ("compute", "comm", "exposed_comm", "total")
+    ] == pytest.approx(expected)
 
 
-TIMES = [  # ts and dur as they stand in the file, baseTimeNanoseconds, start and duration in ns
+# ts and dur as they stand in the file, baseTimeNanoseconds, start and duration in ns
+TIMES = [
     ("10", "4", None, 10_000, 4_000),
     ("0", "0", 1_700_000_000_000_000_000, 1_700_000_000_000_000_000, 0),
-    ("4567890123.457", "0.001", 1_712_102_300_000_000_001, 1_712_106_867_890_123_458, 1),
+    (
+        "4567890123.457",
+        "0.001",
+        1_712_102_300_000_000_001,
+        1_712_106_867_890_123_458,
+        1,
+    ),
     ("8796093022207.999", "8.192", 1, 8_796_093_022_208_000, 8_192),
     ("8796093022209.001", "1", 0, 8_796_093_022_209_001, 1_000),
     ("1712102341234567.123", "10.007", None, 1_712_102_341_234_567_123, 10_007),
@@ -165,20 +221,37 @@ TIMES = [  # ts and dur as they stand in the file, baseTimeNanoseconds, start an
 
 @pytest.mark.parametrize(("ts", "dur", "base", "start_ns", "dur_ns"), TIMES)
 def test_times_are_exact_to_the_nanosecond(tmp_path, ts, dur, base, start_ns, dur_ns):
-    path = write(tmp_path / "rank0.json", [row("a", "TS", "DUR", stream=7)], baseTimeNanoseconds=base)
+    path = write(
+        tmp_path / "rank0.json",
+        [row("a", "TS", "DUR", stream=7)],
+        baseTimeNanoseconds=base,
+    )
     path.write_text(path.read_text().replace('"TS"', ts).replace('"DUR"', dur))
     timeline = read_trace(path)
-    assert timeline.spans[["start_ns", "dur_ns"]].to_numpy().tolist() == [[start_ns, dur_ns]]
+    assert timeline.spans[["start_ns", "dur_ns"]].to_numpy().tolist() == [
+        [start_ns, dur_ns]
+    ]
     assert timeline.meta.clock == ("unix" if start_ns > 10**18 else "relative")
 
 
 def test_unusable_times_are_left_out_and_negative_durations_count_as_nothing(tmp_path):
-    bad = [(None, 5), ("soon", 5), (True, 5), ([1], 5), (1, float("nan")), (-(2**63), 5), (2**63 - 1, 5)]
+    bad = [
+        (None, 5),
+        ("soon", 5),
+        (True, 5),
+        ([1], 5),
+        (1, float("nan")),
+        (-(2**63), 5),
+        (2**63 - 1, 5),
+    ]
     events = [row("bad", ts, dur) for ts, dur in [*bad, (5, 2**63 - 1), (1e300, 5)]]
     events += [row("no dur", 1, None), row("good", 1, 5), row("negative", 9, -5)]
     with pytest.warns(TraceWarning) as warned:
         timeline = read_trace(write(tmp_path / "rank0.json", events))
-    assert timeline.spans[["name", "dur_ns"]].to_numpy().tolist() == [["good", 5000], ["negative", 0]]
+    assert timeline.spans[["name", "dur_ns"]].to_numpy().tolist() == [
+        ["good", 5000],
+        ["negative", 0],
+    ]
     assert "skipped 8 unreadable of 12 events" in str(warned[0].message)
     assert "1 negative durations taken as 0" in str(warned[1].message)
 
@@ -194,18 +267,30 @@ ODD = [
 
 @pytest.mark.parametrize(("event", "envelope"), ODD)
 def test_odd_values_are_no_reason_to_fail(tmp_path, event, envelope):
-    path = write(tmp_path / "rank0.json", [row("a", 0, 10, stream=7) | event, row("b", 10, 10, stream=7)], **envelope)
+    path = write(
+        tmp_path / "rank0.json",
+        [row("a", 0, 10, stream=7) | event, row("b", 10, 10, stream=7)],
+        **envelope,
+    )
     timeline = read_trace(path)
     assert times_us(timeline)["compute"] == pytest.approx(20)
     assert timeline.spans["stream"].min() >= 0
 
 
-LOCAL = {"Rank": 1, "Process Group Ranks": "[4, 5]"}  # counts inside of the group: global rank 5
+LOCAL = {
+    "Rank": 1,
+    "Process Group Ranks": "[4, 5]",
+}  # counts inside of the group: global rank 5
 RANKS = [
     ("rank3.json", {"rank": 2}, LOCAL, 2),
     ("rank3.json", {"backend": "nccl"}, LOCAL, 5),
     ("rank3.json", None, LOCAL, 5),
-    ("rank3.json", None, {"Rank": 2, "Process Group Ranks": "[0, 8, 16, ..., 248]"}, 16),
+    (
+        "rank3.json",
+        None,
+        {"Rank": 2, "Process Group Ranks": "[0, 8, 16, ..., 248]"},
+        16,
+    ),
     ("rank3.json", None, {"Rank": 6}, 6),
     ("rank3.json", None, {}, 3),
     ("rank-12.Apr_03_18_51_38.pt.trace.json.gz", {"backend": "nccl"}, {}, 12),
@@ -217,14 +302,22 @@ RANKS = [
 @pytest.mark.parametrize(("name", "info", "args", "rank"), RANKS)
 def test_rank_of_a_file(tmp_path, name, info, args, rank, late):
     document = {} if info is None else {"distributedInfo": info}
-    document = {"traceEvents": [op("record_param_comms", 0, 1, **args), *device()]} | document
-    (tmp_path / name).write_text(json.dumps(document if late else dict(reversed(document.items()))))
+    document = {
+        "traceEvents": [op("record_param_comms", 0, 1, **args), *device()]
+    } | document
+    (tmp_path / name).write_text(
+        json.dumps(document if late else dict(reversed(document.items())))
+    )
     assert read_trace(tmp_path / name).ranks == [rank]
 
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("1756-TP-3.trace.json.gz", 3), ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3), ("http_0.json.gz", 0)],
+    [
+        ("1756-TP-3.trace.json.gz", 3),
+        ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3),
+        ("http_0.json.gz", 0),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
 def test_names_of_servers_tell_the_rank(name, rank, tmp_path):
@@ -247,14 +340,36 @@ def test_two_files_of_one_rank_are_refused(tmp_path):
 BASE_S = 1_700_000_000
 
 
-def recorded(folder: Path, rank: int, begin_s: float, step: int = 0, pid: int = 40, op_names=(), **envelope) -> Path:
-    """A trace that begins so many seconds after some moment, of a process, with a step where one is given."""
-    marks = [row(f"ProfilerStep#{step}", 0, 300, "user_annotation", 1, pid)] if step else []
+def recorded(
+    folder: Path,
+    rank: int,
+    begin_s: float,
+    step: int = 0,
+    pid: int = 40,
+    op_names=(),
+    **envelope,
+) -> Path:
+    """A trace that begins so many seconds after some moment, of a process, with a step
+    where one is given.
+    """
+    marks = (
+        [row(f"ProfilerStep#{step}", 0, 300, "user_annotation", 1, pid)] if step else []
+    )
     host = [row(f"aten::{name}", 0, 1, "cpu_op", 1, pid) for name in op_names]
-    info = {"distributedInfo": {"rank": rank, "world_size": 2}, "baseTimeNanoseconds": int((BASE_S + begin_s) * 1e9)}
+    info = {
+        "distributedInfo": {"rank": rank, "world_size": 2},
+        "baseTimeNanoseconds": int((BASE_S + begin_s) * 1e9),
+    }
     path = folder / f"host_{pid}.{int(begin_s * 1e3)}_{rank}.pt.trace.json"
     return write(
-        path, [*marks, *host, row("cudaLaunchKernel", 5, 1, "cuda_runtime", 1, pid), *device()], **info | envelope
+        path,
+        [
+            *marks,
+            *host,
+            row("cudaLaunchKernel", 5, 1, "cuda_runtime", 1, pid),
+            *device(),
+        ],
+        **info | envelope,
     )
 
 
@@ -265,7 +380,10 @@ def test_of_several_cycles_one_is_read(cycle, step, tmp_path):
         for begin_s, number in ((0, 3), (2, 7)):
             recorded(tmp_path, rank, begin_s + rank / 10, number, pid=40 + rank)
     if cycle is None:
-        with pytest.warns(TraceWarning, match="2 cycles are recorded; read is the last, number 1 from 0"):
+        with pytest.warns(
+            TraceWarning,
+            match="2 cycles are recorded; read is the last, number 1 from 0",
+        ):
             timeline = read_trace(tmp_path)
     else:
         timeline = read_trace(tmp_path, iteration=cycle)
@@ -277,8 +395,14 @@ def test_of_several_cycles_one_is_read(cycle, step, tmp_path):
 
 OTHER = [f"other_{number}" for number in range(20)]
 JOBS = {
-    "world size": ({"distributedInfo": {"rank": 1, "world_size": 8}}, "have the world sizes 2 and 8"),
-    "device": ({"deviceProperties": [{"name": "NVIDIA B200"}]}, "have the devices NVIDIA H200 and NVIDIA B200"),
+    "world size": (
+        {"distributedInfo": {"rank": 1, "world_size": 8}},
+        "have the world sizes 2 and 8",
+    ),
+    "device": (
+        {"deviceProperties": [{"name": "NVIDIA B200"}]},
+        "have the devices NVIDIA H200 and NVIDIA B200",
+    ),
     "operators": ({"op_names": OTHER}, "have hardly an operator in common"),
     "time": ({"begin_s": 42}, r"were recorded 42(\.0)? s apart"),
     "steps": ({"step": 9}, "have no step in common"),
@@ -294,25 +418,39 @@ def test_several_jobs_are_refused(case, tmp_path):
         "op_names": [f"op_{number}" for number in range(20)],
         "step": 3,
     }
-    files = [recorded(tmp_path, 0, 0, **usual), recorded(tmp_path, **{"rank": 1, "begin_s": 1e-3, **usual, **second})]
+    files = [
+        recorded(tmp_path, 0, 0, **usual),
+        recorded(tmp_path, **{"rank": 1, "begin_s": 1e-3, **usual, **second}),
+    ]
     with pytest.raises(ValueError, match=message):
         read_trace(tmp_path)
     if case in ("time", "steps"):  # clocks may differ: whoever names the files knows
         with pytest.warns(TraceWarning, match=message):
             assert read_trace(files).ranks == [0, 1]
-    again = [recorded(tmp_path / "one", rank, rank * 1e-3, pid=40 + rank, **usual) for rank in (0, 1)]
-    assert read_trace(again[0].parent).ranks == read_trace(str(tmp_path / "o*" / "*.json")).ranks == [0, 1]
+    again = [
+        recorded(tmp_path / "one", rank, rank * 1e-3, pid=40 + rank, **usual)
+        for rank in (0, 1)
+    ]
+    assert (
+        read_trace(again[0].parent).ranks
+        == read_trace(str(tmp_path / "o*" / "*.json")).ranks
+        == [0, 1]
+    )
     with pytest.raises(FileNotFoundError, match="no such file"):
         read_trace(str(tmp_path / "no*" / "*.json"))
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run directory: torchtitan's iteration folders of two ranks, and other files beside them."""
+    """A run directory: torchtitan's iteration folders of two ranks, and other files
+    beside them.
+    """
     for iteration in (2, 10):
         for rank in (0, 1):
             folder = tmp_path / "run" / "profile_traces" / f"iteration_{iteration}"
-            write(folder / f"rank{rank}_trace.json", device() + device()[: iteration % 3])
+            write(
+                folder / f"rank{rank}_trace.json", device() + device()[: iteration % 3]
+            )
     (folder / "metrics.json").write_text('[{"loss": 2.5}, {"loss": 2.25}]')
     (folder / "config.json").write_text('{"lr": 0.1}')
     (folder / "log.gz").write_bytes(gzip.compress(b"step 1"))
@@ -325,12 +463,19 @@ def run(tmp_path):
 @pytest.mark.filterwarnings("always")
 def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
     timeline = read_trace(run / below, iteration=iteration)
-    said = f"{run / below}: 2 iterations are recorded; read is the newest, 10; iteration= or its folder takes another"
-    assert [str(warning.message) for warning in recwarn] == ([] if iteration else [said])
+    said = (
+        f"{run / below}: 2 iterations are recorded; read is the newest, 10; "
+        "iteration= or its folder takes another"
+    )
+    assert [str(warning.message) for warning in recwarn] == (
+        [] if iteration else [said]
+    )
     assert timeline.spans.groupby("rank").size().to_dict() == {0: spans, 1: spans}
     with pytest.raises(ValueError, match=r"no iteration_7; found 2, 10"):
         read_trace(run / below, iteration=7)
-    (run / below / "job_config.json").write_text('{"lr": 0.1}')  # other JSON does not hide the traces
+    (run / below / "job_config.json").write_text(
+        '{"lr": 0.1}'
+    )  # other JSON does not hide the traces
     assert read_trace(run / below, iteration=iteration).ranks == [0, 1]
 
 
@@ -379,16 +524,30 @@ def test_absent_sources_are_named(tmp_path):
             {"deviceProperties": [{"name": "NVIDIA B200"}]},
             "no row of a device, NVIDIA B200, is",
         ),
-        ([op("aten::mm", 0, 9), {**row("k", 0, 9), "cat": None}], {}, "host's; 1 rows without a category are left out"),
-        ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing is at work"),
-        ([op("cudaMalloc", 0, 9, cat="cuda_runtime")], {}, "no row of a device is recorded: nothing is at work"),
+        (
+            [op("aten::mm", 0, 9), {**row("k", 0, 9), "cat": None}],
+            {},
+            "host's; 1 rows without a category are left out",
+        ),
+        (
+            [op("x", 0, 9, cat="dtu")],
+            {},
+            "no row of a known category: nothing is at work",
+        ),
+        (
+            [op("cudaMalloc", 0, 9, cat="cuda_runtime")],
+            {},
+            "no row of a device is recorded: nothing is at work",
+        ),
     ],
 )
 def test_a_trace_without_a_device_row_says_so(events, envelope, said, tmp_path):
     path = write(tmp_path / "rank0.json", events, **envelope)
     with pytest.warns(TraceWarning, match=said):
         read_trace(path)
-    alone = write(tmp_path / "rank1.json", [op("aten::mm", 0, 9)])  # of a CPU, nothing is missing
+    alone = write(
+        tmp_path / "rank1.json", [op("aten::mm", 0, 9)]
+    )  # of a CPU, nothing is missing
     assert breakdown(read_trace(alone))["compute_s"].item() == pytest.approx(9e-6)
 
 
@@ -403,7 +562,12 @@ def test_real_traces_without_device_rows_say_so(name):
 def test_ascends_own_analysis_agrees():
     path = local_or_skip("traces/more/ascend/trace_view.json.gz")
     rows = [e for e in json.loads(gzip.decompress(path.read_bytes())) if e["ph"] == "X"]
-    computing_us, free_us = (sum(e["dur"] for e in rows if e["name"] == name) for name in ("Computing", "Free"))
+    computing_us, free_us = (
+        sum(e["dur"] for e in rows if e["name"] == name)
+        for name in ("Computing", "Free")
+    )
     times = times_us(read_trace(path))
-    assert times["compute"] == pytest.approx(computing_us, abs=0.3)  # 274 of them, to the nanosecond
+    assert times["compute"] == pytest.approx(
+        computing_us, abs=0.3
+    )  # 274 of them, to the nanosecond
     assert times["idle"] + times["memory"] == pytest.approx(free_us, abs=0.3)

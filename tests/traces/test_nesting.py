@@ -1,4 +1,6 @@
-"""Nesting of spans equals the naive definition, also where spans of a thread do not nest."""
+"""Nesting of spans equals the naive definition, also where spans of a thread do not
+nest.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,10 @@ def test_what_is_open_is_the_span_that_began_last_of_those_that_hold_the_time(cl
     for _ in range(30):
         start, dur = random.integers(0, 40, 25), random.integers(0, 20, 25)
         thread, time = -1 - random.integers(0, 2, 25), random.integers(0, 65, 50)
-        rows = [(0, int(t), "cpu", "op", int(s), int(d)) for t, s, d in zip(thread, start, dur, strict=True)]
+        rows = [
+            (0, int(t), "cpu", "op", int(s), int(d))
+            for t, s, d in zip(thread, start, dur, strict=True)
+        ]
         spans = make_timeline(rows).spans
         nest = Nest(spans, np.arange(25), closed=closed)
         asked = thread_of(spans.iloc[[0]]).repeat(50)

@@ -9,9 +9,17 @@ import pytest
 from madmax_lib import runs
 from madmax_lib.__main__ import main
 from madmax_lib.catalog.datasets import dataset
-from madmax_lib.runs.ready import after_trace, hf_callback, lightning_callback, on_trace_ready
+from madmax_lib.runs.ready import (
+    after_trace,
+    hf_callback,
+    lightning_callback,
+    on_trace_ready,
+)
 
-LINE = r"madmax: rank 0, 2 steps of [\d.]+ \S+: no communication, \d+% idle, MFU unknown \(.*\)\n"
+LINE = (
+    r"madmax: rank 0, 2 steps of [\d.]+ \S+: no communication, \d+% idle, MFU "
+    r"unknown \(.*\)\n"
+)
 
 
 def trained(steps, *, begin, step, end):
@@ -29,7 +37,9 @@ def test_a_real_profiler_prints_its_line(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
     ready = runs.on_trace_ready(tmp_path / "out")
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=ready, record_shapes=True) as prof:
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=ready, record_shapes=True
+    ) as prof:
         trained(4, begin=int, step=prof.step, end=int)
     assert re.fullmatch(LINE, capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank0_step4.json"]
@@ -42,25 +52,44 @@ def test_a_recording_without_step_marks_says_so(tmp_path, capsys):
     said = "no step marks: the whole recording counts as one step"
     assert said in capsys.readouterr().out
     assert main(["breakdown", str(tmp_path)]) == 0 and said in capsys.readouterr().out
-    assert main(["breakdown", str(dataset("gpt-memory"))]) == 0 and said not in capsys.readouterr().out
+    assert (
+        main(["breakdown", str(dataset("gpt-memory"))]) == 0
+        and said not in capsys.readouterr().out
+    )
 
 
 def test_overlap_and_exposed_time_of_a_recorded_rank(capsys):
     after_trace(dataset("gpt-ddp") / "rank1.json.gz")
     out = capsys.readouterr().out
-    assert re.match(r"madmax: rank 1, \d+ steps of [\d.]+ m?s: \d+% of [\d.]+ m?s communication under compute, ", out)
+    assert re.match(
+        r"madmax: rank 1, \d+ steps of [\d.]+ m?s: \d+% of [\d.]+ m?s communication "
+        r"under compute, ",
+        out,
+    )
 
 
-@pytest.mark.parametrize("trainer", ["transformers", "lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "trainer", ["transformers", "lightning.pytorch", "pytorch_lightning"]
+)
 def test_trainers_call_the_hooks(trainer, tmp_path, capsys, monkeypatch):
     """Of trainers only the base class of callbacks and the names of hooks matter."""
-    base, name = type("Base", (), {}), "TrainerCallback" if trainer == "transformers" else "Callback"
+    base, name = (
+        type("Base", (), {}),
+        "TrainerCallback" if trainer == "transformers" else "Callback",
+    )
     monkeypatch.setitem(sys.modules, trainer, SimpleNamespace(**{name: base}))
     make = hf_callback if trainer == "transformers" else lightning_callback
     callback = make(tmp_path, wait=1, warmup=1, active=2)
-    hooks = ("on_train_begin", "on_step_end") if make is hf_callback else ("on_train_start", "on_train_batch_end")
+    hooks = (
+        ("on_train_begin", "on_step_end")
+        if make is hf_callback
+        else ("on_train_start", "on_train_batch_end")
+    )
     assert isinstance(callback, base)
-    begin, step, end = (lambda hook=hook: getattr(callback, hook)(1, 2, more=3) for hook in (*hooks, "on_train_end"))
+    begin, step, end = (
+        lambda hook=hook: getattr(callback, hook)(1, 2, more=3)
+        for hook in (*hooks, "on_train_end")
+    )
     trained(5, begin=begin, step=step, end=end)
     assert re.fullmatch(LINE, capsys.readouterr().out)
     with pytest.raises(ValueError, match="actve is not one of wait, warmup, active"):
@@ -75,9 +104,13 @@ class Broken:
 
 
 @pytest.mark.parametrize("case", ["export", "file", "absent", "directory", "hook"])
-def test_what_goes_wrong_is_one_line_and_the_loop_goes_on(case, tmp_path, capsys, monkeypatch):
+def test_what_goes_wrong_is_one_line_and_the_loop_goes_on(
+    case, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "file.json").write_text('{"traceEvents": 5}')
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(TrainerCallback=object))
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(TrainerCallback=object)
+    )
     {
         "export": lambda: on_trace_ready(tmp_path)(Broken()),
         "file": lambda: after_trace(tmp_path / "file.json"),
@@ -86,4 +119,6 @@ def test_what_goes_wrong_is_one_line_and_the_loop_goes_on(case, tmp_path, capsys
         "hook": lambda: hf_callback(tmp_path, active=0).on_train_begin(),
     }[case]()
     captured = capsys.readouterr()
-    assert captured.out == "" and re.fullmatch("madmax: no summary of the trace: .+\n", captured.err)
+    assert captured.out == "" and re.fullmatch(
+        "madmax: no summary of the trace: .+\n", captured.err
+    )

@@ -1,4 +1,6 @@
-"""Memory snapshots: a drawn allocator whose every byte is known, real files, and pickles that want to do harm."""
+"""Memory snapshots: a drawn allocator whose every byte is known, real files, and
+pickles that want to do harm.
+"""
 
 import copyreg
 import gzip
@@ -31,7 +33,13 @@ from madmax_lib.view.drawing import figure_data
 MIB = 1 << 20
 LEVELS = ["reserved", "requested", "active", "allocated"]
 SITES = ["forward", "backward", "step", "__init__", "wait"]
-PHASES = dict(zip(SITES, ["forward", "backward", "optimizer", "initialization", "other"], strict=True))
+PHASES = dict(
+    zip(
+        SITES,
+        ["forward", "backward", "optimizer", "initialization", "other"],
+        strict=True,
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +55,25 @@ def made(maker, tmp_path_factory):
 
 
 def drawn(maker, seed: int, *, expandable=False, device=0, events=400):
-    """An allocator after random requests of all pools and two streams, and the sizes that live in it by site."""
+    """An allocator after random requests of all pools and two streams, and the sizes
+    that live in it by site.
+    """
     random = np.random.default_rng(seed)
-    allocator = maker["Allocator"](1 << 36, expandable=expandable, device=device, base=0x7F0000000000 + (device << 44))
+    allocator = maker["Allocator"](
+        1 << 36,
+        expandable=expandable,
+        device=device,
+        base=0x7F0000000000 + (device << 44),
+    )
     live, pending = {}, []
     while len(allocator.events) < events:
         move = random.random()
         if move < 0.55 or not live:
             site = SITES[random.integers(len(SITES))]
             size = int(2 ** random.uniform(0, 26))
-            address = allocator.alloc(size, maker["frames"](site, "main"), stream=int(random.random() < 0.2))
+            address = allocator.alloc(
+                size, maker["frames"](site, "main"), stream=int(random.random() < 0.2)
+            )
             live[address] = site
         elif move < 0.97:
             address = list(live)[random.integers(len(live))]
@@ -72,7 +89,9 @@ def drawn(maker, seed: int, *, expandable=False, device=0, events=400):
 
 
 def levels(snapshot, device=0):
-    table = snapshot_timeline(snapshot).query("device == @name", local_dict={"name": f"cuda:{device}"})
+    table = snapshot_timeline(snapshot).query(
+        "device == @name", local_dict={"name": f"cuda:{device}"}
+    )
     table = table.assign(active_bytes=table["requested_bytes"] + table["pending_bytes"])
     return {name: table[f"{name}_bytes"].astype(int).tolist() for name in LEVELS}
 
@@ -81,7 +100,9 @@ def levels(snapshot, device=0):
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("keep", [None, 150])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_drawn_history_is_told_to_the_byte(maker, tmp_path, seed, keep, expandable, protocol):
+def test_a_drawn_history_is_told_to_the_byte(
+    maker, tmp_path, seed, keep, expandable, protocol
+):
     """Whether it was recorded from the beginning or the ring buffer kept the end of it."""
     allocator, live = drawn(maker, seed + 10 * protocol, expandable=expandable)
     maker["write"](tmp_path, "drawn", [allocator], keep=keep, protocol=protocol)
@@ -90,7 +111,9 @@ def test_a_drawn_history_is_told_to_the_byte(maker, tmp_path, seed, keep, expand
     assert levels(snapshot) == truth["series"]
     peak, held = snapshot_peak(snapshot).iloc[0], snapshot_held(snapshot, top=None)
     assert peak["exact"] and peak["peak_bytes"] == held["size_bytes"].sum()
-    assert peak["peak_bytes"] == max(truth["start"]["allocated"], *truth["series"]["allocated"])
+    assert peak["peak_bytes"] == max(
+        truth["start"]["allocated"], *truth["series"]["allocated"]
+    )
     if not keep:
         _check_the_end(snapshot, allocator, live)
 
@@ -103,16 +126,37 @@ def _check_the_end(snapshot, allocator, live):
         if state == "active_allocated":
             phase = PHASES[live[address]]
             expected[phase] = expected.get(phase, 0) + size
-    assert snapshot_held(snapshot, "phase", "end").set_index("phase")["size_bytes"].to_dict() == expected
-    table, free = fragmentation(snapshot), [block[1] for block in blocks if block[3] == "inactive"]
-    assert (table["free_bytes"].sum(), table["largest_free_bytes"].max()) == (sum(free), max(free))
-    assert (table["active_bytes"] + table["free_bytes"] == table["reserved_bytes"]).all()
+    assert (
+        snapshot_held(snapshot, "phase", "end")
+        .set_index("phase")["size_bytes"]
+        .to_dict()
+        == expected
+    )
+    table, free = (
+        fragmentation(snapshot),
+        [block[1] for block in blocks if block[3] == "inactive"],
+    )
+    assert (table["free_bytes"].sum(), table["largest_free_bytes"].max()) == (
+        sum(free),
+        max(free),
+    )
+    assert (
+        table["active_bytes"] + table["free_bytes"] == table["reserved_bytes"]
+    ).all()
     assert table["reserved_bytes"].sum() == allocator.reserved()
-    unused = [s for s in allocator.segments if all(block[3] == "inactive" for block in s["blocks"])]
-    assert table["releasable_bytes"].sum() == sum(segment["total_size"] for segment in unused)
+    unused = [
+        s
+        for s in allocator.segments
+        if all(block[3] == "inactive" for block in s["blocks"])
+    ]
+    assert table["releasable_bytes"].sum() == sum(
+        segment["total_size"] for segment in unused
+    )
 
 
-@pytest.mark.parametrize("name", ["train-torch20", "train-torch29", "record-stream", "two-devices", "oom"])
+@pytest.mark.parametrize(
+    "name", ["train-torch20", "train-torch29", "record-stream", "two-devices", "oom"]
+)
 def test_files_of_other_versions_and_devices(made, name):
     snapshot = read_snapshot(made / f"{name}.pickle")
     for device, truth in json.loads((made / f"{name}.json").read_text()).items():
@@ -121,7 +165,10 @@ def test_files_of_other_versions_and_devices(made, name):
 
 
 def test_ranks_of_a_directory_are_told_by_name_and_packed_files_too(maker, tmp_path):
-    names, packed = ["snapshot_0", "000001_step_10", "rank2_memory_snapshot"], [bytes, gzip.compress, lzma.compress]
+    names, packed = (
+        ["snapshot_0", "000001_step_10", "rank2_memory_snapshot"],
+        [bytes, gzip.compress, lzma.compress],
+    )
     for seed, (name, pack) in enumerate(zip(names, packed, strict=True)):
         maker["write"](tmp_path / ".", name, [drawn(maker, seed, events=50 + seed)[0]])
         path = tmp_path / f"{name}.pickle"
@@ -133,26 +180,51 @@ def test_ranks_of_a_directory_are_told_by_name_and_packed_files_too(maker, tmp_p
     assert snapshot.events.groupby("rank").size().to_dict() == {0: 50, 1: 51, 2: 52}
     alone = read_snapshot(tmp_path / "rank2_memory_snapshot.pickle.xz")
     assert alone.events["rank"].unique().tolist() == [2]
-    assert snapshot_peak(snapshot)["peak_bytes"].tolist()[2:] == snapshot_peak(alone)["peak_bytes"].tolist()
-    (tmp_path / "snapshot_2.pickle").write_bytes((tmp_path / "snapshot_0.pickle").read_bytes())
+    assert (
+        snapshot_peak(snapshot)["peak_bytes"].tolist()[2:]
+        == snapshot_peak(alone)["peak_bytes"].tolist()
+    )
+    (tmp_path / "snapshot_2.pickle").write_bytes(
+        (tmp_path / "snapshot_0.pickle").read_bytes()
+    )
     with pytest.raises(ValueError, match="two snapshots of rank 2"):
         read_snapshot(tmp_path)
 
 
-def test_a_bad_file_costs_its_own_rank_and_ranks_that_no_name_tells_are_said(made, tmp_path):
+def test_a_bad_file_costs_its_own_rank_and_ranks_that_no_name_tells_are_said(
+    made, tmp_path
+):
     whole, none = (made / "train.pickle").read_bytes(), pickle.dumps({"segments": [{}]})
-    for name, content in (("rank0", whole[:-200]), ("rank1", whole), ("rank2", pickle.dumps(5)), ("rank3", none)):
+    for name, content in (
+        ("rank0", whole[:-200]),
+        ("rank1", whole),
+        ("rank2", pickle.dumps(5)),
+        ("rank3", none),
+    ):
         (tmp_path / f"{name}.pickle").write_bytes(content)
     with pytest.warns(TraceWarning) as said:
         snapshot = read_snapshot(tmp_path)
-    assert list(snapshot.files) == ["1"] and snapshot.events["rank"].unique().tolist() == [1]
+    assert list(snapshot.files) == ["1"] and snapshot.events[
+        "rank"
+    ].unique().tolist() == [1]
     for warning, rank in zip(said, (0, 2, 3), strict=True):
-        assert re.fullmatch(rf".*/rank{rank}\.pickle: no .*; left out, the others were read", str(warning.message))
+        assert re.fullmatch(
+            rf".*/rank{rank}\.pickle: no .*; left out, the others were read",
+            str(warning.message),
+        )
     with pytest.raises(ValueError, match=r"rank0\.pickle: no record of plain values"):
         read_snapshot([tmp_path / "rank0.pickle", tmp_path / "rank2.pickle"])
     (tmp_path / "dump.pickle").write_bytes(whole)
-    with pytest.warns(TraceWarning, match=r"/dump\.pickle: no rank in the name: all files are numbered in their order"):
-        assert list(read_snapshot([tmp_path / "rank1.pickle", tmp_path / "dump.pickle"]).files) == ["0", "1"]
+    with pytest.warns(
+        TraceWarning,
+        match=(
+            r"/dump\.pickle: no rank in the name: all files are numbered in their "
+            r"order"
+        ),
+    ):
+        assert list(
+            read_snapshot([tmp_path / "rank1.pickle", tmp_path / "dump.pickle"]).files
+        ) == ["0", "1"]
 
 
 def test_of_two_moments_the_difference_is_what_was_allocated_between(maker, tmp_path):
@@ -162,8 +234,14 @@ def test_of_two_moments_the_difference_is_what_was_allocated_between(maker, tmp_
         allocator.alloc(5 * MIB, maker["frames"]("forward", "main"))
     maker["write"](tmp_path, "b", [allocator])
     a, b = (read_snapshot(tmp_path / f"{name}.pickle") for name in "ab")
-    differences = snapshot_diff(a, b, "phase", "end").set_index("phase")["difference_bytes"]
-    assert differences.pop("forward") == sum(snapshot_peak_end(b)) - sum(snapshot_peak_end(a)) >= 15 * MIB
+    differences = snapshot_diff(a, b, "phase", "end").set_index("phase")[
+        "difference_bytes"
+    ]
+    assert (
+        differences.pop("forward")
+        == sum(snapshot_peak_end(b)) - sum(snapshot_peak_end(a))
+        >= 15 * MIB
+    )
     assert not differences.any() and not snapshot_diff(a, a)["difference_bytes"].any()
 
 
@@ -175,16 +253,24 @@ def test_an_oom_is_full_or_fragmented(maker, made, tmp_path):
     snapshot = read_snapshot(made / "oom.pickle")
     truth = json.loads((made / "oom.json").read_text())["0"]["oom"][0]
     oom = out_of_memory(snapshot).iloc[0]
-    asked = oom[["event", "asked_bytes", "device_free_bytes", "largest_free_bytes"]].tolist()
+    asked = oom[
+        ["event", "asked_bytes", "device_free_bytes", "largest_free_bytes"]
+    ].tolist()
     assert asked == [truth["event"], truth["size"], truth["device_free"], 1904128]
-    assert oom["cause"] == "fragmented"  # 18.9 MB of the device and 1.9 MB of a small segment for 4 MB
+    assert (
+        oom["cause"] == "fragmented"
+    )  # 18.9 MB of the device and 1.9 MB of a small segment for 4 MB
     held = snapshot_held(snapshot, at="oom")["size_bytes"].sum()
     assert held == oom["active_bytes"] == levels(snapshot)["allocated"][truth["event"]]
     allocator = maker["Allocator"](30 * MIB)
     kept = allocator.alloc(15 * MIB, maker["frames"]("forward"))
-    assert kept and allocator.alloc(25 * MIB, maker["frames"]("backward", "main")) is None
+    assert (
+        kept and allocator.alloc(25 * MIB, maker["frames"]("backward", "main")) is None
+    )
     maker["write"](tmp_path, "full", [allocator])
-    assert out_of_memory(read_snapshot(tmp_path / "full.pickle"))["cause"].tolist() == ["full"]
+    assert out_of_memory(read_snapshot(tmp_path / "full.pickle"))["cause"].tolist() == [
+        "full"
+    ]
     with pytest.raises(ValueError, match="rank 0, cuda:0 did not run out of memory"):
         snapshot_held(read_snapshot(made / "train.pickle"), at="oom")
 
@@ -195,28 +281,43 @@ REAL = {"cs336-train-step": (13_628_553_216, 54_597_857_284, 54_802_667_524, 19_
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_training_step_adds_up(name):
-    """Every block at the end comes out with its size; requested bytes as an independent reading had them."""
+    """Every block at the end comes out with its size; requested bytes as an independent
+    reading had them.
+    """
     snapshot = read_snapshot(local_or_skip(f"snapshots/{name}.pickle.gz"))
     table, peak = snapshot.replays[0, 0].levels, snapshot_peak(snapshot).iloc[0]
     requested = table["requested_bytes"]
     highest = requested + table["pending_bytes"]
-    assert (requested.iloc[0], requested.iloc[-1], highest.max(), highest.argmax() - 1) == REAL[name]
+    assert (
+        requested.iloc[0],
+        requested.iloc[-1],
+        highest.max(),
+        highest.argmax() - 1,
+    ) == REAL[name]
     live = snapshot.blocks[snapshot.blocks["state"] == "active_allocated"]
-    assert peak["exact"] and table["allocated_bytes"].iloc[-1] == live["size_bytes"].sum()
+    assert (
+        peak["exact"] and table["allocated_bytes"].iloc[-1] == live["size_bytes"].sum()
+    )
     for by in ("site", "module", "phase"):
-        assert snapshot_held(snapshot, by, top=3)["size_bytes"].sum() == peak["peak_bytes"]
+        assert (
+            snapshot_held(snapshot, by, top=3)["size_bytes"].sum() == peak["peak_bytes"]
+        )
 
 
 @pytest.mark.parametrize("lost", ["free_requested", "free_completed", "alloc"])
 def test_a_history_without_some_actions_is_refused(made, tmp_path, lost):
     content = pickle.loads((made / "train.pickle").read_bytes())
-    content["device_traces"] = [[e for e in trace if e["action"] != lost] for trace in content["device_traces"]]
+    content["device_traces"] = [
+        [e for e in trace if e["action"] != lost] for trace in content["device_traces"]
+    ]
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(content))
     snapshot = read_snapshot(tmp_path / "x.pickle")
     if lost == "free_requested":  # what is free was let go then at the latest
         assert levels(snapshot)["requested"][-1] == 72_000_060
     else:
-        with pytest.raises(ValueError, match=r"rank 0, cuda:0: .*lacks actions \(skip_actions\)"):
+        with pytest.raises(
+            ValueError, match=r"rank 0, cuda:0: .*lacks actions \(skip_actions\)"
+        ):
             snapshot_peak(snapshot)
 
 
@@ -227,11 +328,28 @@ def _calls() -> dict[str, bytes]:
         "GLOBAL": b"cos\nsystem\n", "STACK_GLOBAL": b"\x8c\x02os\x8c\x06system\x93", "PERSID": b"Pos.system\n",
         "BINPERSID": b"\x8c\x09os.system\x51", "EXT1": b"\x82\xf0", "EXT2": b"\x83\xf0\0", "EXT4": b"\x84\xf0\0\0\0",
     }  # fmt: skip
-    calls = {"REDUCE": command + b"\x85R", "NEWOBJ": command + b"\x85\x81", "BUILD": b")R}b"}
-    calls |= {"NEWOBJ_EX": command + b"\x85}\x92", "memo": b"\x940" + b"h\x00" + command + b"\x85R"}
-    forms = {f"{name}-{call}": system[name] + calls[call] for name in system for call in calls}
-    forms |= {"INST": b"(" + command + b"ios\nsystem\n", "OBJ": b"(cos\nsystem\n" + command + b"o"}
-    forms |= {f"{call} of a text": b"\x8c\x02os" + calls[call] for call in ("REDUCE", "NEWOBJ", "BUILD", "NEWOBJ_EX")}
+    calls = {
+        "REDUCE": command + b"\x85R",
+        "NEWOBJ": command + b"\x85\x81",
+        "BUILD": b")R}b",
+    }
+    calls |= {
+        "NEWOBJ_EX": command + b"\x85}\x92",
+        "memo": b"\x940" + b"h\x00" + command + b"\x85R",
+    }
+    forms = {
+        f"{name}-{call}": system[name] + calls[call]
+        for name in system
+        for call in calls
+    }
+    forms |= {
+        "INST": b"(" + command + b"ios\nsystem\n",
+        "OBJ": b"(cos\nsystem\n" + command + b"o",
+    }
+    forms |= {
+        f"{call} of a text": b"\x8c\x02os" + calls[call]
+        for call in ("REDUCE", "NEWOBJ", "BUILD", "NEWOBJ_EX")
+    }
     size = struct.pack("<Q", 1 << 62)
     return forms | {
         "frame": b"\x95" + size, "text": b"\x8d" + size, "bytes": b"\x8e" + size, "bytearray": b"\x96" + size,
@@ -246,11 +364,15 @@ def _calls() -> dict[str, bytes]:
 @pytest.mark.parametrize("form", _calls())
 def test_a_pickle_that_calls_or_asks_for_too_much_is_refused(tmp_path, form, protocol):
     """Before any of its opcodes is obeyed: the memory it asks for is not taken either."""
-    copyreg._extension_cache[0xF0] = print  # what an extension would get without any import
+    copyreg._extension_cache[0xF0] = (
+        print  # what an extension would get without any import
+    )
     path = tmp_path / "hostile.pickle"
     path.write_bytes(b"\x80%c" % protocol + _calls()[form] + b".")
     try:
-        with pytest.raises(ValueError, match=r"no record of plain values|no memory snapshot") as error:
+        with pytest.raises(
+            ValueError, match=r"no record of plain values|no memory snapshot"
+        ) as error:
             read_snapshot(path)
     finally:
         copyreg.clear_extension_cache()
@@ -263,7 +385,9 @@ class _Calls:
 
 
 def _own(depth: int = 0) -> list:
-    """A list in itself, or lists that grow by a factor of ten a level when they are walked."""
+    """A list in itself, or lists that grow by a factor of ten a level when they are
+    walked.
+    """
     inner: list = []
     for _ in range(depth):
         inner = [inner] * 10
@@ -331,18 +455,29 @@ def test_the_command_says_who_holds_the_peak_and_what_has_come_since(made, capsy
     assert main(["snapshot", *paths, "--by", "phase", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     fullest = answer["summary"]["peaks"][0]
-    assert fullest["peak_bytes"] == sum(row["size_bytes"] for row in answer["rows"] if row["rank"] == 0)
-    assert [row["rank"] for row in answer["summary"]["out_of_memory"]] == [1] and len(answer["inputs"]) == 2
+    assert fullest["peak_bytes"] == sum(
+        row["size_bytes"] for row in answer["rows"] if row["rank"] == 0
+    )
+    assert [row["rank"] for row in answer["summary"]["out_of_memory"]] == [1] and len(
+        answer["inputs"]
+    ) == 2
     assert main(["snapshot", paths[0], "--beside", paths[0], "--json"]) == 0
-    assert not any(row["difference_bytes"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert not any(
+        row["difference_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]
+    )
     assert main(["snapshot", str(made / "hostile.pickle")]) == 2
 
 
-@pytest.mark.parametrize(("name", "axis"), [("train", "time [ms]"), ("train-torch20", "event")])
+@pytest.mark.parametrize(
+    ("name", "axis"), [("train", "time [ms]"), ("train-torch20", "event")]
+)
 def test_the_picture_reaches_the_peak(made, name, axis):
     snapshot = read_snapshot(made / f"{name}.pickle")
     ax = plot_memory(snapshot)
-    assert figure_data(ax)["allocated_bytes"].max() == snapshot_peak(snapshot)["peak_bytes"].item()
+    assert (
+        figure_data(ax)["allocated_bytes"].max()
+        == snapshot_peak(snapshot)["peak_bytes"].item()
+    )
     assert ax.get_xlabel() == axis
 
 
@@ -355,9 +490,14 @@ def test_bad_requests_are_said_in_one_line(made, tmp_path):
     ):
         with pytest.raises(ValueError, match=reason):
             snapshot_held(snapshot, **wrong)
-    with pytest.raises(ValueError, match=r"no memory snapshots .* in this directory; its folders step_10 have some"):
+    with pytest.raises(
+        ValueError,
+        match=r"no memory snapshots .* in this directory; its folders step_10 have some",
+    ):
         (tmp_path / "step_10").mkdir()
-        (tmp_path / "step_10" / "a.pickle").write_bytes((made / "train.pickle").read_bytes())
+        (tmp_path / "step_10" / "a.pickle").write_bytes(
+            (made / "train.pickle").read_bytes()
+        )
         read_snapshot(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_snapshot(tmp_path / "none.pickle")

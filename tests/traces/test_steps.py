@@ -11,8 +11,12 @@ HOST, GPU = -1, 7
 
 def spans(rows: list[tuple]) -> pd.DataFrame:
     """Spans of (stream, kind, name, start_ns, dur_ns, correlation) rows."""
-    table = pd.DataFrame(rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation"])
-    return table.assign(kind=pd.Categorical(table["kind"], KINDS), name=table["name"].astype("category"))
+    table = pd.DataFrame(
+        rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "correlation"]
+    )
+    return table.assign(
+        kind=pd.Categorical(table["kind"], KINDS), name=table["name"].astype("category")
+    )
 
 
 def step(name: str, start: int, dur: int, stream: int = HOST) -> tuple:
@@ -43,13 +47,18 @@ BY_STEP = [
      [-1, 4]),
     ("kernels launched before the trace are outside of its steps",
      [step("ProfilerStep#1", 0, 100), launch(50, 5), kernel(10, 3), kernel(60, 5), kernel(90, 6)], [1, -1, 1, 1]),
-    ("stream 7 drains what was left over; on stream 9, which launches nothing before, the correlation tells",
+    (("stream 7 drains what was left over; on stream 9, which launches nothing "
+        "before, the correlation tells"),
      [step("ProfilerStep#1", 0, 100), launch(5, 50), launch(6, 51), kernel(10, 50, 27), kernel(20, 60), kernel(60, 51),
       kernel(70, 3, 9), kernel(80, 61, 9)], [1, 1, 1, -1, 1, -1, 1]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "expected"), [case[1:] for case in BY_STEP], ids=[case[0] for case in BY_STEP])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [case[1:] for case in BY_STEP],
+    ids=[case[0] for case in BY_STEP],
+)
 def test_step_of_spans(rows, expected):
     table = spans(rows)
     found = assign_steps(table)
@@ -58,12 +67,21 @@ def test_step_of_spans(rows, expected):
     assert found[others].tolist() == expected
 
 
-ITERATIONS = ("iteration 12", "Iteration#12", "iter: 12", "step_12", "train_step_12", "## batch 12 ##")
+ITERATIONS = (
+    "iteration 12",
+    "Iteration#12",
+    "iter: 12",
+    "step_12",
+    "train_step_12",
+    "## batch 12 ##",
+)
 
 
 @pytest.mark.parametrize("name", [*ITERATIONS, "training step 12"])
 def test_annotations_that_look_like_an_iteration(name):
-    assert assign_steps(spans([step(name, 0, 10), launch(5, -1), launch(50, -1)])).tolist() == [12, 12, -1]
+    assert assign_steps(
+        spans([step(name, 0, 10), launch(5, -1), launch(50, -1)])
+    ).tolist() == [12, 12, -1]
 
 
 @pytest.mark.parametrize(
@@ -78,23 +96,46 @@ def test_annotations_that_look_like_an_iteration(name):
     ],
 )
 def test_batches_of_a_server_are_steps_in_their_order(name):
-    rows = [step(name, 100, 50), step(name, 0, 50), launch(10, 5), kernel(160, 5), launch(120, 6), launch(70, 7)]
+    rows = [
+        step(name, 100, 50),
+        step(name, 0, 50),
+        launch(10, 5),
+        kernel(160, 5),
+        launch(120, 6),
+        launch(70, 7),
+    ]
     assert assign_steps(spans(rows)).tolist() == [1, 0, 0, 0, 1, -1]
     inside = spans(
-        [step("execute_2_context_1(sq9)_generation_1(sq1)", 0, 50), step("step[EXTEND bs=2 toks=10]", 5, 30)]
+        [
+            step("execute_2_context_1(sq9)_generation_1(sq1)", 0, 50),
+            step("step[EXTEND bs=2 toks=10]", 5, 30),
+        ]
     )
     assert assign_steps(inside).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["forward 12", "FSDP::pre_forward (12)", "Optimizer.step#Adam.step", "steps", "batch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward 12",
+        "FSDP::pre_forward (12)",
+        "Optimizer.step#Adam.step",
+        "steps",
+        "batch",
+    ],
+)
 def test_without_steps_all_is_step_0(name):
-    assert assign_steps(spans([step(name, 0, 10), launch(5, 1), kernel(50, 1)])).tolist() == [0, 0, 0]
+    assert assign_steps(
+        spans([step(name, 0, 10), launch(5, 1), kernel(50, 1)])
+    ).tolist() == [0, 0, 0]
     assert assign_steps(spans([step(name, 0, 10)])[:0]).tolist() == []
 
 
 def hta_kept(rows: list[tuple]) -> list[int]:
     """Starts of the spans that HTA's selection keeps."""
-    table = spans(rows).assign(rank=0, step=-1, op=-1, group=None, size_bytes=float("nan"))
+    table = spans(rows).assign(
+        rank=0, step=-1, op=-1, group=None, size_bytes=float("nan")
+    )
     kept = hta_rows({0: Timeline(table, Meta(provenance={"rules": "hta"}))})[0]
     return kept.spans["start_ns"].tolist()
 
@@ -102,10 +143,19 @@ def hta_kept(rows: list[tuple]) -> list[int]:
 @pytest.mark.parametrize(
     ("rows", "dropped"),
     [
-        ([*TWO[:1], launch(1, 5), kernel(250, 5), kernel(300, 9)], []),  # one step: all stays
-        ([*TWO, launch(1, 5), kernel(150, 5)], [100]),  # the last step goes, but not what was launched before it
+        (
+            [*TWO[:1], launch(1, 5), kernel(250, 5), kernel(300, 9)],
+            [],
+        ),  # one step: all stays
+        (
+            [*TWO, launch(1, 5), kernel(150, 5)],
+            [100],
+        ),  # the last step goes, but not what was launched before it
         ([*TWO, launch(120, 5), kernel(150, 5), kernel(50, 6)], [100, 120, 150, 50]),
-        ([*TWO, kernel(50, -1), kernel(150, -1)], [100, 150]),  # without correlation: by time
+        (
+            [*TWO, kernel(50, -1), kernel(150, -1)],
+            [100, 150],
+        ),  # without correlation: by time
     ],
 )
 def test_hta_drops_the_last_of_several_steps(rows, dropped):

@@ -1,4 +1,6 @@
-"""Traces that nobody here made: every analysis runs on them, and no number is impossible."""
+"""Traces that nobody here made: every analysis runs on them, and no number is
+impossible.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,18 @@ ao/ref_ep_moe_fwd ao/syncless_ep_moe_fwd aorta/mi350.pt.trace ascend/trace_view 
 hta/cupti kineto/gpu_metrics_input kineto/nw0_1623143566756 torchrec-a2a5/45920.pt.trace
 tracelens/sglang_decode_capture tracelens/sglang_prefilldecode tracelens/vllm_decode_exec
 """
-ANALYSES = ("breakdown", "advise", "operators", "mfu", "roofline", "by_group", "steps", "modules", "kernels", "peak")
+ANALYSES = (
+    "breakdown",
+    "advise",
+    "operators",
+    "mfu",
+    "roofline",
+    "by_group",
+    "steps",
+    "modules",
+    "kernels",
+    "peak",
+)
 SHARES = ("share", "overlap", "mfu", "coverage")
 
 
@@ -24,9 +37,16 @@ def test_no_number_is_impossible(name):
         for column in table.select_dtypes("number"):
             values = table[column].dropna()
             assert np.isfinite(values).all(), (analysis, column)
-            assert column == "rank" or (values >= (-1 if column == "step" else 0)).all(), (analysis, column)
-            assert column not in SHARES or (values <= 1 + 1e-9).all(), (analysis, column)
+            assert (
+                column == "rank" or (values >= (-1 if column == "step" else 0)).all()
+            ), (analysis, column)
+            assert column not in SHARES or (values <= 1 + 1e-9).all(), (
+                analysis,
+                column,
+            )
     device = catalog.device_named(timeline.meta.device)
     on_device = tables["peak"][tables["peak"]["device"] != "cpu"]
-    limit_bytes = 1.08 * device.memory_bytes if device else np.inf  # data sheets say GB for GiB
+    limit_bytes = (
+        1.08 * device.memory_bytes if device else np.inf
+    )  # data sheets say GB for GiB
     assert (on_device["peak_bytes"] <= limit_bytes).all()

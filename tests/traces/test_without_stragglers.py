@@ -1,4 +1,6 @@
-"""Steps replayed without stragglers: closed forms, a published job, and timelines measured and simulated."""
+"""Steps replayed without stragglers: closed forms, a published job, and timelines
+measured and simulated.
+"""
 
 import json
 import re
@@ -16,18 +18,37 @@ S = 1_000_000_000
 
 
 def data_parallel(compute_s, reduce_s=0.0):
-    """Operations of dp ranks (columns) over steps (rows) that compute and then reduce and step together."""
+    """Operations of dp ranks (columns) over steps (rows) that compute and then reduce
+    and step together.
+    """
     rows = []
     for (step, dp_rank), seconds in np.ndenumerate(np.array(compute_s, dtype=float)):
         last = max(compute_s[step])
-        calls = [("grads-reduce-scatter", seconds, last + reduce_s - seconds), ("optimizer", last + reduce_s, 0.0)]
+        calls = [
+            ("grads-reduce-scatter", seconds, last + reduce_s - seconds),
+            ("optimizer", last + reduce_s, 0.0),
+        ]
         for kind, start, duration in [("forward-compute", 0.0, seconds), *calls]:
             rows.append((dp_rank, 0, dp_rank, step, kind, start, duration, 0))
-    return pd.DataFrame(rows, columns=["dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id"])
+    return pd.DataFrame(
+        rows,
+        columns=[
+            "dp_rank",
+            "stage",
+            "rank",
+            "step",
+            "optype",
+            "start_ts",
+            "duration",
+            "seq_id",
+        ],
+    )
 
 
 def pipeline(forward_s, backward_s, micro_batches):
-    """Operations of a pipeline that runs all forward passes, then all backward ones; messages take no time."""
+    """Operations of a pipeline that runs all forward passes, then all backward ones;
+    messages take no time.
+    """
     stages, rows, ends = len(forward_s), [], {}
     for way, times in (("forward", forward_s), ("backward", backward_s)):
         order = range(stages) if way == "forward" else range(stages)[::-1]
@@ -37,10 +58,15 @@ def pipeline(forward_s, backward_s, micro_batches):
             start = max(arrived, ends.get(stage, 0.0))
             ends[stage] = ends[way, stage, k] = start + times[stage]
             if 0 <= before < stages:
-                rows += [(before, f"{way}-send", arrived, 0.0, k), (stage, f"{way}-recv", arrived, 0.0, k)]
+                rows += [
+                    (before, f"{way}-send", arrived, 0.0, k),
+                    (stage, f"{way}-recv", arrived, 0.0, k),
+                ]
             rows.append((stage, f"{way}-compute", start, times[stage], k))
     rows += [(stage, "optimizer", ends[stage], 0.0, 0) for stage in range(stages)]
-    frame = pd.DataFrame(rows, columns=["stage", "optype", "start_ts", "duration", "seq_id"])
+    frame = pd.DataFrame(
+        rows, columns=["stage", "optype", "start_ts", "duration", "seq_id"]
+    )
     return frame.assign(dp_rank=0, rank=frame["stage"], step=0)
 
 
@@ -48,31 +74,45 @@ def pipeline(forward_s, backward_s, micro_batches):
 def test_one_slow_rank(ranks, factor):
     answer = what_if_no_stragglers(data_parallel([[1.0] * (ranks - 1) + [factor]]))
     assert pytest.approx(ranks * factor / (ranks - 1 + factor)) == answer.S
-    assert answer.by_dp[ranks - 1] == pytest.approx(answer.S) and answer.by_dp[0] == pytest.approx(1)
+    assert answer.by_dp[ranks - 1] == pytest.approx(answer.S) and answer.by_dp[
+        0
+    ] == pytest.approx(1)
     assert answer.by_rank.idxmax() == ranks - 1 and np.isnan(answer.M_S)
     assert pytest.approx(1) == answer.M_W
 
 
 def test_one_slow_rank_before_a_reduction():
     answer = what_if_no_stragglers(data_parallel([[2.0] * 7 + [4.0]], reduce_s=0.75))
-    assert answer.S == pytest.approx((2 * 2 + 0.75) / (2 * 9 / 8 + 0.75)) == pytest.approx(1.583333, abs=1e-6)
+    assert (
+        answer.S
+        == pytest.approx((2 * 2 + 0.75) / (2 * 9 / 8 + 0.75))
+        == pytest.approx(1.583333, abs=1e-6)
+    )
     assert answer.replay_gap == pytest.approx(1)
 
 
 def test_a_culprit_that_changes_halves_the_share_of_the_worst():
     answer = what_if_no_stragglers(data_parallel([[2.0, 1.0], [1.0, 2.0]]))
-    assert (answer.S, *answer.by_dp, answer.M_W) == pytest.approx((4 / 3, 7 / 6, 7 / 6, 0.5))
+    assert (answer.S, *answer.by_dp, answer.M_W) == pytest.approx(
+        (4 / 3, 7 / 6, 7 / 6, 0.5)
+    )
 
 
 def test_three_equally_slow_of_forty():
     answer = what_if_no_stragglers(data_parallel([[3.0] * 3 + [1.0] * 37]))
-    assert (answer.S, answer.M_W, answer.M_W_add) == pytest.approx((2.608696, 0, 1), abs=1e-6)
+    assert (answer.S, answer.M_W, answer.M_W_add) == pytest.approx(
+        (2.608696, 0, 1), abs=1e-6
+    )
 
 
 def test_a_slow_last_stage():
-    """T_replay = (p-1)(f0+b0) + M(f1+b1), the ideal (M+p-1) times the mean; repairing it gives back M / (M-1)."""
+    """T_replay = (p-1)(f0+b0) + M(f1+b1), the ideal (M+p-1) times the mean; repairing
+    it gives back M / (M-1).
+    """
     answer = what_if_no_stragglers(pipeline([1, 1, 1, 1.6], [2, 2, 2, 3.0], 4))
-    assert (answer.T_replay, answer.T_ideal, answer.M_S) == pytest.approx((27.4, 23.8, 4 / 3))
+    assert (answer.T_replay, answer.T_ideal, answer.M_S) == pytest.approx(
+        (27.4, 23.8, 4 / 3)
+    )
 
 
 def test_one_rank_and_equal_ranks_have_no_stragglers():
@@ -84,33 +124,61 @@ def test_one_rank_and_equal_ranks_have_no_stragglers():
 def test_scale_names_and_order_of_rows_change_nothing():
     ops = data_parallel([[1.0, 1.2, 2.0], [1.5, 1.0, 1.0]], reduce_s=0.5)
     before, factor = what_if_no_stragglers(ops), 7.0
-    scaled = ops.assign(start_ts=ops["start_ts"] * factor, duration=ops["duration"] * factor)
+    scaled = ops.assign(
+        start_ts=ops["start_ts"] * factor, duration=ops["duration"] * factor
+    )
     turned = ops.assign(dp_rank=2 - ops["dp_rank"]).sample(frac=1, random_state=0)
     assert pytest.approx(before.S) == what_if_no_stragglers(scaled).S
     after = what_if_no_stragglers(turned)
-    assert pytest.approx(before.S) == after.S and after.by_dp.tolist() == pytest.approx(before.by_dp.tolist()[::-1])
+    assert pytest.approx(before.S) == after.S and after.by_dp.tolist() == pytest.approx(
+        before.by_dp.tolist()[::-1]
+    )
 
 
 def test_steps_that_lack_operations_are_left_out():
     ops = data_parallel([[1.0, 2.0]] * 3)
-    answer = what_if_no_stragglers(ops.drop(ops.index[(ops["step"] == 1) & (ops["dp_rank"] == 1)]))
+    answer = what_if_no_stragglers(
+        ops.drop(ops.index[(ops["step"] == 1) & (ops["dp_rank"] == 1)])
+    )
     assert answer.steps_dropped == 1 and answer.by_step["step"].tolist() == [0, 2]
 
 
 def published():
     folder = local_or_skip("stragglers")
     answers = json.loads((folder / "answers-ST.json").read_text())
-    return pd.read_parquet(folder / "trace-ST.parquet"), answers, pd.read_csv(folder / "ideal-ST.csv")
+    return (
+        pd.read_parquet(folder / "trace-ST.parquet"),
+        answers,
+        pd.read_csv(folder / "ideal-ST.csv"),
+    )
 
 
 def test_the_published_job():
-    """All published numbers of one job of the OSDI 2025 artifact, which were computed in float32, to 1e-6."""
+    """All published numbers of one job of the OSDI 2025 artifact, which were computed
+    in float32, to 1e-6.
+    """
     ops, theirs, _ = published()
     ours = what_if_no_stragglers(ops)
-    for name in ("S", "M_S", "M_W", "M_S_add", "M_W_add", "T_measured", "T_replay", "T_ideal", "replay_gap"):
+    for name in (
+        "S",
+        "M_S",
+        "M_W",
+        "M_S_add",
+        "M_W_add",
+        "T_measured",
+        "T_replay",
+        "T_ideal",
+        "replay_gap",
+    ):
         assert getattr(ours, name) == pytest.approx(theirs[name], abs=1e-6), name
-    for own, name in ((ours.by_kind, "S_op"), (ours.by_stage, "S_stage"), (ours.by_dp, "S_dp")):
-        assert {str(key): value for key, value in own.items()} == pytest.approx(theirs[name], abs=1e-6)
+    for own, name in (
+        (ours.by_kind, "S_op"),
+        (ours.by_stage, "S_stage"),
+        (ours.by_dp, "S_dp"),
+    ):
+        assert {str(key): value for key, value in own.items()} == pytest.approx(
+            theirs[name], abs=1e-6
+        )
     steps = ours.by_step.set_index("step").loc[theirs["per_step"]["step"]]
     for own, name in (("measured_s", "measured"), ("replay_s", "replay"), ("S", "S")):
         assert steps[own].tolist() == pytest.approx(theirs["per_step"][name], abs=1e-6)
@@ -125,10 +193,21 @@ def test_the_published_job_by_its_times_alone():
     both = kinds.str.replace("-send|-recv", "", regex=True)
     stage = ops["stage"] + kinds.eq("forward-send") - kinds.eq("backward-send")
     alone = compute | kinds.eq("layernorm-grads-all-reduce")
-    everyone, ends = kinds.eq("optimizer-clip-main-grad"), kinds.eq("embedding-grads-all-reduce")
+    everyone, ends = (
+        kinds.eq("optimizer-clip-main-grad"),
+        kinds.eq("embedding-grads-all-reduce"),
+    )
     where = [ops["step"], both, stage.mask(everyone | ends, -1), ops["seq_id"]]
-    where.append(ops["dp_rank"].mask(everyone | kinds.isin(("params-all-gather", "grads-reduce-scatter")), -1))
-    seen = ops.assign(stream=kinds.mask(compute, "").astype("category").cat.codes, is_call=~compute, like=0)
+    where.append(
+        ops["dp_rank"].mask(
+            everyone | kinds.isin(("params-all-gather", "grads-reduce-scatter")), -1
+        )
+    )
+    seen = ops.assign(
+        stream=kinds.mask(compute, "").astype("category").cat.codes,
+        is_call=~compute,
+        like=0,
+    )
     seen["call"] = ops.groupby(where, sort=False).ngroup().mask(alone, -1)
     assert pytest.approx(theirs["S"], rel=0.012) == what_if_no_stragglers(seen).S
 
@@ -142,7 +221,12 @@ def test_the_published_job_by_its_times_alone():
         (lambda ops: ops.assign(optype="sleep"), "'sleep' are not known"),
         (lambda ops: pd.concat([ops, ops]), "stands in two rows"),
         (lambda ops: ops.assign(duration=-1.0), "negative duration"),
-        (lambda ops: ops.assign(optype=ops["optype"].replace("optimizer", "forward-send")), "no receive"),
+        (
+            lambda ops: ops.assign(
+                optype=ops["optype"].replace("optimizer", "forward-send")
+            ),
+            "no receive",
+        ),
     ],
 )
 def test_operations_that_cannot_be_replayed(change, says):
@@ -159,34 +243,59 @@ def meeting_timeline(compute_ns, reduce_ns):
             end = zero + max(compute_ns) + reduce_ns
             rows.append((rank, 7, "compute", "gemm", zero, own, -1, step))
             rows.append(
-                (rank, 20, "comm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", zero + own, end - zero - own, -1, step)
+                (
+                    rank,
+                    20,
+                    "comm",
+                    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+                    zero + own,
+                    end - zero - own,
+                    -1,
+                    step,
+                )
             )
     return make_timeline(rows, device="H100")
 
 
 def test_a_measured_timeline_with_a_slow_rank():
-    answer = what_if_no_stragglers(meeting_timeline([2 * S, 2 * S, 2 * S, 4 * S], 3 * S // 4))
-    assert pytest.approx((4 + 0.75) / (10 / 4 + 0.75)) == answer.S and answer.by_rank.idxmax() == 3
+    answer = what_if_no_stragglers(
+        meeting_timeline([2 * S, 2 * S, 2 * S, 4 * S], 3 * S // 4)
+    )
+    assert (
+        pytest.approx((4 + 0.75) / (10 / 4 + 0.75)) == answer.S
+        and answer.by_rank.idxmax() == 3
+    )
     assert answer.by_kind.idxmax() == "compute" and pytest.approx(1) == answer.M_W
 
 
 def test_measured_timelines_of_this_project():
     for name in ("gpt-ddp", "gpt-fsdp"):
         answer = what_if_no_stragglers(operations(mm.read_trace(mm.dataset(name))))
-        assert 0.9 < answer.S < 1.5 and answer.replay_gap > 1 and len(answer.by_rank) == 2
+        assert (
+            0.9 < answer.S < 1.5 and answer.replay_gap > 1 and len(answer.by_rank) == 2
+        )
 
 
 @pytest.mark.parametrize(
-    ("plan", "even"), [("dp8.z1", True), ("dp2.tp4", True), ("tp2.pp4", False), ("dp2.pp4", False)]
+    ("plan", "even"),
+    [("dp8.z1", True), ("dp2.tp4", True), ("tp2.pp4", False), ("dp2.pp4", False)],
 )
 def test_simulated_steps_lose_what_their_stages_differ_by(plan, even):
-    timeline = mm.simulate("llama2-7b", "dgx-h100", plan, global_batch=16, sequence=2048)
+    timeline = mm.simulate(
+        "llama2-7b", "dgx-h100", plan, global_batch=16, sequence=2048
+    )
     ops = operations(timeline)
     answer = what_if_no_stragglers(ops)
     assert pytest.approx(1, abs=1e-9) == answer.S if even else answer.S > 1.005
     if not even:  # the last stage holds the head
-        assert ops["stage"].nunique() == 4 and answer.by_stage.idxmax() == 3 and answer.M_S > 0.9
-        assert (ops[ops["optype"] == "forward-compute"].groupby("rank").size() > 1).all()
+        assert (
+            ops["stage"].nunique() == 4
+            and answer.by_stage.idxmax() == 3
+            and answer.M_S > 0.9
+        )
+        assert (
+            ops[ops["optype"] == "forward-compute"].groupby("rank").size() > 1
+        ).all()
 
 
 def test_a_timeline_without_steps_has_nothing_to_replay():

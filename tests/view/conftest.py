@@ -4,14 +4,28 @@ import shutil
 
 import pytest
 
-QUIET = ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-sync")
+QUIET = (
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-sync",
+)
 
 
 @pytest.fixture(scope="module")
 def chromium():
     """A browser with nothing in it; skips where there is none."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra browser)")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra browser)"
+    )
+    path = next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+        ),
+        None,
+    )
     if path is None:
         pytest.skip("no chromium here (Debian: apt-get install chromium)")
     arguments = [f"--{option}" for option in (*QUIET, "disable-component-update")]

@@ -19,19 +19,69 @@ from madmax_lib.traces import gate, stragglers
 from madmax_lib.view.commands import trace as trace_commands
 from madmax_lib.view.commands.answers import Answer, envelope, tokens
 
-KEYS = ["schema", "command", "version", "status", "error", "inputs", "summary", "rows", "left_out", "warnings"]
+KEYS = [
+    "schema",
+    "command",
+    "version",
+    "status",
+    "error",
+    "inputs",
+    "summary",
+    "rows",
+    "left_out",
+    "warnings",
+]
 STEP = ["llama3-8b", "dgx-h100", "--global-batch", "64"]
 COMMANDS = [
     (["breakdown", "DDP"], lambda t: mm.breakdown(t), 0),
     (["stragglers", "DDP"], lambda t: stragglers(t), 0),
-    (["compare", "DDP", "FSDP"], lambda t: mm.compare(t, mm.read_trace(dataset("gpt-fsdp"))), 0),
-    (["estimate", *STEP, "dp8.z3", "dp8"], lambda _: mm.estimate(*STEP[:2], ["dp8.z3", "dp8"], global_batch=64), 0),
-    (["fits", *STEP, "dp8"], lambda _: mm.fits(*STEP[:2], "dp8", global_batch=64).table, 1),
-    (["fits", *STEP, "dp8.z3"], lambda _: mm.fits(*STEP[:2], "dp8.z3", global_batch=64).table, 0),
-    (["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--top", "3"], None, 0),
+    (
+        ["compare", "DDP", "FSDP"],
+        lambda t: mm.compare(t, mm.read_trace(dataset("gpt-fsdp"))),
+        0,
+    ),
+    (
+        ["estimate", *STEP, "dp8.z3", "dp8"],
+        lambda _: mm.estimate(*STEP[:2], ["dp8.z3", "dp8"], global_batch=64),
+        0,
+    ),
+    (
+        ["fits", *STEP, "dp8"],
+        lambda _: mm.fits(*STEP[:2], "dp8", global_batch=64).table,
+        1,
+    ),
+    (
+        ["fits", *STEP, "dp8.z3"],
+        lambda _: mm.fits(*STEP[:2], "dp8.z3", global_batch=64).table,
+        0,
+    ),
+    (
+        [
+            "search",
+            "gpt2",
+            "kaggle-2xt4",
+            "--global-batch",
+            "8",
+            "--dtype",
+            "fp16",
+            "--top",
+            "3",
+        ],
+        None,
+        0,
+    ),
 ]
 
-RUN = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--plan", "dp8.z3.full", "--global-batch", "32"]
+RUN = [
+    "--model",
+    "llama3-8b",
+    "--cluster",
+    "dgx-h100",
+    "--plan",
+    "dp8.z3.full",
+    "--global-batch",
+    "32",
+]
 EXPECTED = [
     (["--step-s", "5"], "fine", 0),
     (["--tokens-per-s", "16000"], "slow", 1),
@@ -41,24 +91,44 @@ EXPECTED = [
 
 
 def answered(capsys, *arguments):
-    status = main([str({"DDP": dataset("gpt-ddp"), "FSDP": dataset("gpt-fsdp")}.get(a, a)) for a in arguments])
+    status = main(
+        [
+            str({"DDP": dataset("gpt-ddp"), "FSDP": dataset("gpt-fsdp")}.get(a, a))
+            for a in arguments
+        ]
+    )
     return status, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "call", "status"), COMMANDS, ids=lambda a: " ".join(a) if type(a) is list else ""
+    ("arguments", "call", "status"),
+    COMMANDS,
+    ids=lambda a: " ".join(a) if type(a) is list else "",
 )
 def test_a_command_says_what_its_call_says(capsys, arguments, call, status):
     said, text = answered(capsys, *arguments, "--json")
     answer = json.loads(text)
-    assert list(answer) == KEYS and said == answer["status"] == status and answer["error"] is None
-    assert answer["command"] == arguments[0] and answer["rows"] and not any(answer["left_out"].values())
-    assert all({"name", "sha256"} == set(one) for one in answer["inputs"]) and answer["inputs"]
+    assert (
+        list(answer) == KEYS
+        and said == answer["status"] == status
+        and answer["error"] is None
+    )
+    assert (
+        answer["command"] == arguments[0]
+        and answer["rows"]
+        and not any(answer["left_out"].values())
+    )
+    assert (
+        all({"name", "sha256"} == set(one) for one in answer["inputs"])
+        and answer["inputs"]
+    )
     if call is not None:
         table = call(mm.read_trace(dataset("gpt-ddp")))
         assert len(table) == len(answer["rows"])
         for name in table.columns:
-            values = [math.nan if row[name] is None else row[name] for row in answer["rows"]]
+            values = [
+                math.nan if row[name] is None else row[name] for row in answer["rows"]
+            ]
             if table[name].dtype.kind in "if":
                 np.testing.assert_allclose(values, table[name], rtol=1e-5, atol=1e-30)
             else:
@@ -66,59 +136,125 @@ def test_a_command_says_what_its_call_says(capsys, arguments, call, status):
 
 
 @pytest.mark.parametrize(
-    ("measured", "verdict", "status"), EXPECTED, ids=lambda a: "".join(a) if type(a) is list else ""
+    ("measured", "verdict", "status"),
+    EXPECTED,
+    ids=lambda a: "".join(a) if type(a) is list else "",
 )
 def test_a_verdict_is_the_exit_status(capsys, measured, verdict, status):
     said, text = answered(capsys, "expect", *RUN, *measured, "--json")
     answer = json.loads(text)
-    assert said == answer["status"] == status and answer["summary"]["verdict"] == verdict
-    assert len(answer["summary"]["nearest"]) == 3 and not any(answer["left_out"].values())
-    assert answered(capsys, "expect", *RUN, *measured)[1].startswith(f"verdict: {verdict}\n")
+    assert (
+        said == answer["status"] == status and answer["summary"]["verdict"] == verdict
+    )
+    assert len(answer["summary"]["nearest"]) == 3 and not any(
+        answer["left_out"].values()
+    )
+    assert answered(capsys, "expect", *RUN, *measured)[1].startswith(
+        f"verdict: {verdict}\n"
+    )
 
 
 def test_a_trace_stands_for_the_number(capsys, tmp_path):
-    mm.export_trace(mm.simulate("gpt2", "dgx-a100", "dp8", global_batch=64), tmp_path / "trace")
-    run = ["--model", "gpt2", "--cluster", "dgx-a100", "--plan", "dp8", "--global-batch", "64"]
-    said, text = answered(capsys, "expect", *run, "--trace", str(tmp_path / "trace"), "--json")
+    mm.export_trace(
+        mm.simulate("gpt2", "dgx-a100", "dp8", global_batch=64), tmp_path / "trace"
+    )
+    run = [
+        "--model",
+        "gpt2",
+        "--cluster",
+        "dgx-a100",
+        "--plan",
+        "dp8",
+        "--global-batch",
+        "64",
+    ]
+    said, text = answered(
+        capsys, "expect", *run, "--trace", str(tmp_path / "trace"), "--json"
+    )
     answer = json.loads(text)
-    assert said == 0 and answer["summary"]["verdict"] == "fine" and len(answer["inputs"]) > 2
-    assert {row["part"] for row in answer["rows"]} >= {"attention", "communication", "waiting"}
+    assert (
+        said == 0
+        and answer["summary"]["verdict"] == "fine"
+        and len(answer["inputs"]) > 2
+    )
+    assert {row["part"] for row in answer["rows"]} >= {
+        "attention",
+        "communication",
+        "waiting",
+    }
     assert all(row["measured_s"] >= 0 for row in answer["rows"])
 
 
 def test_formats_have_the_same_rows(capsys):
     rows = json.loads(answered(capsys, "breakdown", "DDP", "--json")[1])["rows"]
-    table = list(csv.DictReader(io.StringIO(answered(capsys, "breakdown", "DDP", "--csv")[1])))
-    assert [float(f"{float(row['comm_s']):.6g}") for row in table] == [row["comm_s"] for row in rows]
-    text, markdown = (answered(capsys, "breakdown", "DDP", *kind)[1] for kind in ([], ["--markdown"]))
-    assert text.splitlines()[-1].split() == [cell.strip() for cell in markdown.splitlines()[-1].split("|")[1:-1]]
+    table = list(
+        csv.DictReader(io.StringIO(answered(capsys, "breakdown", "DDP", "--csv")[1]))
+    )
+    assert [float(f"{float(row['comm_s']):.6g}") for row in table] == [
+        row["comm_s"] for row in rows
+    ]
+    text, markdown = (
+        answered(capsys, "breakdown", "DDP", *kind)[1] for kind in ([], ["--markdown"])
+    )
+    assert text.splitlines()[-1].split() == [
+        cell.strip() for cell in markdown.splitlines()[-1].split("|")[1:-1]
+    ]
     assert "| ---: |" in markdown and "ranks: 2" in text and "- ranks: 2" in markdown
-    assert answered(capsys, "estimate", *STEP, "dp8.z3", "dp8")[1].startswith("fits: False: dp8 needs 243 GB of 85 GB")
+    assert answered(capsys, "estimate", *STEP, "dp8.z3", "dp8")[1].startswith(
+        "fits: False: dp8 needs 243 GB of 85 GB"
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_an_envelope_is_short_and_says_what_it_leaves_out(seed):
     draw = np.random.default_rng(seed)
     count, files = int(draw.integers(1, 3000)), int(draw.integers(0, 600))
-    rows = {"name": ["kernel<" + "x" * int(n) for n in draw.integers(0, 5000, count)], "total_s": draw.random(count)}
-    digests = {str(rank): {"name": f"rank{rank}.json", "sha256": draw.bytes(32).hex()} for rank in range(files)}
-    answer = Answer(with_origin(pd.DataFrame(rows), {"files": digests}), {"ranks": files})
+    rows = {
+        "name": ["kernel<" + "x" * int(n) for n in draw.integers(0, 5000, count)],
+        "total_s": draw.random(count),
+    }
+    digests = {
+        str(rank): {"name": f"rank{rank}.json", "sha256": draw.bytes(32).hex()}
+        for rank in range(files)
+    }
+    answer = Answer(
+        with_origin(pd.DataFrame(rows), {"files": digests}), {"ranks": files}
+    )
     caught = ["lost"] * int(draw.integers(0, 500))
-    short, whole = (envelope("x", answer, caught, whole=whole) for whole in (False, True))
+    short, whole = (
+        envelope("x", answer, caught, whole=whole) for whole in (False, True)
+    )
     assert tokens(short) <= 2000
     short, whole = json.loads(short), json.loads(whole)
-    assert not any(whole["left_out"].values()) and [row["name"] for row in whole["rows"]] == rows["name"]
+    assert (
+        not any(whole["left_out"].values())
+        and [row["name"] for row in whole["rows"]] == rows["name"]
+    )
     for name, left_out in short["left_out"].items():
         assert len(short[name]) + left_out == len(whole[name])
     assert len(short["rows"]) > 10 or not short["left_out"]["rows"]
 
 
 def test_what_is_not_finite_is_null_and_text_is_json():
-    odd = {"a": [math.nan, math.inf, 1 / 3], "b": ['"|\n', None, "µ"], "c": [True, False, True], "d": [1, 2**60, -1]}
-    answer = json.loads(envelope("x", Answer(pd.DataFrame(odd), {"none": math.nan, "one": np.float32(1)})))
+    odd = {
+        "a": [math.nan, math.inf, 1 / 3],
+        "b": ['"|\n', None, "µ"],
+        "c": [True, False, True],
+        "d": [1, 2**60, -1],
+    }
+    answer = json.loads(
+        envelope(
+            "x", Answer(pd.DataFrame(odd), {"none": math.nan, "one": np.float32(1)})
+        )
+    )
     assert [row["a"] for row in answer["rows"]] == [None, None, 0.333333]
-    assert [row["c"] for row in answer["rows"]] == [True, False, True] and answer["rows"][1]["d"] == 2**60
-    assert answer["rows"][0]["b"] == '"|\n' and answer["summary"] == {"none": None, "one": 1}
+    assert [row["c"] for row in answer["rows"]] == [True, False, True] and answer[
+        "rows"
+    ][1]["d"] == 2**60
+    assert answer["rows"][0]["b"] == '"|\n' and answer["summary"] == {
+        "none": None,
+        "one": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -126,13 +262,23 @@ def test_what_is_not_finite_is_null_and_text_is_json():
     [
         (["breakdown", "/no/such"], "no such file"),
         (["compare", "DDP"], "compare needs two"),
-        (["compare", "main", "DDP"], "main: no such file or directory, and no baseline of this name in .madmax (none)"),
+        (
+            ["compare", "main", "DDP"],
+            "main: no such file or directory, and no baseline of this name in "
+            ".madmax (none)",
+        ),
         (
             ["compare", "DDP", "DDP", "--gate", "3%"],
             "2 steps that are neither warm-up nor cut, a gate needs 4; record 6 ",
         ),
-        (["compare", "DDP", "DDP", "--gate", "0"], "threshold=0.0 is not a share above 0"),
-        (["compare", "DDP", "--save-baseline", "../main"], "a name has letters, digits, dots and dashes"),
+        (
+            ["compare", "DDP", "DDP", "--gate", "0"],
+            "threshold=0.0 is not a share above 0",
+        ),
+        (
+            ["compare", "DDP", "--save-baseline", "../main"],
+            "a name has letters, digits, dots and dashes",
+        ),
         (["estimate", "llama3-8b", "dgx-h100", "--global-batch", "64", "dp3"], "dp"),
         (["expect", *RUN], "got none"),
         (["expect", *RUN, "--step-s", "1", "--nodes", "3"], "devices=8"),
@@ -140,9 +286,17 @@ def test_what_is_not_finite_is_null_and_text_is_json():
         (["search", "llama9", "dgx-h100", "--global-batch", "64"], "llama9"),
     ],
 )
-def test_bad_input_is_an_envelope_too(capsys, tmp_path, monkeypatch, arguments, message):
+def test_bad_input_is_an_envelope_too(
+    capsys, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    assert main([str(dataset("gpt-ddp")) if a == "DDP" else a for a in arguments] + ["--json"]) == 2
+    assert (
+        main(
+            [str(dataset("gpt-ddp")) if a == "DDP" else a for a in arguments]
+            + ["--json"]
+        )
+        == 2
+    )
     said = capsys.readouterr()
     answer = json.loads(said.out)
     assert list(answer) == KEYS and answer["status"] == 2 and answer["rows"] == []
@@ -154,48 +308,109 @@ def test_a_command_line_that_is_not_understood_is_an_envelope_too(capsys):
         main(["compare", "a", "b", "--gate", "abc", "--json"])
     said = capsys.readouterr()
     answer = json.loads(said.out)
-    assert list(answer) == KEYS and answer["command"] == "compare" and answer["status"] == ended.value.code == 2
-    assert "'abc' is not a share" in answer["error"] and said.err == f"madmax compare: {answer['error']}\n"
+    assert (
+        list(answer) == KEYS
+        and answer["command"] == "compare"
+        and answer["status"] == ended.value.code == 2
+    )
+    assert (
+        "'abc' is not a share" in answer["error"]
+        and said.err == f"madmax compare: {answer['error']}\n"
+    )
 
 
 @pytest.mark.parametrize(("gap", "speaks"), [(0, True), (3000, False)])
-def test_stragglers_and_report_count_the_same_calls(capsys, tmp_path, monkeypatch, gap, speaks):
-    """Rank 1 is late by 500 ns in three steps; the first, in which rank 0 is, is warm-up. Gaps leave no slowdown."""
+def test_stragglers_and_report_count_the_same_calls(
+    capsys, tmp_path, monkeypatch, gap, speaks
+):
+    """Rank 1 is late by 500 ns in three steps; the first, in which rank 0 is, is
+    warm-up. Gaps leave no slowdown.
+    """
     rows, steps = [], []
     for step, late in enumerate(((2500, 0), (0, 500), (0, 500), (0, 500))):
         for rank in (0, 1):
             start = 10_000 * (step + (step > 0) * 10)
             end = start + 1000 + late[rank]
-            rows += [(rank, -1, "annotation", f"ProfilerStep#{step}", start, 90_000 if step == 0 else 8000)]
+            rows += [
+                (
+                    rank,
+                    -1,
+                    "annotation",
+                    f"ProfilerStep#{step}",
+                    start,
+                    90_000 if step == 0 else 8000,
+                )
+            ]
             rows += [(rank, 7, "compute", "gemm", start, end - start)]
-            rows += [(rank, 20, "comm", "ncclDevKernel_AllReduce", end, start + 5000 - end)]
+            rows += [
+                (rank, 20, "comm", "ncclDevKernel_AllReduce", end, start + 5000 - end)
+            ]
             rows += [(rank, 7, "compute", "adam", start + 5000 + gap, 1000)]
             steps += [step] * 4
     timeline = with_columns(make_timeline(rows), step=steps)
     monkeypatch.setattr(trace_commands, "read", lambda paths: timeline)
     monkeypatch.chdir(tmp_path)
-    found = [json.loads(answered(capsys, command, "DIR", "--json")[1]) for command in ("stragglers", "report")]
+    found = [
+        json.loads(answered(capsys, command, "DIR", "--json")[1])
+        for command in ("stragglers", "report")
+    ]
     summary, page = found[0]["summary"], (tmp_path / "report.html").read_text()
-    assert summary["not_counted"] == ["step 0"] and (summary["slowdown"] is not None) == speaks
-    assert ("go by cost_s" in summary.get("note", "")) != speaks and ("slowdown" in found[0]["rows"][0]) == speaks
+    assert (
+        summary["not_counted"] == ["step 0"]
+        and (summary["slowdown"] is not None) == speaks
+    )
+    assert ("go by cost_s" in summary.get("note", "")) != speaks and (
+        "slowdown" in found[0]["rows"][0]
+    ) == speaks
     first = found[0]["rows"][0]
-    assert (first["rank"], first["last"], first["calls"]) == (1, 3, 3) and "last in 3 of 3 calls" in page
-    assert {row["where"]: row["cause"] for row in found[1]["summary"]["advice"]}["rank 1"] == "straggler rank"
-    assert "in steps that are warm-up or cut (0)" in page and sum(row["total_s"] for row in found[1]["rows"]) < 1e-4
+    assert (first["rank"], first["last"], first["calls"]) == (
+        1,
+        3,
+        3,
+    ) and "last in 3 of 3 calls" in page
+    assert {row["where"]: row["cause"] for row in found[1]["summary"]["advice"]}[
+        "rank 1"
+    ] == "straggler rank"
+    assert (
+        "in steps that are warm-up or cut (0)" in page
+        and sum(row["total_s"] for row in found[1]["rows"]) < 1e-4
+    )
 
 
 def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):
-    words = ["search", "gpt2", "kaggle-2xt4", "--global-batch", "8", "--dtype", "fp16", "--json", "-o"]
-    assert main([*words, str(tmp_path / "new" / "train.txt")]) == 0  # folders are made, as by every -o
+    words = [
+        "search",
+        "gpt2",
+        "kaggle-2xt4",
+        "--global-batch",
+        "8",
+        "--dtype",
+        "fp16",
+        "--json",
+        "-o",
+    ]
+    assert (
+        main([*words, str(tmp_path / "new" / "train.txt")]) == 0
+    )  # folders are made, as by every -o
     best = json.loads(capsys.readouterr().out)["summary"]["best"]
-    assert str(plan_flags.read(tmp_path / "new" / "train.txt", world_size=2, layers=12).plan) == best
+    assert (
+        str(
+            plan_flags.read(
+                tmp_path / "new" / "train.txt", world_size=2, layers=12
+            ).plan
+        )
+        == best
+    )
     assert main([*words, str(tmp_path)]) == 2
 
 
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_in_the_envelope(tmp_path, capsys):
     trace = tmp_path / "trace.json"
-    trace.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": 1, "tid": 7}]}')
+    trace.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": '
+        '1, "tid": 7}]}'
+    )
     assert main(["breakdown", str(trace), "--json"]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert "taken as rank 0" in warning
@@ -203,23 +418,46 @@ def test_warnings_are_in_the_envelope(tmp_path, capsys):
 
 def test_a_report_says_where_its_page_is(tmp_path, capsys):
     page = tmp_path / "new" / "page.html"
-    status, text = answered(capsys, "report", str(PROJECT / "traces" / "gpt-ddp"), "-o", str(page), "--json")
+    status, text = answered(
+        capsys, "report", str(PROJECT / "traces" / "gpt-ddp"), "-o", str(page), "--json"
+    )
     answer = json.loads(text)
-    assert status == 0 and answer["summary"]["page"] == str(page) and page.exists() and len(answer["rows"]) == 2
+    assert (
+        status == 0
+        and answer["summary"]["page"] == str(page)
+        and page.exists()
+        and len(answer["rows"]) == 2
+    )
 
 
 def test_a_gate_fails_where_a_baseline_is_faster(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before, after = (str(dataset(name)) for name in ("gpt-before", "gpt-after"))
-    assert main(["compare", before, "--save-baseline", "main"]) == 0 and "000.parquet" in capsys.readouterr().out
+    assert (
+        main(["compare", before, "--save-baseline", "main"]) == 0
+        and "000.parquet" in capsys.readouterr().out
+    )
     found = {}
     for other, status in ((before, 0), (after, 1)):
-        said, text = answered(capsys, "compare", "main", other, "--gate", "3%", "--json")
-        found[other], expected = json.loads(text), gate(mm.read_trace(before), mm.read_trace(other))
-        assert said == status == found[other]["status"] and found[other]["summary"]["passed"] == (not status)
-        assert [row["verdict"] for row in found[other]["rows"]] == list(expected.table["verdict"])
-        assert [row["ratio"] for row in found[other]["rows"]] == pytest.approx(list(expected.table["ratio"]), rel=1e-5)
+        said, text = answered(
+            capsys, "compare", "main", other, "--gate", "3%", "--json"
+        )
+        found[other], expected = (
+            json.loads(text),
+            gate(mm.read_trace(before), mm.read_trace(other)),
+        )
+        assert said == status == found[other]["status"] and found[other]["summary"][
+            "passed"
+        ] == (not status)
+        assert [row["verdict"] for row in found[other]["rows"]] == list(
+            expected.table["verdict"]
+        )
+        assert [row["ratio"] for row in found[other]["rows"]] == pytest.approx(
+            list(expected.table["ratio"]), rel=1e-5
+        )
     slower = found[after]["summary"]
-    assert "step_s" in slower["slower"] and all(row["kind"] == "compute" for row in slower["explanation"])
+    assert "step_s" in slower["slower"] and all(
+        row["kind"] == "compute" for row in slower["explanation"]
+    )
     assert {row["verdict"] for row in found[before]["rows"]} <= {"fine", "cannot tell"}
     assert sorted(path.name for path in tmp_path.iterdir()) == [".madmax"]

@@ -1,7 +1,9 @@
-"""README and docs/: links resolve, commands parse, a `$ command` prints what is shown, examples run.
+"""README and docs/: links resolve, commands parse, a `$ command` prints what is shown,
+examples run.
 
-A `console` block is run and compared, numbers to 2 %, `...` for what is left out; an `sh` block is parsed; a `python`
-block is run, a `py` block compiled. `python tests/view/test_docs.py` writes the outputs anew.
+A `console` block is run and compared, numbers to 2 %, `...` for what is left out; an
+`sh` block is parsed; a `python` block is run, a `py` block compiled.
+`python tests/view/test_docs.py` writes the outputs anew.
 """
 
 import contextlib
@@ -19,7 +21,10 @@ from madmax_lib import __main__, catalog
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import shipped
 
-PAGES = {path.stem: path for path in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("[a-z]*.md"))]}
+PAGES = {
+    path.stem: path
+    for path in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("[a-z]*.md"))]
+}
 INDEX = PROJECT / "docs" / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
@@ -47,7 +52,9 @@ def prints(command):
 
 
 def alike(shown, line):
-    """Whether the words of a shown line begin, or are, those of a printed one; numbers to 2 %."""
+    """Whether the words of a shown line begin, or are, those of a printed one; numbers
+    to 2 %.
+    """
     shown, line = shown.split(), line.split()
     if shown[-1:] == ["..."]:
         shown, line = shown[:-1], line[: len(shown) - 1]
@@ -56,7 +63,9 @@ def alike(shown, line):
 
 def same(shown, word):
     try:
-        return float(shown.replace(",", "")) == pytest.approx(float(word.replace(",", "")), rel=0.02, abs=1e-6)
+        return float(shown.replace(",", "")) == pytest.approx(
+            float(word.replace(",", "")), rel=0.02, abs=1e-6
+        )
     except ValueError:
         return shown == word
 
@@ -74,15 +83,27 @@ def test_commands_print_what_is_shown(project, name):
         printed = prints(command)
         if shown[-1:] == ["..."]:
             shown, printed = shown[:-1], printed[: len(shown) - 1]
-        assert len(shown) == len(printed) and all(map(alike, shown, printed)), f"{command}\n" + "\n".join(printed)
+        assert len(shown) == len(printed) and all(map(alike, shown, printed)), (
+            f"{command}\n" + "\n".join(printed)
+        )
 
 
 @pytest.mark.parametrize("name", [*having("sh"), *having("yaml")])
 def test_commands_parse(name):
-    lines = "".join(blocks(PAGES[name], "sh") + blocks(PAGES[name], "yaml")).splitlines()
-    commands = [line[line.index("madmax ") :] for line in lines if re.match(r"(- run: )?madmax ", line)]
+    lines = "".join(
+        blocks(PAGES[name], "sh") + blocks(PAGES[name], "yaml")
+    ).splitlines()
+    commands = [
+        line[line.index("madmax ") :]
+        for line in lines
+        if re.match(r"(- run: )?madmax ", line)
+    ]
     for command in commands:
-        words = list(itertools.takewhile(lambda word: word != ">>", shlex.split(command, comments=True)))[1:]
+        words = list(
+            itertools.takewhile(
+                lambda word: word != ">>", shlex.split(command, comments=True)
+            )
+        )[1:]
         assert __main__._parser(words[:1]).parse_args(words).command
 
 
@@ -100,12 +121,18 @@ def test_examples_run(project, name):
         assert all(hasattr(mm, call) for call in re.findall(r"\bmm\.(\w+)", code))
 
 
-@pytest.mark.parametrize("path", [*PAGES.values(), INDEX], ids=lambda path: path.parent.name + "/" + path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*PAGES.values(), INDEX],
+    ids=lambda path: path.parent.name + "/" + path.stem,
+)
 def test_links_lead_somewhere(path):
     """Pictures of a notebook with the table they show beside them."""
     for link in re.findall(r"\]\(([^):]+)\)", path.read_text()):
         target = path.parent / link
-        assert target.exists() and (target.suffix != ".svg" or target.with_suffix(".csv").exists()), link
+        assert target.exists() and (
+            target.suffix != ".svg" or target.with_suffix(".csv").exists()
+        ), link
 
 
 def test_a_page_is_a_question_that_the_index_asks():
@@ -113,17 +140,32 @@ def test_a_page_is_a_question_that_the_index_asks():
     for name, path in PAGES.items():
         if path.parent == INDEX.parent:
             title = path.read_text().partition("\n")[0].removeprefix("# ")
-            assert title.rstrip(". ").endswith("?") and f"- [{title}]({name}.md)" in index
+            assert (
+                title.rstrip(". ").endswith("?") and f"- [{title}]({name}.md)" in index
+            )
 
 
 def test_the_readme_is_short_and_its_tables_are_those_of_the_pages():
     readme = PAGES["README"].read_text()
     assert len(readme.split()) <= 1400 and len(readme.splitlines()) <= 150
     pages = [path.read_text() for path in PAGES.values() if path != PAGES["README"]]
-    rows = [line.removesuffix(" |") for line in readme.splitlines() if re.match(r"\| [^|]+ \| .*\d", line)]
-    sure, accurate = readme.partition("## How sure is it?")[2], PAGES["how-accurate-is-it"].read_text()
-    assert {f"{share} %" for share in re.findall(r"(\d+(?:\.\d+)?) %", sure)} <= set(re.findall(r"[\d.]+ %", accurate))
-    assert rows and not [row for row in rows if not any(row in re.sub(r" \(\*.*?\*\)", "", page) for page in pages)]
+    rows = [
+        line.removesuffix(" |")
+        for line in readme.splitlines()
+        if re.match(r"\| [^|]+ \| .*\d", line)
+    ]
+    sure, accurate = (
+        readme.partition("## How sure is it?")[2],
+        PAGES["how-accurate-is-it"].read_text(),
+    )
+    assert {f"{share} %" for share in re.findall(r"(\d+(?:\.\d+)?) %", sure)} <= set(
+        re.findall(r"[\d.]+ %", accurate)
+    )
+    assert rows and not [
+        row
+        for row in rows
+        if not any(row in re.sub(r" \(\*.*?\*\)", "", page) for page in pages)
+    ]
 
 
 def of_figure(name, value):
@@ -133,7 +175,9 @@ def of_figure(name, value):
 
 def of_benchmarks(pattern):
     """Numbers in the results of the benchmarks."""
-    return lambda: re.search(pattern, (PROJECT / "benchmarks" / "README.md").read_text()).groups()
+    return lambda: re.search(
+        pattern, (PROJECT / "benchmarks" / "README.md").read_text()
+    ).groups()
 
 
 def error(table):
@@ -148,11 +192,16 @@ NUMBERS = [
     ("Against {} measured facts", lambda: [len(catalog.table("overlap"))]),
     (
         "a Hugging Face configuration of {} kinds",
-        lambda: [len(set(" ".join(catalog.table("hugging_face")["model_type"]).split()))],
+        lambda: [
+            len(set(" ".join(catalog.table("hugging_face")["model_type"]).split()))
+        ],
     ),
     (
         "from the other eight: {:.0f} % on average (the paper's model: {:.1f} %)",
-        of_figure("validation/vision", lambda table: 100 * table[["ours_error", "paper_error"]].abs().mean()),
+        of_figure(
+            "validation/vision",
+            lambda table: 100 * table[["ours_error", "paper_error"]].abs().mean(),
+        ),
     ),
     (
         "{} measured steps of 12 V100 and 4 T4 to {:.0f} % on average",
@@ -160,31 +209,50 @@ NUMBERS = [
     ),
     (
         "six MFU figures come out to {:.2f} points",
-        of_figure("hybrid/mfu", lambda t: [100 * (t["mfu_reported"] - t["mfu_reproduced"]).abs().max()]),
+        of_figure(
+            "hybrid/mfu",
+            lambda t: [100 * (t["mfu_reported"] - t["mfu_reproduced"]).abs().max()],
+        ),
     ),
     (
         "Simulated ZeRO-3 hides more communication ({:.0f} %)",
-        of_figure("vit_study/overlap", lambda table: [100 * table.set_index("strategy")["overlap"]["zero3"]]),
+        of_figure(
+            "vit_study/overlap",
+            lambda table: [100 * table.set_index("strategy")["overlap"]["zero3"]],
+        ),
     ),
     ("(worst replay {})", of_benchmarks(r"worst single replay took (\d+) trials")),
     (
         "it takes {} trials on average to be within 5 % of the best (worst",
         of_benchmarks(r"\| mean \|[ |]*\| ([\d.]+) \|"),
     ),
-    ("The simulator's order takes {} (", of_benchmarks(r"\| mean \|[ |]*\| [\d.]+ \| ([\d.]+) \|")),
     (
-        "{} runs of models and layouts that its fit had not seen were off by {} to {} % in the median",
+        "The simulator's order takes {} (",
+        of_benchmarks(r"\| mean \|[ |]*\| [\d.]+ \| ([\d.]+) \|"),
+    ),
+    (
+        "{} runs of models and layouts that its fit had not seen were off by {} to "
+        "{} % in the median",
         lambda: (
             *of_benchmarks(r"Of the (\d+) runs of two ranks")(),
             *of_benchmarks(r"\| 100 \| 2 \| 24 \| ([\d.]+) /")(),
             *of_benchmarks(r"\| 1000 \| 2 \| 24 \| ([\d.]+) /")(),
         ),
     ),
-    ("{} % of them lay inside their 90 % interval", of_benchmarks(r"runs of two ranks (\d+) % lie inside")),
-    ("of that machine the median was {} %, the worst {} %", of_benchmarks(r"\| 300 \| 4 \| 23 \| ([\d.]+) / (\d+)")),
     (
-        "{} % of unchanged windows of a log of two T4s raised an alarm, and {} % of 3 % slow-downs were found",
-        of_benchmarks(r"\| log of two T4 \| \d+ of \d+ \((\d+) %\) \| \d+ of \d+ \((\d+) %\)"),
+        "{} % of them lay inside their 90 % interval",
+        of_benchmarks(r"runs of two ranks (\d+) % lie inside"),
+    ),
+    (
+        "of that machine the median was {} %, the worst {} %",
+        of_benchmarks(r"\| 300 \| 4 \| 23 \| ([\d.]+) / (\d+)"),
+    ),
+    (
+        "{} % of unchanged windows of a log of two T4s raised an alarm, and {} % of "
+        "3 % slow-downs were found",
+        of_benchmarks(
+            r"\| log of two T4 \| \d+ of \d+ \((\d+) %\) \| \d+ of \d+ \((\d+) %\)"
+        ),
     ),
     (
         "None of {} unchanged pairs of single recordings",
@@ -193,9 +261,13 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("sentence", "numbers"), NUMBERS, ids=[sentence for sentence, _ in NUMBERS])
+@pytest.mark.parametrize(
+    ("sentence", "numbers"), NUMBERS, ids=[sentence for sentence, _ in NUMBERS]
+)
 def test_numbers_in_sentences_are_those_of_their_source(sentence, numbers):
-    """Figures, tables of the package and results of the benchmarks; others are checked where they are measured."""
+    """Figures, tables of the package and results of the benchmarks; others are checked
+    where they are measured.
+    """
     pages = " ".join(" ".join(page.read_text().split()) for page in PAGES.values())
     assert sentence.format(*numbers()) in pages
 

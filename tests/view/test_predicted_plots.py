@@ -15,29 +15,48 @@ RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
 
 def test_causes_are_what_nothing_hides():
     plans = ["dp1.tp8", "dp8.z3", "dp8"]
-    rows = {plan: mm.estimate("llama3-8b", "dgx-h100", plan, global_batch=8).iloc[0] for plan in plans}
+    rows = {
+        plan: mm.estimate("llama3-8b", "dgx-h100", plan, global_batch=8).iloc[0]
+        for plan in plans
+    }
     shown = figure_data(plot_causes(pd.DataFrame(rows).T)).set_index("step")
     assert shown.at["dp1.tp8", "tensor parallelism"] == rows["dp1.tp8"]["tp_s"] > 0
     assert (
-        shown.at["dp8.z3", "sharded weights"] > shown.at["dp8", "sharded weights"] == 0 < shown.at["dp8", "gradients"]
+        shown.at["dp8.z3", "sharded weights"]
+        > shown.at["dp8", "sharded weights"]
+        == 0
+        < shown.at["dp8", "gradients"]
     )
 
 
 def test_streams_are_blocks_of_the_step():
     step = mm.simulate(*RUN, global_batch=64, dtype="fp16")
     drawn = figure_data(plot_streams(step))
-    assert {"device computes", "host computes", "copies to the host"} <= set(drawn["row"])
-    assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)["total_s"].max() * 1.001
+    assert {"device computes", "host computes", "copies to the host"} <= set(
+        drawn["row"]
+    )
+    assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)[
+        "total_s"
+    ].max() * 1.001
     assert drawn.attrs["provenance"] == step.meta.provenance
 
 
 def test_every_component_of_memory_has_a_colour_of_its_own():
-    assert set(PHASES) <= set(COMPONENTS) and len({*COMPONENTS.values(), OTHER}) == len(COMPONENTS) + 1
+    assert (
+        set(PHASES) <= set(COMPONENTS)
+        and len({*COMPONENTS.values(), OTHER}) == len(COMPONENTS) + 1
+    )
 
 
 def test_trials_are_drawn_as_the_best_so_far():
-    shown = figure_data(plot_trials({"tuner": pd.Series([None, 2.0, 1.0]), "order": pd.Series([4.0, 8.0])}))
+    shown = figure_data(
+        plot_trials(
+            {"tuner": pd.Series([None, 2.0, 1.0]), "order": pd.Series([4.0, 8.0])}
+        )
+    )
     assert shown["trial"].tolist() == [1, 2, 3, 1, 2]
     assert shown["slower"].fillna(-1).tolist() == [-1, 1.0, 0.0, 3.0, 3.0]
-    title = plot_trials({"tuner": pd.Series([1.0]), "order": pd.Series([2.0])}).get_title()
+    title = plot_trials(
+        {"tuner": pd.Series([1.0]), "order": pd.Series([2.0])}
+    ).get_title()
     assert title == "Trials until within 5 % of the best: tuner 1, order never"

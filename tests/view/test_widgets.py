@@ -15,9 +15,17 @@ MS = 1_000_000
 
 @pytest.fixture
 def step():
-    """Compute 0-10 and 15-20 ms, communication 8-12 ms on rank 0; rank 1 computes 5-10 ms."""
-    rows = [(0, 0, "compute", "gemm", 100 * MS, 10 * MS), (0, 0, "compute", "adam", 115 * MS, 5 * MS)]
-    rows += [(0, 2, "comm", "all_reduce", 108 * MS, 4 * MS), (1, 0, "compute", "gemm", 105 * MS, 5 * MS)]
+    """Compute 0-10 and 15-20 ms, communication 8-12 ms on rank 0; rank 1 computes 5-10
+    ms.
+    """
+    rows = [
+        (0, 0, "compute", "gemm", 100 * MS, 10 * MS),
+        (0, 0, "compute", "adam", 115 * MS, 5 * MS),
+    ]
+    rows += [
+        (0, 2, "comm", "all_reduce", 108 * MS, 4 * MS),
+        (1, 0, "compute", "gemm", 105 * MS, 5 * MS),
+    ]
     return make_timeline([*rows, (0, -1, "cpu", "aten::mm", 0, MS)])
 
 
@@ -36,14 +44,23 @@ def test_columns_hold_every_busy_span_row_by_row(step):
     assert list(rows) == ["rank 0 · stream 0", "rank 0 · stream 2", "rank 1 · stream 0"]
     assert start[rows["rank 0 · stream 0"]].tolist() == [0, 15 * MS]
     assert dur[rows["rank 0 · stream 2"]].tolist() == [4 * MS]
-    assert [about["names"][code] for code in name] == ["gemm", "adam", "all_reduce", "gemm"]
+    assert [about["names"][code] for code in name] == [
+        "gemm",
+        "adam",
+        "all_reduce",
+        "gemm",
+    ]
     labels = [about["kinds"][code] for code in kind]
-    assert [label["color"] for label in labels] == [COLORS[k] for k in ("compute", "compute", "comm", "compute")]
+    assert [label["color"] for label in labels] == [
+        COLORS[k] for k in ("compute", "compute", "comm", "compute")
+    ]
 
 
 def test_long_timelines_get_coarser_ticks_that_still_fit():
     hour_ns = 3600 * 10**9
-    timeline = make_timeline([(0, 0, "compute", "a", 0, 10), (0, 0, "compute", "b", hour_ns - 7, 7)])
+    timeline = make_timeline(
+        [(0, 0, "compute", "a", 0, 10), (0, 0, "compute", "b", hour_ns - 7, 7)]
+    )
     about, data = columns([timeline], ["long"])
     start, dur, *_ = unpacked(about, data)
     assert (start >= 0).all() and (start + dur <= 2**31 - 1).all()
@@ -51,13 +68,20 @@ def test_long_timelines_get_coarser_ticks_that_still_fit():
 
 
 def test_stacked_timelines_share_the_axis_and_say_what_is_simulated(step):
-    simulated = make_timeline([(0, 0, "compute", "block", 0, 30 * MS)], source="simulated", device="a100-80")
+    simulated = make_timeline(
+        [(0, 0, "compute", "block", 0, 30 * MS)], source="simulated", device="a100-80"
+    )
     view = TimelineView(step, simulated)
     about, data = columns(view.timelines, view.titles)
     assert about["reach"] == 30 * MS
     assert [row["panel"] for row in about["rows"]] == [0, 0, 0, 1]
     assert [row["simulated"] for row in about["rows"]] == [False, False, False, True]
-    assert [row["title"] for row in about["rows"]] == ["measured", "", "", "simulated · a100-80"]
+    assert [row["title"] for row in about["rows"]] == [
+        "measured",
+        "",
+        "",
+        "simulated · a100-80",
+    ]
     assert about["names"][unpacked(about, data)[2][-1]] == "block"
     assert [ax.get_xlim()[1] for ax in view.static().axes] == pytest.approx([30, 30])
 
@@ -78,10 +102,16 @@ def test_the_brush_reports_its_breakdown(step):
     assert view.selection == [] and list(view.breakdown["timeline"]) == ["measured"] * 4
     view.widget.selection = [0.008, 0.012]
     assert view.breakdown["total_s"].tolist() == pytest.approx([0.004] * 4)
-    assert "4 ms" in view.widget._report and "exposed communication" in view.widget._report
+    assert (
+        "4 ms" in view.widget._report and "exposed communication" in view.widget._report
+    )
     other = make_timeline([(0, 0, "compute", "only", 0, MS)])
     view.show(other)
-    assert view.selection == [] and view.widget._report == "" and view.widget._about["count"] == 1
+    assert (
+        view.selection == []
+        and view.widget._report == ""
+        and view.widget._about["count"] == 1
+    )
     assert view.breakdown["total_s"].tolist() == [0.001]
 
 
@@ -89,10 +119,16 @@ def test_a_picture_is_shown_and_in_a_browser_the_widget_beside_it(step, monkeypa
     pytest.importorskip("anywidget")
     view = TimelineView(step)
     assert not widgets.interactive()
-    assert set(view._repr_mimebundle_()[0]) == {"text/plain", "image/png"} and "widget" not in vars(view)
+    assert set(view._repr_mimebundle_()[0]) == {
+        "text/plain",
+        "image/png",
+    } and "widget" not in vars(view)
     monkeypatch.setattr(widgets, "interactive", lambda: True)
     bundle, _ = view._repr_mimebundle_()
-    assert bundle.pop("application/vnd.jupyter.widget-view+json")["model_id"] == view.widget.model_id
+    assert (
+        bundle.pop("application/vnd.jupyter.widget-view+json")["model_id"]
+        == view.widget.model_id
+    )
     assert set(bundle) == {"text/plain", "image/png"}
 
 

@@ -1,8 +1,10 @@
-"""Does the simulator hide as much communication as was measured? Traced and published facts with ours beside them.
+"""Does the simulator hide as much communication as was measured? Traced and published
+facts with ours beside them.
 
-The facts are those of `data/overlap.csv`: how much communication a step hides and shows, how much compute slows down
-beside it, and what switching an overlap or a recomputation on brings. No fit sees them, but what `data/software.csv`
-says of the defaults of two stacks was read off the same traces.
+The facts are those of `data/overlap.csv`: how much communication a step hides and
+shows, how much compute slows down beside it, and what switching an overlap or a
+recomputation on brings. No fit sees them, but what `data/software.csv` says of the
+defaults of two stacks was read off the same traces.
 """
 
 from __future__ import annotations
@@ -28,26 +30,37 @@ _FAST = 1e6  # times the bandwidth of links beside which compute is alone
 
 
 def overlap_facts() -> pd.DataFrame:
-    """Measured facts about overlap, a row each, with predicted beside measured and error, their difference.
+    """Measured facts about overlap, a row each, with predicted beside measured and
+    error, their difference.
 
-    what: overlap, hidden over all communication; exposed_share, communication that no compute hides over the step;
-    comm_share, communication over the time of all kernels; compute_slowdown, compute beside communication over compute
-    alone, minus 1; speed_ratio, the step of a reference plan over that of the plan, whose error is relative. run: what
-    ran. Predictions are those of the shipped constants.
+    what: overlap, hidden over all communication; exposed_share, communication that no
+    compute hides over the step; comm_share, communication over the time of all kernels;
+    compute_slowdown, compute beside communication over compute alone, minus 1;
+    speed_ratio, the step of a reference plan over that of the plan, whose error is
+    relative. run: what ran. Predictions are those of the shipped constants.
     """
     table = catalog.table("overlap")
     rows = [_row(raw) for raw in table.to_dict("records")]
     result = table[["source", "case", "model", "gpu"]].join(pd.DataFrame(rows))
-    file = {"overlap.csv": {"sha256": hashlib.sha256(catalog.data_file("overlap.csv").read_bytes()).hexdigest()}}
+    file = {
+        "overlap.csv": {
+            "sha256": hashlib.sha256(
+                catalog.data_file("overlap.csv").read_bytes()
+            ).hexdigest()
+        }
+    }
     return with_origin(result, {"files": file, "rules": "not fitted"})
 
 
 def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
-    """By what was measured: facts, configurations, mean absolute error, bias, and the error of the best constant guess.
+    """By what was measured: facts, configurations, mean absolute error, bias, and the
+    error of the best constant guess.
 
     Facts of one configuration, such as those of two ranks, are not independent.
     """
-    away = (facts["measured"] - facts.groupby("what")["measured"].transform("median")).abs()
+    away = (
+        facts["measured"] - facts.groupby("what")["measured"].transform("median")
+    ).abs()
     away = away.where(facts["what"] != "speed_ratio", away / facts["measured"])
     groups = facts.assign(error_size=facts["error"].abs(), away=away).groupby("what")
     return pd.DataFrame(
@@ -63,41 +76,72 @@ def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
 
 def _row(raw: dict) -> dict:
     case = _case(raw, raw["plan"])
-    measured, predicted = number_of(raw, "measured"), _predicted(case, raw)
+    measured = number_of(raw, "measured")
+    predicted = _predicted(case, raw)
     error = (predicted - measured) / (measured if raw["what"] == "speed_ratio" else 1.0)
     run = f"{case.model.name} {case.plan}, {case.dtype}, {case.software.name}"
-    facts = {"software": case.software.name, "devices": case.plan.world_size, "run": run, "what": raw["what"]}
+    facts = {
+        "software": case.software.name,
+        "devices": case.plan.world_size,
+        "run": run,
+        "what": raw["what"],
+    }
     return facts | {"measured": measured, "predicted": predicted, "error": error}
 
 
 def _case(raw: dict, plan: str) -> Case:
-    plan, device = Plan.parse(plan), catalog.device(raw["gpu"])
+    plan = Plan.parse(plan)
+    device = catalog.device(raw["gpu"])
     cluster, dtype = machine_of(raw, device, plan.world_size)
-    batch, sequence = int(raw["global_batch"]), int(raw["seq_len"])
-    return Case(model_of(raw), cluster, plan, batch, sequence, dtype, software_of(raw, device))
+    batch = int(raw["global_batch"])
+    sequence = int(raw["seq_len"])
+    return Case(
+        model_of(raw), cluster, plan, batch, sequence, dtype, software_of(raw, device)
+    )
 
 
 def _predicted(case: Case, raw: dict) -> float:
     parts = _means(case, raw["traced"] == "layers")
     match raw["what"]:
         case "overlap":
-            return 1 - parts["exposed_comm_s"] / parts["comm_s"] if parts["comm_s"] else 0.0
+            return (
+                1 - parts["exposed_comm_s"] / parts["comm_s"]
+                if parts["comm_s"]
+                else 0.0
+            )
         case "exposed_share":
             return parts["exposed_comm_s"] / parts["total_s"]
         case "comm_share":
-            return parts["comm_s"] / (parts["comm_s"] + parts["compute_s"] + parts["memory_s"])
+            return parts["comm_s"] / (
+                parts["comm_s"] + parts["compute_s"] + parts["memory_s"]
+            )
         case "compute_slowdown":
-            fast = replace(case.cluster, intra=_fast(case.cluster.intra), inter=_fast(case.cluster.inter))
-            return parts["compute_s"] / _means(replace(case, cluster=fast))["compute_s"] - 1
+            fast = replace(
+                case.cluster,
+                intra=_fast(case.cluster.intra),
+                inter=_fast(case.cluster.inter),
+            )
+            return (
+                parts["compute_s"] / _means(replace(case, cluster=fast))["compute_s"]
+                - 1
+            )
         case "speed_ratio":
-            return _means(_case(raw, raw["reference_plan"]))["total_s"] / parts["total_s"]
+            return (
+                _means(_case(raw, raw["reference_plan"]))["total_s"] / parts["total_s"]
+            )
     raise ValueError(f"what={raw['what']!r} of data/overlap.csv is not known")
 
 
 @lru_cache(maxsize=64)
 def _means(case: Case, layers: bool = False) -> pd.Series:
-    """Mean over the ranks of the breakdown of a simulated step, or of its layers, without messages between stages."""
-    run = {"global_batch": case.global_batch, "sequence": case.sequence, "dtype": case.dtype}
+    """Mean over the ranks of the breakdown of a simulated step, or of its layers,
+    without messages between stages.
+    """
+    run = {
+        "global_batch": case.global_batch,
+        "sequence": case.sequence,
+        "dtype": case.dtype,
+    }
     step = simulate(case.model, case.cluster, case.plan, **run, software=case.software)
     if layers:
         step = step.where((step.spans["group"] != "pp").to_numpy())

@@ -1,7 +1,9 @@
-"""What does a run tell a fit? Run directories as rows of `published_train.csv`'s columns.
+"""What does a run tell a fit? Run directories as rows of `published_train.csv`'s
+columns.
 
-A row has all that the run was: sizes of the model as JSON, plan in its text form, software `workbench` (or DeepSpeed),
-and the `machine.json` of the calibration that it belongs to, if its folder or the one above has one.
+A row has all that the run was: sizes of the model as JSON, plan in its text form,
+software `workbench` (or DeepSpeed), and the `machine.json` of the calibration that it
+belongs to, if its folder or the one above has one.
 """
 
 from __future__ import annotations
@@ -23,25 +25,44 @@ def run_rows(folder: str | Path) -> pd.DataFrame:
     Raises FileNotFoundError where there is no run, ValueError where none is completed.
     """
     path = Path(folder)
-    runs = {path.name: read_runs(path.parent)[path.name]} if (path / "spec.json").exists() else read_runs(path)
-    rows = {name: run_row(run) for name, run in runs.items() if run.summary.get("status") == "completed"}
+    runs = (
+        {path.name: read_runs(path.parent)[path.name]}
+        if (path / "spec.json").exists()
+        else read_runs(path)
+    )
+    rows = {
+        name: run_row(run)
+        for name, run in runs.items()
+        if run.summary.get("status") == "completed"
+    }
     if not rows:
         raise ValueError(f"{folder}: none of {len(runs)} runs is completed")
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def run_row(run: Run, machine: str | Path = "") -> dict:
-    """A run as a row; machine: `machine.json` of where it ran, found by its directory if not given."""
-    spec, plan, model = run.spec, run.spec.plan, run.spec.shapes
+    """A run as a row; machine: `machine.json` of where it ran, found by its directory
+    if not given.
+    """
+    spec = run.spec
+    plan = run.spec.plan
+    model = run.spec.shapes
     machine = machine or _machine_file(run.directory)
-    memory = [rank["memory_peak_bytes"] for rank in run.summary.get("ranks", ()) if rank.get("memory_peak_bytes")]
+    memory = [
+        rank["memory_peak_bytes"]
+        for rank in run.summary.get("ranks", ())
+        if rank.get("memory_peak_bytes")
+    ]
     tokens = spec.sequence or model.sequence
     return {
         "source": f"run of this project: {run.directory.name}",
         "table_row": run.directory.name,
         "model": model.name,
         "params_b": model.parameters / 1e9,
-        **{name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
+        **{
+            name: getattr(model, name)
+            for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        },
         "seq_len": tokens,
         "gpu": run.env.get("device", ""),
         "n_gpus": plan.world_size,
@@ -71,5 +92,8 @@ def _plan_text(run: Run) -> str:
 
 def _machine_file(directory: Path) -> str:
     """The machine.json beside or above a run, empty if there is none."""
-    places = (directory.resolve() / "machine.json", *(p / "machine.json" for p in directory.resolve().parents[:2]))
+    places = (
+        directory.resolve() / "machine.json",
+        *(p / "machine.json" for p in directory.resolve().parents[:2]),
+    )
     return next((str(path) for path in places if path.exists()), "")

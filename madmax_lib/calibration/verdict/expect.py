@@ -1,9 +1,12 @@
-"""Is this run normal? A measured step beside its predicted distribution: a verdict, and what could explain it.
+"""Is this run normal? A measured step beside its predicted distribution: a verdict, and
+what could explain it.
 
-log(measured / predicted) follows Student's t with the 90 % interval of `step.uncertainty`, whose width sources left out
-have set. Outside of it a run is slow or suspiciously fast, faster than its matrix products take at the data sheet's
-rate always; inside it is fine, unless the interval reaches farther than a factor of 1.5 from the prediction to either
-side, so that its ends are more than a factor of 2.25 apart: then nobody can tell.
+log(measured / predicted) follows Student's t with the 90 % interval of
+`step.uncertainty`, whose width sources left out have set. Outside of it a run is slow
+or suspiciously fast, faster than its matrix products take at the data sheet's rate
+always; inside it is fine, unless the interval reaches farther than a factor of 1.5 from
+the prediction to either side, so that its ends are more than a factor of 2.25 apart:
+then nobody can tell.
 """
 
 from __future__ import annotations
@@ -17,20 +20,33 @@ from scipy.stats import t as student
 
 from madmax_lib.base.fields import argument, number
 from madmax_lib.calibration.published.rows import model_flops
-from madmax_lib.calibration.verdict.explain import Outlook, causes, neighbours, parts_of, timed_s
+from madmax_lib.calibration.verdict.explain import (
+    Outlook,
+    causes,
+    neighbours,
+    parts_of,
+    timed_s,
+)
 from madmax_lib.calibration.verdict.nearest import nearest
 from madmax_lib.catalog.models import DLRM, Cluster, Model
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, rules_of
-from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped, software_of
+from madmax_lib.simulator.rates.parameters import (
+    Parameters,
+    constants_of,
+    shipped,
+    software_of,
+)
 from madmax_lib.timeline.timeline import Timeline
 
 __all__ = ["VERDICTS", "Expectation", "expect", "verdicts"]
 
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
-_WIDE = 1.5  # factor from the prediction to an end of the interval, beyond which a run inside is not called fine
+# factor from the prediction to an end of the interval, beyond which a run inside is not
+# called fine
+_WIDE = 1.5
 _ABSURD = 1e6  # times the prediction, or a share of it: no measurement
 _FREEDOM = 4.0  # of Student's t, as the components are fitted with
 _INSIDE = 0.9
@@ -41,14 +57,18 @@ class Expectation:
     """What was measured beside what was to be expected.
 
     verdict: one of `VERDICTS`; reason: why, in a sentence.
-    step_s: seconds of a step as measured; predicted_s, low_s, high_s: and as predicted, with the 90 % interval.
+    step_s: seconds of a step as measured; predicted_s, low_s, high_s: and as predicted,
+        with the 90 % interval.
     percentile: 0..100, share of runs such as this that would be as fast or faster.
     floor_s: seconds of the matrix products at the data sheet's rate; no run is faster.
-    parts: table of part, predicted_s, measured_s (NaN without a trace), excess_s and factor, by which this part alone
-        would have to grow to explain the step (0 where it could vanish and not explain it).
-    explanations: table of part, cause, step_s if so, and explains (of the gap in log time, 1 is all), with a trace also
-        the part's predicted_s and measured_s; those come first whose part is off.
-    tries: neighbour plans that fit and are faster: change, plan, step_s and gain (predicted over step_s, best first).
+    parts: table of part, predicted_s, measured_s (NaN without a trace), excess_s and
+        factor, by which this part alone would have to grow to explain the step (0 where
+        it could vanish and not explain it).
+    explanations: table of part, cause, step_s if so, and explains (of the gap in log
+        time, 1 is all), with a trace also the part's predicted_s and measured_s; those
+        come first whose part is off.
+    tries: neighbour plans that fit and are faster: change, plan, step_s and gain
+        (predicted over step_s, best first).
     case: the run.
     """
 
@@ -67,34 +87,51 @@ class Expectation:
 
     @cached_property
     def nearest(self) -> pd.DataFrame:
-        """The three published runs most like this one, with their step, MFU, and measured over predicted."""
+        """The three published runs most like this one, with their step, MFU, and
+        measured over predicted.
+        """
         return nearest(self.case)
 
     def __repr__(self) -> str:
         lines = [f"{self.verdict}: {self.reason}"]
         if self.verdict != "fine" and len(self.explanations):
             first = self.explanations.iloc[0]
-            lines.append(f"could be: {first['cause']} ({first['part']}), then {first['step_s']:.4g} s")
+            lines.append(
+                f"could be: {first['cause']} ({first['part']}), then "
+                f"{first['step_s']:.4g} s"
+            )
         if len(self.tries):
             first = self.tries.iloc[0]
-            lines.append(f"to try: {first['change']}, {first['gain']:.2f} x faster ({first['plan']})")
+            lines.append(
+                f"to try: {first['change']}, {first['gain']:.2f} x faster "
+                f"({first['plan']})"
+            )
         return "\n".join(lines)
 
 
 def verdicts(
-    measured_s: np.ndarray, predicted_s: np.ndarray, high_s: np.ndarray, floor_s: np.ndarray | float = 0.0
+    measured_s: np.ndarray,
+    predicted_s: np.ndarray,
+    high_s: np.ndarray,
+    floor_s: np.ndarray | float = 0.0,
 ) -> np.ndarray:
     """One of `VERDICTS` for each measured step: the rule of the module.
 
-    predicted_s, high_s: of its distribution, whose low end is predicted_s^2 / high_s; NaN where nothing is known.
+    predicted_s, high_s: of its distribution, whose low end is predicted_s^2 / high_s;
+    NaN where nothing is known.
 
     >>> verdicts(np.array([1.0, 2.0, 0.5, 1.3]), 1.0, np.array([1.2, 1.2, 1.2, 1.6])).tolist()
     ['fine', 'slow', 'suspiciously fast', 'cannot tell']
     """
-    ratio, factor = np.asarray(measured_s) / predicted_s, np.asarray(high_s) / predicted_s
+    ratio = np.asarray(measured_s) / predicted_s
+    factor = np.asarray(high_s) / predicted_s
     fast = (np.asarray(measured_s) < floor_s) | (ratio < 1 / factor)
     unsure = ~(factor <= _WIDE)
-    return np.select([fast, ratio > factor, unsure], ["suspiciously fast", "slow", "cannot tell"], "fine")
+    return np.select(
+        [fast, ratio > factor, unsure],
+        ["suspiciously fast", "slow", "cannot tell"],
+        "fine",
+    )
 
 
 def expect(
@@ -115,13 +152,14 @@ def expect(
 ) -> Expectation:
     """Whether a run is as fast as such runs are, and what to look at if not.
 
-    model to software, parameters: the run, as in `estimate`. What was measured is one of step_s (seconds of a whole
-    step, all micro-batches), tokens_per_s (of all devices together), tokens_per_s_per_device and tflops (1e12 model
-    FLOP/s per device, as frameworks print them: 6 per parameter and token, and attention); or a timeline, which tells
-    the step if none of them does, and in any case which part is off.
-    Raises ValueError for a plan that cannot be laid out, for no or two measurements, for one a million times off, and
-    for a recommendation model.
-    See also: mm.estimate, mm.compare, mm.traces.advise.
+    model to software, parameters: the run, as in `estimate`. What was measured is one
+    of step_s (seconds of a whole step, all micro-batches), tokens_per_s (of all devices
+    together), tokens_per_s_per_device and tflops (1e12 model FLOP/s per device, as
+    frameworks print them: 6 per parameter and token, and attention); or a timeline,
+    which tells the step if none of them does, and in any case which part is off. Raises
+    ValueError for a plan that cannot be laid out, for no or two measurements, for one a
+    million times off, and for a recommendation model. See also: mm.estimate,
+    mm.compare, mm.traces.advise.
 
     >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, software="torchtitan", tokens_per_s=25_000)
     >>> run.verdict, round(run.percentile)
@@ -130,16 +168,30 @@ def expect(
     argument("timeline", timeline, Timeline | None)
     parameters = constants_of(cluster, parameters)
     case = Case.of_step(
-        model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software_of(software, parameters)
+        model,
+        cluster,
+        Plan.parse(plan),
+        global_batch,
+        sequence,
+        dtype,
+        software_of(software, parameters),
     )
     if isinstance(case.model, DLRM):
-        raise ValueError(f"{case.model.name}: recommendation models have no closed form; use simulate")
+        raise ValueError(
+            f"{case.model.name}: recommendation models have no closed form; use "
+            "simulate"
+        )
     enforce(rules_of(case), case.plan, case)
-    given = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s_per_device}
+    given = {
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": tokens_per_s_per_device,
+    }
     given["tflops"] = tflops
     named, measured_s = _measured_s(case, given, timeline)
     outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
-    predicted_s, high_s = outlook.predicted_s, outlook.predicted_s * outlook.factor
+    predicted_s = outlook.predicted_s
+    high_s = outlook.predicted_s * outlook.factor
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
         raise ValueError(_absurd(named, given, measured_s, predicted_s))
     floor_s = Outlook.of(case, Parameters()).row["gemm_s"]
@@ -160,16 +212,27 @@ def expect(
     )
 
 
-def _measured_s(case: Case, given: dict[str, float | None], timeline: Timeline | None) -> tuple[str, float]:
-    """The argument that tells the step, and its seconds. Raises ValueError unless it is exactly one."""
-    stated = {name: number(name, value, positive=True) for name, value in given.items() if value is not None}
+def _measured_s(
+    case: Case, given: dict[str, float | None], timeline: Timeline | None
+) -> tuple[str, float]:
+    """The argument that tells the step, and its seconds. Raises ValueError unless it is
+    exactly one.
+    """
+    stated = {
+        name: number(name, value, positive=True)
+        for name, value in given.items()
+        if value is not None
+    }
     if len(stated) > 1 or not (stated or timeline is not None):
         got = f"got {' and '.join(stated)}" if stated else "got none"
-        raise ValueError(f"one of {', '.join(given)} or a timeline tells what was measured, {got}")
+        raise ValueError(
+            f"one of {', '.join(given)} or a timeline tells what was measured, {got}"
+        )
     if not stated:
         return "timeline", timed_s(timeline)
     ((name, value),) = stated.items()
-    tokens, world = case.global_batch * case.sequence, case.plan.world_size
+    tokens = case.global_batch * case.sequence
+    world = case.plan.world_size
     of = {
         "step_s": lambda: value,
         "tokens_per_s": lambda: tokens / value,
@@ -179,25 +242,42 @@ def _measured_s(case: Case, given: dict[str, float | None], timeline: Timeline |
     return name, float(of[name]())
 
 
-def _absurd(named: str, given: dict[str, float | None], measured_s: float, predicted_s: float) -> str:
+def _absurd(
+    named: str, given: dict[str, float | None], measured_s: float, predicted_s: float
+) -> str:
     said = f"{named}={given[named]:.4g}" if named in given else named
-    return f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are expected; is its unit right?"
+    return (
+        f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are "
+        "expected; is its unit right?"
+    )
 
 
 def _percentile(measured_s: float, outlook: Outlook) -> float:
     scale = np.log(outlook.factor) / student.ppf((1 + _INSIDE) / 2, _FREEDOM)
-    return float(100 * student.cdf(np.log(measured_s / outlook.predicted_s) / scale, _FREEDOM))
+    return float(
+        100 * student.cdf(np.log(measured_s / outlook.predicted_s) / scale, _FREEDOM)
+    )
 
 
 def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float) -> str:
-    predicted_s, factor = outlook.predicted_s, outlook.factor
+    predicted_s = outlook.predicted_s
+    factor = outlook.factor
     ends = f"{predicted_s / factor:.4g} to {predicted_s * factor:.4g} s"
-    text = f"{measured_s:.4g} s a step, {measured_s / predicted_s:.2f} x the predicted {predicted_s:.4g} s ({ends})"
+    text = (
+        f"{measured_s:.4g} s a step, {measured_s / predicted_s:.2f} x the "
+        f"predicted {predicted_s:.4g} s ({ends})"
+    )
     if measured_s < floor_s:
-        text += f"; its matrix products alone take {floor_s:.4g} s at the data sheet's rate"
+        text += (
+            f"; its matrix products alone take {floor_s:.4g} s at the data sheet's rate"
+        )
     elif verdict == "cannot tell":
-        text += f", which is inside, but known to no better than a factor of {factor:.2f} either way"
+        text += (
+            ", which is inside, but known to no better than a factor of "
+            f"{factor:.2f} either way"
+        )
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
-        room_gb, held_gb = outlook.case.cluster.device.memory_bytes / 1e9, outlook.row["memory_bytes"] / 1e9
+        room_gb = outlook.case.cluster.device.memory_bytes / 1e9
+        held_gb = outlook.row["memory_bytes"] / 1e9
         text += f"; the plan should not fit: {held_gb:.0f} GB of {room_gb:.0f} GB"
     return text

@@ -1,29 +1,53 @@
 """Which strategies and rules does the MAD-Max model have?
 
-As its public release applies them [Hsia et al., ISCA 2024, arXiv 2310.02784] (behaviour recorded). Where the release
-differs from what one would expect, `MadmaxRules` has a switch.
+As its public release applies them [Hsia et al., ISCA 2024, arXiv 2310.02784] (behaviour
+recorded). Where the release differs from what one would expect, `MadmaxRules` has a
+switch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["GLOBAL", "INTRA", "STRATEGIES", "MadmaxRules", "Strategy", "parse_classes", "parse_rules"]
+__all__ = [
+    "GLOBAL",
+    "INTRA",
+    "STRATEGIES",
+    "MadmaxRules",
+    "Strategy",
+    "parse_classes",
+    "parse_rules",
+]
 
-INTRA, GLOBAL = "intra-node", "global"
-STRATEGIES = ("ddp", "tp", "fsdp", "tp,ddp", "ddp,tp", "fsdp,tp", "fsdp,ddp", "tp,fsdp")  # the last one is ours
+INTRA = "intra-node"
+GLOBAL = "global"
+STRATEGIES = (
+    "ddp",
+    "tp",
+    "fsdp",
+    "tp,ddp",
+    "ddp,tp",
+    "fsdp,tp",
+    "fsdp,ddp",
+    "tp,fsdp",
+)  # the last one is ours
 _TOGETHER = {"mlp": ("bottom", "top"), "transformer": ("attention", "fc")}
 
 
 @dataclass(frozen=True)
 class MadmaxRules:
-    """Switches where the public release has a defect or a choice; the defaults are the release.
+    """Switches where the public release has a defect or a choice; the defaults are the
+    release.
 
-    schedule: of the backward pass of LLM and ViT. "pre-optimised" gathers weights just in time, "optimised" one layer
-        ahead, "released" is pre-optimised for LLM and optimised for ViT. DLRM has one schedule.
-    stray_gather: the optimised backward pass starts with an AllGather also without fsdp.
-    sharded_ddp: in "tp,ddp" and "fsdp,ddp" the gradient AllReduce carries the shard W/n instead of the full W.
-    blocking_fc: in DLRM-Transformer the AllReduce of an FC's input gradient blocks the attention below.
+    schedule: of the backward pass of LLM and ViT. "pre-optimised" gathers weights just
+        in time, "optimised" one layer ahead, "released" is pre-optimised for LLM and
+        optimised for ViT. DLRM has one schedule.
+    stray_gather: the optimised backward pass starts with an AllGather also without
+        fsdp.
+    sharded_ddp: in "tp,ddp" and "fsdp,ddp" the gradient AllReduce carries the shard W/n
+        instead of the full W.
+    blocking_fc: in DLRM-Transformer the AllReduce of an FC's input gradient blocks the
+        attention below.
     """
 
     schedule: str = "released"
@@ -33,7 +57,10 @@ class MadmaxRules:
 
     def __post_init__(self):
         if self.schedule not in ("released", "pre-optimised", "optimised"):
-            raise ValueError(f"schedule={self.schedule!r} is not released, pre-optimised or optimised")
+            raise ValueError(
+                f"schedule={self.schedule!r} is not released, pre-optimised or "
+                "optimised"
+            )
 
 
 _CORRECTED = MadmaxRules(stray_gather=False, sharded_ddp=True, blocking_fc=True)
@@ -41,7 +68,9 @@ _NAMED = {"released": MadmaxRules(), "corrected": _CORRECTED}
 
 
 class Element(NamedTuple):
-    """One level of a strategy: ddp, tp or fsdp over `degree` ranks inside a node or across nodes."""
+    """One level of a strategy: ddp, tp or fsdp over `degree` ranks inside a node or
+    across nodes.
+    """
 
     kind: str
     degree: int
@@ -61,25 +90,35 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
 
 
 def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> Strategy:
-    """The elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or inside a node and across nodes.
+    """The elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or
+    inside a node and across nodes.
 
     >>> [tuple(element) for element in _parse_strategy("TP, DDP", 128, 16)]
     [('tp', 8, 'intra-node'), ('ddp', 16, 'global')]
     """
     kinds = str(text).replace(" ", "").lower()
     if kinds not in STRATEGIES:
-        raise ValueError(f"dense_strategy={text!r} is not one of {'; '.join(STRATEGIES)}")
+        raise ValueError(
+            f"dense_strategy={text!r} is not one of {'; '.join(STRATEGIES)}"
+        )
     if num_devices % num_nodes:
         counts = f"num_devices={num_devices} is not a multiple of num_nodes={num_nodes}"
-        raise ValueError(f"{counts}: the degrees of a strategy must multiply to the device count")
+        raise ValueError(
+            f"{counts}: the degrees of a strategy must multiply to the device count"
+        )
     if "," not in kinds:
         return (Element(kinds, num_devices, GLOBAL),)
     inside, across = kinds.split(",")
-    return Element(inside, num_devices // num_nodes, INTRA), Element(across, num_nodes, GLOBAL)
+    return Element(inside, num_devices // num_nodes, INTRA), Element(
+        across, num_nodes, GLOBAL
+    )
 
 
-def parse_classes(text: str, classes: Sequence[str], num_devices: int, num_nodes: int) -> dict[str, Strategy]:
-    """The elements of each class of dense layers: one strategy for all, or one per class as in the paper's sweeps.
+def parse_classes(
+    text: str, classes: Sequence[str], num_devices: int, num_nodes: int
+) -> dict[str, Strategy]:
+    """The elements of each class of dense layers: one strategy for all, or one per
+    class as in the paper's sweeps.
 
     Classes are bottom, top (together mlp), attention, fc (together transformer).
 
@@ -94,8 +133,16 @@ def parse_classes(text: str, classes: Sequence[str], num_devices: int, num_nodes
         name, _, strategy = (piece.strip().lower() for piece in part.partition("="))
         members = [one for one in _TOGETHER.get(name, (name,)) if one in classes]
         if not members:
-            raise ValueError(f"dense_strategy={text!r}: {name!r} is not one of the layer classes {', '.join(classes)}")
-        split.update(dict.fromkeys(members, _parse_strategy(strategy, num_devices, num_nodes)))
+            raise ValueError(
+                f"dense_strategy={text!r}: {name!r} is not one of the layer classes "
+                f"{', '.join(classes)}"
+            )
+        split.update(
+            dict.fromkeys(members, _parse_strategy(strategy, num_devices, num_nodes))
+        )
     if missing := [one for one in classes if one not in split]:
-        raise ValueError(f"dense_strategy={text!r} says nothing of the layer class(es) {', '.join(missing)}")
+        raise ValueError(
+            f"dense_strategy={text!r} says nothing of the layer class(es) "
+            f"{', '.join(missing)}"
+        )
     return split

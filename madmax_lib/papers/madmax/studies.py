@@ -1,7 +1,9 @@
-"""What do the figures of MAD-Max show, computed anew, and how far are they from what was published?
+"""What do the figures of MAD-Max show, computed anew, and how far are they from what
+was published?
 
-One function per figure or study of [Hsia et al., ISCA 2024, arXiv 2310.02784]; each returns a tidy table that a picture
-of `papers.madmax.plots` shows. Figures 11 to 13 and 17 to 20 have no published number: there the trend is all.
+One function per figure or study of [Hsia et al., ISCA 2024, arXiv 2310.02784]; each
+returns a tidy table that a picture of `papers.madmax.plots` shows. Figures 11 to 13 and
+17 to 20 have no published number: there the trend is all.
 """
 
 import math
@@ -34,12 +36,32 @@ from madmax_lib.papers.madmax.suite import (
 from madmax_lib.papers.origin import provenance, read_table, with_origin
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["claims", "class_strategies", "cloud_comparison", "context_scaling", "hardware_study", "one_step"]
-__all__ += ["prefetch_overlap", "scaling_study", "strategies_over_fsdp", "task_dependence", "tp_inside_fsdp_across"]
+__all__ = [
+    "claims",
+    "class_strategies",
+    "cloud_comparison",
+    "context_scaling",
+    "hardware_study",
+    "one_step",
+]
+__all__ += [
+    "prefetch_overlap",
+    "scaling_study",
+    "strategies_over_fsdp",
+    "task_dependence",
+    "tp_inside_fsdp_across",
+]
 __all__ += ["validation_bars", "vit_mfu"]
 
 _RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
-_DLRMS = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "DLRM-B", "DLRM-B Transformer", "DLRM-B MoE"]
+_DLRMS = [
+    "DLRM-A",
+    "DLRM-A Transformer",
+    "DLRM-A MoE",
+    "DLRM-B",
+    "DLRM-B Transformer",
+    "DLRM-B MoE",
+]
 _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
 _LLM_GPUS = 2048
 _LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
@@ -53,51 +75,98 @@ _PARTS["all three"] = [column for columns in _PARTS.values() for column in colum
 _SCHEDULES = ("pre-optimised", "optimised")
 
 
-def _suite_steps(models: Sequence[str], strategies: Sequence[str], task: str, rules: str | MadmaxRules = "released"):
+def _suite_steps(
+    models: Sequence[str],
+    strategies: Sequence[str],
+    task: str,
+    rules: str | MadmaxRules = "released",
+):
     """Models on the system of their suite: DLRM on 128 A100-40, LLM on 2,048 A100-80."""
     dlrm = [model for model in models if model.startswith("DLRM")]
-    groups = {"zionex-128": dlrm, _LLM_SYSTEM: [model for model in models if model not in dlrm]}
-    parts = [cases(group, strategies, [name], task) for name, group in groups.items() if group]
+    groups = {
+        "zionex-128": dlrm,
+        _LLM_SYSTEM: [model for model in models if model not in dlrm],
+    }
+    parts = [
+        cases(group, strategies, [name], task)
+        for name, group in groups.items()
+        if group
+    ]
     table = steps(pd.concat(parts, ignore_index=True), rules=rules)
     keys = "gain/" + table["model"] + "/" + table["dense_strategy"] + f"/{task}"
     return table.assign(published_gain=published_values(keys))
 
 
 def strategies_over_fsdp() -> pd.DataFrame:
-    """Figure 10: pre-training throughput of every strategy over FSDP (also figures 11 to 13 for single models)."""
+    """Figure 10: pre-training throughput of every strategy over FSDP (also figures 11
+    to 13 for single models).
+    """
     return _suite_steps([*_DLRMS, *_LLMS], _RELEASED_STRATEGIES, "pretrain")
 
 
 def task_dependence() -> pd.DataFrame:
-    """Figure 14: every strategy over FSDP for pre-training, fine-tuning (the head only, ours) and inference."""
+    """Figure 14: every strategy over FSDP for pre-training, fine-tuning (the head only,
+    ours) and inference.
+    """
     models = ["DLRM-A", "DLRM-A Transformer", "DLRM-A MoE", "GPT-3"]
-    parts = [_suite_steps(models, _RELEASED_STRATEGIES, task) for task in ("pretrain", "finetune", "inference")]
+    parts = [
+        _suite_steps(models, _RELEASED_STRATEGIES, task)
+        for task in ("pretrain", "finetune", "inference")
+    ]
     return released(pd.concat(parts, ignore_index=True))
 
 
 def context_scaling() -> pd.DataFrame:
     """Figure 15: LLaMA2-70B with 4K to 32K tokens per sample under every strategy."""
-    table = _suite_steps([f"LLaMA2-70B {k}K" for k in (4, 8, 16, 32)], _RELEASED_STRATEGIES, "pretrain")
-    table["context"] = table["model"].str.extract(r"(\d+)K$", expand=False).astype(int) * 1024
+    table = _suite_steps(
+        [f"LLaMA2-70B {k}K" for k in (4, 8, 16, 32)], _RELEASED_STRATEGIES, "pretrain"
+    )
+    table["context"] = (
+        table["model"].str.extract(r"(\d+)K$", expand=False).astype(int) * 1024
+    )
     return table
 
 
 def validation_bars() -> pd.DataFrame:
-    """Figure 7: pieces of a DLRM-A step on 128 and 8 GPUs, one after another and overlapped, in ms.
+    """Figure 7: pieces of a DLRM-A step on 128 and 8 GPUs, one after another and
+    overlapped, in ms.
 
-    Columns gpus, who (measured, paper, ours), bar (serialized, overlapped), piece, value_ms, published_ms.
+    Columns gpus, who (measured, paper, ours), bar (serialized, overlapped), piece,
+    value_ms, published_ms.
     """
     rows = []
     for gpus in (128, 8):
         ours = _figure_7_step(gpus)
-        theirs = {name: published(f"fig7_{gpus}_{name}") for name in (*PIECES[:4], "exposed_comm_ms")}
-        rows += [(gpus, "ours", "serialized", name, ours[name], theirs[name]) for name in PIECES[:4]]
+        theirs = {
+            name: published(f"fig7_{gpus}_{name}")
+            for name in (*PIECES[:4], "exposed_comm_ms")
+        }
+        rows += [
+            (gpus, "ours", "serialized", name, ours[name], theirs[name])
+            for name in PIECES[:4]
+        ]
         compute = (side["gemm_ms"] + side["emb_ms"] for side in (ours, theirs))
         rows.append((gpus, "ours", "overlapped", "compute", *compute))
-        rows.append((gpus, "ours", "overlapped", "exposed", ours["exposed_comm_ms"], theirs["exposed_comm_ms"]))
-    for who, key in (("measured", "dlrm_a_serialized"), ("paper", "dlrm_a_serialized_paper")):
+        rows.append(
+            (
+                gpus,
+                "ours",
+                "overlapped",
+                "exposed",
+                ours["exposed_comm_ms"],
+                theirs["exposed_comm_ms"],
+            )
+        )
+    for who, key in (
+        ("measured", "dlrm_a_serialized"),
+        ("paper", "dlrm_a_serialized_paper"),
+    ):
         rows.append((128, who, "serialized", "all", published(key), math.nan))
-    return released(pd.DataFrame(rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]))
+    return released(
+        pd.DataFrame(
+            rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]
+        )
+    )
 
 
 def _figure_7_step(gpus: int) -> pd.Series:
@@ -107,40 +176,71 @@ def _figure_7_step(gpus: int) -> pd.Series:
 
 
 def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
-    """Figures 1 and 16: DLRM-A pre-training on cloud instances, with hours, GPU-hours, cost and energy of `samples`.
+    """Figures 1 and 16: DLRM-A pre-training on cloud instances, with hours, GPU-hours,
+    cost and energy of `samples`.
 
-    a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps from the artifact's sheet.
+    a100_hours are GPU-hours weighted by FP16 peak over that of an A100. published_mqps
+    from the artifact's sheet.
     """
     types = read_table("madmax/systems")
-    names = product(types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512))
+    names = product(
+        types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512)
+    )
     instances = systems(f"{instance}-{devices}" for instance, devices in names)
-    table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(instances["name"])), instances)
+    table = steps(
+        cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(instances["name"])), instances
+    )
     about = instances.set_index("name").loc[table["system"]].reset_index(drop=True)
     rate = table["throughput_samples_per_s"]
-    cost = cloud_cost(rate, samples, about["num_devices"], about["usd_per_gpu_hour"], about["tdp_w_per_gpu"])
-    table = table.assign(**about[["instance", "provider", "gpu", "num_devices"]], **cost)
+    cost = cloud_cost(
+        rate,
+        samples,
+        about["num_devices"],
+        about["usd_per_gpu_hour"],
+        about["tdp_w_per_gpu"],
+    )
+    table = table.assign(
+        **about[["instance", "provider", "gpu", "num_devices"]], **cost
+    )
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
     table["mqps"] = rate / 1e6
-    keys = [f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}" for r in table.itertuples()]
+    keys = [
+        f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}"
+        for r in table.itertuples()
+    ]
     table["published_mqps"] = published_values(keys)
     return released(table)
 
 
 def vit_mfu() -> pd.DataFrame:
-    """Figure 8: MFU of nine ViT runs under FSDP on p4d instances: measured, predicted by the paper, and by us.
+    """Figure 8: MFU of nine ViT runs under FSDP on p4d instances: measured, predicted
+    by the paper, and by us.
 
-    Ours are the released rules with the constant utilisation of the release; the paper's curve of utilisation over
-    batch and FLOPs is not public. fitted multiplies that prediction by c x (local batch)^k, fitted to measured / ours
-    of the other eight runs (leave one out). *_error are relative to the measured value.
+    Ours are the released rules with the constant utilisation of the release; the
+    paper's curve of utilisation over batch and FLOPs is not public. fitted multiplies
+    that prediction by c x (local batch)^k, fitted to measured / ours of the other eight
+    runs (leave one out). *_error are relative to the measured value.
     """
     rows = []
     for run in read_table("published_vision").itertuples():
-        case = cases([run.model], ["fsdp"], [f"p4d.24xlarge-{run.gpus}"], global_batch=run.global_batch)
+        case = cases(
+            [run.model],
+            ["fsdp"],
+            [f"p4d.24xlarge-{run.gpus}"],
+            global_batch=run.global_batch,
+        )
         row = steps(case).iloc[0]
-        flops = 3 * run.forward_tflop * 1e12 * row["throughput_samples_per_s"] / run.gpus
-        measured, paper = run.measured_tflop_per_s / 312, run.paper_tflop_per_s / 312
-        rows.append((run.model, run.gpus, run.global_batch, measured, paper, flops / 312e12))
-    result = pd.DataFrame(rows, columns=["model", "gpus", "global_batch", "measured", "paper", "ours"])
+        flops = (
+            3 * run.forward_tflop * 1e12 * row["throughput_samples_per_s"] / run.gpus
+        )
+        measured = run.measured_tflop_per_s / 312
+        paper = run.paper_tflop_per_s / 312
+        rows.append(
+            (run.model, run.gpus, run.global_batch, measured, paper, flops / 312e12)
+        )
+    result = pd.DataFrame(
+        rows, columns=["model", "gpus", "global_batch", "measured", "paper", "ours"]
+    )
     result["fitted"] = [_fitted(result.drop(i), result.loc[i]) for i in result.index]
     for who in ("paper", "ours", "fitted"):
         result[f"{who}_error"] = result[who] / result["measured"] - 1
@@ -148,22 +248,37 @@ def vit_mfu() -> pd.DataFrame:
 
 
 def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
-    batches, ratios = others["global_batch"] / others["gpus"], others["measured"] / others["ours"]
+    batches = others["global_batch"] / others["gpus"]
+    ratios = others["measured"] / others["ours"]
     power, factor = np.polyfit(np.log(batches), np.log(ratios), 1)
     return run["ours"] * math.exp(factor) * (run["global_batch"] / run["gpus"]) ** power
 
 
-def prefetch_overlap(models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K")) -> pd.DataFrame:
-    """Figure 9: share of FSDP communication that is hidden, without and with prefetching of the backward pass."""
+def prefetch_overlap(
+    models: Sequence[str] = ("LLaMA-65B", "LLaMA2-70B 4K"),
+) -> pd.DataFrame:
+    """Figure 9: share of FSDP communication that is hidden, without and with
+    prefetching of the backward pass.
+    """
     fsdp = cases(models, ["fsdp"], [_LLM_SYSTEM])
-    parts = [steps(fsdp, rules=MadmaxRules(schedule=name)).assign(schedule=name) for name in _SCHEDULES]
+    parts = [
+        steps(fsdp, rules=MadmaxRules(schedule=name)).assign(schedule=name)
+        for name in _SCHEDULES
+    ]
     return released(pd.concat(parts, ignore_index=True))
 
 
 def one_step(
-    model: str, strategy: str, system: str, task: str = "pretrain", *, rules: str | MadmaxRules = "released"
+    model: str,
+    strategy: str,
+    system: str,
+    task: str = "pretrain",
+    *,
+    rules: str | MadmaxRules = "released",
 ) -> Timeline:
-    """The step of one case on a system such as "zionex-128" as a Timeline (figures 6 and 9)."""
+    """The step of one case on a system such as "zionex-128" as a Timeline (figures 6
+    and 9).
+    """
     case = cases([model], [strategy], [system], task).iloc[0]
     step = timeline(case, suite(), systems([system]), rules=rules)
     origin = step.meta.provenance | provenance(*FILES, rules=AS_RELEASED)
@@ -171,38 +286,62 @@ def one_step(
 
 
 def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
-    """Figures 17 to 20: compute, memory and interconnect made faster alone and together; best strategy that fits.
+    """Figures 17 to 20: compute, memory and interconnect made faster alone and
+    together; best strategy that fits.
 
     speedup: throughput over that of factor 1. Memory means its bandwidth and size.
     """
     tables = []
-    for (model, name), (part, columns), factor in product(_SCALED.items(), _PARTS.items(), factors):
+    for (model, name), (part, columns), factor in product(
+        _SCALED.items(), _PARTS.items(), factors
+    ):
         scaled = systems([name]).assign(name=f"{part} x{factor}")
         scaled[columns] *= factor
-        table = best(steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled))
+        table = best(
+            steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled)
+        )
         tables.append(table.assign(part=part, factor=factor))
-    table = pd.concat(tables, ignore_index=True).query("limit == 'memory'").reset_index(drop=True)
-    first = table[table["factor"] == factors[0]].set_index(["model", "part"])["throughput_samples_per_s"]
+    table = (
+        pd.concat(tables, ignore_index=True)
+        .query("limit == 'memory'")
+        .reset_index(drop=True)
+    )
+    first = table[table["factor"] == factors[0]].set_index(["model", "part"])[
+        "throughput_samples_per_s"
+    ]
     base = first.loc[pd.MultiIndex.from_frame(table[["model", "part"]])].to_numpy()
     return released(table.assign(speedup=table["throughput_samples_per_s"] / base))
 
 
-def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> pd.DataFrame:
-    """Figures 17 to 20: clusters of the catalog at equal size, FSDP and the best strategy that fits.
+def hardware_study(
+    names: Sequence[str], *, nvlink_all: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Figures 17 to 20: clusters of the catalog at equal size, FSDP and the best
+    strategy that fits.
 
-    DLRM-A on 128 devices, GPT-3 on 2,048. nvlink_all: those that are added once more with all nodes joined by their
-    inner link, up to 256 devices (a SuperPOD with NVLink switches). per_gpu: samples/s of one device over the first
-    cluster under FSDP. A model whose precision a device lacks is left out.
+    DLRM-A on 128 devices, GPT-3 on 2,048. nvlink_all: those that are added once more
+    with all nodes joined by their inner link, up to 256 devices (a SuperPOD with NVLink
+    switches). per_gpu: samples/s of one device over the first cluster under FSDP. A
+    model whose precision a device lacks is left out.
     """
     tables = []
     for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
-        sized = [replace(c, nodes=max(round(devices / c.devices_per_node), 1)) for c in map(cluster, names)]
-        usable = catalog_systems(sized + [_joined(one) for one in sized if one.name in nvlink_all])
+        sized = [
+            replace(c, nodes=max(round(devices / c.devices_per_node), 1))
+            for c in map(cluster, names)
+        ]
+        usable = catalog_systems(
+            sized + [_joined(one) for one in sized if one.name in nvlink_all]
+        )
         if model.startswith("DLRM"):
             usable = usable[usable["f32_flops"] > 0]
-        table = steps(cases([model], _RELEASED_STRATEGIES, list(usable["name"])), usable)
+        table = steps(
+            cases([model], _RELEASED_STRATEGIES, list(usable["name"])), usable
+        )
         fastest = best(table).query("limit == 'memory'").assign(choice="best that fits")
-        fsdp = table[table["dense_strategy"] == "fsdp"].assign(choice="fsdp", limit="memory")
+        fsdp = table[table["dense_strategy"] == "fsdp"].assign(
+            choice="fsdp", limit="memory"
+        )
         both = pd.concat([fsdp, fastest], ignore_index=True)
         both["devices"] = both["system"].map(usable.set_index("name")["num_devices"])
         per_gpu = both["throughput_samples_per_s"] / both["devices"]
@@ -213,11 +352,17 @@ def hardware_study(names: Sequence[str], *, nvlink_all: Sequence[str] = ()) -> p
 
 def _joined(one: Cluster) -> Cluster:
     size = min(256, one.world_size)
-    return replace(one, name=f"{one.name} superpod", devices_per_node=size, nodes=one.world_size // size)
+    return replace(
+        one,
+        name=f"{one.name} superpod",
+        devices_per_node=size,
+        nodes=one.world_size // size,
+    )
 
 
 def class_strategies(model: str, system: str) -> pd.DataFrame:
-    """Every pair of a strategy for the MLPs and one for the transformer blocks of a model on a system.
+    """Every pair of a strategy for the MLPs and one for the transformer blocks of a
+    model on a system.
 
     Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
     """
@@ -225,39 +370,65 @@ def class_strategies(model: str, system: str) -> pd.DataFrame:
     texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
     table = steps(cases([model], texts, [system]))
     table[["mlp", "transformer"]] = pairs
-    fsdp = table.loc[(table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"), "throughput_samples_per_s"]
+    fsdp = table.loc[
+        (table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"),
+        "throughput_samples_per_s",
+    ]
     table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
     return table
 
 
 def tp_inside_fsdp_across() -> pd.DataFrame:
-    """TP inside the node and FSDP across nodes (ours, seed 000's idea) against every strategy of the release.
+    """TP inside the node and FSDP across nodes (ours, seed 000's idea) against every
+    strategy of the release.
 
-    GPT with 96 and 128 layers on 2,048 A100-80 and DLRM-A on 128 A100-40, by the corrected rules, in which a gradient
-    AllReduce carries the shard only.
+    GPT with 96 and 128 layers on 2,048 A100-80 and DLRM-A on 128 A100-40, by the
+    corrected rules, in which a gradient AllReduce carries the shard only.
     """
-    table = _suite_steps(["GPT-3", "GPT-1T", "DLRM-A"], STRATEGIES, "pretrain", rules="corrected")
-    return with_origin(table.drop(columns="published_gain"), *FILES, rules="MAD-Max corrected")
+    table = _suite_steps(
+        ["GPT-3", "GPT-1T", "DLRM-A"], STRATEGIES, "pretrain", rules="corrected"
+    )
+    return with_origin(
+        table.drop(columns="published_gain"), *FILES, rules="MAD-Max corrected"
+    )
 
 
 def claims() -> pd.DataFrame:
-    """Every published claim of the model beside ours: figure, claim, unit, theirs, ours, error, follows.
+    """Every published claim of the model beside ours: figure, claim, unit, theirs,
+    ours, error, follows.
 
-    error is ours / theirs - 1; follows tells whether the number can follow from public material.
+    error is ours / theirs - 1; follows tells whether the number can follow from public
+    material.
     """
     ours = {**_table_1(), **_figure_7(), **_gains()}
     table = read_table("madmax/published").rename(columns={"value": "theirs"})
     table = table.query("follows != 'measured' and key in @ours").reset_index(drop=True)
     table["ours"] = table["key"].map(ours)
     table["error"] = table["ours"] / table["theirs"] - 1
-    return released(table[["key", "figure", "claim", "unit", "theirs", "ours", "error", "follows", "note"]])
+    return released(
+        table[
+            [
+                "key",
+                "figure",
+                "claim",
+                "unit",
+                "theirs",
+                "ours",
+                "error",
+                "follows",
+                "note",
+            ]
+        ]
+    )
 
 
 def _table_1() -> dict[str, float]:
     dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]))
-    llama, vit = prefetch_overlap(["LLaMA-65B"]).set_index("schedule"), vit_mfu()
+    llama = prefetch_overlap(["LLaMA-65B"]).set_index("schedule")
+    vit = vit_mfu()
     llama_s = llama.loc["pre-optimised", "iteration_ms"] / 1e3
-    a, mqps = dlrm.iloc[0], dlrm["throughput_samples_per_s"] / 1e6
+    a = dlrm.iloc[0]
+    mqps = dlrm["throughput_samples_per_s"] / 1e6
     tokens_per_step = 2048 * 2048
     return {
         "dlrm_a_serialized_paper": a[PIECES].sum(),
@@ -274,11 +445,14 @@ def _table_1() -> dict[str, float]:
 def _figure_7() -> dict[str, float]:
     bars = {gpus: _figure_7_step(gpus) for gpus in (128, 8)}
     names = (*PIECES[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
-    return {f"fig7_{gpus}_{name}": row[name] for gpus, row in bars.items() for name in names}
+    return {
+        f"fig7_{gpus}_{name}": row[name] for gpus, row in bars.items() for name in names
+    }
 
 
 def _gains() -> dict[str, float]:
-    train, tasks = strategies_over_fsdp(), task_dependence()
+    train = strategies_over_fsdp()
+    tasks = task_dependence()
     fitting = best(train).set_index("limit")["gain"]
     inference = best(tasks[tasks["task"] == "inference"]).set_index("limit")["gain"]
     rows = pd.concat([train, tasks, context_scaling()])
@@ -289,5 +463,8 @@ def _gains() -> dict[str, float]:
         "gain_max_free": fitting["none"].max(),
         "gain_inference": inference["memory"].max(),
         "gain_inference_free": inference["none"].max(),
-        **{f"gain/{r.model}/{r.dense_strategy}/{r.task}": r.gain for r in rows.itertuples()},
+        **{
+            f"gain/{r.model}/{r.dense_strategy}/{r.task}": r.gain
+            for r in rows.itertuples()
+        },
     }

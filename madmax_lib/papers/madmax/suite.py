@@ -1,7 +1,9 @@
-"""Which models, systems and published numbers does MAD-Max talk about, and what is a step of each?
+"""Which models, systems and published numbers does MAD-Max talk about, and what is a
+step of each?
 
-Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv` of this folder: facts of
-[Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public release. Human units there, SI units here.
+Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv` of this
+folder: facts of [Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public
+release. Human units there, SI units here.
 """
 
 import math
@@ -16,29 +18,56 @@ from madmax_lib.papers.madmax.model import evaluate
 from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin
 
-__all__ = ["best", "cases", "catalog_systems", "published", "published_values", "released", "steps", "suite", "systems"]
+__all__ = [
+    "best",
+    "cases",
+    "catalog_systems",
+    "published",
+    "published_values",
+    "released",
+    "steps",
+    "suite",
+    "systems",
+]
 
-FILES, AS_RELEASED = ("madmax/models", "madmax/systems", "madmax/published"), "MAD-Max as released"
+FILES = ("madmax/models", "madmax/systems", "madmax/published")
+AS_RELEASED = "MAD-Max as released"
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
 PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
 _SAME = ["model", "system", "task"]
-_WEIGHT_COPIES = {"inference": 1}  # else 3, the rule of the artifact's sheet for training
-_FIELDS = {  # column of `evaluate`: column of data/systems.csv, and what 1 is there; all others keep their names
-    "f64_flops": ("fp64_tflops", 1e12), "f32_flops": ("fp32_tflops", 1e12), "f16_flops": ("fp16_tflops", 1e12),
-    "i8_ops": ("int8_tops", 1e12), "mem_cap": ("memory_gb", 1e9), "mem_bw": ("memory_gb_per_s", 1e9),
-    "mem_bw_util": ("memory_util", 1), "num_nvlinks": ("nvlinks", 1), "bw_per_nvlink": ("nvlink_gb_per_s", 1e9),
-    "num_ibroce_ports": ("devices_per_node", 1), "ibroce_bw": ("nic_gb_per_s", 1e9), "ibroce_util": ("nic_util", 1),
-}  # fmt: skip
+_WEIGHT_COPIES = {
+    "inference": 1
+}  # else 3, the rule of the artifact's sheet for training
+# column of `evaluate`: column of data/systems.csv, and what 1 is there; all others keep
+# their names
+_FIELDS = {
+    "f64_flops": ("fp64_tflops", 1e12),
+    "f32_flops": ("fp32_tflops", 1e12),
+    "f16_flops": ("fp16_tflops", 1e12),
+    "i8_ops": ("int8_tops", 1e12),
+    "mem_cap": ("memory_gb", 1e9),
+    "mem_bw": ("memory_gb_per_s", 1e9),
+    "mem_bw_util": ("memory_util", 1),
+    "num_nvlinks": ("nvlinks", 1),
+    "bw_per_nvlink": ("nvlink_gb_per_s", 1e9),
+    "num_ibroce_ports": ("devices_per_node", 1),
+    "ibroce_bw": ("nic_gb_per_s", 1e9),
+    "ibroce_util": ("nic_util", 1),
+}
 
 
 def released(table: pd.DataFrame) -> pd.DataFrame:
-    """The table itself, with the files of the paper and the released rules as its origin."""
+    """The table itself, with the files of the paper and the released rules as its
+    origin.
+    """
     return with_origin(table, *FILES, rules=AS_RELEASED)
 
 
 def suite() -> pd.DataFrame:
-    """Models of the paper's suites, as `evaluate` takes them, with the source of each row."""
+    """Models of the paper's suites, as `evaluate` takes them, with the source of each
+    row.
+    """
     return read_table("madmax/models").copy()
 
 
@@ -49,11 +78,17 @@ def published(key: str) -> float:
 
 def published_values(keys: Sequence[str]) -> np.ndarray:
     """Published numbers (n,), NaN where nothing is published."""
-    return read_table("madmax/published").set_index("key")["value"].reindex(keys).to_numpy()
+    return (
+        read_table("madmax/published")
+        .set_index("key")["value"]
+        .reindex(keys)
+        .to_numpy()
+    )
 
 
 def systems(names: Iterable[str]) -> pd.DataFrame:
-    """Systems as `evaluate` takes them (SI units), named by a type and a number of devices.
+    """Systems as `evaluate` takes them (SI units), named by a type and a number of
+    devices.
 
     Raises ValueError for an unknown type, or a name without a number.
 
@@ -62,28 +97,54 @@ def systems(names: Iterable[str]) -> pd.DataFrame:
     """
     types = read_table("madmax/systems").set_index("name", drop=False)
     sizes = {name: name.rpartition("-")[::2] for name in names}
-    if unknown := [name for name, (kind, devices) in sizes.items() if kind not in types.index or not devices.isdigit()]:
-        raise ValueError(f"{unknown[0]!r} is not type-number with one of the types {', '.join(types.index)}")
-    table = types.loc[[kind for kind, _ in sizes.values()]].reset_index(drop=True).rename(columns={"name": "instance"})
-    table["name"], table["num_devices"] = list(sizes), [int(devices) for _, devices in sizes.values()]
-    table["num_nodes"] = np.maximum(table["num_devices"] // table["devices_per_node"], 1)
+    if unknown := [
+        name
+        for name, (kind, devices) in sizes.items()
+        if kind not in types.index or not devices.isdigit()
+    ]:
+        raise ValueError(
+            f"{unknown[0]!r} is not type-number with one of the types "
+            f"{', '.join(types.index)}"
+        )
+    table = (
+        types.loc[[kind for kind, _ in sizes.values()]]
+        .reset_index(drop=True)
+        .rename(columns={"name": "instance"})
+    )
+    table["name"] = list(sizes)
+    table["num_devices"] = [int(devices) for _, devices in sizes.values()]
+    table["num_nodes"] = np.maximum(
+        table["num_devices"] // table["devices_per_node"], 1
+    )
     table["ar_perc_intra"] = table["ar_perc_intra"].where(table["num_nodes"] > 1, 1.0)
     fields = {name: table[column] * unit for name, (column, unit) in _FIELDS.items()}
-    return table.assign(**fields).drop(columns=["source", *(column for column, _ in _FIELDS.values())])
+    return table.assign(**fields).drop(
+        columns=["source", *(column for column, _ in _FIELDS.values())]
+    )
 
 
 def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
-    """Clusters of the catalog as systems: data-sheet peaks and links, the utilisation of the paper's A100 systems.
+    """Clusters of the catalog as systems: data-sheet peaks and links, the utilisation
+    of the paper's A100 systems.
 
-    A link counts in full for each direction, unlike the NICs of the release. FP32 means TF32 where a device has it.
+    A link counts in full for each direction, unlike the NICs of the release. FP32 means
+    TF32 where a device has it.
     """
     a100 = systems(["zionex-128"])
-    shares = a100[["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util", "ar_perc_intra"]].iloc[0].to_dict()
+    shares = (
+        a100[
+            ["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util", "ar_perc_intra"]
+        ]
+        .iloc[0]
+        .to_dict()
+    )
     rows = []
     for cluster in clusters:
         device = cluster.device
         rates = {
-            "f32_flops": device.peak_flops.get("tf32", device.peak_flops.get("fp32", math.nan)),
+            "f32_flops": device.peak_flops.get(
+                "tf32", device.peak_flops.get("fp32", math.nan)
+            ),
             "f16_flops": device.peak(device.nearest("fp16")),
             "mem_cap": device.memory_bytes,
             "mem_bw": device.memory_bandwidth_bytes_per_s,
@@ -93,7 +154,11 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
             "ibroce_bw": 2 * cluster.inter.bandwidth_bytes_per_s,
         }
         one_node = {"ar_perc_intra": 1.0} if cluster.nodes == 1 else {}
-        about = {"name": cluster.name, "gpu": device.name, "num_devices": cluster.world_size}
+        about = {
+            "name": cluster.name,
+            "gpu": device.name,
+            "num_devices": cluster.world_size,
+        }
         rows.append(shares | about | {"num_nodes": cluster.nodes} | rates | one_node)
     return pd.DataFrame(rows)
 
@@ -105,22 +170,34 @@ def cases(
     task: str = "pretrain",
     global_batch: float | None = None,
 ) -> pd.DataFrame:
-    """Every model under every strategy on every system, with the batch of the release unless one is given."""
+    """Every model under every strategy on every system, with the batch of the release
+    unless one is given.
+    """
     rows = product(models, names, strategies)
-    table = pd.DataFrame(rows, columns=["model", "system", "dense_strategy"]).assign(task=task)
+    table = pd.DataFrame(rows, columns=["model", "system", "dense_strategy"]).assign(
+        task=task
+    )
     table["type"] = table["model"].map(suite().set_index("name")["type"])
-    table["global_batch"] = global_batch or table["type"].str.partition("_")[0].map(_BATCH)
+    table["global_batch"] = global_batch or table["type"].str.partition("_")[0].map(
+        _BATCH
+    )
     return table
 
 
 def steps(
-    cases: pd.DataFrame, on: pd.DataFrame | None = None, *, rules: str | MadmaxRules = "released"
+    cases: pd.DataFrame,
+    on: pd.DataFrame | None = None,
+    *,
+    rules: str | MadmaxRules = "released",
 ) -> pd.DataFrame:
-    """`evaluate` of the suite's models, with the memory needed and there, whether it fits, and the gain over fsdp.
+    """`evaluate` of the suite's models, with the memory needed and there, whether it
+    fits, and the gain over fsdp.
 
-    on: systems as `evaluate` takes them, by default those that the cases name, of the paper's types.
-    Memory: 3 x weights in training (the artifact's rule), 1 x in inference (ours). gain: throughput over that of fsdp
-    for the same model, system and task; NaN where fsdp is not among the cases.
+    on: systems as `evaluate` takes them, by default those that the cases name, of the
+    paper's types.
+    Memory: 3 x weights in training (the artifact's rule), 1 x in inference (ours).
+    gain: throughput over that of fsdp for the same model, system and task; NaN where
+    fsdp is not among the cases.
     """
     on = systems(cases["system"].unique()) if on is None else on
     table = evaluate(cases, suite(), on, rules=rules)
@@ -130,15 +207,21 @@ def steps(
     table["fits"] = table["memory_needed_gb"] <= table["memory_gb"]
     comm_ms = table[COMMUNICATION].sum(axis=1)
     table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
-    table["overlapped_share"] = (table["overlapped_comm_ms"] / comm_ms).where(comm_ms > 0)
-    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)["throughput_samples_per_s"]
+    table["overlapped_share"] = (table["overlapped_comm_ms"] / comm_ms).where(
+        comm_ms > 0
+    )
+    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)[
+        "throughput_samples_per_s"
+    ]
     base = fsdp.reindex(pd.MultiIndex.from_frame(table[_SAME])).to_numpy()
     table["gain"] = table["throughput_samples_per_s"] / base
     return released(table)
 
 
 def best(table: pd.DataFrame) -> pd.DataFrame:
-    """The fastest row of each model, system and task twice: limit "memory" of those that fit, limit "none" of all."""
+    """The fastest row of each model, system and task twice: limit "memory" of those
+    that fit, limit "none" of all.
+    """
     parts = []
     for limit, rows in (("memory", table[table["fits"]]), ("none", table)):
         fastest = rows.groupby(_SAME, sort=False)["throughput_samples_per_s"].idxmax()

@@ -1,4 +1,6 @@
-"""Metis [Um et al., USENIX ATC 2024] and its fork: the search as released (behaviour recorded), and its tables."""
+"""Metis [Um et al., USENIX ATC 2024] and its fork: the search as released (behaviour
+recorded), and its tables.
+"""
 
 from madmax_lib.base.doors import open_room
 
@@ -6,12 +8,18 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.papers.metis import plots as plots, studies as studies
-    from madmax_lib.papers.metis.defects import DEFECTS as DEFECTS, defect_table as defect_table
+    from madmax_lib.papers.metis.defects import (
+        DEFECTS as DEFECTS,
+        defect_table as defect_table,
+    )
     from madmax_lib.papers.metis.generate import (
         generate_profiles as generate_profiles,
         write_cluster as write_cluster,
         write_profiles as write_profiles,
     )
-    from madmax_lib.papers.metis.walk import MetisResult as MetisResult, search as search
+    from madmax_lib.papers.metis.walk import (
+        MetisResult as MetisResult,
+        search as search,
+    )
 
 __all__ = open_room(__name__)

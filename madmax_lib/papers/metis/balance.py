@@ -1,9 +1,11 @@
 """How does Metis spread layers over stages of unequal speed?
 
-The layer balancer of Metis [Um et al., USENIX ATC 2024] as its public release behaves (recorded): every layer is cut
-into seven pieces, pieces are given to stages by remaining capacity, and a layer belongs to the stage that has more
-than half of its pieces. A layer without such a stage vanishes, and a stage may end without layers; both are kept here.
-Subtractions run piece by piece as there: results depend on the last bit where stages tie.
+The layer balancer of Metis [Um et al., USENIX ATC 2024] as its public release behaves
+(recorded): every layer is cut into seven pieces, pieces are given to stages by
+remaining capacity, and a layer belongs to the stage that has more than half of its
+pieces. A layer without such a stage vanishes, and a stage may end without layers; both
+are kept here. Subtractions run piece by piece as there: results depend on the last bit
+where stages tie.
 """
 
 from bisect import bisect_left
@@ -19,7 +21,8 @@ __all__ = ["Balancer", "shift_capacity"]
 
 PIECES = 7
 _KEEPS = 0.9  # share that an overfull stage keeps beyond what its memory allows
-_DONE, _SPARE = 0.01, 0.001
+_DONE = 0.01
+_SPARE = 0.001
 
 
 class Balancer:
@@ -33,7 +36,8 @@ class Balancer:
         self._slices = layer_sums(self.demand)
 
     def partition(self, capacity: Sequence[float]) -> tuple[int, ...]:
-        """Layer boundaries (stages + 1,) from 0 on for the capacity of each stage in units of demand.
+        """Layer boundaries (stages + 1,) from 0 on for the capacity of each stage in
+        units of demand.
 
         The last boundary is below the number of layers where layers vanished.
         """
@@ -47,11 +51,17 @@ class Balancer:
     def _in_order(self, left: list[float]) -> tuple[list[int], list[int], list[int]]:
         """First to last stage until each is full, then the last stage from the end on.
 
-        Returns the owner of each piece, the first piece of each stage (none: -1) and the pieces without owner.
+        Returns the owner of each piece, the first piece of each stage (none: -1) and
+        the pieces without owner.
         """
         piece = self._piece
-        bound, count, last = len(piece) - PIECES - 1, len(piece), len(left) - 1
-        owner, starts, waiting, at = [], [], [], 0
+        bound = len(piece) - PIECES - 1
+        count = len(piece)
+        last = len(left) - 1
+        owner = []
+        starts = []
+        waiting = []
+        at = 0
         for stage in range(last):
             if at >= bound:
                 starts.append(-1)
@@ -77,33 +87,47 @@ class Balancer:
         return owner, starts, waiting
 
     def _fits(self, room: float, at: int, bound: int) -> tuple[int, float]:
-        """First piece from `at` on that does not fit any more (at most bound), and the room that is left.
+        """First piece from `at` on that does not fit any more (at most bound), and the
+        room that is left.
 
         Bisection on rounded sums guesses it, subtraction piece by piece settles it.
         """
         piece = self._piece
-        end = min(max(bisect_left(self._before, room + self._before[at], at) - 1, at), bound)
+        end = min(
+            max(bisect_left(self._before, room + self._before[at], at) - 1, at), bound
+        )
         rest = reduce(sub, piece[at:end], room)
         if rest <= 0:  # rounding put the guess too far
-            end, rest = at, room
+            end = at
+            rest = room
         while end < bound and rest > piece[end]:
             rest -= piece[end]
             end += 1
         return end, rest
 
-    def _fill_gaps(self, left: list[float], owner: list[int], starts: list[int], waiting: list[int]) -> None:
-        """Each piece without owner, ascending, to the stage with most room among those around it.
+    def _fill_gaps(
+        self, left: list[float], owner: list[int], starts: list[int], waiting: list[int]
+    ) -> None:
+        """Each piece without owner, ascending, to the stage with most room among those
+        around it.
 
-        Around: from the stage that ends last before the piece to the stage that begins first after it. Stages begin
-        in order and all pieces before have owners, so both are found by moving on.
+        Around: from the stage that ends last before the piece to the stage that begins
+        first after it. Stages begin in order and all pieces before have owners, so both
+        are found by moving on.
         """
-        piece, last = self._piece, len(left) - 1
+        piece = self._piece
+        last = len(left) - 1
         follows = [stage for stage, start in enumerate(starts) if start >= 0]
-        ahead, lower, joined = 0, 0, -1  # joined: owner of the piece given last
+        # joined: owner of the piece given last
+        ahead = 0
+        lower = 0
+        joined = -1
         for place in waiting:
             if place and starts[owner[place - 1]] < place:
                 lower = owner[place - 1]
-            while ahead < len(follows) and (starts[follows[ahead]] < place or follows[ahead] == joined):
+            while ahead < len(follows) and (
+                starts[follows[ahead]] < place or follows[ahead] == joined
+            ):
                 ahead += 1
             upper = follows[ahead] if ahead < len(follows) else last
             if upper == lower + 1:
@@ -129,18 +153,27 @@ class Balancer:
         return held
 
     def _even_out(self, capacity: Sequence[float], held: list[list[int]]) -> None:
-        """Up to three times a layer moves to the stage with most room from its fuller neighbour, in place."""
+        """Up to three times a layer moves to the stage with most room from its fuller
+        neighbour, in place.
+        """
         if len(held) == 1:
             return
         room = [
-            value - self._slices[layers[0]][layers[-1] + 1 - layers[0]] if layers else value
+            value - self._slices[layers[0]][layers[-1] + 1 - layers[0]]
+            if layers
+            else value
             for value, layers in zip(capacity, held, strict=True)
         ]
         most = max(room)
         for _ in range(3):
             taker = room.index(most)
-            before, after = taker - 1, taker + 1
-            giver = before if after == len(room) or (taker and room[before] <= room[after]) else after
+            before = taker - 1
+            after = taker + 1
+            giver = (
+                before
+                if after == len(room) or (taker and room[before] <= room[after])
+                else after
+            )
             if len(held[giver]) <= 1:
                 return
             side = -1 if giver < taker else 0
@@ -150,18 +183,22 @@ class Balancer:
             moved[giver] += self.demand[layer]
             if (moved_most := max(moved)) > most:
                 return
-            room, most = moved, moved_most
+            room = moved
+            most = moved_most
             held[taker].insert(0 if side else len(held[taker]), held[giver].pop(side))
 
 
 def shift_capacity(
     capacity: Sequence[float], memory_mb: Sequence[float], demand_mb: Sequence[float]
 ) -> list[float] | None:
-    """Capacity (stages,) with what stages without memory must give up spread over those with memory to spare.
+    """Capacity (stages,) with what stages without memory must give up spread over those
+    with memory to spare.
 
     None where there is not enough to spare.
     """
-    shifted, spare, required = [], [], 0.0
+    shifted = []
+    spare = []
+    required = 0.0
     for value, memory, demand in zip(capacity, memory_mb, demand_mb, strict=True):
         allowed = value * memory / demand
         if memory > demand:
@@ -176,7 +213,8 @@ def shift_capacity(
     kept = list(shifted)
     while required > _DONE:
         takers = [stage for stage, room in enumerate(spare) if room > _SPARE]
-        total, before = plain_sum(kept[stage] for stage in takers), required
+        total = plain_sum(kept[stage] for stage in takers)
+        before = required
         if not total:
             return None
         for stage in takers:

@@ -1,8 +1,9 @@
 """What does each defect of Metis do to the cost of a plan?
 
-The correct cost is that of `planner.hetero`. Each class below overrides one term of it as the public release of Metis
-[Um et al., USENIX ATC 2024] counts, so that a defect can be judged alone. A plan comes as Metis gives it: lost layers
-and empty stages stand only under the defect that allows them, and are repaired for all others.
+The correct cost is that of `planner.hetero`. Each class below overrides one term of it
+as the public release of Metis [Um et al., USENIX ATC 2024] counts, so that a defect can
+be judged alone. A plan comes as Metis gives it: lost layers and empty stages stand only
+under the defect that allows them, and are repaired for all others.
 """
 
 from collections.abc import Mapping
@@ -20,21 +21,29 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
 __all__ = ["DEFECTS", "defect_table", "first_listed"]
 
-_MEMORY_FACTOR, _LEAST_BYTES = 5.0, 0.001 * MB_BYTES
+_MEMORY_FACTOR = 5.0
+_LEAST_BYTES = 0.001 * MB_BYTES
 
 
 class _MetisCost(PlanCost):
     """The correct cost of a plan of Metis; subclasses count one term as Metis does.
 
-    what: what is charged, in words. counted: stages in the cost that Metis printed. first_listed: the profile whose
-    optimizer and batch generator Metis takes for all.
+    what: what is charged, in words. counted: stages in the cost that Metis printed.
+    first_listed: the profile whose optimizer and batch generator Metis takes for all.
     """
 
     what = "the correct cost"
 
-    def __init__(self, plan: HeteroPlan | Mapping, problem: HeteroProblem, first_listed: LayerProfile):
+    def __init__(
+        self,
+        plan: HeteroPlan | Mapping,
+        problem: HeteroProblem,
+        first_listed: LayerProfile,
+    ):
         read = HeteroPlan.read(plan)
-        self.counted = 1 if plan is read else int(plan.get("num_stage_used_for_cost", 1))
+        self.counted = (
+            1 if plan is read else int(plan.get("num_stage_used_for_cost", 1))
+        )
         self.first_listed = first_listed
         super().__init__(self.accepted(read, problem.prices.layers), problem)
 
@@ -99,7 +108,10 @@ class _LinksInside(_FirstListedProfile):
 
     def __init__(self, *given):
         super().__init__(*given)
-        nodes = [replace(node, inter_bytes_per_s=node.intra_bytes_per_s) for node in self.fleet.nodes]
+        nodes = [
+            replace(node, inter_bytes_per_s=node.intra_bytes_per_s)
+            for node in self.fleet.nodes
+        ]
         self.fleet = replace(self.fleet, nodes=tuple(nodes))
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
@@ -107,7 +119,10 @@ class _LinksInside(_FirstListedProfile):
 
 
 class _MemoryOfFirstType(_MetisCost):
-    what = "memory: five times the table of the first type, against the sum over a stage's GPUs"
+    what = (
+        "memory: five times the table of the first type, against the sum over a "
+        "stage's GPUs"
+    )
 
     def fits(self) -> bool:
         kinds = self.fleet.type_of(np.arange(self.fleet.size))
@@ -123,9 +138,16 @@ class _MemoryOfFirstType(_MetisCost):
             pieces = [max(samples // stage.dp, 1)]
         else:  # the batch is split over replicas as if the whole cluster were one stage
             first = kinds[:: len(kinds) // stage.dp][: stage.dp]
-            weights = [1 / self.pieces(stage, kind, 1)[0].layer_s.sum() for kind in first]
-            pieces = [piece for held in shares(samples, weights) for piece in bits(held)]
-        tables = [self.pieces(stage, 0, piece)[0].memory_bytes[stage.layers] for piece in pieces]
+            weights = [
+                1 / self.pieces(stage, kind, 1)[0].layer_s.sum() for kind in first
+            ]
+            pieces = [
+                piece for held in shares(samples, weights) for piece in bits(held)
+            ]
+        tables = [
+            self.pieces(stage, 0, piece)[0].memory_bytes[stage.layers]
+            for piece in pieces
+        ]
         return _MEMORY_FACTOR * sum(table.sum() for table in tables)
 
 
@@ -140,23 +162,30 @@ DEFECTS = {
 }
 
 
-def defect_table(plan: HeteroPlan | Mapping, problem: HeteroProblem, profiles: Profiles) -> pd.DataFrame:
-    """Cost of a plan in ms, correct and with each defect: columns defect, what, cost_ms, highest_ms, fits.
+def defect_table(
+    plan: HeteroPlan | Mapping, problem: HeteroProblem, profiles: Profiles
+) -> pd.DataFrame:
+    """Cost of a plan in ms, correct and with each defect: columns defect, what,
+    cost_ms, highest_ms, fits.
 
-    problem: from `hetero.problem`. profiles: the same, one of which Metis takes for its global values; highest_ms
-    differs from cost_ms where that choice matters (E5, E7): they are the extremes over all. Raises ValueError as
-    `hetero.cost` does.
+    problem: from `hetero.problem`. profiles: the same, one of which Metis takes for its
+    global values; highest_ms differs from cost_ms where that choice matters (E5, E7):
+    they are the extremes over all. Raises ValueError as `hetero.cost` does.
     """
     rows = []
     for name, cost in {"none": _MetisCost, **DEFECTS}.items():
         costs = [cost(plan, problem, profile) for profile in first_listed(profiles)]
         totals_ms = [1e3 * sum(one.terms().values()) for one in costs]
         rows.append((name, cost.what, min(totals_ms), max(totals_ms), costs[0].fits()))
-    return pd.DataFrame(rows, columns=["defect", "what", "cost_ms", "highest_ms", "fits"])
+    return pd.DataFrame(
+        rows, columns=["defect", "what", "cost_ms", "highest_ms", "fits"]
+    )
 
 
 def first_listed(profiles: Profiles) -> list[LayerProfile]:
-    """The profiles a folder may list first, one of all with the same optimizer and batch generator."""
+    """The profiles a folder may list first, one of all with the same optimizer and
+    batch generator.
+    """
     distinct: dict[tuple[float, float], LayerProfile] = {}
     for profile in profiles.table.values():
         distinct.setdefault((profile.optimizer_ms, profile.batch_generator_ms), profile)

@@ -1,7 +1,9 @@
-"""What do profiles look like for more layers, larger batches, higher degrees and slower GPUs than were measured?
+"""What do profiles look like for more layers, larger batches, higher degrees and slower
+GPUs than were measured?
 
-Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Metis' fork does
-(github.com/livingshade/Metis, behaviour recorded): in its order of operations, so that the numbers are its own.
+Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Metis' fork
+does (github.com/livingshade/Metis, behaviour recorded): in its order of operations, so
+that the numbers are its own.
 """
 
 import json
@@ -17,23 +19,37 @@ from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, pl
 
 __all__ = ["generate_profiles", "write_cluster", "write_profiles"]
 
-_IN_FILE = {"memory": "memory_gb", "intra_bandwidth": "intra_gb_per_s", "inter_bandwidth": "inter_gb_per_s"}
+_IN_FILE = {
+    "memory": "memory_gb",
+    "intra_bandwidth": "intra_gb_per_s",
+    "inter_bandwidth": "inter_gb_per_s",
+}
 
 
 def generate_profiles(
-    layers: int = 10, most: int = 128, *, slowdown: Mapping[str, float] | None = None, memory: str = "fork"
+    layers: int = 10,
+    most: int = 128,
+    *,
+    slowdown: Mapping[str, float] | None = None,
+    memory: str = "fork",
 ) -> Profiles:
-    """Profiles of GPT-3 with `layers` layers for degrees and batches up to `most`, in powers of two.
+    """Profiles of GPT-3 with `layers` layers for degrees and batches up to `most`, in
+    powers of two.
 
-    slowdown: time of each GPU type over that of the measured A100 (default A100 1, V100 3.5). memory: "fork" or
-    "upstream", whose table falls with tp and grows with the batch. Batches above 4 double the times, degrees above 4
-    halve them; the optimizer's time stays that of tp 4. Raises ValueError.
+    slowdown: time of each GPU type over that of the measured A100 (default A100 1, V100
+    3.5). memory: "fork" or "upstream", whose table falls with tp and grows with the
+    batch. Batches above 4 double the times, degrees above 4 halve them; the optimizer's
+    time stays that of tp 4. Raises ValueError.
     """
     if layers < 3 or most < 1:
-        raise ValueError(f"layers={layers}, most={most}: at least 3 layers and a batch of 1")
+        raise ValueError(
+            f"layers={layers}, most={most}: at least 3 layers and a batch of 1"
+        )
     if memory not in ("fork", "upstream"):
         raise ValueError(f"memory={memory!r} is not one of fork, upstream")
-    scaled = {(profile.tp, profile.batch): profile for profile in _measured(layers, memory)}
+    scaled = {
+        (profile.tp, profile.batch): profile for profile in _measured(layers, memory)
+    }
     for tp in (1, 2, 4):
         batch = 4
         while batch < most:
@@ -45,8 +61,14 @@ def generate_profiles(
             scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
             tp *= 2
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
-    every = [_slower(profile, device, factor) for device, factor in factors.items() for profile in scaled.values()]
-    return Profiles({(p.device, p.tp, p.batch): p for p in sorted(every, key=lambda p: p.name)})
+    every = [
+        _slower(profile, device, factor)
+        for device, factor in factors.items()
+        for profile in scaled.values()
+    ]
+    return Profiles(
+        {(p.device, p.tp, p.batch): p for p in sorted(every, key=lambda p: p.name)}
+    )
 
 
 def write_profiles(profiles: Profiles, directory: str | Path) -> None:
@@ -57,7 +79,10 @@ def write_profiles(profiles: Profiles, directory: str | Path) -> None:
             "model": {
                 "model_name": profile.model_name,
                 "num_layers": profile.layers,
-                "parameters": {"total_parameters_bytes": plain_sum(sizes), "parameters_per_layer_bytes": sizes},
+                "parameters": {
+                    "total_parameters_bytes": plain_sum(sizes),
+                    "parameters_per_layer_bytes": sizes,
+                },
                 "num_MHA_layers": profile.layers - 2,
             },
             "execution_time": {
@@ -70,15 +95,23 @@ def write_profiles(profiles: Profiles, directory: str | Path) -> None:
                 "layer_memory_total_mb": profile.memory_mb,
             },
         }
-        write_text(Path(directory) / f"{profile.name}.json", json.dumps(content, indent=2))
+        write_text(
+            Path(directory) / f"{profile.name}.json", json.dumps(content, indent=2)
+        )
 
 
-def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path) -> None:
+def write_cluster(
+    nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path
+) -> None:
     """The host file and the cluster file of nodes, as `load_cluster` reads them."""
-    hosts, types = "", {}
+    hosts = ""
+    types = {}
     for node in nodes:
-        hosts, about = f"{hosts}{node.address} slots={node.gpus}\n", node.in_file()
-        types[node.address] = {"instance_type": node.device} | {key: about[name] for key, name in _IN_FILE.items()}
+        hosts = f"{hosts}{node.address} slots={node.gpus}\n"
+        about = node.in_file()
+        types[node.address] = {"instance_type": node.device} | {
+            key: about[name] for key, name in _IN_FILE.items()
+        }
     write_text(hostfile, hosts)
     write_text(clusterfile, json.dumps(types, indent=4))
 
@@ -86,11 +119,18 @@ def write_cluster(nodes: Iterable[Node], hostfile: str | Path, clusterfile: str 
 def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:
     """The nine measured files with their middle layer repeated."""
     for row in catalog.table("papers/metis/profiles").to_dict("records"):
-        key = {"device": row.pop("device"), "tp": int(row.pop("tp")), "batch": int(row.pop("batch"))}
-        source_layers, _ = int(row.pop("layers")), row.pop("source")
+        key = {
+            "device": row.pop("device"),
+            "tp": int(row.pop("tp")),
+            "batch": int(row.pop("batch")),
+        }
+        source_layers = int(row.pop("layers"))
+        _ = row.pop("source")
         value = {name: float(text) for name, text in row.items()}
         layer_ms = _stretch(value, "layer_ms", layers)
-        between_ms = value["forward_backward_ms"] - plain_sum(_stretch(value, "layer_ms", source_layers))
+        between_ms = value["forward_backward_ms"] - plain_sum(
+            _stretch(value, "layer_ms", source_layers)
+        )
         times = {
             "forward_backward_ms": between_ms + plain_sum(layer_ms),
             "batch_generator_ms": value["batch_generator_ms"],
@@ -110,13 +150,24 @@ def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:
 
 
 def _stretch(value: Mapping[str, float], name: str, layers: int) -> tuple[float, ...]:
-    return (value[f"first_{name}"], *[value[f"middle_{name}"]] * (layers - 2), value[f"last_{name}"])
+    return (
+        value[f"first_{name}"],
+        *[value[f"middle_{name}"]] * (layers - 2),
+        value[f"last_{name}"],
+    )
 
 
 def _scaled(profile: LayerProfile, factor: float, **key: int) -> LayerProfile:
-    """A profile of another batch or degree: the work scales, the rest of the step stays."""
+    """A profile of another batch or degree: the work scales, the rest of the step
+    stays.
+    """
     forward_backward_ms = profile.forward_backward_ms * factor
-    rest = (profile.batch_generator_ms, profile.layernorm_ms, profile.embedding_ms, profile.optimizer_ms)
+    rest = (
+        profile.batch_generator_ms,
+        profile.layernorm_ms,
+        profile.embedding_ms,
+        profile.optimizer_ms,
+    )
     return replace(
         profile,
         **key,
@@ -129,4 +180,9 @@ def _scaled(profile: LayerProfile, factor: float, **key: int) -> LayerProfile:
 
 def _slower(profile: LayerProfile, device: str, factor: float) -> LayerProfile:
     times = {name: getattr(profile, name) * factor for name in (*TIMES, "between_ms")}
-    return replace(profile, device=device, layer_ms=tuple(value * factor for value in profile.layer_ms), **times)
+    return replace(
+        profile,
+        device=device,
+        layer_ms=tuple(value * factor for value in profile.layer_ms),
+        **times,
+    )

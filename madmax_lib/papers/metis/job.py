@@ -1,6 +1,8 @@
-"""What does Metis plan for: which model, batch and limits, from which profiles, on which nodes?
+"""What does Metis plan for: which model, batch and limits, from which profiles, on
+which nodes?
 
-The inputs of Metis [Um et al., USENIX ATC 2024], checked, with sums over layers from left to right.
+The inputs of Metis [Um et al., USENIX ATC 2024], checked, with sums over layers from
+left to right.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ class MetisJob:
     """
 
     profiles: Profiles = field(repr=False)  # of all GPU types, batches and degrees
-    model: LayerProfile = field(repr=False)  # the profile that gives parameters, optimizer and batch generator
+    model: LayerProfile = field(
+        repr=False
+    )  # the profile that gives parameters, optimizer and batch generator
     nodes: tuple[Node, ...]  # in the order of the host file
     order: tuple[str, ...]  # GPU types in the order enumerated first
     layers: int  # of the model, ends included
@@ -43,35 +47,59 @@ class MetisJob:
         if not self.variance > 0:
             raise ValueError(f"variance={self.variance!r} must be above 0")
         if self.layers != self.profiles.layers:
-            raise ValueError(f"layers={self.layers}, but the profiles have {self.profiles.layers} layers")
+            raise ValueError(
+                f"layers={self.layers}, but the profiles have {self.profiles.layers} "
+                "layers"
+            )
         if self.layers < 3:
-            raise ValueError(f"layers={self.layers}: Metis needs a first, a last and at least one middle layer")
-        types, there = sorted({node.device for node in self.nodes}), self.profiles.devices
+            raise ValueError(
+                f"layers={self.layers}: Metis needs a first, a last and at least one "
+                "middle layer"
+            )
+        types = sorted({node.device for node in self.nodes})
+        there = self.profiles.devices
         if missing := [device for device in types if device not in there]:
-            raise ValueError(f"no profile for {missing[0]}; there are types {', '.join(there)}")
+            raise ValueError(
+                f"no profile for {missing[0]}; there are types {', '.join(there)}"
+            )
         if sorted(self.order) != types:
             order = ",".join(self.order)
-            raise ValueError(f"node_order={order} is not an order of the cluster's types {', '.join(types)}")
+            raise ValueError(
+                f"node_order={order} is not an order of the cluster's types "
+                f"{', '.join(types)}"
+            )
         for node in self.nodes:
             if node.gpus > _MOST_SLOTS:
-                raise ValueError(f"{node.address} slots={node.gpus}: Metis reads one digit, at most 9 GPUs per node")
+                raise ValueError(
+                    f"{node.address} slots={node.gpus}: Metis reads one digit, at "
+                    "most 9 GPUs per node"
+                )
 
     @cached_property
     def demand(self) -> list[float]:
-        """Share of each layer (layers,) in the time of the model on one GPU of the model profile's type."""
+        """Share of each layer (layers,) in the time of the model on one GPU of the
+        model profile's type.
+        """
         times = self.profiles.get(self.model.device, 1, 1).layer_ms
         total = plain_sum(times)
         return [value / total for value in times]
 
     @cached_property
     def parameters_bytes(self) -> list[list[float]]:
-        """Bytes of layers x to y at [x][y]: the first and the last layer's own, the second's for all others."""
+        """Bytes of layers x to y at [x][y]: the first and the last layer's own, the
+        second's for all others.
+        """
         first, middle, *_, last = self.model.parameters_bytes
         bounds = range(self.layers + 1)
 
         def between(x: int, y: int) -> float:
-            has_first, has_last = x == 0, y == self.layers
-            return has_first * first + has_last * last + middle * (y - x - has_first - has_last)
+            has_first = x == 0
+            has_last = y == self.layers
+            return (
+                has_first * first
+                + has_last * last
+                + middle * (y - x - has_first - has_last)
+            )
 
         return [[between(x, y) for y in bounds] for x in bounds]
 
@@ -79,7 +107,9 @@ class MetisJob:
         """`layer_sums` of layer_ms or memory_mb."""
         key = (what, device, tp, batch)
         if key not in self._slices:
-            self._slices[key] = layer_sums(getattr(self.profiles.get(device, tp, batch), what))
+            self._slices[key] = layer_sums(
+                getattr(self.profiles.get(device, tp, batch), what)
+            )
         return self._slices[key]
 
     def full_ms(self, device: str, tp: int, batch: int) -> float:

@@ -1,4 +1,6 @@
-"""How do the results of Metis' report look: costs by enumeration order, and data beside tensor parallelism?"""
+"""How do the results of Metis' report look: costs by enumeration order, and data beside
+tensor parallelism?
+"""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,34 +15,75 @@ _MODES = {"base": "Metis", "strategy": "Ours"}
 
 
 def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Best cost of each row of table 1 in both orders of the GPU types, beside the two published columns."""
-    table = runs[["row", "layers", "gpus", "mode", "node_order", "our_cost_ms", "cost_ms"]].reset_index(drop=True)
+    """Best cost of each row of table 1 in both orders of the GPU types, beside the two
+    published columns.
+    """
+    table = runs[
+        ["row", "layers", "gpus", "mode", "node_order", "our_cost_ms", "cost_ms"]
+    ].reset_index(drop=True)
     first = table.drop_duplicates(["row", "mode"]).reset_index(drop=True)
     ax = ax or draw.new_axes(height=0.9 + 0.42 * len(first))
     for slot, (order, fill) in enumerate(_ORDERS.items()):
         part = table[table["node_order"] == order]
         costs = part["our_cost_ms"]
-        draw.bars(ax, costs, fill, source="simulated", slot=(slot, 2), notes=[f"   {cost:,.2f}" for cost in costs])
+        draw.bars(
+            ax,
+            costs,
+            fill,
+            source="simulated",
+            slot=(slot, 2),
+            notes=[f"   {cost:,.2f}" for cost in costs],
+        )
     error = (table["our_cost_ms"] - table["cost_ms"]).abs()
     near = table.loc[error.groupby([table["row"], table["mode"]], sort=False).idxmin()]
     second = near["node_order"].eq("V100 first").to_numpy()
     draw.published(ax, near["cost_ms"], first.index + 0.4 * second - 0.2)
     title = "The cost column follows the order of GPU types, not the method"
-    rows = [f"{row.layers} layers, {row.gpus} GPUs, “{_MODES[row.mode]}”" for row in first.itertuples()]
+    rows = [
+        f"{row.layers} layers, {row.gpus} GPUs, “{_MODES[row.mode]}”"
+        for row in first.itertuples()
+    ]
     key = [draw.patch_key(order, fill, "simulated") for order, fill in _ORDERS.items()]
     key.append(draw.mark_key("published"))
-    table, reach = _from_files(table, "profiles", "table1"), 1.16 * table["our_cost_ms"].max()
-    return draw.finish(ax, table, title, x="cost of the best plan [ms]", rows=rows, reach=reach, key=key)
+    table, reach = (
+        _from_files(table, "profiles", "table1"),
+        1.16 * table["our_cost_ms"].max(),
+    )
+    return draw.finish(
+        ax,
+        table,
+        title,
+        x="cost of the best plan [ms]",
+        rows=rows,
+        reach=reach,
+        key=key,
+    )
 
 
 def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 3: time of an iteration. summary: the published table dp_tp."""
-    times_s, kinds = summary["median_ms"] / 1e3, summary["strategy"].map({"DP": "compute", "TP": "comm"})
-    title = f"Two P100: tensor parallelism takes {times_s[1] / times_s[0]:.2f}x as long as data parallelism"
-    rows, notes = summary["strategy"] + " on 2 GPUs", times_s.map("{:.1f} s".format)
+    times_s = summary["median_ms"] / 1e3
+    kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
+    title = (
+        f"Two P100: tensor parallelism takes {times_s[1] / times_s[0]:.2f}x as "
+        "long as data parallelism"
+    )
+    rows = summary["strategy"] + " on 2 GPUs"
+    notes = times_s.map("{:.1f} s".format)
     x = "measured time of an iteration, median [s]"
-    return draw.bar_chart(ax, _from_files(summary, "dp_tp"), times_s, title, kinds, notes=notes, x=x, rows=rows)
+    return draw.bar_chart(
+        ax,
+        _from_files(summary, "dp_tp"),
+        times_s,
+        title,
+        kinds,
+        notes=notes,
+        x=x,
+        rows=rows,
+    )
 
 
 def _from_files(table: pd.DataFrame, *files: str) -> pd.DataFrame:
-    return with_origin(table, *(f"metis/{file}" for file in files), rules="Metis as released")
+    return with_origin(
+        table, *(f"metis/{file}" for file in files), rules="Metis as released"
+    )

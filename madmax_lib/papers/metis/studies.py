@@ -1,7 +1,8 @@
 """What of the Metis fork's paper follows from its public code and data?
 
-Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, Yu), typed in `data/`, beside our
-own runs of the search. Base is Metis, strategy is the fork's order of moves.
+Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, Yu),
+typed in `data/`, beside our own runs of the search. Base is Metis, strategy is the
+fork's order of moves.
 """
 
 from collections.abc import Iterable
@@ -18,26 +19,44 @@ from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import Profiles
 
-__all__ = ["NODE_ORDERS", "defect_choices", "defect_shares", "model_profiles", "nodes_of", "published", "run_row"]
+__all__ = [
+    "NODE_ORDERS",
+    "defect_choices",
+    "defect_shares",
+    "model_profiles",
+    "nodes_of",
+    "published",
+    "run_row",
+]
 __all__ += ["run_rows", "table1_errors"]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
-_BATCH, _MODEL_PROFILE = 128, "A100_tp4_bs4"
+_BATCH = 128
+_MODEL_PROFILE = "A100_tp4_bs4"
 
 
 def published(name: str) -> pd.DataFrame:
-    """A table of the report, with its source: "table1", "search_time" (figure 1) or "dp_tp" (figure 3)."""
+    """A table of the report, with its source: "table1", "search_time" (figure 1) or
+    "dp_tp" (figure 3).
+    """
     return read_table(f"metis/{name}").copy()
 
 
 def nodes_of(gpus: int) -> list[Node]:
-    """The table's cluster: half V100, half A100 in nodes of four, the V100 first in the host file."""
-    v100, a100 = Node.of_file("0.0.0.1", "V100", 4, 16, 50, 10), Node.of_file("0.0.0.4", "A100", 4, 80, 46, 10)
+    """The table's cluster: half V100, half A100 in nodes of four, the V100 first in the
+    host file.
+    """
+    v100 = Node.of_file("0.0.0.1", "V100", 4, 16, 50, 10)
+    a100 = Node.of_file("0.0.0.4", "A100", 4, 80, 46, 10)
     return [v100] * (gpus // 8) + [a100] * (gpus // 8)
 
 
 def run_row(
-    layers: int, gpus: int, node_order: tuple[str, ...], mode: str, model_profile: str = _MODEL_PROFILE
+    layers: int,
+    gpus: int,
+    node_order: tuple[str, ...],
+    mode: str,
+    model_profile: str = _MODEL_PROFILE,
 ) -> MetisResult:
     """One search of the table. mode: "base" or "strategy"."""
     return search(
@@ -55,12 +74,14 @@ def run_row(
 
 
 def run_rows(rows: Iterable[int]) -> pd.DataFrame:
-    """Each row of table 1 in both orders of the GPU types: the published columns, node_order and ours.
+    """Each row of table 1 in both orders of the GPU types: the published columns,
+    node_order and ours.
 
-    Ours: our_steps, our_cost_ms, our_plans, best (text of the best plan), stages, counted (stages in its cost),
-    our_search_ms.
+    Ours: our_steps, our_cost_ms, our_plans, best (text of the best plan), stages,
+    counted (stages in its cost), our_search_ms.
     """
-    table, runs = published("table1"), []
+    table = published("table1")
+    runs = []
     for row in table[table["row"].isin(list(rows))].to_dict("records"):
         for order in NODE_ORDERS:
             result = run_row(row["layers"], row["gpus"], order, row["mode"])
@@ -80,62 +101,107 @@ def run_rows(rows: Iterable[int]) -> pd.DataFrame:
 
 
 def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
-    """Table 1 beside ours: steps and cost, in the order of GPU types whose cost is nearer, and ratio of search times.
+    """Table 1 beside ours: steps and cost, in the order of GPU types whose cost is
+    nearer, and ratio of search times.
 
     The errors are relative; node_order is the order that gives the published cost.
     """
     error = (runs["our_cost_ms"] / runs["cost_ms"] - 1).abs()
-    near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()].reset_index(drop=True)
+    near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()].reset_index(
+        drop=True
+    )
     near["steps_error"] = near["our_steps"] / near["steps"] - 1
     near["cost_error"] = near["our_cost_ms"] / near["cost_ms"] - 1
-    for ratio, name in (("time_ratio", "search_ms"), ("our_time_ratio", "our_search_ms")):
+    for ratio, name in (
+        ("time_ratio", "search_ms"),
+        ("our_time_ratio", "our_search_ms"),
+    ):
         times_ms = near.pivot(index="row", columns="mode", values=name)
         near[ratio] = near["row"].map(times_ms["base"] / times_ms["strategy"])
-    names = "row layers gpus mode steps our_steps steps_error cost_ms our_cost_ms cost_error node_order"
+    names = (
+        "row layers gpus mode steps our_steps steps_error cost_ms our_cost_ms "
+        "cost_error node_order"
+    )
     return near[[*names.split(), "time_ratio", "our_time_ratio"]]
 
 
 def defect_shares(result: MetisResult, layers: int) -> pd.DataFrame:
     """Share of the costed plans of a search with each defect: defect, plans, share."""
     plans = result.plans
-    cuts, stages = plans["layer_partition"], plans["device_groups"].map(len)
+    cuts = plans["layer_partition"]
+    stages = plans["device_groups"].map(len)
     has_defect = {
         "stages left out of the cost (E1)": plans["num_stage_used_for_cost"] < stages,
         "layers in no stage (E2)": cuts.map(lambda cuts: cuts[-1] < layers),
-        "stages without layers (E3)": cuts.map(lambda cuts: any(x == y for x, y in pairwise(cuts))),
+        "stages without layers (E3)": cuts.map(
+            lambda cuts: any(x == y for x, y in pairwise(cuts))
+        ),
     }
-    rows = [(name, int(flags.sum()), flags.mean()) for name, flags in has_defect.items()]
+    rows = [
+        (name, int(flags.sum()), flags.mean()) for name, flags in has_defect.items()
+    ]
     return pd.DataFrame(rows, columns=["defect", "plans", "share"])
 
 
 def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.DataFrame:
-    """Best cost by the profile that happens to be listed first: model_profile, optimizer_ms, cost_ms, node_order."""
+    """Best cost by the profile that happens to be listed first: model_profile,
+    optimizer_ms, cost_ms, node_order.
+    """
     rows = []
     for profile in first_listed(_profiles(layers)):
         name = profile.name.removeprefix("DeviceType.")
         best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
         rows.append((name, profile.optimizer_ms, best_ms, f"{node_order[0]} first"))
-    table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms", "node_order"])
+    table = pd.DataFrame(
+        rows, columns=["model_profile", "optimizer_ms", "cost_ms", "node_order"]
+    )
     return table.sort_values("cost_ms", ignore_index=True)
 
 
 def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
     """Which of Metis' plans looks best with one defect alone, and what it really costs.
 
-    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms (without; infinite where a GPU lacks
-    memory) and best_correct_ms (of the best plan in the list). Memory counts for E6 only, by the profiles' own table.
+    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms
+    (without; infinite where a GPU lacks memory) and best_correct_ms (of the best plan
+    in the list). Memory counts for E6 only, by the profiles' own table.
     """
-    profiles, rows = _profiles(layers), []
+    profiles = _profiles(layers)
+    rows = []
     for name, cost in DEFECTS.items():
         given = hetero.problem(
-            profiles=profiles, cluster=nodes_of(gpus), global_batch=_BATCH, memory_factor=float(name == "E6")
+            profiles=profiles,
+            cluster=nodes_of(gpus),
+            global_batch=_BATCH,
+            memory_factor=float(name == "E6"),
         )
-        believed_s = [cost(plan, given, profiles.named(None)).total_s() for _, plan in plans.iterrows()]
+        believed_s = [
+            cost(plan, given, profiles.named(None)).total_s()
+            for _, plan in plans.iterrows()
+        ]
         correct_ms = [hetero.cost(plan, given) for _, plan in plans.iterrows()]
         chosen = believed_s.index(min(believed_s))
         text = _plan_text(plans.iloc[chosen])
-        rows.append((name, cost.what, text, 1e3 * believed_s[chosen], correct_ms[chosen], min(correct_ms)))
-    return pd.DataFrame(rows, columns=["defect", "what", "chosen", "believed_ms", "correct_ms", "best_correct_ms"])
+        rows.append(
+            (
+                name,
+                cost.what,
+                text,
+                1e3 * believed_s[chosen],
+                correct_ms[chosen],
+                min(correct_ms),
+            )
+        )
+    return pd.DataFrame(
+        rows,
+        columns=[
+            "defect",
+            "what",
+            "chosen",
+            "believed_ms",
+            "correct_ms",
+            "best_correct_ms",
+        ],
+    )
 
 
 @lru_cache

@@ -1,10 +1,13 @@
-"""Which plan does Metis choose for a cluster of several GPU types, after how many steps?
+"""Which plan does Metis choose for a cluster of several GPU types, after how many
+steps?
 
-Metis [Um et al., USENIX ATC 2024] and its fork (github.com/livingshade/Metis, "strategy") as their public releases
-behave (recorded), every quirk included: counts, plans and costs equal theirs to the last bit. The two orders that the
-releases leave undefined are arguments: `node_order` (a set there) and `model_profile` (the file listed first there).
-Which inter-stage plans there are is in `papers.metis.space`, the layers of a stage in `papers.metis.balance`, costs in
-`papers.metis.stages`; here each inter-stage plan is walked from data towards tensor parallelism.
+Metis [Um et al., USENIX ATC 2024] and its fork (github.com/livingshade/Metis,
+"strategy") as their public releases behave (recorded), every quirk included: counts,
+plans and costs equal theirs to the last bit. The two orders that the releases leave
+undefined are arguments: `node_order` (a set there) and `model_profile` (the file listed
+first there). Which inter-stage plans there are is in `papers.metis.space`, the layers
+of a stage in `papers.metis.balance`, costs in `papers.metis.stages`; here each
+inter-stage plan is walked from data towards tensor parallelism.
 """
 
 import math
@@ -33,11 +36,13 @@ _ATTEMPTS = 3
 class MetisResult:
     """What a search came to.
 
-    count: moves and failed attempts up to the last accepted plan of each inter-stage plan, as Metis counts.
+    count: moves and failed attempts up to the last accepted plan of each inter-stage
+    plan, as Metis counts.
     count_total: all moves and failed attempts.
     inter_stage_plans: device groups with a number of micro-batches that were tried.
     dropped: accepted plans that could not be costed.
-    plans: one row per costed plan, by cost (ms) and then in order of enumeration; strategies are [dp, tp] per stage.
+    plans: one row per costed plan, by cost (ms) and then in order of enumeration;
+    strategies are [dp, tp] per stage.
     seconds: CPU time without reading files.
     reason: why there is no plan, else empty.
     """
@@ -78,11 +83,13 @@ def search(
 ) -> MetisResult:
     """All plans that Metis costs.
 
-    profiles: folder of profile files, or loaded. hostfile, clusterfile: paths, or the nodes in place of the first.
-    node_order: GPU types in the order enumerated first. model_profile: such as "A100_tp4_bs4", the profile that gives
-    parameters, optimizer and batch generator; None is the first in sorted order. strategy: the fork's order of moves.
-    Raises FileNotFoundError, or ValueError for input outside of the rules and for a profile that the search needs and
-    does not have.
+    profiles: folder of profile files, or loaded. hostfile, clusterfile: paths, or the
+    nodes in place of the first.
+    node_order: GPU types in the order enumerated first. model_profile: such as
+    "A100_tp4_bs4", the profile that gives parameters, optimizer and batch generator;
+    None is the first in sorted order. strategy: the fork's order of moves. Raises
+    FileNotFoundError, or ValueError for input outside of the rules and for a profile
+    that the search needs and does not have.
     """
     if isinstance(hostfile, (str, Path)):
         if clusterfile is None:
@@ -93,7 +100,9 @@ def search(
         profiles,
         profiles.named(model_profile),
         nodes=tuple(hostfile),
-        order=tuple(node_order.split(",") if isinstance(node_order, str) else node_order),
+        order=tuple(
+            node_order.split(",") if isinstance(node_order, str) else node_order
+        ),
         layers=layers,
         global_batch=global_batch,
         max_tp=max_tp,
@@ -110,7 +119,9 @@ def search(
         walk.count_total,
         walk.inter_stage_plans,
         walk.dropped,
-        pd.DataFrame(sorted(walk.plans, key=lambda plan: plan.cost), columns=_CostedPlan._fields),
+        pd.DataFrame(
+            sorted(walk.plans, key=lambda plan: plan.cost), columns=_CostedPlan._fields
+        ),
         seconds,
         "" if walk.plans else walk.reason(),
     )
@@ -131,7 +142,9 @@ class _CostedPlan(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Layers of stages. attempt: 0 where none of them passed; free: MB of each stage, of the last and of the first."""
+    """Layers of stages. attempt: 0 where none of them passed; free: MB of each stage,
+    of the last and of the first.
+    """
 
     attempt: int
     partition: tuple[int, ...]
@@ -144,19 +157,28 @@ class _Walk:
     """One search: its state, counts and plans."""
 
     def __init__(self, job: MetisJob, strategy: bool):
-        self._job, self._strategy = job, strategy
+        self._job = job
+        self._strategy = strategy
         self._balancer = Balancer(job.demand)
         self.count = self.count_total = self.inter_stage_plans = self.dropped = 0
         self.plans: list[_CostedPlan] = []
         self._least_missing: tuple = (-math.inf,)
 
     def all_lists(self) -> None:
-        """Every inter-stage plan: every list of device groups with every number of micro-batches, the largest first."""
+        """Every inter-stage plan: every list of device groups with every number of
+        micro-batches, the largest first.
+        """
         job = self._job
-        batch_counts = [count for count in range(job.global_batch, 0, -1) if job.global_batch % count == 0]
+        batch_counts = [
+            count
+            for count in range(job.global_batch, 0, -1)
+            if job.global_batch % count == 0
+        ]
         gpus = sum(node.gpus for node in job.nodes)
         ranks = RankOrder(job, job.order)
-        for sequence, costed, lists in group_lists(job.order, gpus, job.layers, job.variance, job.max_permute_len):
+        for sequence, costed, lists in group_lists(
+            job.order, gpus, job.layers, job.variance, job.max_permute_len
+        ):
             if sequence != ranks.order:
                 ranks = RankOrder(job, sequence)
             for groups in lists:
@@ -164,13 +186,23 @@ class _Walk:
                 memory_mb = [ranks.memory_mb(start, gpus) for start, gpus in placed]
                 for batches in batch_counts:
                     self.inter_stage_plans += 1
-                    stages = [ranks.stage(start, gpus, gpus, batches) for start, gpus in placed]
+                    stages = [
+                        ranks.stage(start, gpus, gpus, batches)
+                        for start, gpus in placed
+                    ]
                     self._from_data_to_tensor(stages, memory_mb, costed)
 
-    def _from_data_to_tensor(self, stages: list[Stage], memory_mb: list[float], costed: int) -> None:
-        """Halve dp of one stage after the other until a plan is accepted at once or no stage has dp > 1."""
-        steps, invalid = 0, sum(not stage.valid for stage in stages)
-        dp, order = [stage.dp for stage in stages], []  # order: stages by free memory, once it is known
+    def _from_data_to_tensor(
+        self, stages: list[Stage], memory_mb: list[float], costed: int
+    ) -> None:
+        """Halve dp of one stage after the other until a plan is accepted at once or no
+        stage has dp > 1.
+        """
+        steps = 0
+        invalid = sum(not stage.valid for stage in stages)
+        # order: stages by free memory, once it is known
+        dp = [stage.dp for stage in stages]
+        order = []
         while True:
             if not invalid:
                 placed = self._place(stages, memory_mb)
@@ -197,7 +229,9 @@ class _Walk:
             invalid += before.valid - before.halved.valid
 
     def _place(self, stages: list[Stage], memory_mb: list[float]) -> _Placed:
-        """Layers for stages by speed; where memory is short, by a capacity that avoids it, up to three attempts."""
+        """Layers for stages by speed; where memory is short, by a capacity that avoids
+        it, up to three attempts.
+        """
         speed = [stage.performance for stage in stages]
         total = plain_sum(speed)
         capacity = [value / total for value in speed]
@@ -206,14 +240,23 @@ class _Walk:
         while True:
             attempt += 1
             partition = self._balancer.partition(capacity)
-            demand_mb = [stage.demand_mb(x, y) for stage, x, y in zip(stages, partition, partition[1:], strict=False)]
-            free_mb = [has - needs for has, needs in zip(memory_mb, demand_mb, strict=True)]
+            demand_mb = [
+                stage.demand_mb(x, y)
+                for stage, x, y in zip(stages, partition, partition[1:], strict=False)
+            ]
+            free_mb = [
+                has - needs for has, needs in zip(memory_mb, demand_mb, strict=True)
+            ]
             first_free_mb = first_free_mb or free_mb
             if (least := min(free_mb)) >= 0:
                 return _Placed(attempt, partition, free_mb, first_free_mb, attempt - 1)
             if least > self._least_missing[0]:
                 self._least_missing = (least, stages[free_mb.index(least)], len(stages))
-            shifted = shift_capacity(capacity, memory_mb, demand_mb) if attempt < _ATTEMPTS else None
+            shifted = (
+                shift_capacity(capacity, memory_mb, demand_mb)
+                if attempt < _ATTEMPTS
+                else None
+            )
             if shifted is None:
                 return _Placed(0, partition, free_mb, first_free_mb, attempt)
             capacity = shifted
@@ -240,16 +283,27 @@ class _Walk:
     def reason(self) -> str:
         """Why no plan was found."""
         if self.dropped:
-            return f"no feasible plan: the cost of all {self.dropped} accepted plans needs batches without a profile"
+            return (
+                f"no feasible plan: the cost of all {self.dropped} accepted plans "
+                "needs batches without a profile"
+            )
         if len(self._least_missing) == 1:
             return "no feasible plan: no split of the batch meets max_tp and max_bs"
         missing_mb, stage, count = self._least_missing
-        where = f"ranks {stage.start} to {stage.start + stage.gpus - 1} (dp {stage.dp}, tp {stage.tp})"
-        return f"no feasible plan: at least {-missing_mb * 2**20:.0f} bytes are missing, on {where} of {count} stages"
+        where = (
+            f"ranks {stage.start} to {stage.start + stage.gpus - 1} (dp "
+            f"{stage.dp}, tp {stage.tp})"
+        )
+        return (
+            f"no feasible plan: at least {-missing_mb * 2**20:.0f} bytes are "
+            f"missing, on {where} of {count} stages"
+        )
 
 
 def _next_to_halve(dp: list[int], order: list[int]) -> int | None:
-    """The first stage of the order with dp > 1, without an order the one with the largest dp; None if all have dp 1."""
+    """The first stage of the order with dp > 1, without an order the one with the
+    largest dp; None if all have dp 1.
+    """
     for number in order or [dp.index(max(dp))]:
         if dp[number] > 1:
             return number

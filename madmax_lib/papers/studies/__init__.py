@@ -1,4 +1,6 @@
-"""Three public student projects: what they measured, what follows from it, and what the workbench says."""
+"""Three public student projects: what they measured, what follows from it, and what the
+workbench says.
+"""
 
 from madmax_lib.base.doors import open_room
 

@@ -1,8 +1,10 @@
-"""What did the hybrid-parallelism study of GPT-2 Large on four A100 measure, and what do its numbers become?
+"""What did the hybrid-parallelism study of GPT-2 Large on four A100 measure, and what
+do its numbers become?
 
-The public project makramab/hybrid-parallelism reports tokens per second, MFU, memory and time of DDP, ZeRO-3 and
-"ZeRO-3 + TP". Its figures are read again: which steps they average, which batches they count, and how many different
-samples the GPUs saw. Reported numbers: `data/gpt2_large.csv`, `gelu.csv`, `mlp.csv`.
+The public project makramab/hybrid-parallelism reports tokens per second, MFU, memory
+and time of DDP, ZeRO-3 and "ZeRO-3 + TP". Its figures are read again: which steps they
+average, which batches they count, and how many different samples the GPUs saw. Reported
+numbers: `data/gpt2_large.csv`, `gelu.csv`, `mlp.csv`.
 """
 
 from dataclasses import replace
@@ -18,14 +20,17 @@ from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
 __all__ = ["audit", "claims", "gelu", "memory_rows", "mlp", "runs", "splits"]
 
-_MODEL, _RUNS = "gpt2-large", "studies/gpt2_large"
+_MODEL = "gpt2-large"
+_RUNS = "studies/gpt2_large"
 _RULES = "figures of makramab/hybrid-parallelism read again"
 _BUCKET_BYTES = 2 * 5e7  # its DeepSpeed configuration: 5e7 fp16 elements
 _L2_BYTES = 40e6  # of the A100, NVIDIA A100 white paper
 
 
 class _Window(NamedTuple):
-    """Steps that the reported averages cover: those after the last log line, the last batch being short."""
+    """Steps that the reported averages cover: those after the last log line, the last
+    batch being short.
+    """
 
     steps: int  # of the epoch
     counted: int  # after the last log line
@@ -45,26 +50,43 @@ def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:
     steps = -(-own // batch)
     counted = steps % interval or min(interval, steps)
     last = own - (steps - 1) * batch
-    return _Window(steps, counted, last, counted * batch / ((counted - 1) * batch + last))
+    return _Window(
+        steps, counted, last, counted * batch / ((counted - 1) * batch + last)
+    )
 
 
 def _script_flops(model: Transformer, sequence, tp=1):
-    """FLOPs of a sample in the study's script: 3 [L (24 s h^2 + 2 s^2 h) + 2 s h + 2 s h V], half the attention.
+    """FLOPs of a sample in the study's script: 3 [L (24 s h^2 + 2 s^2 h) + 2 s h + 2 s
+    h V], half the attention.
 
-    tp: what one of tp peers executes of it: its part of the layers, and the whole embedding and head.
+    tp: what one of tp peers executes of it: its part of the layers, and the whole
+    embedding and head.
 
     >>> f"{_script_flops(catalog.model('gpt2-large'), 1024):.4e}"
     '5.0338e+12'
     """
-    s, h = sequence, model.hidden
-    return 3 * (model.layers * (24 * s * h**2 + 2 * s**2 * h) / tp + 2 * s * h + 2 * s * h * model.vocab)
+    s = sequence
+    h = model.hidden
+    return 3 * (
+        model.layers * (24 * s * h**2 + 2 * s**2 * h) / tp
+        + 2 * s * h
+        + 2 * s * h * model.vocab
+    )
 
 
 def _local_model(tp: int) -> Transformer:
-    """What a GPU of the study held under TP: layers of 1/tp of the heads and channels, embedding and head whole."""
+    """What a GPU of the study held under TP: layers of 1/tp of the heads and channels,
+    embedding and head whole.
+    """
     model = catalog.model(_MODEL)
     heads = model.heads // tp
-    return replace(model, name=f"{_MODEL} of tp {tp}", heads=heads, kv_heads=heads, ffn=model.ffn // tp)
+    return replace(
+        model,
+        name=f"{_MODEL} of tp {tp}",
+        heads=heads,
+        kv_heads=heads,
+        ffn=model.ffn // tp,
+    )
 
 
 def runs() -> pd.DataFrame:
@@ -73,108 +95,207 @@ def runs() -> pd.DataFrame:
 
 
 def audit() -> pd.DataFrame:
-    """Every row computed again: the reported MFU, then that of the real batches, of the wall clock, of usual FLOPs.
+    """Every row computed again: the reported MFU, then that of the real batches, of the
+    wall clock, of usual FLOPs.
 
     counted_steps, last_batch, inflation: of the averages, see `_Window`.
-    mfu_reproduced: with full batches and the script's FLOPs, as reported (all ratios 0..1).
+    mfu_reproduced: with full batches and the script's FLOPs, as reported (all ratios
+    0..1).
     mfu_window, mfu_wall: with real batches; with all samples over the reported time.
-    useful_tokens_per_s: by the wall clock; TP peers count once, for they worked on parts of one model: an upper bound.
+    useful_tokens_per_s: by the wall clock; TP peers count once, for they worked on
+    parts of one model: an upper bound.
     mfu_corrected: of these tokens, with attention counted in full.
     executed: FLOPs that a GPU ran over those claimed for it.
     """
-    table, model = runs(), catalog.model(_MODEL)
+    table = runs()
+    model = catalog.model(_MODEL)
     window_of = ["samples", "gpus", "batch_per_gpu", "log_interval"]
-    windows = pd.DataFrame([_log_window(*row) for row in table[window_of].itertuples(index=False)])
-    flops, peaks = _script_flops(model, table["sequence"]), [catalog.device(gpu).peak("fp16") for gpu in table["gpu"]]
-    peak, labels = table["gpus"] * peaks, table["sequence"] - 1  # tokens that the script counts: those with a next one
+    windows = pd.DataFrame(
+        [_log_window(*row) for row in table[window_of].itertuples(index=False)]
+    )
+    flops = _script_flops(model, table["sequence"])
+    peaks = [catalog.device(gpu).peak("fp16") for gpu in table["gpu"]]
+    # tokens that the script counts: those with a next one
+    peak = table["gpus"] * peaks
+    labels = table["sequence"] - 1
     usual = 3 * table["sequence"].map(lambda sequence: model.forward_flops(1, sequence))
-    in_window, overall = table["tokens_per_s"] / labels, table["samples"] / table["train_time_s"]  # samples/s
-    mfu_window, useful = flops * in_window / peak, overall / table["tp"]
-    audited = table[["config", "batch_per_gpu"]].join(windows.rename(columns={"counted": "counted_steps"}))
-    audited["mfu_reported"], audited["mfu_reproduced"] = table["mfu_pct"] / 100, mfu_window * windows["inflation"]
-    audited["mfu_window"], audited["mfu_wall"] = mfu_window, flops * overall / peak
-    audited["tokens_per_s"], audited["useful_tokens_per_s"] = table["tokens_per_s"], labels * useful
+    # samples/s
+    in_window = table["tokens_per_s"] / labels
+    overall = table["samples"] / table["train_time_s"]
+    mfu_window = flops * in_window / peak
+    useful = overall / table["tp"]
+    audited = table[["config", "batch_per_gpu"]].join(
+        windows.rename(columns={"counted": "counted_steps"})
+    )
+    audited["mfu_reported"] = table["mfu_pct"] / 100
+    audited["mfu_reproduced"] = mfu_window * windows["inflation"]
+    audited["mfu_window"] = mfu_window
+    audited["mfu_wall"] = flops * overall / peak
+    audited["tokens_per_s"] = table["tokens_per_s"]
+    audited["useful_tokens_per_s"] = labels * useful
     audited["mfu_corrected"] = usual * useful / peak
     audited["executed"] = _script_flops(model, table["sequence"], table["tp"]) / flops
     return with_origin(audited, _RUNS, rules=_RULES)
 
 
 def splits() -> pd.DataFrame:
-    """Reported MFU of the TP rows beside what it would read if the data were split over all GPUs, or over dp only.
+    """Reported MFU of the TP rows beside what it would read if the data were split over
+    all GPUs, or over dp only.
 
-    data_ranks: GPUs with samples of their own. The last batch of an epoch gives the split away.
+    data_ranks: GPUs with samples of their own. The last batch of an epoch gives the
+    split away.
     """
     rows = []
-    for run in runs().join(audit()[["mfu_reported", "mfu_window"]]).query("tp > 1").itertuples():
+    for run in (
+        runs()
+        .join(audit()[["mfu_reported", "mfu_window"]])
+        .query("tp > 1")
+        .itertuples()
+    ):
         for data_ranks in (run.gpus, run.gpus // run.tp):
-            window = _log_window(run.samples, data_ranks, run.batch_per_gpu, run.log_interval)
+            window = _log_window(
+                run.samples, data_ranks, run.batch_per_gpu, run.log_interval
+            )
             mfu = run.mfu_window * window.inflation
-            rows.append((run.config, run.batch_per_gpu, data_ranks, *window, run.mfu_reported, mfu))
-    columns = ["config", "batch_per_gpu", "data_ranks", *_Window._fields, "mfu_reported", "mfu"]
+            rows.append(
+                (
+                    run.config,
+                    run.batch_per_gpu,
+                    data_ranks,
+                    *window,
+                    run.mfu_reported,
+                    mfu,
+                )
+            )
+    columns = [
+        "config",
+        "batch_per_gpu",
+        "data_ranks",
+        *_Window._fields,
+        "mfu_reported",
+        "mfu",
+    ]
     table = pd.DataFrame(rows, columns=columns)
-    return with_origin(table.assign(error=table["mfu"] - table["mfu_reported"]), _RUNS, rules=_RULES)
+    return with_origin(
+        table.assign(error=table["mfu"] - table["mfu_reported"]), _RUNS, rules=_RULES
+    )
 
 
 def memory_rows() -> pd.DataFrame:
-    """Peak allocated memory of each row, measured and by `simulator.memory.memory`: measured_gib, predicted_gib, error.
+    """Peak allocated memory of each row, measured and by `simulator.memory.memory`:
+    measured_gib, predicted_gib, error.
 
-    A TP row is the model that one GPU held (`_local_model`), its states sharded over all four GPUs, as they were.
+    A TP row is the model that one GPU held (`_local_model`), its states sharded over
+    all four GPUs, as they were.
     """
-    table, predicted_gib = runs(), []
+    table = runs()
+    predicted_gib = []
     for row in table.to_dict("records"):
         ddp = row["config"] == "ddp"
         shards = {"zero": 0} if ddp else {"zero": 3, "bucket_bytes": _BUCKET_BYTES}
-        plan = Plan(dp=row["gpus"], micro_batch=row["batch_per_gpu"], recompute="full", attention="unfused", **shards)
-        software, model = "torch" if ddp else "deepspeed", _local_model(row["tp"])
-        parts = memory(model, plan, sequence=row["sequence"], dtype="fp16", software=software)
+        plan = Plan(
+            dp=row["gpus"],
+            micro_batch=row["batch_per_gpu"],
+            recompute="full",
+            attention="unfused",
+            **shards,
+        )
+        software = "torch" if ddp else "deepspeed"
+        model = _local_model(row["tp"])
+        parts = memory(
+            model, plan, sequence=row["sequence"], dtype="fp16", software=software
+        )
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
-    table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(predicted_gib=predicted_gib)
+    table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(
+        predicted_gib=predicted_gib
+    )
     table["error"] = table["predicted_gib"] / table["measured_gib"] - 1
     columns = ["config", "batch_per_gpu", "measured_gib", "predicted_gib", "error"]
     return with_origin(table[columns], _RUNS, rules=_RULES)
 
 
 def gelu() -> pd.DataFrame:
-    """The bias + GELU microbenchmark beside what memory allows: ms, bytes/s and shares of the A100's bandwidth.
+    """The bias + GELU microbenchmark beside what memory allows: ms, bytes/s and shares
+    of the A100's bandwidth.
 
-    PyTorch's two kernels read and write the tensor twice, a fused kernel once; ideal_ms: once at full bandwidth.
-    in_cache: input and output lie in the L2 cache, so that the figure is none of device memory.
+    PyTorch's two kernels read and write the tensor twice, a fused kernel once;
+    ideal_ms: once at full bandwidth.
+    in_cache: input and output lie in the L2 cache, so that the figure is none of device
+    memory.
     """
     table = read_table("studies/gelu").drop(columns="source")
     bandwidth = catalog.device("a100-40").memory_bandwidth_bytes_per_s
     size = 2 * table["batch"] * table["sequence"] * table["width"]
-    unfused, fused = 4e3 * size / table["unfused_ms"], 2e3 * size / table["fused_ms"]
+    unfused = 4e3 * size / table["unfused_ms"]
+    fused = 2e3 * size / table["fused_ms"]
     table = table.assign(tensor_bytes=size, ideal_ms=2e3 * size / bandwidth)
     table = table.assign(unfused_bytes_per_s=unfused, fused_bytes_per_s=fused)
-    table = table.assign(speedup=table["unfused_ms"] / table["fused_ms"], in_cache=2 * size <= _L2_BYTES)
-    table = table.assign(fused_share=fused / bandwidth, unfused_share=unfused / bandwidth)
+    table = table.assign(
+        speedup=table["unfused_ms"] / table["fused_ms"], in_cache=2 * size <= _L2_BYTES
+    )
+    table = table.assign(
+        fused_share=fused / bandwidth, unfused_share=unfused / bandwidth
+    )
     return with_origin(table, "studies/gelu", rules=_RULES)
 
 
 def mlp() -> pd.DataFrame:
-    """The breakdown of an MLP: ms, share of the whole, FLOP/s of the products (NaN for others), share of the peak."""
-    table, peak = read_table("studies/mlp"), catalog.device("a100-40").peak("fp16")
+    """The breakdown of an MLP: ms, share of the whole, FLOP/s of the products (NaN for
+    others), share of the peak.
+    """
+    table = read_table("studies/mlp")
+    peak = catalog.device("a100-40").peak("fp16")
     flops = 2.0 * table["m"] * table["k"] * table["n"]
     whole = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
-    table = table.assign(share=table["ms"] / whole, flops_per_s=flops / table["ms"] * 1e3)
+    table = table.assign(
+        share=table["ms"] / whole, flops_per_s=flops / table["ms"] * 1e3
+    )
     table["peak_share"] = table["flops_per_s"] / peak
     return with_origin(table.drop(columns="source"), "studies/mlp", rules=_RULES)
 
 
 def claims() -> pd.DataFrame:
-    """What the study claims and what follows from its own numbers: claim, theirs, ours, error (relative)."""
-    rows, parts, kernel = audit(), mlp().set_index("name")["ms"], gelu().iloc[-1]
-    ddp, best = rows.iloc[0], rows.loc[rows["tokens_per_s"].idxmax()]
-    as_gelu = kernel["unfused_ms"] / parts["gelu"]  # moves its bytes as fast as PyTorch's GELU without the bias does
-    reported, useful = (best[rate] / ddp[rate] for rate in ("tokens_per_s", "useful_tokens_per_s"))
-    names = [f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced" for row in rows.itertuples()]
+    """What the study claims and what follows from its own numbers: claim, theirs, ours,
+    error (relative).
+    """
+    rows = audit()
+    parts = mlp().set_index("name")["ms"]
+    kernel = gelu().iloc[-1]
+    ddp = rows.iloc[0]
+    best = rows.loc[rows["tokens_per_s"].idxmax()]
+    as_gelu = (
+        kernel["unfused_ms"] / parts["gelu"]
+    )  # moves its bytes as fast as PyTorch's GELU without the bias does
+    reported, useful = (
+        best[rate] / ddp[rate] for rate in ("tokens_per_s", "useful_tokens_per_s")
+    )
+    names = [
+        f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced"
+        for row in rows.itertuples()
+    ]
     table = [
         *zip(names, rows["mfu_reported"], rows["mfu_reproduced"], strict=True),
-        ("MFU of DDP from wall clock and usual FLOPs", ddp["mfu_reported"], ddp["mfu_corrected"]),
-        ("MFU of the fastest row, at most", best["mfu_reported"], best["mfu_corrected"]),
+        (
+            "MFU of DDP from wall clock and usual FLOPs",
+            ddp["mfu_reported"],
+            ddp["mfu_corrected"],
+        ),
+        (
+            "MFU of the fastest row, at most",
+            best["mfu_reported"],
+            best["mfu_corrected"],
+        ),
         ("speed of the fastest row over DDP, at most", reported, useful),
-        ("speed of a fused kernel, at the bandwidth of GELU alone", kernel["speedup"], as_gelu),
-        ("speed of the MLP if GELU took no time", float("nan"), 1 / (1 - parts["gelu"] / parts["full mlp"])),
+        (
+            "speed of a fused kernel, at the bandwidth of GELU alone",
+            kernel["speedup"],
+            as_gelu,
+        ),
+        (
+            "speed of the MLP if GELU took no time",
+            float("nan"),
+            1 / (1 - parts["gelu"] / parts["full mlp"]),
+        ),
     ]
     result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])
     result["error"] = result["ours"] / result["theirs"] - 1

@@ -1,6 +1,8 @@
-"""Do the known facts about memory come out? Bytes that papers print, and sizes that ran or ran out of memory.
+"""Do the known facts about memory come out? Bytes that papers print, and sizes that ran
+or ran out of memory.
 
-The ZeRO paper's table is in the library's `data/published_memory.csv`, sizes that were tried in `data/sizes_tried.csv`.
+The ZeRO paper's table is in the library's `data/published_memory.csv`, sizes that were
+tried in `data/sizes_tried.csv`.
 """
 
 from dataclasses import replace
@@ -22,30 +24,66 @@ _STATES = ["weights", "gradients", "optimizer"]
 def memory_facts() -> pd.DataFrame:
     """Facts beside what the model says: fact, theirs, ours, agrees.
 
-    Bytes of the ZeRO paper agree to the last digit that it prints, rounded or cut off; others are that a step fits.
+    Bytes of the ZeRO paper agree to the last digit that it prints, rounded or cut off;
+    others are that a step fits.
     """
     published = catalog.table("published_memory")
-    states = (published["quantity"] == "model states") & published["plan"].str.match(r"dp64\.")
+    states = (published["quantity"] == "model states") & published["plan"].str.match(
+        r"dp64\."
+    )
     rows = [_model_states(row) for row in published[states].to_dict("records")]
-    rows += [_size_tried(row) for row in catalog.table("papers/studies/sizes_tried").to_dict("records")]
+    rows += [
+        _size_tried(row)
+        for row in catalog.table("papers/studies/sizes_tried").to_dict("records")
+    ]
     table = pd.DataFrame(rows, columns=["fact", "theirs", "ours", "agrees"])
-    return with_origin(table, "published_memory", "studies/sizes_tried", rules="predicted by the simulator")
+    return with_origin(
+        table,
+        "published_memory",
+        "studies/sizes_tried",
+        rules="predicted by the simulator",
+    )
 
 
 def _size_tried(row: dict[str, str]) -> tuple[str, str, str, bool]:
-    model = catalog.model(row["model"]) if row["model"] else gpt_shape(int(row["hidden"]), int(row["layers"]))
-    cluster = replace(catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"]))
-    plan, policy = Plan.parse(row["plan"]), Policy(share=float(row["share"]) if row["share"] else None)
-    ours = fits(model, cluster, plan, global_batch=int(row["global_batch"]), dtype="fp16", policy=policy).fits
+    model = (
+        catalog.model(row["model"])
+        if row["model"]
+        else gpt_shape(int(row["hidden"]), int(row["layers"]))
+    )
+    cluster = replace(
+        catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"])
+    )
+    plan = Plan.parse(row["plan"])
+    policy = Policy(share=float(row["share"]) if row["share"] else None)
+    ours = fits(
+        model,
+        cluster,
+        plan,
+        global_batch=int(row["global_batch"]),
+        dtype="fp16",
+        policy=policy,
+    ).fits
     theirs = row["fits"] == "yes"
-    return row["fact"], *("fits" if yes else "does not fit" for yes in (theirs, ours)), theirs == ours
+    return (
+        row["fact"],
+        *("fits" if yes else "does not fit" for yes in (theirs, ours)),
+        theirs == ours,
+    )
 
 
 def _model_states(row: dict[str, str]) -> tuple[str, str, str, bool]:
-    """A row of the ZeRO paper. Bytes per parameter depend on the plan alone: any shape gives them."""
-    model, parameters = gpt_shape(512, 8), float(row["model"].split()[0])
-    parts = memory(model, Plan.parse(row["plan"]), software="deepspeed", dtype="fp16").set_index("component")
-    size_gb = parts.loc[_STATES, "size_bytes"].sum() / model.parameters * parameters / 1e9
+    """A row of the ZeRO paper. Bytes per parameter depend on the plan alone: any shape
+    gives them.
+    """
+    model = gpt_shape(512, 8)
+    parameters = float(row["model"].split()[0])
+    parts = memory(
+        model, Plan.parse(row["plan"]), software="deepspeed", dtype="fp16"
+    ).set_index("component")
+    size_gb = (
+        parts.loc[_STATES, "size_bytes"].sum() / model.parameters * parameters / 1e9
+    )
     digits = len(row["value"].partition(".")[2])
     agrees = abs(size_gb - float(row["value"])) < 10.0**-digits
     fact = f"{parameters / 1e9:g}e9 parameters, {row['plan']} [ZeRO, Table 1]"

@@ -1,8 +1,10 @@
-"""Which models of the heterogeneous-training study can be trained on its two machines, how fast, and what holds them?
+"""Which models of the heterogeneous-training study can be trained on its two machines,
+how fast, and what holds them?
 
-dheerj188/HeterogeneousTraining-IISc lists GPT-2 shapes of 3B to 41B parameters and names two machines, four V100-32GB
-with 192 GB and a DGX H100 with 2 TB; it stores no times. All rows here are predictions of `simulator`, beside the
-largest models that it and others report (`data/scale_limits.csv`).
+dheerj188/HeterogeneousTraining-IISc lists GPT-2 shapes of 3B to 41B parameters and
+names two machines, four V100-32GB with 192 GB and a DGX H100 with 2 TB; it stores no
+times. All rows here are predictions of `simulator`, beside the largest models that it
+and others report (`data/scale_limits.csv`).
 """
 
 from collections.abc import Iterable
@@ -26,9 +28,17 @@ from madmax_lib.simulator.power import step_energy
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
-__all__ = ["adam_published", "limits_table", "measured_host", "methods_table", "shape", "share_table"]
+__all__ = [
+    "adam_published",
+    "limits_table",
+    "measured_host",
+    "methods_table",
+    "shape",
+    "share_table",
+]
 
-_METHODS = {  # of the study: plan, share of the states off the device (None: the fastest that fits)
+# of the study: plan, share of the states off the device (None: the fastest that fits)
+_METHODS = {
     "DDP": ("z0", None),
     "ZeRO-1": ("z1", None),
     "ZeRO-2": ("z2", None),
@@ -50,75 +60,133 @@ _CAUSES = {
 
 
 def shape(name: str) -> Transformer:
-    """A shape of the study by name, such as gpt2_10b. Raises ValueError for an unknown one."""
+    """A shape of the study by name, such as gpt2_10b. Raises ValueError for an unknown
+    one.
+    """
     rows = read_table(_SHAPES).set_index("name")
     if name not in rows.index:
         raise ValueError(f"model {name!r} is not one of {', '.join(rows.index)}")
-    dimensions = (int(rows.at[name, column]) for column in ("hidden", "layers", "sequence", "heads"))
+    dimensions = (
+        int(rows.at[name, column])
+        for column in ("hidden", "layers", "sequence", "heads")
+    )
     return replace(gpt_shape(*dimensions), name=name)
 
 
-def methods_table(cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16) -> pd.DataFrame:
-    """Every model by every method on all devices of a cluster, full recompute, one micro-batch per device.
+def methods_table(
+    cluster: Cluster, models: Iterable[str] | None = None, *, micro_batch: int = 16
+) -> pd.DataFrame:
+    """Every model by every method on all devices of a cluster, full recompute, one
+    micro-batch per device.
 
-    model, parameters, method, plan, fits, bound (place with the least room left), share (of what may leave the device,
-    the fastest that fits), step_s, low_s, high_s, tokens_per_s, offload_s, bottleneck (compute, communication, offload
-    or host: the largest exposed part), tflops (8 x parameters x tokens over time and devices, as the study counts) and
-    token_j with token_low_j and token_high_j. What does not fit has no times.
+    model, parameters, method, plan, fits, bound (place with the least room left), share
+    (of what may leave the device, the fastest that fits), step_s, low_s, high_s,
+    tokens_per_s, offload_s, bottleneck (compute, communication, offload or host: the
+    largest exposed part), tflops (8 x parameters x tokens over time and devices, as the
+    study counts) and token_j with token_low_j and token_high_j. What does not fit has
+    no times.
     """
     rows = []
     for model in map(shape, models or read_table(_SHAPES)["name"]):
         for method, (text, share) in _METHODS.items():
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
-            row = {"model": model.name, "parameters": model.parameters, "method": method, "plan": str(plan)}
+            row = {
+                "model": model.name,
+                "parameters": model.parameters,
+                "method": method,
+                "plan": str(plan),
+            }
             rows.append(row | _outcome(model, cluster, plan, Policy(share=share)))
     return with_origin(pd.DataFrame(rows), _SHAPES, *_MACHINES, rules=_RULES)
 
 
 def limits_table() -> pd.DataFrame:
-    """The largest model per published method and machine: system, method, machine, published and ours (1e9 parameters),
-    ratio, bound (place that is full) and confidence. A published size is what was tried, so ours should not be less.
+    """The largest model per published method and machine: system, method, machine,
+    published and ours (1e9 parameters),
+    ratio, bound (place that is full) and confidence. A published size is what was
+    tried, so ours should not be less.
     """
-    table = read_table("studies/scale_limits").rename(columns={"params_e9": "published"})
-    machines, limits = [], []
+    table = read_table("studies/scale_limits").rename(
+        columns={"params_e9": "published"}
+    )
+    machines = []
+    limits = []
     for row in table.itertuples():
         cluster = replace(catalog.cluster(row.cluster), devices_per_node=row.devices)
-        machines.append(f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB")
+        machines.append(
+            f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB"
+        )
         limits.append(largest_model(cluster, row.method))
-    table = table.assign(machine=machines, ours=[model.parameters / 1e9 for model, _, _ in limits])
-    table = table.assign(ratio=table["ours"] / table["published"], bound=[result.bound for _, _, result in limits])
-    columns = ["system", "method", "machine", "published", "ours", "ratio", "bound", "confidence"]
+    table = table.assign(
+        machine=machines, ours=[model.parameters / 1e9 for model, _, _ in limits]
+    )
+    table = table.assign(
+        ratio=table["ours"] / table["published"],
+        bound=[result.bound for _, _, result in limits],
+    )
+    columns = [
+        "system",
+        "method",
+        "machine",
+        "published",
+        "ours",
+        "ratio",
+        "bound",
+        "confidence",
+    ]
     return with_origin(table[columns], "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
 def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
     """Whether a plan fits, and if it does its times, what holds it up, and its energy."""
     run = {"global_batch": plan.dp * plan.micro_batch, "dtype": "fp16"}
-    placement = fits(model, cluster, plan, policy=policy if plan.offload else None, **run)
+    placement = fits(
+        model, cluster, plan, policy=policy if plan.offload else None, **run
+    )
     row = {"fits": placement.fits, "bound": placement.bound}
     if not placement.fits:
         return row
     times = estimate(model, cluster, plan, policy=policy, **run).iloc[0]
-    causes = {cause: sum(times.get(name, 0.0) for name in names) for cause, names in _CAUSES.items()}
-    tokens, share = run["global_batch"] * model.sequence, times.get("offload_share", float("nan"))
+    causes = {
+        cause: sum(times.get(name, 0.0) for name in names)
+        for cause, names in _CAUSES.items()
+    }
+    tokens = run["global_batch"] * model.sequence
+    share = times.get("offload_share", float("nan"))
     row |= {"share": share, **times[["step_s", "low_s", "high_s", "tokens_per_s"]]}
-    row |= {"offload_s": times.get("offload_s", 0.0), "bottleneck": max(causes, key=causes.get)}
-    row["tflops"] = 8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
-    energy = step_energy(times, cluster, tokens, _host_busy_s(model, cluster, plan, share))
-    return row | {name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")}
+    row |= {
+        "offload_s": times.get("offload_s", 0.0),
+        "bottleneck": max(causes, key=causes.get),
+    }
+    row["tflops"] = (
+        8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
+    )
+    energy = step_energy(
+        times, cluster, tokens, _host_busy_s(model, cluster, plan, share)
+    )
+    return row | {
+        name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")
+    }
 
 
-def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float) -> float:
+def _host_busy_s(
+    model: Transformer, cluster: Cluster, plan: Plan, share: float
+) -> float:
     """Seconds of CPU Adam in a step."""
     if plan.offload is None:
         return 0.0
     plan = normalised(Case(model, cluster, plan, dtype="fp16")).plan
     owned = model.parameters / (plan.dp if plan.zero else 1)
-    return rates(cluster).adam_s(float(split_of(METHODS[plan.offload], share).states) * owned)
+    return rates(cluster).adam_s(
+        float(split_of(METHODS[plan.offload], share).states) * owned
+    )
 
 
-def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int) -> pd.DataFrame:
-    """Exposed seconds by the share that leaves the device, whether it fits or not; `.attrs["best"]` is what is found.
+def share_table(
+    model: Transformer, cluster: Cluster, plan: Plan, *, global_batch: int
+) -> pd.DataFrame:
+    """Exposed seconds by the share that leaves the device, whether it fits or not;
+    `.attrs["best"]` is what is found.
 
     Columns of `OffloadTimes`.
     """
@@ -132,13 +200,26 @@ def share_table(model: Transformer, cluster: Cluster, plan: Plan, *, global_batc
 
 def measured_host() -> pd.DataFrame:
     """What `benchmarks/host.py` measured on the machine that the source column names."""
-    return with_origin(read_table("studies/host_measured").copy(), "studies/host_measured", rules="as measured")
+    return with_origin(
+        read_table("studies/host_measured").copy(),
+        "studies/host_measured",
+        rules="as measured",
+    )
 
 
 def adam_published() -> pd.DataFrame:
-    """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s, ratio."""
-    table = read_table("studies/adam_published").rename(columns={"seconds": "published_s"})
-    hosts = [rates(replace(catalog.cluster(machine), devices_per_node=1)) for machine in table["machine"]]
-    ours_s = [host.adam_s(size) for host, size in zip(hosts, table["parameters"], strict=True)]
+    """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s,
+    ratio.
+    """
+    table = read_table("studies/adam_published").rename(
+        columns={"seconds": "published_s"}
+    )
+    hosts = [
+        rates(replace(catalog.cluster(machine), devices_per_node=1))
+        for machine in table["machine"]
+    ]
+    ours_s = [
+        host.adam_s(size) for host, size in zip(hosts, table["parameters"], strict=True)
+    ]
     table = table[["parameters", "published_s"]].assign(ours_s=ours_s)
     return table.assign(ratio=table["ours_s"] / table["published_s"])

@@ -1,4 +1,6 @@
-"""What do two public studies look like beside our numbers? Pictures of `hybrid` and `vit_study`."""
+"""What do two public studies look like beside our numbers? Pictures of `hybrid` and
+`vit_study`.
+"""
 
 import numpy as np
 import pandas as pd
@@ -6,7 +8,14 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_gelu", "plot_memory_parts", "plot_memory_rows", "plot_mfu", "plot_overlap", "plot_scaling"]
+__all__ = [
+    "plot_gelu",
+    "plot_memory_parts",
+    "plot_memory_rows",
+    "plot_mfu",
+    "plot_overlap",
+    "plot_scaling",
+]
 __all__ += ["plot_steps"]
 
 _GIB = 2**30
@@ -24,27 +33,64 @@ _LINES = {
     "zeropp": (draw.COLORS["memcpy"], "^"),
 }
 _DASHES = {"one host": "-", "nodes of two": "--"}
-_PARTS = ("weights", "gradients", "optimizer", "buckets", "optimizer temporaries", "activations")
+_PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "buckets",
+    "optimizer temporaries",
+    "activations",
+)
 _FILLS = {name: draw.COMPONENTS[name] for name in _PARTS}
 _FILLS |= {"other": draw.OTHER, "context and fragmentation": draw.COMPONENTS["context"]}
-_PHASES = {"forward": "#9dbede", "backward": "compute", "update": "memcpy", "all_gather": "comm"}
+_PHASES = {
+    "forward": "#9dbede",
+    "backward": "compute",
+    "update": "memcpy",
+    "all_gather": "comm",
+}
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall clock, corrected."""
+    """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall
+    clock, corrected.
+    """
     ax = ax or draw.new_axes(height=1.4 + 0.42 * len(table))
     rows = range(len(table))
     draw.bars(ax, 100 * table["mfu_corrected"], "compute", height=0.6)
     draw.published(ax, 100 * table["mfu_reported"], rows)
     for column, (_, mark) in _MARKS.items():
         ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
-    for row, mfu, executed in zip(rows, table["mfu_corrected"], table["executed"], strict=True):
-        draw.note(ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white")
-    marks = [draw.mark_key(name, color=_ORANGE, hollow=False, **mark) for name, mark in _MARKS.values()]
-    key = [draw.mark_key("reported"), *marks, draw.patch_key("useful tokens, usual FLOPs", "compute")]
-    title = f"The last, short batch was counted full: MFU came out up to {table['inflation'].max():.2f}x too high"
+    for row, mfu, executed in zip(
+        rows, table["mfu_corrected"], table["executed"], strict=True
+    ):
+        draw.note(
+            ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white"
+        )
+    marks = [
+        draw.mark_key(name, color=_ORANGE, hollow=False, **mark)
+        for name, mark in _MARKS.values()
+    ]
+    key = [
+        draw.mark_key("reported"),
+        *marks,
+        draw.patch_key("useful tokens, usual FLOPs", "compute"),
+    ]
+    title = (
+        "The last, short batch was counted full: MFU came out up to "
+        f"{table['inflation'].max():.2f}x too high"
+    )
     reach = 115 * table["mfu_reported"].max()
-    return draw.finish(ax, table, title, x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3)
+    return draw.finish(
+        ax,
+        table,
+        title,
+        x="MFU [%]",
+        rows=_row_names(table),
+        reach=reach,
+        key=key,
+        columns=3,
+    )
 
 
 def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -53,62 +99,145 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
     ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
     draw.bars(ax, table["measured_gib"], slot=(0, 2))
-    draw.bars(ax, table["predicted_gib"], source="simulated", slot=(1, 2), notes=table["error"].map("{:+.1%}".format))
-    key = [draw.patch_key("measured", "compute"), draw.patch_key("predicted", "compute", "simulated")]
-    return draw.finish(ax, table, title, x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key)
+    draw.bars(
+        ax,
+        table["predicted_gib"],
+        source="simulated",
+        slot=(1, 2),
+        notes=table["error"].map("{:+.1%}".format),
+    )
+    key = [
+        draw.patch_key("measured", "compute"),
+        draw.patch_key("predicted", "compute", "simulated"),
+    ]
+    return draw.finish(
+        ax,
+        table,
+        title,
+        x="peak memory allocated on a GPU [GiB]",
+        rows=_row_names(table),
+        key=key,
+    )
 
 
 def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by shape."""
+    """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by
+    shape.
+    """
     ax = ax or draw.new_axes(height=3.0)
-    unfused_ms, ideal = table["unfused_ms"].map("{:.3f} ms".format), table["ideal_ms"].map(", ideal {:.3f} ms".format)
+    unfused_ms = table["unfused_ms"].map("{:.3f} ms".format)
+    ideal = table["ideal_ms"].map(", ideal {:.3f} ms".format)
     draw.bars(ax, 100 * table["unfused_share"], "idle", slot=(0, 2), notes=unfused_ms)
-    draw.bars(ax, 100 * table["fused_share"], slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal)
-    shapes = [f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()]
-    rows = [name + ("\nin L2 cache" if cached else "") for name, cached in zip(shapes, table["in_cache"], strict=True)]
+    draw.bars(
+        ax,
+        100 * table["fused_share"],
+        slot=(1, 2),
+        notes=table["fused_ms"].map("{:.3f} ms".format) + ideal,
+    )
+    shapes = [
+        f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()
+    ]
+    rows = [
+        name + ("\nin L2 cache" if cached else "")
+        for name, cached in zip(shapes, table["in_cache"], strict=True)
+    ]
     reached = table["fused_share"].iloc[-1]
-    title = f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is slow, not fusion"
-    key = [draw.patch_key("two kernels of PyTorch", "idle"), draw.patch_key("fused kernel of the study", "compute")]
+    title = (
+        f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is "
+        "slow, not fusion"
+    )
+    key = [
+        draw.patch_key("two kernels of PyTorch", "idle"),
+        draw.patch_key("fused kernel of the study", "compute"),
+    ]
     x = "bytes that the kernel moves per second, of 1,555 GB/s [%]"
     return draw.finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
 
 
-def plot_steps(log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulated_s: float) -> Axes:
-    """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's, simulated_s its step."""
+def plot_steps(
+    log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulated_s: float
+) -> Axes:
+    """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's,
+    simulated_s its step.
+    """
     ax = ax or draw.new_axes(height=3.4)
-    regular, overflow = log[log["kind"] == "regular"], log[log["kind"] == "overflow"]
+    regular = log[log["kind"] == "regular"]
+    overflow = log[log["kind"] == "overflow"]
     rest_s = regular.loc[regular["step"] > last, "step_s"].mean()
-    shown = regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]].mean().reset_index(drop=True)
+    shown = (
+        regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]]
+        .mean()
+        .reset_index(drop=True)
+    )
     draw.areas(ax, shown["step"], shown, _PHASES)
     tops = shown[list(_PHASES)].tail(2).mean().cumsum()
     for phase, top in tops.items():
         height_s = shown[phase].tail(2).mean()
-        draw.note(ax, shown["step"].iloc[-1], top - height_s / 2, phase.replace("_", "-"), dx=5)
+        draw.note(
+            ax,
+            shown["step"].iloc[-1],
+            top - height_s / 2,
+            phase.replace("_", "-"),
+            dx=5,
+        )
     fitted = {"color": "black", "alpha": 0.10, "lw": 0}
     odd = {"mfc": "white", "mec": draw.PAPER, "ms": 5, "ls": "none"}
-    key = ax.plot(overflow["step"], overflow["step_s"], "v", **odd, label="overflow: no update")
+    key = ax.plot(
+        overflow["step"], overflow["step_s"], "v", **odd, label="overflow: no update"
+    )
     key.append(ax.axvspan(2, last, **fitted, label=f"fit: steps 2 to {last}"))
-    key.append(ax.axhline(simulated_s, **draw.DASHED, label=f"simulated: {simulated_s:.3f} s"))
-    title = f"Fitted on steps 2 to {last}, the simulated step is {simulated_s / rest_s - 1:+.1%} off on the others"
+    key.append(
+        ax.axhline(simulated_s, **draw.DASHED, label=f"simulated: {simulated_s:.3f} s")
+    )
+    title = (
+        f"Fitted on steps 2 to {last}, the simulated step is "
+        f"{simulated_s / rest_s - 1:+.1%} off on the others"
+    )
     reach = log["step"].max() * 1.12
     ax.set_ylim(0, 3.0)
     return draw.finish(
-        ax, shown, title, x="step", y="time [s]", reach=reach, key=key, where="upper center", columns=3, origin=log
+        ax,
+        shown,
+        title,
+        x="step",
+        y="time [s]",
+        reach=reach,
+        key=key,
+        where="upper center",
+        columns=3,
+        origin=log,
     )
 
 
-def plot_overlap(simulated: pd.DataFrame, measured: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Share of communication under compute: simulated cases as bars, traced ranks as hollow marks."""
+def plot_overlap(
+    simulated: pd.DataFrame, measured: pd.DataFrame, ax: Axes | None = None
+) -> Axes:
+    """Share of communication under compute: simulated cases as bars, traced ranks as
+    hollow marks.
+    """
     ax = ax or draw.new_axes(height=3.0)
     draw.bars(ax, 100 * simulated["overlap"], "hidden", source="simulated")
-    as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith("one")
+    as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith(
+        "one"
+    )
     for row, case in enumerate(simulated.itertuples()):
-        traced = 100 * measured.loc[(measured["strategy"] == case.strategy) & as_run[row], "overlap"]
+        traced = (
+            100
+            * measured.loc[
+                (measured["strategy"] == case.strategy) & as_run[row], "overlap"
+            ]
+        )
         draw.published(ax, traced, [row] * len(traced))
         draw.note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
-    rows = [f"{_STRATEGIES[case.strategy]}, {case.case}" for case in simulated.itertuples()]
-    key = [draw.patch_key("simulated", "hidden", "simulated"), draw.mark_key("traced, each rank")]
-    title, x = "ZeRO-2 hid nothing; sharding layer by layer hides most of it", "communication hidden under compute [%]"
+    rows = [
+        f"{_STRATEGIES[case.strategy]}, {case.case}" for case in simulated.itertuples()
+    ]
+    key = [
+        draw.patch_key("simulated", "hidden", "simulated"),
+        draw.mark_key("traced, each rank"),
+    ]
+    title = "ZeRO-2 hid nothing; sharding layer by layer hides most of it"
+    x = "communication hidden under compute [%]"
     return draw.finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
 
 
@@ -118,22 +247,40 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     by_strategy = table.groupby("strategy", sort=False)
     parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
     parts = pd.DataFrame(parts_gib).T.fillna(0.0)
-    shown = {name: fill for name, fill in _FILLS.items() if name in parts and parts[name].any()}
+    shown = {
+        name: fill
+        for name, fill in _FILLS.items()
+        if name in parts and parts[name].any()
+    }
     before_gib = by_strategy["before_update_bytes"].first() / _GIB
-    notes = [f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update" for name, size in parts.sum(axis=1).items()]
+    notes = [
+        f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update"
+        for name, size in parts.sum(axis=1).items()
+    ]
     draw.bars(ax, parts, shown, source="simulated", height=0.6, notes=notes)
     usable_gib = table["usable_bytes"].iloc[0] / _GIB
     ax.axvline(usable_gib, **draw.DASHED)
     draw.note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
     rows = [_STRATEGIES[name] for name in parts.index]
     title = "DDP runs out of memory when AdamW makes its temporaries, not before"
-    draw.finish(ax, table, title, x="memory of a GPU [GiB]", rows=rows, reach=20, key=shown, columns=4)
+    draw.finish(
+        ax,
+        table,
+        title,
+        x="memory of a GPU [GiB]",
+        rows=rows,
+        reach=20,
+        key=shown,
+        columns=4,
+    )
     ax.set_ylim(top=-0.8)
     return ax
 
 
 def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Predicted throughput against the number of GPUs: one host solid, nodes dashed, linear growth grey."""
+    """Predicted throughput against the number of GPUs: one host solid, nodes dashed,
+    linear growth grey.
+    """
     ax = ax or draw.new_axes(height=3.4, width=6.0)
     styles = {
         (place, strategy): {"color": color, "marker": mark, "ls": dashes}
@@ -141,33 +288,72 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         for strategy, (color, mark) in _LINES.items()
     }
     white = {"mfc": "white", "ms": 5}
-    draw.lines(ax, table, "gpus", "samples_per_s", by=["place", "strategy"], styles=styles, **white)
+    draw.lines(
+        ax,
+        table,
+        "gpus",
+        "samples_per_s",
+        by=["place", "strategy"],
+        styles=styles,
+        **white,
+    )
     zero2 = table[table["strategy"] == "zero2"]
     gpus = np.unique(table["gpus"])
     linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
     ax.plot(gpus, linear, color=draw.GREY, lw=1)
     draw.note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
     ax.grid(True, axis="both")
-    key = [draw.line_key(_STRATEGIES[name], color, marker=mark, **white) for name, (color, mark) in _LINES.items()]
-    key += [draw.line_key("one host", draw.PAPER), draw.line_key("nodes of two, 10 Gb/s", draw.PAPER, ls="--")]
-    kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")]["efficiency"].item()
-    title = f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
-    limits, y = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}, "simulated throughput [samples/s]"
-    return draw.finish(ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits)
+    key = [
+        draw.line_key(_STRATEGIES[name], color, marker=mark, **white)
+        for name, (color, mark) in _LINES.items()
+    ]
+    key += [
+        draw.line_key("one host", draw.PAPER),
+        draw.line_key("nodes of two, 10 Gb/s", draw.PAPER, ls="--"),
+    ]
+    kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")][
+        "efficiency"
+    ].item()
+    title = (
+        f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
+    )
+    limits = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}
+    y = "simulated throughput [samples/s]"
+    return draw.finish(
+        ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits
+    )
 
 
 def _fullest(rows: pd.DataFrame) -> pd.Series:
     """Bytes by part at the moment of the peak: the optimizer's temporaries, or a pass."""
     sums = rows.groupby("phase")["size_bytes"].sum()
-    working = sums.get("pass", 0.0) + max(sums.get("loss", 0.0), sums.get("backward", 0.0))
-    moment = ["always", "step"] if sums.get("step", 0.0) > working else ["always", "pass", "backward"]
+    working = sums.get("pass", 0.0) + max(
+        sums.get("loss", 0.0), sums.get("backward", 0.0)
+    )
+    moment = (
+        ["always", "step"]
+        if sums.get("step", 0.0) > working
+        else ["always", "pass", "backward"]
+    )
     held = rows[rows["phase"].isin(moment)]
     fixed = held["component"].isin(["context", "fragmentation"])
-    part = held["component"].where(held["component"].isin(_PARTS), "other").mask(fixed, "context and fragmentation")
+    part = (
+        held["component"]
+        .where(held["component"].isin(_PARTS), "other")
+        .mask(fixed, "context and fragmentation")
+    )
     return held.groupby(part)["size_bytes"].sum()
 
 
 def _row_names(table: pd.DataFrame) -> list[str]:
     """Rows of the GPT-2 Large study by configuration and batch."""
-    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-").str.replace("+CUDA_FUSED", " fused")
-    return [f"{name}, batch {batch}" for name, batch in zip(names, table["batch_per_gpu"], strict=True)]
+    names = (
+        table["config"]
+        .str.upper()
+        .str.replace("ZERO", "ZeRO-")
+        .str.replace("+CUDA_FUSED", " fused")
+    )
+    return [
+        f"{name}, batch {batch}"
+        for name, batch in zip(names, table["batch_per_gpu"], strict=True)
+    ]

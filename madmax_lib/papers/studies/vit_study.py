@@ -1,8 +1,10 @@
-"""What did the ViT-Huge study on two T4 measure, and does a simulator fitted on a few of its steps foresee the rest?
+"""What did the ViT-Huge study on two T4 measure, and does a simulator fitted on a few
+of its steps foresee the rest?
 
-The public project sidd1196/distributed_vision_training trained ViT-Huge/14 on Food-101 with DeepSpeed: DDP ran out of
-memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left one traced step each. Its numbers are in
-`data/vit_huge_steps.csv` and `vit_overlap.csv`; what the runs were is in `plan_of`.
+The public project sidd1196/distributed_vision_training trained ViT-Huge/14 on Food-101
+with DeepSpeed: DDP ran out of memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left
+one traced step each. Its numbers are in `data/vit_huge_steps.csv` and
+`vit_overlap.csv`; what the runs were is in `plan_of`.
 """
 
 from dataclasses import replace
@@ -21,22 +23,43 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["PHASES", "claims", "fit_and_predict", "measured_overlap", "memory_parts", "overlap", "plan_of", "scaling",
-           "step_of", "steps"]  # fmt: skip
+__all__ = [
+    "PHASES",
+    "claims",
+    "fit_and_predict",
+    "measured_overlap",
+    "memory_parts",
+    "overlap",
+    "plan_of",
+    "scaling",
+    "step_of",
+    "steps",
+]
 
 PHASES = ("forward", "backward", "update", "all_gather")
-_BUCKET_ELEMENTS = 5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
-_STEPS, _OVERLAP = "studies/vit_huge_steps", "studies/vit_overlap"
-_MODEL, _CLUSTER, _DTYPE, _BATCH = "vit-huge", "kaggle-2xt4", "fp16", 16  # batch per GPU
+_BUCKET_ELEMENTS = (
+    5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
+)
+_STEPS = "studies/vit_huge_steps"
+_OVERLAP = "studies/vit_overlap"
+# batch per GPU
+_MODEL = "vit-huge"
+_CLUSTER = "kaggle-2xt4"
+_DTYPE = "fp16"
+_BATCH = 16
 _RULES = "ViT-Huge on two T4, sidd1196/distributed_vision_training"
-_RESOLUTION, _ROUNDS = 1e-5, 50  # of a fitted share, relative
+# of a fitted share, relative
+_RESOLUTION = 1e-5
+_ROUNDS = 50
 
 
 def steps() -> pd.DataFrame:
-    """The 2,368 logged steps of ZeRO-2: step, kind, seconds of PHASES, step_s, and reduce_tail_s.
+    """The 2,368 logged steps of ZeRO-2: step, kind, seconds of PHASES, step_s, and
+    reduce_tail_s.
 
-    kind: regular; overflow, whose update the loss scaler skipped; first update, which allocates the optimizer's
-    states; short, the last batch of the epoch. update is the optimizer's time without the all-gather.
+    kind: regular; overflow, whose update the loss scaler skipped; first update, which
+    allocates the optimizer's states; short, the last batch of the epoch. update is the
+    optimizer's time without the all-gather.
     reduce_tail_s: part of backward that waits for gradients after the last kernel.
     """
     log = read_table(_STEPS)
@@ -46,13 +69,21 @@ def steps() -> pd.DataFrame:
     kind[-1] = "short"
     update_ms = log["optimizer_ms"] - log["all_gather_ms"].fillna(0)
     milliseconds = log.assign(update_ms=update_ms)[[f"{phase}_ms" for phase in PHASES]]
-    table = log[["step"]].assign(kind=kind).join(milliseconds.div(1e3).set_axis(PHASES, axis=1))
-    table = table.assign(reduce_tail_s=log["reduce_tail_ms"] / 1e3, step_s=table[[*PHASES]].sum(axis=1))
+    table = (
+        log[["step"]]
+        .assign(kind=kind)
+        .join(milliseconds.div(1e3).set_axis(PHASES, axis=1))
+    )
+    table = table.assign(
+        reduce_tail_s=log["reduce_tail_ms"] / 1e3, step_s=table[[*PHASES]].sum(axis=1)
+    )
     return with_origin(table, _STEPS, rules=_RULES)
 
 
 def _phases_s(log: pd.DataFrame, first: int, last: int) -> pd.Series:
-    """Mean seconds of each phase over the regular steps first..last. Raises ValueError if there is none."""
+    """Mean seconds of each phase over the regular steps first..last. Raises ValueError
+    if there is none.
+    """
     part = log[log["step"].between(first, last) & (log["kind"] == "regular")]
     if part.empty:
         raise ValueError(f"steps {first}..{last}: no regular step in the log")
@@ -60,10 +91,12 @@ def _phases_s(log: pd.DataFrame, first: int, last: int) -> pd.Series:
 
 
 def plan_of(strategy: str, *, dp: int = 2) -> Plan:
-    """The plan of a run: ddp, zero2, zero3 or zeropp, 16 samples per GPU, full recompute, unfused attention.
+    """The plan of a run: ddp, zero2, zero3 or zeropp, 16 samples per GPU, full
+    recompute, unfused attention.
 
-    zero2 reduces once, after backward, and in full: no kernel of its trace overlaps, and DeepSpeed all-reduces its fp16
-    buckets [use_multi_rank_bucket_allreduce], as many bytes as a reduce-scatter in fp32. Raises ValueError for others.
+    zero2 reduces once, after backward, and in full: no kernel of its trace overlaps,
+    and DeepSpeed all-reduces its fp16 buckets [use_multi_rank_bucket_allreduce], as
+    many bytes as a reduce-scatter in fp32. Raises ValueError for others.
     """
     strategies = {
         "ddp": {},
@@ -73,43 +106,87 @@ def plan_of(strategy: str, *, dp: int = 2) -> Plan:
     }
     if strategy not in strategies:
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(strategies)}")
-    return Plan(dp=dp, micro_batch=_BATCH, recompute="full", attention="unfused", **strategies[strategy])
+    return Plan(
+        dp=dp,
+        micro_batch=_BATCH,
+        recompute="full",
+        attention="unfused",
+        **strategies[strategy],
+    )
 
 
-def step_of(plan: Plan, parameters: Parameters | None, cluster: Cluster | None = None) -> Timeline:
-    """A simulated step of ViT-Huge under a plan, on the two T4 unless another cluster is given."""
-    model, cluster = catalog.model(_MODEL), cluster or catalog.cluster(_CLUSTER)
-    return simulate(model, cluster, plan, global_batch=_BATCH * plan.dp, dtype=_DTYPE, parameters=parameters)
+def step_of(
+    plan: Plan, parameters: Parameters | None, cluster: Cluster | None = None
+) -> Timeline:
+    """A simulated step of ViT-Huge under a plan, on the two T4 unless another cluster
+    is given.
+    """
+    model = catalog.model(_MODEL)
+    cluster = cluster or catalog.cluster(_CLUSTER)
+    return simulate(
+        model,
+        cluster,
+        plan,
+        global_batch=_BATCH * plan.dp,
+        dtype=_DTYPE,
+        parameters=parameters,
+    )
 
 
 def _simulated_phases_s(timeline: Timeline) -> pd.Series:
-    """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last gradient reduced."""
+    """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last
+    gradient reduced.
+    """
     spans = timeline.spans[timeline.spans["rank"] == timeline.ranks[0]]
-    name, end_ns = spans["name"].astype(str), spans["start_ns"] + spans["dur_ns"]
-    adam, gather = name == "adam", name.str.startswith("all_gather")
+    name = spans["name"].astype(str)
+    end_ns = spans["start_ns"] + spans["dur_ns"]
+    adam = name == "adam"
+    gather = name.str.startswith("all_gather")
     forward_ns = end_ns[name.str.endswith(" forward")].max()
     backward_ns = end_ns[~adam & ~gather].max() - forward_ns
-    values = forward_ns, backward_ns, spans.loc[adam, "dur_ns"].sum(), spans.loc[gather, "dur_ns"].sum()
+    values = (
+        forward_ns,
+        backward_ns,
+        spans.loc[adam, "dur_ns"].sum(),
+        spans.loc[gather, "dur_ns"].sum(),
+    )
     return pd.Series(np.array(values, dtype=float) / 1e9, index=PHASES)
 
 
 def _calibrate(measured: pd.Series) -> Parameters:
-    """Shares of the data-sheet rates that make the simulated ZeRO-2 step as long as a measured one.
+    """Shares of the data-sheet rates that make the simulated ZeRO-2 step as long as a
+    measured one.
 
-    measured: seconds of PHASES. The all-gather gives the share of the link, the update that of the memory (it holds
-    unscaling, clipping and copies beside Adam), forward and backward together that of the peak. Raises ValueError if
-    no shares up to 1 do: the step is shorter than the data sheet allows.
+    measured: seconds of PHASES. The all-gather gives the share of the link, the update
+    that of the memory (it holds unscaling, clipping and copies beside Adam), forward
+    and backward together that of the peak. Raises ValueError if no shares up to 1 do:
+    the step is shorter than the data sheet allows.
     """
-    shares = {"compute_efficiency": 0.5, "memory_efficiency": 0.5, "network_efficiency": 0.5}
+    shares = {
+        "compute_efficiency": 0.5,
+        "memory_efficiency": 0.5,
+        "network_efficiency": 0.5,
+    }
     target = _by_share(measured)
     for _ in range(_ROUNDS):
-        ratio = _by_share(_simulated_phases_s(step_of(plan_of("zero2"), Parameters(**shares)))) / target
+        ratio = (
+            _by_share(
+                _simulated_phases_s(step_of(plan_of("zero2"), Parameters(**shares)))
+            )
+            / target
+        )
         if np.abs(ratio - 1).max() < _RESOLUTION:
-            return Parameters(**shares, provenance={"source": _RULES, **measured.to_dict()})
-        before, shares = shares, {name: min(share * ratio[name], 1.0) for name, share in shares.items()}
+            return Parameters(
+                **shares, provenance={"source": _RULES, **measured.to_dict()}
+            )
+        before = shares
+        shares = {name: min(share * ratio[name], 1.0) for name, share in shares.items()}
         if shares == before:
             break
-    raise ValueError(f"measured phases {measured.round(4).to_dict()} s: no shares of the data sheet give them")
+    raise ValueError(
+        f"measured phases {measured.round(4).to_dict()} s: no shares of the data "
+        "sheet give them"
+    )
 
 
 def _by_share(phases: pd.Series) -> pd.Series:
@@ -120,13 +197,16 @@ def _by_share(phases: pd.Series) -> pd.Series:
 
 
 def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
-    """Constants from steps 2..last, and each phase and the step: simulated, measured on the other steps, error.
+    """Constants from steps 2..last, and each phase and the step: simulated, measured on
+    the other steps, error.
 
-    The measured columns: fitted_s of the steps of the fit, rest_s of those after. error: simulated over rest_s - 1.
-    Raises ValueError if no regular step is left on either side.
+    The measured columns: fitted_s of the steps of the fit, rest_s of those after.
+    error: simulated over rest_s - 1. Raises ValueError if no regular step is left on
+    either side.
     """
     log = steps()
-    seen, rest = _phases_s(log, 2, last), _phases_s(log, last + 1, int(log["step"].max()))
+    seen = _phases_s(log, 2, last)
+    rest = _phases_s(log, last + 1, int(log["step"].max()))
     parameters = _calibrate(seen)
     simulated = _simulated_phases_s(step_of(plan_of("zero2"), parameters))
     table = pd.DataFrame({"fitted_s": seen, "rest_s": rest, "simulated_s": simulated})
@@ -137,20 +217,30 @@ def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
 
 
 def measured_overlap() -> pd.DataFrame:
-    """Traced steps as HTA drew them: strategy, rank, idle_s, compute_s, non_compute_s, overlap (0..1)."""
+    """Traced steps as HTA drew them: strategy, rank, idle_s, compute_s, non_compute_s,
+    overlap (0..1).
+    """
     table = read_table(_OVERLAP)
-    seconds = {f"{name}_s": table[f"{name}_ms"] / 1e3 for name in ("idle", "compute", "non_compute")}
-    table = table[["strategy", "rank"]].assign(**seconds, overlap=table["overlap_pct"] / 100)
+    seconds = {
+        f"{name}_s": table[f"{name}_ms"] / 1e3
+        for name in ("idle", "compute", "non_compute")
+    }
+    table = table[["strategy", "rank"]].assign(
+        **seconds, overlap=table["overlap_pct"] / 100
+    )
     return with_origin(table, _OVERLAP, rules=_RULES)
 
 
 def overlap(parameters: Parameters) -> pd.DataFrame:
-    """Share of communication under compute by plan, simulated: case, strategy, total_s, comm_s, overlap (0..1).
+    """Share of communication under compute by plan, simulated: case, strategy, total_s,
+    comm_s, overlap (0..1).
 
-    Beside the runs: ZeRO-2 whose buckets of 5e8 fp16 elements are reduced beside backward as soon as they are full, and
-    with buckets of 25 MiB.
+    Beside the runs: ZeRO-2 whose buckets of 5e8 fp16 elements are reduced beside
+    backward as soon as they are full, and with buckets of 25 MiB.
     """
-    bucketed = replace(plan_of("zero2"), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS)
+    bucketed = replace(
+        plan_of("zero2"), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS
+    )
     cases = [
         ("one reduction at the end", "zero2", plan_of("zero2")),
         ("buckets of 5e8 elements", "zero2", bucketed),
@@ -161,74 +251,140 @@ def overlap(parameters: Parameters) -> pd.DataFrame:
     rows = []
     for case, strategy, plan in cases:
         seconds = breakdown(step_of(plan, parameters)).iloc[0]
-        rows.append({"case": case, "strategy": strategy, **seconds[["total_s", "compute_s", "comm_s", "overlap"]]})
+        rows.append(
+            {
+                "case": case,
+                "strategy": strategy,
+                **seconds[["total_s", "compute_s", "comm_s", "overlap"]],
+            }
+        )
     return with_origin(pd.DataFrame(rows), _STEPS, _OVERLAP, rules=_RULES)
 
 
 def memory_parts() -> pd.DataFrame:
-    """Bytes on a T4 by strategy, component and phase: the peak, the one before the first update, and what is usable.
+    """Bytes on a T4 by strategy, component and phase: the peak, the one before the
+    first update, and what is usable.
 
-    Columns strategy, component, phase, size_bytes, peak_bytes, before_update_bytes, usable_bytes.
+    Columns strategy, component, phase, size_bytes, peak_bytes, before_update_bytes,
+    usable_bytes.
     """
-    parts, model, usable = [], catalog.model(_MODEL), usable_bytes(catalog.cluster(_CLUSTER).device)
-    for strategy, software in (("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "deepspeed")):
-        plan = replace(plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS)
+    parts = []
+    model = catalog.model(_MODEL)
+    usable = usable_bytes(catalog.cluster(_CLUSTER).device)
+    for strategy, software in (
+        ("ddp", "torch"),
+        ("zero2", "deepspeed"),
+        ("zero3", "deepspeed"),
+    ):
+        plan = replace(
+            plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS
+        )
         table = memory(model, plan, dtype=_DTYPE, software=software)
         before = peak_bytes(table[table["component"] != "optimizer temporaries"])
-        table = table.drop(columns="stage").assign(strategy=strategy, peak_bytes=peak_bytes(table))
+        table = table.drop(columns="stage").assign(
+            strategy=strategy, peak_bytes=peak_bytes(table)
+        )
         parts.append(table.assign(before_update_bytes=before, usable_bytes=usable))
-    return with_origin(pd.concat(parts, ignore_index=True), "published_memory", rules=_RULES)
+    return with_origin(
+        pd.concat(parts, ignore_index=True), "published_memory", rules=_RULES
+    )
 
 
 def scaling(parameters: Parameters) -> pd.DataFrame:
-    """Predicted throughput on 2, 4 and 8 T4, 16 samples each: on one host, or in nodes of two on 10 Gb/s Ethernet.
+    """Predicted throughput on 2, 4 and 8 T4, 16 samples each: on one host, or in nodes
+    of two on 10 Gb/s Ethernet.
 
-    Columns place, strategy, gpus, step_s, samples_per_s, efficiency (per GPU, over that of the fewest). The fitted
-    share of the link is that of the host's memory path; Ethernet counts in full, and every GPU of a host has a path of
-    its own, though real ones share PCIe switches: upper bounds.
+    Columns place, strategy, gpus, step_s, samples_per_s, efficiency (per GPU, over that
+    of the fewest). The fitted share of the link is that of the host's memory path;
+    Ethernet counts in full, and every GPU of a host has a path of its own, though real
+    ones share PCIe switches: upper bounds.
     """
-    rows, pair = [], catalog.cluster(_CLUSTER)
-    port = replace(pair.inter, bandwidth_bytes_per_s=pair.inter.bandwidth_bytes_per_s / parameters.network_efficiency)
+    rows = []
+    pair = catalog.cluster(_CLUSTER)
+    port = replace(
+        pair.inter,
+        bandwidth_bytes_per_s=pair.inter.bandwidth_bytes_per_s
+        / parameters.network_efficiency,
+    )
     pair = replace(pair, inter=port)
-    cases = product(("one host", "nodes of two"), ("zero2", "zero3", "zeropp"), (2, 4, 8))
+    cases = product(
+        ("one host", "nodes of two"), ("zero2", "zero3", "zeropp"), (2, 4, 8)
+    )
     for place, strategy, gpus in cases:
-        size = {"devices_per_node": gpus} if place == "one host" else {"nodes": gpus // pair.devices_per_node}
+        size = (
+            {"devices_per_node": gpus}
+            if place == "one host"
+            else {"nodes": gpus // pair.devices_per_node}
+        )
         step = step_of(plan_of(strategy, dp=gpus), parameters, replace(pair, **size))
         step_s = float(breakdown(step)["total_s"].max())
         row = {"place": place, "strategy": strategy, "gpus": gpus, "step_s": step_s}
         rows.append(row | {"samples_per_s": _BATCH * gpus / step_s})
     table = pd.DataFrame(rows)
     per_gpu = table["samples_per_s"] / table["gpus"]
-    table["efficiency"] = per_gpu / per_gpu.groupby([table["place"], table["strategy"]]).transform("first")
+    table["efficiency"] = per_gpu / per_gpu.groupby(
+        [table["place"], table["strategy"]]
+    ).transform("first")
     return with_origin(table, _STEPS, rules=_RULES)
 
 
 def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
-    """What the study measured beside ours: claim, theirs, ours, error; overlaps are shares, their error a difference.
+    """What the study measured beside ours: claim, theirs, ours, error; overlaps are
+    shares, their error a difference.
 
     parameters, predicted: of `fit_and_predict`.
     """
-    traced, simulated = measured_overlap().groupby("strategy")["overlap"], overlap(parameters).set_index("case")
-    parts, published = memory_parts(), catalog.table("published_memory")
-    allocated = published.query("model == @_MODEL and quantity == 'weights and optimizer'")["value"]
+    traced = measured_overlap().groupby("strategy")["overlap"]
+    simulated = overlap(parameters).set_index("case")
+    parts = memory_parts()
+    published = catalog.table("published_memory")
+    allocated = published.query(
+        "model == @_MODEL and quantity == 'weights and optimizer'"
+    )["value"]
     ddp = parts.query("strategy == 'ddp'").iloc[0]
-    states = parts.query("strategy == 'zero2' and component in ['weights', 'optimizer']")["size_bytes"].sum()
+    states = parts.query(
+        "strategy == 'zero2' and component in ['weights', 'optimizer']"
+    )["size_bytes"].sum()
     weight_bytes = 2 * catalog.model(_MODEL).parameters
-    gathered_bytes_per_s = weight_bytes / 2 / _phases_s(steps(), 2, 300)["all_gather"]  # half comes from the other rank
+    gathered_bytes_per_s = (
+        weight_bytes / 2 / _phases_s(steps(), 2, 300)["all_gather"]
+    )  # half comes from the other rank
     second_bucket_bytes = weight_bytes - 2 * _BUCKET_ELEMENTS
     tail_s = steps().query("kind == 'regular'")["reduce_tail_s"].mean()
-    tail = "wait for gradients after backward: second bucket at the all-gather's rate [s]"
+    tail = (
+        "wait for gradients after backward: second bucket at the all-gather's rate [s]"
+    )
     step = predicted.set_index("phase").loc["step"]
     rows = [
         ("step of ZeRO-2 after the fit [s]", step["rest_s"], step["simulated_s"]),
         (tail, tail_s, second_bucket_bytes / gathered_bytes_per_s),
-        ("weights and optimizer of ZeRO-2 [GB]", float(allocated.iloc[0]), states / 1e9),
-        ("usable memory of a T4, needed by DDP [GB]", ddp["usable_bytes"] / 1e9, ddp["peak_bytes"] / 1e9),
+        (
+            "weights and optimizer of ZeRO-2 [GB]",
+            float(allocated.iloc[0]),
+            states / 1e9,
+        ),
+        (
+            "usable memory of a T4, needed by DDP [GB]",
+            ddp["usable_bytes"] / 1e9,
+            ddp["peak_bytes"] / 1e9,
+        ),
     ]
-    cases = {"zero2": "one reduction at the end", "zero3": "layer by layer", "zeropp": "layer by layer, 8 and 4 bits"}
+    cases = {
+        "zero2": "one reduction at the end",
+        "zero3": "layer by layer",
+        "zeropp": "layer by layer, 8 and 4 bits",
+    }
     for strategy, case in cases.items():
-        rows.append((f"overlap of {strategy}, mean of ranks", traced.mean()[strategy], simulated.at[case, "overlap"]))
+        rows.append(
+            (
+                f"overlap of {strategy}, mean of ranks",
+                traced.mean()[strategy],
+                simulated.at[case, "overlap"],
+            )
+        )
     table = pd.DataFrame(rows, columns=["claim", "theirs", "ours"])
     share = table["claim"].str.startswith("overlap")
-    table["error"] = (table["ours"] - table["theirs"]) / table["theirs"].where(~share, 1.0)
+    table["error"] = (table["ours"] - table["theirs"]) / table["theirs"].where(
+        ~share, 1.0
+    )
     return with_origin(table, _STEPS, _OVERLAP, rules=_RULES)

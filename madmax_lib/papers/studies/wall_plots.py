@@ -1,6 +1,8 @@
-"""Where does the memory wall stand? Methods beside each other, largest models, energy, the update on a CPU.
+"""Where does the memory wall stand? Methods beside each other, largest models, energy,
+the update on a CPU.
 
-All of it is simulated but for `plot_adam`, which shows what was measured beside what the simulator takes.
+All of it is simulated but for `plot_adam`, which shows what was measured beside what
+the simulator takes.
 """
 
 import numpy as np
@@ -10,7 +12,13 @@ from matplotlib.axes import Axes
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_adam", "plot_limits", "plot_methods", "plot_share", "plot_token_energy"]
+__all__ = [
+    "plot_adam",
+    "plot_limits",
+    "plot_methods",
+    "plot_share",
+    "plot_token_energy",
+]
 
 _MARKERS = "os^Dv<>P"
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
@@ -22,25 +30,38 @@ _EXPOSED = {  # columns of `OffloadTimes`: name, kind
 
 
 def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Tokens per second of every model that a method can train. table: of `memory_wall.methods_table`, one machine."""
+    """Tokens per second of every model that a method can train. table: of
+    `memory_wall.methods_table`, one machine.
+    """
     ax = ax or draw.new_axes(height=3.6)
-    fitting, models = table[table["fits"]], table.drop_duplicates("model")
+    fitting = table[table["fits"]]
+    models = table.drop_duplicates("model")
     looks = zip(table["method"].unique(), _MARKERS, draw.SERIES, strict=False)
-    styles = {method: {"marker": marker, "color": color, "label": method} for method, marker, color in looks}
+    styles = {
+        method: {"marker": marker, "color": color, "label": method}
+        for method, marker, color in looks
+    }
     style = {"styles": styles, "units": (1e9, 1), "ms": 5, "mfc": "white", "lw": 1.0}
     draw.lines(ax, fitting, "parameters", "tokens_per_s", by="method", **style)
-    billions, title = models["parameters"] / 1e9, "No method fits any model"
+    billions = models["parameters"] / 1e9
+    title = "No method fits any model"
     ax.set_xscale("log")
     ax.set_xticks(billions, [_size(name) for name in models["model"]], fontsize=7)
     ax.minorticks_off()
     if len(fitting):
-        draw.log_axis(ax, "y", *fitting["tokens_per_s"].agg(["min", "max"]), "{:,.0f}".format)
+        draw.log_axis(
+            ax, "y", *fitting["tokens_per_s"].agg(["min", "max"]), "{:,.0f}".format
+        )
         largest = fitting[fitting["parameters"] == fitting["parameters"].max()]
         methods = sorted(set(largest["method"]))
-        names = " and ".join(methods) if len(methods) <= 2 else f"{len(methods)} methods"
+        names = (
+            " and ".join(methods) if len(methods) <= 2 else f"{len(methods)} methods"
+        )
         reach = f"{names} reach" if len(methods) > 1 else f"Only {names} reaches"
         title = f"{reach} {_size(largest['model'].iloc[0])}"
-    x, y, key = "parameters, as the study names its shapes", "simulated throughput [tokens/s]", ax.get_lines()
+    x = "parameters, as the study names its shapes"
+    y = "simulated throughput [tokens/s]"
+    key = ax.get_lines()
     limits = 0.9 * billions.min(), 1.1 * billions.max()
     return draw.finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=limits)
 
@@ -48,63 +69,133 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Largest models: published beside ours. table: of `memory_wall.limits_table`."""
     ax = ax or draw.new_axes(height=1.2 + 0.42 * len(table))
-    places, larger = range(len(table)), table[["published", "ours"]].max(axis=1)
-    ax.hlines(places, table["published"], table["ours"], color=draw.COLORS["idle"], lw=2, zorder=1)
+    places = range(len(table))
+    larger = table[["published", "ours"]].max(axis=1)
+    ax.hlines(
+        places,
+        table["published"],
+        table["ours"],
+        color=draw.COLORS["idle"],
+        lw=2,
+        zorder=1,
+    )
     ax.plot(table["ours"], places, "o", ms=6, color=draw.COLORS["compute"])
     draw.published(ax, table["published"], places)
     for place, (end, row) in enumerate(zip(larger, table.itertuples(), strict=True)):
         draw.note(ax, end, place, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
-    title = f"Our limits are {table['ratio'].median():.2f}x of the published sizes in the median"
+    title = (
+        f"Our limits are {table['ratio'].median():.2f}x of the published sizes "
+        "in the median"
+    )
     rows = [f"{row.system}\n{row.machine}" for row in table.itertuples()]
-    key = [draw.mark_key("published"), draw.mark_key("simulated limit", "o", draw.COLORS["compute"], hollow=False)]
-    x, limits = "largest model [1e9 parameters]", (0.7 * table["published"].min(), 3 * table["ours"].max())
-    return draw.finish(ax, table, title, x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits)
+    key = [
+        draw.mark_key("published"),
+        draw.mark_key("simulated limit", "o", draw.COLORS["compute"], hollow=False),
+    ]
+    x = "largest model [1e9 parameters]"
+    limits = (0.7 * table["published"].min(), 3 * table["ours"].max())
+    return draw.finish(
+        ax,
+        table,
+        title,
+        x=x,
+        rows=rows,
+        key=key,
+        where="upper right",
+        xscale="log",
+        xlim=limits,
+    )
 
 
 def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes:
-    """Exposed seconds by the share of states that leaves the device. table: share and the seconds of `OffloadTimes`."""
+    """Exposed seconds by the share of states that leaves the device. table: share and
+    the seconds of `OffloadTimes`.
+    """
     ax = ax or draw.new_axes(height=3.2)
     fills = {column: kind for column, (_, kind) in _EXPOSED.items()}
     names = {column: name for column, (name, _) in _EXPOSED.items()}
     draw.areas(ax, table["share"], table, fills, source="simulated", labels=names)
     ax.axvline(best, **draw.DASHED, label="best that fits")
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
-    x, y = "share of the states that leaves the device", "simulated time beyond the passes [s]"
+    x = "share of the states that leaves the device"
+    y = "simulated time beyond the passes [s]"
     key = ax.get_legend_handles_labels()[0]
-    return draw.finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None))
+    return draw.finish(
+        ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None)
+    )
 
 
 def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Measured seconds of CPU Adam by model size, quartiles as bars. table: of `benchmarks/host.py`."""
+    """Measured seconds of CPU Adam by model size, quartiles as bars. table: of
+    `benchmarks/host.py`.
+    """
     ax = ax or draw.new_axes(height=3.2)
     adam = table[table["what"] == "cpu adam"]
-    for number, ((how, threads), part) in enumerate(adam.groupby(["how", "threads"], sort=False)):
-        quartiles = [part["median_s"] - part["low_s"], part["high_s"] - part["median_s"]]
-        style = {"marker": _MARKERS[number], "ms": 4, "lw": 1, "capsize": 2, "color": draw.SERIES[number]}
+    for number, ((how, threads), part) in enumerate(
+        adam.groupby(["how", "threads"], sort=False)
+    ):
+        quartiles = [
+            part["median_s"] - part["low_s"],
+            part["high_s"] - part["median_s"],
+        ]
+        style = {
+            "marker": _MARKERS[number],
+            "ms": 4,
+            "lw": 1,
+            "capsize": 2,
+            "color": draw.SERIES[number],
+        }
         label = f"{how}, {draw.plural(threads, 'thread')}"
-        ax.errorbar(part["size"], part["median_s"], yerr=quartiles, label=label, **style)
+        ax.errorbar(
+            part["size"], part["median_s"], yerr=quartiles, label=label, **style
+        )
     copies = table.loc[table["what"] == "host memory", "bytes_per_s"].max()
     ends = np.array([adam["size"].min(), adam["size"].max()])
-    label = f"{ADAM_BYTES} bytes per parameter at {copies / 1e9:.0f} GB/s, the best of copy and triad"
+    label = (
+        f"{ADAM_BYTES} bytes per parameter at {copies / 1e9:.0f} GB/s, the best "
+        "of copy and triad"
+    )
     ax.plot(ends, ADAM_BYTES * ends / copies, **draw.DASHED, label=label)
     largest = adam[adam["size"] == ends[1]].set_index("how")["median_s"]
-    pace_ns, ratio = largest.min() / ends[1] * 1e9, largest.max() / largest.min()
+    pace_ns = largest.min() / ends[1] * 1e9
+    ratio = largest.max() / largest.min()
     title = f"A {largest.idxmin()} update takes {pace_ns:.2f} ns per parameter"
     title += f", {largest.idxmax()} {ratio:.0f} times as long"
-    y, key = "measured time of an update [s]", ax.get_legend_handles_labels()[0]
-    return draw.finish(ax, table, title, x="parameters", y=y, key=key, where="upper left", xscale="log", yscale="log")
+    y = "measured time of an update [s]"
+    key = ax.get_legend_handles_labels()[0]
+    return draw.finish(
+        ax,
+        table,
+        title,
+        x="parameters",
+        y=y,
+        key=key,
+        where="upper left",
+        xscale="log",
+        yscale="log",
+    )
 
 
 def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Energy per token by method for one model, with its uncertainty. table: of `memory_wall.methods_table`."""
+    """Energy per token by method for one model, with its uncertainty. table: of
+    `memory_wall.methods_table`.
+    """
     shown = table[table["fits"]].reset_index(drop=True)
     interval_mj = 1e3 * shown["token_low_j"], 1e3 * shown["token_high_j"]
     apart = shown["token_j"].max() / shown["token_j"].min() - 1
     title = f"{_size(shown['model'].iloc[0])}: methods differ by {apart:.0%} in energy"
     title += ", less than the model is sure of" if apart < 0.25 else ""
-    ending = {"x": "simulated energy per token, devices and processors [mJ]", "rows": shown["method"]}
-    ending |= {"notes": shown["tokens_per_s"].map("{:,.0f} tokens/s".format), "source": "simulated"}
-    return draw.bar_chart(ax, table, 1e3 * shown["token_j"], title, error=interval_mj, **ending)
+    ending = {
+        "x": "simulated energy per token, devices and processors [mJ]",
+        "rows": shown["method"],
+    }
+    ending |= {
+        "notes": shown["tokens_per_s"].map("{:,.0f} tokens/s".format),
+        "source": "simulated",
+    }
+    return draw.bar_chart(
+        ax, table, 1e3 * shown["token_j"], title, error=interval_mj, **ending
+    )
 
 
 def _size(model: str) -> str:

@@ -1,8 +1,10 @@
-"""What does a vTrain configuration file say, by which rules is it read, and which rows of tables can be computed?
+"""What does a vTrain configuration file say, by which rules is it read, and which rows
+of tables can be computed?
 
-Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] as released (behaviour recorded).
-`Sizes` is what the formulas need, of one configuration or of a table's rows. `VTrainRules` has a switch for each known
-deviation of the release from its paper or from what one would expect.
+Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] as
+released (behaviour recorded). `Sizes` is what the formulas need, of one configuration
+or of a table's rows. `VTrainRules` has a switch for each known deviation of the release
+from its paper or from what one would expect.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ import pandas as pd
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.plan import Plan
 
-__all__ = ["CORRECTED", "RELEASED", "TABLE", "Config", "Sizes", "VTrainRules", "load_config", "parse_rules", "shape_of"]
+__all__ = [
+    "CORRECTED",
+    "RELEASED",
+    "TABLE",
+    "Config",
+    "Sizes",
+    "VTrainRules",
+    "load_config",
+    "parse_rules",
+    "shape_of",
+]
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
 _MULTIPLES = (  # a field and the fields whose product divides it
@@ -44,23 +56,28 @@ _COLUMNS = (  # the name in `Sizes`, in vTrain's ground-truth tables, in a confi
 TABLE = {name: column for name, column, _ in _COLUMNS}
 _ALIASES = {column: field for _, column, field in _COLUMNS} | {
     "# GPUs": "num_gpus",
-    "inter_node_bandwidth_gbps": "inter_node_bandwidth",  # as seed 000's table names them
+    # as seed 000's table names them
+    "inter_node_bandwidth_gbps": "inter_node_bandwidth",
     "intra_node_bandwidth_gbs": "intra_node_bandwidth",
 }
 
 
 @dataclass(frozen=True)
 class VTrainRules:
-    """Switches where the released vTrain deviates from what one would expect; the defaults are corrected.
+    """Switches where the released vTrain deviates from what one would expect; the
+    defaults are corrected.
 
-    recompute: what use_checkpoint repeats before a backward pass. "all": the forward pass of every stage with its
-        all-reduces. "not last", as released: that of all stages but the last, without all-reduces, beside the wait for
-        the gradient. "none", as in vTrain's single-node table: nothing.
+    recompute: what use_checkpoint repeats before a backward pass. "all": the forward
+        pass of every stage with its all-reduces. "not last", as released: that of all
+        stages but the last, without all-reduces, beside the wait for the gradient.
+        "none", as in vTrain's single-node table: nothing.
     ring_factor: 2(n-1)/n also counts beyond the 1,024 MiB of the tables.
-    whole_mib: sizes are rounded to MiB, less than half a MiB is free; else the tables are interpolated.
+    whole_mib: sizes are rounded to MiB, less than half a MiB is free; else the tables
+        are interpolated.
     binary_units: GB/s and Gb/s count 2**30.
-    node_aware: groups and messages that leave a node use its network, shared by those that do so at once. Released:
-        gradients count as inside a node whenever tp < node_size, messages between stages always as outside.
+    node_aware: groups and messages that leave a node use its network, shared by those
+        that do so at once. Released: gradients count as inside a node whenever tp <
+        node_size, messages between stages always as outside.
     one_micro_batch: without a pipeline, micro_batch is what a data-parallel rank gets.
     """
 
@@ -73,7 +90,9 @@ class VTrainRules:
 
     def __post_init__(self):
         if self.recompute not in ("all", "not last", "none"):
-            raise ValueError(f"recompute={self.recompute!r} is not all, not last or none")
+            raise ValueError(
+                f"recompute={self.recompute!r} is not all, not last or none"
+            )
 
     @property
     def giga(self) -> float:
@@ -82,11 +101,20 @@ class VTrainRules:
 
 
 CORRECTED = VTrainRules()
-RELEASED = VTrainRules("not last", False, whole_mib=True, binary_units=True, node_aware=False, one_micro_batch=True)
+RELEASED = VTrainRules(
+    "not last",
+    False,
+    whole_mib=True,
+    binary_units=True,
+    node_aware=False,
+    one_micro_batch=True,
+)
 
 
 def parse_rules(rules: str | VTrainRules) -> VTrainRules:
-    """The rules called "corrected" or "released", or the given ones. Raises ValueError for another name."""
+    """The rules called "corrected" or "released", or the given ones. Raises ValueError
+    for another name.
+    """
     if isinstance(rules, VTrainRules):
         return rules
     if rules not in ("corrected", "released"):
@@ -95,7 +123,8 @@ def parse_rules(rules: str | VTrainRules) -> VTrainRules:
 
 
 class Sizes(NamedTuple):
-    """A training step to the formulas of vTrain: numbers, or arrays (n,) of a table's rows.
+    """A training step to the formulas of vTrain: numbers, or arrays (n,) of a table's
+    rows.
 
     Bandwidths are in the units of the files; what G stands for is a rule.
     """
@@ -115,16 +144,20 @@ class Sizes(NamedTuple):
 
     @property
     def activation_bytes(self):
-        """fp16 activations of a micro-batch: what tensor parallelism reduces and a pipeline stage sends."""
+        """fp16 activations of a micro-batch: what tensor parallelism reduces and a
+        pipeline stage sends.
+        """
         return 2 * self.micro_batch * self.sequence * self.hidden
 
     def gradient_bytes(self, *, first: bool, last: bool):
-        """fp16 gradient of a pipeline stage: its layers, both embeddings on the first, the output matrix on the last.
+        """fp16 gradient of a pipeline stage: its layers, both embeddings on the first,
+        the output matrix on the last.
 
         >>> Sizes(1, 2, 4, 1, 2, 16, 1024, 1024).gradient_bytes(first=True, last=False) / 2**20
         196.259765625
         """
-        h, t = self.hidden, self.tp
+        h = self.hidden
+        t = self.tp
         attention = 3 * h * (h // t) + (3 * h) // t + h * (h // t) + h
         feed_forward = h * (4 * h // t) + (4 * h) // t + 4 * h * (h // t) + h
         vocabulary = (self.vocab // t) * h
@@ -134,7 +167,9 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of a configuration file with vTrain's defaults. Raises ValueError naming field, value and rule."""
+    """The fields of a configuration file with vTrain's defaults. Raises ValueError
+    naming field, value and rule.
+    """
 
     num_gpus: int = 0  # 0 follows from the degrees
     gpu_name: str = "A100"
@@ -148,7 +183,9 @@ class Config:
     num_attention_heads: int = 128
     max_length: int = 2048  # tokens of a sample
     use_gradient_bucket: bool = False
-    use_checkpoint: bool = True  # recompute the forward pass, see `VTrainRules.recompute`
+    use_checkpoint: bool = (
+        True  # recompute the forward pass, see `VTrainRules.recompute`
+    )
     pipeline_scheduling: str = "1f1b"
     inter_node_bandwidth: float = 800.0  # Gb/s of a node
     intra_node_bandwidth: float = 150.0  # GB/s of a GPU
@@ -160,13 +197,19 @@ class Config:
 
     def __post_init__(self):
         for field in fields(self):
-            object.__setattr__(self, field.name, _typed(field.name, str(field.type), getattr(self, field.name)))
+            object.__setattr__(
+                self,
+                field.name,
+                _typed(field.name, str(field.type), getattr(self, field.name)),
+            )
         _fill_in(self)
         _check(self)
 
     @classmethod
     def of(cls, row: Mapping) -> Config:
-        """The configuration of a row of vTrain's or seed 000's tables, or with fields by name; the rest is ignored."""
+        """The configuration of a row of vTrain's or seed 000's tables, or with fields
+        by name; the rest is ignored.
+        """
         row = {_ALIASES.get(name, name): value for name, value in dict(row).items()}
         return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
 
@@ -183,23 +226,41 @@ class Config:
     def plan(self) -> Plan:
         """How the model is split, in the words of this library."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
-        options = {"recompute": "full" if self.use_checkpoint else "none", "sequence_parallel": False}
+        options = {
+            "recompute": "full" if self.use_checkpoint else "none",
+            "sequence_parallel": False,
+        }
         return Plan(dp=d, tp=t, pp=p, micro_batch=self.micro_batch_size, **options)
 
     @property
     def model(self) -> Transformer:
         """The model in the words of this library: a GPT with its own output matrix."""
-        h, layers = self.hidden_size, self.num_layers
-        size = layers, h, self.num_attention_heads, 4 * h, self.max_length, self.vocab_size
+        h = self.hidden_size
+        layers = self.num_layers
+        size = (
+            layers,
+            h,
+            self.num_attention_heads,
+            4 * h,
+            self.max_length,
+            self.vocab_size,
+        )
         return Transformer(f"gpt-h{h}-l{layers}", *size, tied=False)
 
 
-def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTrainRules = "corrected") -> Config:
+def load_config(
+    path: str | Path,
+    *,
+    derive_gpus: bool = False,
+    rules: str | VTrainRules = "corrected",
+) -> Config:
     """A configuration from vTrain's JSON.
 
-    derive_gpus: num_gpus becomes the product of the degrees; 285 of the 295 files of vTrain's case study need it.
-    rules: with one_micro_batch, as released, micro_batch_size becomes global batch / dp where there is no pipeline.
-    Raises OSError if it cannot be read, ValueError naming file, field, value and rule for what vTrain refuses.
+    derive_gpus: num_gpus becomes the product of the degrees; 285 of the 295 files of
+    vTrain's case study need it.
+    rules: with one_micro_batch, as released, micro_batch_size becomes global batch / dp
+    where there is no pipeline. Raises OSError if it cannot be read, ValueError naming
+    file, field, value and rule for what vTrain refuses.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -211,7 +272,8 @@ def load_config(path: str | Path, *, derive_gpus: bool = False, rules: str | VTr
 
 
 def shape_of(table: pd.DataFrame) -> Sizes:
-    """The rows of a table in the columns of vTrain's ground truth, as arrays; the network of its configuration files.
+    """The rows of a table in the columns of vTrain's ground truth, as arrays; the
+    network of its configuration files.
 
     Raises ValueError for a missing column and for a row that is no valid configuration.
     """
@@ -238,36 +300,50 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Con
         content.pop("num_gpus", None)
     if rules.one_micro_batch and content.get("pipeline_parallel_size") == 1:
         first = Config(**content | {"micro_batch_size": 1})
-        content["micro_batch_size"] = first.global_batch_size // first.data_parallel_size
+        content["micro_batch_size"] = (
+            first.global_batch_size // first.data_parallel_size
+        )
     return Config(**content)
 
 
 def _typed(name: str, kind: str, value: object) -> object:
     """The value as its field wants it; a whole float is an int."""
-    if type(value).__name__ == kind in ("bool", "str") or (value is None and kind == "int | None"):
+    if type(value).__name__ == kind in ("bool", "str") or (
+        value is None and kind == "int | None"
+    ):
         return value
     if isinstance(value, Real) and not isinstance(value, bool):
         if kind == "float" and value > 0:
             return float(value)
         if kind.startswith("int") and value >= 0 and value == int(value):
             return int(value)
-    raise ValueError(f"{name}={value!r} is not a {'positive number' if kind in ('int', 'float') else kind}")
+    raise ValueError(
+        f"{name}={value!r} is not a "
+        f"{'positive number' if kind in ('int', 'float') else kind}"
+    )
 
 
 def _fill_in(config: Config) -> None:
-    """The one of num_gpus and the degrees that is 0; the degrees must multiply to num_gpus."""
+    """The one of num_gpus and the degrees that is 0; the degrees must multiply to
+    num_gpus.
+    """
     degrees = {name: getattr(config, name) for name in _DEGREES}
-    missing, gpus = [name for name, value in degrees.items() if not value], config.num_gpus
+    missing = [name for name, value in degrees.items() if not value]
+    gpus = config.num_gpus
     product = math.prod(value or 1 for value in degrees.values())
     if not gpus and not missing:
         object.__setattr__(config, "num_gpus", product)
     elif gpus and len(missing) == 1 and gpus % product == 0:
         object.__setattr__(config, missing[0], gpus // product)
     elif missing:
-        raise ValueError(f"{missing[0]} is missing and does not follow from num_gpus={gpus}")
+        raise ValueError(
+            f"{missing[0]} is missing and does not follow from num_gpus={gpus}"
+        )
     elif gpus != product:
         factors = " x ".join(map(str, degrees.values()))
-        raise ValueError(f"num_gpus={gpus} is not {' x '.join(_DEGREES)} = {factors} = {product}")
+        raise ValueError(
+            f"num_gpus={gpus} is not {' x '.join(_DEGREES)} = {factors} = {product}"
+        )
 
 
 def _check(config: Config) -> None:
@@ -275,9 +351,15 @@ def _check(config: Config) -> None:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
     for whole, *parts in _MULTIPLES:
-        size, part = getattr(config, whole), math.prod(getattr(config, name) for name in parts)
+        size = getattr(config, whole)
+        part = math.prod(getattr(config, name) for name in parts)
         if size % part:
-            raise ValueError(f"{whole}={size} is not a multiple of {' x '.join(parts)}={part}")
+            raise ValueError(
+                f"{whole}={size} is not a multiple of {' x '.join(parts)}={part}"
+            )
     if (config.pipeline_scheduling, config.model_arch) != ("1f1b", "ShardedGptModel"):
-        choice = f"pipeline_scheduling={config.pipeline_scheduling!r}, model_arch={config.model_arch!r}"
+        choice = (
+            f"pipeline_scheduling={config.pipeline_scheduling!r}, "
+            f"model_arch={config.model_arch!r}"
+        )
         raise ValueError(f"{choice}: vTrain has 1f1b and ShardedGptModel only")

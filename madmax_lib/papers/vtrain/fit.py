@@ -1,14 +1,18 @@
-"""Which operator times reproduce vTrain's own predictions? Five constants per group, found by linear least squares.
+"""Which operator times reproduce vTrain's own predictions? Five constants per group,
+found by linear least squares.
 
-vTrain's table `ground_truth_single` is output of the simulator, so it can be taken apart exactly. For a step of m
-micro-batches, L layers on p stages (n = L/p each), without recomputation [derived from the graph of Bang et al., MICRO
-2024; A: tensor-parallel all-reduce, P: send, D: slowest gradient all-reduce]:
+vTrain's table `ground_truth_single` is output of the simulator, so it can be taken
+apart exactly. For a step of m micro-batches, L layers on p stages (n = L/p each),
+without recomputation [derived from the graph of Bang et al., MICRO 2024; A:
+tensor-parallel all-reduce, P: send, D: slowest gradient all-reduce]:
 
-  T = (m+p-1) n (l + 4A) + e' + m g + (m+2p-3) P [p > 1] + n w + w0 + D,  e' = e, or m e without a pipeline
+  T = (m+p-1) n (l + 4A) + e' + m g + (m+2p-3) P [p > 1] + n w + w0 + D,  e' = e, or m e
+  without a pipeline
 
-l: a layer forward and backward, e: embedding, g: output and loss, w: update of a layer, w0: of the embedding, in
-seconds; they depend on hidden size, heads, sequence, tensor parallelism and micro-batch. T is linear in them, so what
-a group's rows determine is a matter of rank: a row outside their span is not predicted.
+l: a layer forward and backward, e: embedding, g: output and loss, w: update of a layer,
+w0: of the embedding, in seconds; they depend on hidden size, heads, sequence, tensor
+parallelism and micro-batch. T is linear in them, so what a group's rows determine is a
+matter of rank: a row outside their span is not predicted.
 """
 
 from dataclasses import dataclass
@@ -17,11 +21,23 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import TABLE, Sizes, VTrainRules, parse_rules, shape_of
+from madmax_lib.papers.vtrain.config import (
+    TABLE,
+    Sizes,
+    VTrainRules,
+    parse_rules,
+    shape_of,
+)
 
 __all__ = ["GROUP", "TIME", "Profile", "fit", "network_s", "predict", "terms"]
 
-CONSTANTS = ("layer_s", "embedding_s", "output_s", "layer_update_s", "embedding_update_s")
+CONSTANTS = (
+    "layer_s",
+    "embedding_s",
+    "output_s",
+    "layer_update_s",
+    "embedding_update_s",
+)
 GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
 TIME = "iteration time (ms)"
 _SPAN = 1e-9  # singular values and residues below this share count as zero
@@ -32,7 +48,9 @@ class OperatorFit:
     """What the rows of one group tell about its operators."""
 
     rows: int  # number of rows
-    values: np.ndarray  # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
+    values: (
+        np.ndarray
+    )  # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
     scale: np.ndarray  # by which the columns were divided (5,)
     span: np.ndarray  # orthonormal basis of what is determined (rank, 5)
     worst_s: float  # largest residual of a row, in seconds
@@ -51,7 +69,9 @@ class OperatorFit:
 
 @dataclass(frozen=True)
 class Profile:
-    """A fit by group (hidden, heads, sequence, tp, micro_batch), with the tables and rules it was made by."""
+    """A fit by group (hidden, heads, sequence, tp, micro_batch), with the tables and
+    rules it was made by.
+    """
 
     groups: dict[tuple[int, ...], OperatorFit]
     nccl: Nccl
@@ -59,19 +79,37 @@ class Profile:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per group: rows, rank, determined (rank 5), CONSTANTS (NaN unless determined), worst residual."""
+        """One row per group: rows, rank, determined (rank 5), CONSTANTS (NaN unless
+        determined), worst residual.
+        """
         rows = []
         for key, group in self.groups.items():
-            values = group.values if group.determined else np.full(len(CONSTANTS), np.nan)
-            rows.append((*key, group.rows, len(group.span), group.determined, *values, group.worst_s))
-        return pd.DataFrame(rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"])
+            values = (
+                group.values if group.determined else np.full(len(CONSTANTS), np.nan)
+            )
+            rows.append(
+                (
+                    *key,
+                    group.rows,
+                    len(group.span),
+                    group.determined,
+                    *values,
+                    group.worst_s,
+                )
+            )
+        return pd.DataFrame(
+            rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"]
+        )
 
 
-def fit(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") -> Profile:
+def fit(
+    table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released"
+) -> Profile:
     """The constants of each group that the rows determine.
 
-    table: in the columns of vTrain's ground truth, with "iteration time (ms)". rules: of the all-reduces and sends;
-    recomputation has no part in this table. Raises ValueError for a missing column or a time that is not positive.
+    table: in the columns of vTrain's ground truth, with "iteration time (ms)". rules:
+    of the all-reduces and sends; recomputation has no part in this table. Raises
+    ValueError for a missing column or a time that is not positive.
     """
     rules = parse_rules(rules)
     shape = shape_of(table)
@@ -79,9 +117,15 @@ def fit(table: pd.DataFrame, nccl: Nccl, rules: str | VTrainRules = "released") 
         raise ValueError(f"the table lacks the column {TIME}")
     time_s = pd.to_numeric(table[TIME], errors="coerce").to_numpy(float) / 1e3
     if not (time_s > 0).all():
-        raise ValueError(f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a positive number")
-    rest_s, columns = time_s - network_s(shape, nccl, rules), terms(shape)
-    groups = {key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table).items()}
+        raise ValueError(
+            f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a "
+            "positive number"
+        )
+    rest_s = time_s - network_s(shape, nccl, rules)
+    columns = terms(shape)
+    groups = {
+        key: _solve(columns[rows], rest_s[rows]) for key, rows in _groups(table).items()
+    }
     return Profile(groups, nccl, rules)
 
 
@@ -91,7 +135,8 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
     table: in the columns of vTrain's ground truth; a time column is not looked at.
     """
     shape = shape_of(table)
-    rest_s, columns = network_s(shape, profile.nccl, profile.rules), terms(shape)
+    rest_s = network_s(shape, profile.nccl, profile.rules)
+    columns = terms(shape)
     result = np.full(len(table), np.nan)
     for key, rows in _groups(table).items():
         if group := profile.groups.get(key):
@@ -101,18 +146,28 @@ def predict(profile: Profile, table: pd.DataFrame) -> np.ndarray:
 
 
 def network_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
-    """Seconds of a step (n,) that need no constant: all-reduces and sends on its longest path."""
-    m, pp = shape.micro_batches, np.asarray(shape.pp)
+    """Seconds of a step (n,) that need no constant: all-reduces and sends on its
+    longest path.
+    """
+    m = shape.micro_batches
+    pp = np.asarray(shape.pp)
     reductions = 4 * (m + pp - 1) * (shape.layers // pp) * tensor_s(shape, nccl, rules)
     gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
-    return reductions + gradients + np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
+    return (
+        reductions
+        + gradients
+        + np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
+    )
 
 
 def terms(shape: Sizes) -> np.ndarray:
     """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
-    m, pp = shape.micro_batches, np.asarray(shape.pp)
+    m = shape.micro_batches
+    pp = np.asarray(shape.pp)
     layers = shape.layers // pp
-    columns = np.broadcast_arrays((m + pp - 1) * layers, np.where(pp == 1, m, 1), m, layers, 1)
+    columns = np.broadcast_arrays(
+        (m + pp - 1) * layers, np.where(pp == 1, m, 1), m, layers, 1
+    )
     return np.stack(columns, axis=-1).astype(float)
 
 
@@ -122,9 +177,17 @@ def _groups(table: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _solve(columns: np.ndarray, rest_s: np.ndarray) -> OperatorFit:
-    """Least squares with columns scaled to length 1; the smallest solution where the rank is not full."""
+    """Least squares with columns scaled to length 1; the smallest solution where the
+    rank is not full.
+    """
     scale = np.linalg.norm(columns, axis=0)
     left, size, span = np.linalg.svd(columns / scale, full_matrices=False)
     kept = size > _SPAN * size[0]
     values = (left[:, kept].T @ rest_s / size[kept]) @ span[kept] / scale
-    return OperatorFit(len(rest_s), values, scale, span[kept], float(np.abs(columns @ values - rest_s).max()))
+    return OperatorFit(
+        len(rest_s),
+        values,
+        scale,
+        span[kept],
+        float(np.abs(columns @ values - rest_s).max()),
+    )

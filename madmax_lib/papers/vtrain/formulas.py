@@ -1,8 +1,9 @@
 """How far are operator times from first principles from those that vTrain profiles?
 
-Roofline formulas, attention's scores in memory as in Megatron until 2022, give the five constants of `vtrain.fit` for a
-GPT on a device; the order of the operators and their collectives stay vTrain's. Five numbers are fitted to the times
-of whole steps, so shapes that were left out can be predicted, and models that nobody has profiled.
+Roofline formulas, attention's scores in memory as in Megatron until 2022, give the five
+constants of `vtrain.fit` for a GPT on a device; the order of the operators and their
+collectives stay vTrain's. Five numbers are fitted to the times of whole steps, so
+shapes that were left out can be predicted, and models that nobody has profiled.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,27 @@ from scipy.optimize import least_squares
 from madmax_lib.catalog.models import Device
 from madmax_lib.catalog.tables import device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
-from madmax_lib.papers.vtrain.config import RELEASED, TABLE, Config, Sizes, VTrainRules, parse_rules, shape_of
+from madmax_lib.papers.vtrain.config import (
+    RELEASED,
+    TABLE,
+    Config,
+    Sizes,
+    VTrainRules,
+    parse_rules,
+    shape_of,
+)
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
 
-__all__ = ["Formulas", "cross_validate", "fit_formulas", "formula_operators", "operator_s", "step_s"]
+__all__ = [
+    "Formulas",
+    "cross_validate",
+    "fit_formulas",
+    "formula_operators",
+    "operator_s",
+    "step_s",
+]
 
 _BOUNDS = {
     "gemm_efficiency": (0.4, 0.9),
@@ -30,31 +46,46 @@ _BOUNDS = {
     "unaligned": (1.0, 8.0),
 }
 _SCALE = 0.05  # log residual at which soft-L1 turns from square to absolute
-_LOGIT_BYTES = 32  # per logit, forward and backward: 16-bit logits and gradient, fp32 copies of both in the loss
+# per logit, forward and backward: 16-bit logits and gradient, fp32 copies of both in
+# the loss
+_LOGIT_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """What the operator formulas leave open; the defaults are fitted to vTrain's single-node table (A100)."""
+    """What the operator formulas leave open; the defaults are fitted to vTrain's
+    single-node table (A100).
+    """
 
     gemm_efficiency: float = 0.9  # of the 16-bit peak
     traffic: float = 4.2  # of layer norms, dropout and activations, over one fused pass
-    floor_s: float = 3.2e-3  # seconds of a layer's kernels, forward and backward, however small they are
+    # seconds of a layer's kernels, forward and backward, however small they are
+    floor_s: float = 3.2e-3
     update_traffic: float = 1.6  # over 30 bytes per parameter
-    unaligned: float = 3.1  # FLOPs with a vocabulary whose share is no multiple of 8, over those of an aligned one
+    # FLOPs with a vocabulary whose share is no multiple of 8, over those of an aligned
+    # one
+    unaligned: float = 3.1
 
 
 def operator_s(shape: Sizes, heads, formulas: Formulas, machine: Device) -> np.ndarray:
-    """Seconds (n, 5) of a layer, the embedding, logits with loss, the update of a layer and of the embedding."""
-    f, memory = formulas, machine.memory_bandwidth_bytes_per_s
+    """Seconds (n, 5) of a layer, the embedding, logits with loss, the update of a layer
+    and of the embedding.
+    """
+    f = formulas
+    memory = machine.memory_bandwidth_bytes_per_s
     rate = machine.peak("fp16") * f.gemm_efficiency
-    h, tp = np.asarray(shape.hidden, dtype=float), np.asarray(shape.tp)
+    h = np.asarray(shape.hidden, dtype=float)
+    tp = np.asarray(shape.tp)
     tokens = shape.micro_batch * shape.sequence
-    weights, vocabulary = 12 * h * h / tp, shape.vocab // tp
+    weights = 12 * h * h / tp
+    vocabulary = shape.vocab // tp
     operands = 2 * (tokens * (6 * h + 10 * h / tp) + weights)
     products = 2 * tokens * weights / rate + operands / memory
     squares = tokens * shape.sequence / tp
-    scores = 4 * squares * h * misfit(h / heads) / (0.4 * rate) + f.traffic / 2 * SCORE_BYTES * squares * heads / memory
+    scores = (
+        4 * squares * h * misfit(h / heads) / (0.4 * rate)
+        + f.traffic / 2 * SCORE_BYTES * squares * heads / memory
+    )
     pointwise = f.traffic * tokens * (12 * h + 20 * h / tp) / memory
     layer = _longer_of(3 * (products + scores + pointwise), f.floor_s)
     flops = 6 * tokens * vocabulary * h * np.where(vocabulary % 8 > 0, f.unaligned, 1.0)
@@ -71,8 +102,11 @@ def operator_s(shape: Sizes, heads, formulas: Formulas, machine: Device) -> np.n
 
 
 def _longer_of(first_s, second_s):
-    """Duration of two things that overlap, smooth where they are alike: their norm of order 6."""
-    longest, shortest = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
+    """Duration of two things that overlap, smooth where they are alike: their norm of
+    order 6.
+    """
+    longest = np.maximum(first_s, second_s)
+    shortest = np.minimum(first_s, second_s)
     return longest * (1 + (shortest / longest) ** 6) ** (1 / 6)
 
 
@@ -83,11 +117,18 @@ def formula_operators(config: Config) -> Operators:
     return Operators.of_totals(*totals_s.tolist())
 
 
-def step_s(shape: Sizes, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRules = "corrected") -> np.ndarray:
-    """Seconds of steps (n,) from operator times (n, 5) in closed form, for recompute "all" and "none".
+def step_s(
+    shape: Sizes,
+    times_s: np.ndarray,
+    nccl: Nccl,
+    rules: str | VTrainRules = "corrected",
+) -> np.ndarray:
+    """Seconds of steps (n,) from operator times (n, 5) in closed form, for recompute
+    "all" and "none".
 
-    A recomputed forward pass waits for the gradient, so it makes the backward pass longer by a third of the layer and
-    two all-reduces. Raises ValueError for recompute "not last", which only the graph knows.
+    A recomputed forward pass waits for the gradient, so it makes the backward pass
+    longer by a third of the layer and two all-reduces. Raises ValueError for recompute
+    "not last", which only the graph knows.
     """
     rules = parse_rules(rules)
     if rules.recompute == "not last":
@@ -99,8 +140,11 @@ def step_s(shape: Sizes, times_s: np.ndarray, nccl: Nccl, rules: str | VTrainRul
 
 
 def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
-    """The open numbers from step times in the columns of vTrain's ground truth (A100), by the released rules."""
-    predicted_s, time_s = _predictor(table, nccl), table[TIME].to_numpy(float) / 1e3
+    """The open numbers from step times in the columns of vTrain's ground truth (A100),
+    by the released rules.
+    """
+    predicted_s = _predictor(table, nccl)
+    time_s = table[TIME].to_numpy(float) / 1e3
     low, high = np.log(list(_BOUNDS.values())).T
     begin = np.clip(np.log(astuple(Formulas())), low + 1e-3, high - 1e-3)
     solution = least_squares(
@@ -123,7 +167,14 @@ def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
 
 
 def _predictor(table: pd.DataFrame, nccl: Nccl) -> Callable[[Formulas], np.ndarray]:
-    """Seconds of the rows' steps (n,) as a function of the formulas; what they have no part in is computed once."""
-    shape, heads, machine = shape_of(table), table[TABLE["heads"]].to_numpy(), device("a100-80")
-    rest_s, columns = network_s(shape, nccl, RELEASED), terms(shape)
-    return lambda formulas: rest_s + (columns * operator_s(shape, heads, formulas, machine)).sum(axis=-1)
+    """Seconds of the rows' steps (n,) as a function of the formulas; what they have no
+    part in is computed once.
+    """
+    shape = shape_of(table)
+    heads = table[TABLE["heads"]].to_numpy()
+    machine = device("a100-80")
+    rest_s = network_s(shape, nccl, RELEASED)
+    columns = terms(shape)
+    return lambda formulas: (
+        rest_s + (columns * operator_s(shape, heads, formulas, machine)).sum(axis=-1)
+    )

@@ -1,10 +1,11 @@
 """When does each piece of a vTrain step run, and how long is the step?
 
-The operator graph of vTrain [Bang et al., MICRO 2024] as released (behaviour recorded), issued to
-`simulator.schedule.engine` in the 1F1B order of `simulator.schedule.schedules`. A pipeline stage is one rank that
-does one thing at a time: the layers of a micro-batch, their tensor-parallel all-reduces, then the message to the next
-stage, which blocks it. When the first stage has done its last backward pass each stage reduces its gradient, and
-after all of those it updates its weights.
+The operator graph of vTrain [Bang et al., MICRO 2024] as released (behaviour recorded),
+issued to `simulator.schedule.engine` in the 1F1B order of
+`simulator.schedule.schedules`. A pipeline stage is one rank that does one thing at a
+time: the layers of a micro-batch, their tensor-parallel all-reduces, then the message
+to the next stage, which blocks it. When the first stage has done its last backward pass
+each stage reduces its gradient, and after all of those it updates its weights.
 """
 
 from __future__ import annotations
@@ -36,46 +37,88 @@ class Operators:
 
     @classmethod
     def of_totals(
-        cls, layer_s: float, embedding_s: float, output_s: float, update_s: float, embedding_update_s: float
+        cls,
+        layer_s: float,
+        embedding_s: float,
+        output_s: float,
+        update_s: float,
+        embedding_update_s: float,
     ) -> Operators:
         """From times of forward and backward together: a third is forward."""
-        parts = (share * total_s for total_s in (layer_s, embedding_s, output_s) for share in (1 / 3, 2 / 3))
+        parts = (
+            share * total_s
+            for total_s in (layer_s, embedding_s, output_s)
+            for share in (1 / 3, 2 / 3)
+        )
         return cls(*parts, update_s, embedding_update_s)
 
 
-def timeline(config: Config, operators: Operators, nccl: Nccl, rules: str | VTrainRules = "corrected") -> Timeline:
-    """The step as a Timeline: a rank per pipeline stage, streams 0 compute, 1 tensor, 2 data, 3 pipeline parallel."""
-    rules, width = parse_rules(rules), config.tensor_parallel_size * config.data_parallel_size
-    represents = {stage * width: list(range(stage * width, (stage + 1) * width)) for stage in range(config.shape.pp)}
-    provenance = {"source": "vTrain, MICRO 2024", "model": config.model.name, "plan": str(config.plan)}
+def timeline(
+    config: Config,
+    operators: Operators,
+    nccl: Nccl,
+    rules: str | VTrainRules = "corrected",
+) -> Timeline:
+    """The step as a Timeline: a rank per pipeline stage, streams 0 compute, 1 tensor, 2
+    data, 3 pipeline parallel.
+    """
+    rules = parse_rules(rules)
+    width = config.tensor_parallel_size * config.data_parallel_size
+    represents = {
+        stage * width: list(range(stage * width, (stage + 1) * width))
+        for stage in range(config.shape.pp)
+    }
+    provenance = {
+        "source": "vTrain, MICRO 2024",
+        "model": config.model.name,
+        "plan": str(config.plan),
+    }
     provenance |= {"global_batch": config.global_batch_size, "rules": asdict(rules)}
-    meta = Meta("simulated", config.num_gpus, represents, config.gpu_name, provenance=provenance)
+    meta = Meta(
+        "simulated", config.num_gpus, represents, config.gpu_name, provenance=provenance
+    )
     return to_timeline(_Step(config, operators, nccl, rules).program(), meta)
 
 
-def iteration_s(config: Config, operators: Operators, nccl: Nccl, rules: str | VTrainRules = "corrected") -> float:
+def iteration_s(
+    config: Config,
+    operators: Operators,
+    nccl: Nccl,
+    rules: str | VTrainRules = "corrected",
+) -> float:
     """Seconds of the step. Raises ValueError for a negative time of an operator."""
     return max(run(_Step(config, operators, nccl, parse_rules(rules)).program())[1])
 
 
 class _Step:
-    """Issues one step; `_last` is the latest op of each stage, which the next one of the stage waits for."""
+    """Issues one step; `_last` is the latest op of each stage, which the next one of
+    the stage waits for.
+    """
 
-    def __init__(self, config: Config, operators: Operators, nccl: Nccl, rules: VTrainRules):
+    def __init__(
+        self, config: Config, operators: Operators, nccl: Nccl, rules: VTrainRules
+    ):
         shape = config.shape
-        self.shape, self.operators, self.layers = shape, operators, shape.layers // shape.pp
+        self.shape = shape
+        self.operators = operators
+        self.layers = shape.layers // shape.pp
         self.width = shape.tp * shape.dp
         self.recompute = rules.recompute if config.use_checkpoint else "none"
-        self.tensor_s, self.send_s = float(tensor_s(shape, nccl, rules)), float(send_s(shape, rules))
+        self.tensor_s = float(tensor_s(shape, nccl, rules))
+        self.send_s = float(send_s(shape, rules))
         self.gradient_s = [float(part) for part in gradient_s(shape, nccl, rules)]
         self.message_bytes = float(shape.activation_bytes)
         self.result = Program()
         self._last: dict[int, int] = {}
 
     def program(self) -> Program:
-        """All passes in an order in which nothing waits for something later, then gradients and updates."""
+        """All passes in an order in which nothing waits for something later, then
+        gradients and updates.
+        """
         pp = self.shape.pp
-        orders = [order("1f1b", stage, pp, self.shape.micro_batches) for stage in range(pp)]
+        orders = [
+            order("1f1b", stage, pp, self.shape.micro_batches) for stage in range(pp)
+        ]
         done: dict[tuple[int, Slot], int] = {}
         for stage, slot in in_order(orders):
             message = dependency(slot, stage, pp, 1)
@@ -86,16 +129,27 @@ class _Step:
         return self.result
 
     def _op(
-        self, stage: int, stream: Stream, name: str, duration_s: float, after=(), *, size_bytes=float("nan")
+        self,
+        stage: int,
+        stream: Stream,
+        name: str,
+        duration_s: float,
+        after=(),
+        *,
+        size_bytes=float("nan"),
     ) -> None:
         own = (self._last[stage],) if stage in self._last else ()
         kind = "compute" if stream == Stream.COMPUTE else "comm"
         where = {"rank": stage * self.width, "group": ("", "tp", "dp", "pp")[stream]}
         inputs = (*own, *after)
-        self._last[stage] = self.result.op(stream, kind, name, duration_s, inputs, **where, size_bytes=size_bytes)
+        self._last[stage] = self.result.op(
+            stream, kind, name, duration_s, inputs, **where, size_bytes=size_bytes
+        )
 
     def _pass(self, stage: int, slot: Slot, after: tuple[int, ...]) -> None:
-        """A micro-batch forward or backward through a stage, and the message to the next one."""
+        """A micro-batch forward or backward through a stage, and the message to the
+        next one.
+        """
         direction, _, number = slot
         if direction == "backward":
             after = self._recompute(stage, number, after)
@@ -103,14 +157,35 @@ class _Step:
         self._op(stage, Stream.COMPUTE, what, self._compute_s(stage, direction), after)
         self._reduce(stage, what)
         if stage != (self.shape.pp - 1 if direction == "forward" else 0):
-            self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, size_bytes=self.message_bytes)
+            self._op(
+                stage,
+                Stream.PIPELINE,
+                f"send {what}",
+                self.send_s,
+                size_bytes=self.message_bytes,
+            )
 
-    def _recompute(self, stage: int, number: int, after: tuple[int, ...]) -> tuple[int, ...]:
-        """The forward pass repeated; returns what the backward pass still has to wait for."""
+    def _recompute(
+        self, stage: int, number: int, after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The forward pass repeated; returns what the backward pass still has to wait
+        for.
+        """
         if self.recompute == "not last" and stage < self.shape.pp - 1:
-            self._op(stage, Stream.COMPUTE, f"recompute {number}", self._compute_s(stage, "forward"))
+            self._op(
+                stage,
+                Stream.COMPUTE,
+                f"recompute {number}",
+                self._compute_s(stage, "forward"),
+            )
         elif self.recompute == "all":
-            self._op(stage, Stream.COMPUTE, f"recompute {number}", self.layers * self.operators.forward_s, after)
+            self._op(
+                stage,
+                Stream.COMPUTE,
+                f"recompute {number}",
+                self.layers * self.operators.forward_s,
+                after,
+            )
             self._reduce(stage, f"recompute {number}")
             return ()
         return after
@@ -120,24 +195,47 @@ class _Step:
         if self.shape.tp > 1:
             count = 2 * self.layers
             size_bytes = count * self.message_bytes
-            self._op(stage, Stream.TENSOR, f"all_reduce {what}", count * self.tensor_s, size_bytes=size_bytes)
+            self._op(
+                stage,
+                Stream.TENSOR,
+                f"all_reduce {what}",
+                count * self.tensor_s,
+                size_bytes=size_bytes,
+            )
 
     def _compute_s(self, stage: int, direction: str) -> float:
         fields = (f"{part}{direction}_s" for part in ("", "embedding_", "output_"))
-        layer_s, embedding_s, output_s = (getattr(self.operators, field) for field in fields)
-        first, last = stage == 0, stage == self.shape.pp - 1
+        layer_s, embedding_s, output_s = (
+            getattr(self.operators, field) for field in fields
+        )
+        first = stage == 0
+        last = stage == self.shape.pp - 1
         return self.layers * layer_s + first * embedding_s + last * output_s
 
     def _finish(self) -> None:
-        """Gradients of all stages side by side once the first stage is through, then all updates."""
-        pp, barrier = self.shape.pp, (self._last[0],)
+        """Gradients of all stages side by side once the first stage is through, then
+        all updates.
+        """
+        pp = self.shape.pp
+        barrier = (self._last[0],)
         if self.shape.dp > 1:
             for stage in range(pp):
-                first, last = stage == 0, stage == pp - 1
+                first = stage == 0
+                last = stage == pp - 1
                 duration_s = self.gradient_s[0 if first else 2 if last else 1]
                 size_bytes = float(self.shape.gradient_bytes(first=first, last=last))
-                self._op(stage, Stream.DATA, "all_reduce gradient", duration_s, barrier, size_bytes=size_bytes)
+                self._op(
+                    stage,
+                    Stream.DATA,
+                    "all_reduce gradient",
+                    duration_s,
+                    barrier,
+                    size_bytes=size_bytes,
+                )
         barrier = tuple(self._last.values())
         for stage in range(pp):
-            update_s = self.layers * self.operators.update_s + (stage == 0) * self.operators.embedding_update_s
+            update_s = (
+                self.layers * self.operators.update_s
+                + (stage == 0) * self.operators.embedding_update_s
+            )
             self._op(stage, Stream.COMPUTE, "update", update_s, barrier)

@@ -1,4 +1,6 @@
-"""What do vTrain's tables and case studies show? Pictures of `51_vtrain`; published numbers are hollow diamonds."""
+"""What do vTrain's tables and case studies show? Pictures of `51_vtrain`; published
+numbers are hollow diamonds.
+"""
 
 import numpy as np
 import pandas as pd
@@ -6,19 +8,35 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_compute_optimal", "plot_costs", "plot_layouts", "plot_rules", "plot_space"]
+__all__ = [
+    "plot_compute_optimal",
+    "plot_costs",
+    "plot_layouts",
+    "plot_rules",
+    "plot_space",
+]
 
-_TP = {4: ("#529d3f", "o"), 8: (draw.COLORS["compute"], "s"), 16: (draw.COLORS["comm"], "^"), 32: ("#8d6bb8", "D")}
+_TP = {
+    4: ("#529d3f", "o"),
+    8: (draw.COLORS["compute"], "s"),
+    16: (draw.COLORS["comm"], "^"),
+    32: ("#8d6bb8", "D"),
+}
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
-def _finish(ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options) -> Axes:
+def _finish(
+    ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options
+) -> Axes:
     """With a legend of all that was drawn with a label."""
-    return draw.finish(ax, table, title, key=ax.get_legend_handles_labels()[0], where=where, **options)
+    return draw.finish(
+        ax, table, title, key=ax.get_legend_handles_labels()[0], where=where, **options
+    )
 
 
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
-    """Utilisation over the number of GPUs, a colour and mark per tp, larger marks for more stages.
+    """Utilisation over the number of GPUs, a colour and mark per tp, larger marks for
+    more stages.
 
     space: of `design_space`. quoted: the published utilisation of (16, 16, 105).
     """
@@ -26,21 +44,47 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
     ax = draw.new_axes(height=3.8)
     for tp, part in space.groupby("tp"):
         color, mark = _TP[tp]
-        style = {"marker": mark, "facecolors": "none", "edgecolors": color, "linewidths": 0.8, "label": f"tp {tp}"}
-        ax.scatter(part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], **style)
+        style = {
+            "marker": mark,
+            "facecolors": "none",
+            "edgecolors": color,
+            "linewidths": 0.8,
+            "label": f"tp {tp}",
+        }
+        ax.scatter(
+            part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], **style
+        )
     line = {"arrowstyle": "-", "lw": 0.6, "color": draw.PAPER}
-    for plan, dx, dy in (((8, 8, 35), -130, -70), ((8, 12, 21), 12, 26), ((16, 16, 105), -80, -16)):
+    for plan, dx, dy in (
+        ((8, 8, 35), -130, -70),
+        ((8, 12, 21), 12, 26),
+        ((16, 16, 105), -80, -16),
+    ):
         row = space[(space[["tp", "dp", "pp"]] == plan).all(axis=1)].iloc[0]
         ax.plot(row["gpus"], 100 * row["utilisation"], "o", ms=4, color=draw.PAPER)
-        draw.note(ax, row["gpus"], 100 * row["utilisation"], str(plan), dx=dx, dy=dy, arrowprops=line)
+        draw.note(
+            ax,
+            row["gpus"],
+            100 * row["utilisation"],
+            str(plan),
+            dx=dx,
+            dy=dy,
+            arrowprops=line,
+        )
     draw.published(ax, row["gpus"], 100 * quoted, label="published, (16, 16, 105)")
-    axes = {"x": "GPUs (A100)", "y": "model FLOPs over peak [%]", "xscale": "log", "ylim": (0, None)}
+    axes = {
+        "x": "GPUs (A100)",
+        "y": "model FLOPs over peak [%]",
+        "xscale": "log",
+        "ylim": (0, None),
+    }
     title = "MT-NLG: more GPUs cost utilisation (larger marks: more stages)"
     return _finish(ax, space, title, **axes, where="upper right", columns=2)
 
 
 def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
-    """Cost over days of the training by plans that fit in 80 GB, two of them beside what was published.
+    """Cost over days of the training by plans that fit in 80 GB, two of them beside
+    what was published.
 
     space: of `design_space`. plans: of `plan_table`.
     """
@@ -49,10 +93,19 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
     near = near[["tp", "dp", "pp", "gpus", "days", "cost_usd"]]
     for tp, part in near.groupby("tp"):
         color, mark = _TP[tp]
-        ax.plot(part["days"], part["cost_usd"] / 1e6, mark, ms=4, mfc="none", mec=color, label=f"tp {tp}")
+        ax.plot(
+            part["days"],
+            part["cost_usd"] / 1e6,
+            mark,
+            ms=4,
+            mfc="none",
+            mec=color,
+            label=f"tp {tp}",
+        )
     both = plans.set_index("key")[["ours", "theirs"]]
     for name, plan in _PLANS.items():
-        days, cost = both.loc[f"plan_{name}_days"], both.loc[f"plan_{name}_cost"] / 1e6
+        days = both.loc[f"plan_{name}_days"]
+        cost = both.loc[f"plan_{name}_cost"] / 1e6
         ax.plot(days["ours"], cost["ours"], "o", ms=4, color=draw.PAPER)
         ax.plot(days, cost, color=draw.PAPER, lw=0.7, ls=":")
         draw.note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
@@ -60,55 +113,121 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
     ax.margins(y=0.12)
     key = [*ax.get_legend_handles_labels()[0], draw.mark_key("published")]
     saved = -both.loc["plan_cost_change"]
-    title = f"MT-NLG: the plan found saves {saved['ours']:.1%} (published {saved['theirs']:.1%})"
+    title = (
+        f"MT-NLG: the plan found saves {saved['ours']:.1%} (published "
+        f"{saved['theirs']:.1%})"
+    )
     axes = {"x": "days for 270 B tokens", "y": "cost [M USD]"}
     return draw.finish(ax, near, title, **axes, key=key, where="upper left", columns=4)
 
 
-def plot_compute_optimal(table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float) -> Axes:
-    """Days that compute-optimal models take, over their size; those within the budget are filled.
+def plot_compute_optimal(
+    table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float
+) -> Axes:
+    """Days that compute-optimal models take, over their size; those within the budget
+    are filled.
 
     table: of `compute_optimal`. quoted: parameters, days of published models.
     """
     ax = draw.new_axes(height=3.6)
-    blue, feasible = draw.COLORS["compute"], table["feasible"]
+    blue = draw.COLORS["compute"]
+    feasible = table["feasible"]
     draw.lines(ax, table, "parameters", "days", color=blue, lw=0.8, units=(1e9, 1))
-    for part, face, name in ((feasible, blue, f"within {budget_days:g} days"), (~feasible, "white", "too long")):
-        ax.plot(table["parameters"][part] / 1e9, table["days"][part], "o", ms=5, mec=blue, mfc=face, label=name)
+    for part, face, name in (
+        (feasible, blue, f"within {budget_days:g} days"),
+        (~feasible, "white", "too long"),
+    ):
+        ax.plot(
+            table["parameters"][part] / 1e9,
+            table["days"][part],
+            "o",
+            ms=5,
+            mec=blue,
+            mfc=face,
+            label=name,
+        )
     ax.axhline(budget_days, **draw.DASHED)
-    draw.published(ax, quoted["parameters"] / 1e9, quoted["days"], label="published (at most, for the smaller one)")
-    largest, naive = table[feasible].iloc[-1], table[table["naive"]].iloc[-1]
-    for row, text in ((largest, "largest within the budget"), (naive, "at full utilisation")):
+    draw.published(
+        ax,
+        quoted["parameters"] / 1e9,
+        quoted["days"],
+        label="published (at most, for the smaller one)",
+    )
+    largest = table[feasible].iloc[-1]
+    naive = table[table["naive"]].iloc[-1]
+    for row, text in (
+        (largest, "largest within the budget"),
+        (naive, "at full utilisation"),
+    ):
         size = row["parameters"] / 1e9
         draw.note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
     for which, values in (("x", table["parameters"] / 1e9), ("y", table["days"])):
         draw.log_axis(ax, which, values.min(), values.max(), "{:g}".format)
     axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100"}
     share = largest["parameters"] / naive["parameters"]
-    title = f"In {budget_days:g} days one trains {share:.0%} of the size that peak FLOP/s promise"
+    title = (
+        f"In {budget_days:g} days one trains {share:.0%} of the size that peak "
+        "FLOP/s promise"
+    )
     return _finish(ax, table, title, **axes)
 
 
 def plot_layouts(table: pd.DataFrame) -> Axes:
-    """Step time over depth for each layout (tp, dp, pp), seed 000's quoted times beside; table: of `layouts`."""
+    """Step time over depth for each layout (tp, dp, pp), seed 000's quoted times
+    beside; table: of `layouts`.
+    """
     ax = draw.new_axes(height=4.0)
-    ends = table.sort_values("layers").groupby("layout", sort=False).tail(1).sort_values("step_s")
-    place, gap = -np.inf, ends["step_s"].max() / 24
+    ends = (
+        table.sort_values("layers")
+        .groupby("layout", sort=False)
+        .tail(1)
+        .sort_values("step_s")
+    )
+    place = -np.inf
+    gap = ends["step_s"].max() / 24
     for end, color in zip(ends.itertuples(), draw.SERIES, strict=False):
         part = table[table["layout"] == end.layout].sort_values("layers")
         draw.lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
-        draw.published(ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3)
+        draw.published(
+            ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3
+        )
         place = max(end.step_s, place + gap)  # labels keep their distance
         draw.note(ax, end.layers, place, end.layout, dx=8, color=color)
-    limits = {"xticks": sorted(table["layers"].unique()), "xlim": (10, 150), "ylim": (0, None)}
-    title = "Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the devices can be"
+    limits = {
+        "xticks": sorted(table["layers"].unique()),
+        "xlim": (10, 150),
+        "ylim": (0, None),
+    }
+    title = (
+        "Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the "
+        "devices can be"
+    )
     axes = {"x": "layers; labels are (tp, dp, pp)", "y": "simulated step [s]", **limits}
-    return draw.finish(ax, table, title, **axes, key=[draw.mark_key("seed 000")], where="upper left")
+    return draw.finish(
+        ax, table, title, **axes, key=[draw.mark_key("seed 000")], where="upper left"
+    )
 
 
 def plot_rules(effects: pd.DataFrame) -> Axes:
-    """What correcting each deviation of the release does to a step; effects: of `rule_effects`."""
-    single, step_s = effects.iloc[1:], effects["step_s"]
-    title = f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected {step_s.iloc[-1]:.1f} s"
-    ending = {"notes": single["change"].map("{:+.1%}".format), "rows": single["what"], "source": "simulated"}
-    return draw.bar_chart(None, effects, 100 * single["change"], title, x="longer step than as released [%]", **ending)
+    """What correcting each deviation of the release does to a step; effects: of
+    `rule_effects`.
+    """
+    single = effects.iloc[1:]
+    step_s = effects["step_s"]
+    title = (
+        f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "
+        f"{step_s.iloc[-1]:.1f} s"
+    )
+    ending = {
+        "notes": single["change"].map("{:+.1%}".format),
+        "rows": single["what"],
+        "source": "simulated",
+    }
+    return draw.bar_chart(
+        None,
+        effects,
+        100 * single["change"],
+        title,
+        x="longer step than as released [%]",
+        **ending,
+    )

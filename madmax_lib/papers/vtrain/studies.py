@@ -1,12 +1,15 @@
-"""What do vTrain's case studies show, computed anew, and how far is that from what was published?
+"""What do vTrain's case studies show, computed anew, and how far is that from what was
+published?
 
-MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time budget, and what seed 000, a
-student project on a fork of vTrain [CSCE-614 Group 2, 2024], configured and predicted. Its files give the bandwidth of
-whole systems where vTrain wants that of a node or a GPU.
+MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time
+budget, and what seed 000, a student project on a fork of vTrain [CSCE-614 Group 2,
+2024], configured and predicted. Its files give the bandwidth of whole systems where
+vTrain wants that of a node or a GPU.
 
-No trace of these models is public, so the operators come from `vtrain.formulas`; order and collectives are vTrain's
-[Bang et al., MICRO 2024], inside a node at the bandwidth of its configuration files, because the NCCL tables are not
-part of this project. Published numbers: `data/published.csv`.
+No trace of these models is public, so the operators come from `vtrain.formulas`; order
+and collectives are vTrain's [Bang et al., MICRO 2024], inside a node at the bandwidth
+of its configuration files, because the NCCL tables are not part of this project.
+Published numbers: `data/published.csv`.
 """
 
 from collections.abc import Sequence
@@ -23,10 +26,24 @@ from madmax_lib.catalog.tables import cluster, device
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes
-from madmax_lib.papers.vtrain.formulas import Formulas, formula_operators, operator_s, step_s
+from madmax_lib.papers.vtrain.formulas import (
+    Formulas,
+    formula_operators,
+    operator_s,
+    step_s,
+)
 from madmax_lib.papers.vtrain.graph import iteration_s
 
-__all__ = ["SEED", "as_meant", "claims", "compute_optimal", "design_space", "layouts", "optional_local", "plan_table"]
+__all__ = [
+    "SEED",
+    "as_meant",
+    "claims",
+    "compute_optimal",
+    "design_space",
+    "layouts",
+    "optional_local",
+    "plan_table",
+]
 __all__ += ["published", "rule_effects", "seed_steps"]
 
 SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
@@ -42,10 +59,27 @@ SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
     node_size=256,
 )
 _MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
-_GPU, _BATCH, _GPUS, _DAY_S = "a100-80", 1920, 3360, 86_400
-_STATE_BYTES = 16  # per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv 1910.02054]
-_LAYOUTS = ((4, 128, 4), (8, 32, 8), (8, 16, 16), (16, 16, 8), (8, 8, 32), (16, 8, 16), (32, 8, 8))
-_SWITCHES = {"recompute": "all stages recompute", "binary_units": "GB/s are 1e9", "node_aware": "groups know the node"}
+_GPU = "a100-80"
+_BATCH = 1920
+_GPUS = 3360
+_DAY_S = 86_400
+# per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv
+# 1910.02054]
+_STATE_BYTES = 16
+_LAYOUTS = (
+    (4, 128, 4),
+    (8, 32, 8),
+    (8, 16, 16),
+    (16, 16, 8),
+    (8, 8, 32),
+    (16, 8, 16),
+    (32, 8, 8),
+)
+_SWITCHES = {
+    "recompute": "all stages recompute",
+    "binary_units": "GB/s are 1e9",
+    "node_aware": "groups know the node",
+}
 _ON_FORMULAS = "vTrain corrected, recompute on all stages"
 
 
@@ -69,19 +103,38 @@ def optional_local(relative: str, what: str) -> Path | None:
         return None
 
 
-def _steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float) -> pd.DataFrame:
-    """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense model FLOPs) and memory_bytes.
+def _steps(
+    model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float
+) -> pd.DataFrame:
+    """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense
+    model FLOPs) and memory_bytes.
 
-    By the corrected rules on A100-80. memory_bytes: states of the optimizer, stored inputs of layers in flight and one
-    recomputed layer, of the first stage [arXiv 1910.02054, 2205.05198]. network: fields of `Sizes`, vTrain's if none.
+    By the corrected rules on A100-80. memory_bytes: states of the optimizer, stored
+    inputs of layers in flight and one recomputed layer, of the first stage [arXiv
+    1910.02054, 2205.05198]. network: fields of `Sizes`, vTrain's if none.
     """
-    tp, dp, pp, b = (plans[name].to_numpy(dtype="int64") for name in ("tp", "dp", "pp", "micro_batch"))
+    tp, dp, pp, b = (
+        plans[name].to_numpy(dtype="int64")
+        for name in ("tp", "dp", "pp", "micro_batch")
+    )
     m = global_batch // (dp * b)
-    shape = Sizes(tp, dp, pp, b, m, model.layers, model.hidden, model.sequence, model.vocab, **network)
+    shape = Sizes(
+        tp,
+        dp,
+        pp,
+        b,
+        m,
+        model.layers,
+        model.hidden,
+        model.sequence,
+        model.vocab,
+        **network,
+    )
     machine = device(_GPU)
     time_s = step_s(shape, operator_s(shape, model.heads, Formulas(), machine), RINGS)
     flops = 3 * model.forward_flops(global_batch, model.sequence)
-    gpus, tokens = tp * dp * pp, b * model.sequence
+    gpus = tp * dp * pp
+    tokens = b * model.sequence
     stored = 2 * tokens * model.hidden * model.layers / pp * np.minimum(pp, m)
     layer = tokens * (34 * model.hidden + 5 * model.heads * model.sequence) / tp
     return plans.assign(
@@ -93,133 +146,256 @@ def _steps(model: Transformer, plans: pd.DataFrame, *, global_batch: int, **netw
 
 
 def _plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
-    """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch up to 4."""
+    """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch
+    up to 4.
+    """
     tps = [t for t in (1, 2, 4, 8) if model.heads % t == 0]
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
-    grid = [(t, gpus // (t * p), p, b) for t, p, b in product(tps, pps, (1, 2, 4)) if gpus % (t * p) == 0]
+    grid = [
+        (t, gpus // (t * p), p, b)
+        for t, p, b in product(tps, pps, (1, 2, 4))
+        if gpus % (t * p) == 0
+    ]
     rows = [(t, d, p, b) for t, d, p, b in grid if global_batch % (d * b) == 0]
     return pd.DataFrame(rows, columns=["tp", "dp", "pp", "micro_batch"])
 
 
 def design_space() -> pd.DataFrame:
-    """MT-NLG over the (t, d, p) of vTrain's first case study, with days and cost of its 270 B tokens."""
+    """MT-NLG over the (t, d, p) of vTrain's first case study, with days and cost of its
+    270 B tokens.
+    """
     dps = [d for d in range(1, 31) if _BATCH % d == 0]
-    plans = pd.DataFrame(product((4, 8, 16), dps, (3, 5, 7, 15, 21, 35, 105)), columns=["tp", "dp", "pp"])
+    plans = pd.DataFrame(
+        product((4, 8, 16), dps, (3, 5, 7, 15, 21, 35, 105)), columns=["tp", "dp", "pp"]
+    )
     return with_origin(_priced(plans), "vtrain/published", rules=_ON_FORMULAS)
 
 
 def _priced(plans: pd.DataFrame) -> pd.DataFrame:
     table = _steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
-    days = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence) * table["step_s"] / _DAY_S
-    return table.assign(days=days, cost_usd=days * 24 * table["gpus"] / 8 * published("node_usd_per_hour"))
+    days = (
+        published("mtnlg_tokens")
+        / (_BATCH * _MTNLG.sequence)
+        * table["step_s"]
+        / _DAY_S
+    )
+    return table.assign(
+        days=days,
+        cost_usd=days * 24 * table["gpus"] / 8 * published("node_usd_per_hour"),
+    )
 
 
 def plan_table() -> pd.DataFrame:
-    """The given and the found plan of MT-NLG: ours, published, error; and the change between them."""
-    both = _priced(pd.DataFrame([(8, 8, 35), (8, 12, 21)], columns=["tp", "dp", "pp"])).set_axis(["given", "found"])
+    """The given and the found plan of MT-NLG: ours, published, error; and the change
+    between them.
+    """
+    both = _priced(
+        pd.DataFrame([(8, 8, 35), (8, 12, 21)], columns=["tp", "dp", "pp"])
+    ).set_axis(["given", "found"])
     columns = {"step_s": "step_s", "days": "days", "cost": "cost_usd"}
-    ours = {f"plan_{plan}_{name}": both.at[plan, column] for plan in both.index for name, column in columns.items()}
+    ours = {
+        f"plan_{plan}_{name}": both.at[plan, column]
+        for plan in both.index
+        for name, column in columns.items()
+    }
     change = both.loc["found"] / both.loc["given"] - 1
     columns = {"time": "step_s", "cost": "cost_usd", "util": "utilisation"}
-    return _beside(ours | {f"plan_{name}_change": change[column] for name, column in columns.items()})
+    return _beside(
+        ours
+        | {f"plan_{name}_change": change[column] for name, column in columns.items()}
+    )
 
 
 def compute_optimal(days: float = 30.0) -> pd.DataFrame:
-    """Chinchilla-optimal models (20 tokens per parameter) on 3,360 GPUs, a sample each: the fastest plan that fits.
+    """Chinchilla-optimal models (20 tokens per parameter) on 3,360 GPUs, a sample each:
+    the fastest plan that fits.
 
-    Candidates are a grid of widths and depths with 100 to 200 channels per layer. Columns: hidden, layers, parameters,
-    tokens, the plan, step_s, utilisation, days, feasible (within `days`), naive (within them at full utilisation).
+    Candidates are a grid of widths and depths with 100 to 200 channels per layer.
+    Columns: hidden, layers, parameters, tokens, the plan, step_s, utilisation, days,
+    feasible (within `days`), naive (within them at full utilisation).
     """
-    machine, rows = device(_GPU), []
+    machine = device(_GPU)
+    rows = []
     sizes = product(range(6144, 14_337, 2048), range(40, 101, 20))
     for hidden, layers in ((h, n) for h, n in sizes if 100 <= h / n <= 200):
-        model = Transformer(f"gpt-{hidden}-{layers}", layers, hidden, hidden // 128, 4 * hidden, 2048, 50257)
+        model = Transformer(
+            f"gpt-{hidden}-{layers}",
+            layers,
+            hidden,
+            hidden // 128,
+            4 * hidden,
+            2048,
+            50257,
+        )
         table = _steps(model, _plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
-        best = table[table["memory_bytes"] <= machine.memory_bytes].nsmallest(1, "step_s")
-        rows.append(best.assign(hidden=hidden, layers=layers, parameters=model.parameters, sequence=model.sequence))
+        best = table[table["memory_bytes"] <= machine.memory_bytes].nsmallest(
+            1, "step_s"
+        )
+        rows.append(
+            best.assign(
+                hidden=hidden,
+                layers=layers,
+                parameters=model.parameters,
+                sequence=model.sequence,
+            )
+        )
     table = pd.concat(rows).sort_values("parameters", ignore_index=True)
     tokens = 20 * table["parameters"]
     training_days = tokens / (_GPUS * table.pop("sequence")) * table["step_s"] / _DAY_S
-    flops = 120 * table["parameters"].astype(float) ** 2  # C = 6 N D, D = 20 N [arXiv 2203.15556]
+    flops = (
+        120 * table["parameters"].astype(float) ** 2
+    )  # C = 6 N D, D = 20 N [arXiv 2203.15556]
     naive = flops <= _GPUS * machine.peak("fp16") * _DAY_S * days
-    table = table.assign(tokens=tokens, days=training_days, feasible=training_days <= days, naive=naive)
+    table = table.assign(
+        tokens=tokens, days=training_days, feasible=training_days <= days, naive=naive
+    )
     first = ["hidden", "layers", "parameters", "tokens"]
     table = table[first + [column for column in table if column not in first]]
     return with_origin(table, "vtrain/published", rules=_ON_FORMULAS)
 
 
-def layouts(hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)) -> pd.DataFrame:
-    """Seed 000's GPTs on 2,048 A100 in its seven layouts, where layers divide into stages; published_s where quoted.
+def layouts(
+    hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)
+) -> pd.DataFrame:
+    """Seed 000's GPTs on 2,048 A100 in its seven layouts, where layers divide into
+    stages; published_s where quoted.
 
     On nodes of a DGX A100 by the corrected rules, which is what it meant to configure.
     """
-    dgx, parts = as_meant(SEED).shape, []
-    network = {"inter_gbit_per_s": dgx.inter_gbit_per_s, "intra_gbyte_per_s": dgx.intra_gbyte_per_s}
+    dgx = as_meant(SEED).shape
+    parts = []
+    network = {
+        "inter_gbit_per_s": dgx.inter_gbit_per_s,
+        "intra_gbyte_per_s": dgx.intra_gbyte_per_s,
+    }
     for depth in layers:
-        plans = pd.DataFrame([plan for plan in _LAYOUTS if depth % plan[2] == 0], columns=["tp", "dp", "pp"])
+        plans = pd.DataFrame(
+            [plan for plan in _LAYOUTS if depth % plan[2] == 0],
+            columns=["tp", "dp", "pp"],
+        )
         model = replace(SEED, num_layers=depth, hidden_size=hidden).model
-        part = _steps(model, plans.assign(micro_batch=1), global_batch=SEED.global_batch_size, **network)
+        part = _steps(
+            model,
+            plans.assign(micro_batch=1),
+            global_batch=SEED.global_batch_size,
+            **network,
+        )
         parts.append(part.assign(hidden=hidden, layers=depth))
     table = pd.concat(parts, ignore_index=True)
-    keys = [f"seed_{r.layers}_{r.hidden}_{r.tp}_{r.dp}_{r.pp}" for r in table.itertuples()]
+    keys = [
+        f"seed_{r.layers}_{r.hidden}_{r.tp}_{r.dp}_{r.pp}" for r in table.itertuples()
+    ]
     table["published_s"] = _published().reindex(keys).to_numpy()
     table["layout"] = [f"({r.tp}, {r.dp}, {r.pp})" for r in table.itertuples()]
-    columns = ["hidden", "layers", "layout", "tp", "dp", "pp", "step_s", "utilisation", "published_s"]
-    return with_origin(table[columns], "vtrain/published", rules="vTrain corrected, units as meant")
+    columns = [
+        "hidden",
+        "layers",
+        "layout",
+        "tp",
+        "dp",
+        "pp",
+        "step_s",
+        "utilisation",
+        "published_s",
+    ]
+    return with_origin(
+        table[columns], "vtrain/published", rules="vTrain corrected, units as meant"
+    )
 
 
 def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
-    """The three quoted steps of seed 000 as it configured them, by the released rules, with its predictions.
+    """The three quoted steps of seed 000 as it configured them, by the released rules,
+    with its predictions.
 
-    shared_s: with operators profiled at half the sequence, as vTrain's trace of one run serves another: the name of a
-    trace does not tell the sequence. mfu: model FLOPs over peak that the published time amounts to.
+    shared_s: with operators profiled at half the sequence, as vTrain's trace of one run
+    serves another: the name of a trace does not tell the sequence. mfu: model FLOPs
+    over peak that the published time amounts to.
     """
     rows = []
     for key, theirs_s in _published().filter(like="seed_").items():
         layers, hidden, t, d, p = map(int, key.split("_")[1:])
-        plan = {"tensor_parallel_size": t, "data_parallel_size": d, "pipeline_parallel_size": p}
+        plan = {
+            "tensor_parallel_size": t,
+            "data_parallel_size": d,
+            "pipeline_parallel_size": p,
+        }
         config = replace(SEED, num_layers=layers, hidden_size=hidden, **plan)
         half = replace(config, max_length=config.max_length // 2)
-        own_s, shared_s = (iteration_s(config, formula_operators(c), nccl, "released") for c in (config, half))
-        flops = 3 * config.model.forward_flops(config.global_batch_size, config.max_length)
-        mfu = flops / (theirs_s * config.num_gpus * device(config.gpu_name).peak("fp16"))
+        own_s, shared_s = (
+            iteration_s(config, formula_operators(c), nccl, "released")
+            for c in (config, half)
+        )
+        flops = 3 * config.model.forward_flops(
+            config.global_batch_size, config.max_length
+        )
+        mfu = flops / (
+            theirs_s * config.num_gpus * device(config.gpu_name).peak("fp16")
+        )
         rows.append((key, f"({t}, {d}, {p})", theirs_s, own_s, shared_s, mfu))
-    return pd.DataFrame(rows, columns=["key", "layout", "theirs_s", "ours_s", "shared_s", "mfu"])
+    return pd.DataFrame(
+        rows, columns=["key", "layout", "theirs_s", "ours_s", "shared_s", "mfu"]
+    )
 
 
 def as_meant(config: Config) -> Config:
-    """The configuration with the GPUs and the network of a DGX A100, the link of one GPU inside it."""
+    """The configuration with the GPUs and the network of a DGX A100, the link of one
+    GPU inside it.
+    """
     node = cluster("dgx-a100")
     inter = node.devices_per_node * node.inter.bandwidth_bytes_per_s * 8 / 1e9
     intra = node.intra.bandwidth_bytes_per_s / 1e9
-    return replace(config, node_size=node.devices_per_node, inter_node_bandwidth=inter, intra_node_bandwidth=intra)
+    return replace(
+        config,
+        node_size=node.devices_per_node,
+        inter_node_bandwidth=inter,
+        intra_node_bandwidth=intra,
+    )
 
 
 def rule_effects() -> pd.DataFrame:
-    """What correcting one deviation of the release at a time does to a step: switch, what, step_s, change (relative).
+    """What correcting one deviation of the release at a time does to a step: switch,
+    what, step_s, change (relative).
 
-    MT-NLG on 3,360 GPUs with 16 GPUs per tensor-parallel group, so that groups leave their node. The switches of the
-    NCCL tables have no effect there.
+    MT-NLG on 3,360 GPUs with 16 GPUs per tensor-parallel group, so that groups leave
+    their node. The switches of the NCCL tables have no effect there.
     """
-    config = Config(tensor_parallel_size=16, data_parallel_size=30, pipeline_parallel_size=7)
+    config = Config(
+        tensor_parallel_size=16, data_parallel_size=30, pipeline_parallel_size=7
+    )
     operators = formula_operators(config)
-    single = [(name, what, replace(RELEASED, **{name: getattr(CORRECTED, name)})) for name, what in _SWITCHES.items()]
-    cases = [("", "as released", RELEASED), *single, ("all", "all corrected", CORRECTED)]
-    rows = [(name, what, iteration_s(config, operators, RINGS, rules)) for name, what, rules in cases]
+    single = [
+        (name, what, replace(RELEASED, **{name: getattr(CORRECTED, name)}))
+        for name, what in _SWITCHES.items()
+    ]
+    cases = [
+        ("", "as released", RELEASED),
+        *single,
+        ("all", "all corrected", CORRECTED),
+    ]
+    rows = [
+        (name, what, iteration_s(config, operators, RINGS, rules))
+        for name, what, rules in cases
+    ]
     table = pd.DataFrame(rows, columns=["switch", "what", "step_s"])
     table["change"] = table["step_s"] / table["step_s"].iloc[0] - 1
     return with_origin(table, "vtrain/published", rules="vTrain, one switch at a time")
 
 
 def claims() -> pd.DataFrame:
-    """Every published number with ours where it can be computed from what ships: theirs, ours, error, note."""
-    wide = Config(tensor_parallel_size=16, data_parallel_size=16, pipeline_parallel_size=105)
+    """Every published number with ours where it can be computed from what ships:
+    theirs, ours, error, note.
+    """
+    wide = Config(
+        tensor_parallel_size=16, data_parallel_size=16, pipeline_parallel_size=105
+    )
     wide_s = iteration_s(wide, formula_operators(wide), RINGS, "released")
     flops = 3 * _MTNLG.forward_flops(_BATCH, _MTNLG.sequence)
     optimal = compute_optimal()
-    naive, largest = optimal[optimal["naive"]].iloc[-1], optimal[optimal["feasible"]].iloc[-1]
+    naive = optimal[optimal["naive"]].iloc[-1]
+    largest = optimal[optimal["feasible"]].iloc[-1]
     ours = {
-        "mtnlg_util_16_16_105": flops / (wide_s * wide.num_gpus * device(_GPU).peak("fp16")),
+        "mtnlg_util_16_16_105": flops
+        / (wide_s * wide.num_gpus * device(_GPU).peak("fp16")),
         **plan_table().set_index("key")["ours"],
         "chinchilla_naive_params": naive["parameters"],
         "chinchilla_naive_days": naive["days"],
@@ -234,8 +410,22 @@ def claims() -> pd.DataFrame:
 
 def _beside(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
     rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
-    rows = rows[(rows["follows"] != "input") & (every | rows["key"].isin(ours))].reset_index(drop=True)
+    rows = rows[
+        (rows["follows"] != "input") & (every | rows["key"].isin(ours))
+    ].reset_index(drop=True)
     rows["ours"] = rows["key"].map(ours)
     rows["error"] = rows["ours"] / rows["theirs"] - 1
-    columns = ["key", "item", "claim", "unit", "theirs", "ours", "error", "follows", "note"]
-    return with_origin(rows[columns], "vtrain/published", rules="vTrain on analytical operators")
+    columns = [
+        "key",
+        "item",
+        "claim",
+        "unit",
+        "theirs",
+        "ours",
+        "error",
+        "follows",
+        "note",
+    ]
+    return with_origin(
+        rows[columns], "vtrain/published", rules="vTrain on analytical operators"
+    )

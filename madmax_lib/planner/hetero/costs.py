@@ -1,16 +1,20 @@
 """What does a heterogeneous plan cost? The one correct definition, rank by rank.
 
-A stage has dp replicas of tp consecutive ranks. A micro-batch of global_batch / batches samples is split over the
-replicas in proportion to their speed; a replica waits for the slowest GPU type in it and works on its samples in pieces
-of powers of two, which are what profiles hold. In seconds:
+A stage has dp replicas of tp consecutive ranks. A micro-batch of global_batch / batches
+samples is split over the replicas in proportion to their speed; a replica waits for the
+slowest GPU type in it and works on its samples in pieces of powers of two, which are
+what profiles hold. In seconds:
 
-    cost = (batches - 1) max period + sum periods + batches (last sync + first batch generator)
-           + max gradient all-reduce + max optimizer + all-reduce of a table that first and last stage share
+    cost = (batches - 1) max period + sum periods + batches (last sync + first batch
+    generator)
+           + max gradient all-reduce + max optimizer + all-reduce of a table that first
+           and last stage share
     period = stage + 2 send
 
-A micro-batch takes a stage its passes and the message to the next stage and back. Under 1F1B no period is longer: from
-any stage on, as many micro-batches as stages are left go round at once, each there and back. The plan is infeasible,
-its cost infinite, where a GPU lacks memory.
+A micro-batch takes a stage its passes and the message to the next stage and back. Under
+1F1B no period is longer: from any stage on, as many micro-batches as stages are left go
+round at once, each there and back. The plan is infeasible, its cost infinite, where a
+GPU lacks memory.
 """
 
 import math
@@ -29,7 +33,8 @@ __all__ = ["PlacedStage", "PlanCost", "shares"]
 
 
 def shares(samples: int, weights: Sequence[float]) -> list[int]:
-    """Samples of each replica in proportion to its weight, by largest remainder; ties go to the first.
+    """Samples of each replica in proportion to its weight, by largest remainder; ties
+    go to the first.
 
     >>> shares(8, [1, 1, 2])
     [2, 2, 4]
@@ -71,23 +76,32 @@ class PlacedStage:
 
     def replicas(self) -> set[tuple[tuple[int, ...], int]]:
         """Distinct (types, samples) of the replicas."""
-        return {(tuple(row), samples) for row, samples in zip(self.types.tolist(), self.samples, strict=True)}
+        return {
+            (tuple(row), samples)
+            for row, samples in zip(self.types.tolist(), self.samples, strict=True)
+        }
 
 
 class PlanCost:
     """One plan of a problem: what it is charged for, and what memory it takes.
 
-    plan, problem: the same as given; fleet: the cluster in the plan's order; stages: laid over its ranks. Raises
-    ValueError for a plan that does not fit cluster, layers or batch, or that needs a profile there is not.
+    plan, problem: the same as given; fleet: the cluster in the plan's order; stages:
+    laid over its ranks. Raises ValueError for a plan that does not fit cluster, layers
+    or batch, or that needs a profile there is not.
     """
 
     def __init__(self, plan: HeteroPlan, problem: HeteroProblem):
-        self.plan, self.problem = plan, problem
-        self.prices, self.rules = problem.prices, problem.rules
+        self.plan = plan
+        self.problem = problem
+        self.prices = problem.prices
+        self.rules = problem.rules
         self.fleet = problem.fleet(plan.node_sequence)
         self.check()
         starts = accumulate(plan.device_groups, initial=0)
-        self.stages = [self._placed(number, *ranks) for number, ranks in enumerate(pairwise(starts))]
+        self.stages = [
+            self._placed(number, *ranks)
+            for number, ranks in enumerate(pairwise(starts))
+        ]
 
     @property
     def charged_stages(self) -> list[PlacedStage]:
@@ -100,9 +114,12 @@ class PlanCost:
 
     def terms(self) -> dict[str, float]:
         """Terms of the cost in seconds, see the head of the module."""
-        stages, batches = self.charged_stages, self.plan.batches
+        stages = self.charged_stages
+        batches = self.plan.batches
         times_s = [self.stage_s(stage) for stage in stages]
-        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)] + [0.0]
+        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)] + [
+            0.0
+        ]
         periods_s = [sum(both) for both in zip(times_s, sends_s, strict=True)]
         execution_s = (batches - 1) * max(times_s) + sum(times_s)
         return {
@@ -123,41 +140,71 @@ class PlanCost:
         return bool((table["used_bytes"] <= table["capacity_bytes"]).all())
 
     def memory_table(self) -> pd.DataFrame:
-        """The fullest GPU of each type in each stage: columns stage, device, used_bytes, capacity_bytes.
+        """The fullest GPU of each type in each stage: columns stage, device,
+        used_bytes, capacity_bytes.
 
-        A GPU holds what its type's prices say at the largest piece of its replica's samples (at least one), and what
-        lives between forward and backward pass for each micro-batch in flight: as many as stages follow, itself
-        included (1F1B).
+        A GPU holds what its type's prices say at the largest piece of its replica's
+        samples (at least one), and what lives between forward and backward pass for
+        each micro-batch in flight: as many as stages follow, itself included (1F1B).
         """
         rows = []
         for number, stage in enumerate(self.stages):
             in_flight = min(self.plan.batches, len(self.stages) - number)
             for kind in stage.distinct_types:
-                sizes = {samples for types, samples in stage.replicas() if kind in types}
-                held_bytes = max(self._held_bytes(stage, kind, samples, in_flight) for samples in sizes)
+                sizes = {
+                    samples for types, samples in stage.replicas() if kind in types
+                }
+                held_bytes = max(
+                    self._held_bytes(stage, kind, samples, in_flight)
+                    for samples in sizes
+                )
                 used_bytes = self.rules.memory_factor * held_bytes
-                rows.append((number, self.fleet.types[kind], used_bytes, self.fleet.of_runs("memory_bytes")[kind]))
-        return pd.DataFrame(rows, columns=["stage", "device", "used_bytes", "capacity_bytes"])
+                rows.append(
+                    (
+                        number,
+                        self.fleet.types[kind],
+                        used_bytes,
+                        self.fleet.of_runs("memory_bytes")[kind],
+                    )
+                )
+        return pd.DataFrame(
+            rows, columns=["stage", "device", "used_bytes", "capacity_bytes"]
+        )
 
     def check(self) -> None:
         """Raises ValueError where the plan does not tile cluster, layers and batch."""
-        plan, fleet, rules = self.plan, self.fleet, self.rules
+        plan = self.plan
+        fleet = self.fleet
+        rules = self.rules
         if sum(plan.device_groups) != fleet.size:
-            raise ValueError(f"device_groups hold {sum(plan.device_groups)} GPUs, the cluster has {fleet.size}")
+            raise ValueError(
+                f"device_groups hold {sum(plan.device_groups)} GPUs, the cluster has "
+                f"{fleet.size}"
+            )
         if plan.batches < 1 or rules.global_batch % plan.batches:
-            raise ValueError(f"batches={plan.batches} does not divide global_batch={rules.global_batch}")
+            raise ValueError(
+                f"batches={plan.batches} does not divide "
+                f"global_batch={rules.global_batch}"
+            )
         samples = rules.global_batch // plan.batches
         for number, (dp, tp) in enumerate(plan.strategies):
             if dp > samples:
-                raise ValueError(f"stage {number}: dp={dp} exceeds the {samples} samples of a micro-batch")
+                raise ValueError(
+                    f"stage {number}: dp={dp} exceeds the {samples} samples of a "
+                    "micro-batch"
+                )
             begins = sum(plan.device_groups[:number]) + tp * np.arange(dp)
             if rules.tp_in_node and not fleet.in_one_node(begins, begins + tp).all():
-                raise ValueError(f"stage {number}: tp={tp} reaches beyond a node, which tp_in_node excludes")
+                raise ValueError(
+                    f"stage {number}: tp={tp} reaches beyond a node, which "
+                    "tp_in_node excludes"
+                )
         self.check_layers()
 
     def check_layers(self) -> None:
         """Raises ValueError where a layer is in no stage, or a stage has no layer."""
-        cuts, layers = list(self.plan.layer_partition), self.prices.layers
+        cuts = list(self.plan.layer_partition)
+        layers = self.prices.layers
         if cuts[0] != 0 or cuts[-1] != layers:
             raise ValueError(f"layer_partition {cuts} does not tile {layers} layers")
         if any(end <= start for start, end in pairwise(cuts)):
@@ -169,11 +216,18 @@ class PlanCost:
 
     def whole_optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the whole model on one GPU of the slowest type of a stage."""
-        return max(self.prices.optimizer_s[self.fleet.types[kind]] for kind in stage.distinct_types)
+        return max(
+            self.prices.optimizer_s[self.fleet.types[kind]]
+            for kind in stage.distinct_types
+        )
 
     def pieces(self, stage: PlacedStage, kind: int, samples: int) -> list[Price]:
-        """Prices of the pieces of some samples on a type number at the degree and recompute of a stage."""
-        return self.prices.get(self.fleet.types[kind], stage.tp, stage.recompute, samples)
+        """Prices of the pieces of some samples on a type number at the degree and
+        recompute of a stage.
+        """
+        return self.prices.get(
+            self.fleet.types[kind], stage.tp, stage.recompute, samples
+        )
 
     def stage_s(self, stage: PlacedStage) -> float:
         """Time of a micro-batch in a stage."""
@@ -188,48 +242,103 @@ class PlanCost:
         return self._slowest_s(stage, lambda price: price.generator_s)
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
-        """Time to send the activations of the largest replica to the next stage, or their gradients back."""
+        """Time to send the activations of the largest replica to the next stage, or
+        their gradients back.
+        """
         inside = self.fleet.in_one_node(stage.start, after.end)
-        beyond = self.fleet.least["inter_bytes_per_s"][after.types.min(), after.types.max()]
+        beyond = self.fleet.least["inter_bytes_per_s"][
+            after.types.min(), after.types.max()
+        ]
         size_bytes = max(stage.samples) * self.rules.sample_bytes
-        return float(self.fleet.send_s(size_bytes, *stage.place, stage.tp, inside, beyond))
+        return float(
+            self.fleet.send_s(size_bytes, *stage.place, stage.tp, inside, beyond)
+        )
 
     def gradients_s(self, stage: PlacedStage) -> float:
         """Ring all-reduce of the gradients over the replicas."""
-        size_bytes = self.prices.parameters_bytes[stage.layers].sum() - (len(self.stages) == 1) * self.prices.tied_bytes
-        byte_s = self.fleet.ring_s(*stage.place, stage.tp, self.fleet.in_one_node(stage.start, stage.end))
+        size_bytes = (
+            self.prices.parameters_bytes[stage.layers].sum()
+            - (len(self.stages) == 1) * self.prices.tied_bytes
+        )
+        byte_s = self.fleet.ring_s(
+            *stage.place, stage.tp, self.fleet.in_one_node(stage.start, stage.end)
+        )
         return float(2 * (stage.dp - 1) / stage.dp * byte_s / stage.tp * size_bytes)
 
     def tied_s(self, stage: PlacedStage) -> float:
         """All-reduce of a table that the last stage shares with the first."""
         gpus = stage.end - stage.start
-        return float(self.fleet.ends_s(self.prices.tied_bytes, gpus, stage.tp)) if self.prices.tied_bytes else 0.0
+        return (
+            float(self.fleet.ends_s(self.prices.tied_bytes, gpus, stage.tp))
+            if self.prices.tied_bytes
+            else 0.0
+        )
 
     def optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the layers of a stage."""
-        return self.whole_optimizer_s(stage) / stage.tp * (stage.layer_count / self.prices.layers)
+        return (
+            self.whole_optimizer_s(stage)
+            / stage.tp
+            * (stage.layer_count / self.prices.layers)
+        )
 
     def _placed(self, number: int, start: int, end: int) -> PlacedStage:
-        plan, (dp, tp) = self.plan, self.plan.strategies[number]
-        recompute, cuts = plan.recompute[number], plan.layer_partition
-        types = self.replica_types(self.fleet.type_of(np.arange(start, end)).reshape(dp, tp))
-        samples = shares(self.rules.global_batch // plan.batches, self.speeds(types, tp, recompute))
-        return PlacedStage(start, end, dp, tp, recompute, slice(*cuts[number : number + 2]), types, samples)
+        plan = self.plan
+        (dp, tp) = self.plan.strategies[number]
+        recompute = plan.recompute[number]
+        cuts = plan.layer_partition
+        types = self.replica_types(
+            self.fleet.type_of(np.arange(start, end)).reshape(dp, tp)
+        )
+        samples = shares(
+            self.rules.global_batch // plan.batches, self.speeds(types, tp, recompute)
+        )
+        return PlacedStage(
+            start,
+            end,
+            dp,
+            tp,
+            recompute,
+            slice(*cuts[number : number + 2]),
+            types,
+            samples,
+        )
 
     def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
         """Of each replica of (dp, tp) types, in proportion to which they share samples."""
         if len(types) == 1 or types.min() == types.max():
             return [1.0] * len(types)
         names = {kind: self.fleet.types[kind] for kind in np.unique(types)}
-        whole_s = {kind: self.prices.get(name, tp, recompute, 1)[0].layer_s.sum() for kind, name in names.items()}
+        whole_s = {
+            kind: self.prices.get(name, tp, recompute, 1)[0].layer_s.sum()
+            for kind, name in names.items()
+        }
         return [1 / max(whole_s[kind] for kind in row) for row in types.tolist()]
 
-    def _slowest_s(self, stage: PlacedStage, seconds: Callable[[Price], float]) -> float:
-        """The largest sum over the pieces of a micro-batch, of all replicas and their types."""
-        work = {(kind, samples) for types, samples in stage.replicas() if samples for kind in types}
-        return max(sum(map(seconds, self.pieces(stage, kind, samples))) for kind, samples in sorted(work))
+    def _slowest_s(
+        self, stage: PlacedStage, seconds: Callable[[Price], float]
+    ) -> float:
+        """The largest sum over the pieces of a micro-batch, of all replicas and their
+        types.
+        """
+        work = {
+            (kind, samples)
+            for types, samples in stage.replicas()
+            if samples
+            for kind in types
+        }
+        return max(
+            sum(map(seconds, self.pieces(stage, kind, samples)))
+            for kind, samples in sorted(work)
+        )
 
-    def _held_bytes(self, stage: PlacedStage, kind: int, samples: int, in_flight: int) -> float:
+    def _held_bytes(
+        self, stage: PlacedStage, kind: int, samples: int, in_flight: int
+    ) -> float:
         pieces = self.pieces(stage, kind, max(samples, 1))
         live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)
-        return pieces[0].base_bytes + pieces[0].memory_bytes[stage.layers].sum() + in_flight * live_bytes
+        return (
+            pieces[0].base_bytes
+            + pieces[0].memory_bytes[stage.layers].sum()
+            + in_flight * live_bytes
+        )

@@ -1,7 +1,9 @@
-"""Which GPUs stand where, and how fast do those of a plan reach each other? A cluster in one order of its nodes.
+"""Which GPUs stand where, and how fast do those of a plan reach each other? A cluster
+in one order of its nodes.
 
-Ranks run through the GPUs node by node. Nodes of one type that follow each other are a run: with the nodes of each type
-together there are as many runs as types, else a type has several.
+Ranks run through the GPUs node by node. Nodes of one type that follow each other are a
+run: with the nodes of each type together there are as many runs as types, else a type
+has several.
 """
 
 from collections import Counter
@@ -18,7 +20,14 @@ from madmax_lib.planner.hetero.nodes import Node
 __all__ = ["Fleet", "between", "fleet_of", "fleets"]
 
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
-_NAMES = ("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s", "sharing", "intra_s", "inter_s")  # equal in a type
+_NAMES = (
+    "memory_bytes",
+    "intra_bytes_per_s",
+    "inter_bytes_per_s",
+    "sharing",
+    "intra_s",
+    "inter_s",
+)  # equal in a type
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +39,10 @@ class Fleet:
     @cached_property
     def runs(self) -> list[list[Node]]:
         """Nodes of one type that follow each other."""
-        return [list(run) for _, run in groupby(self.nodes, lambda node: (node.device, *_kind(node)))]
+        return [
+            list(run)
+            for _, run in groupby(self.nodes, lambda node: (node.device, *_kind(node)))
+        ]
 
     @cached_property
     def types(self) -> tuple[str, ...]:
@@ -39,7 +51,9 @@ class Fleet:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The order as a plan names it: that of the types where the nodes of each are together, else type by node."""
+        """The order as a plan names it: that of the types where the nodes of each are
+        together, else type by node.
+        """
         together = len(set(self.types)) == len(self.types)
         return self.types if together else tuple(node.device for node in self.nodes)
 
@@ -78,7 +92,8 @@ class Fleet:
     def least(self) -> dict[str, np.ndarray]:
         """(runs, runs) the least of some fields of the nodes of runs i to j."""
         return {
-            name: between(self.of_runs(name), np.min) for name in ("intra_bytes_per_s", "inter_bytes_per_s", "gpus")
+            name: between(self.of_runs(name), np.min)
+            for name in ("intra_bytes_per_s", "inter_bytes_per_s", "gpus")
         }
 
     @cached_property
@@ -86,50 +101,78 @@ class Fleet:
         return self.of_runs("sharing")
 
     def send_s(self, size_bytes, low, high, gpus, tp, inside, inter_bytes_per_s=np.inf):
-        """Seconds in which a replica of tp ranks passes its activations to the next stage.
+        """Seconds in which a replica of tp ranks passes its activations to the next
+        stage.
 
-        low, high: runs of its stage of so many GPUs; inside: whether both stages lie in one node; inter_bytes_per_s: of
-        the other stage. Each rank sends its part. GPUs that share a port have it to themselves where the stage has no
-        other in their node.
+        low, high: runs of its stage of so many GPUs; inside: whether both stages lie in
+        one node; inter_bytes_per_s: of the other stage. Each rank sends its part. GPUs
+        that share a port have it to themselves where the stage has no other in their
+        node.
         """
         sharing = self._sharing[low]
         alone = np.maximum(sharing / np.clip(gpus, 1, np.maximum(sharing, 1)), 1)
-        far = alone * np.minimum(inter_bytes_per_s, self.least["inter_bytes_per_s"][low, high])
-        rate = np.where(sharing > 0, tp, 1) * np.where(inside, self.least["intra_bytes_per_s"][low, low], far)
-        return np.where(inside, self.of_runs("intra_s")[low], self.of_runs("inter_s").max()) + size_bytes / rate
+        far = alone * np.minimum(
+            inter_bytes_per_s, self.least["inter_bytes_per_s"][low, high]
+        )
+        rate = np.where(sharing > 0, tp, 1) * np.where(
+            inside, self.least["intra_bytes_per_s"][low, low], far
+        )
+        return (
+            np.where(
+                inside, self.of_runs("intra_s")[low], self.of_runs("inter_s").max()
+            )
+            + size_bytes / rate
+        )
 
     def ring_s(self, low, high, gpus, tp, inside):
-        """Seconds per byte of a ring of the replicas of a stage; as many as a node holds share what it has."""
+        """Seconds per byte of a ring of the replicas of a stage; as many as a node
+        holds share what it has.
+        """
         in_node = np.maximum(np.minimum(gpus, self.least["gpus"][low, high]) // tp, 1)
         in_node = np.where(self._sharing[low] > 0, in_node, 1)
-        near, far = (1 / self.least[f"{level}_bytes_per_s"][low, high] for level in ("intra", "inter"))
+        near, far = (
+            1 / self.least[f"{level}_bytes_per_s"][low, high]
+            for level in ("intra", "inter")
+        )
         return np.where(inside, near, np.maximum((in_node > 1) * near, far / in_node))
 
     def ends_s(self, size_bytes, gpus, tp):
-        """Seconds in which each rank of the last stage, of so many GPUs, reduces a table with its mate in the first."""
-        return self.send_s(size_bytes, 0, len(self.types) - 1, gpus, tp, self.in_one_node(0, self.size))
+        """Seconds in which each rank of the last stage, of so many GPUs, reduces a
+        table with its mate in the first.
+        """
+        return self.send_s(
+            size_bytes, 0, len(self.types) - 1, gpus, tp, self.in_one_node(0, self.size)
+        )
 
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
     """The cluster in every order of its nodes where they are few, else of its types.
 
-    The alphabetical order comes first, so that ties do not hang on a file's order. Raises ValueError where nodes of one
-    type differ in memory or links: such a type is two.
+    The alphabetical order comes first, so that ties do not hang on a file's order.
+    Raises ValueError where nodes of one type differ in memory or links: such a type is
+    two.
     """
     first: dict[str, Node] = {}
     for node in nodes:
         alike = first.setdefault(node.device, node)
         for name, one, other in zip(_NAMES, _kind(alike), _kind(node), strict=True):
             if one != other:
-                raise ValueError(f"nodes of type {node.device} have {name}={one:g} and {other:g}: that makes two types")
+                raise ValueError(
+                    f"nodes of type {node.device} have {name}={one:g} and {other:g}: "
+                    "that makes two types"
+                )
     counts = Counter(node.device for node in nodes)
-    if factorial(sum(counts.values())) // prod(map(factorial, counts.values())) <= _EVERY_ORDER:
+    if (
+        factorial(sum(counts.values())) // prod(map(factorial, counts.values()))
+        <= _EVERY_ORDER
+    ):
         return [fleet_of(nodes, order) for order in _orders(counts)]
     return [fleet_of(nodes, order) for order in permutations(sorted(counts))]
 
 
 def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
-    """The cluster in an order of its types, or of its nodes by their types. Raises ValueError for any other.
+    """The cluster in an order of its types, or of its nodes by their types. Raises
+    ValueError for any other.
 
     >>> nodes = [Node(str(number), name, 4, 16e9, 1e9, 1e9) for number, name in enumerate("AABC")]
     >>> "".join(node.address for node in fleet_of(nodes, ("B", "C", "A")).nodes)
@@ -143,19 +186,28 @@ def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
     if sorted(order) == sorted(by_type):
         return Fleet(tuple(node for name in order for node in by_type[name]))
     if sorted(order) != sorted(node.device for node in nodes):
-        raise ValueError(f"node_sequence {', '.join(order)} is no order of {', '.join(sorted(by_type))}")
+        raise ValueError(
+            f"node_sequence {', '.join(order)} is no order of "
+            f"{', '.join(sorted(by_type))}"
+        )
     left = {name: iter(group) for name, group in by_type.items()}
     return Fleet(tuple(next(left[name]) for name in order))
 
 
 def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
-    """(types, types, ...) the least or largest of the values of types i to j, in either order; extreme: np.min, np.max.
+    """(types, types, ...) the least or largest of the values of types i to j, in either
+    order; extreme: np.min, np.max.
 
     >>> between(np.array([3, 1, 2]), np.max).tolist()
     [[3, 3, 3], [3, 1, 2], [3, 2, 2]]
     """
     types = range(len(values))
-    return np.array([[extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types] for i in types])
+    return np.array(
+        [
+            [extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types]
+            for i in types
+        ]
+    )
 
 
 def _kind(node: Node) -> tuple:

@@ -1,7 +1,7 @@
 """Which GPUs stand in which node, and how are they joined?
 
-Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et al., USENIX ATC 2024]. Their GB
-and GB/s become bytes and bytes/s here, at the door.
+Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et
+al., USENIX ATC 2024]. Their GB and GB/s become bytes and bytes/s here, at the door.
 """
 
 import math
@@ -16,12 +16,15 @@ __all__ = ["Node", "load_cluster"]
 _GB_BYTES = 2.0**30
 _GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
 _HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
-_FIELDS = {  # argument of `Node.of_file`: name in the cluster file, field of a Node and its unit
+# argument of `Node.of_file`: name in the cluster file, field of a Node and its unit
+_FIELDS = {
     "memory_gb": ("memory", "memory_bytes", _GB_BYTES),
     "intra_gb_per_s": ("intra_bandwidth", "intra_bytes_per_s", _GB_PER_S),
     "inter_gb_per_s": ("inter_bandwidth", "inter_bytes_per_s", _GB_PER_S),
 }
-_MOST_GB, _LEAST_BYTES = 1e5, 1e5  # beyond, a memory or bandwidth is given in the other unit
+# beyond, a memory or bandwidth is given in the other unit
+_MOST_GB = 1e5
+_LEAST_BYTES = 1e5
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Node:
     gpus: their number.
     memory_bytes: memory of one GPU.
     intra_bytes_per_s, inter_bytes_per_s: bandwidth inside the node and beyond it.
-    sharing: GPUs that share a network port, of which inter_bytes_per_s is then the part of one, as intra_bytes_per_s is
-        of its links; 0 where both are what any group of GPUs gets, as Metis counts (default 0).
+    sharing: GPUs that share a network port, of which inter_bytes_per_s is then the part
+        of one, as intra_bytes_per_s is of its links; 0 where both are what any group of
+        GPUs gets, as Metis counts (default 0).
     intra_s, inter_s: latency of a message (default 0).
     """
 
@@ -52,22 +56,47 @@ class Node:
         _check("gpus", self.gpus)
         for _, name, _ in _FIELDS.values():
             if _check(name, value := getattr(self, name)) < _LEAST_BYTES:
-                raise ValueError(f"{name}={value:g} is below {_LEAST_BYTES:g}: is it in GB? Node.of_file takes those")
+                raise ValueError(
+                    f"{name}={value:g} is below {_LEAST_BYTES:g}: is it in GB? "
+                    "Node.of_file takes those"
+                )
 
     @classmethod
     def of_file(
-        cls, address: str, device: str, gpus: int, memory_gb: float, intra_gb_per_s: float, inter_gb_per_s: float
+        cls,
+        address: str,
+        device: str,
+        gpus: int,
+        memory_gb: float,
+        intra_gb_per_s: float,
+        inter_gb_per_s: float,
     ) -> "Node":
-        """With GB of 2^30 bytes and GB/s as Metis' files have them. Raises ValueError for other units."""
-        values = {"memory_gb": memory_gb, "intra_gb_per_s": intra_gb_per_s, "inter_gb_per_s": inter_gb_per_s}
+        """With GB of 2^30 bytes and GB/s as Metis' files have them. Raises ValueError
+        for other units.
+        """
+        values = {
+            "memory_gb": memory_gb,
+            "intra_gb_per_s": intra_gb_per_s,
+            "inter_gb_per_s": inter_gb_per_s,
+        }
         for name, value in values.items():
             if _check(name, value) > _MOST_GB:
-                raise ValueError(f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?")
-        return cls(address, device, gpus, *(value * _FIELDS[name][2] for name, value in values.items()))
+                raise ValueError(
+                    f"{name}={value:g} is over {_MOST_GB:g}: is it in bytes?"
+                )
+        return cls(
+            address,
+            device,
+            gpus,
+            *(value * _FIELDS[name][2] for name, value in values.items()),
+        )
 
     def in_file(self) -> dict[str, float]:
         """Memory and bandwidths as `of_file` takes them."""
-        return {argument: getattr(self, name) / unit for argument, (_, name, unit) in _FIELDS.items()}
+        return {
+            argument: getattr(self, name) / unit
+            for argument, (_, name, unit) in _FIELDS.items()
+        }
 
 
 def _check(name: str, value: float) -> float:
@@ -97,7 +126,9 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
             sizes = {argument: about[key] for argument, (key, _, _) in _FIELDS.items()}
             nodes.append(Node.of_file(host["address"], *kind, **sizes))
         except KeyError as error:
-            raise ValueError(f"{clusterfile}: {host['address']} has no {error.args[0]}") from None
+            raise ValueError(
+                f"{clusterfile}: {host['address']} has no {error.args[0]}"
+            ) from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}, {clusterfile}: {error}") from None
     if not nodes:

@@ -1,8 +1,10 @@
-"""What does a layer cost on a GPU type, and which GPUs stand where? The two inputs of heterogeneous planning.
+"""What does a layer cost on a GPU type, and which GPUs stand where? The two inputs of
+heterogeneous planning.
 
-`PriceList` holds times and memory of every layer by (GPU type, tp, recompute, batch): from profiles in Metis' format
-here, from the workbench's own simulator in `planner.hetero.model`. Times and sizes of the files are converted here: all
-that follows computes in seconds and bytes.
+`PriceList` holds times and memory of every layer by (GPU type, tp, recompute, batch):
+from profiles in Metis' format here, from the workbench's own simulator in
+`planner.hetero.model`. Times and sizes of the files are converted here: all that
+follows computes in seconds and bytes.
 """
 
 from collections.abc import Mapping
@@ -19,11 +21,15 @@ MB_BYTES = 2.0**20  # a MB of memory tables
 
 @dataclass(frozen=True, eq=False)
 class Price:
-    """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is that of one GPU."""
+    """One (GPU type, tp, recompute, batch); arrays have an entry per layer, memory is
+    that of one GPU.
+    """
 
     layer_s: np.ndarray  # forward and backward pass of a micro-batch
     memory_bytes: np.ndarray  # held all the time
-    live_bytes: np.ndarray  # held for each micro-batch between its forward and backward pass
+    live_bytes: (
+        np.ndarray
+    )  # held for each micro-batch between its forward and backward pass
     sync_s: float = 0.0  # forward and backward time outside of the layers
     generator_s: float = 0.0  # loading of a micro-batch
     base_bytes: float = 0.0  # held whatever the layers
@@ -33,14 +39,26 @@ class Price:
 class PriceList:
     """What layers cost on every GPU type."""
 
-    table: Mapping[tuple[str, int, str, int], Price]  # prices by (GPU type, tp, recompute, batch)
-    parameters_bytes: np.ndarray  # (layers,), whole, as the gradient all-reduce sends them
-    tied_bytes: float  # gradients of a table that embedding and head share, as the ends of a pipeline reduce them
+    table: Mapping[
+        tuple[str, int, str, int], Price
+    ]  # prices by (GPU type, tp, recompute, batch)
+    parameters_bytes: (
+        np.ndarray
+    )  # (layers,), whole, as the gradient all-reduce sends them
+    # gradients of a table that embedding and head share, as the ends of a pipeline
+    # reduce them
+    tied_bytes: float
     optimizer_s: Mapping[str, float]  # update of the whole model on one GPU, by type
-    ways: tuple[tuple[int, str], ...] = field(init=False)  # the (tp, recompute) with a price on some type, in order
+    ways: tuple[tuple[int, str], ...] = field(
+        init=False
+    )  # the (tp, recompute) with a price on some type, in order
 
     def __post_init__(self):
-        object.__setattr__(self, "ways", tuple(sorted({(tp, recompute) for _, tp, recompute, _ in self.table})))
+        object.__setattr__(
+            self,
+            "ways",
+            tuple(sorted({(tp, recompute) for _, tp, recompute, _ in self.table})),
+        )
 
     @property
     def layers(self) -> int:
@@ -48,33 +66,50 @@ class PriceList:
         return len(self.parameters_bytes)
 
     def get(self, device: str, tp: int, recompute: str, samples: int) -> list[Price]:
-        """Prices of the pieces in which samples come, the largest first; ValueError naming what is missing."""
+        """Prices of the pieces in which samples come, the largest first; ValueError
+        naming what is missing.
+        """
         pieces = self.pieces(device, tp, recompute, samples)
         if None not in pieces:
             return pieces
         more = "" if recompute == "none" else f" with recompute={recompute}"
         missing = bits(samples)[pieces.index(None)]
-        raise ValueError(f"no profile for {device} tp {tp} batch {missing}{more}; there are {self.covered(device)}")
+        raise ValueError(
+            f"no profile for {device} tp {tp} batch {missing}{more}; there are "
+            f"{self.covered(device)}"
+        )
 
-    def pieces(self, device: str, tp: int, recompute: str, samples: int) -> list[Price | None]:
-        """One piece where that many samples have a price, else powers of two, None for those without."""
+    def pieces(
+        self, device: str, tp: int, recompute: str, samples: int
+    ) -> list[Price | None]:
+        """One piece where that many samples have a price, else powers of two, None for
+        those without.
+        """
         if whole := self.table.get((device, tp, recompute, samples)):
             return [whole]
-        return [self.table.get((device, tp, recompute, piece)) for piece in bits(samples)]
+        return [
+            self.table.get((device, tp, recompute, piece)) for piece in bits(samples)
+        ]
 
     def covered(self, device: str) -> str:
         """Degrees and batches of a GPU type that have a price, as text."""
         keys = [(tp, batch) for name, tp, _, batch in self.table if name == device]
-        degrees, batches = (", ".join(map(str, sorted(set(values)))) for values in zip(*keys, strict=True))
+        degrees, batches = (
+            ", ".join(map(str, sorted(set(values))))
+            for values in zip(*keys, strict=True)
+        )
         return f"tp {degrees}; batch {batches}"
 
 
 def prices_of(profiles: Profiles) -> PriceList:
-    """Prices of profiles in Metis' format: memory as the table has it, nothing recomputed.
+    """Prices of profiles in Metis' format: memory as the table has it, nothing
+    recomputed.
 
-    The optimizer's time is stored as one of two updates and falls with tp; the smallest degree is scaled to one GPU.
+    The optimizer's time is stored as one of two updates and falls with tp; the smallest
+    degree is scaled to one GPU.
     """
-    table, optimizer_s = {}, {}
+    table = {}
+    optimizer_s = {}
     for (device, tp, batch), profile in sorted(profiles.table.items()):
         memory_bytes = np.array(profile.memory_mb) * MB_BYTES
         table[device, tp, "none", batch] = Price(
@@ -85,7 +120,9 @@ def prices_of(profiles: Profiles) -> PriceList:
             generator_s=profile.batch_generator_ms / 1e3,
         )
         optimizer_s.setdefault(device, 2 * profile.optimizer_ms * tp / 1e3)
-    return PriceList(table, np.array(profiles.named(None).parameters_bytes, float), 0.0, optimizer_s)
+    return PriceList(
+        table, np.array(profiles.named(None).parameters_bytes, float), 0.0, optimizer_s
+    )
 
 
 def bits(samples: int) -> list[int]:

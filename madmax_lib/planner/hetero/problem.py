@@ -1,4 +1,6 @@
-"""What is planned: which layers at which prices, on which GPUs, by which rules? Inputs read and checked once."""
+"""What is planned: which layers at which prices, on which GPUs, by which rules? Inputs
+read and checked once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class CostRules:
     """What a plan is charged for.
 
     global_batch: samples of a step.
-    hidden, sequence: elements of an activation per token, and tokens of a sample (4096 and 1024).
+    hidden, sequence: elements of an activation per token, and tokens of a sample (4096
+    and 1024).
     bytes_per_element: of an activation sent between stages (2).
     memory_factor: bytes needed per byte of the prices (1); 0 is no limit.
     tp_in_node: whether the GPUs of a replica must lie in one node (False).
@@ -51,7 +54,9 @@ class CostRules:
 
 @dataclass(frozen=True, eq=False)
 class HeteroProblem:
-    """What `plan` and `cost` look at: prices, nodes, the cluster in all orders that are tried, and the rules."""
+    """What `plan` and `cost` look at: prices, nodes, the cluster in all orders that are
+    tried, and the rules.
+    """
 
     prices: PriceList
     nodes: tuple[Node, ...]
@@ -59,21 +64,36 @@ class HeteroProblem:
     rules: CostRules
 
     def fleet(self, order: Sequence[str]) -> Fleet:
-        """The cluster in one order of its types, or of its nodes by type. Raises ValueError for others."""
-        known = next((fleet for fleet in self.fleets if fleet.order == tuple(order)), None)
+        """The cluster in one order of its types, or of its nodes by type. Raises
+        ValueError for others.
+        """
+        known = next(
+            (fleet for fleet in self.fleets if fleet.order == tuple(order)), None
+        )
         return known or fleet_of(self.nodes, order)
 
     def spaces(self) -> list[tuple[int, Fleet]]:
-        """Every number of micro-batches that divides the batch, ascending, with every order of types or nodes."""
-        counts = [count for count in range(1, self.rules.global_batch + 1) if self.rules.global_batch % count == 0]
+        """Every number of micro-batches that divides the batch, ascending, with every
+        order of types or nodes.
+        """
+        counts = [
+            count
+            for count in range(1, self.rules.global_batch + 1)
+            if self.rules.global_batch % count == 0
+        ]
         return [(count, fleet) for count in counts for fleet in self.fleets]
 
 
 def given_or_made(given: HeteroProblem | None, inputs: dict) -> HeteroProblem:
     """The problem, or that of inputs. Raises ValueError for both."""
     if given is not None and inputs:
-        raise ValueError(f"{next(iter(inputs))} stands in the problem that is given; give one of them")
-    return problem(**inputs) if given is None else argument("given", given, HeteroProblem)
+        raise ValueError(
+            f"{next(iter(inputs))} stands in the problem that is given; give one of "
+            "them"
+        )
+    return (
+        problem(**inputs) if given is None else argument("given", given, HeteroProblem)
+    )
 
 
 def problem(
@@ -89,10 +109,12 @@ def problem(
 ) -> HeteroProblem:
     """The inputs of `plan` and `cost`; models and clusters may be names of the catalog.
 
-    profiles (a folder or `Profiles`) or model: where prices come from. hostfile and clusterfile, or cluster (a Cluster,
-    several, or nodes): the GPUs, all of which are used. layers: with embedding and head; all there are if None. rules:
-    fields of `CostRules`, for a model tp_in_node by default; and for a model recompute (none and full by default,
-    chosen per stage), dtype and parameters. Raises ValueError for bad input, OSError for files.
+    profiles (a folder or `Profiles`) or model: where prices come from. hostfile and
+    clusterfile, or cluster (a Cluster, several, or nodes): the GPUs, all of which are
+    used. layers: with embedding and head; all there are if None. rules: fields of
+    `CostRules`, for a model tp_in_node by default; and for a model recompute (none and
+    full by default, chosen per stage), dtype and parameters. Raises ValueError for bad
+    input, OSError for files.
     """
     if (profiles is None) == (model is None):
         raise ValueError("give either profiles or model")
@@ -102,11 +124,17 @@ def problem(
     known = {*CostRules.__dataclass_fields__, *(_OF_MODEL if model is not None else ())}
     if unknown := sorted(rules.keys() - known):
         raise ValueError(
-            f"{unknown[0]}: not an input of profiles" if unknown[0] in _OF_MODEL else f"no input {unknown[0]}"
+            f"{unknown[0]}: not an input of profiles"
+            if unknown[0] in _OF_MODEL
+            else f"no input {unknown[0]}"
         )
     global_batch = whole("global_batch", global_batch, 1)
     model = None if model is None else catalog.model(model)
-    listed = [cluster] if isinstance(cluster, (Cluster, str)) else argument("cluster", cluster, Sequence | None) or []
+    listed = (
+        [cluster]
+        if isinstance(cluster, (Cluster, str))
+        else argument("cluster", cluster, Sequence | None) or []
+    )
     members = [one if isinstance(one, Node) else catalog.cluster(one) for one in listed]
     if cluster is not None and not members:
         raise ValueError("cluster=[] names no cluster or node")
@@ -114,23 +142,46 @@ def problem(
     if clusters:
         nodes = nodes_of(clusters, rules.get("parameters"))
     else:
-        nodes = load_cluster(hostfile, clusterfile) if cluster is None else tuple(members)
+        nodes = (
+            load_cluster(hostfile, clusterfile) if cluster is None else tuple(members)
+        )
     if profiles is not None:
-        prices = prices_of(profiles if isinstance(profiles, Profiles) else load_profiles(profiles))
+        prices = prices_of(
+            profiles if isinstance(profiles, Profiles) else load_profiles(profiles)
+        )
     else:
-        if rules.get("hidden", getattr(model, "hidden", None)) != getattr(model, "hidden", None):
-            raise ValueError(f"hidden={rules['hidden']} is not that of {model.name}, {model.hidden}")
+        if rules.get("hidden", getattr(model, "hidden", None)) != getattr(
+            model, "hidden", None
+        ):
+            raise ValueError(
+                f"hidden={rules['hidden']} is not that of {model.name}, {model.hidden}"
+            )
         options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
         given = rules.pop("sequence", None)
-        sequence = getattr(model, "sequence", None) if given is None else whole("sequence", given, 1)
+        sequence = (
+            getattr(model, "sequence", None)
+            if given is None
+            else whole("sequence", given, 1)
+        )
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
-        prices = simulated_prices(model, types, global_batch=global_batch, sequence=sequence, **options)
-        rules = {"hidden": model.hidden, "sequence": sequence, "tp_in_node": True} | rules
+        prices = simulated_prices(
+            model, types, global_batch=global_batch, sequence=sequence, **options
+        )
+        rules = {
+            "hidden": model.hidden,
+            "sequence": sequence,
+            "tp_in_node": True,
+        } | rules
     checked_rules = CostRules(global_batch, **rules)
     if layers is not None and layers != prices.layers:
-        raise ValueError(f"layers={layers}, but there are prices for {prices.layers} layers, ends included")
+        raise ValueError(
+            f"layers={layers}, but there are prices for {prices.layers} layers, ends "
+            "included"
+        )
     orders = tuple(fleets(nodes))
     for name in orders[0].types:
         if name not in prices.optimizer_s:
-            raise ValueError(f"no profile for {name}; there are {', '.join(prices.optimizer_s)}")
+            raise ValueError(
+                f"no profile for {name}; there are {', '.join(prices.optimizer_s)}"
+            )
     return HeteroProblem(prices, tuple(nodes), orders, checked_rules)

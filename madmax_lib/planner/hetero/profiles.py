@@ -1,9 +1,11 @@
-"""How long does each layer of a model take on each GPU type, at each tensor parallel degree and batch?
+"""How long does each layer of a model take on each GPU type, at each tensor parallel
+degree and batch?
 
-Profile files of Metis [Um et al., USENIX ATC 2024]: one JSON file DeviceType.TYPE_tpN_bsN.json per key. Times stay in
-ms and memory in MB as in the files: Metis' results depend on every bit of them. Files are read in sorted order, never
-in that of the folder. Lengths and plausibility are checked, since published samples have lists that are too short and
-times in another unit.
+Profile files of Metis [Um et al., USENIX ATC 2024]: one JSON file
+DeviceType.TYPE_tpN_bsN.json per key. Times stay in ms and memory in MB as in the files:
+Metis' results depend on every bit of them. Files are read in sorted order, never in
+that of the folder. Lengths and plausibility are checked, since published samples have
+lists that are too short and times in another unit.
 """
 
 import json
@@ -15,10 +17,19 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-__all__ = ["TIMES", "LayerProfile", "Profiles", "load_profiles", "plain_sum", "read_json"]
+__all__ = [
+    "TIMES",
+    "LayerProfile",
+    "Profiles",
+    "load_profiles",
+    "plain_sum",
+    "read_json",
+]
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
-_SLIP = 100.0  # an optimizer time that far from those at other batches is in another unit
+_SLIP = (
+    100.0  # an optimizer time that far from those at other batches is in another unit
+)
 TIMES = {  # field -> name in the file
     "total_ms": "total_time_ms",
     "forward_backward_ms": "forward_backward_time_ms",
@@ -30,15 +41,19 @@ TIMES = {  # field -> name in the file
 
 
 def plain_sum(values: Iterable[float]) -> float:
-    """Sum from left to right; from Python 3.12 on `sum` compensates rounding and so gives other last bits."""
+    """Sum from left to right; from Python 3.12 on `sum` compensates rounding and so
+    gives other last bits.
+    """
     return reduce(add, values, 0)
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One iteration of the whole model on `tp` GPUs of one type with a micro-batch of `batch` samples.
+    """One iteration of the whole model on `tp` GPUs of one type with a micro-batch of
+    `batch` samples.
 
-    Raises ValueError for lengths that differ, values that are not finite or negative, and parts that exceed the whole.
+    Raises ValueError for lengths that differ, values that are not finite or negative,
+    and parts that exceed the whole.
     """
 
     device: str
@@ -59,20 +74,34 @@ class LayerProfile:
     def __post_init__(self):
         for name in ("memory_mb", "parameters_bytes"):
             if len(getattr(self, name)) != self.layers:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.layers} layers")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for "
+                    f"{self.layers} layers"
+                )
         for name in ("layer_ms", "memory_mb", "parameters_bytes", *TIMES):
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
-                if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                if not (
+                    isinstance(value, (int, float))
+                    and math.isfinite(value)
+                    and value >= 0
+                ):
                     raise ValueError(f"{name}={value!r} is not a number of at least 0")
         if not self.layers or min(self.layer_ms) <= 0:
             raise ValueError("layer_ms must have an entry above 0 for every layer")
-        whole_ms, layers_ms = self.forward_backward_ms, plain_sum(self.layer_ms)
+        whole_ms = self.forward_backward_ms
+        layers_ms = plain_sum(self.layer_ms)
         if whole_ms - layers_ms < -1e-6 * whole_ms:
-            raise ValueError(f"forward_backward_ms={whole_ms:g} is below the sum {layers_ms:g} of layers")
+            raise ValueError(
+                f"forward_backward_ms={whole_ms:g} is below the sum {layers_ms:g} of "
+                "layers"
+            )
         for name in TIMES:
             if (value := getattr(self, name)) > self.total_ms * (1 + 1e-6):
-                raise ValueError(f"{name}={value:g} exceeds total_ms={self.total_ms:g}: is a value in another unit?")
+                raise ValueError(
+                    f"{name}={value:g} exceeds total_ms={self.total_ms:g}: is a "
+                    "value in another unit?"
+                )
 
     @property
     def name(self) -> str:
@@ -92,22 +121,37 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profiles:
-    """Profiles by (device, tp, batch), in sorted order of their files. All have the same number of layers."""
+    """Profiles by (device, tp, batch), in sorted order of their files. All have the
+    same number of layers.
+    """
 
     table: Mapping[tuple[str, int, int], LayerProfile] = field(hash=False)
 
     def __post_init__(self):
         if not self.table:
             raise ValueError("there are no profiles")
-        first, profiles = self.named(None), self.table.values()
+        first = self.named(None)
+        profiles = self.table.values()
         for profile in profiles:
             if profile.layers != first.layers:
-                raise ValueError(f"{profile.name} has {profile.layers} layers, {first.name} has {first.layers}")
-            alike = [other for other in profiles if (other.device, other.tp) == (profile.device, profile.tp)]
+                raise ValueError(
+                    f"{profile.name} has {profile.layers} layers, {first.name} has "
+                    f"{first.layers}"
+                )
+            alike = [
+                other
+                for other in profiles
+                if (other.device, other.tp) == (profile.device, profile.tp)
+            ]
             least_ms = min(other.optimizer_ms for other in alike)
             if profile.optimizer_ms > _SLIP * least_ms:
-                rule = f"over {_SLIP:g} x the {least_ms:g} of another batch: is it in another unit?"
-                raise ValueError(f"{profile.name}: optimizer_ms={profile.optimizer_ms:g} is {rule}")
+                rule = (
+                    f"over {_SLIP:g} x the {least_ms:g} of another batch: is it "
+                    "in another unit?"
+                )
+                raise ValueError(
+                    f"{profile.name}: optimizer_ms={profile.optimizer_ms:g} is {rule}"
+                )
 
     @property
     def layers(self) -> int:
@@ -124,28 +168,39 @@ class Profiles:
         if profile := self.table.get((device, tp, batch)):
             return profile
         there = f"types {', '.join(self.devices)}"
-        if degrees := sorted({degree for name, degree, _ in self.table if name == device}):
+        if degrees := sorted(
+            {degree for name, degree, _ in self.table if name == device}
+        ):
             there = f"tp {', '.join(map(str, degrees))} on {device}"
         if batches := sorted(size for *key, size in self.table if key == [device, tp]):
             there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
-        raise ValueError(f"no profile for {device} tp {tp} batch {batch}; there are {there}")
+        raise ValueError(
+            f"no profile for {device} tp {tp} batch {batch}; there are {there}"
+        )
 
     def named(self, name: str | tuple[str, int, int] | None) -> LayerProfile:
-        """The profile of "A100_tp4_bs4" or of its whole file name; None is the first in sorted order."""
+        """The profile of "A100_tp4_bs4" or of its whole file name; None is the first in
+        sorted order.
+        """
         if name is None:
             return next(iter(self.table.values()))
         if isinstance(name, tuple):
             return self.get(*name)
-        key = _NAME.fullmatch(f"DeviceType.{name.removeprefix('DeviceType.').removesuffix('.json')}.json")
+        key = _NAME.fullmatch(
+            f"DeviceType.{name.removeprefix('DeviceType.').removesuffix('.json')}.json"
+        )
         if not key:
-            raise ValueError(f"{name!r} is not the name of a profile such as A100_tp4_bs4")
+            raise ValueError(
+                f"{name!r} is not the name of a profile such as A100_tp4_bs4"
+            )
         return self.get(key["device"], int(key["tp"]), int(key["batch"]))
 
 
 def load_profiles(directory: str | Path) -> Profiles:
     """All profiles of a folder, whatever the order in which it lists them.
 
-    Raises FileNotFoundError without a folder or a profile in it, ValueError naming file, field and rule.
+    Raises FileNotFoundError without a folder or a profile in it, ValueError naming
+    file, field and rule.
     """
     if not (directory := Path(directory)).is_dir():
         raise FileNotFoundError(f"{directory} is not a folder of profiles")
@@ -167,14 +222,23 @@ def read_json(path: Path) -> dict:
 
 
 def _read_profile(path: Path) -> LayerProfile:
-    name, content = _NAME.fullmatch(path.name), read_json(path)
+    name = _NAME.fullmatch(path.name)
+    content = read_json(path)
     try:
-        model, times, memory = content["model"], content["execution_time"], content["execution_memory"]
+        model = content["model"]
+        times = content["execution_time"]
+        memory = content["execution_memory"]
         layer_ms = tuple(times["layer_compute_total_ms"])
         if len(layer_ms) != model["num_layers"]:
-            raise ValueError(f"layer_compute_total_ms has {len(layer_ms)} entries, num_layers is {model['num_layers']}")
+            raise ValueError(
+                f"layer_compute_total_ms has {len(layer_ms)} entries, num_layers is "
+                f"{model['num_layers']}"
+            )
         values = {key: times[name] for key, name in TIMES.items()}
-        between_ms = times.get("between_forward_backward_time_ms", values["forward_backward_ms"] - plain_sum(layer_ms))
+        between_ms = times.get(
+            "between_forward_backward_time_ms",
+            values["forward_backward_ms"] - plain_sum(layer_ms),
+        )
         return LayerProfile(
             device=name["device"],
             tp=int(name["tp"]),

@@ -1,7 +1,8 @@
 """What is a heterogeneous plan? The fields that Metis gives a plan, checked.
 
-A stage is a group of consecutive GPUs with its own degrees and layers. Plans are read from Metis' own output too,
-whose balancer loses layers and leaves stages empty: `repaired` gives such a plan all layers.
+A stage is a group of consecutive GPUs with its own degrees and layers. Plans are read
+from Metis' own output too, whose balancer loses layers and leaves stages empty:
+`repaired` gives such a plan all layers.
 """
 
 from __future__ import annotations
@@ -38,44 +39,81 @@ class HeteroPlan:
         stages = len(self.device_groups)
         if not self.recompute:
             object.__setattr__(self, "recompute", ("none",) * stages)
-        for name, length in (("strategies", stages), ("layer_partition", stages + 1), ("recompute", stages)):
+        for name, length in (
+            ("strategies", stages),
+            ("layer_partition", stages + 1),
+            ("recompute", stages),
+        ):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {stages} device groups")
-        for number, (gpus, (dp, tp)) in enumerate(zip(self.device_groups, self.strategies, strict=True)):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {stages} "
+                    "device groups"
+                )
+        for number, (gpus, (dp, tp)) in enumerate(
+            zip(self.device_groups, self.strategies, strict=True)
+        ):
             if dp < 1 or tp < 1 or dp * tp != gpus:
-                raise ValueError(f"stage {number}: dp x tp = {dp} x {tp} is not the {gpus} GPUs of its group")
+                raise ValueError(
+                    f"stage {number}: dp x tp = {dp} x {tp} is not the {gpus} GPUs "
+                    "of its group"
+                )
 
     @classmethod
     def read(cls, plan: HeteroPlan | Mapping) -> HeteroPlan:
-        """A plan as it is, or from a mapping or table row with these fields, such as Metis' own. Raises ValueError."""
+        """A plan as it is, or from a mapping or table row with these fields, such as
+        Metis' own. Raises ValueError.
+        """
         if isinstance(plan, cls):
             return plan
-        if missing := [name for name in cls.__dataclass_fields__ if name not in plan and name != "recompute"]:
+        if missing := [
+            name
+            for name in cls.__dataclass_fields__
+            if name not in plan and name != "recompute"
+        ]:
             raise ValueError(f"the plan has no {missing[0]}")
         try:
             return cls(
                 node_sequence=tuple(map(str, plan["node_sequence"])),
-                device_groups=tuple(whole("device_groups", gpus, 1) for gpus in plan["device_groups"]),
-                strategies=tuple((whole("dp", dp, 1), whole("tp", tp, 1)) for dp, tp in plan["strategies"]),
+                device_groups=tuple(
+                    whole("device_groups", gpus, 1) for gpus in plan["device_groups"]
+                ),
+                strategies=tuple(
+                    (whole("dp", dp, 1), whole("tp", tp, 1))
+                    for dp, tp in plan["strategies"]
+                ),
                 batches=whole("batches", plan["batches"], 1),
-                layer_partition=tuple(whole("layer_partition", cut) for cut in plan["layer_partition"]),
+                layer_partition=tuple(
+                    whole("layer_partition", cut) for cut in plan["layer_partition"]
+                ),
                 recompute=tuple(map(str, plan.get("recompute", ()))),
             )
         except TypeError as error:
             raise ValueError(f"not a plan: {error}") from None
 
     def repaired(self, layers: int) -> HeteroPlan:
-        """With all layers: lost ones go to the last stage, an empty stage takes the nearest of its neighbour.
+        """With all layers: lost ones go to the last stage, an empty stage takes the
+        nearest of its neighbour.
 
         Raises ValueError for more stages than layers.
         """
         stages = len(self.device_groups)
         if layers < stages:
-            raise ValueError(f"{layers} layers are fewer than the {stages} stages of the plan")
+            raise ValueError(
+                f"{layers} layers are fewer than the {stages} stages of the plan"
+            )
         cuts = self.layer_partition
         if cuts[-1] > layers or any(end < start for start, end in pairwise(cuts)):
-            raise ValueError(f"layer_partition {list(cuts)} does not go up to the {layers} layers")
-        inner = [max(cut, low) for cut, low in zip(self.layer_partition[1:-1], range(1, stages), strict=True)]
+            raise ValueError(
+                f"layer_partition {list(cuts)} does not go up to the {layers} layers"
+            )
+        inner = [
+            max(cut, low)
+            for cut, low in zip(
+                self.layer_partition[1:-1], range(1, stages), strict=True
+            )
+        ]
         inner = list(accumulate(inner, lambda before, cut: max(before + 1, cut)))
-        inner = [min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)]
+        inner = [
+            min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)
+        ]
         return replace(self, layer_partition=(0, *inner, layers))

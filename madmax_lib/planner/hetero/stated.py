@@ -1,9 +1,12 @@
-"""How long does a step take under a stated partition over GPUs of several types? Rows of published tables, predicted.
+"""How long does a step take under a stated partition over GPUs of several types? Rows
+of published tables, predicted.
 
-A row has the columns of `data/published_train.csv` and three more: `hetero_groups`, the nodes in the order of ranks,
-such as "V100x4,T4x4"; `layer_partition`, the first layer of each stage and the number of layers, embedding and head
-among them; `hetero_network_gbit`, Gbit/s of the network per GPU of each node. Ranks count stages outermost, then
-replicas, then tensor ranks. The cost is that of `hetero.cost`, with as many samples on every replica.
+A row has the columns of `data/published_train.csv` and three more: `hetero_groups`, the
+nodes in the order of ranks, such as "V100x4,T4x4"; `layer_partition`, the first layer
+of each stage and the number of layers, embedding and head among them;
+`hetero_network_gbit`, Gbit/s of the network per GPU of each node. Ranks count stages
+outermost, then replicas, then tensor ranks. The cost is that of `hetero.cost`, with as
+many samples on every replica.
 """
 
 import math
@@ -18,7 +21,15 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.plan.stated import completed, count_of, habits_of, machine_of, model_of, software_of, text_of
+from madmax_lib.plan.stated import (
+    completed,
+    count_of,
+    habits_of,
+    machine_of,
+    model_of,
+    software_of,
+    text_of,
+)
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import Fleet
 from madmax_lib.planner.hetero.model import gradients_of, nodes_of, passes_s, per_layer
@@ -33,12 +44,16 @@ from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
 __all__ = ["predict"]
 
 
-def predict(rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | None = None) -> pd.DataFrame:
-    """The rows, or those of a CSV file, with predicted_s beside them: seconds of a step.
+def predict(
+    rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | None = None
+) -> pd.DataFrame:
+    """The rows, or those of a CSV file, with predicted_s beside them: seconds of a
+    step.
 
-    Rows without the columns of the head of the module are of equal GPUs, and of equal stages. profiles (or a folder):
-    measured times of layers, embedding and head among them, in place of the simulator's; a micro-batch without one
-    comes in powers of two. Raises ValueError that names the first row which contradicts itself, and OSError.
+    Rows without the columns of the head of the module are of equal GPUs, and of equal
+    stages. profiles (or a folder): measured times of layers, embedding and head among
+    them, in place of the simulator's; a micro-batch without one comes in powers of two.
+    Raises ValueError that names the first row which contradicts itself, and OSError.
     """
     table = rows if isinstance(rows, pd.DataFrame) else pd.read_csv(rows)
     if isinstance(profiles, (str, Path)):
@@ -53,25 +68,38 @@ def predict(rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | N
 
 
 class _Stated(PlanCost):
-    """The cost of a plan that somebody ran: every replica takes as much, and a stage may have no layer."""
+    """The cost of a plan that somebody ran: every replica takes as much, and a stage
+    may have no layer.
+    """
 
     def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
         return [1.0] * len(types)
 
     def check_layers(self) -> None:
-        cuts, layers = self.plan.layer_partition, self.prices.layers
-        if (cuts[0], cuts[-1]) != (0, layers) or any(end < start for start, end in pairwise(cuts)):
-            raise ValueError(f"layer_partition {list(cuts)} does not tile {layers} layers, embedding and head included")
+        cuts = self.plan.layer_partition
+        layers = self.prices.layers
+        if (cuts[0], cuts[-1]) != (0, layers) or any(
+            end < start for start, end in pairwise(cuts)
+        ):
+            raise ValueError(
+                f"layer_partition {list(cuts)} does not tile {layers} layers, "
+                "embedding and head included"
+            )
 
 
 def _step_s(raw: dict, profiles: Profiles | None) -> float:
     cases = _cases(raw)
-    case, plan = cases[0], cases[0].plan
-    pieces = {one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases}
+    case = cases[0]
+    plan = cases[0].plan
+    pieces = {
+        one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases
+    }
     fleet = Fleet(nodes_of([one.cluster for one in cases]))
     if plan.world_size != fleet.size:
         said = f"dp x tp x pp = {plan.dp} x {plan.tp} x {plan.pp}"
-        raise ValueError(f"{said} are {plan.world_size} GPUs, hetero_groups or n_gpus {fleet.size}")
+        raise ValueError(
+            f"{said} are {plan.world_size} GPUs, hetero_groups or n_gpus {fleet.size}"
+        )
     if (devices := count_of(raw, "n_gpus", fleet.size)) != fleet.size:
         raise ValueError(f"n_gpus={devices}, but hetero_groups hold {fleet.size}")
     prices = _prices(case, pieces, profiles)
@@ -84,8 +112,12 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
         recompute=(plan.recompute,) * plan.pp,
     )
     samples = stated.batches * plan.dp * plan.micro_batch
-    element_bytes = pieces[case.cluster.device.name].prices.steps.work.width.storage_bytes
-    rules = CostRules(samples, case.model.hidden, case.sequence, element_bytes, memory_factor=0)
+    element_bytes = pieces[
+        case.cluster.device.name
+    ].prices.steps.work.width.storage_bytes
+    rules = CostRules(
+        samples, case.model.hidden, case.sequence, element_bytes, memory_factor=0
+    )
     cost = _Stated(stated, HeteroProblem(prices, fleet.nodes, (fleet,), rules))
     return cost.total_s() + max(float(one.prices.host_s) for one in pieces.values())
 
@@ -94,14 +126,22 @@ def _cases(raw: dict) -> list[Case]:
     """The step on each node as if all were like it; on all of equal GPUs, one."""
     for name, most in (("cp", 1), ("ep", 1), ("vpp", 1), ("zero_stage", 2)):
         if count_of(raw, name, 0, least=0) > most:
-            raise ValueError(f"{name}={count_of(raw, name, least=0)}: up to {most} is predicted for stated partitions")
-    model, tp, pp = model_of(raw), count_of(raw, "tp", 1), count_of(raw, "pp", 1)
+            raise ValueError(
+                f"{name}={count_of(raw, name, least=0)}: up to {most} is predicted "
+                "for stated partitions"
+            )
+    model = model_of(raw)
+    tp = count_of(raw, "tp", 1)
+    pp = count_of(raw, "pp", 1)
     if model.experts or model.image:
-        raise ValueError(f"{model.name}: stated partitions are predicted for dense language models")
+        raise ValueError(
+            f"{model.name}: stated partitions are predicted for dense language models"
+        )
     batch, micro = (count_of(raw, name) for name in ("global_batch", "micro_batch"))
     if not (batch and micro):
         raise ValueError("global_batch and micro_batch must be stated")
-    nodes, cases = _nodes(raw), []
+    nodes = _nodes(raw)
+    cases = []
     dp = count_of(raw, "dp", max(sum(count for _, count in nodes) // (tp * pp), 1))
     if dp * micro > batch:
         raise ValueError(f"micro_batch={micro} exceeds {batch} samples over dp={dp}")
@@ -110,49 +150,84 @@ def _cases(raw: dict) -> list[Case]:
         cluster, dtype = machine_of(own, device, count)
         plan = Plan(dp=dp, tp=tp, pp=pp, micro_batch=micro)
         sequence = count_of(own, "seq_len", model.sequence)
-        case = Case(model, cluster, plan, batch, sequence, dtype, software_of(own, device))
+        case = Case(
+            model, cluster, plan, batch, sequence, dtype, software_of(own, device)
+        )
         cases.append(replace(case, plan=replace(plan, **habits_of(own, case))))
     return cases
 
 
 def _nodes(raw: dict) -> list[tuple[dict, int]]:
-    """A row for each node with its GPUs alone, and their number; one of all for equal GPUs."""
+    """A row for each node with its GPUs alone, and their number; one of all for equal
+    GPUs.
+    """
     if not (groups := text_of(raw, "hetero_groups")):
-        return [(raw, count_of(raw, "n_gpus", math.prod(count_of(raw, name, 1) for name in ("dp", "tp", "pp"))))]
-    groups, gbit = groups.split(","), text_of(raw, "hetero_network_gbit")
+        return [
+            (
+                raw,
+                count_of(
+                    raw,
+                    "n_gpus",
+                    math.prod(count_of(raw, name, 1) for name in ("dp", "tp", "pp")),
+                ),
+            )
+        ]
+    groups = groups.split(",")
+    gbit = text_of(raw, "hetero_network_gbit")
     rates = gbit.split(",") if gbit else [""] * len(groups)
     if len(rates) != len(groups):
-        raise ValueError(f"hetero_network_gbit has {len(rates)} entries for {len(groups)} hetero_groups")
+        raise ValueError(
+            f"hetero_network_gbit has {len(rates)} entries for {len(groups)} "
+            "hetero_groups"
+        )
     nodes = []
     for group, rate in zip(groups, rates, strict=True):
         if not (said := re.fullmatch(r"\s*(\S+)x([1-9]\d*)\s*", group)):
-            raise ValueError(f"hetero_groups: {group!r} is not TYPExGPUS such as V100x4")
+            raise ValueError(
+                f"hetero_groups: {group!r} is not TYPExGPUS such as V100x4"
+            )
         own = {"gpu": said[1], "devices_per_node": int(said[2]), "network_gbit": rate}
         nodes.append((raw | own, int(said[2])))
     return nodes
 
 
 def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
-    """As stated; else equal stages, where embedding and head count as layers if the software cuts so."""
-    pp, more = case.plan.pp, 2 * case.software.ends_as_layers
+    """As stated; else equal stages, where embedding and head count as layers if the
+    software cuts so.
+    """
+    pp = case.plan.pp
+    more = 2 * case.software.ends_as_layers
     if not (text := text_of(raw, "layer_partition")):
         inner = ((layers - 2 + more) * stage / pp for stage in range(1, pp))
         return (0, *(math.floor(cut + 0.5) + 1 - more // 2 for cut in inner), layers)
     cuts = re.findall(r"-?\d+", text)
     if len(cuts) != pp + 1:
-        raise ValueError(f"layer_partition {text} has {len(cuts)} entries, not pp + 1 = {pp + 1}")
+        raise ValueError(
+            f"layer_partition {text} has {len(cuts)} entries, not pp + 1 = {pp + 1}"
+        )
     return tuple(map(int, cuts))
 
 
-def _prices(case: Case, pieces: dict[str, Pieces], profiles: Profiles | None) -> PriceList:
-    """Of each GPU type: the simulator's, or those of its profiles; gradients as model and software have them."""
-    plan, model, table, optimizer_s = case.plan, case.model, {}, {}
+def _prices(
+    case: Case, pieces: dict[str, Pieces], profiles: Profiles | None
+) -> PriceList:
+    """Of each GPU type: the simulator's, or those of its profiles; gradients as model
+    and software have them.
+    """
+    plan = case.plan
+    model = case.model
+    table = {}
+    optimizer_s = {}
     nothing = np.zeros(model.layers + 2)
     measured = prices_of(profiles) if profiles else None
     if measured and measured.layers != model.layers + 2:
-        raise ValueError(f"profiles of {measured.layers} layers for {model.layers + 2}, embedding and head included")
+        raise ValueError(
+            f"profiles of {measured.layers} layers for {model.layers + 2}, embedding "
+            "and head included"
+        )
     for name, own in pieces.items():
-        prices, key = own.prices, (name, plan.tp, plan.recompute)
+        prices = own.prices
+        key = (name, plan.tp, plan.recompute)
         if measured:
             there = _profiled(name, profiles.devices)
             for (kind, tp, _, batch), price in measured.table.items():
@@ -161,14 +236,26 @@ def _prices(case: Case, pieces: dict[str, Pieces], profiles: Profiles | None) ->
             optimizer_s[name] = measured.optimizer_s[there]
         else:
             layer_s = per_layer(model, *passes_s(own)[0])
-            stop_s = float(prices.habits.blocking_sends * prices.constants["send_stop_s"] * (plan.pp > 1))
-            table[(*key, plan.micro_batch)] = Price(layer_s, nothing, nothing, sync_s=stop_s)
-            optimizer_s[name] = float(prices.update_s(plan.pp * plan.tp * own.stage.owned(prices)))
-    return PriceList(table, *gradients_of(model, next(iter(pieces.values())).prices), optimizer_s)
+            stop_s = float(
+                prices.habits.blocking_sends
+                * prices.constants["send_stop_s"]
+                * (plan.pp > 1)
+            )
+            table[(*key, plan.micro_batch)] = Price(
+                layer_s, nothing, nothing, sync_s=stop_s
+            )
+            optimizer_s[name] = float(
+                prices.update_s(plan.pp * plan.tp * own.stage.owned(prices))
+            )
+    return PriceList(
+        table, *gradients_of(model, next(iter(pieces.values())).prices), optimizer_s
+    )
 
 
 def _profiled(name: str, devices: tuple[str, ...]) -> str:
-    """The name that profiles have for a device of the catalog. Raises ValueError where they lack it."""
+    """The name that profiles have for a device of the catalog. Raises ValueError where
+    they lack it.
+    """
     named = {device: catalog.device_named(device) for device in devices}
     for device, known in named.items():
         if device == name or (known and known.name == name):

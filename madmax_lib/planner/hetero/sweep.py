@@ -1,9 +1,12 @@
-"""Which chain of stages is best? Dynamic programming over layers and ranks, backwards from the last stage.
+"""Which chain of stages is best? Dynamic programming over layers and ranks, backwards
+from the last stage.
 
-    least(x, p, k) = min over stages (n, y, way) at rank p of  stage + 2 send(k') + least(y, p + n, k')
+    least(x, p, k) = min over stages (n, y, way) at rank p of  stage + 2 send(k') +
+    least(y, p + n, k')
 
-k is what the stage before must know of this one (`StageTable.kind`). With a maximum in place of the sum the same sweep
-gives the least bottleneck. Where activations in flight count, the state also has the number of stages left.
+k is what the stage before must know of this one (`StageTable.kind`). With a maximum in
+place of the sum the same sweep gives the least bottleneck. Where activations in flight
+count, the state also has the number of stages left.
 """
 
 import math
@@ -21,7 +24,11 @@ __all__ = ["OPEN", "Chain", "Sweeper"]
 
 OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
-_BLOCK_BYTES = 2**20  # up to here all group sizes are swept at once, beyond one by one: blocks stay in the cache
+_BLOCK_BYTES = (
+    2**20
+    # up to here all group sizes are swept at once, beyond one by one: blocks stay in the
+    # cache
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,12 @@ class Chain:
     """Stages from the first layer to the last."""
 
     total: float  # what the sweep added up, or the largest of it
-    largest: np.ndarray  # (3,) period, gradient all-reduce and optimizer of the slowest stages in s
-    mean: np.ndarray  # (3,) of these over layers, of every stage at least what the sweep took for the least
+    largest: (
+        np.ndarray
+    )  # (3,) period, gradient all-reduce and optimizer of the slowest stages in s
+    # (3,) of these over layers, of every stage at least what the sweep took for the
+    # least
+    mean: np.ndarray
     plan: HeteroPlan  # the stages as a plan
 
 
@@ -50,7 +61,9 @@ class _Option:
 class _State:
     """What a sweep found on its way: least totals of chains by their first stage."""
 
-    starts: dict[tuple[int, int], np.ndarray]  # by (level, next level) of a first stage, over (kind, end, size)
+    starts: dict[
+        tuple[int, int], np.ndarray
+    ]  # by (level, next level) of a first stage, over (kind, end, size)
     middle: list[list[np.ndarray]]  # blocks of stages by level
     last: np.ndarray  # (layers, sizes)
     reach: list[np.ndarray]  # by level, what lies ahead of a stage
@@ -59,20 +72,37 @@ class _State:
     @cached_property
     def total(self) -> float:
         """The least of all."""
-        return min([self.whole, *(float(options.min(initial=np.inf)) for options in self.starts.values())])
+        return min(
+            [
+                self.whole,
+                *(
+                    float(options.min(initial=np.inf))
+                    for options in self.starts.values()
+                ),
+            ]
+        )
 
 
 class Sweeper:
-    """Sweeps over the stages of a number of micro-batches and an order of the GPU types.
+    """Sweeps over the stages of a number of micro-batches and an order of the GPU
+    types.
 
-    levels: stages left that are told apart, 1 where activations in flight do not count. lacking: missing memory in
-    place of times.
+    levels: stages left that are told apart, 1 where activations in flight do not count.
+    lacking: missing memory in place of times.
     """
 
     def __init__(
-        self, given: HeteroProblem, grid: Grid, batches: int, fleet: Fleet, levels: int = 1, *, lacking: bool = False
+        self,
+        given: HeteroProblem,
+        grid: Grid,
+        batches: int,
+        fleet: Fleet,
+        levels: int = 1,
+        *,
+        lacking: bool = False,
     ):
-        self.table, self.levels = StageTable(given, fleet, batches, grid), levels
+        self.table = StageTable(given, fleet, batches, grid)
+        self.levels = levels
         self.stages = {
             (where, level): self.table.stages(where, level + 1, lacking=lacking)
             for level in range(levels)
@@ -80,52 +110,92 @@ class Sweeper:
             if level == 0 or where != "whole"
         }
         self.sends_s = {
-            key: 2 * self.table.send_s(stages.entry)[:, :, None] * (key[0] in ("first", "middle") and not lacking)
+            key: 2
+            * self.table.send_s(stages.entry)[:, :, None]
+            * (key[0] in ("first", "middle") and not lacking)
             for key, stages in self.stages.items()
         }  # there and back, (kinds, entries, 1)
-        self.ahead = np.minimum(np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1)
+        self.ahead = np.minimum(
+            np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1
+        )
         self.ending = grid.places - grid.steps
         together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
         sizes = range(len(grid.sizes))
         self._scratch = np.empty(0)
-        self.bands = [slice(0, len(sizes))] if together else [slice(i, i + 1) for i in sizes]
+        self.bands = (
+            [slice(0, len(sizes))] if together else [slice(i, i + 1) for i in sizes]
+        )
 
     @property
     def size_bytes(self) -> int:
         """Memory of the tables."""
-        return sum(part.nbytes for stages in self.stages.values() for part in stages.parts)
+        return sum(
+            part.nbytes for stages in self.stages.values() for part in stages.parts
+        )
 
     def chain(
-        self, high=OPEN, low=(0.0, 0.0, 0.0), weights=(0.0, 0.0, 0.0), *, bottleneck: bool = False
+        self,
+        high=OPEN,
+        low=(0.0, 0.0, 0.0),
+        weights=(0.0, 0.0, 0.0),
+        *,
+        bottleneck: bool = False,
     ) -> Chain | None:
-        """The chain of least total, or longest period, of those whose parts are at most high; None if there is none.
+        """The chain of least total, or longest period, of those whose parts are at most
+        high; None if there is none.
 
-        The total has weights times the mean of each part over layers, of every stage at least low. So it bounds from
-        below what chains cost whose largest parts lie between low and high: a mean is at most the largest.
+        The total has weights times the mean of each part over layers, of every stage at
+        least low. So it bounds from below what chains cost whose largest parts lie
+        between low and high: a mean is at most the largest.
         """
         values = {}
         for key, stages in self.stages.items():
             time_s, *updates_s = stages.parts
-            inside = np.logical_and.reduce([part <= most for part, most in zip(updates_s, high[1:], strict=True)])
+            inside = np.logical_and.reduce(
+                [part <= most for part, most in zip(updates_s, high[1:], strict=True)]
+            )
             period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
             np.putmask(period_s, period_s > high[0], np.inf)
             if not bottleneck:
                 begin, end = getattr(self.table.grid, key[0])
                 parts = zip(weights, (period_s, *updates_s), low, strict=True)
-                means_s = sum(weight * np.maximum(part, least) for weight, part, least in parts if weight)
-                period_s = period_s + (end - begin) / self.table.grid.layers * means_s + stages.extra_s[:, None]
+                means_s = sum(
+                    weight * np.maximum(part, least)
+                    for weight, part, least in parts
+                    if weight
+                )
+                period_s = (
+                    period_s
+                    + (end - begin) / self.table.grid.layers * means_s
+                    + stages.extra_s[:, None]
+                )
             values[key] = period_s
         combine = np.maximum if bottleneck else np.add
         state = self._descend(values, combine)
-        return self._path(state, values, combine, low) if np.isfinite(state.total) else None
+        return (
+            self._path(state, values, combine, low)
+            if np.isfinite(state.total)
+            else None
+        )
 
     def _descend(self, values: dict, combine) -> _State:
-        grid, kind, kinds = self.table.grid, self.table.kind, len(self.table.kinds)
-        layers, sizes = grid.layers, np.arange(len(grid.sizes))
-        least = [np.full((kinds, layers + 1, grid.places + 2), np.inf) for _ in range(self.levels)]
-        reach = [np.full((kinds, layers + 1, *kind.shape), np.inf) for _ in range(self.levels)]
+        grid = self.table.grid
+        kind = self.table.kind
+        kinds = len(self.table.kinds)
+        layers = grid.layers
+        sizes = np.arange(len(grid.sizes))
+        least = [
+            np.full((kinds, layers + 1, grid.places + 2), np.inf)
+            for _ in range(self.levels)
+        ]
+        reach = [
+            np.full((kinds, layers + 1, *kind.shape), np.inf)
+            for _ in range(self.levels)
+        ]
         first, last, whole = self._ends(values)
-        middle = [self._middle(values["middle", level], level) for level in range(self.levels)]
+        middle = [
+            self._middle(values["middle", level], level) for level in range(self.levels)
+        ]
         for level in range(self.levels):
             for x in range(layers - 1, 0, -1):
                 if level == 0:
@@ -133,8 +203,12 @@ class Sweeper:
                 for band, block in zip(self.bands, middle[level], strict=True):
                     rows = block[:, grid.row(x) : grid.row(x) + layers - 1 - x]
                     for source in self._sources(level) if rows.size else ():
-                        ahead = reach[source][:, x + 1 : x + 1 + rows.shape[1], band, : rows.shape[3]]
-                        self._improve(least[level][:, x], combine, rows, ahead, kind[band])
+                        ahead = reach[source][
+                            :, x + 1 : x + 1 + rows.shape[1], band, : rows.shape[3]
+                        ]
+                        self._improve(
+                            least[level][:, x], combine, rows, ahead, kind[band]
+                        )
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
         starts = {
             (level, source): combine(first[level], reach[source][:, 1:layers, :, 0])
@@ -143,13 +217,34 @@ class Sweeper:
         }
         return _State(starts, middle, last, reach, whole)
 
-    def _improve(self, least: np.ndarray, combine, rows: np.ndarray, ahead: np.ndarray, kind: np.ndarray) -> None:
-        """Least of each kind and place, lowered by stages over rows with what lies ahead of them."""
+    def _improve(
+        self,
+        least: np.ndarray,
+        combine,
+        rows: np.ndarray,
+        ahead: np.ndarray,
+        kind: np.ndarray,
+    ) -> None:
+        """Least of each kind and place, lowered by stages over rows with what lies
+        ahead of them.
+        """
         options = combine(rows, ahead, out=self._room(rows.shape))
-        lowest = options.reshape(-1, options[0, 0].size).min(axis=0).reshape(options.shape[2:])
+        lowest = (
+            options.reshape(-1, options[0, 0].size)
+            .min(axis=0)
+            .reshape(options.shape[2:])
+        )
         for code in range(len(least)):
-            of_kind = lowest if len(least) == 1 else np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
-            np.minimum(least[code, : of_kind.shape[1]], of_kind.min(axis=0), out=least[code, : of_kind.shape[1]])
+            of_kind = (
+                lowest
+                if len(least) == 1
+                else np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
+            )
+            np.minimum(
+                least[code, : of_kind.shape[1]],
+                of_kind.min(axis=0),
+                out=least[code, : of_kind.shape[1]],
+            )
 
     def _room(self, shape: tuple[int, ...]) -> np.ndarray:
         """Scratch memory: new pages for each block would cost as much as its sums."""
@@ -159,29 +254,58 @@ class Sweeper:
         return self._scratch[:size].reshape(shape)
 
     def _ends(self, values: dict) -> tuple[list[np.ndarray], np.ndarray, float]:
-        """Least values by group size: first stages of each level, (kinds, rows, sizes), last stages, whole."""
+        """Least values by group size: first stages of each level, (kinds, rows, sizes),
+        last stages, whole.
+        """
         group = self.table.group
-        first = [self._least("first", level, values, group[:, 0]) for level in range(self.levels)]
-        last = self._least("last", 0, values, group[np.arange(len(group)), self.ending])[0]
-        whole = self._least("whole", 0, values, group[-1:, 0])[0, 0, 0] if self.ending[-1] == 0 else np.inf
+        first = [
+            self._least("first", level, values, group[:, 0])
+            for level in range(self.levels)
+        ]
+        last = self._least(
+            "last", 0, values, group[np.arange(len(group)), self.ending]
+        )[0]
+        whole = (
+            self._least("whole", 0, values, group[-1:, 0])[0, 0, 0]
+            if self.ending[-1] == 0
+            else np.inf
+        )
         return first, last, float(whole)
 
     def _middle(self, values: np.ndarray, level: int) -> list[np.ndarray]:
-        """(kinds, rows, sizes, places) least values of each band of sizes, without what is infinite at the end."""
-        stages, blocks = self.stages["middle", level], []
+        """(kinds, rows, sizes, places) least values of each band of sizes, without what
+        is infinite at the end.
+        """
+        stages = self.stages["middle", level]
+        blocks = []
         classes = [stages.least(value, self.table.classes) for value in values]
         for band in self.bands:
             group = self.table.group[band, : 1 + int(self.ending[band].max())]
             finite = np.isfinite(np.min(classes, axis=0)[np.unique(group)]).any(axis=0)
-            count = len(finite) if not self.table.grid.alike else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
-            of_kinds = [np.ascontiguousarray(least[:, :count].T)[:, group] for least in classes]
-            blocks.append(of_kinds[0][None] if len(of_kinds) == 1 else np.stack(of_kinds))
+            count = (
+                len(finite)
+                if not self.table.grid.alike
+                else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
+            )
+            of_kinds = [
+                np.ascontiguousarray(least[:, :count].T)[:, group] for least in classes
+            ]
+            blocks.append(
+                of_kinds[0][None] if len(of_kinds) == 1 else np.stack(of_kinds)
+            )
         return blocks
 
-    def _least(self, where: str, level: int, values: dict, group: np.ndarray) -> np.ndarray:
+    def _least(
+        self, where: str, level: int, values: dict, group: np.ndarray
+    ) -> np.ndarray:
         """(kinds, rows, groups) least values of some groups."""
         stages = self.stages[where, level]
-        return np.stack([stages.least(value, self.table.classes).T[:, group] for value in values[where, level]])
+        return np.stack(
+            [
+                stages.least(value, self.table.classes).T[:, group]
+                for value in values[where, level]
+            ]
+        )
 
     def _sources(self, level: int) -> tuple[int, ...]:
         """Levels of the stage after one: the last level stands for all higher ones."""
@@ -189,10 +313,15 @@ class Sweeper:
         return (*last, level - 1) if level else last
 
     def _path(self, state: _State, values: dict, combine, low) -> Chain:
-        """The chain behind a total: at each stage the option of least value, the first on ties."""
+        """The chain behind a total: at each stage the option of least value, the first
+        on ties.
+        """
         option = self._first_option(state)
-        begin, place = 0, 0
-        cuts, entries, parts = [0], [], []
+        begin = 0
+        place = 0
+        cuts = [0]
+        entries = []
+        parts = []
         while True:
             entry, entry_parts = self._entry(option, begin, place, values)
             cuts.append(option.end)
@@ -200,10 +329,13 @@ class Sweeper:
             parts.append(entry_parts)
             if option.where in ("last", "whole"):
                 break
-            begin, place = option.end, place + int(self.table.grid.steps[option.size])
+            begin = option.end
+            place = place + int(self.table.grid.steps[option.size])
             option = self._next_option(state, option, place, combine)
         mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
-        return Chain(state.total, np.max(parts, axis=0), mean, self._plan(cuts, entries))
+        return Chain(
+            state.total, np.max(parts, axis=0), mean, self._plan(cuts, entries)
+        )
 
     def _first_option(self, state: _State) -> _Option:
         best = state.whole
@@ -211,37 +343,67 @@ class Sweeper:
         for (level, source), options in state.starts.items():
             if options.min(initial=np.inf) < best:
                 best = options.min()
-                kind, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
+                kind, row, size = map(
+                    int, np.unravel_index(options.argmin(), options.shape)
+                )
                 answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
-    def _next_option(self, state: _State, before: _Option, place: int, combine) -> _Option:
+    def _next_option(
+        self, state: _State, before: _Option, place: int, combine
+    ) -> _Option:
         """The stage after one, which begins where that ends."""
-        grid, level, begin = self.table.grid, before.next_level, before.end
-        best, answer = np.inf, None
+        grid = self.table.grid
+        level = before.next_level
+        begin = before.end
+        best = np.inf
+        answer = None
         of_kind = self.table.kind[:, place] == before.next_kind
-        for size in np.flatnonzero((self.ending == place) & of_kind) if level == 0 else ():
+        for size in (
+            np.flatnonzero((self.ending == place) & of_kind) if level == 0 else ()
+        ):
             best = state.last[begin - 1, size]
             answer = _Option("last", 0, 0, grid.layers, int(size), 0)
-        first_row, count = grid.row(begin), grid.layers - 1 - begin
+        first_row = grid.row(begin)
+        count = grid.layers - 1 - begin
         for band, block in zip(self.bands, state.middle[level], strict=True):
             rows = block[:, first_row : first_row + count, :, place : place + 1]
             for source in self._sources(level) if rows.size else ():
-                ahead = state.reach[source][:, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1]
-                options = np.where(of_kind[band, None], combine(rows, ahead), np.inf)[..., 0]
+                ahead = state.reach[source][
+                    :, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1
+                ]
+                options = np.where(of_kind[band, None], combine(rows, ahead), np.inf)[
+                    ..., 0
+                ]
                 if options.min() < best:
                     best = options.min()
-                    kind, row, size = map(int, np.unravel_index(options.argmin(), options.shape))
-                    answer = _Option("middle", level, kind, begin + 1 + row, band.start + size, source)
+                    kind, row, size = map(
+                        int, np.unravel_index(options.argmin(), options.shape)
+                    )
+                    answer = _Option(
+                        "middle",
+                        level,
+                        kind,
+                        begin + 1 + row,
+                        band.start + size,
+                        source,
+                    )
         return answer
 
-    def _entry(self, option: _Option, begin: int, place: int, values: dict) -> tuple[int, list[float]]:
+    def _entry(
+        self, option: _Option, begin: int, place: int, values: dict
+    ) -> tuple[int, list[float]]:
         """Number of the cheapest entry of a stage, and its parts."""
         key = option.where, option.level
-        stages, end = self.stages[key], option.end
+        stages = self.stages[key]
+        end = option.end
         middle_row = self.table.grid.row(max(begin, 1)) + end - begin - 1
-        row = {"first": end - 1, "last": begin - 1, "whole": 0, "middle": middle_row}[option.where]
-        number = int(np.searchsorted(stages.classes, self.table.group[option.size, place]))
+        row = {"first": end - 1, "last": begin - 1, "whole": 0, "middle": middle_row}[
+            option.where
+        ]
+        number = int(
+            np.searchsorted(stages.classes, self.table.group[option.size, place])
+        )
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]
         chosen = start + int(values[key][option.next_kind, start:stop, row].argmin())
         send_s = self.sends_s[key][option.next_kind, chosen, 0]
@@ -251,7 +413,9 @@ class Sweeper:
     def _plan(self, cuts: list[int], entries: list[int]) -> HeteroPlan:
         table = self.table
         gpus = table.size[table.of_class[entries]].tolist()
-        degrees = zip(table.dp[entries].tolist(), table.tp[entries].tolist(), strict=True)
+        degrees = zip(
+            table.dp[entries].tolist(), table.tp[entries].tolist(), strict=True
+        )
         return HeteroPlan(
             node_sequence=table.fleet.types,
             device_groups=tuple(gpus),

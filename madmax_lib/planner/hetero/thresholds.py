@@ -1,10 +1,12 @@
 """Which plan is best of all? Best-first search over thresholds, exact to a stated gap.
 
-The cost has three maxima over stages: (batches - 1) x period, gradient all-reduce and optimizer. With their means over
-layers in place of them a sweep finds the chain that bounds the cost of all from below; its own maxima bound that of the
-best from above. A box of thresholds between which the maxima lie is cut until the two meet: below the upper ones fewer
-stages are left, and no stage counts less than the lower ones. Boxes of all type orders and numbers of micro-batches
-wait in one queue, the most promising first.
+The cost has three maxima over stages: (batches - 1) x period, gradient all-reduce and
+optimizer. With their means over layers in place of them a sweep finds the chain that
+bounds the cost of all from below; its own maxima bound that of the best from above. A
+box of thresholds between which the maxima lie is cut until the two meet: below the
+upper ones fewer stages are left, and no stage counts less than the lower ones. Boxes of
+all type orders and numbers of micro-batches wait in one queue, the most promising
+first.
 """
 
 from __future__ import annotations
@@ -25,31 +27,44 @@ _KEPT_BYTES = 256e6  # of tables; the others are built again when needed
 
 @dataclass(order=True)
 class _Box:
-    """Thresholds of one space that are still to be searched, by the least cost between them."""
+    """Thresholds of one space that are still to be searched, by the least cost between
+    them.
+    """
 
     bound_s: float
     number: int
     space: int = field(compare=False)
-    low: np.ndarray = field(compare=False)  # (3,) of period, gradient all-reduce and optimizer
+    low: np.ndarray = field(
+        compare=False
+    )  # (3,) of period, gradient all-reduce and optimizer
     high: np.ndarray = field(compare=False)
 
 
 class Search:
-    """The best chain over all spaces; `run` searches until it is proven, or a KeyboardInterrupt.
+    """The best chain over all spaces; `run` searches until it is proven, or a
+    KeyboardInterrupt.
 
-    spaces: makers of a Sweeper each, with the weights (3,) of their maxima. goal_gap: share of the cost within which
-    the answer is proven. tick: called after every sweep.
-    chain: the best so far; cost_s: what its plan costs; bound_s: the least any plan can cost.
+    spaces: makers of a Sweeper each, with the weights (3,) of their maxima. goal_gap:
+    share of the cost within which the answer is proven. tick: called after every sweep.
+    chain: the best so far; cost_s: what its plan costs; bound_s: the least any plan can
+    cost.
     sweeps: those it took. stopped: whether it was interrupted.
     """
 
     def __init__(
-        self, spaces: list[tuple[Callable[[], Sweeper], np.ndarray]], goal_gap: float, tick: Callable[[Search], None]
+        self,
+        spaces: list[tuple[Callable[[], Sweeper], np.ndarray]],
+        goal_gap: float,
+        tick: Callable[[Search], None],
     ):
         self.makers, self.weights = zip(*spaces, strict=True)
-        self.goal_gap, self.tick = goal_gap, tick
+        self.goal_gap = goal_gap
+        self.tick = tick
         self.chain: Chain | None = None
-        self.cost_s, self.bound_s, self.sweeps, self.stopped = np.inf, 0.0, 0, False
+        self.cost_s = np.inf
+        self.bound_s = 0.0
+        self.sweeps = 0
+        self.stopped = False
         self._number = count()
         self._kept: dict[int, Sweeper] = {}
         self._queue: list[_Box] = []
@@ -57,7 +72,11 @@ class Search:
     @property
     def gap(self) -> float:
         """Share of the cost that a better plan could save at most."""
-        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s if np.isfinite(self.cost_s) else np.inf
+        return (
+            max(self.cost_s - self.bound_s, 0.0) / self.cost_s
+            if np.isfinite(self.cost_s)
+            else np.inf
+        )
 
     def run(self) -> Search:
         """Search, and the search itself."""
@@ -88,24 +107,34 @@ class Search:
     def _sweeper(self, space: int) -> Sweeper:
         sweeper = self._kept.pop(space, None) or self.makers[space]()
         self._kept[space] = sweeper
-        while len(self._kept) > 1 and sum(kept.size_bytes for kept in self._kept.values()) > _KEPT_BYTES:
+        while (
+            len(self._kept) > 1
+            and sum(kept.size_bytes for kept in self._kept.values()) > _KEPT_BYTES
+        ):
             del self._kept[next(iter(self._kept))]
         return sweeper
 
     def _search(self, box: _Box) -> None:
         """The best chain of a box, and smaller boxes that hold every better plan."""
         weights = self.weights[box.space]
-        each = weights + np.array([1.0, 0.0, 0.0])  # the longest period counts once more, among all
+        each = weights + np.array(
+            [1.0, 0.0, 0.0]
+        )  # the longest period counts once more, among all
         high = np.minimum(box.high, box.low + (self._goal() - each @ box.low) / each)
         chain = self._sweeper(box.space).chain(high, box.low, weights)
         self.sweeps += 1
         if chain is not None:
             more = weights * (chain.largest - chain.mean)
             if chain.total + more.sum() < self.cost_s:
-                self.chain, self.cost_s = chain, chain.total + float(more.sum())
-            axis, bound_s = int(more.argmax()), max(box.bound_s, chain.total)
-            upper_low, lower_high = box.low.copy(), high.copy()
-            upper_low[axis] = lower_high[axis] = (1 - self.goal_gap) * chain.largest[axis]
+                self.chain = chain
+                self.cost_s = chain.total + float(more.sum())
+            axis = int(more.argmax())
+            bound_s = max(box.bound_s, chain.total)
+            upper_low = box.low.copy()
+            lower_high = high.copy()
+            upper_low[axis] = lower_high[axis] = (1 - self.goal_gap) * chain.largest[
+                axis
+            ]
             self._push(bound_s, box.space, box.low, lower_high)
             self._push(bound_s, box.space, upper_low, high)
         self.tick(self)

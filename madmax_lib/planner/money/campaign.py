@@ -1,4 +1,6 @@
-"""How many devices, days, dollars and megawatt-hours does a training take? The best plan at each number of devices."""
+"""How many devices, days, dollars and megawatt-hours does a training take? The best
+plan at each number of devices.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,15 @@ from madmax_lib.simulator.rates.parameters import Parameters, constants_of, soft
 
 __all__ = ["AMOUNTS", "Campaign", "campaign"]
 
-_BATCH_TOKENS = {1e24: 2**22, np.inf: 2**24}  # by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
+_BATCH_TOKENS = {
+    1e24: 2**22,
+    np.inf: 2**24,
+}  # by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
 _MOST = 1 << 17  # devices
 _NEAR = 0.2  # a default batch is so near to its tokens
-_ROUND = 64  # by powers of two up to this the samples of a replica are best divided, into micro-batches
+# by powers of two up to this the samples of a replica are best divided, into
+# micro-batches
+_ROUND = 64
 _LEFT = 8  # below which is the odd number that a batch may leave to tp, pp and cp
 _MFU = 0.6  # no training reaches more: fewer devices are not tried
 AMOUNTS = ("days", "device_hours", "usd", "mwh")
@@ -39,12 +46,15 @@ _Z = norm.ppf(0.95)
 class Campaign:
     """What a training takes.
 
-    table: a row per number of devices tried: devices, plan, stacks (that it is timed as), global_batch, step_s and mfu
-        of a step, days, device_hours, usd and mwh (each with _low and _high, 90 %), goodput, and in_time, the
-        probability of the days asked for (NaN if none were).
-    best: the row that answers: of the fewest devices that are in time, or of the devices asked for.
-    notes: what the figures rest on, a line each: step (samples and tokens), software, space, interval, mfu, goodput,
-        price (of a device-hour in USD, with its source and date) and energy.
+    table: a row per number of devices tried: devices, plan, stacks (that it is timed
+        as), global_batch, step_s and mfu of a step, days, device_hours, usd and mwh
+        (each with _low and _high, 90 %), goodput, and in_time, the probability of the
+        days asked for (NaN if none were).
+    best: the row that answers: of the fewest devices that are in time, or of the
+        devices asked for.
+    notes: what the figures rest on, a line each: step (samples and tokens), software,
+        space, interval, mfu, goodput, price (of a device-hour in USD, with its source
+        and date) and energy.
     """
 
     table: pd.DataFrame
@@ -54,14 +64,23 @@ class Campaign:
     def __repr__(self) -> str:
         row = self.best
 
-        ends = {name: [_words(row[f"{name}{end}"]) for end in ("", "_low", "_high")] for name in AMOUNTS}
-        ends = {name: f"{middle} ({low} to {high})" for name, (middle, low, high) in ends.items()}
+        ends = {
+            name: [_words(row[f"{name}{end}"]) for end in ("", "_low", "_high")]
+            for name in AMOUNTS
+        }
+        ends = {
+            name: f"{middle} ({low} to {high})"
+            for name, (middle, low, high) in ends.items()
+        }
         usd = "USD unknown" if np.isnan(row["usd"]) else f"{ends['usd']} USD"
         answer = (
-            f"{row['devices']:,} devices: {ends['days']} days, {ends['device_hours']} device-hours, {usd}, "
+            f"{row['devices']:,} devices: {ends['days']} days, "
+            f"{ends['device_hours']} device-hours, {usd}, "
             f"{ends['mwh']} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
         )
-        return "\n".join([answer, *(f"{name}: {words}" for name, words in self.notes.items())])
+        return "\n".join(
+            [answer, *(f"{name}: {words}" for name, words in self.notes.items())]
+        )
 
 
 def _words(value: float) -> str:
@@ -84,16 +103,19 @@ def campaign(
     goodput: Goodput | None = None,
     parameters: Parameters | None = None,
 ) -> Campaign:
-    """A training of a model on so many tokens, on as many devices as finish in so many days, or on devices given.
+    """A training of a model on so many tokens, on as many devices as finish in so many
+    days, or on devices given.
 
-    cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the probability of the days asked
-    for. global_batch: samples; if None 4 million tokens (16 for trainings above 1e24 FLOPs), within 20 % the batch that
-    divides best over the devices. software: only what it launches, timed as it overlaps; if None the fastest of five
-    (on the first number of devices that is tried). The plan is the best of `Space.quick()`; days, money and energy are
-    those of `training`, which knows failures and what trainings take over such predictions. For days, numbers of nodes
-    are tried in steps of 1 to 2 %, but none that leaves an odd number above 7 to tp, pp and cp.
-    Raises ValueError unless either days or devices are given, where no plan fits, and where no number of devices is in
-    time.
+    cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the
+    probability of the days asked for. global_batch: samples; if None 4 million tokens
+    (16 for trainings above 1e24 FLOPs), within 20 % the batch that divides best over
+    the devices. software: only what it launches, timed as it overlaps; if None the
+    fastest of five (on the first number of devices that is tried). The plan is the best
+    of `Space.quick()`; days, money and energy are those of `training`, which knows
+    failures and what trainings take over such predictions. For days, numbers of nodes
+    are tried in steps of 1 to 2 %, but none that leaves an odd number above 7 to tp, pp
+    and cp. Raises ValueError unless either days or devices are given, where no plan
+    fits, and where no number of devices is in time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
     >>> bool(answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"])  # hours of its model card
@@ -104,16 +126,26 @@ def campaign(
     if not number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
-    case = Case.of_step(model, cluster, Plan(), 1, sequence, dtype, software_of(software, parameters))
+    case = Case.of_step(
+        model, cluster, Plan(), 1, sequence, dtype, software_of(software, parameters)
+    )
     check_case(case)
-    job = _Job(case, number("tokens", tokens, positive=True), global_batch, stacks_of(case), parameters)
+    job = _Job(
+        case,
+        number("tokens", tokens, positive=True),
+        global_batch,
+        stacks_of(case),
+        parameters,
+    )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
     if devices is not None:
         rows = [_row(job, whole("devices", devices, 1), costs)]
     else:
         rows = _first_in_time(job, number("days", days, positive=True), sure, costs)
     table = pd.DataFrame(rows)
-    table["in_time"] = norm.cdf(np.log((days or np.nan) / table["days"]) / _sigma(table))
+    table["in_time"] = norm.cdf(
+        np.log((days or np.nan) / table["days"]) / _sigma(table)
+    )
     best = table.iloc[-1]
     return Campaign(table, best, _notes(job, best, costs))
 
@@ -136,30 +168,55 @@ class _Job:
     @property
     def flops(self) -> float:
         """Of the training: three forward passes for every token."""
-        return 3 * self.case.model.forward_flops(1, self.case.sequence) / self.case.sequence * self.tokens
+        return (
+            3
+            * self.case.model.forward_flops(1, self.case.sequence)
+            / self.case.sequence
+            * self.tokens
+        )
 
     def counts(self, days: float) -> list[int]:
-        """Whole nodes (or parts of large ones), 64 numbers in each octave, from the fewest that may be in time."""
-        device, node = self.case.cluster.device, self.case.cluster.devices_per_node
+        """Whole nodes (or parts of large ones), 64 numbers in each octave, from the
+        fewest that may be in time.
+        """
+        device = self.case.cluster.device
+        node = self.case.cluster.devices_per_node
         steps = sorted({step << power for power in range(12) for step in range(1, 128)})
-        counts = [8 * step for step in steps if 8 * step < node] + [node * step for step in steps]
-        least = self.flops / (_MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY)
+        counts = [8 * step for step in steps if 8 * step < node] + [
+            node * step for step in steps
+        ]
+        least = self.flops / (
+            _MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY
+        )
         counts = [count for count in counts if count <= _MOST]
-        return [count for count in counts if count >= least and _left(count, self.batch(count)) < _LEFT] or counts[-1:]
+        return [
+            count
+            for count in counts
+            if count >= least and _left(count, self.batch(count)) < _LEFT
+        ] or counts[-1:]
 
     def batch(self, devices: int) -> int:
-        """Samples of a step; of those near a default the one that divides best over the devices."""
+        """Samples of a step; of those near a default the one that divides best over the
+        devices.
+        """
         if self.global_batch is not None:
             return self.global_batch
-        tokens = next(size for most, size in _BATCH_TOKENS.items() if self.flops <= most)
+        tokens = next(
+            size for most, size in _BATCH_TOKENS.items() if self.flops <= most
+        )
         samples = max(tokens // self.case.sequence, 1)
-        near = np.arange(math.ceil((1 - _NEAR) * samples), int((1 + _NEAR) * samples) + 1)
-        order = np.lexsort((abs(near - samples), -np.gcd(near, _ROUND * devices), _left(devices, near)))
+        near = np.arange(
+            math.ceil((1 - _NEAR) * samples), int((1 + _NEAR) * samples) + 1
+        )
+        order = np.lexsort(
+            (abs(near - samples), -np.gcd(near, _ROUND * devices), _left(devices, near))
+        )
         return int(near[order[0]])
 
 
 def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
-    """The odd part of what tp, pp and cp have to take where as many replicas as divide a batch take the rest.
+    """The odd part of what tp, pp and cp have to take where as many replicas as divide
+    a batch take the rest.
 
     >>> [int(_left(3072, batch)) for batch in (2048, 2304)]
     [3, 1]
@@ -169,13 +226,31 @@ def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
 
 
 def _row(job: _Job, devices: int, costs: dict) -> dict:
-    """The best plan of any stack on so many devices and what the training takes. Raises ValueError where none fits."""
-    cluster, batch, case = _resized(job.case.cluster, devices), job.batch(devices), job.case
-    options = {"sequence": case.sequence, "dtype": case.dtype, "parameters": job.parameters, "space": Space.quick()}
-    tables, reason = [], ""
+    """The best plan of any stack on so many devices and what the training takes. Raises
+    ValueError where none fits.
+    """
+    cluster = _resized(job.case.cluster, devices)
+    batch = job.batch(devices)
+    case = job.case
+    options = {
+        "sequence": case.sequence,
+        "dtype": case.dtype,
+        "parameters": job.parameters,
+        "space": Space.quick(),
+    }
+    tables = []
+    reason = ""
     for stack in job.stacks:
         try:
-            found = search(case.model, cluster, batch, top=1, software=stack, progress=False, **options)
+            found = search(
+                case.model,
+                cluster,
+                batch,
+                top=1,
+                software=stack,
+                progress=False,
+                **options,
+            )
             tables.append(found.table)
         except ValueError as error:
             if not re.search("fits|no layout|no plan", str(error)):
@@ -186,7 +261,10 @@ def _row(job: _Job, devices: int, costs: dict) -> dict:
     table = min(tables, key=lambda table: table["step_s"][0])
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
-    kept = {name: row.get(name, np.nan) for name in ("plan", "stacks", "step_s", "mfu", *ends, "goodput")}
+    kept = {
+        name: row.get(name, np.nan)
+        for name in ("plan", "stacks", "step_s", "mfu", *ends, "goodput")
+    }
     return {"devices": devices, "global_batch": batch, **kept}
 
 
@@ -195,17 +273,23 @@ def _resized(cluster: Cluster, devices: int) -> Cluster:
     node = min(devices, cluster.devices_per_node)
     if devices % node:
         near = f"nearest: {devices // node * node}, {(devices // node + 1) * node}"
-        raise ValueError(f"devices={devices} are not whole nodes of {node} of {cluster.name}; {near}")
+        raise ValueError(
+            f"devices={devices} are not whole nodes of {node} of {cluster.name}; {near}"
+        )
     return replace(cluster, devices_per_node=node, nodes=devices // node)
 
 
 def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dict]:
     """Rows of the numbers of devices that were tried; the last is the fewest in time.
 
-    More devices are no more efficient, so that a number which takes so many times the days needs as many times more.
-    The stack is the fastest on the first number that one fits on.
+    More devices are no more efficient, so that a number which takes so many times the
+    days needs as many times more. The stack is the fastest on the first number that one
+    fits on.
     """
-    counts, rows, least, reason = job.counts(days), [], 0.0, ""
+    counts = job.counts(days)
+    rows = []
+    least = 0.0
+    reason = ""
     for count in counts:
         if count < least:
             continue
@@ -219,32 +303,63 @@ def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dic
         late = row["days"] * np.exp(norm.ppf(sure) * _sigma(row)) / days
         if late <= 1:
             return rows
-        job, least = replace(job, stacks=tuple(s for s in job.stacks if s.name == row["stacks"])), count * late
+        job = replace(
+            job, stacks=tuple(s for s in job.stacks if s.name == row["stacks"])
+        )
+        least = count * late
     best = min(rows, key=lambda row: row["days"], default=None)
     said = (
-        f"{best['devices']:,} take {best['days']:.3g} days of {best['global_batch']:,} samples a step"
+        f"{best['devices']:,} take {best['days']:.3g} days of "
+        f"{best['global_batch']:,} samples a step"
         if best
         else reason
     )
-    raise ValueError(f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger batch may be")
+    raise ValueError(
+        f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger "
+        "batch may be"
+    )
 
 
 def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
     """What the figures rest on."""
-    device, sequence, batch = job.case.cluster.device, job.case.sequence, best["global_batch"]
-    factor, goodput = practice()[0], costs["goodput"] or Goodput()
-    stacks, either = ", ".join(stack.name for stack in job.stacks), best["days_high"] / best["days"]
-    fastest = f"the fastest of {stacks}" if len(job.stacks) > 1 else "only what it launches"
+    device = job.case.cluster.device
+    sequence = job.case.sequence
+    batch = best["global_batch"]
+    factor = practice()[0]
+    goodput = costs["goodput"] or Goodput()
+    stacks = ", ".join(stack.name for stack in job.stacks)
+    either = best["days_high"] / best["days"]
+    fastest = (
+        f"the fastest of {stacks}" if len(job.stacks) > 1 else "only what it launches"
+    )
     return {
-        "step": f"{batch:,} samples of {sequence:,} tokens, {batch * sequence / 1e6:.3g}M tokens",
+        "step": (
+            f"{batch:,} samples of {sequence:,} tokens, "
+            f"{batch * sequence / 1e6:.3g}M tokens"
+        ),
         "software": f"{best['stacks']}: {fastest}, timed as it overlaps",
-        "space": "what people usually run (Space.quick()); a search of the whole space may find a faster plan",
-        "interval": f"90 %: from days / {either:.2g} to days x {either:.2g}; all published trainings lie that near",
-        "days": f"the predicted steps x {factor:.2f} (the median of published trainings over predictions) / goodput",
-        "mfu": f"of a predicted step; {best['mfu'] * best['goodput'] / factor:.1%} over the days of the training",
+        "space": (
+            "what people usually run (Space.quick()); a search of the whole "
+            "space may find a faster plan"
+        ),
+        "interval": (
+            f"90 %: from days / {either:.2g} to days x {either:.2g}; all "
+            "published trainings lie that near"
+        ),
+        "days": (
+            f"the predicted steps x {factor:.2f} (the median of published "
+            "trainings over predictions) / goodput"
+        ),
+        "mfu": (
+            f"of a predicted step; {best['mfu'] * best['goodput'] / factor:.1%} "
+            "over the days of the training"
+        ),
         "goodput": goodput.describe(int(best["devices"]), job.case.model.parameters),
         "price": _price(job.case.cluster, costs["usd_per_hour"]),
-        "energy": f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, network and cooling"
+        "energy": (
+            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
+            "network and cooling"
+        )
         if device.tdp_w > 0
         else f"no TDP of {device.name} is known",
     }
@@ -257,6 +372,12 @@ def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
     table = catalog.table("devices")
     row = table[(table["name"] == cluster.device.name) & (table["quantity"] == "price")]
     if row.empty:
-        return f"no price of {cluster.device.name} is known; give usd_per_hour (--usd-per-hour)"
+        return (
+            f"no price of {cluster.device.name} is known; give usd_per_hour "
+            "(--usd-per-hour)"
+        )
     price = row.iloc[-1]
-    return f"{price['value']} USD/h of a device, {price['source']}, {price['date']}; other terms: usd_per_hour"
+    return (
+        f"{price['value']} USD/h of a device, {price['source']}, {price['date']}; "
+        "other terms: usd_per_hour"
+    )

@@ -1,6 +1,8 @@
-"""What should the next system be? The best plan again with more of each resource, and what training then costs.
+"""What should the next system be? The best plan again with more of each resource, and
+what training then costs.
 
-Each row is a search of its own: a resource is worth what it saves when the plan may change with it [arXiv 2310.02784].
+Each row is a search of its own: a resource is worth what it saves when the plan may
+change with it [arXiv 2310.02784].
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +23,14 @@ from madmax_lib.simulator.power import ERROR
 __all__ = ["codesign", "scaled", "training"]
 
 _RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
-_SECONDS_PER_DAY, _JOULE_PER_MWH = 86400.0, 3.6e9
+_SECONDS_PER_DAY = 86400.0
+_JOULE_PER_MWH = 3.6e9
 
 
 def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """The cluster with some of its `_RESOURCES` multiplied. Raises ValueError for an unknown one or a factor <= 0."""
+    """The cluster with some of its `_RESOURCES` multiplied. Raises ValueError for an
+    unknown one or a factor <= 0.
+    """
     for name, factor in factors.items():
         if name not in _RESOURCES:
             raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
@@ -33,8 +38,12 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     get = dict.fromkeys(_RESOURCES, 1.0) | factors
     device = replace(
         cluster.device,
-        peak_flops={kind: get["compute"] * peak for kind, peak in cluster.device.peak_flops.items()},
-        memory_bandwidth_bytes_per_s=get["memory_bandwidth"] * cluster.device.memory_bandwidth_bytes_per_s,
+        peak_flops={
+            kind: get["compute"] * peak
+            for kind, peak in cluster.device.peak_flops.items()
+        },
+        memory_bandwidth_bytes_per_s=get["memory_bandwidth"]
+        * cluster.device.memory_bandwidth_bytes_per_s,
         memory_bytes=get["memory"] * cluster.device.memory_bytes,
     )
     intra, inter = (
@@ -51,14 +60,23 @@ def codesign(
     factors: Sequence[float] = (0.5, 2.0, 4.0),
     **options,
 ) -> pd.DataFrame:
-    """The best plan as the cluster is and with each of `_RESOURCES` multiplied by each factor.
+    """The best plan as the cluster is and with each of `_RESOURCES` multiplied by each
+    factor.
 
-    Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and value: d log(speed) / d
-    log(resource), 1 where twice the resource halves the step. Where no plan fits, they are NaN. options: as in
-    `search`; the space is `Space.quick()` if none is given.
+    Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and
+    value: d log(speed) / d log(resource), 1 where twice the resource halves the step.
+    Where no plan fits, they are NaN. options: as in `search`; the space is
+    `Space.quick()` if none is given.
     """
-    cluster, factors = catalog.cluster(cluster), argument("factors", factors, Iterable)
-    rows = [{"resource": "as it is", "factor": 1.0, **_best(model, cluster, global_batch, options)}]
+    cluster = catalog.cluster(cluster)
+    factors = argument("factors", factors, Iterable)
+    rows = [
+        {
+            "resource": "as it is",
+            "factor": 1.0,
+            **_best(model, cluster, global_batch, options),
+        }
+    ]
     for name, factor in product(_RESOURCES, factors):
         best = _best(model, scaled(cluster, {name: factor}), global_batch, options)
         rows.append({"resource": name, "factor": factor, **best})
@@ -69,7 +87,9 @@ def codesign(
     return table
 
 
-def _best(model: Transformer, cluster: Cluster, global_batch: int, options: dict) -> dict:
+def _best(
+    model: Transformer, cluster: Cluster, global_batch: int, options: dict
+) -> dict:
     options = {"space": Space.quick(), "top": 1, "progress": False} | options
     try:
         result = search(model, cluster, global_batch, **options)
@@ -89,31 +109,52 @@ def training(
     model: Transformer | str | None = None,
     goodput: Goodput | None = None,
 ) -> pd.DataFrame:
-    """Days, money and energy of training on a number of tokens with the plans of a search or co-design table.
+    """Days, money and energy of training on a number of tokens with the plans of a
+    search or co-design table.
 
-    table: with tokens_per_s; also step_s, low_s and high_s for intervals, and energy_j (all devices) for energy.
-    usd_per_hour: of a device; the catalog's, with its date in `data/devices.csv`, if None. model: whose states are
-    checkpointed; without one checkpoints take no time. goodput: what stops the training, `Goodput()` if None.
-    Adds goodput (share of the time that trains), days, device_hours, usd and mwh (of the devices; usd is NaN without a
-    price, mwh left out without energy_j), each also as _low and _high: 90 %, from what owners published over such
-    predictions (`goodput.practice`), or from the step where that is less sure, and a quarter more for energy.
+    table: with tokens_per_s; also step_s, low_s and high_s for intervals, and energy_j
+    (all devices) for energy.
+    usd_per_hour: of a device; the catalog's, with its date in `data/devices.csv`, if
+    None. model: whose states are checkpointed; without one checkpoints take no time.
+    goodput: what stops the training, `Goodput()` if None. Adds goodput (share of the
+    time that trains), days, device_hours, usd and mwh (of the devices; usd is NaN
+    without a price, mwh left out without energy_j), each also as _low and _high: 90 %,
+    from what owners published over such predictions (`goodput.practice`), or from the
+    step where that is less sure, and a quarter more for energy.
     """
-    cluster, tokens = catalog.cluster(cluster), number("tokens", tokens, positive=True)
+    cluster = catalog.cluster(cluster)
+    tokens = number("tokens", tokens, positive=True)
     if "tokens_per_s" not in argument("table", table, pd.DataFrame):
         raise ValueError("table of plans: column 'tokens_per_s' is missing")
-    price = cluster.device.usd_per_hour if usd_per_hour is None else number("usd_per_hour", usd_per_hour)
+    price = (
+        cluster.device.usd_per_hour
+        if usd_per_hour is None
+        else number("usd_per_hour", usd_per_hour)
+    )
     parameters = 0.0 if model is None else catalog.model(model).parameters
-    share = argument("goodput", goodput, Goodput, Goodput).share(cluster.world_size, parameters)
+    share = argument("goodput", goodput, Goodput, Goodput).share(
+        cluster.world_size, parameters
+    )
     factor, width = practice()
     if {"step_s", "high_s"} <= {*table.columns}:
         width = np.fmax(width, np.log(table["high_s"] / table["step_s"]))
     seconds = factor * tokens / table["tokens_per_s"] / share
     hours = seconds / 3600 * cluster.world_size
-    columns = {"days": seconds / _SECONDS_PER_DAY, "device_hours": hours, "usd": hours * price}
+    columns = {
+        "days": seconds / _SECONDS_PER_DAY,
+        "device_hours": hours,
+        "usd": hours * price,
+    }
     if {"energy_j", "step_s"} <= {*table.columns}:
         columns["mwh"] = table["energy_j"] * seconds / table["step_s"] / _JOULE_PER_MWH
     table = table.assign(goodput=share)
     for name, value in columns.items():
         log = np.hypot(width, np.log1p(ERROR)) if name == "mwh" else width
-        table = table.assign(**{name: value, f"{name}_low": value * np.exp(-log), f"{name}_high": value * np.exp(log)})
+        table = table.assign(
+            **{
+                name: value,
+                f"{name}_low": value * np.exp(-log),
+                f"{name}_high": value * np.exp(log),
+            }
+        )
     return table

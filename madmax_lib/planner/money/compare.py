@@ -34,43 +34,89 @@ def variants(
     software: str | Software | None = None,
     parameters: Parameters | None = None,
 ) -> pd.DataFrame:
-    """Columns of `estimate`, exposed (share of the step), memory_gb and fits, indexed by the text of each plan.
+    """Columns of `estimate`, exposed (share of the step), memory_gb and fits, indexed
+    by the text of each plan.
 
-    The other arguments are those of `estimate` and `fits`. Raises ValueError, as the plan does, for one that cannot be
-    laid out.
+    The other arguments are those of `estimate` and `fits`. Raises ValueError, as the
+    plan does, for one that cannot be laid out.
     """
-    shape, rows = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype, "software": software}, {}
-    for plan in map(Plan.parse, [plans] if isinstance(plans, str | Plan) else argument("plans", plans, Iterable)):
+    shape = {
+        "global_batch": global_batch,
+        "sequence": sequence,
+        "dtype": dtype,
+        "software": software,
+    }
+    rows = {}
+    for plan in map(
+        Plan.parse,
+        [plans]
+        if isinstance(plans, str | Plan)
+        else argument("plans", plans, Iterable),
+    ):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
-        costs = {"exposed": row[EXPOSED].sum() / row["step_s"], "memory_gb": _used_gb(result)["device"]}
+        costs = {
+            "exposed": row[EXPOSED].sum() / row["step_s"],
+            "memory_gb": _used_gb(result)["device"],
+        }
         rows[str(plan)] = row.to_dict() | costs | {"fits": result.fits}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def lever_table(
-    model: Transformer | str, cluster: Cluster | str, plan: Plan | str, *, global_batch: int
+    model: Transformer | str,
+    cluster: Cluster | str,
+    plan: Plan | str,
+    *,
+    global_batch: int,
 ) -> pd.DataFrame:
-    """A plan and single changes of it: lever, plan, device_gb, host_gb and nvme_gb (of a node), fits, step_s.
+    """A plan and single changes of it: lever, plan, device_gb, host_gb and nvme_gb (of
+    a node), fits, step_s.
 
-    Levers: recompute, ZeRO stages, micro-batch 1, and with full recompute all that may leave the device on the host or
-    on drives, where the cluster has them. step_s is NaN for what does not fit. Levers that change nothing, or that the
-    plan's degrees exclude, are left out. Raises ValueError for a plan that already offloads.
+    Levers: recompute, ZeRO stages, micro-batch 1, and with full recompute all that may
+    leave the device on the host or on drives, where the cluster has them. step_s is NaN
+    for what does not fit. Levers that change nothing, or that the plan's degrees
+    exclude, are left out. Raises ValueError for a plan that already offloads.
     """
-    cluster, plan = catalog.cluster(cluster), Plan.parse(plan)
-    case = Case.of_step(model, cluster, plan, global_batch, None, cluster.device.nearest("bf16"))
+    cluster = catalog.cluster(cluster)
+    plan = Plan.parse(plan)
+    case = Case.of_step(
+        model, cluster, plan, global_batch, None, cluster.device.nearest("bf16")
+    )
     if plan.offload is not None:
-        raise ValueError(f"{plan} offloads already: the levers begin with a plan that does not")
-    changes = {"as given": {}} | {f"recompute {kind}": {"recompute": kind} for kind in ("none", "selective", "full")}
-    changes |= {f"ZeRO-{stage}": {"zero": stage} for stage in range(4)} | {"micro-batch 1": {"micro_batch": 1}}
+        raise ValueError(
+            f"{plan} offloads already: the levers begin with a plan that does not"
+        )
+    changes = {"as given": {}} | {
+        f"recompute {kind}": {"recompute": kind}
+        for kind in ("none", "selective", "full")
+    }
+    changes |= {f"ZeRO-{stage}": {"zero": stage} for stage in range(4)} | {
+        "micro-batch 1": {"micro_batch": 1}
+    }
     if cluster.host is not None:
         away = {"recompute": "full", "zero": 3}
-        changes["optimizer to the host"] = away | {"offload": "optimizer", "zero": max(plan.zero, 2)}
-        changes |= {f"{what} to the host": away | {"offload": what} for what in ("all", "chunks")}
-        changes |= {"all to drives": away | {"offload": "nvme"}} if cluster.host.nvme_bytes else {}
+        changes["optimizer to the host"] = away | {
+            "offload": "optimizer",
+            "zero": max(plan.zero, 2),
+        }
+        changes |= {
+            f"{what} to the host": away | {"offload": what}
+            for what in ("all", "chunks")
+        }
+        changes |= (
+            {"all to drives": away | {"offload": "nvme"}}
+            if cluster.host.nvme_bytes
+            else {}
+        )
     plans = {lever: replace(plan, **change) for lever, change in changes.items()}
     levers = [lever for lever in plans if lever == "as given" or plans[lever] != plan]
-    return pd.DataFrame([{"lever": lever, **_outcome(replace(case, plan=plans[lever]))} for lever in levers])
+    return pd.DataFrame(
+        [
+            {"lever": lever, **_outcome(replace(case, plan=plans[lever]))}
+            for lever in levers
+        ]
+    )
 
 
 def _outcome(case: Case) -> dict:
@@ -79,8 +125,17 @@ def _outcome(case: Case) -> dict:
     run["policy"] = Policy(share=1.0 if case.plan.offload else None)
     placement = fits(case.model, case.cluster, case.plan, **run)
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
-    step_s = estimate(case.model, case.cluster, case.plan, **run)["step_s"].item() if placement.fits else np.nan
-    return {"plan": str(case.plan), **used_gb.add_suffix("_gb"), "fits": placement.fits, "step_s": step_s}
+    step_s = (
+        estimate(case.model, case.cluster, case.plan, **run)["step_s"].item()
+        if placement.fits
+        else np.nan
+    )
+    return {
+        "plan": str(case.plan),
+        **used_gb.add_suffix("_gb"),
+        "fits": placement.fits,
+        "step_s": step_s,
+    }
 
 
 def _used_gb(result: FitsResult) -> pd.Series:

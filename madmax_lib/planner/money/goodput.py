@@ -1,13 +1,16 @@
-"""Which share of a training makes progress, and how much longer do trainings take than their best plan is predicted to?
+"""Which share of a training makes progress, and how much longer do trainings take than
+their best plan is predicted to?
 
-Devices fail independently, so a job of N stops every mtbf / N seconds, and loses a restart and half the time between
-two checkpoints. Checkpoints are as far apart as loses least, sqrt(2 x seconds of one x seconds between stops) [Young
-1974, doi 10.1145/361147.361115]. The facts are those of Llama 3's 54 days on 16,384 H100 [arXiv 2407.21783, 3.3.4]
-(`data/goodput.csv`); the paper says only that more than 90 % of the time was effective, so the restart that follows is
-the longest that agrees with it.
+Devices fail independently, so a job of N stops every mtbf / N seconds, and loses a
+restart and half the time between two checkpoints. Checkpoints are as far apart as loses
+least, sqrt(2 x seconds of one x seconds between stops) [Young 1974, doi
+10.1145/361147.361115]. The facts are those of Llama 3's 54 days on 16,384 H100 [arXiv
+2407.21783, 3.3.4] (`data/goodput.csv`); the paper says only that more than 90 % of the
+time was effective, so the restart that follows is the longest that agrees with it.
 
-What remains between prediction and the bill is plans that were not the best, earlier attempts and slow weeks. It is
-known from the device-hours that owners published (`data/training_totals.csv`), every release counting alike.
+What remains between prediction and the bill is plans that were not the best, earlier
+attempts and slow weeks. It is known from the device-hours that owners published
+(`data/training_totals.csv`), every release counting alike.
 """
 
 from __future__ import annotations
@@ -29,17 +32,23 @@ _SECONDS_PER_DAY = 86400.0
 
 @lru_cache(maxsize=1)
 def _facts() -> dict[str, float]:
-    return catalog.table("goodput", numbers=True).set_index("quantity")["value"].to_dict()
+    return (
+        catalog.table("goodput", numbers=True).set_index("quantity")["value"].to_dict()
+    )
 
 
 @dataclass(frozen=True)
 class Goodput:
     """What stops a training, and what it then loses.
 
-    mtbf_s: seconds of one device between stops of its job (default 0: Llama 3's, 1.6 x 10^8).
-    restart_s: from a stop until the job trains again (default None: the longest that agrees with Llama 3's 90 %).
-    storage_bytes_per_s: at which a device writes its part of a checkpoint (default 0: Llama 3's, 1.2 x 10^8).
-    evaluation: share of the time that evaluation takes (default None: that of the table).
+    mtbf_s: seconds of one device between stops of its job (default 0: Llama 3's, 1.6 x
+    10^8).
+    restart_s: from a stop until the job trains again (default None: the longest that
+    agrees with Llama 3's 90 %).
+    storage_bytes_per_s: at which a device writes its part of a checkpoint (default 0:
+    Llama 3's, 1.2 x 10^8).
+    evaluation: share of the time that evaluation takes (default None: that of the
+    table).
 
     Raises ValueError for a negative number, or a share of 1 or more.
     """
@@ -51,19 +60,31 @@ class Goodput:
 
     def __post_init__(self):
         facts = _facts()
-        values = {name: number(name, value) for name, value in vars(self).items() if value is not None}
+        values = {
+            name: number(name, value)
+            for name, value in vars(self).items()
+            if value is not None
+        }
         watched_s = facts["devices"] * facts["observed"] * _SECONDS_PER_DAY
-        defaults = {"mtbf_s": watched_s / facts["interruptions"], "evaluation": facts["evaluation"]}
+        defaults = {
+            "mtbf_s": watched_s / facts["interruptions"],
+            "evaluation": facts["evaluation"],
+        }
         defaults["storage_bytes_per_s"] = facts["storage"] / facts["devices"]
         if not values.get("evaluation", 0.0) < 1:
-            raise ValueError(f"evaluation={self.evaluation:g} is a share of the time, below 1")
+            raise ValueError(
+                f"evaluation={self.evaluation:g} is a share of the time, below 1"
+            )
         defaults["restart_s"] = _longest_restart_s(defaults["mtbf_s"], facts)
         for name, default in defaults.items():
-            left = values.get(name) is None or (name in ("mtbf_s", "storage_bytes_per_s") and not values[name])
+            left = values.get(name) is None or (
+                name in ("mtbf_s", "storage_bytes_per_s") and not values[name]
+            )
             object.__setattr__(self, name, default if left else values[name])
 
     def share(self, devices: int, parameters: float) -> float:
-        """Share of the wall clock in which a job of so many devices trains a model of so many parameters.
+        """Share of the wall clock in which a job of so many devices trains a model of
+        so many parameters.
 
         Raises ValueError where it stops faster than it restarts.
 
@@ -71,39 +92,55 @@ class Goodput:
         >>> round(goodput.share(16384, 405.85e9), 3), goodput.share(1024, 405.85e9) > 0.97
         (0.9, True)
         """
-        between_s, checkpoint_s = self.mtbf_s / whole("devices", devices, 1), self.checkpoint_s(devices, parameters)
+        between_s = self.mtbf_s / whole("devices", devices, 1)
+        checkpoint_s = self.checkpoint_s(devices, parameters)
         apart_s = math.sqrt(2 * checkpoint_s * between_s)
         lost_s = self.restart_s + apart_s / 2
         if lost_s >= between_s:
-            raise ValueError(f"{devices:,} devices stop every {between_s:,.0f} s and lose {lost_s:,.0f} s each time")
+            raise ValueError(
+                f"{devices:,} devices stop every {between_s:,.0f} s and lose "
+                f"{lost_s:,.0f} s each time"
+            )
         writing = checkpoint_s / apart_s if apart_s else 0.0
         return (1 - lost_s / between_s) * (1 - self.evaluation) / (1 + writing)
 
     def describe(self, devices: int, parameters: float) -> str:
         """The share, and what is lost, in a line."""
-        between_s, writing_s = self.mtbf_s / devices, self.checkpoint_s(devices, parameters)
+        between_s = self.mtbf_s / devices
+        writing_s = self.checkpoint_s(devices, parameters)
         apart_s = math.sqrt(2 * writing_s * between_s)
-        lost, apart = (f"{time_s / 3600:,.2g} h" for time_s in (self.restart_s + apart_s / 2, apart_s))
+        lost, apart = (
+            f"{time_s / 3600:,.2g} h"
+            for time_s in (self.restart_s + apart_s / 2, apart_s)
+        )
         return (
-            f"{self.share(devices, parameters):.1%} of the time trains: a stop every {between_s / 3600:,.1f} h (by "
+            f"{self.share(devices, parameters):.1%} of the time trains: a stop every "
+            f"{between_s / 3600:,.1f} h (by "
             f"default at the rate per device of Llama 3) loses {lost}, a checkpoint of "
-            f"{writing_s:.2g} s is written every {apart}, evaluation takes {self.evaluation:.0%}"
+            f"{writing_s:.2g} s is written every {apart}, evaluation takes "
+            f"{self.evaluation:.0%}"
         )
 
     def checkpoint_s(self, devices: int, parameters: float) -> float:
-        """Seconds that the job stands still for a checkpoint: each device writes its share of the states."""
+        """Seconds that the job stands still for a checkpoint: each device writes its
+        share of the states.
+        """
         return _facts()["state"] * parameters / (devices * self.storage_bytes_per_s)
 
 
 def _longest_restart_s(mtbf_s: float, facts: dict[str, float]) -> float:
     """That leaves the effective share of the source, of which evaluation is a part."""
-    between_s, checkpoint_s = mtbf_s / facts["devices"], facts["state"] * facts["parameters"] / facts["storage"]
+    between_s = mtbf_s / facts["devices"]
+    checkpoint_s = facts["state"] * facts["parameters"] / facts["storage"]
     apart_s = math.sqrt(2 * checkpoint_s * between_s)
-    return (1 - facts["effective"] * (1 + checkpoint_s / apart_s)) * between_s - apart_s / 2
+    return (
+        1 - facts["effective"] * (1 + checkpoint_s / apart_s)
+    ) * between_s - apart_s / 2
 
 
 def published_totals() -> pd.DataFrame:
-    """Device-hours of trainings as their owners published them, and predicted_hours: of the best launchable plan.
+    """Device-hours of trainings as their owners published them, and predicted_hours: of
+    the best launchable plan.
 
     Predictions contain the goodput; `benchmarks/totals.py` works them out again.
     """
@@ -111,10 +148,12 @@ def published_totals() -> pd.DataFrame:
 
 
 def practice(left_out: str | None = None) -> tuple[float, float]:
-    """Published over predicted device-hours: the median release, and the 90 % half-width of its logarithm.
+    """Published over predicted device-hours: the median release, and the 90 %
+    half-width of its logarithm.
 
-    left_out: a release that is not counted. Of so few releases the widest sets the width: for 90 % inside of a further
-    one, 90 (1 + 1/n) % of n must be [conformal over groups, Dunn et al. 2022, arXiv 1809.07441].
+    left_out: a release that is not counted. Of so few releases the widest sets the
+    width: for 90 % inside of a further one, 90 (1 + 1/n) % of n must be [conformal over
+    groups, Dunn et al. 2022, arXiv 1809.07441].
     """
     table = published_totals()
     table = table[table["release"] != left_out]

@@ -1,17 +1,21 @@
-"""What do trials teach about plans that nobody has tried? Seconds, the chance to run at all, and the chance to win.
+"""What do trials teach about plans that nobody has tried? Seconds, the chance to run at
+all, and the chance to win.
 
-Seconds are those of the simulator times what it gets wrong, a Gaussian process on the logarithm [Rasmussen & Williams
-2006, ch. 2] with the kernel
+Seconds are those of the simulator times what it gets wrong, a Gaussian process on the
+logarithm [Rasmussen & Williams 2006, ch. 2] with the kernel
 
-    k(x, x') = ALL^2 + PARTS^2 share(x)' share(x') + NEAR^2 exp(-|x - x'|^2 / (2 LENGTH^2))
+    k(x, x') = ALL^2 + PARTS^2 share(x)' share(x') + NEAR^2 exp(-|x - x'|^2 / (2
+    LENGTH^2))
 
-of an error that all plans share, errors of the parts of a step (the share of each part in the step) and errors of
-neighbours (x: logarithms of degrees and batches to base 2, and choices). A slow trial may be an unlucky one: its noise
-grows with its error over the least one, so that the fastest trials, measured by the simulator, say most.
+of an error that all plans share, errors of the parts of a step (the share of each part
+in the step) and errors of neighbours (x: logarithms of degrees and batches to base 2,
+and choices). A slow trial may be an unlucky one: its noise grows with its error over
+the least one, so that the fastest trials, measured by the simulator, say most.
 
-A plan runs with the probability (1 - crash) Phi(margin / UNSURE). The margin is the logarithm of the room over the
-memory that the simulator finds, corrected by a Gaussian process whose mode Newton's method finds [ch. 3]; crash is the
-rate of failures that memory does not explain, as a mean over neighbours.
+A plan runs with the probability (1 - crash) Phi(margin / UNSURE). The margin is the
+logarithm of the room over the memory that the simulator finds, corrected by a Gaussian
+process whose mode Newton's method finds [ch. 3]; crash is the rate of failures that
+memory does not explain, as a mean over neighbours.
 """
 
 from __future__ import annotations
@@ -23,13 +27,30 @@ from scipy.special import ndtr
 
 __all__ = ["Beliefs", "Candidates", "beliefs"]
 
-_ALL, _PARTS, _NEAR, _LENGTH = 1.0, 0.2, 0.3, 4.0  # of log seconds; lengths in doublings
-_NOISE, _EXCESS, _OWN = 0.1, 1.0, 0.08  # of a trial, per log excess, and of a plan beside its neighbours
-_MEMORY_ALL, _MEMORY_NEAR, _MEMORY_LENGTH, _UNSURE = 0.08, 0.15, 2.0, 0.06  # of log memory
-_CRASH, _WEIGHT, _CRASH_LENGTH = 0.08, 1.0, 1.5  # rate before any trial, the trials it counts for, and of neighbours
+# of log seconds; lengths in doublings
+_ALL = 1.0
+_PARTS = 0.2
+_NEAR = 0.3
+_LENGTH = 4.0
+# of a trial, per log excess, and of a plan beside its neighbours
+_NOISE = 0.1
+_EXCESS = 1.0
+_OWN = 0.08
+# of log memory
+_MEMORY_ALL = 0.08
+_MEMORY_NEAR = 0.15
+_MEMORY_LENGTH = 2.0
+_UNSURE = 0.06
+# rate before any trial, the trials it counts for, and of neighbours
+_CRASH = 0.08
+_WEIGHT = 1.0
+_CRASH_LENGTH = 1.5
 _CLOSE = np.log(1.05)  # as good as the best: repeated runs differ by more
-_DRAWS, _MOST = 1024, 256  # random draws of the plans that may win, and how many of these
-_ROUNDS, _SMALL = 60, 1e-6
+# random draws of the plans that may win, and how many of these
+_DRAWS = 1024
+_MOST = 256
+_ROUNDS = 60
+_SMALL = 1e-6
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 
 
@@ -37,11 +58,15 @@ _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 9
 class Candidates:
     """Plans and what the simulator says of them, n of each."""
 
-    log_s: np.ndarray  # (n,) logarithm of the seconds of a step, NaN for a plan that breaks a rule
+    log_s: (
+        np.ndarray
+    )  # (n,) logarithm of the seconds of a step, NaN for a plan that breaks a rule
     log_room: np.ndarray  # (n,) logarithm of the usable memory over what the plan needs
     features: np.ndarray  # (n, d) what neighbours are alike in
     shares: np.ndarray  # (n, p) of the parts of a step
-    width: np.ndarray  # (n,) half of the simulator's 90 % interval of log_s, NaN where it knows none
+    width: (
+        np.ndarray
+    )  # (n,) half of the simulator's 90 % interval of log_s, NaN where it knows none
 
 
 @dataclass(frozen=True)
@@ -49,25 +74,40 @@ class Beliefs:
     """What is believed of each plan after some trials, (n,) each."""
 
     log_s: np.ndarray  # mean of the logarithm of its seconds
-    width: np.ndarray  # half of the 90 % interval of a trial around it, the simulator's own before one ran
+    # half of the 90 % interval of a trial around it, the simulator's own before one ran
+    width: np.ndarray
     runs: np.ndarray  # probability to run
-    wins: np.ndarray  # probability to be within 5 % of the best plan, and faster than all trials so far
-    improvement_s: np.ndarray  # seconds by which it is expected to be faster than the best trial, NaN before one ran
+    # probability to be within 5 % of the best plan, and faster than all trials so far
+    wins: np.ndarray
+    # seconds by which it is expected to be faster than the best trial, NaN before one
+    # ran
+    improvement_s: np.ndarray
 
 
-def beliefs(plans: Candidates, tried: np.ndarray, log_s: np.ndarray, asked: np.ndarray, seed: int) -> Beliefs:
-    """After trials of the plans in the places tried (k,), NaN where they failed; asked: places that are being tried.
+def beliefs(
+    plans: Candidates,
+    tried: np.ndarray,
+    log_s: np.ndarray,
+    asked: np.ndarray,
+    seed: int,
+) -> Beliefs:
+    """After trials of the plans in the places tried (k,), NaN where they failed; asked:
+    places that are being tried.
 
     Where plans are being tried, wins is the chance to win where none of them does.
     """
-    legal, tried = np.isfinite(plans.log_s), np.asarray(tried, int)
+    legal = np.isfinite(plans.log_s)
+    tried = np.asarray(tried, int)
     runs = np.where(legal, _runs(plans, tried, np.isfinite(log_s)), 0.0)
-    ran, best = np.isfinite(log_s), np.min(log_s, where=np.isfinite(log_s), initial=np.inf)
+    ran = np.isfinite(log_s)
+    best = np.min(log_s, where=np.isfinite(log_s), initial=np.inf)
     mean, cross = _posterior(plans, tried[ran], log_s[ran])
     sigma = np.sqrt(_kernel_diagonal(plans) - (cross**2).sum(0) + _OWN**2)
     if np.isfinite(best):
         score = (best - mean) / sigma
-        gain = np.exp(best) * ndtr(score) - np.exp(mean + sigma**2 / 2) * ndtr(score - sigma)
+        gain = np.exp(best) * ndtr(score) - np.exp(mean + sigma**2 / 2) * ndtr(
+            score - sigma
+        )
         improvement_s = np.where(legal, runs * np.maximum(gain, 0.0), 0.0)
     else:
         improvement_s = np.full(len(mean), np.nan)
@@ -77,13 +117,17 @@ def beliefs(plans: Candidates, tried: np.ndarray, log_s: np.ndarray, asked: np.n
     wins = np.zeros(len(mean))
     if len(live):
         covariance = _kernel(plans, live, live) - cross[:, live].T @ cross[:, live]
-        wins[live] = _wins(mean[live], covariance, runs[live], best, np.isin(live, asked), seed)
+        wins[live] = _wins(
+            mean[live], covariance, runs[live], best, np.isin(live, asked), seed
+        )
     width = _SIGMAS * sigma if ran.any() else plans.width
     return Beliefs(mean, width, runs, wins, improvement_s)
 
 
 def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
-    """Share of random draws in which a plan runs, beats the best trial and is as good as the best of the draw."""
+    """Share of random draws in which a plan runs, beats the best trial and is as good
+    as the best of the draw.
+    """
     random = np.random.default_rng(seed)
     root = np.linalg.cholesky(covariance + (_OWN**2 + _SMALL) * np.eye(len(mean)))
     draws = mean[:, None] + root @ random.standard_normal((len(mean), _DRAWS))
@@ -92,9 +136,14 @@ def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
     return (good & ~good[asked].any(axis=0)).mean(axis=1)
 
 
-def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials take off the covariance."""
-    excess, every = log_s - plans.log_s[tried], np.arange(len(plans.log_s))
+def _posterior(
+    plans: Candidates, tried: np.ndarray, log_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials
+    take off the covariance.
+    """
+    excess = log_s - plans.log_s[tried]
+    every = np.arange(len(plans.log_s))
     noise = _NOISE**2 + _OWN**2 + (_EXCESS * (excess - excess.min(initial=np.inf))) ** 2
     root = np.linalg.cholesky(_kernel(plans, tried, tried) + np.diag(noise))
     cross = np.linalg.solve(root, _kernel(plans, tried, every))
@@ -103,7 +152,11 @@ def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray) -> tuple
 
 def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     parts = plans.shares[a] @ plans.shares[b].T
-    return _ALL**2 + _PARTS**2 * parts + _NEAR**2 * _alike(plans.features[a], plans.features[b], _LENGTH)
+    return (
+        _ALL**2
+        + _PARTS**2 * parts
+        + _NEAR**2 * _alike(plans.features[a], plans.features[b], _LENGTH)
+    )
 
 
 def _kernel_diagonal(plans: Candidates) -> np.ndarray:
@@ -120,17 +173,23 @@ def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray) -> np.ndarray:
     """Probability of each plan to run, after trials that did or did not."""
     near = _alike(plans.features, plans.features[tried], _MEMORY_LENGTH)
     cross = _MEMORY_ALL**2 + _MEMORY_NEAR**2 * near
-    margin, variance = plans.log_room.copy(), np.full(len(near), _MEMORY_ALL**2 + _MEMORY_NEAR**2)
+    margin = plans.log_room.copy()
+    variance = np.full(len(near), _MEMORY_ALL**2 + _MEMORY_NEAR**2)
     slope, curvature, failed = _mode(plans.log_room[tried], cross[tried], ran)
     margin += cross @ slope
-    variance -= (cross * np.linalg.solve(cross[tried] + np.diag(1 / curvature), cross.T).T).sum(axis=1)
+    variance -= (
+        cross * np.linalg.solve(cross[tried] + np.diag(1 / curvature), cross.T).T
+    ).sum(axis=1)
     alike = _alike(plans.features, plans.features[tried], _CRASH_LENGTH)
     crash = (_WEIGHT * _CRASH + alike @ failed) / (_WEIGHT + alike.sum(axis=1))
     return (1 - crash) * ndtr(margin / np.sqrt(np.maximum(variance, 0.0) + _UNSURE**2))
 
 
-def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slope and curvature of the log likelihood of trials at the mode, and the chance that memory did not fail each.
+def _mode(
+    margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slope and curvature of the log likelihood of trials at the mode, and the chance
+    that memory did not fail each.
 
     margin: before the trials. A trial runs with (1 - _CRASH) Phi(margin / _UNSURE).
     """
@@ -140,9 +199,13 @@ def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray) -> tuple[
         passes = ndtr(score)
         density = np.exp(-(score**2) / 2) / np.sqrt(2 * np.pi) / _UNSURE
         fails = 1 - (1 - _CRASH) * passes
-        slope = np.where(ran, density / np.maximum(passes, 1e-300), -(1 - _CRASH) * density / fails)
+        slope = np.where(
+            ran, density / np.maximum(passes, 1e-300), -(1 - _CRASH) * density / fails
+        )
         curvature = np.maximum(slope * (slope + score / _UNSURE), _SMALL)
-        step = covariance @ np.linalg.solve(covariance + np.diag(1 / curvature), slope / curvature + at - margin)
+        step = covariance @ np.linalg.solve(
+            covariance + np.diag(1 / curvature), slope / curvature + at - margin
+        )
         change = margin + step - at
         at = at + change / 2
         if np.abs(change).max(initial=0.0) < _SMALL:

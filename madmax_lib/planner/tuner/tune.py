@@ -1,6 +1,8 @@
-"""Which plan is the fastest in truth? Trials of a few plans, one after another or side by side on dask workers.
+"""Which plan is the fastest in truth? Trials of a few plans, one after another or side
+by side on dask workers.
 
-`tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any callable, or a run of `mm.launch`.
+`tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any
+callable, or a run of `mm.launch`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from madmax_lib.simulator.rates.parameters import Parameters
 
 __all__ = ["Tuner", "tune"]
 
-_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)  # of a trial; others are mistakes
+_FAILURES = (
+    RuntimeError,
+    MemoryError,
+    OSError,
+    subprocess.SubprocessError,
+)  # of a trial; others are mistakes
 _TOP = 500  # plans of a search of which those are taken that a run can have
 
 
@@ -51,22 +58,26 @@ def tune(
     client=None,
     progress: bool = True,
 ) -> Tuner:
-    """Measure plans until there are so many trials, and return the `Tuner`: its best, trials and table.
+    """Measure plans until there are so many trials, and return the `Tuner`: its best,
+    trials and table.
 
-    launch: takes a Plan and returns the seconds of a step, or None if it fails; a RuntimeError, MemoryError or OSError
-    counts as a failure too. Or the `RunSpec` of a run, whose strategy becomes each of the plans; the runs are kept in
-    directory, and a plan takes the median of its steps. Then the plans, if none are given, are the best that can run.
-    trials: with those of an earlier call that the file `state` keeps. client: of dask, whose workers try one plan each
-    at a time. The other arguments are those of `Tuner`. Interrupted, it returns what was learnt so far. Raises
-    ValueError for wrong arguments.
-    See also: mm.search, mm.launch, mm.planner.Tuner.
+    launch: takes a Plan and returns the seconds of a step, or None if it fails; a
+    RuntimeError, MemoryError or OSError counts as a failure too. Or the `RunSpec` of a
+    run, whose strategy becomes each of the plans; the runs are kept in directory, and a
+    plan takes the median of its steps. Then the plans, if none are given, are the best
+    that can run.
+    trials: with those of an earlier call that the file `state` keeps. client: of dask,
+    whose workers try one plan each at a time. The other arguments are those of `Tuner`.
+    Interrupted, it returns what was learnt so far. Raises ValueError for wrong
+    arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
 
     >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
     >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}
     >>> str(tune("gpt2-large", "dgx-a100", launch=lambda plan: seconds[str(plan)], **case).best)
     'dp8.z1'
     """
-    trials, case = whole("trials", trials, 1), {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    trials = whole("trials", trials, 1)
+    case = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     case |= {"software": software, "parameters": parameters}
     if isinstance(launch, RunSpec):
         if not str(argument("directory", directory, str | Path)):
@@ -74,10 +85,16 @@ def tune(
         launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
     elif not callable(launch):
-        raise ValueError(f"launch={shown(launch)} must be a callable of a Plan, or a RunSpec")
+        raise ValueError(
+            f"launch={shown(launch)} must be a callable of a Plan, or a RunSpec"
+        )
     tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
     todo = min(trials - len(tuner.trials), tuner.left)
-    results = _here(tuner, launch, todo) if client is None else _on_workers(tuner, launch, todo, client)
+    results = (
+        _here(tuner, launch, todo)
+        if client is None
+        else _on_workers(tuner, launch, todo, client)
+    )
     with bar(total=max(todo, 0), desc="tuning", unit="trial", show=progress) as done:
         try:
             for plan, step_s in results:
@@ -96,17 +113,32 @@ class _Run:
     directory: Path
 
     def __call__(self, plan: Plan) -> float | None:
-        text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"  # a strategy without mb leaves it open
+        text = (
+            str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
+        )  # a strategy without mb leaves it open
         spec = replace(self.spec, strategy=text, ranks=None)
-        summary = read_json(start(spec, self.directory / spec.name, check=False) / "summary.json")
+        summary = read_json(
+            start(spec, self.directory / spec.name, check=False) / "summary.json"
+        )
         return summary["step_s"]["median"] if summary["status"] == "completed" else None
 
     def plans(self, model, cluster, case: dict) -> list[str]:
         """The best plans of a search that can run."""
-        choices = {"hybrid": (), "overlap_gather": (False,), "sequence_parallel": (not self.spec.shapes.image,)}
-        space, gpus = replace(Space.quick(), **choices), gpu_count() if self.spec.device != "cpu" else 0
-        found = search(model, cluster, top=_TOP, space=space, progress=False, **case).table
-        return [text for text in found["plan"] if runnable(replace(self.spec, ranks=None), text, gpus)]
+        choices = {
+            "hybrid": (),
+            "overlap_gather": (False,),
+            "sequence_parallel": (not self.spec.shapes.image,),
+        }
+        space = replace(Space.quick(), **choices)
+        gpus = gpu_count() if self.spec.device != "cpu" else 0
+        found = search(
+            model, cluster, top=_TOP, space=space, progress=False, **case
+        ).table
+        return [
+            text
+            for text in found["plan"]
+            if runnable(replace(self.spec, ranks=None), text, gpus)
+        ]
 
 
 def _tried(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
@@ -123,7 +155,9 @@ def _here(tuner: Tuner, launch, todo: int):
 
 
 def _on_workers(tuner: Tuner, launch, todo: int, client):
-    """As many trials at once as there are workers; the next plan is asked for when one has been told."""
+    """As many trials at once as there are workers; the next plan is asked for when one
+    has been told.
+    """
     from distributed import as_completed
 
     def submit():
@@ -133,7 +167,9 @@ def _on_workers(tuner: Tuner, launch, todo: int, client):
         return future
 
     futures: dict = {}
-    workers = max(len(client.scheduler_info()["workers"]), 1)  # of which the first may come later
+    workers = max(
+        len(client.scheduler_info()["workers"]), 1
+    )  # of which the first may come later
     running = as_completed([submit() for _ in range(min(todo, workers))])
     todo -= len(futures)
     try:

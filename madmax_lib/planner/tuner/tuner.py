@@ -1,7 +1,10 @@
-"""Which plan should be measured next? A tuner in Optuna's manner, that begins with what the simulator knows.
+"""Which plan should be measured next? A tuner in Optuna's manner, that begins with what
+the simulator knows.
 
-`ask` names a plan, `tell` says how long its step took, or that it failed. What trials teach about other plans is in
-`surrogate`: the plan asked for has the best chance to be within 5 % of the best one and to beat what was measured.
+`ask` names a plan, `tell` says how long its step took, or that it failed. What trials
+teach about other plans is in
+`surrogate`: the plan asked for has the best chance to be within 5 % of the best one and
+to beat what was measured.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from madmax_lib.simulator.steady.step_time import PARTS
 __all__ = ["Tuner"]
 
 _TOP = 500  # plans of a search to choose from
-_ROOMY = 0.5  # log of room over need, of a plan whose states leave the device until it fits
+_ROOMY = (
+    0.5  # log of room over need, of a plan whose states leave the device until it fits
+)
 _RECOMPUTES = ("none", "selective", "full")
 _CHOICE = 3.0  # doublings of a degree that change as much as another choice
 
@@ -44,13 +49,17 @@ _CHOICE = 3.0  # doublings of a degree that change as much as another choice
 class Tuner:
     """Asks for plans to measure, and learns from what they took.
 
-    model, cluster: or their names. global_batch, sequence (tokens per sample, the model's own if None), dtype,
-    software, parameters: of the step, as in `estimate`. plans: those to choose from, a list of plans or their texts, or
-    a table of a search; the 500 best of `search` if None. seed: of random draws. state: a JSON file that keeps what was
-    told; if it exists, the tuning in it goes on, and a plan that was asked for and not told is free again.
+    model, cluster: or their names. global_batch, sequence (tokens per sample, the
+    model's own if None), dtype,
+    software, parameters: of the step, as in `estimate`. plans: those to choose from, a
+    list of plans or their texts, or a table of a search; the 500 best of `search` if
+    None. seed: of random draws. state: a JSON file that keeps what was told; if it
+    exists, the tuning in it goes on, and a plan that was asked for and not told is free
+    again.
 
-    A plan that breaks a rule stays in `table` with its reason and is never asked for. Raises ValueError for wrong
-    arguments, if no plan can be laid out, or if the file keeps the tuning of another case or is torn.
+    A plan that breaks a rule stays in `table` with its reason and is never asked for.
+    Raises ValueError for wrong arguments, if no plan can be laid out, or if the file
+    keeps the tuning of another case or is torn.
 
     >>> tuner = Tuner("gpt2-large", "dgx-a100", global_batch=64, plans=["dp8", "dp8.z3", "dp4.tp2"])
     >>> first = tuner.ask()
@@ -73,50 +82,87 @@ class Tuner:
         seed: int = 0,
         state: str | Path | None = None,
     ):
-        parameters = argument("parameters", constants_of(cluster, parameters), Parameters, shipped)
+        parameters = argument(
+            "parameters", constants_of(cluster, parameters), Parameters, shipped
+        )
         software = parameters.software if software is None else software
-        self._case = Case.of_step(model, cluster, Plan(), global_batch, sequence, dtype, software)
-        self._parameters, self._seed = parameters, whole("seed", seed)
+        self._case = Case.of_step(
+            model, cluster, Plan(), global_batch, sequence, dtype, software
+        )
+        self._parameters = parameters
+        self._seed = whole("seed", seed)
         self._plans: dict[str, Plan] = {}
         self._told: list[tuple[str, float]] = []
         self._asked: list[str] = []
         self._add(self._searched() if plans is None else _listed(plans))
         if not np.isfinite(self._candidates.log_s).any():
-            raise ValueError(f"plans: none can be laid out; the first: {self._reasons[0]}")
-        self._path = None if state is None else Path(argument("state", state, str | Path))
+            raise ValueError(
+                f"plans: none can be laid out; the first: {self._reasons[0]}"
+            )
+        self._path = (
+            None if state is None else Path(argument("state", state, str | Path))
+        )
         if self._path is not None and self._path.exists():
             for text, step_s in _read(self._path, self._digest):
                 self._record(Plan.parse(text), math.nan if step_s is None else step_s)
 
     def ask(self) -> Plan:
-        """The plan to measure next, another one each time, also before it was told of the last ones.
+        """The plan to measure next, another one each time, also before it was told of
+        the last ones.
 
         Raises ValueError when every plan was asked for or told.
         """
         left = self._left()
         if not left:
-            raise ValueError("all plans that can be laid out were asked for or told; the tuning is done")
-        believed, places = self._beliefs(), self._places
+            raise ValueError(
+                "all plans that can be laid out were asked for or told; the tuning "
+                "is done"
+            )
+        believed = self._beliefs()
+        places = self._places
         hope = np.log(np.maximum(believed.runs, 1e-300)) - believed.log_s
-        text = max(left, key=lambda text: (believed.wins[places[text]], hope[places[text]]))
+        text = max(
+            left, key=lambda text: (believed.wins[places[text]], hope[places[text]])
+        )
         self._asked.append(text)
         return self._plans[text]
 
     def tell(self, plan: Plan | str, step_s: float | None = None) -> None:
-        """A trial of a plan: seconds of a step, or None (or NaN) if it failed or ran out of memory.
+        """A trial of a plan: seconds of a step, or None (or NaN) if it failed or ran
+        out of memory.
 
-        A plan need not have been asked for, or be among those to choose from. Several trials of one plan all count.
-        Raises ValueError for a plan that breaks a rule, or seconds that are no positive number.
+        A plan need not have been asked for, or be among those to choose from. Several
+        trials of one plan all count. Raises ValueError for a plan that breaks a rule,
+        or seconds that are no positive number.
         """
         seconds = math.nan if step_s is None else step_s
-        if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds <= 0 or math.isinf(seconds):
-            raise ValueError(f"step_s={shown(step_s)} must be seconds above 0, or None for a plan that failed")
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, Real)
+            or seconds <= 0
+            or math.isinf(seconds)
+        ):
+            raise ValueError(
+                f"step_s={shown(step_s)} must be seconds above 0, or None for a plan "
+                "that failed"
+            )
         self._record(Plan.parse(plan), float(seconds))
         if self._path is not None:
-            told = [[text, None if math.isnan(seconds) else seconds] for text, seconds in self._told]
+            told = [
+                [text, None if math.isnan(seconds) else seconds]
+                for text, seconds in self._told
+            ]
             case = self._case
-            about = {"model": case.model.name, "cluster": case.cluster.name, "global_batch": case.global_batch}
-            write_text(self._path, json.dumps(about | {"sha256": self._digest, "told": told}, indent=1) + "\n")
+            about = {
+                "model": case.model.name,
+                "cluster": case.cluster.name,
+                "global_batch": case.global_batch,
+            }
+            write_text(
+                self._path,
+                json.dumps(about | {"sha256": self._digest, "told": told}, indent=1)
+                + "\n",
+            )
 
     @property
     def left(self) -> int:
@@ -125,7 +171,9 @@ class Tuner:
 
     @property
     def best(self) -> Plan:
-        """The fastest plan that was measured, by the mean of its trials. Raises ValueError if none was."""
+        """The fastest plan that was measured, by the mean of its trials. Raises
+        ValueError if none was.
+        """
         means = self.trials.groupby("plan", sort=False)["step_s"].mean().dropna()
         if means.empty:
             raise ValueError(f"no plan has run in {len(self._told)} trials")
@@ -133,22 +181,30 @@ class Tuner:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """What was told, in order: plan (text), step_s (NaN for a failure), best_s (of the trials so far)."""
-        table = pd.DataFrame(self._told, columns=["plan", "step_s"]).astype({"step_s": float})
+        """What was told, in order: plan (text), step_s (NaN for a failure), best_s (of
+        the trials so far).
+        """
+        table = pd.DataFrame(self._told, columns=["plan", "step_s"]).astype(
+            {"step_s": float}
+        )
         return table.assign(best_s=table["step_s"].cummin().ffill())
 
     @property
     def table(self) -> pd.DataFrame:
         """All plans, those with the best chance to win first, then by their seconds.
 
-        plan (text), simulated_s (before any trial), step_s, low_s, high_s (after them, with 90 % interval),
-        measured_s (mean of its trials, NaN for none), failures (trials that failed), memory_share (simulated, of what a
-        device has), fits (probability to run), wins (probability to be within 5 % of the best and faster than all
-        trials), improvement_s (seconds by which it is expected to be faster than the best trial, NaN before one ran),
-        reason (the rule that it breaks, else empty).
+        plan (text), simulated_s (before any trial), step_s, low_s, high_s (after them,
+        with 90 % interval), measured_s (mean of its trials, NaN for none), failures
+        (trials that failed), memory_share (simulated, of what a device has), fits
+        (probability to run), wins (probability to be within 5 % of the best and faster
+        than all trials), improvement_s (seconds by which it is expected to be faster
+        than the best trial, NaN before one ran), reason (the rule that it breaks, else
+        empty).
         """
-        believed, trials = self._beliefs(), self.trials.groupby("plan")["step_s"]
-        seconds, factor = np.exp(believed.log_s), np.exp(believed.width)
+        believed = self._beliefs()
+        trials = self.trials.groupby("plan")["step_s"]
+        seconds = np.exp(believed.log_s)
+        factor = np.exp(believed.width)
         table = pd.DataFrame(
             {
                 "plan": list(self._plans),
@@ -164,12 +220,23 @@ class Tuner:
             }
         )
         table.insert(5, "measured_s", table["plan"].map(trials.mean()))
-        table.insert(6, "failures", table["plan"].map(trials.size() - trials.count()).fillna(0).astype(int))
-        return table.sort_values(["wins", "step_s"], ascending=[False, True], kind="stable", ignore_index=True)
+        table.insert(
+            6,
+            "failures",
+            table["plan"].map(trials.size() - trials.count()).fillna(0).astype(int),
+        )
+        return table.sort_values(
+            ["wins", "step_s"],
+            ascending=[False, True],
+            kind="stable",
+            ignore_index=True,
+        )
 
     @property
     def _digest(self) -> str:
-        about = repr(replace(self._case, plan=Plan(), software=None)) + getattr(self._case.software, "name", "none")
+        about = repr(replace(self._case, plan=Plan(), software=None)) + getattr(
+            self._case.software, "name", "none"
+        )
         return hashlib.sha256(about.encode()).hexdigest()
 
     def _left(self) -> list[str]:
@@ -180,7 +247,12 @@ class Tuner:
     def _record(self, plan: Plan, seconds: float) -> None:
         text = str(plan)
         if text not in self._plans:
-            plan.check(self._case.model, self._case.cluster, self._case.global_batch, self._case.sequence)
+            plan.check(
+                self._case.model,
+                self._case.cluster,
+                self._case.global_batch,
+                self._case.sequence,
+            )
             self._add([plan])
         if reason := self._reasons[self._places[text]]:
             raise ValueError(f"plan {text}: {reason}")
@@ -202,8 +274,17 @@ class Tuner:
         return beliefs(self._candidates, tried, log_s, asked, self._seed)
 
     def _searched(self) -> list[Plan]:
-        case, space = self._case, {"space": Space.quick(), "top": _TOP, "progress": False}
-        return _listed(search(case.model, case.cluster, **_step(case), parameters=self._parameters, **space).table)
+        case = self._case
+        space = {"space": Space.quick(), "top": _TOP, "progress": False}
+        return _listed(
+            search(
+                case.model,
+                case.cluster,
+                **_step(case),
+                parameters=self._parameters,
+                **space,
+            ).table
+        )
 
 
 def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
@@ -219,43 +300,88 @@ def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
 
 
 def _step(case: Case) -> dict:
-    return {name: getattr(case, name) for name in ("global_batch", "sequence", "dtype", "software")}
+    return {
+        name: getattr(case, name)
+        for name in ("global_batch", "sequence", "dtype", "software")
+    }
 
 
-def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters) -> tuple[Candidates, list[str]]:
-    """What the simulator says of the plans of a case, and why a plan cannot be laid out, else empty."""
-    table = estimate(case.model, case.cluster, columns, **_step(case), parameters=parameters, fits=True)
+def _candidates(
+    case: Case, columns: pd.DataFrame, parameters: Parameters
+) -> tuple[Candidates, list[str]]:
+    """What the simulator says of the plans of a case, and why a plan cannot be laid
+    out, else empty.
+    """
+    table = estimate(
+        case.model,
+        case.cluster,
+        columns,
+        **_step(case),
+        parameters=parameters,
+        fits=True,
+    )
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
-    log_room = np.log(usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy())
-    log_room = np.where(np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room)
-    log_s, width = np.log(table["step_s"].to_numpy()), np.log(table["high_s"] / table["low_s"]).to_numpy() / 2
+    log_room = np.log(
+        usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy()
+    )
+    log_room = np.where(
+        np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room
+    )
+    log_s = np.log(table["step_s"].to_numpy())
+    width = np.log(table["high_s"] / table["low_s"]).to_numpy() / 2
     refused = table.get("reason", pd.Series("", table.index))
-    reasons = [words or reason for words, reason in zip(legal(case).words(), refused, strict=True)]
-    return Candidates(log_s, log_room, _features(case, columns), np.nan_to_num(shares), width), reasons
+    reasons = [
+        words or reason
+        for words, reason in zip(legal(case).words(), refused, strict=True)
+    ]
+    return Candidates(
+        log_s, log_room, _features(case, columns), np.nan_to_num(shares), width
+    ), reasons
 
 
 def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
-    """What plans are alike in: doublings of degrees and batches, and choices as numbers."""
+    """What plans are alike in: doublings of degrees and batches, and choices as
+    numbers.
+    """
     inside = np.maximum(case.cluster.devices_per_node // columns["cp"], 1)
-    counts = columns[["dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"]].assign(
-        micro_batches=case.micro_batches, beyond_node=np.maximum(columns["tp"] / inside, 1)
+    counts = columns[
+        ["dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"]
+    ].assign(
+        micro_batches=case.micro_batches,
+        beyond_node=np.maximum(columns["tp"] / inside, 1),
     )
-    choices = pd.DataFrame({"zero": columns["zero"] > 0, "zero_3": columns["zero"] > 2, "tp": columns["tp"] > 1})
+    choices = pd.DataFrame(
+        {
+            "zero": columns["zero"] > 0,
+            "zero_3": columns["zero"] > 2,
+            "tp": columns["tp"] > 1,
+        }
+    )
     choices["recompute"] = columns["recompute"].map(_RECOMPUTES.index)
     choices["sequence_parallel"] = columns["sequence_parallel"] & (columns["tp"] > 1)
-    choices["offload"], choices["schedule"] = columns["offload"].notna(), columns["schedule"] == "1f1b"
-    return np.hstack([np.log2(counts.to_numpy(float)), _CHOICE * choices.to_numpy(float)])
+    choices["offload"] = columns["offload"].notna()
+    choices["schedule"] = columns["schedule"] == "1f1b"
+    return np.hstack(
+        [np.log2(counts.to_numpy(float)), _CHOICE * choices.to_numpy(float)]
+    )
 
 
 def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:
     """What a file says was told."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        told, found = [(str(text), step_s) for text, step_s in state["told"]], state["sha256"]
-        if wrong := [step_s for _, step_s in told if step_s is not None and not is_number(step_s, 1e-300)]:
+        told = [(str(text), step_s) for text, step_s in state["told"]]
+        found = state["sha256"]
+        if wrong := [
+            step_s
+            for _, step_s in told
+            if step_s is not None and not is_number(step_s, 1e-300)
+        ]:
             raise ValueError(f"{shown(wrong[0])} is no time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no state of a tuning ({error!r}); remove it to begin again") from None
+        raise ValueError(
+            f"{path} is no state of a tuning ({error!r}); remove it to begin again"
+        ) from None
     if found != digest:
         raise ValueError(f"{path} keeps the tuning of another case; give another file")
     return told

@@ -1,7 +1,9 @@
-"""Which machine is this, and what could it do? A GPU's data-sheet rates; elsewhere what products and copies reach.
+"""Which machine is this, and what could it do? A GPU's data-sheet rates; elsewhere what
+products and copies reach.
 
-The data sheet is the catalog's, by the name CUDA gives. The peak of an unknown device is the best that a matrix product
-reaches here, and of a CPU that of the rank's threads, less where the ranks outnumber the cores.
+The data sheet is the catalog's, by the name CUDA gives. The peak of an unknown device
+is the best that a matrix product reaches here, and of a CPU that of the rank's threads,
+less where the ranks outnumber the cores.
 """
 
 import os
@@ -18,31 +20,62 @@ import torch.distributed as dist
 from madmax_lib import catalog
 from madmax_lib.runs import testbed
 
-__all__ = ["TORCH_DTYPES", "cores_per_rank", "device_name", "memory_bytes_per_s", "native_dtype", "peak_flops"]
+__all__ = [
+    "TORCH_DTYPES",
+    "cores_per_rank",
+    "device_name",
+    "memory_bytes_per_s",
+    "native_dtype",
+    "peak_flops",
+]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SIDE, _PRODUCTS = {"cpu": 512, "cuda": 8192}, 20
-_COPY_BYTES, _COPIES = 128 * 2**20, 5
+_SIDE = {"cpu": 512, "cuda": 8192}
+_PRODUCTS = 20
+_COPY_BYTES = 128 * 2**20
+_COPIES = 5
 
 
 def peak_flops(device: str, dtype: str) -> tuple[float, str]:
-    """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the number comes from; collective."""
-    if device == "cuda" and (sheet := catalog.device_named(torch.cuda.get_device_name())):
-        asked = "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
+    """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the
+    number comes from; collective.
+    """
+    if device == "cuda" and (
+        sheet := catalog.device_named(torch.cuda.get_device_name())
+    ):
+        asked = (
+            "tf32"
+            if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest"
+            else dtype
+        )
         peak = sheet.nearest(asked)
         return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
     side = _SIDE[device]
-    rate = torch.tensor([_product_rate(device, TORCH_DTYPES[dtype], side)], dtype=torch.float64, device=device)
+    rate = torch.tensor(
+        [_product_rate(device, TORCH_DTYPES[dtype], side)],
+        dtype=torch.float64,
+        device=device,
+    )
     if dist.is_initialized():
         dist.all_reduce(rate, dist.ReduceOp.MAX)
-    share = min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
-    shared = f", x {share:.3g} since ranks share cores or are slowed" if share < 1 else ""
-    return float(rate) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
+    share = (
+        min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
+    )
+    shared = (
+        f", x {share:.3g} since ranks share cores or are slowed" if share < 1 else ""
+    )
+    return float(
+        rate
+    ) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
 
 
 def native_dtype(dtype: str, device: str) -> str:
-    """A dtype, or in place of auto bf16 on a GPU that computes in it and fp32 elsewhere."""
-    native = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    """A dtype, or in place of auto bf16 on a GPU that computes in it and fp32
+    elsewhere.
+    """
+    native = device == "cuda" and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
     return ("bf16" if native else "fp32") if dtype == "auto" else dtype
 
 
@@ -51,12 +84,17 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    match = (
+        re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else None
+    )
     return match[1] if match else platform.processor() or platform.machine()
 
 
 def memory_bytes_per_s(device: str) -> float:
-    """Bytes that the memory of a device (cpu or cuda) reads and writes per second, NaN for an unknown GPU.
+    """Bytes that the memory of a device (cpu or cuda) reads and writes per second, NaN
+    for an unknown GPU.
 
     Of a CPU the best of a few copies of a tensor that no cache holds.
     """
@@ -71,7 +109,11 @@ def memory_bytes_per_s(device: str) -> float:
 def _product_rate(device: str, dtype: torch.dtype, side: int) -> float:
     """FLOP/s of a square matrix product."""
     factor = torch.randn(side, side, device=device, dtype=dtype)
-    return 2 * side**3 / _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
+    return (
+        2
+        * side**3
+        / _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
+    )
 
 
 def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> float:
@@ -87,11 +129,16 @@ def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> fl
 
 
 def cores_per_rank() -> float:
-    """Cores of this machine that a rank may use: their number over that of its ranks, less where devices are slowed.
+    """Cores of this machine that a rank may use: their number over that of its ranks,
+    less where devices are slowed.
 
     A mean of the ranks, on all hosts that the testbed makes here.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     hosts, speed = testbed.spread()
     equal = cores / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * hosts)
     return sum(min(equal, share) for share in speed) / len(speed) if speed else equal

@@ -1,10 +1,12 @@
-"""Where does a step of this rank spend its time? Seconds and labels by phase, and a trace of a few steps.
+"""Where does a step of this rank spend its time? Seconds and labels by phase, and a
+trace of a few steps.
 
-The labels are profiler ranges named data, forward, backward and optimizer. On a GPU the seconds come from pairs of
-events that are read once per step, so that nothing waits inside it; on a CPU from the clock. Passes of a pipeline add
-up by phase; what is left of a step is waiting for other stages.
-The profiler skips a step, warms up on one and records three, once. The trace is written by `on_trace_ready`: exported
-after the loop it would be empty.
+The labels are profiler ranges named data, forward, backward and optimizer. On a GPU the
+seconds come from pairs of events that are read once per step, so that nothing waits
+inside it; on a CPU from the clock. Passes of a pipeline add up by phase; what is left
+of a step is waiting for other stages. The profiler skips a step, warms up on one and
+records three, once. The trace is written by `on_trace_ready`: exported after the loop
+it would be empty.
 """
 
 import gzip
@@ -58,20 +60,27 @@ class Phases:
         """Seconds by phase since the last call; waits for the GPU."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        result = {name: sum(between_s(*pair) for pair in self._marks[name]) for name in PHASES}
+        result = {
+            name: sum(between_s(*pair) for pair in self._marks[name]) for name in PHASES
+        }
         self._marks.clear()
         return result
 
 
 def profiler(path: Path, device: str, memory: bool = False) -> profile:
-    """Profiler of one rank that writes to `path` (.json.gz) without the machine's name; `step` it after each step.
+    """Profiler of one rank that writes to `path` (.json.gz) without the machine's name;
+    `step` it after each step.
 
-    memory: with the allocator's events; of a GPU a snapshot too, beside the trace as memory_rank{r}.pickle.
+    memory: with the allocator's events; of a GPU a snapshot too, beside the trace as
+    memory_rank{r}.pickle.
     """
     if memory and device == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     return profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
+        activities=[
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device == "cuda" else []),
+        ],
         schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda done: _write(done, path, memory and device == "cuda"),
         record_shapes=True,

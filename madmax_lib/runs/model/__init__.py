@@ -1,1 +1,3 @@
-"""What is trained? Layers, networks, losses, fused kernels, adapters, published weights."""
+"""What is trained? Layers, networks, losses, fused kernels, adapters, published
+weights.
+"""

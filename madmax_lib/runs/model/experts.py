@@ -1,9 +1,12 @@
-"""How are tokens sent to experts on other ranks? Top-k routing and an all-to-all of uneven parts, and back.
+"""How are tokens sent to experts on other ranks? Top-k routing and an all-to-all of
+uneven parts, and back.
 
-A mixture layer [arXiv 2101.03961, top-k of arXiv 2401.04088]: the router's softmax picks `active_experts` per token and
-their weights are scaled to sum to one. With expert parallelism each rank of the ep group holds experts/ep of them: the
-ranks first exchange how many rows go to which expert, then the rows, and the results come back the same way. No token
-is dropped. Every expert runs, on no rows too, so that all ranks see the same collectives and gradients.
+A mixture layer [arXiv 2101.03961, top-k of arXiv 2401.04088]: the router's softmax
+picks `active_experts` per token and their weights are scaled to sum to one. With expert
+parallelism each rank of the ep group holds experts/ep of them: the ranks first exchange
+how many rows go to which expert, then the rows, and the results come back the same way.
+No token is dropped. Every expert runs, on no rows too, so that all ranks see the same
+collectives and gradients.
 """
 
 import torch
@@ -22,36 +25,53 @@ __all__ = ["Experts", "Mixture"]
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Rows (n, in), counts[e] of them in a row, by weights[e] (out, in): (n, out).
 
-    One kernel, for which the host need not know the counts; it reads them only where a row is no multiple of 16 bytes.
+    One kernel, for which the host need not know the counts; it reads them only where a
+    row is no multiple of 16 bytes.
     """
     kind = rows.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-    rows, weights = rows.to(dtype), weights.to(dtype)
+    dtype = (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else rows.dtype
+    )
+    rows = rows.to(dtype)
+    weights = weights.to(dtype)
     if all(width * dtype.itemsize % 16 == 0 for width in weights.shape[1:]):
-        return functional.grouped_mm(rows, weights.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+        return functional.grouped_mm(
+            rows, weights.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32)
+        )
     parts = zip(rows.split(counts.tolist()), weights, strict=True)
     return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
 class Experts(nn.Module):
-    """Feed-forward blocks, one after another in (experts, ...) weights; split over ep by expert, over tp by channel."""
+    """Feed-forward blocks, one after another in (experts, ...) weights; split over ep
+    by expert, over tp by channel.
+    """
 
     def __init__(self, spec: Transformer):
         super().__init__()
-        count, width = spec.experts, spec.expert_ffn
+        count = spec.experts
+        width = spec.expert_ffn
         hidden = spec.hidden
-        self.gate = nn.Parameter(torch.empty(count, width, hidden)) if spec.gated else None
+        self.gate = (
+            nn.Parameter(torch.empty(count, width, hidden)) if spec.gated else None
+        )
         self.up = nn.Parameter(torch.empty(count, width, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, width))
         bias = spec.mlp_bias
         self.up_bias = nn.Parameter(torch.empty(count, width)) if bias else None
-        self.gate_bias = nn.Parameter(torch.empty(count, width)) if bias and spec.gated else None
+        self.gate_bias = (
+            nn.Parameter(torch.empty(count, width)) if bias and spec.gated else None
+        )
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if bias else None
         self.mesh: DeviceMesh | None = None  # the tp ranks, if more than one
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (n, hidden) sorted by expert, counts[e] of them for local expert e."""
-        if self.mesh:  # every tp rank has the rows and computes a part of their gradients
+        if (
+            self.mesh
+        ):  # every tp rank has the rows and computes a part of their gradients
             whole = DTensor.from_local(rows, self.mesh, [Replicate()], run_check=False)
             rows = whole.to_local(grad_placements=[Partial()])
         expert = torch.repeat_interleave(counts, output_size=len(rows))  # of each row
@@ -67,11 +87,15 @@ class Experts(nn.Module):
             inner = functional.gelu(inner, approximate="tanh")
         result = linear(inner, self.down, self.down_bias)
         if self.mesh:
-            result = DTensor.from_local(result, self.mesh, [Partial()], run_check=False).full_tensor()
+            result = DTensor.from_local(
+                result, self.mesh, [Partial()], run_check=False
+            ).full_tensor()
         return result
 
     def keep(self, expert: tuple[int, int], channel: tuple[int, int]) -> None:
-        """Keep part `expert[0]` of `expert[1]` of the experts, and likewise of their channels, in place."""
+        """Keep part `expert[0]` of `expert[1]` of the experts, and likewise of their
+        channels, in place.
+        """
         channel_dim = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
         for name, weight in list(self.named_parameters(recurse=False)):
             part = weight.detach().chunk(expert[1], 0)[expert[0]]
@@ -93,13 +117,21 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
         tokens = x.flatten(0, 1)
-        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.active, dim=-1)
+        weights, chosen = (
+            self.router(tokens).float().softmax(-1).topk(self.active, dim=-1)
+        )
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        counts = order.new_zeros(self.router.out_features).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        counts = order.new_zeros(self.router.out_features).scatter_add_(
+            0, chosen.flatten(), torch.ones_like(order)
+        )
         result = self._run(tokens[order // self.active], counts)
         weighted = result * weights.flatten()[order].unsqueeze(-1).to(result.dtype)
-        return torch.zeros_like(tokens).index_add(0, order // self.active, weighted.to(tokens.dtype)).view_as(x)
+        return (
+            torch.zeros_like(tokens)
+            .index_add(0, order // self.active, weighted.to(tokens.dtype))
+            .view_as(x)
+        )
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Results of rows sorted by expert, counts[e] of them for expert e."""
@@ -114,7 +146,9 @@ class Mixture(nn.Module):
         arrived = all_to_all_single_autograd(rows, got, sent, self.group)
         # rows come by sending rank, then expert; experts want them by expert
         expert = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
-        order = expert.repeat_interleave(theirs.flatten(), output_size=sum(got)).argsort(stable=True)
+        order = expert.repeat_interleave(
+            theirs.flatten(), output_size=sum(got)
+        ).argsort(stable=True)
         result = self.experts(arrived[order], theirs.sum(0))
         back = torch.empty_like(result).index_copy(0, order, result)
         return all_to_all_single_autograd(back, sent, got, self.group)

@@ -1,8 +1,10 @@
-"""How can bias + GELU be computed? Eager, compiled or as one Triton kernel, forward and backward.
+"""How can bias + GELU be computed? Eager, compiled or as one Triton kernel, forward and
+backward.
 
-GELU with tanh [arXiv 1606.08415]: y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), u = x + bias. It is bound by
-memory: a fused forward pass reads x and writes y, a fused backward pass reads x and dy and writes dx. Eager PyTorch
-writes u and reads it again.
+GELU with tanh [arXiv 1606.08415]: y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), u
+= x + bias. It is bound by
+memory: a fused forward pass reads x and writes y, a fused backward pass reads x and dy
+and writes dx. Eager PyTorch writes u and reads it again.
 """
 
 from collections.abc import Callable
@@ -17,21 +19,29 @@ _HOWS = ("eager", "compiled", "triton")
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.Tensor:
-    """GELU of x + bias. x: (..., n), bias: (n,), same dtype and device; the result is like x and differentiable.
+    """GELU of x + bias. x: (..., n), bias: (n,), same dtype and device; the result is
+    like x and differentiable.
 
-    how: eager; compiled (torch.compile, the first call of a shape takes seconds); triton (a GPU, or a CPU with
-    TRITON_INTERPRET=1). Raises ValueError for another `how` or shapes that do not fit, ModuleNotFoundError without
-    triton.
+    how: eager; compiled (torch.compile, the first call of a shape takes seconds);
+    triton (a GPU, or a CPU with TRITON_INTERPRET=1). Raises ValueError for another
+    `how` or shapes that do not fit, ModuleNotFoundError without triton.
     """
     if bias.ndim != 1 or x.shape[-1:] != bias.shape:
-        raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"bias of shape {tuple(bias.shape)} does not fit x of shape "
+            f"{tuple(x.shape)}"
+        )
     if x.dtype != bias.dtype:
         raise ValueError(f"x is {x.dtype}, bias is {bias.dtype}: they must be alike")
-    return _eager(x, bias) if how == "eager" else _function(how)(x, bias)  # the first without a cache to trace
+    return (
+        _eager(x, bias) if how == "eager" else _function(how)(x, bias)
+    )  # the first without a cache to trace
 
 
 def unavailable(how: str, device: str) -> str:
-    """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises ValueError for another `how`."""
+    """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises
+    ValueError for another `how`.
+    """
     if how not in _HOWS:
         raise ValueError(f"how={how!r} is not one of {', '.join(_HOWS)}")
     if how != "triton":
@@ -40,11 +50,17 @@ def unavailable(how: str, device: str) -> str:
         return "triton is not installed"
     from madmax_lib.runs.model import triton_kernels
 
-    return "" if device != "cpu" or triton_kernels.INTERPRETED else "Triton needs a GPU, or TRITON_INTERPRET=1"
+    return (
+        ""
+        if device != "cpu" or triton_kernels.INTERPRETED
+        else "Triton needs a GPU, or TRITON_INTERPRET=1"
+    )
 
 
 def way(fused: bool, device: str) -> str:
-    """How a model computes bias + GELU on a device: triton if asked for, else eager and, if it was asked for, why."""
+    """How a model computes bias + GELU on a device: triton if asked for, else eager
+    and, if it was asked for, why.
+    """
     reason = unavailable("triton", device) if fused else ""
     return f"eager: {reason}" if reason else "triton" if fused else "eager"
 
@@ -52,7 +68,9 @@ def way(fused: bool, device: str) -> str:
 @lru_cache(maxsize=len(_HOWS))
 def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     if reason := unavailable(how, "cuda"):
-        raise ModuleNotFoundError(f"bias_gelu(how={how!r}): {reason}; pip install triton")
+        raise ModuleNotFoundError(
+            f"bias_gelu(how={how!r}): {reason}; pip install triton"
+        )
     if how != "triton":
         return torch.compile(_eager) if how == "compiled" else _eager
     from madmax_lib.runs.model.triton_kernels import BiasGelu

@@ -1,8 +1,10 @@
-"""What is a transformer layer made of? Norms, attention and feed-forward blocks in plain torch, sized by a spec.
+"""What is a transformer layer made of? Norms, attention and feed-forward blocks in
+plain torch, sized by a spec.
 
-Pre-norm layers as in GPT-2 [Radford et al. 2019] and LLaMA [arXiv 2302.13971]: layer or rms norms, learned or rotary
-positions [arXiv 2104.09864], grouped heads [arXiv 2305.13245], GELU (tanh) or gated SiLU. Heads are counted from the
-weights' own shapes, so that a tensor-parallel shard runs the same code.
+Pre-norm layers as in GPT-2 [Radford et al. 2019] and LLaMA [arXiv 2302.13971]: layer or
+rms norms, learned or rotary positions [arXiv 2104.09864], grouped heads [arXiv
+2305.13245], GELU (tanh) or gated SiLU. Heads are counted from the weights' own shapes,
+so that a tensor-parallel shard runs the same code.
 """
 
 from functools import lru_cache, partial
@@ -28,76 +30,116 @@ _ROPE_BASE = 1e6  # Qwen2.5 [arXiv 2412.15115]
 def norm(spec: Transformer) -> nn.Module:
     """A layer norm or an rms norm over the hidden channels."""
     kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
-    epsilon = 1e-12 if spec.image else _EPSILON[spec.norm]  # ViT's own [arXiv 2010.11929, released code]
+    epsilon = (
+        1e-12 if spec.image else _EPSILON[spec.norm]
+    )  # ViT's own [arXiv 2010.11929, released code]
     return kind(spec.hidden, eps=epsilon)
 
 
 @lru_cache(maxsize=8)
-def _turns(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (length, width/2) of position x base^(-2i/width); the same in all layers and steps."""
-    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+def _turns(
+    length: int, width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (length, width/2) of position x base^(-2i/width); the same in all
+    layers and steps.
+    """
+    frequency = _ROPE_BASE ** (
+        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    )
+    angle = torch.outer(
+        torch.arange(length, device=device, dtype=torch.float32), frequency
+    )
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def _rotate(heads: Tensor) -> Tensor:
-    """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by their position."""
+    """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by
+    their position.
+    """
     cosine, sine = _turns(*heads.shape[-2:], heads.device, heads.dtype)
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return torch.cat(
+        (first * cosine - second * sine, second * cosine + first * sine), dim=-1
+    )
 
 
 def _shares_heads(query: Tensor) -> bool:
     """Whether fused attention itself reads one key head for several query heads.
 
-    Flash attention does: on CPUs, and in 16 bits from Ampere on. On other GPUs torch would put the scores in memory.
+    Flash attention does: on CPUs, and in 16 bits from Ampere on. On other GPUs torch
+    would put the scores in memory.
     """
     if not query.is_cuda:
         return True
-    return query.itemsize == 2 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.itemsize == 2 and torch.cuda.get_device_capability(query.device) >= (
+        8,
+        0,
+    )
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     """softmax(QK/sqrt(d))V with the scores in memory."""
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        later = torch.ones(
+            scores.shape[-2:], dtype=torch.bool, device=scores.device
+        ).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ value
 
 
 class Attention(nn.Module):
-    """Self-attention (B, S, hidden) -> (B, S, hidden). `exchange` swaps sequence for heads under Ulysses.
+    """Self-attention (B, S, hidden) -> (B, S, hidden). `exchange` swaps sequence for
+    heads under Ulysses.
 
-    Separate projections, so that each can be split by columns whatever the number of key-value heads.
+    Separate projections, so that each can be split by columns whatever the number of
+    key-value heads.
     """
 
     def __init__(self, spec: Transformer, kind: str = "flash"):
         super().__init__()
-        inner, bias = spec.heads * spec.head_dim, spec.attention_bias
+        inner = spec.heads * spec.head_dim
+        bias = spec.attention_bias
         shared = spec.kv_heads * spec.head_dim
-        self.head_dim, self.kind = spec.head_dim, kind
+        self.head_dim = spec.head_dim
+        self.kind = kind
         self.causal = not spec.image
         self.rope = spec.positions == "rope" and not spec.image
         self.query = nn.Linear(spec.hidden, inner, bias=bias != "none")
         self.key = nn.Linear(spec.hidden, shared, bias=bias != "none")
         self.value = nn.Linear(spec.hidden, shared, bias=bias != "none")
         self.projection = nn.Linear(inner, spec.hidden, bias=bias == "all")
-        self.exchange, self.recompute = Exchange(), False
+        self.exchange = Exchange()
+        self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden), S being this rank's part of the sequence."""
-        heads = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
-        query, key, value = (part.transpose(1, 2) for part in self.exchange.to_heads(heads))
+        heads = [
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.query, self.key, self.value)
+        ]
+        query, key, value = (
+            part.transpose(1, 2) for part in self.exchange.to_heads(heads)
+        )
         if self.rope:
-            query, key = _rotate(query), _rotate(key)
-        mixed = _rerun(self._core, query, key, value) if self.recompute else self._core(query, key, value)
-        return self.projection(self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2))
+            query = _rotate(query)
+            key = _rotate(key)
+        mixed = (
+            _rerun(self._core, query, key, value)
+            if self.recompute
+            else self._core(query, key, value)
+        )
+        return self.projection(
+            self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2)
+        )
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        groups, unfused = query.shape[1] // key.shape[1], self.kind == "unfused"
+        groups = query.shape[1] // key.shape[1]
+        unfused = self.kind == "unfused"
         if groups > 1 and (unfused or not _shares_heads(query)):
-            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+            key = key.repeat_interleave(groups, 1)
+            value = value.repeat_interleave(groups, 1)
+            groups = 1
         if unfused:
             return _unfused(query, key, value, self.causal)
         attend = functional.scaled_dot_product_attention
@@ -105,7 +147,9 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`: bias and GELU by Triton."""
+    """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`:
+    bias and GELU by Triton.
+    """
 
     def __init__(self, spec: Transformer):
         super().__init__()
@@ -113,7 +157,9 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=bias)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=bias)
-        self.fused, self.exact = False, bool(spec.image)  # ViT has the exact GELU, GPT-2 its tanh form
+        # ViT has the exact GELU, GPT-2 its tanh form
+        self.fused = False
+        self.exact = bool(spec.image)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
@@ -121,28 +167,35 @@ class FeedForward(nn.Module):
             return self.down(functional.silu(self.gate(x)) * self.up(x))
         if self.fused:
             parts = functional.linear(x, self.up.weight), self.up.bias
-            inner, bias = (part.to_local() if isinstance(part, DTensor) else part for part in parts)
+            inner, bias = (
+                part.to_local() if isinstance(part, DTensor) else part for part in parts
+            )
             return self.down(bias_gelu(inner, bias.to(inner.dtype), "triton"))
-        return self.down(functional.gelu(self.up(x), approximate="none" if self.exact else "tanh"))
+        return self.down(
+            functional.gelu(self.up(x), approximate="none" if self.exact else "tanh")
+        )
 
 
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then + feed-forward(norm(x)).
 
-    recompute: none, full (all of the layer runs again in the backward pass), or selective (attention's core does, which
-    is cheap to run and large to keep [arXiv 2205.05198]).
+    recompute: none, full (all of the layer runs again in the backward pass), or
+    selective (attention's core does, which is cheap to run and large to keep [arXiv
+    2205.05198]).
     """
 
     def __init__(self, spec: Transformer, attention: str = "flash"):
         super().__init__()
-        self.attention_norm, self.attention = norm(spec), Attention(spec, attention)
+        self.attention_norm = norm(spec)
+        self.attention = Attention(spec, attention)
         self.feed_forward_norm = norm(spec)
         self.feed_forward = Mixture(spec) if spec.experts else FeedForward(spec)
         self.recompute = False
 
     def checkpoint(self, recompute: str) -> None:
         """Choose what runs again in the backward pass: none, selective or full."""
-        self.recompute, self.attention.recompute = recompute == "full", recompute == "selective"
+        self.recompute = recompute == "full"
+        self.attention.recompute = recompute == "selective"
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""

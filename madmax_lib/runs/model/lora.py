@@ -1,7 +1,9 @@
-"""How is a large model fine-tuned with few parameters? Low-rank updates of queries and values [arXiv 2106.09685].
+"""How is a large model fine-tuned with few parameters? Low-rank updates of queries and
+values [arXiv 2106.09685].
 
-All weights are frozen but a head that is not tied; query and value projections gain B A x, with A (rank, in) drawn and
-B (out, rank) zero, so that training starts at the model itself.
+All weights are frozen but a head that is not tied; query and value projections gain B A
+x, with A (rank, in) drawn and B (out, rank) zero, so that training starts at the model
+itself.
 """
 
 import torch
@@ -15,20 +17,30 @@ __all__ = ["LowRank", "adapt", "freeze_ends"]
 
 
 class LowRank(nn.Linear):
-    """A frozen linear layer plus a trained update of low rank, scaled by 1. Keeps the names of the linear layer."""
+    """A frozen linear layer plus a trained update of low rank, scaled by 1. Keeps the
+    names of the linear layer.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.down = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.weight = base.weight
+        self.bias = base.bias
+        self.down = nn.Parameter(
+            torch.empty(rank, base.in_features, device=base.weight.device)
+        )
+        self.up = nn.Parameter(
+            torch.zeros(base.out_features, rank, device=base.weight.device)
+        )
         with torch.no_grad():
             self.down.normal_(0.0, base.in_features**-0.5, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) to (..., out)."""
-        return super().forward(x) + functional.linear(functional.linear(x, self.down), self.up)
+        return super().forward(x) + functional.linear(
+            functional.linear(x, self.down), self.up
+        )
 
 
 def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
@@ -36,12 +48,20 @@ def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
     layer.requires_grad_(False)
     for part in ("query", "value"):
         base = getattr(layer.attention, part)
-        generator = named_generator(seed, f"{name}.attention.{part}.down", base.weight.device)
+        generator = named_generator(
+            seed, f"{name}.attention.{part}.down", base.weight.device
+        )
         setattr(layer.attention, part, LowRank(base, rank, generator))
 
 
 def freeze_ends(network: Network) -> None:
-    """Freeze embedding and last norm; the head is trained, unless it is the token table."""
-    for end in (network.embedding, network.norm, network.head if network.spec.tied else None):
+    """Freeze embedding and last norm; the head is trained, unless it is the token
+    table.
+    """
+    for end in (
+        network.embedding,
+        network.norm,
+        network.head if network.spec.tied else None,
+    ):
         if end is not None:
             end.requires_grad_(False)

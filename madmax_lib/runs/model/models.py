@@ -1,7 +1,9 @@
-"""Which models can be trained here, and with what sizes? Names to specs, without torch, and specs to modules.
+"""Which models can be trained here, and with what sizes? Names to specs, without torch,
+and specs to modules.
 
-vit-base, vit-huge, gpt2-large and qwen2.5-3b are the catalog's entries, so that a run and a simulation share one
-vocabulary; the tiny ones have the same parts and train in seconds on a CPU.
+vit-base, vit-huge, gpt2-large and qwen2.5-3b are the catalog's entries, so that a run
+and a simulation share one vocabulary; the tiny ones have the same parts and train in
+seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +24,27 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "build", "name", "spec"]
 
 _BYTES = 256 + 8  # rows of the byte tokenizer's table: all bytes and eight special ones
-_DECODER = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "sequence": 128, "vocab": _BYTES}
+_DECODER = {
+    "layers": 4,
+    "hidden": 64,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn": 192,
+    "sequence": 128,
+    "vocab": _BYTES,
+}
 _DECODER |= {"gated": True, "norm": "rms", "positions": "rope"}
 _DECODER |= {"attention_bias": "none", "mlp_bias": False, "tied": False}
 _TINY = {
-    "vit-tiny": {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "image": 32, "patch": 4, "classes": 100},
+    "vit-tiny": {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "ffn": 256,
+        "image": 32,
+        "patch": 4,
+        "classes": 100,
+    },
     "gpt-tiny": _DECODER,
     "moe-tiny": {**_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
 }
@@ -41,7 +59,8 @@ MODELS = (*_TINY, "vit-base", "vit-huge", "gpt2-large", "qwen2.5-3b")
 
 
 def name(text: str) -> str:
-    """Canonical name of a spelling: GPT_Tiny is gpt-tiny. Raises ValueError with the nearest names.
+    """Canonical name of a spelling: GPT_Tiny is gpt-tiny. Raises ValueError with the
+    nearest names.
 
     >>> name("ViT_Huge")
     'vit-huge'
@@ -56,22 +75,34 @@ def name(text: str) -> str:
 def spec(text: str, **sizes) -> Transformer:
     """Sizes of a model, with some of them changed.
 
-    sizes: fields of `Transformer`, such as layers=2. Raises ValueError for an unknown name, field, or sizes that do not
-    fit together.
+    sizes: fields of `Transformer`, such as layers=2. Raises ValueError for an unknown
+    name, field, or sizes that do not fit together.
 
     >>> spec("gpt2-large").parameters, spec("gpt2-large", layers=2).layers
     (774030080, 2)
     """
     canonical = name(text)
-    if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {"name"}:
+    if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {
+        "name"
+    }:
         wrong = sorted(unknown)[0]
-        near = get_close_matches(wrong, [f.name for f in fields(Transformer)][1:], n=3, cutoff=0.0)
-        raise ValueError(f"{wrong!r} is not a size of {canonical}; nearest: {', '.join(near)}")
+        near = get_close_matches(
+            wrong, [f.name for f in fields(Transformer)][1:], n=3, cutoff=0.0
+        )
+        raise ValueError(
+            f"{wrong!r} is not a size of {canonical}; nearest: {', '.join(near)}"
+        )
     for field in fields(Transformer):
         if field.name in sizes:
             check_value(field.name, field.type.__name__, sizes[field.name])
-    model = Transformer(canonical, **_TINY[canonical]) if canonical in _TINY else catalog.model(canonical)
-    again = {field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)}
+    model = (
+        Transformer(canonical, **_TINY[canonical])
+        if canonical in _TINY
+        else catalog.model(canonical)
+    )
+    again = {
+        field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)
+    }
     if model.image:
         again["sequence"] = 0
         if "sequence" in sizes:
@@ -80,16 +111,26 @@ def spec(text: str, **sizes) -> Transformer:
 
 
 def build(
-    text: str, *, seed: int = 0, device: str = "cpu", attention: str = "flash", weights: str | Path = "", **sizes
+    text: str,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    attention: str = "flash",
+    weights: str | Path = "",
+    **sizes,
 ) -> Network:
-    """The whole model on one device: tokens (B, S) to logits (B, S, V), or images (B, 3, H, W) to logits (B, classes).
+    """The whole model on one device: tokens (B, S) to logits (B, S, V), or images (B,
+    3, H, W) to logits (B, classes).
 
-    Every parameter is drawn from a generator seeded by `seed` and the parameter's name, so that a stage or a shard of
-    the model holds the numbers of the whole. attention: flash, or unfused with the scores in memory.
+    Every parameter is drawn from a generator seeded by `seed` and the parameter's name,
+    so that a stage or a shard of the model holds the numbers of the whole. attention:
+    flash, or unfused with the scores in memory.
     weights: directory of published ones, see `weights.Weights`.
     """
     from madmax_lib.runs.model.network import Network
     from madmax_lib.runs.model.weights import Weights
 
     model = Network(spec(text, **sizes), attention=attention)
-    return model.materialise(seed, device, Weights(weights, model.spec) if weights else None)
+    return model.materialise(
+        seed, device, Weights(weights, model.spec) if weights else None
+    )

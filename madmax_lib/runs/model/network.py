@@ -1,8 +1,9 @@
-"""A whole transformer, or one stage of it: embedding, layers, norm and head, for text (decoder) or images (ViT).
+"""A whole transformer, or one stage of it: embedding, layers, norm and head, for text
+(decoder) or images (ViT).
 
-A stage keeps the names of the whole, and every parameter is drawn from a generator seeded by its name: the numbers
-depend on neither the layout nor the order. Weights N(0, 0.02), those that end a residual branch smaller by
-sqrt(2 layers) [Radford et al. 2019].
+A stage keeps the names of the whole, and every parameter is drawn from a generator
+seeded by its name: the numbers depend on neither the layout nor the order. Weights N(0,
+0.02), those that end a residual branch smaller by sqrt(2 layers) [Radford et al. 2019].
 """
 
 import zlib
@@ -25,15 +26,17 @@ _SPREAD = 0.02
 class TokenEmbedding(nn.Module):
     """Tokens (B, S) to (B, S, hidden), with learned positions where the model has them.
 
-    `offset` is the position of this rank's first token where ranks share a sequence, `table` makes the rows at hand
-    plain tensors where the parameter is distributed.
+    `offset` is the position of this rank's first token where ranks share a sequence,
+    `table` makes the rows at hand plain tensors where the parameter is distributed.
     """
 
     def __init__(self, spec: Transformer):
         super().__init__()
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         learned = spec.positions == "learned"
-        self.positions = nn.Parameter(torch.empty(spec.sequence, spec.hidden)) if learned else None
+        self.positions = (
+            nn.Parameter(torch.empty(spec.sequence, spec.hidden)) if learned else None
+        )
         self.offset = 0
         self.table: Callable[[Tensor], Tensor] = lambda positions: positions
 
@@ -46,7 +49,9 @@ class TokenEmbedding(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, 3, H, W) to a class token and one token per patch (B, 1 + patches, hidden), with positions."""
+    """Images (B, 3, H, W) to a class token and one token per patch (B, 1 + patches,
+    hidden), with positions.
+    """
 
     def __init__(self, spec: Transformer):
         super().__init__()
@@ -62,22 +67,34 @@ class PatchEmbedding(nn.Module):
 
 
 class Network(nn.Module):
-    """Layers `part` of a model; the first part has the embedding, the last the norm and the head.
+    """Layers `part` of a model; the first part has the embedding, the last the norm and
+    the head.
 
     Built without storage; `materialise` fills it. part: None for all layers.
     """
 
-    def __init__(self, spec: Transformer, *, attention: str = "flash", part: range | None = None):
+    def __init__(
+        self, spec: Transformer, *, attention: str = "flash", part: range | None = None
+    ):
         super().__init__()
         part = range(spec.layers) if part is None else part
-        first, last = part.start == 0, part.stop == spec.layers
+        first = part.start == 0
+        last = part.stop == spec.layers
         self.spec = spec
         with torch.device("meta"):
-            self.embedding = (PatchEmbedding if spec.image else TokenEmbedding)(spec) if first else None
-            self.layers = nn.ModuleDict({str(i): TransformerLayer(spec, attention) for i in part})
+            self.embedding = (
+                (PatchEmbedding if spec.image else TokenEmbedding)(spec)
+                if first
+                else None
+            )
+            self.layers = nn.ModuleDict(
+                {str(i): TransformerLayer(spec, attention) for i in part}
+            )
             self.norm = norm(spec) if last else None
             rows = spec.classes or spec.vocab
-            self.head = nn.Linear(spec.hidden, rows, bias=bool(spec.image)) if last else None
+            self.head = (
+                nn.Linear(spec.hidden, rows, bias=bool(spec.image)) if last else None
+            )
         self.tie()
 
     def tie(self) -> None:
@@ -101,10 +118,14 @@ class Network(nn.Module):
 
     def ends(self) -> Iterable[tuple[str, nn.Module]]:
         """What is not in a layer, by name."""
-        children = ((name, getattr(self, name)) for name in ("embedding", "norm", "head"))
+        children = (
+            (name, getattr(self, name)) for name in ("embedding", "norm", "head")
+        )
         return ((name, child) for name, child in children if child is not None)
 
-    def materialise(self, seed: int, device: Device, weights: Weights | None = None) -> "Network":
+    def materialise(
+        self, seed: int, device: Device, weights: Weights | None = None
+    ) -> "Network":
         """Allocate and draw all parameters, or read them from published weights."""
         for name, part in (*self.units(), *self.ends()):
             draw(part, name, self.spec, seed, device, weights)
@@ -113,9 +134,15 @@ class Network(nn.Module):
 
 
 def draw(
-    module: nn.Module, prefix: str, spec: Transformer, seed: int, device: Device, weights: Weights | None = None
+    module: nn.Module,
+    prefix: str,
+    spec: Transformer,
+    seed: int,
+    device: Device,
+    weights: Weights | None = None,
 ) -> None:
-    """Allocate a module on the device and draw its parameters, each from a generator seeded by its full name.
+    """Allocate a module on the device and draw its parameters, each from a generator
+    seeded by its full name.
 
     weights: published ones that overwrite what was drawn.
     """
@@ -139,8 +166,15 @@ def _draw(parameter: Tensor, name: str, spec: Transformer, seed: int) -> None:
     elif name.endswith("bias"):
         parameter.zero_()
     else:
-        # the head of a tied model is the token table, also on a stage that has only one of them
-        name = "embedding.tokens.weight" if name == "head.weight" and spec.tied else name
+        # the head of a tied model is the token table, also on a stage that has only one
+        # of them
+        name = (
+            "embedding.tokens.weight" if name == "head.weight" and spec.tied else name
+        )
         generator = named_generator(seed, name, parameter.device)
-        spread = _SPREAD / (2 * spec.layers) ** 0.5 if name.endswith(_BRANCH_ENDS) else _SPREAD
+        spread = (
+            _SPREAD / (2 * spec.layers) ** 0.5
+            if name.endswith(_BRANCH_ENDS)
+            else _SPREAD
+        )
         parameter.normal_(0.0, spread, generator=generator)

@@ -1,8 +1,11 @@
-"""How does a run start from published weights? Hugging Face files of GPT-2, Qwen2 and ViT under this project's names.
+"""How does a run start from published weights? Hugging Face files of GPT-2, Qwen2 and
+ViT under this project's names.
 
-A directory as downloaded: model.safetensors, or its shards with model.safetensors.index.json. The format is read here
-[github.com/huggingface/safetensors: eight bytes of header length, a JSON header, raw tensors], tensor by tensor, so
-that a rank reads only its own stage. GPT-2 stores queries, keys and values as one matrix and all matrices transposed.
+A directory as downloaded: model.safetensors, or its shards with
+model.safetensors.index.json. The format is read here
+[github.com/huggingface/safetensors: eight bytes of header length, a JSON header, raw
+tensors], tensor by tensor, so that a rank reads only its own stage. GPT-2 stores
+queries, keys and values as one matrix and all matrices transposed.
 """
 
 import json
@@ -19,14 +22,21 @@ from madmax_lib.catalog.models import Transformer
 __all__ = ["Weights"]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# prefix of a model saved with its head around it, name of a layer; names in it stand in data/published_weights.csv
-_FAMILIES = {"gpt2": ("transformer.", "h.{}."), "qwen2": ("model.", "layers.{}."), "vit": ("vit.", "encoder.layer.{}.")}
+# prefix of a model saved with its head around it, name of a layer; names in it stand in
+# data/published_weights.csv
+_FAMILIES = {
+    "gpt2": ("transformer.", "h.{}."),
+    "qwen2": ("model.", "layers.{}."),
+    "vit": ("vit.", "encoder.layer.{}."),
+}
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor in a file: its dtype in the format's words, its shape, and the bytes it takes."""
+    """A tensor in a file: its dtype in the format's words, its shape, and the bytes it
+    takes.
+    """
 
     file: Path
     dtype: str
@@ -45,21 +55,32 @@ class Weights:
     """Published weights of a model. Raises FileNotFoundError if the directory has none."""
 
     def __init__(self, directory: str | Path, spec: Transformer):
-        self.folder, self.spec = Path(directory), spec
-        self.family = "vit" if spec.image else "gpt2" if spec.positions == "learned" else "qwen2"
+        self.folder = Path(directory)
+        self.spec = spec
+        self.family = (
+            "vit" if spec.image else "gpt2" if spec.positions == "learned" else "qwen2"
+        )
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
-            raise FileNotFoundError(f"{self.folder}: no .safetensors file with weights of {spec.name}")
+            raise FileNotFoundError(
+                f"{self.folder}: no .safetensors file with weights of {spec.name}"
+            )
         prefix, self._layer = _FAMILIES[self.family]
         names = catalog.table("published_weights")
-        self._names = names[names["family"] == self.family].set_index("ours")["theirs"].to_dict()
-        self._entries = {name.removeprefix(prefix): entry for file in files for name, entry in _header(file).items()}
+        self._names = (
+            names[names["family"] == self.family].set_index("ours")["theirs"].to_dict()
+        )
+        self._entries = {
+            name.removeprefix(prefix): entry
+            for file in files
+            for name, entry in _header(file).items()
+        }
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Overwrite the parameters of a module named `prefix` in the whole model.
 
-        A classifier that is missing or has another number of classes is left as it is, as for a new task. Raises
-        ValueError for any other missing or misshapen tensor.
+        A classifier that is missing or has another number of classes is left as it is,
+        as for a new task. Raises ValueError for any other missing or misshapen tensor.
         """
         for name, parameter in module.named_parameters():
             full = f"{prefix}.{name}"
@@ -69,7 +90,9 @@ class Weights:
                     parameter.copy_(published)
 
     def _read(self, name: str, parameter: Tensor) -> Tensor | None:
-        layer, own = name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
+        layer, own = (
+            name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
+        )
         part, _, kind = own.rpartition(".")
         theirs = self._names.get(own) or f"{self._names.get(part, part)}.{kind}"
         theirs = (self._layer.format(layer) if layer else "") + theirs
@@ -87,7 +110,10 @@ class Weights:
         if part == "head" and self.spec.image and tensor.shape != parameter.shape:
             return None
         if tensor.numel() != parameter.numel():
-            raise ValueError(f"{self.folder}: {theirs} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+            raise ValueError(
+                f"{self.folder}: {theirs} is {tuple(tensor.shape)}, not "
+                f"{tuple(parameter.shape)}"
+            )
         return tensor.reshape(parameter.shape)
 
 
@@ -98,6 +124,11 @@ def _header(file: Path) -> dict[str, _Entry]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return {
-        name: _Entry(file, tensor["dtype"], tensor["shape"], *(8 + length + at for at in tensor["data_offsets"]))
+        name: _Entry(
+            file,
+            tensor["dtype"],
+            tensor["shape"],
+            *(8 + length + at for at in tensor["data_offsets"]),
+        )
         for name, tensor in header.items()
     }

@@ -1,1 +1,3 @@
-"""How is training split over ranks? Mesh, data, tensors, pipeline, experts, optimizers, checkpoints."""
+"""How is training split over ranks? Mesh, data, tensors, pipeline, experts, optimizers,
+checkpoints.
+"""

@@ -1,10 +1,12 @@
-"""What does each data-parallel rank keep? Everything (DDP), or a shard of states, gradients, parameters (ZeRO, FSDP2).
+"""What does each data-parallel rank keep? Everything (DDP), or a shard of states,
+gradients, parameters (ZeRO, FSDP2).
 
-zero=0 and 1 copy the parameters: DistributedDataParallel, or FSDP2's `replicate` where DDP cannot go (DTensors of
-tensor parallelism; experts, which fewer ranks share; the split backward pass of a zero-bubble pipeline, which bypasses
-DDP's hooks). zero=2 and 3 are `fully_shard`, gathered once per step or once per pass [arXiv 1910.02054, 2304.11277];
-over a 2-D mesh it is HSDP.
-All reductions sum: losses are divided by the global number of targets, so nothing else needs a factor.
+zero=0 and 1 copy the parameters: DistributedDataParallel, or FSDP2's `replicate` where
+DDP cannot go (DTensors of tensor parallelism; experts, which fewer ranks share; the
+split backward pass of a zero-bubble pipeline, which bypasses DDP's hooks). zero=2 and 3
+are `fully_shard`, gathered once per step or once per pass [arXiv 1910.02054,
+2304.11277]; over a 2-D mesh it is HSDP. All reductions sum: losses are divided by the
+global number of targets, so nothing else needs a factor.
 """
 
 import math
@@ -14,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from madmax_lib.plan.plan import Plan
@@ -25,7 +33,9 @@ from madmax_lib.runs.parallel.mesh import Mesh
 __all__ = ["DataParallel", "experts_of"]
 
 # logits that leave a DTensor are views; nothing here writes into what a module returns
-warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor", UserWarning)
+warnings.filterwarnings(
+    "ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor", UserWarning
+)
 
 
 def experts_of(module: nn.Module) -> list[Experts]:
@@ -34,31 +44,45 @@ def experts_of(module: nn.Module) -> list[Experts]:
 
 
 class DataParallel:
-    """Copies or shards of parameters across dp x cp; `kind` is none, ddp, replicate, fsdp2 or hsdp."""
+    """Copies or shards of parameters across dp x cp; `kind` is none, ddp, replicate,
+    fsdp2 or hsdp.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, compute: torch.dtype):
-        self.plan, self.mesh = plan, mesh
+        self.plan = plan
+        self.mesh = mesh
         reduce = torch.float32 if plan.reduce_fp32 else None
-        self.policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=True)
+        self.policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=True
+        )
         if compute == torch.float32:
             self.policy = MixedPrecisionPolicy()
         self.kind = self._kind()
 
     def _kind(self) -> str:
-        plan, ranks = self.plan, self.mesh.size("fsdp")
+        plan = self.plan
+        ranks = self.mesh.size("fsdp")
         if plan.zero >= 2 and (ranks > 1 or plan.offload):
             return "hsdp" if self.mesh.dense.ndim == 2 else "fsdp2"
         if ranks == 1:
             return "none"
-        return "replicate" if plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble" else "ddp"
+        return (
+            "replicate"
+            if plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble"
+            else "ddp"
+        )
 
     @property
     def casts(self) -> bool:
-        """Whether parameters are cast where they are gathered, so that no autocast is needed."""
+        """Whether parameters are cast where they are gathered, so that no autocast is
+        needed.
+        """
         return self.kind in ("fsdp2", "hsdp")
 
     def wrap_unit(self, module: nn.Module) -> None:
-        """Shard a layer in place, as soon as it exists: no rank ever holds more than one whole layer."""
+        """Shard a layer in place, as soon as it exists: no rank ever holds more than
+        one whole layer.
+        """
         for experts in experts_of(module):
             self._wrap(experts, self.mesh.axes["edp"])
         self._wrap(module, self.mesh.dense)
@@ -67,30 +91,56 @@ class DataParallel:
         """Shard what is left of a stage; the module to call."""
         if self.kind == "ddp":
             return self._ddp(network)
-        # None: the root is gathered for the forward pass and kept for the backward pass, which begins with it
+        # None: the root is gathered for the forward pass and kept for the backward
+        # pass, which begins with it
         self._wrap(network, self.mesh.dense, reshard=None)
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+                module.set_force_sum_reduction_for_comms(
+                    True
+                )  # gloo knows no scaled sum
         return network
 
-    def _wrap(self, module: nn.Module, mesh: DeviceMesh, reshard: bool | None = True) -> None:
+    def _wrap(
+        self, module: nn.Module, mesh: DeviceMesh, reshard: bool | None = True
+    ) -> None:
         if self.kind == "replicate":
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
-            replicate(module, mesh=self.mesh.axes["edp" if isinstance(module, Experts) else "fsdp"])
+            replicate(
+                module,
+                mesh=self.mesh.axes["edp" if isinstance(module, Experts) else "fsdp"],
+            )
         elif self.casts:
             pinned = self.mesh.dense.device_type == "cuda"
-            offload = CPUOffloadPolicy(pin_memory=pinned) if self.plan.offload else OffloadPolicy()
+            offload = (
+                CPUOffloadPolicy(pin_memory=pinned)
+                if self.plan.offload
+                else OffloadPolicy()
+            )
             kept = False if self.plan.zero == 2 else reshard
-            fully_shard(module, mesh=mesh, reshard_after_forward=kept, mp_policy=self.policy, offload_policy=offload)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=kept,
+                mp_policy=self.policy,
+                offload_policy=offload,
+            )
 
     def _ddp(self, network: Network) -> DistributedDataParallel:
-        bucket_mb = self.plan.bucket_bytes / 2**20 if math.isfinite(self.plan.bucket_bytes) else 2**20
+        bucket_mb = (
+            self.plan.bucket_bytes / 2**20
+            if math.isfinite(self.plan.bucket_bytes)
+            else 2**20
+        )
         group = self.mesh.group("fsdp")
         wrapped = DistributedDataParallel(
-            network, process_group=group, bucket_cap_mb=bucket_mb, init_sync=False, gradient_as_bucket_view=True
+            network,
+            process_group=group,
+            bucket_cap_mb=bucket_mb,
+            init_sync=False,
+            gradient_as_bucket_view=True,
         )
         wrapped.register_comm_hook(group, _sum_bucket)
         return wrapped
@@ -98,8 +148,9 @@ class DataParallel:
     def before_micro_batch(self, module: nn.Module, last: bool) -> None:
         """Say whether gradients are reduced in the backward pass that follows.
 
-        Copies reduce with the last micro-batch; shards with every one, so that they stay shards, and HSDP's copies of
-        shards with the last. What zero=2 has gathered stays until then.
+        Copies reduce with the last micro-batch; shards with every one, so that they
+        stay shards, and HSDP's copies of shards with the last. What zero=2 has gathered
+        stays until then.
         """
         if self.kind == "ddp":
             module.require_backward_grad_sync = last
@@ -113,4 +164,8 @@ class DataParallel:
 def _sum_bucket(group, bucket):
     """All-reduce a bucket without dividing it."""
     buffer = bucket.buffer()
-    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _: buffer)
+    return (
+        dist.all_reduce(buffer, group=group, async_op=True)
+        .get_future()
+        .then(lambda _: buffer)
+    )

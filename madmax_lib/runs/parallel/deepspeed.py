@@ -1,7 +1,9 @@
-"""How does the same step run on DeepSpeed? An adapter for plans of data parallelism: ZeRO-0..3, ZeRO++, CPU offload.
+"""How does the same step run on DeepSpeed? An adapter for plans of data parallelism:
+ZeRO-0..3, ZeRO++, CPU offload.
 
-`config` writes DeepSpeed's configuration of a plan [deepspeed.ai/docs/config-json], `parallelize` returns a trainer
-with the methods of `trainer.Trainer`. DeepSpeed is optional; `checks.check_deepspeed` tells why it cannot start.
+`config` writes DeepSpeed's configuration of a plan [deepspeed.ai/docs/config-json],
+`parallelize` returns a trainer with the methods of `trainer.Trainer`. DeepSpeed is
+optional; `checks.check_deepspeed` tells why it cannot start.
 """
 
 import math
@@ -28,7 +30,11 @@ __all__ = ["config", "parallelize"]
 
 def config(plan: Plan, settings: Settings) -> dict:
     """DeepSpeed's configuration of a plan, as in its JSON file."""
-    adam = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "betas": [0.9, 0.95]}
+    adam = {
+        "lr": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "betas": [0.9, 0.95],
+    }
     content = {
         "train_batch_size": settings.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -46,7 +52,11 @@ def config(plan: Plan, settings: Settings) -> dict:
 
 
 def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
-    elements = int(plan.bucket_bytes / element_bytes) if math.isfinite(plan.bucket_bytes) else 2**62
+    elements = (
+        int(plan.bucket_bytes / element_bytes)
+        if math.isfinite(plan.bucket_bytes)
+        else 2**62
+    )
     zero = {"stage": plan.zero, "overlap_comm": True}
     zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if plan.offload:
@@ -58,52 +68,76 @@ def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
     if plan.qgz:
         zero["zero_quantized_gradients"] = True
     if plan.hpz:
-        zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dp))
+        zero["zero_hpz_partition_size"] = int(
+            os.environ.get("LOCAL_WORLD_SIZE", plan.dp)
+        )
     return zero
 
 
 def parallelize(
-    model: str, plan: Plan, settings: Settings, *, device: str = "cpu", sizes: Mapping[str, object] | None = None
+    model: str,
+    plan: Plan,
+    settings: Settings,
+    *,
+    device: str = "cpu",
+    sizes: Mapping[str, object] | None = None,
 ) -> "_DeepSpeedTrainer":
-    """As `trainer.parallelize`, on DeepSpeed; collective over all ranks. Raises as the two checks do."""
+    """As `trainer.parallelize`, on DeepSpeed; collective over all ranks. Raises as the
+    two checks do.
+    """
     sizes = dict(sizes or {})
     checks.check(plan, models.spec(model, **sizes), settings, "deepspeed")
     checks.check_deepspeed()
     start = {"seed": settings.seed, "weights": settings.weights}
     ranks = mesh.build(plan, device)
-    network = models.build(model, device=device, attention=plan.attention, **start, **sizes)
+    network = models.build(
+        model, device=device, attention=plan.attention, **start, **sizes
+    )
     return _DeepSpeedTrainer(network, plan, settings, (ranks.coordinate("dp"), plan.dp))
 
 
 class _DeepSpeedTrainer:
     """A model under DeepSpeed on one of its ranks."""
 
-    def __init__(self, network: Network, plan: Plan, settings: Settings, share: tuple[int, int]):
+    def __init__(
+        self, network: Network, plan: Plan, settings: Settings, share: tuple[int, int]
+    ):
         import deepspeed
 
         self.spec = network.spec
         self.plan = plan
         self.settings = settings
         self.steps_done = 0
-        self.share, self.device = share, next(network.parameters()).device
+        self.share = share
+        self.device = next(network.parameters()).device
         self.phases = Phases(self.device)
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
         options = {"config": config(plan, settings), "dist_init_required": False}
         parameters = list(network.parameters())
-        self.engine, *_ = deepspeed.initialize(model=network, model_parameters=parameters, **options)
+        self.engine, *_ = deepspeed.initialize(
+            model=network, model_parameters=parameters, **options
+        )
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """One training step on this rank's share of a global batch; the keys of `Trainer.step`.
+        """One training step on this rank's share of a global batch; the keys of
+        `Trainer.step`.
 
         grad_norm is nan where DeepSpeed keeps none (zero=0).
         """
         with self.phases("data"):
             part = losses.split(batch, self.spec, self.device, self.plan.dp)
             count = (part.targets != MASKED).sum()
-            dist.all_reduce(count)  # DeepSpeed clips within its step, so that it must be known before
-        # DeepSpeed takes means over ranks and micro-batches; losses are sums over the global number of targets
-        factor = self.plan.dp * self.engine.gradient_accumulation_steps() / max(int(count), 1)
+            dist.all_reduce(
+                count
+            )  # DeepSpeed clips within its step, so that it must be known before
+        # DeepSpeed takes means over ranks and micro-batches; losses are sums over the
+        # global number of targets
+        factor = (
+            self.plan.dp
+            * self.engine.gradient_accumulation_steps()
+            / max(int(count), 1)
+        )
         optimizer = self.engine.optimizer
         scale = float(getattr(optimizer, "cur_scale", 1.0))
         loss, right = self._run(part, factor)
@@ -117,19 +151,25 @@ class _DeepSpeedTrainer:
         }
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """loss, accuracy, samples and tokens of a global batch by this rank's share, without a gradient."""
+        """loss, accuracy, samples and tokens of a global batch by this rank's share,
+        without a gradient.
+        """
         part = losses.split(batch, self.spec, self.device, self.plan.dp)
         loss, right = self._run(part, None)
         return losses.means(losses.sums(loss, right, part), part)
 
     def save(self, directory: str | Path) -> None:
         """Write DeepSpeed's checkpoint."""
-        self.engine.save_checkpoint(str(directory), client_state={"steps_done": self.steps_done})
+        self.engine.save_checkpoint(
+            str(directory), client_state={"steps_done": self.steps_done}
+        )
 
     def load(self, directory: str | Path) -> None:
         """Take up DeepSpeed's checkpoint. Raises FileNotFoundError where there is none."""
         if not (Path(directory) / "latest").exists():
-            raise FileNotFoundError(f"{directory}: no DeepSpeed checkpoint (latest is missing)")
+            raise FileNotFoundError(
+                f"{directory}: no DeepSpeed checkpoint (latest is missing)"
+            )
         _, state = self.engine.load_checkpoint(str(directory))
         self.steps_done = state["steps_done"]
 
@@ -143,7 +183,8 @@ class _DeepSpeedTrainer:
 
     def _run(self, part: losses.Part, factor: float | None) -> tuple[Tensor, Tensor]:
         """(sum of losses, right targets) of this rank; trains unless factor is None."""
-        sums, rights = [], []
+        sums = []
+        rights = []
         dtype = next(self.engine.module.parameters()).dtype
         inputs = part.inputs.to(dtype) if self.spec.image else part.inputs
         size = self.plan.micro_batch

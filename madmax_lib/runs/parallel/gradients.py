@@ -1,8 +1,9 @@
 """How long is the gradient, over all ranks? Norm and loss scaling by hand.
 
-Every rank sums the squares of what it holds; a parameter that `c` ranks hold copies of counts 1/c on each. torch's
-`clip_grad_norm_` refuses parameters on different meshes. No value is read, so that the host runs ahead. With fp16 the
-loss is multiplied by a scale, halved when a gradient overflows (the step is skipped on all ranks) and doubled after
+Every rank sums the squares of what it holds; a parameter that `c` ranks hold copies of
+counts 1/c on each. torch's `clip_grad_norm_` refuses parameters on different meshes. No
+value is read, so that the host runs ahead. With fp16 the loss is multiplied by a scale,
+halved when a gradient overflows (the step is skipped on all ranks) and doubled after
 many good steps [arXiv 1710.03740].
 """
 
@@ -39,12 +40,15 @@ class LossScale:
         if overflow:
             self.value = max(self.value / 2, 1.0)
         elif self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
+            self.value = self.value * 2
+            self.good_steps = 0
 
 
 @torch.no_grad()
 def finish(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Sum gradients that are still parts of a sum over tp ranks (norms and positions under sequence parallelism)."""
+    """Sum gradients that are still parts of a sum over tp ranks (norms and positions
+    under sequence parallelism).
+    """
     parts = []
     for p in parameters:
         if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
@@ -56,22 +60,35 @@ def finish(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
 
 def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
-    """Where a tied head and its token table are on different stages, add their gradients on both.
+    """Where a tied head and its token table are on different stages, add their
+    gradients on both.
 
     Returns the parameter that must not be counted again: the head, on the last stage.
     """
     stages = mesh.size("pp")
-    if stages == 1 or not modules[0].spec.tied or mesh.coordinate("pp") not in (0, stages - 1):
+    if (
+        stages == 1
+        or not modules[0].spec.tied
+        or mesh.coordinate("pp") not in (0, stages - 1)
+    ):
         return None
     last = mesh.coordinate("pp") == stages - 1
     parameter = modules[-1].head.weight if last else modules[0].embedding.tokens.weight
     if not parameter.requires_grad:  # adapters alone are trained
         return None
-    gradient, group = local(parameter.grad), mesh.group("pp")
-    own = gradient.to(mesh.dense.device_type, copy=True)  # NCCL sends nothing that is offloaded
-    other, peer = torch.empty_like(own), dist.get_global_rank(group, 0 if last else stages - 1)
-    # in this order: Gloo says that a buffer is there on the connection on which the other one is sent
-    exchange = [dist.P2POp(dist.irecv, other, peer, group), dist.P2POp(dist.isend, own, peer, group)]
+    gradient = local(parameter.grad)
+    group = mesh.group("pp")
+    own = gradient.to(
+        mesh.dense.device_type, copy=True
+    )  # NCCL sends nothing that is offloaded
+    other = torch.empty_like(own)
+    peer = dist.get_global_rank(group, 0 if last else stages - 1)
+    # in this order: Gloo says that a buffer is there on the connection on which the
+    # other one is sent
+    exchange = [
+        dist.P2POp(dist.irecv, other, peer, group),
+        dist.P2POp(dist.isend, own, peer, group),
+    ]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
     gradient.add_(other.to(gradient.device))
@@ -80,12 +97,18 @@ def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
 
 @torch.no_grad()
 def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> Tensor:
-    """Length of the whole model's gradient, a number on the device; skip: a copy that another stage counts."""
+    """Length of the whole model's gradient, a number on the device; skip: a copy that
+    another stage counts.
+    """
     total = torch.zeros((), dtype=torch.float64, device=mesh.dense.device_type)
     for part, parameters in optimizers.counted.items():
-        gradients = [local(p.grad) for p in parameters if p.grad is not None and p is not skip]
+        gradients = [
+            local(p.grad) for p in parameters if p.grad is not None and p is not skip
+        ]
         if gradients:
-            lengths = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            lengths = torch.stack(
+                torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            )
             total += (part * lengths.double().square().sum()).to(total.device)
     dist.all_reduce(total)
     return total.sqrt()

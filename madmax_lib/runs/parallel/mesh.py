@@ -1,7 +1,9 @@
-"""Which ranks work together in which dimension? One DeviceMesh of a plan, and the groups derived from it.
+"""Which ranks work together in which dimension? One DeviceMesh of a plan, and the
+groups derived from it.
 
-Ranks are laid out as (pp, dp, cp, tp), tp fastest. dp x cp ranks share parameters (`fsdp`) and, where there are
-experts, split into edp x ep: ep ranks hold different experts, edp ranks the same. No more groups are made than the plan
+Ranks are laid out as (pp, dp, cp, tp), tp fastest. dp x cp ranks share parameters
+(`fsdp`) and, where there are experts, split into edp x ep: ep ranks hold different
+experts, edp ranks the same. No more groups are made than the plan
 needs: gloo gives each a thread that wakes a hundred times a second.
 """
 
@@ -22,8 +24,10 @@ __all__ = ["Mesh", "build", "join"]
 class Mesh:
     """Meshes by dimension.
 
-    axes: pp, dp, cp, tp, fsdp (dp x cp), edp (copies of an expert) and ep (parts of the experts, None for ep=1).
-    dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with HSDP.
+    axes: pp, dp, cp, tp, fsdp (dp x cp), edp (copies of an expert) and ep (parts of the
+    experts, None for ep=1).
+    dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with
+    HSDP.
     """
 
     axes: Mapping[str, DeviceMesh | None]
@@ -31,8 +35,13 @@ class Mesh:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
-        """This rank's number and the ranks of each axis; a DeviceMesh takes as long to tell as several kernels."""
-        return {name: (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1) for name, mesh in self.axes.items()}
+        """This rank's number and the ranks of each axis; a DeviceMesh takes as long to
+        tell as several kernels.
+        """
+        return {
+            name: (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)
+            for name, mesh in self.axes.items()
+        }
 
     def size(self, name: str) -> int:
         """Ranks of a dimension."""
@@ -48,32 +57,51 @@ class Mesh:
 
 
 def join(device_type: str, **options) -> None:
-    """Enter a process group of gloo, or of NCCL bound to the current GPU: links are made, and break, here."""
-    bound = {"device_id": torch.device("cuda", torch.cuda.current_device())} if device_type == "cuda" else {}
+    """Enter a process group of gloo, or of NCCL bound to the current GPU: links are
+    made, and break, here.
+    """
+    bound = (
+        {"device_id": torch.device("cuda", torch.cuda.current_device())}
+        if device_type == "cuda"
+        else {}
+    )
     dist.init_process_group("nccl" if bound else "gloo", **bound, **options)
 
 
 def build(plan: Plan, device_type: str) -> Mesh:
-    """The mesh of a plan over the ranks of the running process group; collective over all of them.
+    """The mesh of a plan over the ranks of the running process group; collective over
+    all of them.
 
-    Starts a process group of one where there is none and the plan needs no other rank. Raises ValueError if the plan
-    needs other than those.
+    Starts a process group of one where there is none and the plan needs no other rank.
+    Raises ValueError if the plan needs other than those.
     """
     if not dist.is_initialized() and plan.world_size == 1:
         join(device_type, store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != plan.world_size:
-        raise ValueError(f"{plan} needs {plan.world_size} ranks, but {world_size} were started")
+        raise ValueError(
+            f"{plan} needs {plan.world_size} ranks, but {world_size} were started"
+        )
     names = ("pp", "dp", "cp", "tp")
-    root = init_device_mesh(device_type, tuple(getattr(plan, name) for name in names), mesh_dim_names=names)
+    root = init_device_mesh(
+        device_type, tuple(getattr(plan, name) for name in names), mesh_dim_names=names
+    )
     if plan.cp == 1 or plan.dp == 1:
         fsdp = root["dp"] if plan.cp == 1 else root["cp"]
     else:
         fsdp = root["dp", "cp"]._flatten("fsdp")
-    dense, edp, ep = fsdp, fsdp, None
+    dense = fsdp
+    edp = fsdp
+    ep = None
     if plan.ep > 1:
         both = fsdp._unflatten(0, (fsdp.size() // plan.ep, plan.ep), ("edp", "ep"))
-        edp, ep = both["edp"], both["ep"]
+        edp = both["edp"]
+        ep = both["ep"]
     if 0 < plan.shard < fsdp.size():
-        dense = fsdp._unflatten(0, (fsdp.size() // plan.shard, plan.shard), ("copies", "shard"))
-    return Mesh({name: root[name] for name in names} | {"fsdp": fsdp, "edp": edp, "ep": ep}, dense)
+        dense = fsdp._unflatten(
+            0, (fsdp.size() // plan.shard, plan.shard), ("copies", "shard")
+        )
+    return Mesh(
+        {name: root[name] for name in names} | {"fsdp": fsdp, "edp": edp, "ep": ep},
+        dense,
+    )

@@ -1,8 +1,9 @@
-"""How are AdamW's states held? Whole, or under ZeRO-1 each rank's for the parameters that it updates.
+"""How are AdamW's states held? Whole, or under ZeRO-1 each rank's for the parameters
+that it updates.
 
-ZeRO-1 [arXiv 1910.02054]: a rank updates some of the parameters that it shares with others, and sends them in one
-broadcast. AdamW sees plain tensors, so that one fused call takes all of them: DTensors get twins that share their
-storage.
+ZeRO-1 [arXiv 1910.02054]: a rank updates some of the parameters that it shares with
+others, and sends them in one broadcast. AdamW sees plain tensors, so that one fused
+call takes all of them: DTensors get twins that share their storage.
 """
 
 from collections import defaultdict
@@ -34,7 +35,13 @@ def at_once(exchange: Callable[[Tensor], object], tensors: list[Tensor]) -> None
         bucket = torch.cat([tensor.flatten() for tensor in tensors])
         exchange(bucket)
         pieces = bucket.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
+        torch._foreach_copy_(
+            tensors,
+            [
+                piece.view_as(tensor)
+                for piece, tensor in zip(pieces, tensors, strict=True)
+            ],
+        )
 
 
 class Optimizers:
@@ -43,21 +50,44 @@ class Optimizers:
     adam: the optimizer itself.
     names: full name of every trained parameter.
     experts: parameters of experts.
-    counted: parameters by the part of their squares that this rank adds to the model's: one over the ranks with copies.
+    counted: parameters by the part of their squares that this rank adds to the model's:
+    one over the ranks with copies.
     """
 
-    def __init__(self, modules: list[nn.Module], plan: Plan, mesh: Mesh, settings: Settings):
-        self.names = {p: name for module in modules for name, p in module.named_parameters() if p.requires_grad}
-        self.experts = {p for module in modules for experts in experts_of(module) for p in experts.parameters()}
+    def __init__(
+        self, modules: list[nn.Module], plan: Plan, mesh: Mesh, settings: Settings
+    ):
+        self.names = {
+            p: name
+            for module in modules
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+        self.experts = {
+            p
+            for module in modules
+            for experts in experts_of(module)
+            for p in experts.parameters()
+        }
         self.counted: dict[float, list[Tensor]] = defaultdict(list)
-        split, holders = mesh.size("ep") * mesh.size("tp"), plan.world_size // plan.pp
+        split = mesh.size("ep") * mesh.size("tp")
+        holders = plan.world_size // plan.pp
         for p in self.names:
-            self.counted[_shards(p) * (split if p in self.experts else 1) / holders].append(p)
-        self._twins = {p: nn.Parameter(p.detach().to_local()) if isinstance(p, DTensor) else p for p in self.names}
+            self.counted[
+                _shards(p) * (split if p in self.experts else 1) / holders
+            ].append(p)
+        self._twins = {
+            p: nn.Parameter(p.detach().to_local()) if isinstance(p, DTensor) else p
+            for p in self.names
+        }
         self._shared: list[tuple[dist.ProcessGroup, list[list[Tensor]]]] = []
         own = []
         for name in ("fsdp", "edp"):
-            twins = [twin for p, twin in self._twins.items() if (p in self.experts) == (name == "edp")]
+            twins = [
+                twin
+                for p, twin in self._twins.items()
+                if (p in self.experts) == (name == "edp")
+            ]
             group = mesh.group(name) if plan.zero == 1 else None
             parts = _balanced(twins, group.size()) if group else [twins]
             own += parts[group.rank() if group else 0]
@@ -67,17 +97,31 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, factor: Tensor) -> None:
-        """Update the parameters by `factor` times their gradients, where it is finite, and forget the gradients.
+        """Update the parameters by `factor` times their gradients, where it is finite,
+        and forget the gradients.
 
         The host does not wait for the factor, unless the optimizer is none of torch's.
         """
         for parameter, twin in self._twins.items():
-            if twin is not parameter:  # FSDP2 moves shards when it pads or pins them, at the first pass
-                twin.data, twin.grad = local(parameter), local(parameter.grad)
-        gradients = [p.grad for group in self.adam.param_groups for p in group["params"] if p.grad is not None]
-        factor = factor.to(gradients[0].device if gradients else factor.device, torch.float32)
-        if hasattr(self.adam, "_step_supports_amp_scaling"):  # fused: unscales, and skips, as it goes
-            self.adam.grad_scale, self.adam.found_inf = 1 / factor, (~factor.isfinite()).float()
+            if (
+                twin is not parameter
+            ):  # FSDP2 moves shards when it pads or pins them, at the first pass
+                twin.data = local(parameter)
+                twin.grad = local(parameter.grad)
+        gradients = [
+            p.grad
+            for group in self.adam.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        factor = factor.to(
+            gradients[0].device if gradients else factor.device, torch.float32
+        )
+        if hasattr(
+            self.adam, "_step_supports_amp_scaling"
+        ):  # fused: unscales, and skips, as it goes
+            self.adam.grad_scale = 1 / factor
+            self.adam.found_inf = (~factor.isfinite()).float()
             self.adam.step()
         elif factor.isfinite():
             torch._foreach_mul_(gradients, factor)
@@ -93,7 +137,9 @@ class Optimizers:
             parameter.grad = twin.grad = None
 
     def states(self) -> Iterator[tuple[str, Tensor, dict]]:
-        """(name, parameter, AdamW's state of this rank's part of it) of those that this rank updates."""
+        """(name, parameter, AdamW's state of this rank's part of it) of those that this
+        rank updates.
+        """
         own = {p for group in self.adam.param_groups for p in group["params"]}
         for parameter, twin in self._twins.items():
             if twin in own:
@@ -101,7 +147,11 @@ class Optimizers:
 
 
 def _adam(parameters: list[Tensor], settings: Settings) -> torch.optim.Optimizer:
-    options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "betas": (0.9, 0.95)}
+    options = {
+        "lr": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "betas": (0.9, 0.95),
+    }
     if settings.adam_8bit:
         from torchao.optim import AdamW8bit
 
@@ -118,7 +168,9 @@ def _shards(parameter: Tensor) -> int:
 
 
 def _balanced(tensors: list[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Tensors by the rank that updates them: each the next largest to the rank with the fewest elements."""
+    """Tensors by the rank that updates them: each the next largest to the rank with the
+    fewest elements.
+    """
     parts: list[list[Tensor]] = [[] for _ in range(ranks)]
     for tensor in sorted(tensors, key=Tensor.numel, reverse=True):
         min(parts, key=lambda part: sum(map(Tensor.numel, part))).append(tensor)

@@ -1,7 +1,9 @@
-"""How is a part of a model laid over the ranks of its pipeline stage? In the one order in which the dimensions combine.
+"""How is a part of a model laid over the ranks of its pipeline stage? In the one order
+in which the dimensions combine.
 
-Layer by layer: draw its numbers (or read them), add low-rank updates, cut experts, split by tp, choose what to
-recompute, compile, shard by dp. So no rank ever holds more than one whole layer. Then the same for embedding and head.
+Layer by layer: draw its numbers (or read them), add low-rank updates, cut experts,
+split by tp, choose what to recompute, compile, shard by dp. So no rank ever holds more
+than one whole layer. Then the same for embedding and head.
 """
 
 import torch
@@ -26,10 +28,17 @@ __all__ = ["build"]
 
 
 def build(
-    part: range, spec: Transformer, data_parallel: DataParallel, settings: Settings, device: torch.device
+    part: range,
+    spec: Transformer,
+    data_parallel: DataParallel,
+    settings: Settings,
+    device: torch.device,
 ) -> tuple[Network, nn.Module]:
-    """Layers `part` of a model, with embedding or head at its ends: the stage itself, and the module to call."""
-    plan, mesh = data_parallel.plan, data_parallel.mesh
+    """Layers `part` of a model, with embedding or head at its ends: the stage itself,
+    and the module to call.
+    """
+    plan = data_parallel.plan
+    mesh = data_parallel.mesh
     network = Network(spec, attention=plan.attention, part=part)
     dtype = TORCH_DTYPES[settings.dtype if settings.weights_16bit else "fp32"]
     weights = Weights(settings.weights, spec) if settings.weights else None
@@ -59,8 +68,11 @@ def _share_layer(layer: TransformerLayer, plan: Plan, mesh: Mesh) -> None:
     layer.attention.exchange = Exchange(mesh.group("cp"))
     if isinstance(layer.feed_forward, Mixture):
         mixture = layer.feed_forward
-        mixture.experts.keep(*((mesh.coordinate(name), mesh.size(name)) for name in ("ep", "tp")))
-        mixture.group, mixture.experts.mesh = mesh.group("ep"), mesh.axes["tp"] if plan.tp > 1 else None
+        mixture.experts.keep(
+            *((mesh.coordinate(name), mesh.size(name)) for name in ("ep", "tp"))
+        )
+        mixture.group = mesh.group("ep")
+        mixture.experts.mesh = mesh.axes["tp"] if plan.tp > 1 else None
     if plan.tp > 1:
         tensor.split_layer(layer, mesh.axes["tp"], plan.sequence_parallel)
 
@@ -68,9 +80,13 @@ def _share_layer(layer: TransformerLayer, plan: Plan, mesh: Mesh) -> None:
 def _share_ends(network: Network, plan: Plan, mesh: Mesh, settings: Settings) -> None:
     """Lay embedding and head over cp and tp."""
     if network.embedding is not None and not network.spec.image:
-        parts, part = plan.cp, mesh.coordinate("cp")
+        parts = plan.cp
+        part = mesh.coordinate("cp")
         if plan.tp > 1 and plan.sequence_parallel:
-            parts, part = plan.cp * plan.tp, part * plan.tp + mesh.coordinate("tp")
+            parts = plan.cp * plan.tp
+            part = part * plan.tp + mesh.coordinate("tp")
         network.embedding.offset = part * (settings.sequence // parts)
     if plan.tp > 1:
-        tensor.split_ends(network, mesh.axes["tp"], plan.sequence_parallel, settings.loss_parallel)
+        tensor.split_ends(
+            network, mesh.axes["tp"], plan.sequence_parallel, settings.loss_parallel
+        )

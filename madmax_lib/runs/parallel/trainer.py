@@ -1,8 +1,9 @@
-"""How is a model trained under a plan? `parallelize` lays it over the ranks, the `Trainer` it returns takes steps.
+"""How is a model trained under a plan? `parallelize` lays it over the ranks, the
+`Trainer` it returns takes steps.
 
-World = dp x tp x pp x cp with ep over dp x cp, every product of them on one mesh: stages are built (`stages`), then the
-optimizer, then the schedule. Losses and gradients are those of one process whatever the plan, see
-tests/runs/test_parallel.py.
+World = dp x tp x pp x cp with ep over dp x cp, every product of them on one mesh:
+stages are built (`stages`), then the optimizer, then the schedule. Losses and gradients
+are those of one process whatever the plan, see tests/runs/test_parallel.py.
 """
 
 import math
@@ -36,9 +37,11 @@ _FIRST_SCALE = 2.0**16  # of fp16 losses
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """A step without a pipeline: micro-batches of `samples` one after another, gradients adding up.
+    """A step without a pipeline: micro-batches of `samples` one after another,
+    gradients adding up.
 
-    split_logits: over tp ranks. phases, autocast: what times the passes, and what casts in them.
+    split_logits: over tp ranks. phases, autocast: what times the passes, and what casts
+    in them.
     """
 
     module: torch.nn.Module
@@ -48,17 +51,28 @@ class _Accumulation:
     phases: Phases
     autocast: AbstractContextManager
 
-    def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool) -> tuple[Tensor, Tensor]:
-        """Forward, and with `train` backward, of all micro-batches; (sum of losses, right targets).
+    def run(
+        self, inputs: Tensor, targets: Tensor, scale: float, train: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Forward, and with `train` backward, of all micro-batches; (sum of losses,
+        right targets).
 
         scale: what each loss is multiplied by before the backward pass.
         """
-        sums, rights = [], []
-        micro_batches = list(zip(inputs.split(self.samples), targets.split(self.samples), strict=True))
-        with loss_parallel() if self.split_logits else nullcontext(), torch.set_grad_enabled(train):
+        sums = []
+        rights = []
+        micro_batches = list(
+            zip(inputs.split(self.samples), targets.split(self.samples), strict=True)
+        )
+        with (
+            loss_parallel() if self.split_logits else nullcontext(),
+            torch.set_grad_enabled(train),
+        ):
             for number, (x, y) in enumerate(micro_batches, 1):
                 if train:
-                    self.data_parallel.before_micro_batch(self.module, last=number == len(micro_batches))
+                    self.data_parallel.before_micro_batch(
+                        self.module, last=number == len(micro_batches)
+                    )
                 with self.phases("forward"), self.autocast:
                     logits = self.module(x)
                     loss = losses.total(logits, y)
@@ -67,14 +81,25 @@ class _Accumulation:
                         (loss * scale).backward()
                 sums.append(loss.detach())
                 rights.append(losses.correct(logits, y))
-        total = torch.stack([loss.full_tensor() if self.split_logits else loss for loss in sums]).sum()
+        total = torch.stack(
+            [loss.full_tensor() if self.split_logits else loss for loss in sums]
+        ).sum()
         return total, torch.stack(rights).sum()
 
 
 class Trainer:
-    """A model under a plan, on one of its ranks. Every method is collective over the ranks of the plan."""
+    """A model under a plan, on one of its ranks. Every method is collective over the
+    ranks of the plan.
+    """
 
-    def __init__(self, spec: Transformer, plan: Plan, mesh: Mesh, device: torch.device, settings: Settings):
+    def __init__(
+        self,
+        spec: Transformer,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        settings: Settings,
+    ):
         self.spec = spec
         self.plan = plan
         self.mesh = mesh
@@ -82,38 +107,76 @@ class Trainer:
         self.settings = settings
         self.steps_done = 0
         self.phases = Phases(device)
-        self.scale = gradients.LossScale(_FIRST_SCALE, True) if settings.dtype == "fp16" else gradients.LossScale()
+        self.scale = (
+            gradients.LossScale(_FIRST_SCALE, True)
+            if settings.dtype == "fp16"
+            else gradients.LossScale()
+        )
         self.data_parallel = DataParallel(plan, mesh, TORCH_DTYPES[settings.dtype])
         parts = chunk_layers(spec.layers, plan)[mesh.coordinate("pp")]
-        built = [stages.build(part, spec, self.data_parallel, settings, device) for part in parts]
+        built = [
+            stages.build(part, spec, self.data_parallel, settings, device)
+            for part in parts
+        ]
         self.modules = [network for network, _ in built]
         self.optimizers = Optimizers(self.modules, plan, mesh, settings)
         self._engine = self._schedule([wrapped for _, wrapped in built])
 
     def _schedule(self, wrapped: list[torch.nn.Module]):
-        """Runs the passes of a step: through a pipeline, or one micro-batch after another."""
-        plan, settings = self.plan, self.settings
+        """Runs the passes of a step: through a pipeline, or one micro-batch after
+        another.
+        """
+        plan = self.plan
+        settings = self.settings
         compute = TORCH_DTYPES[settings.dtype]
         mixed = compute != torch.float32 and not self.data_parallel.casts
-        passes = self.phases, torch.autocast(self.device.type, compute) if mixed else nullcontext()
+        passes = (
+            self.phases,
+            torch.autocast(self.device.type, compute) if mixed else nullcontext(),
+        )
         if plan.pp == 1:
-            return _Accumulation(wrapped[0], self.data_parallel, plan.micro_batch, settings.loss_parallel, *passes)
-        from madmax_lib.runs.parallel.pipeline import Pipeline  # torch's pipelining takes half a second to import
+            return _Accumulation(
+                wrapped[0],
+                self.data_parallel,
+                plan.micro_batch,
+                settings.loss_parallel,
+                *passes,
+            )
+        from madmax_lib.runs.parallel.pipeline import (
+            Pipeline,
+        )  # torch's pipelining takes half a second to import
 
-        exchanged = compute if self.data_parallel.casts or settings.weights_16bit else torch.float32
-        return Pipeline(wrapped, self.modules, plan, self.mesh, settings, exchanged, self.device, *passes)
+        exchanged = (
+            compute
+            if self.data_parallel.casts or settings.weights_16bit
+            else torch.float32
+        )
+        return Pipeline(
+            wrapped,
+            self.modules,
+            plan,
+            self.mesh,
+            settings,
+            exchanged,
+            self.device,
+            *passes,
+        )
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """One training step on this rank's `share` of a global batch: tokens and targets, or images and labels.
+        """One training step on this rank's `share` of a global batch: tokens and
+        targets, or images and labels.
 
-        Returns loss (mean over the global batch's targets), accuracy (0..1), grad_norm (before clipping), samples,
-        tokens (targets that count), overflow (the gradient was not finite and the step was skipped), loss_scale and
-        seconds by phase on this rank.
+        Returns loss (mean over the global batch's targets), accuracy (0..1), grad_norm
+        (before clipping), samples, tokens (targets that count), overflow (the gradient
+        was not finite and the step was skipped), loss_scale and seconds by phase on
+        this rank.
         """
         with self.phases("data"):
             part = self._part(batch)
         scale = self.scale.value
-        loss, right = self._engine.run(part.inputs, part.targets, scale / part.positions, train=True)
+        loss, right = self._engine.run(
+            part.inputs, part.targets, scale / part.positions, train=True
+        )
         sums = losses.sums(loss, right, part, self.plan.tp)
         with self.phases("optimizer"):
             norm = self._update(scale * sums[2].clamp(min=1) / part.positions)
@@ -129,25 +192,31 @@ class Trainer:
         }
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
-        """loss, accuracy, samples and tokens of a global batch by this rank's share, without a gradient."""
+        """loss, accuracy, samples and tokens of a global batch by this rank's share,
+        without a gradient.
+        """
         part = self._part(batch)
         loss, right = self._engine.run(part.inputs, part.targets, 1.0, train=False)
         for network in self.modules:
             for module in network.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # what was gathered here would be stale after the next update
+                    # what was gathered here would be stale after the next update
+                    module.reshard()
         self.phases.seconds()
         return losses.means(losses.sums(loss, right, part, self.plan.tp), part)
 
     def save(self, directory: str | Path) -> None:
         """Write a sharded checkpoint of parameters, optimizer and progress."""
-        checkpoints.save(directory, self.modules, self.optimizers, self.mesh, self._progress())
+        checkpoints.save(
+            directory, self.modules, self.optimizers, self.mesh, self._progress()
+        )
 
     def load(self, directory: str | Path) -> None:
         """Take up a checkpoint. Raises FileNotFoundError or ValueError."""
         progress = self._progress()
         checkpoints.load(directory, self.modules, self.optimizers, self.mesh, progress)
-        self.steps_done, self.scale.good_steps = int(progress[0]), int(progress[2])
+        self.steps_done = int(progress[0])
+        self.scale.good_steps = int(progress[2])
         self.scale.value = float(progress[1])
 
     def describe(self) -> dict[str, object]:
@@ -156,12 +225,16 @@ class Trainer:
         return {
             "parameters": self.spec.parameters,
             "local_parameters": sum(local(p).numel() for p in parameters),
-            "trained_local_parameters": sum(local(p).numel() for p in parameters if p.requires_grad),
+            "trained_local_parameters": sum(
+                local(p).numel() for p in parameters if p.requires_grad
+            ),
             "data_parallel": self.data_parallel.kind,
             "optimizer": type(self.optimizers.adam).__name__,
             "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
             "context": "ulysses" if self.plan.cp > 1 else "none",
-            "schedule": type(self._engine.schedule).__name__ if self.plan.pp > 1 else "none",
+            "schedule": type(self._engine.schedule).__name__
+            if self.plan.pp > 1
+            else "none",
         }
 
     @property
@@ -174,11 +247,13 @@ class Trainer:
         return losses.split(batch, self.spec, self.device, self.plan.dp, cp)
 
     def _update(self, scale: Tensor) -> Tensor:
-        """Finish the gradients, clip and step; the norm of the gradient before clipping.
+        """Finish the gradients, clip and step; the norm of the gradient before
+        clipping.
 
         scale: what the gradients at hand are larger by than those of the mean loss.
         """
-        optimizers, clip_norm = self.optimizers, self.settings.clip_norm
+        optimizers = self.optimizers
+        clip_norm = self.settings.clip_norm
         gradients.finish(optimizers.names, self.mesh)
         copy = gradients.sum_tied(self.modules, self.mesh)
         norm = gradients.norm(optimizers, self.mesh, skip=copy) / scale
@@ -187,20 +262,35 @@ class Trainer:
         return norm
 
     def _progress(self) -> Tensor:
-        return torch.tensor([self.steps_done, self.scale.value, self.scale.good_steps], dtype=torch.float64)
+        return torch.tensor(
+            [self.steps_done, self.scale.value, self.scale.good_steps],
+            dtype=torch.float64,
+        )
 
 
 def parallelize(
-    model: str, plan: Plan, settings: Settings, *, device: str = "cpu", sizes: Mapping[str, object] | None = None
+    model: str,
+    plan: Plan,
+    settings: Settings,
+    *,
+    device: str = "cpu",
+    sizes: Mapping[str, object] | None = None,
 ) -> Trainer:
-    """Lay a model over the ranks of the running process group; collective over all of them.
+    """Lay a model over the ranks of the running process group; collective over all of
+    them.
 
-    device: cpu or cuda. sizes: changed sizes of the model. Raises ValueError, in one line, for what does not fit
-    together.
+    device: cpu or cuda. sizes: changed sizes of the model. Raises ValueError, in one
+    line, for what does not fit together.
     """
     spec = models.spec(model, **(sizes or {}))
     checks.check(plan, spec, settings)
     sequence = spec.sequence if spec.image else settings.sequence or spec.sequence
-    settings = replace(settings, sequence=sequence, dtype=native_dtype(settings.dtype, device))
-    current = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    settings = replace(
+        settings, sequence=sequence, dtype=native_dtype(settings.dtype, device)
+    )
+    current = (
+        torch.device(device, torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device(device)
+    )
     return Trainer(spec, plan, mesh.build(plan, device), current, settings)

@@ -1,8 +1,11 @@
-"""When does each operation start? Ops on in-order streams with dependencies; the longest path is the step.
+"""When does each operation start? Ops on in-order streams with dependencies; the
+longest path is the step.
 
-An op starts when the op issued before it on the same stream of its rank has ended and every op it waits for has ended:
-start = max(end of the stream's previous op, ends of its dependencies). Streams never reorder, so a longer op never
-makes another one start earlier, and more bandwidth never makes a step slower. Ops are issued after all they wait for.
+An op starts when the op issued before it on the same stream of its rank has ended and
+every op it waits for has ended: start = max(end of the stream's previous op, ends of
+its dependencies). Streams never reorder, so a longer op never makes another one start
+earlier, and more bandwidth never makes a step slower. Ops are issued after all they
+wait for.
 """
 
 from __future__ import annotations
@@ -23,9 +26,20 @@ _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
 
 
 class Program:
-    """Ops in the order in which they are issued; `op` appends one and returns its number."""
+    """Ops in the order in which they are issued; `op` appends one and returns its
+    number.
+    """
 
-    __slots__ = ("after", "duration_s", "group", "kind", "name", "rank", "size_bytes", "stream")
+    __slots__ = (
+        "after",
+        "duration_s",
+        "group",
+        "kind",
+        "name",
+        "rank",
+        "size_bytes",
+        "stream",
+    )
 
     def __init__(self):
         for name in self.__slots__:
@@ -46,7 +60,9 @@ class Program:
         group: str = "",
         size_bytes: float = float("nan"),
     ) -> int:
-        """Issue an op on a stream of a rank after the ops numbered in `after`, which are issued before it."""
+        """Issue an op on a stream of a rank after the ops numbered in `after`, which
+        are issued before it.
+        """
         self.rank.append(rank)
         self.stream.append(stream)
         self.kind.append(kind)
@@ -57,8 +73,11 @@ class Program:
         self.size_bytes.append(size_bytes)
         return len(self.duration_s) - 1
 
-    def extend(self, part: Program, rank: int, waits: Iterable[tuple[int, int]] = ()) -> int:
-        """Issue all ops of another program on a rank and return the number of the first.
+    def extend(
+        self, part: Program, rank: int, waits: Iterable[tuple[int, int]] = ()
+    ) -> int:
+        """Issue all ops of another program on a rank and return the number of the
+        first.
 
         waits: (op of the part, op of this program that it waits for).
         """
@@ -75,21 +94,29 @@ class Program:
 def run(program: Program) -> tuple[list[float], list[float]]:
     """Start and end of each op in seconds, (n,) each, from 0.
 
-    Raises ValueError for a negative duration, and for an op that waits for one that is not issued before it.
+    Raises ValueError for a negative duration, and for an op that waits for one that is
+    not issued before it.
     """
     start_s: list[float] = []
     end_s: list[float] = []
     tail: dict[tuple[int, int], float] = {}
-    ops = zip(program.rank, program.stream, program.duration_s, program.after, strict=True)
+    ops = zip(
+        program.rank, program.stream, program.duration_s, program.after, strict=True
+    )
     for op, (rank, stream, duration_s, after) in enumerate(ops):
         begin = tail.get((rank, stream), 0.0)
         for other in after:
             if not 0 <= other < op:
-                raise ValueError(f"op {op} ({program.name[op]}) waits for op {other}, which is not issued before it")
+                raise ValueError(
+                    f"op {op} ({program.name[op]}) waits for op {other}, which is "
+                    "not issued before it"
+                )
             if end_s[other] > begin:
                 begin = end_s[other]
         if not duration_s >= 0:
-            raise ValueError(f"op {op} ({program.name[op]}) has duration {duration_s} s")
+            raise ValueError(
+                f"op {op} ({program.name[op]}) has duration {duration_s} s"
+            )
         start_s.append(begin)
         end_s.append(begin + duration_s)
         tail[rank, stream] = end_s[op]
@@ -97,20 +124,29 @@ def run(program: Program) -> tuple[list[float], list[float]]:
 
 
 def share(program: Program, alone: float) -> None:
-    """Make compute shorter while other ranks do not compute: `alone` of its duration beside none of them.
+    """Make compute shorter while other ranks do not compute: `alone` of its duration
+    beside none of them.
 
     Durations and overlaps follow from each other, so they are worked out in turns.
     """
-    ranks, compute = np.array(program.rank), np.flatnonzero(np.array(program.kind) == "compute")
-    others, whole_s = len(set(program.rank)) - 1, np.array(program.duration_s)
+    ranks = np.array(program.rank)
+    compute = np.flatnonzero(np.array(program.kind) == "compute")
+    others = len(set(program.rank)) - 1
+    whole_s = np.array(program.duration_s)
     for _ in range(_TURNS):
         start_s, end_s = (np.array(times) for times in run(program))
         busy_s = np.zeros(len(compute))
         for rank in np.unique(ranks):
             of = compute[ranks[compute] == rank]
-            ends = np.concatenate([[0.0], np.stack([start_s[of], end_s[of]], axis=1).reshape(-1)])
-            done = np.concatenate([[0.0], np.cumsum(np.diff(ends) * (np.arange(len(ends) - 1) % 2))])
-            beside = np.interp(end_s[compute], ends, done) - np.interp(start_s[compute], ends, done)
+            ends = np.concatenate(
+                [[0.0], np.stack([start_s[of], end_s[of]], axis=1).reshape(-1)]
+            )
+            done = np.concatenate(
+                [[0.0], np.cumsum(np.diff(ends) * (np.arange(len(ends) - 1) % 2))]
+            )
+            beside = np.interp(end_s[compute], ends, done) - np.interp(
+                start_s[compute], ends, done
+            )
             busy_s += np.where(ranks[compute] == rank, 0.0, beside)
         beside = busy_s / np.maximum((end_s - start_s)[compute] * others, 1e-300)
         durations_s = np.array(program.duration_s)
@@ -119,17 +155,35 @@ def share(program: Program, alone: float) -> None:
         program.duration_s = durations_s.tolist()
 
 
-def run_apart(program: Program, slower: np.ndarray, groups: Mapping[str, tuple[int, int]], shown: int) -> np.ndarray:
-    """Start and end in seconds, (2, n, shown), on the first of the devices that ranks stand for where some are slower.
+def run_apart(
+    program: Program,
+    slower: np.ndarray,
+    groups: Mapping[str, tuple[int, int]],
+    shown: int,
+) -> np.ndarray:
+    """Start and end in seconds, (2, n, shown), on the first of the devices that ranks
+    stand for where some are slower.
 
-    slower: (ranks, devices), of compute. groups: (size, distance of neighbours) by name, of those among the devices of
-    a rank: a collective begins on a device when it has come and ends a duration after the last one of its group has.
-    What a rank sends to another goes from each device to its like.
+    slower: (ranks, devices), of compute. groups: (size, distance of neighbours) by
+    name, of those among the devices of a rank: a collective begins on a device when it
+    has come and ends a duration after the last one of its group has. What a rank sends
+    to another goes from each device to its like.
     """
     times_s = np.empty((2, len(program), shown))
-    needed = {other: op for op, after in enumerate(program.after) for other in after}  # by which op at last
-    ends, tail = dict[int, np.ndarray](), dict[tuple[int, int], np.ndarray]()
-    ops = zip(program.rank, program.stream, program.kind, program.duration_s, program.after, program.group, strict=True)
+    needed = {
+        other: op for op, after in enumerate(program.after) for other in after
+    }  # by which op at last
+    ends = dict[int, np.ndarray]()
+    tail = dict[tuple[int, int], np.ndarray]()
+    ops = zip(
+        program.rank,
+        program.stream,
+        program.kind,
+        program.duration_s,
+        program.after,
+        program.group,
+        strict=True,
+    )
     for op, (rank, stream, kind, duration_s, after, group) in enumerate(ops):
         begin = tail.get((rank, stream), np.zeros(slower.shape[1]))
         for other in after:
@@ -137,7 +191,9 @@ def run_apart(program: Program, slower: np.ndarray, groups: Mapping[str, tuple[i
         end = begin
         if kind == "comm" and group in groups:
             members = begin.reshape(-1, *groups[group])
-            end = np.broadcast_to(members.max(axis=1, keepdims=True), members.shape).reshape(-1)
+            end = np.broadcast_to(
+                members.max(axis=1, keepdims=True), members.shape
+            ).reshape(-1)
         end = end + duration_s * (slower[rank] if kind == "compute" else 1.0)
         times_s[:, op] = begin[:shown], end[:shown]
         tail[rank, stream] = ends[op] = end
@@ -148,9 +204,11 @@ def run_apart(program: Program, slower: np.ndarray, groups: Mapping[str, tuple[i
 
 
 def to_timeline(program: Program, meta: Meta) -> Timeline:
-    """The program as a simulated Timeline; ends are rounded to whole ns, so neighbours stay neighbours.
+    """The program as a simulated Timeline; ends are rounded to whole ns, so neighbours
+    stay neighbours.
 
-    edges: target waits for source, why is "data" for a dependency and "stream" for the order on a stream.
+    edges: target waits for source, why is "data" for a dependency and "stream" for the
+    order on a stream.
     """
     start_s, end_s = run(program)
     start_ns = np.rint(np.array(start_s) * NS_PER_S).astype(np.int64)
@@ -161,7 +219,9 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
         {
             "rank": np.array(program.rank, dtype=np.int32),
             "stream": np.array(program.stream, dtype=np.int32),
-            "kind": pd.Categorical.from_codes([kinds[kind] for kind in program.kind], KINDS),
+            "kind": pd.Categorical.from_codes(
+                [kinds[kind] for kind in program.kind], KINDS
+            ),
             "name": _categories(program.name),
             "start_ns": start_ns,
             "dur_ns": end_ns - start_ns,
@@ -176,27 +236,42 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
 
 
 def received(timeline: Timeline) -> Timeline:
-    """With what ranks do while they wait for messages of others: as in a trace, a kernel that receives spins.
+    """With what ranks do while they wait for messages of others: as in a trace, a
+    kernel that receives spins.
 
-    A rank whose step begins with a message waits for that of the next step when it is done.
+    A rank whose step begins with a message waits for that of the next step when it is
+    done.
     """
-    spans, rank = timeline.spans, timeline.spans["rank"].to_numpy()
+    spans = timeline.spans
+    rank = timeline.spans["rank"].to_numpy()
     end_ns = (spans["start_ns"] + spans["dur_ns"]).to_numpy()
-    source, target = timeline.edges["source"].to_numpy(), timeline.edges["target"].to_numpy()
+    source = timeline.edges["source"].to_numpy()
+    target = timeline.edges["target"].to_numpy()
     far = rank[source] != rank[target]
     if not far.any():
         return timeline
     free_ns = np.zeros(len(spans), np.int64)  # when all but messages is there
     np.maximum.at(free_ns, target[~far], end_ns[source[~far]])
-    source, target = source[far], target[far]
-    waits = spans.take(source).assign(rank=rank[target], stream=int(Stream.RECEIVE), op=-1, size_bytes=0.0)
-    waits = waits.assign(start_ns=free_ns[target], end_ns=end_ns[source]).sort_values(["rank", "start_ns"])
+    source = source[far]
+    target = target[far]
+    waits = spans.take(source).assign(
+        rank=rank[target], stream=int(Stream.RECEIVE), op=-1, size_bytes=0.0
+    )
+    waits = waits.assign(start_ns=free_ns[target], end_ns=end_ns[source]).sort_values(
+        ["rank", "start_ns"]
+    )
     begun_ns = spans["start_ns"].where(spans["kind"] == "compute").groupby(rank).min()
     first = waits.drop_duplicates("rank").set_index("rank", drop=False)
     done_ns = pd.Series(end_ns).groupby(rank).max()[first.index]
-    again = first.assign(start_ns=done_ns, end_ns=end_ns.max())[first["end_ns"] <= begun_ns[first.index]]
-    waits = pd.concat([waits, again], ignore_index=True).sort_values(["rank", "start_ns"])
-    before_ns = waits.groupby("rank")["end_ns"].transform(lambda ends: ends.cummax().shift(fill_value=0))
+    again = first.assign(start_ns=done_ns, end_ns=end_ns.max())[
+        first["end_ns"] <= begun_ns[first.index]
+    ]
+    waits = pd.concat([waits, again], ignore_index=True).sort_values(
+        ["rank", "start_ns"]
+    )
+    before_ns = waits.groupby("rank")["end_ns"].transform(
+        lambda ends: ends.cummax().shift(fill_value=0)
+    )
     waits["start_ns"] = np.maximum(waits["start_ns"], before_ns)
     waits["dur_ns"] = waits["end_ns"] - waits["start_ns"]
     waits = waits.loc[waits["dur_ns"] > 0, spans.columns]
@@ -207,18 +282,27 @@ def _categories(texts: list[str]) -> pd.Categorical:
     """Sorted categories; empty text is missing."""
     names = sorted(set(texts) - {""})
     code = {name: i for i, name in enumerate(names)} | {"": -1}
-    return pd.Categorical.from_codes([code[text] for text in texts], pd.Index(names, dtype=object))
+    return pd.Categorical.from_codes(
+        [code[text] for text in texts], pd.Index(names, dtype=object)
+    )
 
 
 def _edges(program: Program) -> pd.DataFrame:
     counts = np.array([len(after) for after in program.after], dtype=np.int64)
-    source = np.fromiter((other for after in program.after for other in after), dtype=np.int64, count=int(counts.sum()))
+    source = np.fromiter(
+        (other for after in program.after for other in after),
+        dtype=np.int64,
+        count=int(counts.sum()),
+    )
     target = np.repeat(np.arange(len(program)), counts)
-    rank, stream = np.array(program.rank, dtype=np.int64), np.array(program.stream, dtype=np.int64)
+    rank = np.array(program.rank, dtype=np.int64)
+    stream = np.array(program.stream, dtype=np.int64)
     issued = np.lexsort((stream, rank))  # stable: the order of each stream of each rank
     same = (np.diff(rank[issued]) == 0) & (np.diff(stream[issued]) == 0)
     later = np.argsort(issued[1:][same], kind="stable")
-    why = pd.Categorical.from_codes(np.repeat([0, 1], [len(source), len(later)]), ["data", "stream"])
+    why = pd.Categorical.from_codes(
+        np.repeat([0, 1], [len(source), len(later)]), ["data", "stream"]
+    )
     return pd.DataFrame(
         {
             "source": np.concatenate([source, issued[:-1][same][later]]),

@@ -1,4 +1,6 @@
-"""What does one pass of a chunk issue? Its ops, numbered from 0, so that every micro-batch can issue them again."""
+"""What does one pass of a chunk issue? Its ops, numbered from 0, so that every
+micro-batch can issue them again.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,8 +13,10 @@ from madmax_lib.simulator.layers.ops import Block, Comm
 
 __all__ = ["BEFORE", "MESSAGE", "MicroBatch", "Pass"]
 
-# What an op waits for outside of its pass: the message of another stage, the last compute of the pass before
-MESSAGE, BEFORE = -1, -2
+# What an op waits for outside of its pass: the message of another stage, the last
+# compute of the pass before
+MESSAGE = -1
+BEFORE = -2
 
 
 @dataclass(frozen=True)
@@ -27,37 +31,63 @@ class MicroBatch:
 class Pass:
     """The ops of one pass of a chunk, numbered from 0.
 
-    comm_s: seconds of a collective (kind, size in bytes, group, calls); 0 for a group of one. slowdown: of compute
-    beside the traffic of weights, by unit. program: the ops. waits: (op, what it waits for outside: MESSAGE or
-    BEFORE). last: its last op on the compute stream, -1 before there is one; computed: its last that computes.
-    sends: op that sends the result on, -1 if none does; message: what is sent once its receiver is there. ends: ops
-    that the optimizer waits for. launches: what the host issued. gathers, restores: what each gather of parameters,
-    and each return of a checkpoint, waited for so far.
+    comm_s: seconds of a collective (kind, size in bytes, group, calls); 0 for a group
+    of one. slowdown: of compute beside the traffic of weights, by unit. program: the
+    ops. waits: (op, what it waits for outside: MESSAGE or BEFORE). last: its last op on
+    the compute stream, -1 before there is one; computed: its last that computes.
+    sends: op that sends the result on, -1 if none does; message: what is sent once its
+    receiver is there. ends: ops that the optimizer waits for. launches: what the host
+    issued. gathers, restores: what each gather of parameters, and each return of a
+    checkpoint, waited for so far.
     """
 
     def __init__(
-        self, comm_s: Callable[[str, float, str, float], float], slowdown: Callable[[str], float] = lambda unit: 1.0
+        self,
+        comm_s: Callable[[str, float, str, float], float],
+        slowdown: Callable[[str], float] = lambda unit: 1.0,
     ):
-        self.comm_s, self.slowdown = comm_s, slowdown
+        self.comm_s = comm_s
+        self.slowdown = slowdown
         self.program = Program()
         self.waits: list[tuple[int, int]] = []
-        self.last, self.computed, self.sends = -1, -1, -1
+        self.last = -1
+        self.computed = -1
+        self.sends = -1
         self.message: Message | None = None
         self.ends: list[int] = []
         self.gathers: list[list[int]] = []
         self.restores: list[list[int]] = []
         self.launches: list[int] = []
 
-    def op(self, stream: Stream, kind: str, name: str, duration_s: float, after: Iterable[int], **more) -> int:
+    def op(
+        self,
+        stream: Stream,
+        kind: str,
+        name: str,
+        duration_s: float,
+        after: Iterable[int],
+        **more,
+    ) -> int:
         """Issue an op; numbers below 0 in `after` are outside of the pass."""
         after = sorted(set(after))
-        op = self.program.op(stream, kind, name, duration_s, [other for other in after if other >= 0], **more)
+        op = self.program.op(
+            stream,
+            kind,
+            name,
+            duration_s,
+            [other for other in after if other >= 0],
+            **more,
+        )
         self.waits += [(op, outside) for outside in after if outside < 0]
         return op
 
-    def compute(self, name: str, duration_s: float, after: Iterable[int], unit: str = "") -> int:
+    def compute(
+        self, name: str, duration_s: float, after: Iterable[int], unit: str = ""
+    ) -> int:
         """Issue on the compute stream."""
-        self.last = self.computed = self.op(Stream.COMPUTE, "compute", name, duration_s * self.slowdown(unit), after)
+        self.last = self.computed = self.op(
+            Stream.COMPUTE, "compute", name, duration_s * self.slowdown(unit), after
+        )
         return self.last
 
     def after_compute(self) -> list[int]:
@@ -65,14 +95,26 @@ class Pass:
         return [self.last if self.last >= 0 else BEFORE]
 
     def comm(
-        self, kind: str, group: str, what: str, size_bytes: float, after: list[int], calls: float = 1.0
+        self,
+        kind: str,
+        group: str,
+        what: str,
+        size_bytes: float,
+        after: list[int],
+        calls: float = 1.0,
     ) -> list[int]:
-        """Issue a collective; what the next op waits for. Nothing is issued where nothing moves."""
+        """Issue a collective; what the next op waits for. Nothing is issued where
+        nothing moves.
+        """
         duration_s = self.comm_s(kind, size_bytes, group, calls)
         if not duration_s:
             return after
         more = {"group": group, "size_bytes": size_bytes}
-        return [self.op(Stream.of(group), "comm", f"{kind} {what}", duration_s, after, **more)]
+        return [
+            self.op(
+                Stream.of(group), "comm", f"{kind} {what}", duration_s, after, **more
+            )
+        ]
 
     def comms(self, comms: tuple[Comm, ...], what: str, after: list[int]) -> list[int]:
         """Collectives one after another."""

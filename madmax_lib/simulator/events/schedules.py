@@ -1,8 +1,10 @@
-"""In which order does a pipeline stage work? Pure orders of (direction, chunk, micro-batch), nothing is timed here.
+"""In which order does a pipeline stage work? Pure orders of (direction, chunk,
+micro-batch), nothing is timed here.
 
-gpipe: all forward, then all backward [Huang et al. 2019]. 1f1b: pp - stage - 1 forward to warm up, then one of each in
-turn [Narayanan et al. 2021]; with several chunks per stage the interleaved order of the same paper. zero-bubble: ZB-H1,
-where a backward pass is split and the gradients of weights come `stage` micro-batches later [Qi et al. 2024].
+gpipe: all forward, then all backward [Huang et al. 2019]. 1f1b: pp - stage - 1 forward
+to warm up, then one of each in turn [Narayanan et al. 2021]; with several chunks per
+stage the interleaved order of the same paper. zero-bubble: ZB-H1, where a backward pass
+is split and the gradients of weights come `stage` micro-batches later [Qi et al. 2024].
 """
 
 from collections.abc import Iterator
@@ -13,8 +15,11 @@ __all__ = ["Slot", "dependency", "in_order", "order"]
 Slot = tuple[str, int, int]  # (forward, backward or weight, chunk, micro-batch)
 
 
-def order(schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1) -> list[Slot]:
-    """What a stage works on, in order. Raises ValueError for a schedule that has no such order.
+def order(
+    schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1
+) -> list[Slot]:
+    """What a stage works on, in order. Raises ValueError for a schedule that has no
+    such order.
 
     >>> [f"{direction[0]}{m}" for direction, _, m in order("1f1b", 0, 2, 3)]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
@@ -40,7 +45,9 @@ def order(schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 
 
 
 def _groups(pp: int, micro_batches: int) -> list[range]:
-    """Micro-batches that go through a chunk in a row: pp of them, or a little more where pp does not divide them."""
+    """Micro-batches that go through a chunk in a row: pp of them, or a little more
+    where pp does not divide them.
+    """
     count = max(micro_batches // pp, 1)
     starts = [-(-micro_batches * i // count) for i in range(count + 1)]
     return [range(first, end) for first, end in pairwise(starts)]
@@ -55,11 +62,15 @@ def _zero_bubble(stage: int, pp: int, micro_batches: int) -> Iterator[Slot]:
         yield "backward", 0, m
         if m >= stage:
             yield "weight", 0, m - stage
-    yield from (("weight", 0, m) for m in range(max(micro_batches - stage, 0), micro_batches))
+    yield from (
+        ("weight", 0, m) for m in range(max(micro_batches - stage, 0), micro_batches)
+    )
 
 
 def dependency(slot: Slot, stage: int, pp: int, chunks: int) -> tuple[int, Slot] | None:
-    """(stage, slot) whose message a slot waits for: the virtual stage before it, or after it on the way back."""
+    """(stage, slot) whose message a slot waits for: the virtual stage before it, or
+    after it on the way back.
+    """
     direction, chunk, m = slot
     virtual = chunk * pp + stage + {"forward": -1, "backward": 1}.get(direction, 0)
     if direction == "weight" or not 0 <= virtual < pp * chunks:
@@ -74,21 +85,30 @@ def _needs(slot: Slot, stage: int, pp: int, chunks: int) -> list[tuple[int, Slot
 
 
 def in_order(orders: list[list[Slot]], chunks: int = 1) -> Iterator[tuple[int, Slot]]:
-    """(stage, slot) of all stages such that everything comes after what it waits for; each stage keeps its own order.
+    """(stage, slot) of all stages such that everything comes after what it waits for;
+    each stage keeps its own order.
 
     Raises ValueError if the stages wait for each other.
     """
-    pp, done, at = len(orders), set(), [0] * len(orders)  # at: what each stage comes to next
+    # at: what each stage comes to next
+    pp = len(orders)
+    done = set()
+    at = [0] * len(orders)
     while any(at[stage] < len(orders[stage]) for stage in range(pp)):
         before = len(done)
         for stage, slots in enumerate(orders):
             while at[stage] < len(slots):
                 slot = slots[at[stage]]
-                if any(needed not in done for needed in _needs(slot, stage, pp, chunks)):
+                if any(
+                    needed not in done for needed in _needs(slot, stage, pp, chunks)
+                ):
                     break
                 done.add((stage, slot))
                 at[stage] += 1
                 yield stage, slot
         if len(done) == before:
             stage = next(s for s in range(pp) if at[s] < len(orders[s]))
-            raise ValueError(f"pipeline stages wait for each other, stage {stage} before {orders[stage][at[stage]]}")
+            raise ValueError(
+                f"pipeline stages wait for each other, stage {stage} before "
+                f"{orders[stage][at[stage]]}"
+            )

@@ -1,4 +1,6 @@
-"""Which streams has a rank of a simulated step, and which threads its host? Their numbers and their names."""
+"""Which streams has a rank of a simulated step, and which threads its host? Their
+numbers and their names.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ __all__ = ["Stream"]
 
 
 class Stream(IntEnum):
-    """Number of a device stream, or below 0 of a host thread, as in `Timeline.spans["stream"]`.
+    """Number of a device stream, or below 0 of a host thread, as in
+    `Timeline.spans["stream"]`.
 
-    label: what it does. group: of devices that communicate on it, as in `rates.topology.groups`; "" for several.
+    label: what it does. group: of devices that communicate on it, as in
+    `rates.topology.groups`; "" for several.
 
     >>> Stream.TENSOR.value, Stream.TENSOR.label, Stream.of("tp") is Stream.TENSOR, Stream.of("edp")
     (1, 'tensor parallel', True, <Stream.DATA: 2>)
@@ -35,12 +39,16 @@ class Stream(IntEnum):
     def __new__(cls, number: int, label: str, group: str = ""):
         """A number with its name and the group whose collectives run there."""
         member = int.__new__(cls, number)
-        member._value_, member.label, member.group = number, label, group
+        member._value_ = number
+        member.label = label
+        member.group = group
         return member
 
     @classmethod
     @cache
     def of(cls, group: str) -> Stream:
-        """The stream on which a group of devices communicates; those without one share that of data parallelism."""
+        """The stream on which a group of devices communicates; those without one share
+        that of data parallelism.
+        """
         name = "tp" if group == "etp" else group.removeprefix("expert-")
         return next((stream for stream in cls if stream.group == name), cls.DATA)

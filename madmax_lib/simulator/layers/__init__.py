@@ -1,1 +1,3 @@
-"""What does a layer compute, move and send? Operations of transformers, mixtures and DLRM."""
+"""What does a layer compute, move and send? Operations of transformers, mixtures and
+DLRM.
+"""

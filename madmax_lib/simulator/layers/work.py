@@ -1,8 +1,11 @@
-"""What do the blocks of a transformer have in common? The work of a step, or of many: sizes, ends of blocks, products.
+"""What do the blocks of a transformer have in common? The work of a step, or of many:
+sizes, ends of blocks, products.
 
-What of a model decides that work is its `Shape`: the dimensions of one transformer, or columns of many.
+What of a model decides that work is its `Shape`: the dimensions of one transformer, or
+columns of many.
 
-Amounts are per device and micro-batch: numbers for one step, arrays for many, where what a step does not have is zero.
+Amounts are per device and micro-batch: numbers for one step, arrays for many, where
+what a step does not have is zero.
 """
 
 from __future__ import annotations
@@ -16,17 +19,29 @@ import numpy as np
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
-from madmax_lib.simulator.layers.ops import Comm, Op, Precision, gemm, pointwise, precision
+from madmax_lib.simulator.layers.ops import (
+    Comm,
+    Op,
+    Precision,
+    gemm,
+    pointwise,
+    precision,
+)
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["HABITS", "Shape", "Work", "existing", "has"]
 
-HABITS = ("gathers_logits", "sums_rows")  # of software, of which the collectives of a block depend
+HABITS = (
+    "gathers_logits",
+    "sums_rows",
+)  # of software, of which the collectives of a block depend
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a transformer as in `Transformer`, each a number, or an array with one entry per model."""
+    """Dimensions of a transformer as in `Transformer`, each a number, or an array with
+    one entry per model.
+    """
 
     layers: Number
     hidden: Number
@@ -36,7 +51,9 @@ class Shape:
     rope_head_dim: Number
     v_head_dim: Number
     ffn: Number
-    matrices: tuple[tuple[str, Number, Number], ...]  # (name, inputs, outputs) of attention's weights but the last
+    matrices: tuple[
+        tuple[str, Number, Number], ...
+    ]  # (name, inputs, outputs) of attention's weights but the last
     projection: Number  # inputs of attention's last product
     core_width: Number  # channels of all heads, mean of scores and values
     gated: Number
@@ -61,7 +78,9 @@ class Shape:
     head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
     routed_nodes: Number  # that a token is sent to at most, 0 for any
-    model: Transformer | None = None  # the model, where it says the blocks of its layers
+    model: Transformer | None = (
+        None  # the model, where it says the blocks of its layers
+    )
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:
@@ -78,24 +97,44 @@ class Shape:
             "model": model if model.blocks else None,
         }
         names = [field.name for field in fields(cls)]
-        return cls(**{name: derived[name] if name in derived else getattr(model, name) for name in names})
+        return cls(
+            **{
+                name: derived[name] if name in derived else getattr(model, name)
+                for name in names
+            }
+        )
 
     @classmethod
     def stack(cls, models: Sequence[Transformer]) -> Shape:
-        """Of many models: columns of shape (n,); a matrix that a model lacks has no inputs there.
+        """Of many models: columns of shape (n,); a matrix that a model lacks has no
+        inputs there.
 
         Raises ValueError for a stack of blocks, which no columns say.
         """
         if stacks := [model for model in models if model.blocks]:
             raise ValueError(
-                f"{stacks[0].name}: layers with blocks={stacks[0].blocks!r} are priced alone, not in a table"
+                f"{stacks[0].name}: layers with blocks={stacks[0].blocks!r} are "
+                "priced alone, not in a table"
             )
         shapes = [cls.of(model) for model in models]
-        names = [field.name for field in fields(cls) if field.name not in ("matrices", "model")]
-        columns = {name: np.array([getattr(shape, name) for shape in shapes], float) for name in names}
-        held = [{name: (inputs, outputs) for name, inputs, outputs in shape.matrices} for shape in shapes]
+        names = [
+            field.name
+            for field in fields(cls)
+            if field.name not in ("matrices", "model")
+        ]
+        columns = {
+            name: np.array([getattr(shape, name) for shape in shapes], float)
+            for name in names
+        }
+        held = [
+            {name: (inputs, outputs) for name, inputs, outputs in shape.matrices}
+            for shape in shapes
+        ]
         order = dict.fromkeys(name for matrices in held for name in matrices)
-        ends = {name: np.array([matrices.get(name, (0, 0)) for matrices in held], float).T for name in order}
+        ends = {
+            name: np.array([matrices.get(name, (0, 0)) for matrices in held], float).T
+            for name in order
+        }
         return cls(**columns, matrices=tuple((name, *ends[name]) for name in order))
 
     @property
@@ -104,31 +143,43 @@ class Shape:
         if self.model:
             return self.model.moe_layers / self.layers
         every = np.maximum(self.moe_every, 1)
-        count = np.floor(np.asarray(self.layers) / every) - np.floor(np.asarray(self.dense_layers) / every)
+        count = np.floor(np.asarray(self.layers) / every) - np.floor(
+            np.asarray(self.dense_layers) / every
+        )
         return np.where(np.asarray(self.experts) > 0, count / self.layers, 0.0)
 
     @property
     def mixture_share_behind(self) -> Number:
         """Of the layers behind the first dense ones."""
-        behind = np.maximum(1 - np.asarray(self.dense_layers) / self.layers, 1e-9)  # nothing behind: no mixtures
+        behind = np.maximum(
+            1 - np.asarray(self.dense_layers) / self.layers, 1e-9
+        )  # nothing behind: no mixtures
         return self.mixture_share / behind
 
     @property
     def halves(self) -> float:
         """Blocks of the mean layer over the two of a usual one."""
-        return sum(map(len, self.model.words)) / (2 * self.layers) if self.model else 1.0
+        return (
+            sum(map(len, self.model.words)) / (2 * self.layers) if self.model else 1.0
+        )
 
     @property
     def windowed_share(self) -> Number:
         """Share of layers that attend to a window only."""
         every = np.maximum(self.full_every, 1)
-        full = np.where(np.asarray(self.full_every) > 0, np.floor(np.asarray(self.layers) / every) / self.layers, 0.0)
+        full = np.where(
+            np.asarray(self.full_every) > 0,
+            np.floor(np.asarray(self.layers) / every) / self.layers,
+            0.0,
+        )
         return np.where(np.asarray(self.window) > 0, 1 - full, 0.0)
 
     def mlp_parameters(self, width: Number) -> Number:
         """Of one feed-forward block of that width."""
         matrices = 2 + self.gated
-        return matrices * self.hidden * width + self.mlp_bias * ((matrices - 1) * width + self.hidden)
+        return matrices * self.hidden * width + self.mlp_bias * (
+            (matrices - 1) * width + self.hidden
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +198,14 @@ class Work:
     def of(cls, case: Case) -> Work:
         """Of a case: one model, and a plan or many."""
         habits = (float(getattr(case.software, name)) for name in HABITS)
-        return cls(Shape.of(case.model), case.plan, case.sequence, precision(case.dtype), case.imbalance, *habits)
+        return cls(
+            Shape.of(case.model),
+            case.plan,
+            case.sequence,
+            precision(case.dtype),
+            case.imbalance,
+            *habits,
+        )
 
     @cached_property
     def tokens(self) -> Number:
@@ -158,7 +216,11 @@ class Work:
     def decoder(self) -> Work:
         """The same for the tokens of a decoder behind an encoder."""
         stack = self.shape.model
-        return replace(self, sequence=stack.decoder_tokens(self.sequence)) if stack else self
+        return (
+            replace(self, sequence=stack.decoder_tokens(self.sequence))
+            if stack
+            else self
+        )
 
     @cached_property
     def spread(self) -> Number:
@@ -174,27 +236,69 @@ class Work:
     def enter(self) -> tuple[Comm, ...]:
         """Collectives at the start of a tensor-parallel block."""
         together = np.asarray(self.plan.sequence_parallel, float)
-        parts = ("all_gather", "tp", self.moved_bytes * together), ("copy", "tp", self.moved_bytes * (1 - together))
+        parts = (
+            ("all_gather", "tp", self.moved_bytes * together),
+            ("copy", "tp", self.moved_bytes * (1 - together)),
+        )
         return existing(*parts)
 
     @cached_property
     def leave(self) -> tuple[Comm, ...]:
         """Collectives at its end."""
-        together, moved = np.asarray(self.plan.sequence_parallel, float), self.moved_bytes
-        return existing(("reduce_scatter", "tp", moved * together), ("all_reduce", "tp", moved * (1 - together)))
+        together = np.asarray(self.plan.sequence_parallel, float)
+        moved = self.moved_bytes
+        return existing(
+            ("reduce_scatter", "tp", moved * together),
+            ("all_reduce", "tp", moved * (1 - together)),
+        )
 
     def norm(self) -> Op:
         """Residual addition and normalisation in one kernel: two reads, one write."""
         elements = self.tokens * self.shape.hidden / self.spread
         return pointwise("norm", 2 * elements, elements, self.width)
 
-    def mlp(self, tokens: Number, inner: Number, prefix: str = "", count: Number = 1, **flags) -> tuple[Op, Op, Op]:
-        """Products and activation of a feed-forward block of `inner` channels; `count` equal ones share the tokens."""
-        hidden, up, share = self.shape.hidden, 1 + self.shape.gated, tokens / np.maximum(count, 1)
+    def mlp(
+        self,
+        tokens: Number,
+        inner: Number,
+        prefix: str = "",
+        count: Number = 1,
+        **flags,
+    ) -> tuple[Op, Op, Op]:
+        """Products and activation of a feed-forward block of `inner` channels; `count`
+        equal ones share the tokens.
+        """
+        hidden = self.shape.hidden
+        up = 1 + self.shape.gated
+        share = tokens / np.maximum(count, 1)
         return (
-            gemm(f"{prefix}up", share, up * inner, hidden, self.width, count=count, weights=True, **flags),
-            pointwise(f"{prefix}activation", tokens * up * inner, tokens * inner, self.width, **flags),
-            gemm(f"{prefix}down", share, hidden, inner, self.width, count=count, weights=True, **flags),
+            gemm(
+                f"{prefix}up",
+                share,
+                up * inner,
+                hidden,
+                self.width,
+                count=count,
+                weights=True,
+                **flags,
+            ),
+            pointwise(
+                f"{prefix}activation",
+                tokens * up * inner,
+                tokens * inner,
+                self.width,
+                **flags,
+            ),
+            gemm(
+                f"{prefix}down",
+                share,
+                hidden,
+                inner,
+                self.width,
+                count=count,
+                weights=True,
+                **flags,
+            ),
         )
 
 

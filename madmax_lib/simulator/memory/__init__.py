@@ -1,1 +1,3 @@
-"""How many bytes does a device hold, and of what? Weights, gradients, optimizer, activations."""
+"""How many bytes does a device hold, and of what? Weights, gradients, optimizer,
+activations.
+"""

@@ -1,10 +1,11 @@
 """Does a step fit? Bytes on a device by pipeline stage and component, and their peak.
 
-Model states are in `states`, activations follow arXiv 2205.05198 (`activations`). A step has three moments that
-may set the peak: the loss of the last stage (logits), the backward pass of a layer (what was recomputed, gradients on
-their way) and the optimizer (its temporaries); `peak_bytes` takes the largest on top of what is always there.
-`stage_bytes` holds the formulas and broadcasts over arrays of plans and stages, `memory` is its table for one plan,
-`plans_peak_bytes` the peak of millions of plans.
+Model states are in `states`, activations follow arXiv 2205.05198 (`activations`). A
+step has three moments that may set the peak: the loss of the last stage (logits), the
+backward pass of a layer (what was recomputed, gradients on their way) and the optimizer
+(its temporaries); `peak_bytes` takes the largest on top of what is always there.
+`stage_bytes` holds the formulas and broadcasts over arrays of plans and stages,
+`memory` is its table for one plan, `plans_peak_bytes` the peak of millions of plans.
 """
 
 import os
@@ -27,7 +28,11 @@ from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.layers.transformer import ends_by_flops
-from madmax_lib.simulator.memory.activations import dropout_bytes, in_flight, layer_bytes
+from madmax_lib.simulator.memory.activations import (
+    dropout_bytes,
+    in_flight,
+    layer_bytes,
+)
 from madmax_lib.simulator.memory.states import (
     StageParameters,
     default_software,
@@ -38,21 +43,54 @@ from madmax_lib.simulator.memory.states import (
     width_of,
 )
 
-__all__ = ["FRAGMENTATION", "PHASES", "by_phase", "fullest_stage", "held_layers", "memory", "moment_peak", "peak_bytes"]
+__all__ = [
+    "FRAGMENTATION",
+    "PHASES",
+    "by_phase",
+    "fullest_stage",
+    "held_layers",
+    "memory",
+    "moment_peak",
+    "peak_bytes",
+]
 __all__ += ["plans_peak_bytes", "stage_bytes", "table_peak_bytes", "usable_bytes"]
 
 PHASES = {
-    "weights": "always", "gradients": "always", "optimizer": "always", "buckets": "always", "activations": "pass",
-    "gathered weights": "pass", "logits": "loss", "block at work": "backward", "optimizer temporaries": "step",
-    "context": "always", "fragmentation": "always",
-}  # fmt: skip
-_FUSED_LOGITS = 4  # logits and their gradient in 16 bits, the rest stays in registers [flash-attn cross_entropy]
-# The three below are round; with them the 37 published peaks of whole devices (BLOOM, torchtitan) have little bias.
-_CUDA_BYTES = 0.5e9  # context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model memory]
-_COMMUNICATOR_BYTES = 0.5e9  # per group: 4 MiB (NCCL_BUFFSIZE) and half for LL128, 32 channels, both ways [NCCL docs]
-_STAGED = ("pp", "interleave", "first_layers", "last_layers", "embedding_as_layer", "head_as_layer")  # cut the layers
+    "weights": "always",
+    "gradients": "always",
+    "optimizer": "always",
+    "buckets": "always",
+    "activations": "pass",
+    "gathered weights": "pass",
+    "logits": "loss",
+    "block at work": "backward",
+    "optimizer temporaries": "step",
+    "context": "always",
+    "fragmentation": "always",
+}
+# logits and their gradient in 16 bits, the rest stays in registers [flash-attn
+# cross_entropy]
+_FUSED_LOGITS = 4
+# The three below are round; with them the 37 published peaks of whole devices (BLOOM,
+# torchtitan) have little bias.
+# context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model
+# memory]
+_CUDA_BYTES = 0.5e9
+# per group: 4 MiB (NCCL_BUFFSIZE) and half for LL128, 32 channels, both ways [NCCL
+# docs]
+_COMMUNICATOR_BYTES = 0.5e9
+_STAGED = (
+    "pp",
+    "interleave",
+    "first_layers",
+    "last_layers",
+    "embedding_as_layer",
+    "head_as_layer",
+)  # cut the layers
 _CHUNK = 1 << 14  # plans at a time
-FRAGMENTATION = 0.07  # of the allocated peak: held by the caching allocator, in no tensor
+FRAGMENTATION = (
+    0.07  # of the allocated peak: held by the caching allocator, in no tensor
+)
 
 
 def memory(
@@ -69,17 +107,21 @@ def memory(
     trainable: float = 1.0,
     cluster: Cluster | str | None = None,
 ) -> pd.DataFrame:
-    """Bytes on one device of each pipeline stage: columns stage, component, phase, size_bytes.
+    """Bytes on one device of each pipeline stage: columns stage, component, phase,
+    size_bytes.
 
-    model, plan: or their name and text. sequence: tokens per sample, the model's own if None. global_batch: samples per
-    step, which limits the micro-batches a stage can hold; as many as the pipeline wants if None. software: that trains,
-    a name of `data/software.csv` or one of your own; `default_software` if None. imbalance: of experts, as in `Case`.
-    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters with gradients. cluster: that the
-    plan fills, for what its processes hold beside the step; any GPUs if None. phase: when the bytes are there, see
-    `peak_bytes`. Offload is not counted, all lies on the device: see `fits` for it.
-    Raises ValueError for unknown names, a plan that model, batch or software cannot have, an offload that `fits`
-    refuses, gpipe without global_batch.
-    See also: mm.fits, mm.largest_model, mm.simulator.peak_bytes.
+    model, plan: or their name and text. sequence: tokens per sample, the model's own if
+    None. global_batch: samples per step, which limits the micro-batches a stage can
+    hold; as many as the pipeline wants if None. software: that trains, a name of
+    `data/software.csv` or one of your own; `default_software` if None. imbalance: of
+    experts, as in `Case`.
+    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters
+    with gradients. cluster: that the plan fills, for what its processes hold beside the
+    step; any GPUs if None. phase: when the bytes are there, see `peak_bytes`. Offload
+    is not counted, all lies on the device: see `fits` for it. Raises ValueError for
+    unknown names, a plan that model, batch or software cannot have, an offload that
+    `fits` refuses, gpipe without global_batch. See also: mm.fits, mm.largest_model,
+    mm.simulator.peak_bytes.
 
     >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
     >>> gpt = catalog.model("gpt2-large")
@@ -87,45 +129,79 @@ def memory(
     [1.0, 1.0, 2.0]
     """
     if not (is_number(trainable) and trainable <= 1):
-        raise ValueError(f"trainable={shown(trainable)} must be a share of the parameters, 0..1")
+        raise ValueError(
+            f"trainable={shown(trainable)} must be a share of the parameters, 0..1"
+        )
     argument("fused_loss", fused_loss, bool)
-    case = Case(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
-    model, plan = case.model, case.plan
+    case = Case(
+        model,
+        cluster,
+        Plan.parse(plan),
+        global_batch,
+        sequence,
+        dtype,
+        software,
+        imbalance,
+    )
+    model = case.model
+    plan = case.plan
     enforce(rules_of(case), plan, case)
     if plan.offload is not None:
         normalised(case)
     if isinstance(model, DLRM):
-        stages, parts = np.zeros(1, dtype=int), _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
+        stages = np.zeros(1, dtype=int)
+        parts = _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
     else:
         if plan.schedule == "gpipe" and global_batch is None:
-            raise ValueError("schedule='gpipe' keeps every micro-batch, global_batch is needed")
-        stages, software = np.arange(plan.pp), case.software or default_software(plan)
-        options = {"optimizer": optimizer, "fused_loss": fused_loss, "trainable": trainable}
+            raise ValueError(
+                "schedule='gpipe' keeps every micro-batch, global_batch is needed"
+            )
+        stages = np.arange(plan.pp)
+        software = case.software or default_software(plan)
+        options = {
+            "optimizer": optimizer,
+            "fused_loss": fused_loss,
+            "trainable": trainable,
+        }
         parts = stage_bytes(case, stages, held_layers(model, plan, software), **options)
     rows = [
-        (int(stage), name, PHASES[name], float(np.broadcast_to(size, stages.shape)[stage]))
+        (
+            int(stage),
+            name,
+            PHASES[name],
+            float(np.broadcast_to(size, stages.shape)[stage]),
+        )
         for stage in stages
         for name, size in parts.items()
     ]
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
-def held_layers(model: Transformer, plan: Plan, software: str | None = None) -> dict[str, np.ndarray]:
+def held_layers(
+    model: Transformer, plan: Plan, software: str | None = None
+) -> dict[str, np.ndarray]:
     """Layers of each kind (`Transformer.kinds`) of each pipeline stage, (pp,) each."""
     words = np.array(model.words)
     if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
         ends = [0, *ends_by_flops(model, plan.pp)]
         held = [range(*pair) for pair in pairwise(ends)]
     else:
-        held = [[layer for chunk in stage for layer in chunk] for stage in chunk_layers(model.layers, plan)]
-    return {kind: np.array([np.sum(words[list(of)] == kind) for of in held]) for kind in model.kinds}
+        held = [
+            [layer for chunk in stage for layer in chunk]
+            for stage in chunk_layers(model.layers, plan)
+        ]
+    return {
+        kind: np.array([np.sum(words[list(of)] == kind) for of in held])
+        for kind in model.kinds
+    }
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
     """Bytes of the fullest stage at its fullest moment.
 
-    A stage holds what is there always, and either its pass, with the loss or a layer's backward on top, or the
-    optimizer's temporaries. allocated: without context and fragmentation, as torch.cuda.max_memory_allocated counts.
+    A stage holds what is there always, and either its pass, with the loss or a layer's
+    backward on top, or the optimizer's temporaries. allocated: without context and
+    fragmentation, as torch.cuda.max_memory_allocated counts.
 
     >>> gpt = catalog.model("gpt2-large")
     >>> [round(peak_bytes(memory(gpt, Plan(dp=4, zero=zero))) / 1e9, 1) for zero in range(4)]
@@ -133,19 +209,29 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
     """
     if allocated:
         table = table[~table["component"].isin(["context", "fragmentation"])]
-    stage, phase, size_bytes = (table[name].to_numpy() for name in ("stage", "phase", "size_bytes"))
-    sums = {name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0)) for name in PHASES.values()}
+    stage, phase, size_bytes = (
+        table[name].to_numpy() for name in ("stage", "phase", "size_bytes")
+    )
+    sums = {
+        name: np.bincount(stage, np.where(phase == name, size_bytes, 0.0))
+        for name in PHASES.values()
+    }
     return float(moment_peak(sums).max())
 
 
 def plans_peak_bytes(case: Case) -> np.ndarray:
-    """Peak bytes (a, b) of a product of plans, each with the software of the case, or that it is usually run with.
+    """Peak bytes (a, b) of a product of plans, each with the software of the case, or
+    that it is usually run with.
 
-    case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or (1, b). Equal to
-    `peak_bytes(memory(model, plan, ...))` plan by plan.
+    case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or
+    (1, b). Equal to `peak_bytes(memory(model, plan, ...))` plan by plan.
     """
-    plans, zero = case.plan, case.plan.zero[0]
-    usual = {z: case.software or default_software(replace(plans, zero=z)) for z in np.unique(zero)}
+    plans = case.plan
+    zero = case.plan.zero[0]
+    usual = {
+        z: case.software or default_software(replace(plans, zero=z))
+        for z in np.unique(zero)
+    }
     result = np.empty(plans.shape)
     for staged, rows in _cut_alike(case.model, plans):
         for software in dict.fromkeys(usual.values()):
@@ -156,14 +242,19 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     return result
 
 
-def _cut_alike(model: Transformer, plans: Plans, *further) -> Iterator[tuple[dict, np.ndarray]]:
-    """How plans cut the layers into stages, and the rows that do so and are equal in further numbers.
+def _cut_alike(
+    model: Transformer, plans: Plans, *further
+) -> Iterator[tuple[dict, np.ndarray]]:
+    """How plans cut the layers into stages, and the rows that do so and are equal in
+    further numbers.
 
-    Plans are a table or a product, whose columns have one way. Chunks of equal stages make no difference.
+    Plans are a table or a product, whose columns have one way. Chunks of equal stages
+    make no difference.
     """
     cuts = {name: np.ravel(getattr(plans, name)) for name in _STAGED}
     stated = sum(cuts[name] for name in _STAGED[2:])
-    chunks, dense = cuts["pp"] * cuts["interleave"], model.dense_layers * (model.experts > 0)
+    chunks = cuts["pp"] * cuts["interleave"]
+    dense = model.dense_layers * (model.experts > 0)
     uneven = (stated + model.layers % chunks > 0) | (dense > model.layers // chunks)
     uneven = uneven | bool(model.blocks) | (model.moe_every > 1)
     cuts["interleave"] = np.where(uneven, cuts["interleave"], 1)
@@ -171,43 +262,71 @@ def _cut_alike(model: Transformer, plans: Plans, *further) -> Iterator[tuple[dic
     for column in (*further, *cuts.values()):
         if np.size(column) > 1:
             code = pd.factorize(code * (int(column.max()) + 1) + column)[0]
-    order, ends = np.argsort(code, kind="stable"), np.cumsum(np.bincount(code))
+    order = np.argsort(code, kind="stable")
+    ends = np.cumsum(np.bincount(code))
     for rows in np.split(order, ends[:-1]):
-        yield {name: column[rows[0] % len(column)].item() for name, column in cuts.items()}, rows
+        yield (
+            {
+                name: column[rows[0] % len(column)].item()
+                for name, column in cuts.items()
+            },
+            rows,
+        )
 
 
 def table_peak_bytes(case: Case) -> np.ndarray:
-    """Peak bytes (n,) of the plans of a table, or of one Plan, as `peak_bytes(memory(model, plan, ...))` gives them.
+    """Peak bytes (n,) of the plans of a table, or of one Plan, as
+    `peak_bytes(memory(model, plan, ...))` gives them.
 
-    case: of legal plans; offload is not counted. Plans with the same stages and software are worked out together.
+    case: of legal plans; offload is not counted. Plans with the same stages and
+    software are worked out together.
     """
     plans = case.plan
     if isinstance(plans, Plan):
         software = case.software or default_software(plans)
-        return np.atleast_1d(_fullest(case, _differing_stages(case.model, plans, software)))
-    usual = 0 if case.software else np.where(plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3)))
+        return np.atleast_1d(
+            _fullest(case, _differing_stages(case.model, plans, software))
+        )
+    usual = (
+        0
+        if case.software
+        else np.where(
+            plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3))
+        )
+    )
     result = np.empty(plans.shape[0])
     for staged, rows in _cut_alike(case.model, plans, usual):
         software = case.software or default_software(plans[int(rows[0])])
         stages = _differing_stages(case.model, Plan(**staged), software)[..., None]
         for start in range(0, len(rows), _CHUNK):
             part = rows[start : start + _CHUNK]
-            result[part] = _fullest(replace(case, plan=plans[part], software=software), stages)
+            result[part] = _fullest(
+                replace(case, plan=plans[part], software=software), stages
+            )
     return result
 
 
 def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
-    """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds is alike in all."""
+    """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds
+    is alike in all.
+    """
     held = dict(zip(case.model.kinds, stages[1:], strict=True))
-    sums, (context_bytes, share) = by_phase(_tensor_bytes(case, stages[0], held).items()), _process(case)
+    sums = by_phase(_tensor_bytes(case, stages[0], held).items())
+    (context_bytes, share) = _process(case)
     return (1 + share) * np.max(moment_peak(sums), axis=0) + context_bytes
 
 
 @lru_cache(maxsize=256)
-def _differing_stages(model: Transformer, plan: Plan, software: str | Software) -> np.ndarray:
-    """Stage, and layers of each kind, of the stages that can be the fullest, each (k,): the first of equal ones."""
+def _differing_stages(
+    model: Transformer, plan: Plan, software: str | Software
+) -> np.ndarray:
+    """Stage, and layers of each kind, of the stages that can be the fullest, each (k,):
+    the first of equal ones.
+    """
     kinds: dict[tuple, int] = {}
-    for stage, held in enumerate(zip(*held_layers(model, plan, software).values(), strict=True)):
+    for stage, held in enumerate(
+        zip(*held_layers(model, plan, software).values(), strict=True)
+    ):
         kinds.setdefault((*held, stage == 0, stage == plan.pp - 1), stage)
     return np.array([(stage, *key[:-2]) for key, stage in kinds.items()]).T
 
@@ -218,58 +337,96 @@ def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def usable_bytes(device: Device) -> float:
-    """Memory a process can have: the share that was published of a device of this name, else what the device has."""
+    """Memory a process can have: the share that was published of a device of this name,
+    else what the device has.
+    """
     name = argument("device", device, Device).name
-    return _published_shares(os.environ.get(catalog.USER_FOLDER)).get(name, 1.0) * device.memory_bytes
+    return (
+        _published_shares(os.environ.get(catalog.USER_FOLDER)).get(name, 1.0)
+        * device.memory_bytes
+    )
 
 
 @lru_cache(maxsize=2)
 def _published_shares(folder: str | None) -> dict[str, float]:
-    """Usable memory over the data sheet's by device, the tables of the user's folder among ours."""
+    """Usable memory over the data sheet's by device, the tables of the user's folder
+    among ours.
+    """
     known = catalog.table("published_memory").query("quantity == 'usable'")
     usable = zip(known["device"], known["value"], strict=True)
-    return {name: float(gib) * 2**30 / catalog.device(name).memory_bytes for name, gib in usable}
+    return {
+        name: float(gib) * 2**30 / catalog.device(name).memory_bytes
+        for name, gib in usable
+    }
 
 
 def stage_bytes(case: Case, stage, held: dict, **options) -> dict[str, np.ndarray]:
-    """Bytes by component of a pipeline stage; the plans of the case, stage and numbers of layers may be arrays.
+    """Bytes by component of a pipeline stage; the plans of the case, stage and numbers
+    of layers may be arrays.
 
-    held: layers of the stage of each kind (`held_layers`). options: optimizer, fused_loss and trainable as in `memory`.
-    Raises ValueError for unknown software, optimizer or dtype.
+    held: layers of the stage of each kind (`held_layers`). options: optimizer,
+    fused_loss and trainable as in `memory`. Raises ValueError for unknown software,
+    optimizer or dtype.
     """
     parts = _tensor_bytes(case, stage, held, **options)
     return parts | _overhead(case, parts)
 
 
 def _tensor_bytes(
-    case: Case, stage, layers: dict, *, optimizer: str = "adam", fused_loss: bool = False, trainable: float = 1.0
+    case: Case,
+    stage,
+    layers: dict,
+    *,
+    optimizer: str = "adam",
+    fused_loss: bool = False,
+    trainable: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """`stage_bytes` of tensors."""
-    model, p, tokens, micro_batches = case.model, case.plan, case.tokens, case.micro_batches
-    software, width = software_of(case.software or default_software(p), case.dtype), width_of(case.dtype)
+    model = case.model
+    p = case.plan
+    tokens = case.tokens
+    micro_batches = case.micro_batches
+    software = software_of(case.software or default_software(p), case.dtype)
+    width = width_of(case.dtype)
     stage = np.asarray(stage)
     held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
     product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
     widths = {"width": width, "product_width": product_width, "further": software.keeps}
-    kept, moving = 0.0, 0.0
+    kept = 0.0
+    moving = 0.0
     for word, count in layers.items():
         layer = layer_bytes(case, word, **widths)
         one = layer.kept(p.recompute, by_products=software.selective_products > 0)
         again = np.where(p.recompute == "none", 0.0, layer.whole - one)
         kept = kept + count * one
         moving = np.maximum(moving, np.where(count > 0, again + layer.passing, 0.0))
-    embedded, tokens = tokens, model.decoder_tokens(tokens)
-    masks = dropout_bytes(model, software.keeps) * embedded * model.hidden / layer.shards  # of the embedding
-    masks = np.where(stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0)
+    embedded = tokens
+    tokens = model.decoder_tokens(tokens)
+    masks = (
+        dropout_bytes(model, software.keeps) * embedded * model.hidden / layer.shards
+    )  # of the embedding
+    masks = np.where(
+        stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0
+    )
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
-    waiting = np.where(p.schedule == "gpipe", held, 1.0)  # logits of micro-batches whose backward has not begun
-    of_logit = np.where(p.tp > 1, software.split_logit_bytes or software.logit_bytes, software.logit_bytes)
-    logits = (_FUSED_LOGITS if fused_loss else of_logit) * waiting * outputs / p.tp + 2 * layer.input
+    waiting = np.where(
+        p.schedule == "gpipe", held, 1.0
+    )  # logits of micro-batches whose backward has not begun
+    of_logit = np.where(
+        p.tp > 1,
+        software.split_logit_bytes or software.logit_bytes,
+        software.logit_bytes,
+    )
+    logits = (
+        _FUSED_LOGITS if fused_loss else of_logit
+    ) * waiting * outputs / p.tp + 2 * layer.input
     if "gathered" in software.keeps:  # for the head's product too
         logits = logits + layer.input * (layer.shards - 1)
     if "outputs" in software.keeps:
-        earlier = np.where(p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0)
+        earlier = np.where(
+            p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0
+        )
         logits = logits + earlier * width * outputs / p.tp
     count = stage_parameters(model, p, stage, layers)
     return state_bytes(p, count, software, optimizer, trainable) | {
@@ -279,44 +436,74 @@ def _tensor_bytes(
     }
 
 
-def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0) -> dict[str, np.ndarray]:
-    """Bytes by component of a recommendation model: fp16 tables over all devices, fp32 dense layers by ZeRO stage.
+def _dlrm_bytes(
+    case: Case, *, optimizer: str = "adam", trainable: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
+    dense layers by ZeRO stage.
 
-    Tables are updated in their backward pass by row-wise Adagrad, one fp32 number per row [FBGEMM]. Fields of the plan
-    may be arrays. Raises ValueError for tp, pp or cp.
+    Tables are updated in their backward pass by row-wise Adagrad, one fp32 number per
+    row [FBGEMM]. Fields of the plan may be arrays. Raises ValueError for tp, pp or cp.
     """
-    model, p = case.model, case.plan
+    model = case.model
+    p = case.plan
     enforce(RECOMMENDATION, p, case)
     width_of(case.dtype)
-    tables, dense = model.embedding_parameters, model.parameters - model.embedding_parameters
-    count = StageParameters(dense, experts=0.0, ends=0.0, block=max(model.mlp_dim**2, 4 * model.attention_dim**2))
+    tables = model.embedding_parameters
+    dense = model.parameters - model.embedding_parameters
+    count = StageParameters(
+        dense,
+        experts=0.0,
+        ends=0.0,
+        block=max(model.mlp_dim**2, 4 * model.attention_dim**2),
+    )
     software = software_of(case.software or default_software(p), "fp32")
     parts = state_bytes(p, count, software, optimizer, trainable)
     parts["weights"] = parts["weights"] + 2 * tables / p.dp
     parts["optimizer"] = parts["optimizer"] + 4 * tables / model.embedding_dim / p.dp
-    pooled = 2 * 2 * model.tables * model.embedding_dim  # before and after the exchange, fp16
-    products = 4 * model.mlp_dim * (model.bottom_layers + model.top_layers * max(model.active_experts, 1))
-    width = 4 * model.transformer_layers * (6 * model.attention_dim + model.transformer_ffn)
-    parts |= {"activations": p.micro_batch * (pooled + products + model.transformer_sequence * width)}
+    pooled = (
+        2 * 2 * model.tables * model.embedding_dim
+    )  # before and after the exchange, fp16
+    products = (
+        4
+        * model.mlp_dim
+        * (model.bottom_layers + model.top_layers * max(model.active_experts, 1))
+    )
+    width = (
+        4 * model.transformer_layers * (6 * model.attention_dim + model.transformer_ffn)
+    )
+    parts |= {
+        "activations": p.micro_batch
+        * (pooled + products + model.transformer_sequence * width)
+    }
     return parts | _overhead(case, parts)
 
 
 def _overhead(case: Case, parts: dict) -> dict:
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     context_bytes, share = _process(case)
-    return {"context": context_bytes, "fragmentation": share * moment_peak(by_phase(parts.items()))}
+    return {
+        "context": context_bytes,
+        "fragmentation": share * moment_peak(by_phase(parts.items())),
+    }
 
 
 def _process(case: Case) -> tuple[np.ndarray | float, float]:
     """Bytes that a process holds beside tensors, and further ones as a share of these."""
-    device, p = getattr(case.cluster, "device", None), case.plan
+    device = getattr(case.cluster, "device", None)
+    p = case.plan
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
-    groups = sum((np.asarray(degree) > 1).astype(int) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
+    groups = sum(
+        (np.asarray(degree) > 1).astype(int)
+        for degree in (p.tp, p.dp * p.cp, p.pp, p.ep)
+    )
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 
-def by_phase(sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES) -> dict[str, np.ndarray]:
+def by_phase(
+    sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES
+) -> dict[str, np.ndarray]:
     """Sums of (component, bytes) over the components of each phase."""
     sums = dict.fromkeys(phases.values(), 0.0)
     for name, size in sizes:

@@ -1,4 +1,5 @@
-"""What do weights, gradients and optimizer states take on a device? By ZeRO stage and by the habits of the software.
+"""What do weights, gradients and optimizer states take on a device? By ZeRO stage and
+by the habits of the software.
 
 Model states follow ZeRO [arXiv 1910.02054].
 """
@@ -15,19 +16,32 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 
-__all__ = ["StageParameters", "default_software", "normalised", "software_of", "stage_parameters", "state_bytes"]
+__all__ = [
+    "StageParameters",
+    "default_software",
+    "normalised",
+    "software_of",
+    "stage_parameters",
+    "state_bytes",
+]
 __all__ += ["width_of"]
 
-_MOMENTS = {"adam": 2, "momentum": 1, "sgd": 0}  # numbers of the optimizer's state per parameter
+_MOMENTS = {
+    "adam": 2,
+    "momentum": 1,
+    "sgd": 0,
+}  # numbers of the optimizer's state per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
-_HPZ_DEVICES = 8  # a node, over which ZeRO++ shards its second copy of the weights [arXiv 2306.10209]
+# a node, over which ZeRO++ shards its second copy of the weights [arXiv 2306.10209]
+_HPZ_DEVICES = 8
 
 
 def default_software(plan: Plans) -> str:
     """The software such a plan is usually run with.
 
-    Tensor, pipeline and expert parallelism are Megatron's; without them ZeRO 1 and 2 are DeepSpeed's, DDP and FSDP
-    PyTorch's, with fused kernels, whose fp32 loss may take more from ZeRO 2 to 3 than a small model saves.
+    Tensor, pipeline and expert parallelism are Megatron's; without them ZeRO 1 and 2
+    are DeepSpeed's, DDP and FSDP PyTorch's, with fused kernels, whose fp32 loss may
+    take more from ZeRO 2 to 3 than a small model saves.
     """
     if plan.tp * plan.pp * plan.ep > 1:
         return "megatron-core"
@@ -35,15 +49,19 @@ def default_software(plan: Plans) -> str:
 
 
 def normalised(case: Case) -> Case:
-    """The case with the sharding that its offload implies: chunks, and all on one device, are sharded as by ZeRO-3.
+    """The case with the sharding that its offload implies: chunks, and all on one
+    device, are sharded as by ZeRO-3.
 
     Raises ValueError for what offload is not modelled for.
     """
-    plan, offload = case.plan, f"offload={case.plan.offload}"
+    plan = case.plan
+    offload = f"offload={case.plan.offload}"
     if isinstance(case.model, DLRM):
         raise ValueError(f"{case.model.name}: {offload} is for transformers")
     if case.dtype not in ("bf16", "fp16"):
-        raise ValueError(f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}")
+        raise ValueError(
+            f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}"
+        )
     if plan.offload == "optimizer" or plan.zero == 3:
         return case
     if plan.offload != "chunks" and plan.dp * plan.cp > 1:
@@ -58,11 +76,19 @@ def width_of(dtype: str) -> float:
 
 @cache
 def software_of(name: str, dtype: str) -> Software:
-    """What a software holds; in fp32 training everything is as wide as the weights and nothing is copied."""
+    """What a software holds; in fp32 training everything is as wide as the weights and
+    nothing is copied.
+    """
     software = catalog.software(name)
     if width_of(dtype) == 2:
         return software
-    single = {"weight_bytes": 4, "gradient_bytes": 4, "copy_bytes": 0, "cast_bytes": 0, "accumulator_bytes": 0}
+    single = {
+        "weight_bytes": 4,
+        "gradient_bytes": 4,
+        "copy_bytes": 0,
+        "cast_bytes": 0,
+        "accumulator_bytes": 0,
+    }
     if software.copy_bytes:  # gradients are not widened for the update
         single["temporary_bytes"] = 0
     return replace(software, bucket_bytes=4 * (software.bucket_bytes > 0), **single)
@@ -70,55 +96,101 @@ def software_of(name: str, dtype: str) -> Software:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or arrays."""
+    """Parameters of a pipeline stage on one device, before ZeRO shards them; numbers or
+    arrays.
+    """
 
     dense: float  # all but routed experts
     experts: float  # routed experts, after ep and etp have split them
     ends: float  # those of embedding and head, which `dense` includes
     block: float  # of the largest layer
     routed: float = 0  # those of them that are routed experts
-    adapted: float = 0  # of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf 4.0]
+    # of the adapters of attention's products, per rank [NeMo, llama2_70b_lora of MLPerf
+    # 4.0]
+    adapted: float = 0
 
 
-def stage_parameters(model: Transformer, p: Plans, stage, held: dict) -> StageParameters:
-    """Parameters of a stage that holds so many layers of each kind, words of their blocks."""
+def stage_parameters(
+    model: Transformer, p: Plans, stage, held: dict
+) -> StageParameters:
+    """Parameters of a stage that holds so many layers of each kind, words of their
+    blocks.
+    """
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
     experts = model.experts * expert * p.expert_spread / p.ep
-    router = model.moe_parameters - (model.experts + model.shared_experts) * model.mlp_parameters(model.expert_ffn)
+    router = model.moe_parameters - (
+        model.experts + model.shared_experts
+    ) * model.mlp_parameters(model.expert_ffn)
     beside = router + model.shared_experts * expert
-    tied = np.where(p.pp > 1, 0 if model.image else model.vocab * model.hidden, 0)  # a pipeline holds the table twice
-    first, last = stage == 0, stage == p.pp - 1
-    ends = (first * model.embedding_parameters + last * (model.head_parameters or tied)) / p.tp
+    tied = np.where(
+        p.pp > 1, 0 if model.image else model.vocab * model.hidden, 0
+    )  # a pipeline holds the table twice
+    first = stage == 0
+    last = stage == p.pp - 1
+    ends = (
+        first * model.embedding_parameters + last * (model.head_parameters or tied)
+    ) / p.tp
     ends = ends + last * model.norm_parameters
-    own = {letter: model.block_parameters(letter) / p.tp for letter in set("".join(held)) - {"E"}} | {"E": beside}
-    own = {word: sum(own[letter] + model.norm_parameters for letter in word) for word in held}
+    own = {
+        letter: model.block_parameters(letter) / p.tp
+        for letter in set("".join(held)) - {"E"}
+    } | {"E": beside}
+    own = {
+        word: sum(own[letter] + model.norm_parameters for letter in word)
+        for word in held
+    }
     mixtures = sum(count for word, count in held.items() if "E" in word)
     dense = sum(count * own[word] for word, count in held.items()) + ends
-    sizes = [(np.asarray(count) > 0) * (own[word] + ("E" in word) * experts) for word, count in held.items()]
-    block, attends = reduce(np.maximum, sizes), sum(count * word.count("*") for word, count in held.items())
-    adapted = attends * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices) / p.tp
-    return StageParameters(dense, mixtures * experts, ends, block, np.minimum(experts, block), adapted)
+    sizes = [
+        (np.asarray(count) > 0) * (own[word] + ("E" in word) * experts)
+        for word, count in held.items()
+    ]
+    block = reduce(np.maximum, sizes)
+    attends = sum(count * word.count("*") for word, count in held.items())
+    adapted = (
+        attends
+        * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices)
+        / p.tp
+    )
+    return StageParameters(
+        dense, mixtures * experts, ends, block, np.minimum(experts, block), adapted
+    )
 
 
-def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer: str, trainable: float) -> dict:
+def state_bytes(
+    p: Plans,
+    count: StageParameters,
+    software: Software,
+    optimizer: str,
+    trainable: float,
+) -> dict:
     """Weights, gradients, optimizer and the buffers that move them.
 
-    ZeRO shards over dp x cp, or `shard` of them, and experts over what of it expert parallelism leaves. Frozen weights
-    are as wide as those that compute uses. trainable: share with gradients, where the plan has no adapters.
+    ZeRO shards over dp x cp, or `shard` of them, and experts over what of it expert
+    parallelism leaves. Frozen weights are as wide as those that compute uses.
+    trainable: share with gradients, where the plan has no adapters.
     """
     moments = _known("optimizer", optimizer, _MOMENTS) * software.moment_bytes
     whole = count.dense + count.experts
-    trainable = np.where(p.lora_rank > 0, p.lora_rank * count.adapted / np.maximum(whole, 1), trainable)
+    trainable = np.where(
+        p.lora_rank > 0, p.lora_rank * count.adapted / np.maximum(whole, 1), trainable
+    )
     shard = owned(count.dense, count.experts, p.sharing, p.ep, p.expert_spread)
     compute = software.cast_bytes or software.weight_bytes
     weights = trainable * software.weight_bytes + (1 - trainable) * compute
-    gradients = trainable * (software.gradient_bytes + software.accumulator_bytes * p.reduce_fp32)
+    gradients = trainable * (
+        software.gradient_bytes + software.accumulator_bytes * p.reduce_fp32
+    )
     updated = trainable * np.where(p.zero >= 1, shard, whole)
-    bucketed, buckets = p.zero < 2, software.bucket_bytes * whole  # DDP copies all gradients into its buckets
+    # DDP copies all gradients into its buckets
+    bucketed = p.zero < 2
+    buckets = software.bucket_bytes * whole
     if software.engine:  # one bucket to reduce and one to gather
-        bucketed, buckets = p.zero >= 1, 2 * np.minimum(p.bucket_bytes, software.weight_bytes * whole)
+        bucketed = p.zero >= 1
+        buckets = 2 * np.minimum(p.bucket_bytes, software.weight_bytes * whole)
     return {
-        "weights": weights * np.where(p.zero >= software.weights_sharded_from, shard, whole),
+        "weights": weights
+        * np.where(p.zero >= software.weights_sharded_from, shard, whole),
         "gradients": gradients * np.where(p.zero >= 2, shard, whole),
         "optimizer": (moments + software.copy_bytes) * updated,
         "buckets": np.where(bucketed & (p.dp * p.cp > 1), trainable * buckets, 0.0),
@@ -127,33 +199,51 @@ def state_bytes(p: Plans, count: StageParameters, software: Software, optimizer:
     }
 
 
-def _gathered(p: Plans, software: Software, count: StageParameters, shard, gradients, trainable):
-    """Weights beside the owned ones while a pass runs, and the gradients of a block before they are scattered.
+def _gathered(
+    p: Plans, software: Software, count: StageParameters, shard, gradients, trainable
+):
+    """Weights beside the owned ones while a pass runs, and the gradients of a block
+    before they are scattered.
 
-    ZeRO 3: the block at work and those gathered ahead, at most all; torch keeps embedding and head whole, with their
-    gradients. ZeRO 2 in torch: all weights. Where a pipeline does not free them, all weights stay, and all gradients as
-    wide as they are reduced, until the last micro-batch. Without sharding, autocast's casts, which recompute frees with
-    their block.
+    ZeRO 3: the block at work and those gathered ahead, at most all; torch keeps
+    embedding and head whole, with their gradients. ZeRO 2 in torch: all weights. Where
+    a pipeline does not free them, all weights stay, and all gradients as wide as they
+    are reduced, until the last micro-batch. Without sharding, autocast's casts, which
+    recompute frees with their block.
     """
-    compute, whole = software.cast_bytes or software.weight_bytes, count.dense + count.experts
+    compute = software.cast_bytes or software.weight_bytes
+    whole = count.dense + count.experts
     layer = count.block
     if not software.cast_bytes:  # what a device has for itself is there already
-        alone = np.where(expert_sharing(p.sharing, p.ep, p.expert_spread) > 1, 0, count.routed)
+        alone = np.where(
+            expert_sharing(p.sharing, p.ep, p.expert_spread) > 1, 0, count.routed
+        )
         layer = np.where(p.sharing > 1, layer - alone, 0)
     most = _LIVE_PARAMETERS if software.engine else np.inf
     block = compute * np.minimum((1 + p.prefetch) * layer, most)
     scattered = (compute + gradients) * np.minimum(layer, most)
     if software.weights_sharded_from == 3:
         others = whole - shard
-        block, scattered = np.minimum(block, compute * others), np.minimum(scattered, gradients * others)
-        return np.select([p.zero == 3, p.zero == 2], [block + scattered, 0.0 if software.engine else scattered], 0.0)
+        block = np.minimum(block, compute * others)
+        scattered = np.minimum(scattered, gradients * others)
+        return np.select(
+            [p.zero == 3, p.zero == 2],
+            [block + scattered, 0.0 if software.engine else scattered],
+            0.0,
+        )
     block = block + compute * whole / _HPZ_DEVICES * p.hpz
     kept = compute * whole + scattered
     freed = np.minimum(block + scattered + (1 + trainable) * compute * count.ends, kept)
     if not software.frees_under_pipeline:
-        kept = np.where(p.pp > 1, (compute + trainable * software.wire_bytes) * whole, kept)
+        kept = np.where(
+            p.pp > 1, (compute + trainable * software.wire_bytes) * whole, kept
+        )
         freed = np.where(p.pp > 1, kept, freed)
-    casts = trainable * software.cast_bytes * np.where(p.recompute == "none", whole, count.block)
+    casts = (
+        trainable
+        * software.cast_bytes
+        * np.where(p.recompute == "none", whole, count.block)
+    )
     return np.select([p.zero == 3, p.zero == 2], [freed, kept], casts)
 
 

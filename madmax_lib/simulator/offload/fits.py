@@ -1,10 +1,13 @@
-"""Does a training step fit, where does what lie, moment by moment of it too, and how large may a model be?
+"""Does a training step fit, where does what lie, moment by moment of it too, and how
+large may a model be?
 
-With offload, a share of the states leaves the device: enough that the device holds the rest, and no more than host and
-drives take. Without, everything is on the device, as `memory` counts it. PatrickStar and Gemini record in a warm-up
-step how much the device holds beside the model at each moment, and then keep as many chunks there as the rest takes; a
-static split keeps the room of the fullest moment free all the time. The largest model is searched among GPT-2-like
-shapes, wider and deeper, until a step does not fit.
+With offload, a share of the states leaves the device: enough that the device holds the
+rest, and no more than host and drives take. Without, everything is on the device, as
+`memory` counts it. PatrickStar and Gemini record in a warm-up step how much the device
+holds beside the model at each moment, and then keep as many chunks there as the rest
+takes; a static split keeps the room of the fullest moment free all the time. The
+largest model is searched among GPT-2-like shapes, wider and deeper, until a step does
+not fit.
 """
 
 from bisect import bisect_left
@@ -21,7 +24,12 @@ from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, rules_of
-from madmax_lib.simulator.memory.memory import held_layers, memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import (
+    held_layers,
+    memory,
+    peak_bytes,
+    usable_bytes,
+)
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
@@ -33,10 +41,22 @@ from madmax_lib.simulator.offload.placement import (
     peaks_by_place,
 )
 
-__all__ = ["FitsResult", "fits", "gpt_shape", "largest_model", "moments", "room_bytes", "shares_that_fit"]
+__all__ = [
+    "FitsResult",
+    "fits",
+    "gpt_shape",
+    "largest_model",
+    "moments",
+    "room_bytes",
+    "shares_that_fit",
+]
 
-_SHARES, _ROUNDS = np.linspace(0.0, 1.0, 101), 3  # the least share to 1e-8
-_HOST_RESERVED = 0.05  # of host memory, for the system and the processes; a round number
+# the least share to 1e-8
+_SHARES = np.linspace(0.0, 1.0, 101)
+_ROUNDS = 3
+_HOST_RESERVED = (
+    0.05  # of host memory, for the system and the processes; a round number
+)
 # method: (fields of its Plan, whether all that may leave the device does)
 _SIZE_METHODS = {
     "ddp": ({"zero": 0}, False),
@@ -49,9 +69,31 @@ _SIZE_METHODS = {
     "chunks": ({"zero": 3, "offload": "chunks"}, False),
     "chunks-static": ({"zero": 3, "offload": "chunks"}, True),
 }
-_WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384, 20480, 25600)
-_HEAD_DIM, _SEQUENCE, _VOCAB = 128, 1024, 50257  # GPT-2's vocabulary and sequence, as in the sources compared with
-_FLATTEST, _DEEPEST = 16, 1 / 24  # layers at least, and at most per unit of width
+_WIDTHS = (
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    2560,
+    3072,
+    4096,
+    5120,
+    6144,
+    8192,
+    10240,
+    12288,
+    16384,
+    20480,
+    25600,
+)
+# GPT-2's vocabulary and sequence, as in the sources compared with
+_HEAD_DIM = 128
+_SEQUENCE = 1024
+_VOCAB = 50257
+# layers at least, and at most per unit of width
+_FLATTEST = 16
+_DEEPEST = 1 / 24
 _MODEL = ("weights", "gradients", "optimizer", "chunk tails")
 _PASS = ("buckets", "gathered weights")
 
@@ -61,8 +103,9 @@ class FitsResult:
     """Whether a step can be run, and what it holds where.
 
     fits: whether every place has room for its fullest moment.
-    table: component, place (device, host, nvme), size_bytes of the fullest device or of a node, usable_bytes and
-        margin_bytes of the place. Not all components of a device exist at once, so their sum may be above its peak.
+    table: component, place (device, host, nvme), size_bytes of the fullest device or of
+        a node, usable_bytes and margin_bytes of the place. Not all components of a
+        device exist at once, so their sum may be above its peak.
     share: of what may leave the device, 0..1 (default NaN: without offload).
     """
 
@@ -71,11 +114,23 @@ class FitsResult:
     share: float = float("nan")
 
     def __repr__(self) -> str:
-        share = f" with {self.share:.0%} of the states away from the device" if self.share == self.share else ""
-        lines = [f"{'fits' if self.fits else 'does not fit'}{share}; {self.bound} is tightest"]
+        share = (
+            f" with {self.share:.0%} of the states away from the device"
+            if self.share == self.share
+            else ""
+        )
+        lines = [
+            f"{'fits' if self.fits else 'does not fit'}{share}; {self.bound} is "
+            "tightest"
+        ]
         for place, row in self._places().iterrows():
-            used, left = format_bytes(row.usable_bytes - row.margin_bytes), row.margin_bytes
-            way = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} short"
+            used = format_bytes(row.usable_bytes - row.margin_bytes)
+            left = row.margin_bytes
+            way = (
+                f"{format_bytes(left)} left"
+                if left >= 0
+                else f"{format_bytes(-left)} short"
+            )
             lines.append(f"{place}: {used} of {format_bytes(row.usable_bytes)}, {way}")
         return "\n".join(lines)
 
@@ -106,41 +161,67 @@ def fits(
     imbalance: float | str = 1.0,
     policy: Policy | None = None,
 ) -> FitsResult:
-    """Whether a step of a model under a plan fits a cluster, with the place of every component.
+    """Whether a step of a model under a plan fits a cluster, with the place of every
+    component.
 
-    model, cluster, plan: or their names and its text. sequence: tokens per sample, the model's own if None. software:
-    whose habits, as in `memory`; under offload always DeepSpeed's. imbalance: of experts, as in `Case`. policy: how
-    states leave the device; if it names no share, the least one that the device needs.
-    Raises ValueError for a plan that cannot be laid over model and cluster, or an offload to what the cluster lacks.
-    See also: mm.memory, mm.largest_model, mm.planner.lever_table.
+    model, cluster, plan: or their names and its text. sequence: tokens per sample, the
+    model's own if None. software: whose habits, as in `memory`; under offload always
+    DeepSpeed's. imbalance: of experts, as in `Case`. policy: how states leave the
+    device; if it names no share, the least one that the device needs. Raises ValueError
+    for a plan that cannot be laid over model and cluster, or an offload to what the
+    cluster lacks. See also: mm.memory, mm.largest_model, mm.planner.lever_table.
 
     >>> [fits("llama2-7b", "dgx-a100", plan, global_batch=8).fits for plan in ("dp8", "dp8.z3")]
     [False, True]
     """
-    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype, software, imbalance)
-    model, cluster, plan = case.model, case.cluster, case.plan
+    case = Case.of_step(
+        model,
+        cluster,
+        Plan.parse(plan),
+        global_batch,
+        sequence,
+        dtype,
+        software,
+        imbalance,
+    )
+    model = case.model
+    cluster = case.cluster
+    plan = case.plan
     enforce(rules_of(case), plan, case)
-    policy, share = argument("policy", policy, Policy, Policy), float("nan")
+    policy = argument("policy", policy, Policy, Policy)
+    share = float("nan")
     room = room_bytes(cluster, plan)
     if plan.offload is None:
-        run = {name: getattr(case, name) for name in ("sequence", "dtype", "global_batch", "imbalance")}
+        run = {
+            name: getattr(case, name)
+            for name in ("sequence", "dtype", "global_batch", "imbalance")
+        }
         parts = memory(model, plan, **run, software=case.software, cluster=cluster)
         parts = parts.groupby("component", sort=False)["size_bytes"]
         sizes = {(name, "device"): size.to_numpy() for name, size in parts}
     else:
         case = normalised(case)
         possible = shares_that_fit(case, policy, room)
-        share = float(possible[0]) if len(possible) else 1.0 if policy.share is None else policy.share
+        share = (
+            float(possible[0])
+            if len(possible)
+            else 1.0
+            if policy.share is None
+            else policy.share
+        )
         sizes = bytes_by_place(case, share, policy)
     peaks = peaks_by_place(sizes, cluster.devices_per_node)
     margins = {place: size - float(peaks[place]) for place, size in room.items()}
     table = as_table(sizes, cluster.devices_per_node)
-    table = table.assign(usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins))
+    table = table.assign(
+        usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins)
+    )
     return FitsResult(all(margin >= 0 for margin in margins.values()), table, share)
 
 
 def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.ndarray:
-    """Shares in ascending order that device, host and drives can hold: those of a grid, and the least of all.
+    """Shares in ascending order that device, host and drives can hold: those of a grid,
+    and the least of all.
 
     room: of `room_bytes`.
     """
@@ -149,11 +230,15 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
         """Whether the device, and whether host and drives, hold their part."""
         sizes = bytes_by_place(case, shares.reshape(-1, 1), policy)
         peaks = peaks_by_place(sizes, case.cluster.devices_per_node)
-        return peaks["device"] <= room["device"], (peaks["host"] <= room["host"]) & (peaks["nvme"] <= room["nvme"])
+        return peaks["device"] <= room["device"], (peaks["host"] <= room["host"]) & (
+            peaks["nvme"] <= room["nvme"]
+        )
 
     shares = _SHARES if policy.share is None else np.array([policy.share])
     on_device, beside = held(shares)
-    for _ in range(_ROUNDS if policy.share is None and on_device.any() else 0):  # closer to what the device needs
+    for _ in range(
+        _ROUNDS if policy.share is None and on_device.any() else 0
+    ):  # closer to what the device needs
         first = int(on_device.argmax())
         if first == 0:
             break
@@ -164,14 +249,19 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
 
 
 def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
-    """Bytes that training can have on a device, and for all devices of a node in host memory and on drives."""
+    """Bytes that training can have on a device, and for all devices of a node in host
+    memory and on drives.
+    """
     room = {"device": usable_bytes(cluster.device)}
     if plan.offload is None:
         return room
     host = host_of(cluster)
     if METHODS[plan.offload].to == "nvme" and not host.nvme_bytes:
         raise ValueError(f"offload=nvme, but {host.name} has no drives")
-    return room | {"host": (1 - _HOST_RESERVED) * host.memory_bytes, "nvme": host.nvme_bytes}
+    return room | {
+        "host": (1 - _HOST_RESERVED) * host.memory_bytes,
+        "nvme": host.nvme_bytes,
+    }
 
 
 def moments(
@@ -184,35 +274,53 @@ def moments(
     dtype: str = "bf16",
     policy: Policy | None = None,
 ) -> pd.DataFrame:
-    """One micro-batch and the update of the fullest stage: a row per layer and pass, of a device and its node's host.
+    """One micro-batch and the update of the fullest stage: a row per layer and pass, of
+    a device and its node's host.
 
-    phase (start, forward, loss, backward, update), layer, other_bytes (all on the device but the model's states),
-    model_bytes, device_bytes (their sum), host_bytes, room_bytes (of the device), host_room_bytes. Chunks whose share
-    is not given are placed dynamically: what the device has room for at a moment lies there. plan: with offload.
-    Raises ValueError as `fits`, and for a plan without offload.
+    phase (start, forward, loss, backward, update), layer, other_bytes (all on the
+    device but the model's states), model_bytes, device_bytes (their sum), host_bytes,
+    room_bytes (of the device), host_room_bytes. Chunks whose share is not given are
+    placed dynamically: what the device has room for at a moment lies there. plan: with
+    offload. Raises ValueError as `fits`, and for a plan without offload.
     """
     case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype)
-    model, cluster, plan = case.model, case.cluster, case.plan
+    model = case.model
+    cluster = case.cluster
+    plan = case.plan
     if plan.offload is None:
-        raise ValueError(f"moments are those of an offloaded step, but {plan} offloads nothing")
-    policy, case = argument("policy", policy, Policy, Policy), normalised(case)
+        raise ValueError(
+            f"moments are those of an offloaded step, but {plan} offloads nothing"
+        )
+    policy = argument("policy", policy, Policy, Policy)
+    case = normalised(case)
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)
     stage = int(np.argmax(device_peak(sizes)))
     device, host = (
-        {name: float(size[..., stage]) for (name, at), size in sizes.items() if at == place}
+        {
+            name: float(size[..., stage])
+            for (name, at), size in sizes.items()
+            if at == place
+        }
         for place in ("device", "host")
     )
-    table, room = _others(device, int(sum(held_layers(model, case.plan).values())[stage])), room_bytes(cluster, plan)
-    on_device, off_device = (sum(size for name, size in part.items() if name in _MODEL) for part in (device, host))
+    table = _others(device, int(sum(held_layers(model, case.plan).values())[stage]))
+    room = room_bytes(cluster, plan)
+    on_device, off_device = (
+        sum(size for name, size in part.items() if name in _MODEL)
+        for part in (device, host)
+    )
     model_bytes = on_device
     if plan.offload == "chunks" and policy.share is None:
-        model_bytes = np.minimum(room["device"] - table["other_bytes"], on_device + off_device).clip(lower=0)
+        model_bytes = np.minimum(
+            room["device"] - table["other_bytes"], on_device + off_device
+        ).clip(lower=0)
     beside = sum(size for name, size in host.items() if name not in _MODEL)
     return table.assign(
         model_bytes=model_bytes,
-        host_bytes=cluster.devices_per_node * (beside + on_device + off_device - model_bytes),
+        host_bytes=cluster.devices_per_node
+        * (beside + on_device + off_device - model_bytes),
         device_bytes=table["other_bytes"] + model_bytes,
         room_bytes=room["device"],
         host_room_bytes=room["host"],
@@ -220,29 +328,44 @@ def moments(
 
 
 def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
-    """Bytes of a device beside the model's states: activations grow layer by layer and shrink again."""
+    """Bytes of a device beside the model's states: activations grow layer by layer and
+    shrink again.
+    """
     always = here.get("context", 0.0) + here["fragmentation"]
-    passing = always + sum(here.get(name, 0.0) for name in _PASS) + here.get("checkpoints on their way", 0.0)
-    one, work = here["activations"] / layers, here["block at work"] + here.get("gradients on their way", 0.0)
+    passing = (
+        always
+        + sum(here.get(name, 0.0) for name in _PASS)
+        + here.get("checkpoints on their way", 0.0)
+    )
+    one = here["activations"] / layers
+    work = here["block at work"] + here.get("gradients on their way", 0.0)
     rows = [("start", 0, always)]
     rows += [("forward", layer, passing + one * (layer + 1)) for layer in range(layers)]
     rows.append(("loss", layers - 1, passing + here["activations"] + here["logits"]))
-    rows += [("backward", layer, passing + one * (layer + 1) + work) for layer in reversed(range(layers))]
+    rows += [
+        ("backward", layer, passing + one * (layer + 1) + work)
+        for layer in reversed(range(layers))
+    ]
     rows.append(("update", 0, always + here["optimizer temporaries"]))
     return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
-def largest_model(cluster: Cluster | str, method: str) -> tuple[Transformer, Plan, FitsResult]:
-    """The largest GPT-2-like model of a method on all devices of a cluster, by data parallelism alone; its plan, fit.
+def largest_model(
+    cluster: Cluster | str, method: str
+) -> tuple[Transformer, Plan, FitsResult]:
+    """The largest GPT-2-like model of a method on all devices of a cluster, by data
+    parallelism alone; its plan, fit.
 
-    method: ddp, zero-1, zero-2, zero-3, zero-offload, zero-3-offload, zero-infinity, chunks or chunks-static. Full
-    recompute, one sample of 1,024 tokens per device, heads of 128 channels, 16 layers or more and at most one per 24
-    channels.
+    method: ddp, zero-1, zero-2, zero-3, zero-offload, zero-3-offload, zero-infinity,
+    chunks or chunks-static. Full recompute, one sample of 1,024 tokens per device,
+    heads of 128 channels, 16 layers or more and at most one per 24 channels.
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     See also: mm.fits, mm.memory.
     """
     if method not in list(_SIZE_METHODS):
-        raise ValueError(f"method={shown(method)} is not one of {', '.join(_SIZE_METHODS)}")
+        raise ValueError(
+            f"method={shown(method)} is not one of {', '.join(_SIZE_METHODS)}"
+        )
     cluster = catalog.cluster(cluster)
     choices, static = _SIZE_METHODS[method]
     plan = Plan(dp=cluster.world_size, recompute="full", **choices)
@@ -253,24 +376,44 @@ def largest_model(cluster: Cluster | str, method: str) -> tuple[Transformer, Pla
         case = Case(gpt_shape(width, layers), cluster, plan, plan.dp, dtype="fp16")
         if plan.offload:
             return len(shares_that_fit(case, policy, room)) > 0
-        return peak_bytes(memory(case.model, plan, global_batch=plan.dp, dtype="fp16")) <= room["device"]
+        return (
+            peak_bytes(memory(case.model, plan, global_batch=plan.dp, dtype="fp16"))
+            <= room["device"]
+        )
 
     best: tuple[int, int] | None = None
     for width in _WIDTHS:
-        least = _FLATTEST if best is None else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
+        least = (
+            _FLATTEST
+            if best is None
+            else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
+        )
         depths = range(least, max(int(width * _DEEPEST), _FLATTEST) + 1)
-        if count := bisect_left(depths, True, key=lambda layers: not holds(width, layers)):
+        if count := bisect_left(
+            depths, True, key=lambda layers: not holds(width, layers)
+        ):
             best = width, depths[count - 1]
     if best is None:
-        raise ValueError(f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and {_FLATTEST} layers fit")
+        raise ValueError(
+            f"{method} on {cluster.name}: not even {_WIDTHS[0]} channels and "
+            f"{_FLATTEST} layers fit"
+        )
     model = gpt_shape(*best)
-    return model, plan, fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy)
+    return (
+        model,
+        plan,
+        fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy),
+    )
 
 
-def gpt_shape(hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 0) -> Transformer:
+def gpt_shape(
+    hidden: int, layers: int, sequence: int = _SEQUENCE, heads: int = 0
+) -> Transformer:
     """A GPT-2-like model of any size."""
     name = f"gpt-{hidden}x{layers}"
-    return Transformer(name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB)
+    return Transformer(
+        name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB
+    )
 
 
 def _layers_beyond(model: Transformer, width: int) -> int:

@@ -1,7 +1,9 @@
-"""How fast does a host work for one device? Its share of host memory, of the links to the devices and of the drives.
+"""How fast does a host work for one device? Its share of host memory, of the links to
+the devices and of the drives.
 
-All devices of a node move and update at the same time, so each has its share. CPU Adam is bound by memory traffic:
-weights, two moments and gradient read; the first three and a 16-bit copy written.
+All devices of a node move and update at the same time, so each has its share. CPU Adam
+is bound by memory traffic: weights, two moments and gradient read; the first three and
+a 16-bit copy written.
 """
 
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from madmax_lib.simulator.offload.placement import Method, Split
 
 __all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "Offloaded", "Rates", "host_of", "rates"]
 
-ADAM_BYTES = 28  # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
+# fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
+ADAM_BYTES = 28
 ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written
-# of the memory bandwidth: 1e9 parameters in 0.22 s, 1e10 in 2.57 s on the 256 GB/s of a DGX-2 [arXiv 2101.06840
+# of the memory bandwidth: 1e9 parameters in 0.22 s, 1e10 in 2.57 s on the 256 GB/s of a
+# DGX-2 [arXiv 2101.06840
 # Table 4, from memory]
 _ADAM_SHARE = 0.45
 
@@ -37,13 +41,18 @@ class Rates:
 def host_of(cluster: Cluster) -> Host:
     """The host of a node. Raises ValueError where it is not known."""
     if cluster.host is None:
-        raise ValueError(f"{cluster.name}: offload needs a host, but data/hosts.csv has none for it")
+        raise ValueError(
+            f"{cluster.name}: offload needs a host, but data/hosts.csv has none for it"
+        )
     return cluster.host
 
 
 def rates(cluster: Cluster) -> Rates:
-    """Rates of each device while all devices of its node are at work. Raises ValueError for a cluster without host."""
-    host, devices = host_of(cluster), cluster.devices_per_node
+    """Rates of each device while all devices of its node are at work. Raises ValueError
+    for a cluster without host.
+    """
+    host = host_of(cluster)
+    devices = cluster.devices_per_node
     link = host.link_bytes_per_s * min(1.0, (host.uplinks or devices) / devices)
     return Rates(
         link=min(link, host.memory_bandwidth_bytes_per_s / devices),
@@ -62,7 +71,9 @@ class Offloaded:
     rates: Rates  # of the host
     micro_batches: int  # per step
     delayed: bool = False  # the update runs beside the next step
-    checkpoint_bytes: float = 0.0  # of a layer and micro-batch; 0: they stay on the device
+    checkpoint_bytes: float = (
+        0.0  # of a layer and micro-batch; 0: they stay on the device
+    )
 
     @property
     def returned(self) -> float | np.ndarray:

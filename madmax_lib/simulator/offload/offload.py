@@ -1,8 +1,10 @@
-"""What does offload cost, and how much should leave the device? The closed form of `staging`, and its best share.
+"""What does offload cost, and how much should leave the device? The closed form of
+`staging`, and its best share.
 
-Three things show. Weights that come slower than a layer computes set the pace of a pass; gradients that go slower than
-they are made leave a tail; and the update takes as long as the slower of device and host [arXiv 2101.06840,
-2104.07857]. All follow from bytes per layer over the rates of `hosts`, for arrays of shares at once.
+Three things show. Weights that come slower than a layer computes set the pace of a
+pass; gradients that go slower than they are made leave a tail; and the update takes as
+long as the slower of device and host [arXiv 2101.06840, 2104.07857]. All follow from
+bytes per layer over the rates of `hosts`, for arrays of shares at once.
 """
 
 from dataclasses import dataclass
@@ -42,50 +44,80 @@ class OffloadTimes:
         return self.passes_s + self.drain_s + self.update_s + self.host_s
 
 
-def best_offload(case: Case, parameters: Parameters, policy: Policy | None = None) -> tuple[Offloaded, OffloadTimes]:
-    """The share of the states that makes a step shortest, among those that device, host and drives can hold.
+def best_offload(
+    case: Case, parameters: Parameters, policy: Policy | None = None
+) -> tuple[Offloaded, OffloadTimes]:
+    """The share of the states that makes a step shortest, among those that device, host
+    and drives can hold.
 
-    Tried are hundredths from 0.01 and the least share that the device needs; of equal times, the smallest one. case:
-    as `normalised` gives it. Returns what the engine needs to know, and the times of that share alone.
-    Raises ValueError when no share fits, with what is missing.
+    Tried are hundredths from 0.01 and the least share that the device needs; of equal
+    times, the smallest one. case: as `normalised` gives it. Returns what the engine
+    needs to know, and the times of that share alone. Raises ValueError when no share
+    fits, with what is missing.
     """
     policy = argument("policy", policy, Policy, Policy)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
-    shares = shares[shares > 0] if policy.share is None else shares  # a plan with offload offloads something
+    shares = (
+        shares[shares > 0] if policy.share is None else shares
+    )  # a plan with offload offloads something
     if not len(shares):
-        raise ValueError(f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: see mm.fits")
+        raise ValueError(
+            f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: "
+            "see mm.fits"
+        )
     times = offload_times(case, parameters, shares, policy)
     at = int(np.argmin(times.total_s))
     best = OffloadTimes(*(values[at : at + 1] for values in vars(times).values()))
     return _offloaded(case, float(shares[at]), policy), best
 
 
-def offload_times(case: Case, parameters: Parameters, shares: np.ndarray, policy: Policy | None = None) -> OffloadTimes:
+def offload_times(
+    case: Case, parameters: Parameters, shares: np.ndarray, policy: Policy | None = None
+) -> OffloadTimes:
     """Seconds that each share costs. case: as `normalised` gives it."""
-    plan, offloaded = case.plan, _offloaded(case, shares, policy or Policy())
+    plan = case.plan
+    offloaded = _offloaded(case, shares, policy or Policy())
     batches = offloaded.micro_batches
     pieces = pieces_of(Steps.of(case), parameters)
     stage = _first_stage(case, pieces, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
-    update_s = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices))) * (1 - offloaded.split.states)
+    update_s = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices))) * (
+        1 - offloaded.split.states
+    )
     host_s, copy_s = _update(stage, offloaded)
     if offloaded.delayed:
         step_s = batches * stage.computed_s + passes_s + drain_s
         after_s = np.maximum(host_s - step_s, np.maximum(update_s, copy_s))
     else:
-        after_s = np.maximum(update_s, np.maximum(host_s, copy_s) + np.minimum(host_s, copy_s) / stage.tiles)
-    return OffloadTimes(np.asarray(shares, dtype=float), passes_s, drain_s, update_s, after_s - update_s)
+        after_s = np.maximum(
+            update_s,
+            np.maximum(host_s, copy_s) + np.minimum(host_s, copy_s) / stage.tiles,
+        )
+    return OffloadTimes(
+        np.asarray(shares, dtype=float), passes_s, drain_s, update_s, after_s - update_s
+    )
 
 
 def _offloaded(case: Case, shares, policy: Policy) -> Offloaded:
-    """What leaves the device, and the host that takes it, for a share or an array of them."""
-    plan, method = case.plan, policy.method(case.plan)
+    """What leaves the device, and the host that takes it, for a share or an array of
+    them.
+    """
+    plan = case.plan
+    method = policy.method(case.plan)
     checkpoint_bytes = 0.0
     if method.checkpoints:
-        checkpoint_bytes = _WIDTH * case.tokens * case.model.hidden / (plan.tp if plan.sequence_parallel else 1)
-    split, batches = split_of(method, shares), plan.micro_batches(case.global_batch)
-    return Offloaded(method, split, rates(case.cluster), batches, policy.delayed, checkpoint_bytes)
+        checkpoint_bytes = (
+            _WIDTH
+            * case.tokens
+            * case.model.hidden
+            / (plan.tp if plan.sequence_parallel else 1)
+        )
+    split = split_of(method, shares)
+    batches = plan.micro_batches(case.global_batch)
+    return Offloaded(
+        method, split, rates(case.cluster), batches, policy.delayed, checkpoint_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,9 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The first pipeline stage: what a device computes for a micro-batch, and what its links carry meanwhile."""
+    """The first pipeline stage: what a device computes for a micro-batch, and what its
+    links carry meanwhile.
+    """
 
     layers: int
     parameters: float  # that a device owns, updated in `tiles`
@@ -126,79 +160,140 @@ class _Stage:
     @property
     def computed_s(self) -> float:
         """Passes of a micro-batch that waits for nothing."""
-        return self.layers * (self.forward_s + self.backward_s) + (self.head_forward_s + self.head_backward_s)
+        return self.layers * (self.forward_s + self.backward_s) + (
+            self.head_forward_s + self.head_backward_s
+        )
 
     @property
     def start_s(self) -> np.ndarray:
         """Until the passes of a micro-batch begin to compute, forward and backward."""
-        layer, embedding, head = self.layer, self.embedding, self.head
-        forward_s = embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
-        backward_s = head.read_s + np.maximum(head.load_s, layer.read_s) + (layer.load_s + self.checkpoint_s)
-        return forward_s + np.maximum(backward_s - self.head_backward_s, head.read_s + head.load_s)
+        layer = self.layer
+        embedding = self.embedding
+        head = self.head
+        forward_s = (
+            embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
+        )
+        backward_s = (
+            head.read_s
+            + np.maximum(head.load_s, layer.read_s)
+            + (layer.load_s + self.checkpoint_s)
+        )
+        return forward_s + np.maximum(
+            backward_s - self.head_backward_s, head.read_s + head.load_s
+        )
 
     @property
     def backward_link_s(self) -> np.ndarray:
         """A layer's slowest link in the backward pass, where a drive reads and writes."""
-        drive_s = np.where(self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0)
+        drive_s = np.where(
+            self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0
+        )
         return np.maximum(self.layer.load_s + self.checkpoint_s, drive_s)
 
     @property
     def wait_s(self) -> np.ndarray:
-        """Waits of a micro-batch's passes: each layer for its slowest link, as a link is a unit ahead of the next."""
-        forward_s = np.maximum(np.maximum(self.layer.load_s, self.layer.read_s) - self.forward_s, 0.0)
-        layers_s = (self.layers - 1) * (forward_s + np.maximum(self.backward_link_s - self.backward_s, 0.0))
+        """Waits of a micro-batch's passes: each layer for its slowest link, as a link
+        is a unit ahead of the next.
+        """
+        forward_s = np.maximum(
+            np.maximum(self.layer.load_s, self.layer.read_s) - self.forward_s, 0.0
+        )
+        layers_s = (self.layers - 1) * (
+            forward_s + np.maximum(self.backward_link_s - self.backward_s, 0.0)
+        )
         head_s = np.maximum(self.head.load_s - self.forward_s, 0.0)
-        return layers_s + head_s + np.maximum(self.embedding.load_s - self.backward_s, 0.0)
+        return (
+            layers_s + head_s + np.maximum(self.embedding.load_s - self.backward_s, 0.0)
+        )
 
     def tail_s(self, batches: int) -> np.ndarray:
-        """Gradients after the last pass: the last ones, or the queue since some micro-batch of `batches` began."""
-        embedding, layer_s = self.embedding, np.maximum(self.backward_link_s, self.backward_s)
+        """Gradients after the last pass: the last ones, or the queue since some
+        micro-batch of `batches` began.
+        """
+        embedding = self.embedding
+        layer_s = np.maximum(self.backward_link_s, self.backward_s)
         batch_s = self.computed_s + self.start_s + self.wait_s
-        last_s = self.layer.copy_s + (embedding.copy_s + embedding.sum_s + embedding.drive_s)
+        last_s = self.layer.copy_s + (
+            embedding.copy_s + embedding.sum_s + embedding.drive_s
+        )
         whole_s = self.layers * self.layer.drain_s + embedding.drain_s
         since_first_s = whole_s - (self.layers - 1) * layer_s
         since_head_s = self.head.drain_s + whole_s - self.layers * layer_s
-        queue_s = batches * (self.head.drain_s + whole_s) - (batches - 1) * batch_s - self.layers * layer_s
+        queue_s = (
+            batches * (self.head.drain_s + whole_s)
+            - (batches - 1) * batch_s
+            - self.layers * layer_s
+        )
         return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
 def _first_stage(case: Case, pieces: Pieces, offloaded: Offloaded) -> _Stage:
-    model, plan = case.model, case.plan
+    model = case.model
+    plan = case.plan
     forward, backward = map(float, pieces.layer.passes_s)
     head_forward, head_backward = map(float, pieces.head.passes_s)
     held = held_layers(model, plan)
-    count, layers = stage_parameters(model, plan, np.arange(plan.pp), held), sum(held.values())
+    count = stage_parameters(model, plan, np.arange(plan.pp), held)
+    layers = sum(held.values())
     sharing = plan.sharing if plan.zero else 1
     whole = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
     embedding = model.embedding_parameters / plan.tp / sharing
     head = count.ends[0] / sharing - embedding
     summed = offloaded.micro_batches > 1 and streams_gradients(plan)
-    units = [_unit(size, offloaded, summed) for size in ((whole - embedding - head) / layers[0], embedding, head)]
+    units = [
+        _unit(size, offloaded, summed)
+        for size in ((whole - embedding - head) / layers[0], embedding, head)
+    ]
     checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
-    return _Stage(int(layers[0]), whole, *units, forward, backward, head_forward, head_backward, checkpoint_s)
+    return _Stage(
+        int(layers[0]),
+        whole,
+        *units,
+        forward,
+        backward,
+        head_forward,
+        head_backward,
+        checkpoint_s,
+    )
 
 
 def _unit(parameters: float, offloaded: Offloaded, summed: bool) -> _Unit:
-    """Seconds of so many parameters. summed: the host adds up the gradients of micro-batches."""
-    rate, drives, split = offloaded.rates, offloaded.drives, offloaded.split
-    weights_bytes, count = _WIDTH * split.weights * parameters, split.states * parameters
+    """Seconds of so many parameters. summed: the host adds up the gradients of
+    micro-batches.
+    """
+    rate = offloaded.rates
+    drives = offloaded.drives
+    split = offloaded.split
+    weights_bytes = _WIDTH * split.weights * parameters
+    count = split.states * parameters
     copy_s = _WIDTH * count / rate.link
     return _Unit(
         read_s=weights_bytes / rate.nvme_read if drives else 0 * weights_bytes,
         load_s=weights_bytes / rate.link,
         copy_s=copy_s,
         sum_s=ACCUMULATE_BYTES * count / rate.adam * summed,
-        drive_s=(1 + summed) * _WIDTH * count / rate.nvme_write if drives else 0 * copy_s,
+        drive_s=(1 + summed) * _WIDTH * count / rate.nvme_write
+        if drives
+        else 0 * copy_s,
     )
 
 
 def _update(stage: _Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of the host's update, with drives beside it, and of the copies that return."""
-    method, rate, count = offloaded.method, offloaded.rates, offloaded.split.states * stage.parameters
-    adam_s, copy_s = rate.adam_s(count), _WIDTH * stage.parameters * offloaded.returned / rate.link
+    """Seconds of the host's update, with drives beside it, and of the copies that
+    return.
+    """
+    method = offloaded.method
+    rate = offloaded.rates
+    count = offloaded.split.states * stage.parameters
+    adam_s = rate.adam_s(count)
+    copy_s = _WIDTH * stage.parameters * offloaded.returned / rate.link
     if not offloaded.drives:
         return adam_s, copy_s
     read_s = (method.optimizer + method.gradients) * count / rate.nvme_read
-    write_s = (method.optimizer + _WIDTH * offloaded.split.weights) * count / rate.nvme_write
+    write_s = (
+        (method.optimizer + _WIDTH * offloaded.split.weights) * count / rate.nvme_write
+    )
     drive_s = read_s + write_s
-    return np.maximum(drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles), copy_s
+    return np.maximum(
+        drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles
+    ), copy_s

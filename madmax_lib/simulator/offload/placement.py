@@ -1,15 +1,18 @@
-"""Where does each byte of a training step lie: on the device, in host memory or on drives?
+"""Where does each byte of a training step lie: on the device, in host memory or on
+drives?
 
-ZeRO-Offload [arXiv 2101.06840] keeps 16-bit weights on the device and moves gradients and Adam's states to the host;
-ZeRO-3 Offload moves the weights too; ZeRO-Infinity [arXiv 2104.07857] moves all states to drives and checkpoints of
-activations to the host; PatrickStar [arXiv 2108.05818] and Gemini move chunks of states and need no room for gradients.
-`share` says how much of what may leave the device does leave it: states of the optimizer go first, since weights and
-their chunks travel with every pass.
+ZeRO-Offload [arXiv 2101.06840] keeps 16-bit weights on the device and moves gradients
+and Adam's states to the host; ZeRO-3 Offload moves the weights too; ZeRO-Infinity
+[arXiv 2104.07857] moves all states to drives and checkpoints of activations to the
+host; PatrickStar [arXiv 2108.05818] and Gemini move chunks of states and need no room
+for gradients. `share` says how much of what may leave the device does leave it: states
+of the optimizer go first, since weights and their chunks travel with every pass.
 
-Chunks hold tensors in the order of the model: one that does not fit in what is left opens the next chunk, and the rest
-stays empty. Their size is searched so that the tails are small. A tensor larger than a chunk, as an embedding table can
-be, gets one of its own. The four lists (16-bit weights, fp32 weights, two moments) are cut alike; gradients take the
-place of the 16-bit weights: 14 bytes a parameter.
+Chunks hold tensors in the order of the model: one that does not fit in what is left
+opens the next chunk, and the rest stays empty. Their size is searched so that the tails
+are small. A tensor larger than a chunk, as an embedding table can be, gets one of its
+own. The four lists (16-bit weights, fp32 weights, two moments) are cut alike; gradients
+take the place of the 16-bit weights: 14 bytes a parameter.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +25,30 @@ from madmax_lib.base.fields import is_number, number, shown
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.memory.memory import FRAGMENTATION, PHASES, by_phase, held_layers, moment_peak, stage_bytes
-from madmax_lib.simulator.memory.states import software_of, stage_parameters, state_bytes
+from madmax_lib.simulator.memory.memory import (
+    FRAGMENTATION,
+    PHASES,
+    by_phase,
+    held_layers,
+    moment_peak,
+    stage_bytes,
+)
+from madmax_lib.simulator.memory.states import (
+    software_of,
+    stage_parameters,
+    state_bytes,
+)
 
-__all__ = ["METHODS", "PLACES", "Method", "Policy", "Split", "as_table", "bytes_by_place", "device_peak"]
+__all__ = [
+    "METHODS",
+    "PLACES",
+    "Method",
+    "Policy",
+    "Split",
+    "as_table",
+    "bytes_by_place",
+    "device_peak",
+]
 __all__ += ["peaks_by_place", "split_of", "streams_gradients"]
 
 PLACES = ("device", "host", "nvme")
@@ -36,9 +59,12 @@ _PHASES = PHASES | {
     "staging": "always",
 }
 _MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
-_WINDOW = 2  # layers whose gradients or checkpoints are on their way at once: one is copied, one is filled
+# layers whose gradients or checkpoints are on their way at once: one is copied, one is
+# filled
+_WINDOW = 2
 _MI = 2**20
-# elements; from 32 Mi over a range of 128 Mi, as dheerj188/HeterogeneousTraining-IISc runs Gemini
+# elements; from 32 Mi over a range of 128 Mi, as dheerj188/HeterogeneousTraining-IISc
+# runs Gemini
 _SIZES = range(32 * _MI, 161 * _MI, 4 * _MI)
 
 
@@ -55,9 +81,12 @@ class Method:
     weights: float = 2.0  # bytes per parameter
 
 
-# optimizer: 2 on the device, 2 + 12 on the host [arXiv 2101.06840]. all: DeepSpeed's estimator for ZeRO-3 counts 18
-#   (fp32 gradients) and half as much again for buffers [estimate_zero3_model_states_mem_needs_all_cold].
-# chunks: gradients take the place of weights [arXiv 2108.05818]. nvme: 20 [arXiv 2104.07857, section 3]
+# optimizer: 2 on the device, 2 + 12 on the host [arXiv 2101.06840]. all: DeepSpeed's
+# estimator for ZeRO-3 counts 18
+# (fp32 gradients) and half as much again for buffers
+# [estimate_zero3_model_states_mem_needs_all_cold].
+# chunks: gradients take the place of weights [arXiv 2108.05818]. nvme: 20 [arXiv
+# 2104.07857, section 3]
 METHODS = {
     "optimizer": Method(gradients=2, optimizer=12, moves_weights=False),
     "all": Method(gradients=4, optimizer=12, buffer=1.5),
@@ -68,12 +97,15 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """How states leave the device. Raises ValueError for a share outside 0..1 or negative bytes.
+    """How states leave the device. Raises ValueError for a share outside 0..1 or
+    negative bytes.
 
-    share: 0..1 of what may leave the device, 1 for static full offload (default None: the best one is searched).
+    share: 0..1 of what may leave the device, 1 for static full offload (default None:
+    the best one is searched).
     gradient_bytes: per parameter beside the weights (default None: the method's).
     checkpoints: of full recompute go to the host (default None: as the method does).
-    delayed: the update runs beside the next step's passes, one step late (default False) [arXiv 2101.06840, 5.2].
+    delayed: the update runs beside the next step's passes, one step late (default
+    False) [arXiv 2101.06840, 5.2].
     """
 
     share: float | None = None
@@ -90,9 +122,17 @@ class Policy:
     def method(self, plan: Plan) -> Method:
         """The plan's method with what this policy changes."""
         method = METHODS[plan.offload]
-        gradients = method.gradients if self.gradient_bytes is None else self.gradient_bytes
-        checkpoints = method.checkpoints if self.checkpoints is None else self.checkpoints
-        return replace(method, gradients=gradients, checkpoints=checkpoints and plan.recompute == "full")
+        gradients = (
+            method.gradients if self.gradient_bytes is None else self.gradient_bytes
+        )
+        checkpoints = (
+            method.checkpoints if self.checkpoints is None else self.checkpoints
+        )
+        return replace(
+            method,
+            gradients=gradients,
+            checkpoints=checkpoints and plan.recompute == "full",
+        )
 
 
 @dataclass(frozen=True)
@@ -104,64 +144,123 @@ class Split:
 
 
 def split_of(method: Method, share) -> Split:
-    """Split of a share (a number or an array) of the bytes that may leave; the optimizer's states leave first."""
-    states, weights = method.optimizer + method.gradients, method.weights * method.moves_weights
+    """Split of a share (a number or an array) of the bytes that may leave; the
+    optimizer's states leave first.
+    """
+    states = method.optimizer + method.gradients
+    weights = method.weights * method.moves_weights
     leaving = share * (states + weights)
-    return Split(np.minimum(leaving / states, 1.0), np.maximum(leaving - states, 0.0) / max(weights, 1.0))
+    return Split(
+        np.minimum(leaving / states, 1.0),
+        np.maximum(leaving - states, 0.0) / max(weights, 1.0),
+    )
 
 
 def streams_gradients(plan: Plan) -> bool:
-    """Whether gradients leave with every micro-batch; else they are summed on the device until the last one."""
+    """Whether gradients leave with every micro-batch; else they are summed on the
+    device until the last one.
+    """
     return plan.zero == 3 or plan.dp * plan.cp == 1 or (plan.zero == 2 and plan.pp == 1)
 
 
-def bytes_by_place(case: Case, share, policy: Policy) -> dict[tuple[str, str], np.ndarray]:
-    """Bytes of one device's part of each stage: {(component, place): (..., pp)}; the host's part is per device too.
+def bytes_by_place(
+    case: Case, share, policy: Policy
+) -> dict[tuple[str, str], np.ndarray]:
+    """Bytes of one device's part of each stage: {(component, place): (..., pp)}; the
+    host's part is per device too.
 
-    case: as `normalised` gives it. share: of what may leave the device, a number or an array of shape (k, 1).
+    case: as `normalised` gives it. share: of what may leave the device, a number or an
+    array of shape (k, 1).
     """
-    model, plan, method = case.model, case.plan, policy.method(case.plan)
-    stages, held = np.arange(plan.pp), held_layers(model, plan)
+    model = case.model
+    plan = case.plan
+    method = policy.method(case.plan)
+    stages = np.arange(plan.pp)
+    held = held_layers(model, plan)
     parts = stage_bytes(replace(case, software="deepspeed"), stages, held)
-    count, layers = stage_parameters(model, plan, stages, held), sum(held.values())
+    count = stage_parameters(model, plan, stages, held)
+    layers = sum(held.values())
     share = np.asarray(share, dtype=float)
     sizes = _states(case, count, method, split_of(method, share))
-    for name in ("buckets", "gathered weights", "activations", "logits", "block at work", "context"):
+    for name in (
+        "buckets",
+        "gathered weights",
+        "activations",
+        "logits",
+        "block at work",
+        "context",
+    ):
         sizes[name, "device"] = parts[name]
     if plan.zero < 3:
-        sizes["gradients on their way", "device"] = _WINDOW * method.weights * count.block
+        sizes["gradients on their way", "device"] = (
+            _WINDOW * method.weights * count.block
+        )
     if plan.offload == "chunks":
         waste = _chunk_waste(model)
-        for place in ("device", "host"):  # chunks of all states are a little larger than what they hold
-            sizes["chunk tails", place] = (sizes["weights", place] + sizes["optimizer", place]) * waste / (1 - waste)
+        for place in (
+            "device",
+            "host",
+        ):  # chunks of all states are a little larger than what they hold
+            sizes["chunk tails", place] = (
+                (sizes["weights", place] + sizes["optimizer", place])
+                * waste
+                / (1 - waste)
+            )
     if method.checkpoints:  # but for those of two layers
         sizes["activations", "host"] = held = sizes["activations", "device"]
-        sizes["checkpoints on their way", "device"] = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
+        sizes["checkpoints on their way", "device"] = (
+            np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
+        )
         sizes["activations", "device"] = 0 * held
-    if method.to == "nvme":  # pinned host memory: weights of a few layers, two tiles of the optimizer's states
-        window = (plan.prefetch + 2) * method.weights + _WINDOW * (method.optimizer + method.gradients)
+    if (
+        method.to == "nvme"
+        # pinned host memory: weights of a few layers, two tiles of the optimizer's states
+    ):
+        window = (plan.prefetch + 2) * method.weights + _WINDOW * (
+            method.optimizer + method.gradients
+        )
         sizes["staging", "host"] = window * (count.block / plan.sharing)
-    sizes["fragmentation", "device"] = FRAGMENTATION * (device_peak(sizes) - sizes["context", "device"])
+    sizes["fragmentation", "device"] = FRAGMENTATION * (
+        device_peak(sizes) - sizes["context", "device"]
+    )
     shape = np.broadcast_shapes(share.shape, stages.shape)
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
 
 
 def _tensor_sizes(model: Transformer) -> list[int]:
     """Elements of every parameter tensor, in the order of the model."""
-    h, norm = model.hidden, model.norm_parameters
+    h = model.hidden
+    norm = model.norm_parameters
     attention = [inputs * outputs for _, inputs, outputs in model.attention_matrices]
-    rest = model.attention_parameters - sum(attention)  # biases and norms of queries and keys
+    rest = model.attention_parameters - sum(
+        attention
+    )  # biases and norms of queries and keys
     layers = []
     for layer in range(model.layers):
         mixture = model.is_mixture(layer)
-        width, copies = (model.expert_ffn, model.experts + model.shared_experts) if mixture else (model.ffn, 1)
+        width, copies = (
+            (model.expert_ffn, model.experts + model.shared_experts)
+            if mixture
+            else (model.ffn, 1)
+        )
         matrices = [h * width] * (3 if model.gated else 2)
         biases = [model.mlp_parameters(width) - sum(matrices)] if model.mlp_bias else []
         router = [(h + model.router_bias) * model.experts] if mixture else []
-        layers += [norm, *attention, *([rest] if rest else []), norm, *router, *copies * [*matrices, *biases]]
+        layers += [
+            norm,
+            *attention,
+            *([rest] if rest else []),
+            norm,
+            *router,
+            *copies * [*matrices, *biases],
+        ]
     table = 3 * model.patch**2 * h + h if model.image else model.vocab * h
     positions = model.embedding_parameters - table
-    return [size for size in (table, positions, *layers, norm, model.head_parameters) if size]
+    return [
+        size
+        for size in (table, positions, *layers, norm, model.head_parameters)
+        if size
+    ]
 
 
 def _packed(sizes: list[int], chunk: int) -> float:
@@ -185,7 +284,8 @@ def _packed(sizes: list[int], chunk: int) -> float:
 
 @lru_cache(maxsize=256)
 def _chunk_waste(model: Transformer) -> float:
-    """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size with the smallest tails.
+    """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size
+    with the smallest tails.
 
     Sizes from 32 to 160 Mi elements in steps of 4 Mi; a smaller model gets one chunk.
     """
@@ -197,35 +297,74 @@ def _chunk_waste(model: Transformer) -> float:
 
 def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
     """Bytes of a device of each stage at its fullest moment."""
-    on_device = [(name, size) for (name, where), size in sizes.items() if where == "device"]
+    on_device = [
+        (name, size) for (name, where), size in sizes.items() if where == "device"
+    ]
     return moment_peak(by_phase(on_device, _PHASES))
 
 
-def peaks_by_place(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> dict[str, np.ndarray]:
-    """Bytes of the fullest device, and of host and drives of a node with as many `devices` of the fullest stage."""
-    away = {place: [size for (_, at), size in sizes.items() if at == place] for place in PLACES[1:]}
-    peaks = {place: devices * sum(held, np.zeros(1)).max(axis=-1) for place, held in away.items()}
+def peaks_by_place(
+    sizes: dict[tuple[str, str], np.ndarray], devices: int
+) -> dict[str, np.ndarray]:
+    """Bytes of the fullest device, and of host and drives of a node with as many
+    `devices` of the fullest stage.
+    """
+    away = {
+        place: [size for (_, at), size in sizes.items() if at == place]
+        for place in PLACES[1:]
+    }
+    peaks = {
+        place: devices * sum(held, np.zeros(1)).max(axis=-1)
+        for place, held in away.items()
+    }
     return {"device": device_peak(sizes).max(axis=-1)} | peaks
 
 
 def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataFrame:
-    """component, place, size_bytes: of the fullest device, and of all `devices` of a node for host and drives."""
+    """component, place, size_bytes: of the fullest device, and of all `devices` of a
+    node for host and drives.
+    """
     fullest = int(np.argmax(device_peak(sizes)))
-    rows = [(*key, float(size[..., fullest]) * (1 if key[1] == "device" else devices)) for key, size in sizes.items()]
-    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"]).query("size_bytes > 0")
-    return table.sort_values("place", key=lambda place: place.map(PLACES.index), kind="stable", ignore_index=True)
+    rows = [
+        (*key, float(size[..., fullest]) * (1 if key[1] == "device" else devices))
+        for key, size in sizes.items()
+    ]
+    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"]).query(
+        "size_bytes > 0"
+    )
+    return table.sort_values(
+        "place",
+        key=lambda place: place.map(PLACES.index),
+        kind="stable",
+        ignore_index=True,
+    )
 
 
-def _states(case: Case, count, method: Method, split: Split) -> dict[tuple[str, str], np.ndarray]:
+def _states(
+    case: Case, count, method: Method, split: Split
+) -> dict[tuple[str, str], np.ndarray]:
     """Weights, gradients and optimizer states by place."""
-    widths = {"gradient_bytes": method.gradients, "copy_bytes": method.optimizer - _MOMENTS_BYTES}
+    widths = {
+        "gradient_bytes": method.gradients,
+        "copy_bytes": method.optimizer - _MOMENTS_BYTES,
+    }
     software = software_of("deepspeed", "fp16")
-    software = replace(software, weight_bytes=method.weights, accumulator_bytes=0, **widths)
+    software = replace(
+        software, weight_bytes=method.weights, accumulator_bytes=0, **widths
+    )
     states = state_bytes(case.plan, count, software, "adam", 1.0)
     names = "weights", "gradients", "optimizer"
     away = dict(zip(names, (split.weights, split.states, split.states), strict=True))
     sizes = {(name, "device"): states[name] * (1 - away[name]) for name in names}
-    if case.micro_batches > 1 and not streams_gradients(case.plan):  # they are summed as wide as the weights
-        sizes["gradients", "device"] = np.maximum(sizes["gradients", "device"], states["weights"])
-    sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (1 - split.states)
-    return sizes | {(name, method.to): method.buffer * states[name] * away[name] for name in names}
+    if case.micro_batches > 1 and not streams_gradients(
+        case.plan
+    ):  # they are summed as wide as the weights
+        sizes["gradients", "device"] = np.maximum(
+            sizes["gradients", "device"], states["weights"]
+        )
+    sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (
+        1 - split.states
+    )
+    return sizes | {
+        (name, method.to): method.buffer * states[name] * away[name] for name in names
+    }

@@ -1,1 +1,3 @@
-"""How fast is the hardware? Compute, collectives, groups on links, and the fitted constants."""
+"""How fast is the hardware? Compute, collectives, groups on links, and the fitted
+constants.
+"""

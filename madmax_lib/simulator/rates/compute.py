@@ -1,4 +1,5 @@
-"""How much does a device compute and move? FLOPs of attention, bytes of the optimizer, heads that fit no tile.
+"""How much does a device compute and move? FLOPs of attention, bytes of the optimizer,
+heads that fit no tile.
 
 All functions broadcast over NumPy arrays.
 """
@@ -9,9 +10,15 @@ Number = float | np.ndarray
 
 __all__ = ["SCORE_BYTES", "Number", "attention_flops", "misfit", "optimizer_bytes"]
 
-_ADAM_BYTES = 30  # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy written
-_TILE = 128  # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole [arXiv 2307.08691]
-SCORE_BYTES = 10  # unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198, section 4.1]
+# fp32 parameter, two moments and gradient read; the first three and a 16-bit copy
+# written
+_ADAM_BYTES = 30
+# rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole
+# [arXiv 2307.08691]
+_TILE = 128
+# unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198,
+# section 4.1]
+SCORE_BYTES = 10
 
 
 def optimizer_bytes(parameter_count):
@@ -20,10 +27,12 @@ def optimizer_bytes(parameter_count):
 
 
 def attention_flops(tokens, sequence, width, *, causal=True, window=0.0):
-    """Forward FLOPs of fused attention: scores and weighted values of `width` = heads x head_dim channels.
+    """Forward FLOPs of fused attention: scores and weighted values of `width` = heads x
+    head_dim channels.
 
-    Causal kernels compute the lower triangle in blocks, so half of the square and half a block per row; a window
-    limits the keys per token. Twice a forward pass and a half for the backward one [arXiv 2307.08691].
+    Causal kernels compute the lower triangle in blocks, so half of the square and half
+    a block per row; a window limits the keys per token. Twice a forward pass and a half
+    for the backward one [arXiv 2307.08691].
     """
     keys = np.where(causal, (sequence + _TILE) / 2, sequence)
     keys = np.where(np.asarray(window) > 0, np.minimum(keys, window + _TILE / 2), keys)
@@ -31,7 +40,8 @@ def attention_flops(tokens, sequence, width, *, causal=True, window=0.0):
 
 
 def misfit(head_dim):
-    """Factor on the products of unfused heads: 8 where their dimension is no multiple of 8 and misses the tensor cores,
+    """Factor on the products of unfused heads: 8 where their dimension is no multiple
+    of 8 and misses the tensor cores,
     1.2 where it is no multiple of 16 and fills their tiles badly.
 
     >>> misfit(np.array([128, 104, 108])).tolist()

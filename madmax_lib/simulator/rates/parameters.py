@@ -1,8 +1,10 @@
-"""Which share of the data sheet does a machine reach? Named constants of the step-time model, fitted or ideal.
+"""Which share of the data sheet does a machine reach? Named constants of the step-time
+model, fitted or ideal.
 
-`data/parameter_bounds.csv` lists every constant with start value, bounds, prior width and its value on an ideal
-machine; `data/parameters.json` holds the fitted ones with 90 % intervals, covariance and the hash of their rows.
-A constant of a group is named `name:group`, such as `gemm_efficiency:hopper-8`.
+`data/parameter_bounds.csv` lists every constant with start value, bounds, prior width
+and its value on an ideal machine; `data/parameters.json` holds the fitted ones with 90
+% intervals, covariance and the hash of their rows. A constant of a group is named
+`name:group`, such as `gemm_efficiency:hopper-8`.
 """
 
 import json
@@ -21,7 +23,17 @@ from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import argument, is_number, shown
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 
-__all__ = ["Parameters", "bounds", "constants_of", "load", "save", "shipped", "software_of", "start", "to_json"]
+__all__ = [
+    "Parameters",
+    "bounds",
+    "constants_of",
+    "load",
+    "save",
+    "shipped",
+    "software_of",
+    "start",
+    "to_json",
+]
 
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
@@ -30,56 +42,98 @@ _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or an unknown constant."""
+    """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or
+    an unknown constant.
+    """
 
-    compute_efficiency: float = 1.0  # share (0..1] of the data sheet that all rates of the kind reach
+    compute_efficiency: float = (
+        1.0  # share (0..1] of the data sheet that all rates of the kind reach
+    )
     memory_efficiency: float = 1.0
     network_efficiency: float = 1.0
-    constants: Mapping[str, float] = field(default_factory=dict, hash=False)  # by `name:group`; others are ideal
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # 90 %, of those fitted
+    constants: Mapping[str, float] = field(
+        default_factory=dict, hash=False
+    )  # by `name:group`; others are ideal
+    intervals: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict, hash=False
+    )  # 90 %, of those fitted
     fitted: tuple[str, ...] = ()  # names of the fitted constants
-    covariance: tuple[tuple[float, ...], ...] = ()  # (n, n) in order of `fitted`, each in its scale (log or linear)
-    # how log(measured / predicted) of sources that the fit has not seen spreads: the components of `step.uncertainty`,
-    # and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over another
+    covariance: tuple[
+        tuple[float, ...], ...
+    ] = ()  # (n, n) in order of `fitted`, each in its scale (log or linear)
+    # how log(measured / predicted) of sources that the fit has not seen spreads: the
+    # components of `step.uncertainty`,
+    # and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over
+    # another
     residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
-    # by name of a constant without its group and by part of the step: how much of a relative change of the constant
-    # (log scale; its value where the scale is linear) a step feels that consists of this part
-    sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
-    # measured seconds of collectives in place of the formulas, by kind and group: see `MeasuredCollectives`
-    collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
-    # bytes/s of the links that these were measured on, inside a node and of a device's share of the network; on others
-    # they are scaled as the formulas are. () where they hold for whatever links a cluster has
+    # by name of a constant without its group and by part of the step: how much of a
+    # relative change of the constant
+    # (log scale; its value where the scale is linear) a step feels that consists of
+    # this part
+    sensitivities: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict, hash=False
+    )
+    # measured seconds of collectives in place of the formulas, by kind and group: see
+    # `MeasuredCollectives`
+    collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(
+        default_factory=dict, hash=False
+    )
+    # bytes/s of the links that these were measured on, inside a node and of a device's
+    # share of the network; on others
+    # they are scaled as the formulas are. () where they hold for whatever links a
+    # cluster has
     links: tuple[float, ...] = ()
-    # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most rows, by device family
+    # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most
+    # rows, by device family
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
-        return f"Parameters({len(self.fitted)} fitted constants of {self.provenance.get('rows', 'no')} rows)"
+        return (
+            f"Parameters({len(self.fitted)} fitted constants of "
+            f"{self.provenance.get('rows', 'no')} rows)"
+        )
 
     def __post_init__(self):
         for name in _SHARES:
             if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
                 raise ValueError(f"{name}={shown(value)} is not in (0, 1]")
         argument("constants", self.constants, Mapping)
-        if self.links and not (len(self.links) == 2 and all(is_number(rate) and rate > 0 for rate in self.links)):
-            raise ValueError(f"links={shown(self.links)} must be two positive rates in bytes/s, or none")
+        if self.links and not (
+            len(self.links) == 2
+            and all(is_number(rate) and rate > 0 for rate in self.links)
+        ):
+            raise ValueError(
+                f"links={shown(self.links)} must be two positive rates in bytes/s, "
+                "or none"
+            )
         for name, value in self.constants.items():
-            if not isinstance(value, Real | np.ndarray) or np.any(value != value):  # arrays: many machines at once
-                raise ValueError(f"constant {name!r} is {shown(value)}, but must be a number")
+            if not isinstance(value, Real | np.ndarray) or np.any(
+                value != value
+            ):  # arrays: many machines at once
+                raise ValueError(
+                    f"constant {name!r} is {shown(value)}, but must be a number"
+                )
         if unknown := set(self.constants) - set(bounds().index):
-            raise ValueError(f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv")
-        object.__setattr__(self, "constants", {**bounds()["ideal"].to_dict(), **self.constants})
+            raise ValueError(
+                f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv"
+            )
+        object.__setattr__(
+            self, "constants", {**bounds()["ideal"].to_dict(), **self.constants}
+        )
 
     @property
     def software(self) -> str | None:
-        """Software of the runs that they were fitted to, where it was one alone; a step without another has it."""
+        """Software of the runs that they were fitted to, where it was one alone; a step
+        without another has it.
+        """
         return self.provenance.get("software")
 
     @cached_property
     def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:
         """Place of each constant, and the covariance of all in their fitting scale.
 
-        A constant that is not fitted is as uncertain as its interval, else as its prior; none whose bounds fix it.
+        A constant that is not fitted is as uncertain as its interval, else as its
+        prior; none whose bounds fix it.
         """
         table = bounds()
         places = {name: place for place, name in enumerate(table.index)}
@@ -97,14 +151,23 @@ class Parameters:
     def slopes(self) -> tuple[list[str], np.ndarray]:
         """Parts of a step that sensitivities name, and these as (constants, parts)."""
         parts = sorted(set().union(*self.sensitivities.values()))
-        return parts, np.array([[slopes.get(part, 0.0) for part in parts] for slopes in self.sensitivities.values()])
+        return parts, np.array(
+            [
+                [slopes.get(part, 0.0) for part in parts]
+                for slopes in self.sensitivities.values()
+            ]
+        )
 
 
 @lru_cache(maxsize=1)
 def bounds() -> pd.DataFrame:
-    """The table of constants: start low high sigma ideal scale note, indexed by `name:group`."""
+    """The table of constants: start low high sigma ideal scale note, indexed by
+    `name:group`.
+    """
     table = catalog.table("parameter_bounds")
-    table = table.astype(dict.fromkeys(("start", "low", "high", "sigma", "ideal"), float))
+    table = table.astype(
+        dict.fromkeys(("start", "low", "high", "sigma", "ideal"), float)
+    )
     group = table["group"].where(table["group"] == "", ":" + table["group"])
     return table.set_index(table["name"] + group)
 
@@ -116,12 +179,16 @@ def start() -> Parameters:
 
 @lru_cache(maxsize=1)
 def shipped() -> Parameters:
-    """The constants fitted to the published rows (`data/parameters.json`), start values for those not fitted."""
+    """The constants fitted to the published rows (`data/parameters.json`), start values
+    for those not fitted.
+    """
     return load(Path(str(catalog.data_file("parameters.json"))))
 
 
 def load(path: str | Path) -> Parameters:
-    """Constants from a JSON file. Raises ValueError if it is not one, OSError if it cannot be read."""
+    """Constants from a JSON file. Raises ValueError if it is not one, OSError if it
+    cannot be read.
+    """
     try:
         return _from_json(json.loads(Path(path).read_text()))
     except (ValueError, KeyError, TypeError) as error:
@@ -129,29 +196,45 @@ def load(path: str | Path) -> Parameters:
 
 
 def _from_json(content: Mapping) -> Parameters:
-    """Constants from what `to_json` gave; those that are not in it are at their start values.
+    """Constants from what `to_json` gave; those that are not in it are at their start
+    values.
 
     Raises ValueError, KeyError or TypeError for other content.
     """
     read = dict(content) | {"constants": {**start().constants, **content["constants"]}}
-    read["intervals"] = {name: tuple(pair) for name, pair in content["intervals"].items()}
+    read["intervals"] = {
+        name: tuple(pair) for name, pair in content["intervals"].items()
+    }
     read["covariance"] = tuple(map(tuple, content["covariance"]))
     groups = content.get("collectives", {}).items()
     columns = ("collective", "ranks", "nodes", "size_bytes", "seconds")
-    rows = [dict(zip(columns, (*name.split(), *point), strict=False)) for name, points in groups for point in points]
-    read["collectives"] = MeasuredCollectives(pd.DataFrame(rows, columns=columns)).curves if rows else {}
-    return Parameters(**read | {"fitted": tuple(content["fitted"]), "links": tuple(content.get("links", ()))})
+    rows = [
+        dict(zip(columns, (*name.split(), *point), strict=False))
+        for name, points in groups
+        for point in points
+    ]
+    read["collectives"] = (
+        MeasuredCollectives(pd.DataFrame(rows, columns=columns)).curves if rows else {}
+    )
+    return Parameters(
+        **read
+        | {"fitted": tuple(content["fitted"]), "links": tuple(content.get("links", ()))}
+    )
 
 
 def to_json(parameters: Parameters) -> dict:
     """All fields, numbers with the digits that matter."""
-    return _short({field.name: getattr(parameters, field.name) for field in fields(Parameters)})
+    return _short(
+        {field.name: getattr(parameters, field.name) for field in fields(Parameters)}
+    )
 
 
 def save(parameters: Parameters, path: str | Path) -> None:
     """Constants to a JSON file, complete or not at all."""
     text = json.dumps(to_json(parameters), indent=1)
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a row on a line
+    text = re.sub(
+        r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text
+    )  # a row on a line
     with replacing(path) as temporary:
         temporary.write_text(text + "\n")
 
@@ -166,11 +249,14 @@ def _short(value):
 
 
 def constants_of(cluster, parameters: Parameters | None = None) -> Parameters | None:
-    """The constants that are given; if none are, those in the `machine.json` of a calibration that names the cluster.
+    """The constants that are given; if none are, those in the `machine.json` of a
+    calibration that names the cluster.
 
     Raises ValueError for another file, FileNotFoundError without one.
     """
-    if parameters is not None or not (isinstance(cluster, str | Path) and str(cluster).endswith(".json")):
+    if parameters is not None or not (
+        isinstance(cluster, str | Path) and str(cluster).endswith(".json")
+    ):
         return parameters
     catalog.cluster(cluster)
     try:
@@ -180,5 +266,7 @@ def constants_of(cluster, parameters: Parameters | None = None) -> Parameters | 
 
 
 def software_of(software, parameters: Parameters | None):
-    """Who trains: the software that is named, else that of the parameters, if they are of one."""
+    """Who trains: the software that is named, else that of the parameters, if they are
+    of one.
+    """
     return getattr(parameters, "software", None) if software is None else software

@@ -1,7 +1,9 @@
-"""Which devices talk to each other? The groups of a plan, and how they lie on the nodes.
+"""Which devices talk to each other? The groups of a plan, and how they lie on the
+nodes.
 
-Devices are numbered with tp innermost, then cp, dp and pp [Megatron-LM]; experts' groups lie in dp x cp in the same
-order, under etp = 1 in dp x cp x tp. A group is every `stride`-th device. All numbers may be arrays.
+Devices are numbered with tp innermost, then cp, dp and pp [Megatron-LM]; experts'
+groups lie in dp x cp in the same order, under etp = 1 in dp x cp x tp. A group is every
+`stride`-th device. All numbers may be arrays.
 """
 
 from dataclasses import dataclass
@@ -33,12 +35,14 @@ class Group:
 class Groups:
     """Groups of a plan on nodes of `node` devices, by name.
 
-    tp, cp, ep, etp, dp (gradients: dp x cp), edp (gradients of experts), shard and replicate (HSDP), the same of
-    experts, node and across (the two levels of ZeRO++), pp; pairs of stages on the same node and on others.
+    tp, cp, ep, etp, dp (gradients: dp x cp), edp (gradients of experts), shard and
+    replicate (HSDP), the same of experts, node and across (the two levels of ZeRO++),
+    pp; pairs of stages on the same node and on others.
     """
 
     def __init__(self, plan: Plans, node: Number):
-        self.plan, self.node = plan, node
+        self.plan = plan
+        self.node = node
         self.of = cache(self._of)
 
     def __getitem__(self, name: str) -> Group:
@@ -51,28 +55,47 @@ class Groups:
         if name == "other node":
             return Group(name, ranks, stride, 1)
         span = np.asarray(ranks * stride, dtype=np.int64)
-        shared = np.gcd(span, np.asarray(self.node, dtype=np.int64)) // np.asarray(stride, dtype=np.int64)
+        shared = np.gcd(span, np.asarray(self.node, dtype=np.int64)) // np.asarray(
+            stride, dtype=np.int64
+        )
         return Group(name, ranks, stride, np.clip(shared, 1, ranks))
 
     def _shape(self, name: str) -> tuple[Number, Number]:
         p = self.plan
-        replicas, shard = p.dp * p.cp, p.sharing
-        simple = {"tp": (p.tp, 1), "cp": (p.cp, p.tp), "dp": (replicas, p.tp), "shard": (shard, p.tp)}
+        replicas = p.dp * p.cp
+        shard = p.sharing
+        simple = {
+            "tp": (p.tp, 1),
+            "cp": (p.cp, p.tp),
+            "dp": (replicas, p.tp),
+            "shard": (shard, p.tp),
+        }
         if name in simple:
             return simple[name]
         if name == "replicate":
             return replicas // shard, p.tp * shard
         if name in ("node", "across"):
             in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
-            return (in_node, p.tp) if name == "node" else (replicas // in_node, p.tp * in_node)
+            return (
+                (in_node, p.tp)
+                if name == "node"
+                else (replicas // in_node, p.tp * in_node)
+            )
         if name == "pp":
             return p.pp, p.tp * replicas
         if name in ("same node", "other node"):
             return 2, 1
-        etp, holders = p.tp // p.expert_spread, replicas * p.expert_spread
+        etp = p.tp // p.expert_spread
+        holders = replicas * p.expert_spread
         if name in ("ep", "etp", "edp"):
-            return {"ep": (p.ep, etp), "etp": (etp, 1), "edp": (holders // p.ep, etp * p.ep)}[name]
-        expert_shard = np.asarray(expert_sharing(shard, p.ep, p.expert_spread), dtype=np.int64)
+            return {
+                "ep": (p.ep, etp),
+                "etp": (etp, 1),
+                "edp": (holders // p.ep, etp * p.ep),
+            }[name]
+        expert_shard = np.asarray(
+            expert_sharing(shard, p.ep, p.expert_spread), dtype=np.int64
+        )
         if name == "expert-shard":
             return expert_shard, etp * p.ep
         return holders // (p.ep * expert_shard), etp * p.ep * expert_shard

@@ -1,1 +1,3 @@
-"""In which order does a step run on streams? Passes, schedules, sharding, staging, the engine."""
+"""In which order does a step run on streams? Passes, schedules, sharding, staging, the
+engine.
+"""

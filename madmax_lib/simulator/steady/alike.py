@@ -1,4 +1,6 @@
-"""Which plans of a table are alike in what a part of a step depends on? That part is worked out once for each kind."""
+"""Which plans of a table are alike in what a part of a step depends on? That part is
+worked out once for each kind.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,28 @@ _SAMPLE = 1024
 
 
 def kinds_of(
-    plan: Plans, names: Iterable[str], further: Iterable[str] = (), where: np.ndarray | bool = True
+    plan: Plans,
+    names: Iterable[str],
+    further: Iterable[str] = (),
+    where: np.ndarray | bool = True,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """A row of each kind of plans, and the kind of each row; None if hardly any two rows are alike.
+    """A row of each kind of plans, and the kind of each row; None if hardly any two
+    rows are alike.
 
-    Plans of a kind have the same `names` and, as far as where is True, the same `further` fields.
+    Plans of a kind have the same `names` and, as far as where is True, the same
+    `further` fields.
     """
     size, code, count = *plan.shape, np.zeros(plan.shape, np.int64), 1
     for name in (*names, *further):
         if np.ndim(getattr(plan, name)):
             one, ones = _numbers(getattr(plan, name))
             if name in further:
-                one, ones = (one + 1) * where, ones + 1
+                one = (one + 1) * where
+                ones = ones + 1
             if count * ones > 4 * size:
                 code, count = _dense(code, count)
-            code, count = code * ones + one, count * ones
+            code = code * ones + one
+            count = count * ones
     code, count = _dense(code, count)
     if 2 * count > size:
         return None
@@ -46,7 +55,9 @@ def _numbers(column) -> tuple[np.ndarray, int]:
     if column.dtype.kind in "iub":
         low = int(column.min())
         return _dense(column.astype(np.int64) - low, int(column.max()) - low + 1)
-    if len(pd.unique(column[:_SAMPLE])) > _SAMPLE // 2:  # most values differ: take it that all do
+    if (
+        len(pd.unique(column[:_SAMPLE])) > _SAMPLE // 2
+    ):  # most values differ: take it that all do
         return np.arange(len(column)), len(column)
     code, values = pd.factorize(column, use_na_sentinel=False)
     return code, len(values)
@@ -64,18 +75,32 @@ def _dense(code: np.ndarray, count: int) -> tuple[np.ndarray, int]:
 
 
 def mapped(function: Callable, *items):
-    """The same with a function of all numbers in it; items of the same form go together."""
+    """The same with a function of all numbers in it; items of the same form go
+    together.
+    """
     first = items[0]
     if isinstance(first, tuple):
         return tuple(mapped(function, *parts) for parts in zip(*items, strict=True))
     if isinstance(first, dict):
-        return {name: mapped(function, *(item[name] for item in items)) for name in first}
+        return {
+            name: mapped(function, *(item[name] for item in items)) for name in first
+        }
     if is_dataclass(first):
         names = [field.name for field in fields(first)]
-        return type(first)(**{name: mapped(function, *(getattr(item, name) for item in items)) for name in names})
+        return type(first)(
+            **{
+                name: mapped(function, *(getattr(item, name) for item in items))
+                for name in names
+            }
+        )
     return function(*items)
 
 
 def spread(item, index: np.ndarray):
     """The same with entries of all arrays in it for each index."""
-    return mapped(lambda part: part[..., index] if np.ndim(part) and np.shape(part)[-1] > 1 else part, item)
+    return mapped(
+        lambda part: (
+            part[..., index] if np.ndim(part) and np.shape(part)[-1] > 1 else part
+        ),
+        item,
+    )

@@ -1,7 +1,9 @@
-"""How much of a call can be transfer, and how much is waiting for ranks whose traces are not here?
+"""How much of a call can be transfer, and how much is waiting for ranks whose traces
+are not here?
 
-transfer <= latency + bytes on the busiest link / rate of that link. The link is the slowest that a cluster of the
-catalog has between devices of the kind: inside a node where the group fits into one, else between nodes.
+transfer <= latency + bytes on the busiest link / rate of that link. The link is the
+slowest that a cluster of the catalog has between devices of the kind: inside a node
+where the group fits into one, else between nodes.
 """
 
 import numpy as np
@@ -14,26 +16,47 @@ from madmax_lib.traces.comm.call_metadata import members
 
 __all__ = ["longest_transfer_s"]
 
-_HOP_S = 15e-6  # several times the 3 to 6 us per hop that NCCL's tuning table has for networks (graph/tuning.cc)
-_ACHIEVED = 0.25  # of the link's rate, at least: point-to-point calls of few channels reach a third
+# several times the 3 to 6 us per hop that NCCL's tuning table has for networks
+# (graph/tuning.cc)
+_HOP_S = 15e-6
+# of the link's rate, at least: point-to-point calls of few channels reach a third
+_ACHIEVED = 0.25
 
 
 def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
-    """Longest transfer (n,) of each call in s, NaN where device or size is not known; simulated calls wait for nobody.
+    """Longest transfer (n,) of each call in s, NaN where device or size is not known;
+    simulated calls wait for nobody.
 
     calls: group, group_size, bus_bytes (on the busiest link).
     """
-    device = catalog.device_named(timeline.meta.device) if timeline.meta.source == "measured" else None
+    device = (
+        catalog.device_named(timeline.meta.device)
+        if timeline.meta.source == "measured"
+        else None
+    )
     table = catalog.table("clusters")
-    clusters = [catalog.cluster(name) for name in table.loc[table["device"] == (device.name if device else ""), "name"]]
+    clusters = [
+        catalog.cluster(name)
+        for name in table.loc[
+            table["device"] == (device.name if device else ""), "name"
+        ]
+    ]
     if not clusters:
         return pd.Series(np.nan, index=calls.index)
-    rates = {group: _ACHIEVED * _slowest(clusters, members(group)) for group in calls["group"].unique()}
+    rates = {
+        group: _ACHIEVED * _slowest(clusters, members(group))
+        for group in calls["group"].unique()
+    }
     hops = 2 * (calls["group_size"] - 1)  # of a ring
     return hops * _HOP_S + calls["bus_bytes"] / calls["group"].map(rates).astype(float)
 
 
 def _slowest(clusters: list[Cluster], ranks: list[int]) -> float:
-    nodes = [{rank // cluster.devices_per_node for rank in ranks} for cluster in clusters]
-    links = [c.intra if len(of) == 1 else c.inter for c, of in zip(clusters, nodes, strict=True)]
+    nodes = [
+        {rank // cluster.devices_per_node for rank in ranks} for cluster in clusters
+    ]
+    links = [
+        c.intra if len(of) == 1 else c.inter
+        for c, of in zip(clusters, nodes, strict=True)
+    ]
     return min(link.bandwidth_bytes_per_s for link in links)

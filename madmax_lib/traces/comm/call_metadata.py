@@ -1,9 +1,12 @@
-"""What is known about each communication call: collective, bytes, type, process group, peers?
+"""What is known about each communication call: collective, bytes, type, process group,
+peers?
 
-From the richest source that the timeline has: metadata that Kineto writes on the call's own row, else on the host row
-with the same operator id (record_param_comms), else the c10d operator and annotation in which the call was launched
-(traces of 2021 to 2023; on CPU traces the annotation is the call), else the name. Simulated calls carry size and group
-themselves; the members of a group follow from the plan, peers from the dependencies.
+From the richest source that the timeline has: metadata that Kineto writes on the call's
+own row, else on the host row with the same operator id (record_param_comms), else the
+c10d operator and annotation in which the call was launched (traces of 2021 to 2023; on
+CPU traces the annotation is the call), else the name. Simulated calls carry size and
+group themselves; the members of a group follow from the plan, peers from the
+dependencies.
 """
 
 import json
@@ -22,46 +25,84 @@ from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 __all__ = ["call_metadata", "members"]
 
 _TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")
-_NUMBERS = ("in_elements", "out_elements", "group_size", "sequence", "source_rank", "target_rank")
+_NUMBERS = (
+    "in_elements",
+    "out_elements",
+    "group_size",
+    "sequence",
+    "source_rank",
+    "target_rank",
+)
 _LABEL = re.compile(r"(?:c10d|nccl|rccl|gloo|mpi|ucc|hccl|xccl):+(\w+)")
 
 
 def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
-    """One row per communication span; `row` (n,) are row numbers of the timeline's spans.
+    """One row per communication span; `row` (n,) are row numbers of the timeline's
+    spans.
 
-    collective, dtype, group (with its ranks, where they are known): text, "" where unknown. size_bytes: the message by
-    the field's convention, NaN where unknown: the buffer of an all-reduce, the larger side of an all-gather,
-    reduce-scatter or all-to-all. group_size. sequence, source_rank, target_rank: -1 where unknown. in_splits and
+    collective, dtype, group (with its ranks, where they are known): text, "" where
+    unknown. size_bytes: the message by the field's convention, NaN where unknown: the
+    buffer of an all-reduce, the larger side of an all-gather, reduce-scatter or
+    all-to-all. group_size. sequence, source_rank, target_rank: -1 where unknown.
+    in_splits and
     out_splits: rows to and from each member of an uneven all-to-all, as text.
     """
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)
     annotation, operator = _labels_around_launch(timeline, row, spans)
-    given, moved = _messages(timeline, annotation), _messages(timeline, operator)
-    labels = _collectives_of_labels(timeline, np.where(annotation >= 0, annotation, operator))
-    table["collective"] = _first_text(table["collective"], labels, _collectives_of_names(timeline, spans["name"]))
-    table["group"] = _first_text(table["group"], _simulated_groups(timeline, spans), spans["group"])
+    given = _messages(timeline, annotation)
+    moved = _messages(timeline, operator)
+    labels = _collectives_of_labels(
+        timeline, np.where(annotation >= 0, annotation, operator)
+    )
+    table["collective"] = _first_text(
+        table["collective"], labels, _collectives_of_names(timeline, spans["name"])
+    )
+    table["group"] = _first_text(
+        table["group"], _simulated_groups(timeline, spans), spans["group"]
+    )
     table["dtype"] = _first_text(table["dtype"], moved["dtype"], given["dtype"])
     table["group_size"] = _group_sizes(timeline, table, spans["rank"], moved["ratio"])
-    parts = np.where(table["collective"].isin(("all_gather", "gather")), table["group_size"], 1)
+    parts = np.where(
+        table["collective"].isin(("all_gather", "gather")), table["group_size"], 1
+    )
     size_bytes = _recorded_bytes(table).fillna(spans["size_bytes"])
-    table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(given["sum_bytes"] * parts)
+    table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(
+        given["sum_bytes"] * parts
+    )
     _set_peers(timeline, table, row, spans["rank"])
     return table.drop(columns=["ranks", "in_elements", "out_elements"])
 
 
 def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.DataFrame:
     """Metadata on the row of a call, else on the host row with its operator id."""
-    records = timeline.side_tables["calls"] if len(row) else SideTables()["calls"]  # reads nothing for no call
-    at = timeline.spans[["rank", "op", "group"]].iloc[records["row"]].reset_index(drop=True)
+    records = (
+        timeline.side_tables["calls"] if len(row) else SideTables()["calls"]
+    )  # reads nothing for no call
+    at = (
+        timeline.spans[["rank", "op", "group"]]
+        .iloc[records["row"]]
+        .reset_index(drop=True)
+    )
     records = records.reset_index(drop=True).join(at)
-    own, columns = records["row"].isin(row), [*_TEXTS, *_NUMBERS]
-    by_row = records[own].drop_duplicates("row").set_index("row").reindex(row).reset_index(drop=True)
+    own = records["row"].isin(row)
+    columns = [*_TEXTS, *_NUMBERS]
+    by_row = (
+        records[own]
+        .drop_duplicates("row")
+        .set_index("row")
+        .reindex(row)
+        .reset_index(drop=True)
+    )
     host = records[~own & (records["op"] >= 0)].drop_duplicates(["rank", "op"])
     by_op = spans[["rank", "op"]].merge(host, on=["rank", "op"], how="left")
-    by_row, by_op = (table[columns].astype(dict.fromkeys(_TEXTS, object)) for table in (by_row, by_op))
+    by_row, by_op = (
+        table[columns].astype(dict.fromkeys(_TEXTS, object))
+        for table in (by_row, by_op)
+    )
     table = by_row.where(by_row["collective"].notna(), by_op)
-    texts, whole = table[list(_TEXTS)].fillna(""), table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
+    texts = table[list(_TEXTS)].fillna("")
+    whole = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
     listed = texts["group"] + " [" + texts["ranks"].str.replace(",", ", ") + "]"
     texts["group"] = texts["group"].mask(
         (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False), listed
@@ -72,53 +113,103 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
 def _recorded_bytes(table: pd.DataFrame) -> pd.Series:
     """Bytes of the larger side, as recorded."""
     elements = table[["in_elements", "out_elements"]].max(axis=1)
-    each = table["dtype"].map({dtype: dtype_bytes(dtype) for dtype in table["dtype"].unique()}).astype(np.float64)
+    each = (
+        table["dtype"]
+        .map({dtype: dtype_bytes(dtype) for dtype in table["dtype"].unique()})
+        .astype(np.float64)
+    )
     return (elements * each).where(elements >= 0)
 
 
-def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers (n,) of annotation (nccl:all_reduce) and c10d operator around the launch of each call, -1 without."""
-    spans, names = timeline.spans, timeline.spans["name"].cat
-    prefixes = [name.split(":")[0] if _LABEL.match(name) else "" for name in names.categories]
+def _labels_around_launch(
+    timeline: Timeline, row: np.ndarray, calls: pd.DataFrame
+) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers (n,) of annotation (nccl:all_reduce) and c10d operator around the
+    launch of each call, -1 without.
+    """
+    spans = timeline.spans
+    names = timeline.spans["name"].cat
+    prefixes = [
+        name.split(":")[0] if _LABEL.match(name) else "" for name in names.categories
+    ]
     prefix = np.array([*prefixes, ""], dtype=object)[names.codes]
     on_host = (spans["stream"] < 0).to_numpy()
     annotation = np.where(on_host[row] & (prefix[row] != ""), row, -1)
-    launched = calls.loc[calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]]
-    launch = spans[on_host & spans["correlation"].isin(launched["correlation"]).to_numpy()]
-    launch = launch.drop_duplicates(["rank", "correlation"])[["rank", "correlation", "stream", "start_ns"]]
-    launch = launched.reset_index(names="call").merge(launch, on=["rank", "correlation"]).sort_values("start_ns")
+    launched = calls.loc[
+        calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]
+    ]
+    launch = spans[
+        on_host & spans["correlation"].isin(launched["correlation"]).to_numpy()
+    ]
+    launch = launch.drop_duplicates(["rank", "correlation"])[
+        ["rank", "correlation", "stream", "start_ns"]
+    ]
+    launch = (
+        launched.reset_index(names="call")
+        .merge(launch, on=["rank", "correlation"])
+        .sort_values("start_ns")
+    )
     operator = np.full(len(row), -1)
-    for rows, chosen in ((annotation, ~np.isin(prefix, ("", "c10d"))), (operator, prefix == "c10d")):
+    for rows, chosen in (
+        (annotation, ~np.isin(prefix, ("", "c10d"))),
+        (operator, prefix == "c10d"),
+    ):
         at = np.flatnonzero(on_host & chosen)
         label = spans[["rank", "stream", "start_ns"]].iloc[at].assign(row=at)
         label["end_ns"] = label["start_ns"] + spans["dur_ns"].to_numpy()[at]
-        around = pd.merge_asof(launch, label.sort_values("start_ns"), on="start_ns", by=["rank", "stream"])
+        around = pd.merge_asof(
+            launch, label.sort_values("start_ns"), on="start_ns", by=["rank", "stream"]
+        )
         around = around[around["start_ns"] < around["end_ns"]]
         rows[around["call"]] = around["row"]
     return annotation, operator
 
 
 def _collectives_of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
-    """Collective named by the annotation or operator in each row of `label`; send and recv are kept apart."""
+    """Collective named by the annotation or operator in each row of `label`; send and
+    recv are kept apart.
+    """
     names = timeline.spans["name"].cat
-    codes, which = np.unique(np.where(label >= 0, names.codes.to_numpy()[label], -1), return_inverse=True)
-    texts = [_LABEL.match(names.categories[code])[1] if code >= 0 else "" for code in codes]
-    # c10d names calls alike for every backend; the table of kinds lists the prefixes of those without kernels
+    codes, which = np.unique(
+        np.where(label >= 0, names.codes.to_numpy()[label], -1), return_inverse=True
+    )
+    texts = [
+        _LABEL.match(names.categories[code])[1] if code >= 0 else "" for code in codes
+    ]
+    # c10d names calls alike for every backend; the table of kinds lists the prefixes of
+    # those without kernels
     named = collective_names([f"xccl:{text}" if text else "" for text in texts])
     sides = [re.match("send|recv", text) for text in texts]
-    collectives = [side[0] if side else name for side, name in zip(sides, named, strict=True)]
-    return pd.Series(np.array(collectives, dtype=object)[which], dtype=object).replace("generic", "")
+    collectives = [
+        side[0] if side else name for side, name in zip(sides, named, strict=True)
+    ]
+    return pd.Series(np.array(collectives, dtype=object)[which], dtype=object).replace(
+        "generic", ""
+    )
 
 
 def _collectives_of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
     name = name.cat.remove_unused_categories()
-    return pd.Series(collectives_of(timeline, list(name.cat.categories))[name.cat.codes], dtype=object)
+    return pd.Series(
+        collectives_of(timeline, list(name.cat.categories))[name.cat.codes],
+        dtype=object,
+    )
 
 
 def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
-    """Tensors of the operators in each row of `row` (-1: none): sum_bytes, larger_bytes, ratio of two sides, dtype."""
-    operators = timeline.side_tables["operators"] if (row >= 0).any() else SideTables()["operators"]
-    operators = operators[operators["row"].isin(row[row >= 0])].drop_duplicates("row").set_index("row")
+    """Tensors of the operators in each row of `row` (-1: none): sum_bytes,
+    larger_bytes, ratio of two sides, dtype.
+    """
+    operators = (
+        timeline.side_tables["operators"]
+        if (row >= 0).any()
+        else SideTables()["operators"]
+    )
+    operators = (
+        operators[operators["row"].isin(row[row >= 0])]
+        .drop_duplicates("row")
+        .set_index("row")
+    )
     operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))
     message_of = {pair: _message(*pair) for pair in set(pairs)}
@@ -128,14 +219,17 @@ def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
 
 def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
-    """Bytes in all and of the larger tensor, how many times larger it is, and the type, from recorded inputs.
+    """Bytes in all and of the larger tensor, how many times larger it is, and the type,
+    from recorded inputs.
 
     >>> _message("[[65536,64],[8192,64],[]]", '["float","float","Scalar"]')
     (18874368.0, 16777216.0, 8.0, 'float')
     """
     try:
         pairs = list(zip(json.loads(shapes), json.loads(types), strict=False))
-        named = [(dims, dtype) for dims, kind in pairs if (dtype := recorded_dtype(kind))]
+        named = [
+            (dims, dtype) for dims, kind in pairs if (dtype := recorded_dtype(kind))
+        ]
         sizes = [math.prod(dims) * dtype_bytes(dtype) for dims, dtype in named]
     except (ValueError, TypeError, AttributeError):
         sizes = []
@@ -145,16 +239,28 @@ def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
     return float(sum(sizes)), float(max(sizes)), ratio, named[0][1]
 
 
-def _group_sizes(timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series) -> pd.Series:
-    """Recorded, else ranks listed, else by the two sides of a gather, else ranks seen in the group, else the world."""
+def _group_sizes(
+    timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series
+) -> pd.Series:
+    """Recorded, else ranks listed, else by the two sides of a gather, else ranks seen
+    in the group, else the world.
+    """
     group = table["group"]
-    listed = group.map({name: len(members(name)) for name in group.unique()}).astype(np.float64)
-    sides = ratio.where(table["collective"].isin(("all_gather", "reduce_scatter")) & (ratio > 1) & (ratio % 1 == 0))
+    listed = group.map({name: len(members(name)) for name in group.unique()}).astype(
+        np.float64
+    )
+    sides = ratio.where(
+        table["collective"].isin(("all_gather", "reduce_scatter"))
+        & (ratio > 1)
+        & (ratio % 1 == 0)
+    )
     seen = rank.groupby(group).transform("nunique").where(group != "")
     sizes = table["group_size"].where(table["group_size"] > 0).astype(np.float64)
     for other in (listed.where(listed > 0), sides, seen.where(seen > 1)):
         sizes = sizes.fillna(other)
-    return sizes.fillna(max(timeline.meta.world_size, len(timeline.ranks))).astype(np.int64)
+    return sizes.fillna(max(timeline.meta.world_size, len(timeline.ranks))).astype(
+        np.int64
+    )
 
 
 def members(group: str) -> list[int]:
@@ -164,37 +270,80 @@ def members(group: str) -> list[int]:
     ([0, 1], [], [])
     """
     inside = re.search(r"\[([^\]]*)\]", group)
-    return [] if inside is None or "..." in inside[1] else [int(number) for number in re.findall(r"\d+", inside[1])]
+    return (
+        []
+        if inside is None or "..." in inside[1]
+        else [int(number) for number in re.findall(r"\d+", inside[1])]
+    )
 
 
 def _simulated_groups(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
-    """Groups of a simulated step with their ranks, as the simulator lays them: tp innermost, then dp, then pp."""
+    """Groups of a simulated step with their ranks, as the simulator lays them: tp
+    innermost, then dp, then pp.
+    """
     named = pd.Series("", index=spans.index, dtype=object)
     try:
-        plan = Plan.parse(timeline.meta.provenance.get("plan", "") if timeline.meta.source == "simulated" else "")
+        plan = Plan.parse(
+            timeline.meta.provenance.get("plan", "")
+            if timeline.meta.source == "simulated"
+            else ""
+        )
     except ValueError:  # a plan in the words of a paper
         return named
-    for name, degree, stride in (("tp", plan.tp, 1), ("dp", plan.dp, plan.tp), ("pp", plan.pp, plan.tp * plan.dp)):
+    for name, degree, stride in (
+        ("tp", plan.tp, 1),
+        ("dp", plan.dp, plan.tp),
+        ("pp", plan.pp, plan.tp * plan.dp),
+    ):
         of_group = spans.loc[spans["group"] == name, "rank"]
         if plan.world_size == timeline.meta.world_size:
             first = of_group - of_group // stride % degree * stride
-            texts = {f: f"{name} {[*range(f, f + degree * stride, stride)]}" for f in first.unique()}
+            texts = {
+                f: f"{name} {[*range(f, f + degree * stride, stride)]}"
+                for f in first.unique()
+            }
             named[of_group.index] = first.map(texts)
     return named
 
 
-def _set_peers(timeline: Timeline, table: pd.DataFrame, row: np.ndarray, rank: pd.Series) -> None:
-    """Complete source_rank and target_rank of point-to-point calls: each side records the other one at most."""
-    edges, ranks = timeline.edges, timeline.spans["rank"].to_numpy()
-    edges = edges[(ranks[edges["source"]] != ranks[edges["target"]]) & edges["source"].isin(row)]
+def _set_peers(
+    timeline: Timeline, table: pd.DataFrame, row: np.ndarray, rank: pd.Series
+) -> None:
+    """Complete source_rank and target_rank of point-to-point calls: each side records
+    the other one at most.
+    """
+    edges = timeline.edges
+    ranks = timeline.spans["rank"].to_numpy()
+    edges = edges[
+        (ranks[edges["source"]] != ranks[edges["target"]]) & edges["source"].isin(row)
+    ]
     reached = edges.drop_duplicates("source").set_index("source")["target"].reindex(row)
-    reached = np.where(reached.notna(), ranks[reached.fillna(0).astype(np.int64)], -1) if len(row) else -1
-    listed = {name: members(name) if name else timeline.ranks for name in table["group"].unique()}
-    pairs = {name: sum(ranks) if len(ranks) == 2 else -1 for name, ranks in listed.items()}
-    pair = table["group"].map(pairs).astype(np.int64).where(table["group_size"] == 2, -1)
-    other = pd.Series(np.where(reached >= 0, reached, (pair - rank).where(pair >= 0, -1)), index=table.index)
-    sends = table["collective"].eq("send") | (table["collective"].eq("send_recv") & (reached >= 0))
-    sides = ((sends, "source_rank", "target_rank"), (table["collective"].eq("recv"), "target_rank", "source_rank"))
+    reached = (
+        np.where(reached.notna(), ranks[reached.fillna(0).astype(np.int64)], -1)
+        if len(row)
+        else -1
+    )
+    listed = {
+        name: members(name) if name else timeline.ranks
+        for name in table["group"].unique()
+    }
+    pairs = {
+        name: sum(ranks) if len(ranks) == 2 else -1 for name, ranks in listed.items()
+    }
+    pair = (
+        table["group"].map(pairs).astype(np.int64).where(table["group_size"] == 2, -1)
+    )
+    other = pd.Series(
+        np.where(reached >= 0, reached, (pair - rank).where(pair >= 0, -1)),
+        index=table.index,
+    )
+    sends = table["collective"].eq("send") | (
+        table["collective"].eq("send_recv") & (reached >= 0)
+    )
+    sides = (
+        (sends, "source_rank", "target_rank"),
+        (table["collective"].eq("recv"), "target_rank", "source_rank"),
+    )
     for side, mine, theirs in sides:
         table[mine] = table[mine].mask(side & (table[mine] < 0), rank)
         table[theirs] = table[theirs].mask(side & (table[theirs] < 0), other)

@@ -1,30 +1,54 @@
-"""How long, how large and how fast is each collective, and which calls of the ranks belong together?
+"""How long, how large and how fast is each collective, and which calls of the ranks
+belong together?
 
-`calls` has one row per communication span. Bandwidths follow the NCCL tests: algorithm bandwidth is message size over
-time; bus bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter and all-to-all, 1 for
-the rest, so that it compares with the speed of a link (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+`calls` has one row per communication span. Bandwidths follow the NCCL tests: algorithm
+bandwidth is message size over time; bus bandwidth is that times 2(n-1)/n for
+all-reduce, (n-1)/n for all-gather, reduce-scatter and all-to-all, 1 for the rest, so
+that it compares with the speed of a link (NVIDIA nccl-tests, doc/PERFORMANCE.md).
 
-Calls of several ranks are the same call when group and sequence number agree; where the trace has no numbers, as the
-k-th occurrence of the same group, collective and step; sends and receives as the k-th between two ranks in a step.
-A call's time on a rank is transfer plus waiting for the last rank to arrive. The shortest time among the ranks
-approximates the transfer, and its rank arrived last: only durations are compared, so clocks need not agree. On
-timelines with one clock (`alignment.align`, simulations) the latest start counts instead. Traces that name no process
-groups are taken as one group, which is wrong where several groups run the same collective.
+Calls of several ranks are the same call when group and sequence number agree; where the
+trace has no numbers, as the k-th occurrence of the same group, collective and step;
+sends and receives as the k-th between two ranks in a step. A call's time on a rank is
+transfer plus waiting for the last rank to arrive. The shortest time among the ranks
+approximates the transfer, and its rank arrived last: only durations are compared, so
+clocks need not agree. On timelines with one clock (`alignment.align`, simulations) the
+latest start counts instead. Traces that name no process groups are taken as one group,
+which is wrong where several groups run the same collective.
 """
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.accounting import exposed_by_collective as exposed_by_name, exposed_ns
+from madmax_lib.timeline.accounting import (
+    exposed_by_collective as exposed_by_name,
+    exposed_ns,
+)
 from madmax_lib.timeline.timeline import Timeline, kept, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 
-__all__ = ["arrivals", "bandwidths", "bus_factor", "by_group", "calls", "exposed_by_collective", "unseen_waits"]
+__all__ = [
+    "arrivals",
+    "bandwidths",
+    "bus_factor",
+    "by_group",
+    "calls",
+    "exposed_by_collective",
+    "unseen_waits",
+]
 __all__ += ["waiting"]
 
-_TELLS = ("collective", "group", "group_size", "dtype", "size_bytes", "sequence", "source_rank", "target_rank")
+_TELLS = (
+    "collective",
+    "group",
+    "group_size",
+    "dtype",
+    "size_bytes",
+    "sequence",
+    "source_rank",
+    "target_rank",
+)
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
 
 
@@ -32,73 +56,121 @@ _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
 def calls(timeline: Timeline) -> pd.DataFrame:
     """One row per communication span, in order of the spans.
 
-    row: its number in the spans. rank, stream, step. collective (as kinds.COLLECTIVES, and send, recv), group with its
-    ranks ("" if unknown), group_size, dtype ("" if unknown), size_bytes (message by the field's convention, see
-    `call_metadata`), sequence, source_rank, target_rank (-1 if unknown). start_s: from the first span of the timeline.
-    duration_s, exposed_s (not under compute of its rank). longest_s: more than this the transfer cannot take, NaN where
-    nothing bounds it, see `bounds`. algorithm_bytes_per_s and bus_bytes_per_s, NaN where the size is unknown or the
-    duration 0. call: the same number for the same call on several ranks, -1 where there is only one.
-    `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a group made and others did not;
-    `.attrs["one_group_assumed"]` is true for three or more ranks without named process groups.
+    row: its number in the spans. rank, stream, step. collective (as kinds.COLLECTIVES,
+    and send, recv), group with its ranks ("" if unknown), group_size, dtype ("" if
+    unknown), size_bytes (message by the field's convention, see `call_metadata`),
+    sequence, source_rank, target_rank (-1 if unknown). start_s: from the first span of
+    the timeline. duration_s, exposed_s (not under compute of its rank). longest_s: more
+    than this the transfer cannot take, NaN where nothing bounds it, see `bounds`.
+    algorithm_bytes_per_s and bus_bytes_per_s, NaN where the size is unknown or the
+    duration 0. call: the same number for the same call on several ranks, -1 where there
+    is only one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a
+    group made and others did not; `.attrs["one_group_assumed"]` is true for three or
+    more ranks without named process groups.
     """
     spans = timeline.spans
-    awaited = (spans["size_bytes"] == 0) & (timeline.meta.source == "simulated")  # a wait for what another call moves
+    awaited = (spans["size_bytes"] == 0) & (
+        timeline.meta.source == "simulated"
+    )  # a wait for what another call moves
     row = np.flatnonzero((spans["kind"] == "comm") & ~awaited)
-    comm = spans[["name", "rank", "stream", "step", "start_ns", "dur_ns"]].iloc[row].reset_index(drop=True)
-    table = comm[["rank", "stream", "step"]].join(call_metadata(timeline, row)[list(_TELLS)])
+    comm = (
+        spans[["name", "rank", "stream", "step", "start_ns", "dur_ns"]]
+        .iloc[row]
+        .reset_index(drop=True)
+    )
+    table = comm[["rank", "stream", "step"]].join(
+        call_metadata(timeline, row)[list(_TELLS)]
+    )
     table.insert(0, "row", row)
     duration_s = comm["dur_ns"] / NS_PER_S
     factor = bus_factor(table["collective"], table["group_size"])
-    table["start_s"] = (comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)) / NS_PER_S
+    table["start_s"] = (
+        comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)
+    ) / NS_PER_S
     table["duration_s"] = duration_s
-    table["longest_s"] = longest_transfer_s(timeline, table.assign(bus_bytes=table["size_bytes"] * factor))
-    table["exposed_s"] = exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
-    table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(duration_s > 0)
+    table["longest_s"] = longest_transfer_s(
+        timeline, table.assign(bus_bytes=table["size_bytes"] * factor)
+    )
+    table["exposed_s"] = (
+        exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
+    )
+    table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(
+        duration_s > 0
+    )
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
     table["call"], lost = _match(table, comm["start_ns"])
-    unnamed = len(timeline.ranks) > 2 and bool((table["call"] >= 0).any()) and bool((table["group"] == "").all())
+    unnamed = (
+        len(timeline.ranks) > 2
+        and bool((table["call"] >= 0).any())
+        and bool((table["group"] == "").all())
+    )
     unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
     return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
 
 
 @kept
 def arrivals(timeline: Timeline) -> pd.DataFrame:
-    """The calls that are matched across ranks, one row per call and rank, sorted by call and rank.
+    """The calls that are matched across ranks, one row per call and rank, sorted by
+    call and rank.
 
-    Columns of `calls`, and last_rank (arrived last), wait_s (waited for it), exposed_wait_s (the part of the waiting
-    that no compute hides) and skew_s (last arrival - first arrival of the call). `.attrs["by"]` says how arrivals are
+    Columns of `calls`, and last_rank (arrived last), wait_s (waited for it),
+    exposed_wait_s (the part of the waiting that no compute hides) and skew_s (last
+    arrival - first arrival of the call). `.attrs["by"]` says how arrivals are
     compared: by "start" on timelines with one clock, else by "duration".
     """
-    return _arrivals(timeline, calls(timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])))
+    return _arrivals(
+        timeline,
+        calls(timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])),
+    )
 
 
 def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
-    """`accounting.exposed_by_collective` in the words of `calls`: NCCL runs an all-to-all under the name of a send."""
+    """`accounting.exposed_by_collective` in the words of `calls`: NCCL runs an
+    all-to-all under the name of a send.
+    """
     comm = np.flatnonzero(timeline.spans["kind"] == "comm")
     told = calls(timeline).set_index("row")["collective"].reindex(comm).to_numpy()
     return exposed_by_name(timeline, told if pd.notna(told).all() else None)
 
 
 def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
-    """`calls` with unseen_s, exposed_unseen_s: how long, at least, a call that one rank alone shows waits for others.
+    """`calls` with unseen_s, exposed_unseen_s: how long, at least, a call that one rank
+    alone shows waits for others.
 
     The waiting comes first in a call, the transfer last.
     """
-    spans = timeline.spans[["rank", "start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
-    beyond_s = (table["duration_s"] - table["longest_s"]).where(table["call"] < 0).fillna(0.0).clip(lower=0.0)
+    spans = (
+        timeline.spans[["rank", "start_ns", "dur_ns"]]
+        .iloc[table["row"]]
+        .reset_index(drop=True)
+    )
+    beyond_s = (
+        (table["duration_s"] - table["longest_s"])
+        .where(table["call"] < 0)
+        .fillna(0.0)
+        .clip(lower=0.0)
+    )
     beyond_ns = np.rint(beyond_s * NS_PER_S).astype(np.int64)
-    hidden = exposed_ns(timeline, spans["rank"], spans["start_ns"], beyond_ns) / NS_PER_S
+    hidden = (
+        exposed_ns(timeline, spans["rank"], spans["start_ns"], beyond_ns) / NS_PER_S
+    )
     return table.assign(unseen_s=beyond_s, exposed_unseen_s=hidden)
 
 
 def waiting(timeline: Timeline) -> pd.DataFrame:
-    """Waiting inside collectives: rank, waits_for, count, wait_s; one row per pair of ranks that occurs.
+    """Waiting inside collectives: rank, waits_for, count, wait_s; one row per pair of
+    ranks that occurs.
 
-    Calls that cannot be matched are left out; for `.attrs` see `calls`. Empty for a single rank.
+    Calls that cannot be matched are left out; for `.attrs` see `calls`. Empty for a
+    single rank.
     """
     pairs = arrivals(timeline)
     pairs = pairs[pairs["rank"] != pairs["last_rank"]]
-    table = pairs.groupby(["rank", "last_rank"])["wait_s"].agg(["count", "sum"]).reset_index()
+    table = (
+        pairs.groupby(["rank", "last_rank"])["wait_s"]
+        .agg(["count", "sum"])
+        .reset_index()
+    )
     table.columns = ["rank", "waits_for", "count", "wait_s"]
     return with_origin(table, pairs)
 
@@ -106,18 +178,25 @@ def waiting(timeline: Timeline) -> pd.DataFrame:
 def by_group(timeline: Timeline) -> pd.DataFrame:
     """One row per process group and collective, over all ranks, longest total first.
 
-    group, collective, group_size, dtype (several joined by a comma), ranks (seen), count (spans), calls (what several
-    ranks did together counts once), size_bytes (of all calls, NaN if one is unknown). total_s, mean_s, min_s, max_s of
-    the spans, exposed_s in all. transfer_s: sum over the calls of the shortest time among the ranks; where only one is
-    seen, it includes waiting up to the longest_s of `calls`, and what exceeds that is waiting. wait_s, exposed_wait_s:
-    waiting of all ranks, and the part of it in exposed_s. skew_s, skew_max_s: last arrival - first arrival, mean and
-    largest. NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s: size over transfer, of the calls that
-    tell their size.
+    group, collective, group_size, dtype (several joined by a comma), ranks (seen),
+    count (spans), calls (what several ranks did together counts once), size_bytes (of
+    all calls, NaN if one is unknown). total_s, mean_s, min_s, max_s of the spans,
+    exposed_s in all. transfer_s: sum over the calls of the shortest time among the
+    ranks; where only one is seen, it includes waiting up to the longest_s of `calls`,
+    and what exceeds that is waiting. wait_s, exposed_wait_s: waiting of all ranks, and
+    the part of it in exposed_s. skew_s, skew_max_s: last arrival - first arrival, mean
+    and largest. NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s:
+    size over transfer, of the calls that tell their size.
     """
     every = calls(timeline)
-    waits = _arrivals(timeline, every).set_index("row")[["wait_s", "exposed_wait_s", "skew_s"]]
+    waits = _arrivals(timeline, every).set_index("row")[
+        ["wait_s", "exposed_wait_s", "skew_s"]
+    ]
     table = _with_every_call(unseen_waits(timeline, every).join(waits, on="row"))
-    for column, unseen in (("wait_s", "unseen_s"), ("exposed_wait_s", "exposed_unseen_s")):
+    for column, unseen in (
+        ("wait_s", "unseen_s"),
+        ("exposed_wait_s", "exposed_unseen_s"),
+    ):
         table[column] = table[column].fillna(table[unseen].where(table["unseen_s"] > 0))
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
@@ -125,7 +204,9 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     result = pd.DataFrame(
         {
             "group_size": spans["group_size"].max(),
-            "dtype": spans["dtype"].agg(lambda dtypes: ", ".join(sorted(set(dtypes) - {""}))),
+            "dtype": spans["dtype"].agg(
+                lambda dtypes: ", ".join(sorted(set(dtypes) - {""}))
+            ),
             "ranks": spans["rank"].nunique(),
             "count": spans.size(),
             "calls": each.size(),
@@ -137,19 +218,27 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
             "exposed_wait_s": spans["exposed_wait_s"].sum(min_count=1),
             "skew_s": each["skew_s"].mean(),
             "skew_max_s": each["skew_s"].max(),
-            "algorithm_bytes_per_s": sums["sent_bytes"] / sums["sized_s"].where(sums["sized_s"] > 0),
-            "bus_bytes_per_s": sums["bus_bytes"] / sums["sized_s"].where(sums["sized_s"] > 0),
+            "algorithm_bytes_per_s": sums["sent_bytes"]
+            / sums["sized_s"].where(sums["sized_s"] > 0),
+            "bus_bytes_per_s": sums["bus_bytes"]
+            / sums["sized_s"].where(sums["sized_s"] > 0),
         }
     )
-    result = result.reset_index().sort_values("total_s", ascending=False, kind="stable").reset_index(drop=True)
+    result = (
+        result.reset_index()
+        .sort_values("total_s", ascending=False, kind="stable")
+        .reset_index(drop=True)
+    )
     return with_origin(result, every)
 
 
 def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
-    """Bandwidth of the `calls` that tell their size, what several ranks did together counting once.
+    """Bandwidth of the `calls` that tell their size, what several ranks did together
+    counting once.
 
-    collective, size_bytes (mean of the ranks), bus_bytes_per_s of the rank with the shortest time, which hardly waits,
-    and slowest_bytes_per_s of the one with the longest.
+    collective, size_bytes (mean of the ranks), bus_bytes_per_s of the rank with the
+    shortest time, which hardly waits, and slowest_bytes_per_s of the one with the
+    longest.
     """
     of_call = _with_every_call(table).groupby(["collective", "call"], sort=False)
     points = of_call.agg(
@@ -168,59 +257,98 @@ def _with_every_call(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
-    """What each call of `by_group` moved in its shortest time; bytes and sized_s only where both are known."""
+    """What each call of `by_group` moved in its shortest time; bytes and sized_s only
+    where both are known.
+    """
     of_call = table.groupby(["group", "collective", "call"], sort=False)
-    shortest = {"group_size": "max", "size_bytes": "mean", "duration_s": "min", "longest_s": "max", "skew_s": "first"}
-    each = of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
+    shortest = {
+        "group_size": "max",
+        "size_bytes": "mean",
+        "duration_s": "min",
+        "longest_s": "max",
+        "skew_s": "first",
+    }
+    each = (
+        of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
+    )
     each["transfer_s"] = each["transfer_s"].mask(
         (each["call"] < 0) & (each["transfer_s"] > each["longest_s"]), each["longest_s"]
     )
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
-    each["sized_s"], each["sent_bytes"] = each["transfer_s"].where(timed), each["size_bytes"].where(timed)
-    each["bus_bytes"] = each["sent_bytes"] * bus_factor(each["collective"], each["group_size"])
+    each["sized_s"], each["sent_bytes"] = (
+        each["transfer_s"].where(timed),
+        each["size_bytes"].where(timed),
+    )
+    each["bus_bytes"] = each["sent_bytes"] * bus_factor(
+        each["collective"], each["group_size"]
+    )
     return each
 
 
 def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     """`arrivals` from the table of calls."""
-    one_clock = timeline.meta.source == "simulated" or "clock_offsets_s" in timeline.meta.provenance
-    every, table = table, table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
-    spans = timeline.spans[["start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
-    start_ns, dur_ns, of_call = spans["start_ns"], spans["dur_ns"], table["call"]
+    one_clock = (
+        timeline.meta.source == "simulated"
+        or "clock_offsets_s" in timeline.meta.provenance
+    )
+    every = table
+    table = (
+        table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
+    )
+    spans = (
+        timeline.spans[["start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
+    )
+    start_ns = spans["start_ns"]
+    dur_ns = spans["dur_ns"]
+    of_call = table["call"]
     lateness_ns = start_ns if one_clock else -dur_ns
     last = lateness_ns.groupby(of_call).transform("idxmax").astype(np.int64)
     behind_ns = pd.Series(lateness_ns.to_numpy()[last] - lateness_ns)
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]
     table["wait_s"] = wait_ns / NS_PER_S
-    table["exposed_wait_s"] = exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
+    table["exposed_wait_s"] = (
+        exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
+    )
     table["skew_s"] = behind_ns.groupby(of_call).transform("max") / NS_PER_S
     return with_origin(table, every, by="start" if one_clock else "duration")
 
 
 def bus_factor(collective, group_size):
-    """Bytes on the busiest link per byte of message, for a group of n ranks (nccl-tests); both numbers or (n,)."""
+    """Bytes on the busiest link per byte of message, for a group of n ranks
+    (nccl-tests); both numbers or (n,).
+    """
     share = (group_size - 1) / group_size
-    one_way = np.where(np.isin(collective, ("all_gather", "reduce_scatter", "all_to_all")), share, 1.0)
+    one_way = np.where(
+        np.isin(collective, ("all_gather", "reduce_scatter", "all_to_all")), share, 1.0
+    )
     return np.where(collective == "all_reduce", 2 * share, one_way)
 
 
 def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """Number of the matched call of each row, -1 without; and which rows lack a partner that their group has."""
+    """Number of the matched call of each row, -1 without; and which rows lack a partner
+    that their group has.
+    """
     rank = table["rank"]
     peers = (table["source_rank"] >= 0) & (table["target_rank"] >= 0)
     ends = table["source_rank"].astype(str) + " > " + table["target_rank"].astype(str)
-    who, what = table["group"].where(~peers, ends), table["collective"].where(~peers, "send_recv")
+    who = table["group"].where(~peers, ends)
+    what = table["collective"].where(~peers, "send_recv")
     numbered = (table["sequence"] >= 0) & ~peers
-    step, sequence = table["step"].where(~numbered, -1), table["sequence"].where(numbered, -1)
-    key = table.groupby([who, what.where(~numbered, ""), step, sequence], sort=False).ngroup()
+    step = table["step"].where(~numbered, -1)
+    sequence = table["sequence"].where(numbered, -1)
+    key = table.groupby(
+        [who, what.where(~numbered, ""), step, sequence], sort=False
+    ).ngroup()
     turn = start_ns.groupby([key, rank]).rank(method="first").astype(np.int64)
     call = table.groupby([key, turn], sort=False).ngroup()
     size = key.groupby([key, rank]).transform("size")
     in_group = rank.groupby([who, what]).transform("nunique")
     complete = rank.groupby(key).transform("nunique") == in_group
     complete &= size.groupby(key).transform("min") == size.groupby(key).transform("max")
-    one_sided = table["collective"].isin(("send", "recv")) & ~peers  # to or from whom is not known
+    one_sided = (
+        table["collective"].isin(("send", "recv")) & ~peers
+    )  # to or from whom is not known
     met = rank.groupby(call).transform("nunique") > 1
     matched = met & (complete | numbered) & ~one_sided
     return call.where(matched, -1), ~matched & (in_group > 1)

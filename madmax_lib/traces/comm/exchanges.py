@@ -1,7 +1,9 @@
-"""Who sends how much to whom in an uneven all-to-all, and how unevenly do the ranks receive?
+"""Who sends how much to whom in an uneven all-to-all, and how unevenly do the ranks
+receive?
 
-Traces record the rows that a rank sends to each member of the group and gets from each (`In split size` and
-`Out split size` of all_to_allv, which experts and embedding tables use); all rows of a message are as long.
+Traces record the rows that a rank sends to each member of the group and gets from each
+(`In split size` and `Out split size` of all_to_allv, which experts and embedding tables
+use); all rows of a message are as long.
 """
 
 import numpy as np
@@ -15,39 +17,74 @@ __all__ = ["exchanges"]
 
 
 def exchanges(timeline: Timeline) -> pd.DataFrame:
-    """Bytes between each pair of ranks in uneven all-to-alls: group, source_rank, target_rank, calls, size_bytes.
+    """Bytes between each pair of ranks in uneven all-to-alls: group, source_rank,
+    target_rank, calls, size_bytes.
 
-    What a rank keeps for itself is in it. A pair is told by its sender, by its receiver where the timeline lacks the
-    sender. `.attrs["imbalance"]` has for each group how much the rank that gets most has of the mean, from the ranks
-    of the timeline: "mean" of the calls, weighted by their bytes, and the "worst". Empty without recorded splits.
+    What a rank keeps for itself is in it. A pair is told by its sender, by its receiver
+    where the timeline lacks the sender. `.attrs["imbalance"]` has for each group how
+    much the rank that gets most has of the mean, from the ranks of the timeline: "mean"
+    of the calls, weighted by their bytes, and the "worst". Empty without recorded
+    splits.
     """
     records = argument("timeline", timeline, Timeline).side_tables["calls"]
     recorded = ((records["in_splits"] != "") | (records["out_splits"] != "")).any()
     row = np.flatnonzero((timeline.spans["kind"] == "comm") & recorded)
-    told = call_metadata(timeline, row).assign(rank=timeline.spans["rank"].to_numpy()[row])
-    told = told[(told["collective"] == "all_to_all") & (told["in_splits"] + told["out_splits"] != "")]
-    turn = told.groupby(["group", "rank"])["sequence"].cumcount().where(told["sequence"] < 0, told["sequence"])
-    seen, rows = set(timeline.ranks), []
+    told = call_metadata(timeline, row).assign(
+        rank=timeline.spans["rank"].to_numpy()[row]
+    )
+    told = told[
+        (told["collective"] == "all_to_all")
+        & (told["in_splits"] + told["out_splits"] != "")
+    ]
+    turn = (
+        told.groupby(["group", "rank"])["sequence"]
+        .cumcount()
+        .where(told["sequence"] < 0, told["sequence"])
+    )
+    seen = set(timeline.ranks)
+    rows = []
     for call in told.assign(turn=turn).itertuples():
         ranks = members(call.group)
-        sent, got = (list(map(int, filter(None, text.split(",")))) for text in (call.in_splits, call.out_splits))
+        sent, got = (
+            list(map(int, filter(None, text.split(","))))
+            for text in (call.in_splits, call.out_splits)
+        )
         row_bytes = call.size_bytes / max(sum(sent), sum(got), 1)
         if not ranks or not {len(sent), len(got)} <= {0, len(ranks)}:
             continue
-        rows += [(call.group, call.turn, call.rank, to, n * row_bytes) for to, n in zip(ranks, sent, strict=False)]
+        rows += [
+            (call.group, call.turn, call.rank, to, n * row_bytes)
+            for to, n in zip(ranks, sent, strict=False)
+        ]
         others = ((n, at) for at, n in zip(ranks, got, strict=False) if at not in seen)
-        rows += [(call.group, call.turn, at, call.rank, n * row_bytes) for n, at in others]
-    table = pd.DataFrame(rows, columns=["group", "turn", "source_rank", "target_rank", "size_bytes"])
+        rows += [
+            (call.group, call.turn, at, call.rank, n * row_bytes) for n, at in others
+        ]
+    table = pd.DataFrame(
+        rows, columns=["group", "turn", "source_rank", "target_rank", "size_bytes"]
+    )
     by_pair = table.groupby(["group", "source_rank", "target_rank"])["size_bytes"]
     pairs = by_pair.agg(calls="size", size_bytes="sum").reset_index()
     by_group = table[table["source_rank"].isin(seen)].groupby("group")
-    return with_origin(pairs, timeline, imbalance={group: _imbalance(part) for group, part in by_group})
+    return with_origin(
+        pairs, timeline, imbalance={group: _imbalance(part) for group, part in by_group}
+    )
 
 
 def _imbalance(table: pd.DataFrame) -> dict[str, float]:
-    got = table.pivot_table(index="turn", columns="target_rank", values="size_bytes", aggfunc="sum", fill_value=0.0)
+    got = table.pivot_table(
+        index="turn",
+        columns="target_rank",
+        values="size_bytes",
+        aggfunc="sum",
+        fill_value=0.0,
+    )
     got = got[got.sum(axis=1) > 0].to_numpy()
     if not len(got):
         return {"mean": float("nan"), "worst": float("nan")}
-    largest, mean = got.max(axis=1), got.mean(axis=1)
-    return {"mean": float(largest.sum() / mean.sum()), "worst": float((largest / mean).max())}
+    largest = got.max(axis=1)
+    mean = got.mean(axis=1)
+    return {
+        "mean": float(largest.sum() / mean.sum()),
+        "worst": float((largest / mean).max()),
+    }

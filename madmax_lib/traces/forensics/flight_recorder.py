@@ -1,8 +1,10 @@
-"""Which rank does not come, calls something else, or comes late? Dumps of PyTorch's flight recorder of collectives.
+"""Which rank does not come, calls something else, or comes late? Dumps of PyTorch's
+flight recorder of collectives.
 
-c10d keeps the last calls of each process and writes them when a collective times out (TORCH_FR_BUFFER_SIZE,
-TORCH_NCCL_DUMP_ON_TIMEOUT) or when asked: one pickle or JSON file per rank, whose rank only its name tells. Calls are
-joined by group and sequence number; what most ranks of a group call is taken as right.
+c10d keeps the last calls of each process and writes them when a collective times out
+(TORCH_FR_BUFFER_SIZE, TORCH_NCCL_DUMP_ON_TIMEOUT) or when asked: one pickle or JSON
+file per rank, whose rank only its name tells. Calls are joined by group and sequence
+number; what most ranks of a group call is taken as right.
 """
 
 import ast
@@ -19,78 +21,149 @@ from madmax_lib.traces.forensics.plain_pickles import load_plain
 
 __all__ = ["flight_calls", "flight_findings", "lateness"]
 
-_CALL = ["group", "ranks", "sequence"]  # what ranks have in common when they make one call
-_OWN_SIZES = {"all_to_all", "alltoall", "alltoall_base", "scatter", "gather"}  # may differ from rank to rank
+_CALL = [
+    "group",
+    "ranks",
+    "sequence",
+]  # what ranks have in common when they make one call
+_OWN_SIZES = {
+    "all_to_all",
+    "alltoall",
+    "alltoall_base",
+    "scatter",
+    "gather",
+}  # may differ from rank to rank
 _WAITING = ("scheduled", "started")
 
 
 def flight_calls(folder: str | Path) -> pd.DataFrame:
-    """Calls in the dumps of a folder, one row per rank and call in the order of the rank.
+    """Calls in the dumps of a folder, one row per rank and call in the order of the
+    rank.
 
-    rank; group: name and description; ranks: its members as text, "0,1"; sequence: of the call in its group, counted
-    from 0 or 1; p2p: whether between two ranks; backend, collective; input_sizes, output_sizes, dtypes: as text; done:
-    completed, or retired where the backend (gloo) does not tell; created_s, completed_s: since 1970 on the clock of
-    its host, completed when the watchdog saw it, NaN where unknown; duration_s: of the device; frame: where in the
-    user's code it was called.
-    Raises ValueError naming a file that is no dump, and FileNotFoundError and ValueError for no folder and no dumps.
+    rank; group: name and description; ranks: its members as text, "0,1"; sequence: of
+    the call in its group, counted from 0 or 1; p2p: whether between two ranks; backend,
+    collective; input_sizes, output_sizes, dtypes: as text; done: completed, or retired
+    where the backend (gloo) does not tell; created_s, completed_s: since 1970 on the
+    clock of its host, completed when the watchdog saw it, NaN where unknown;
+    duration_s: of the device; frame: where in the user's code it was called. Raises
+    ValueError naming a file that is no dump, and FileNotFoundError and ValueError for
+    no folder and no dumps.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such directory of dumps, one per rank")
     dumps = {}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and (number := re.search(r"(\d+)(?:\.json)?$", path.name)) and not path.name.startswith("."):
+        if (
+            path.is_file()
+            and (number := re.search(r"(\d+)(?:\.json)?$", path.name))
+            and not path.name.startswith(".")
+        ):
             if (rank := int(number[1])) in dumps:
-                raise ValueError(f"{folder}: two dumps of rank {rank}; keep those of one moment in a folder")
+                raise ValueError(
+                    f"{folder}: two dumps of rank {rank}; keep those of one moment "
+                    "in a folder"
+                )
             dumps[rank] = _entries(path)
     if not dumps:
-        raise ValueError(f"{folder}: no dumps; their names end in the rank, such as nccl_trace_rank_0")
+        raise ValueError(
+            f"{folder}: no dumps; their names end in the rank, such as "
+            "nccl_trace_rank_0"
+        )
     try:
-        rows = [_row(rank, entry, groups) for rank, (entries, groups) in dumps.items() for entry in entries]
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as reason:
-        raise ValueError(f"{folder}: no dumps of a flight recorder, an entry is damaged ({reason!r})") from None
+        rows = [
+            _row(rank, entry, groups)
+            for rank, (entries, groups) in dumps.items()
+            for entry in entries
+        ]
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as reason:
+        raise ValueError(
+            f"{folder}: no dumps of a flight recorder, an entry is damaged ({reason!r})"
+        ) from None
     if not rows:
-        raise ValueError(f"{folder}: the dumps hold no calls; set TORCH_FR_BUFFER_SIZE=2000 before the run")
+        raise ValueError(
+            f"{folder}: the dumps hold no calls; set TORCH_FR_BUFFER_SIZE=2000 "
+            "before the run"
+        )
     calls = pd.DataFrame(rows)
-    seen = calls.groupby("group")["rank"].agg(lambda ranks: ",".join(map(str, sorted(set(ranks)))))
-    calls["ranks"] = calls["ranks"].where(calls["ranks"] != "", calls["group"].map(seen))  # gloo's groups tell none
+    seen = calls.groupby("group")["rank"].agg(
+        lambda ranks: ",".join(map(str, sorted(set(ranks))))
+    )
+    calls["ranks"] = calls["ranks"].where(
+        calls["ranks"] != "", calls["group"].map(seen)
+    )  # gloo's groups tell none
     calls.attrs["dumped"] = sorted(dumps)
     return calls
 
 
 def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
-    """What keeps a job from going on, causes first; empty where the ranks agree and all is done.
+    """What keeps a job from going on, causes first; empty where the ranks agree and all
+    is done.
 
-    finding: no dump, missing (did not make the call), other call, other sizes, other dtype, other order, not done,
-    unpaired (a send without its receive, or the other way). ranks: whom it blames, the fewer ones; both sides where
-    they are as many. group, sequence: the first call concerned. cause: whether the blamed wait for nobody else.
+    finding: no dump, missing (did not make the call), other call, other sizes, other
+    dtype, other order, not done, unpaired (a send without its receive, or the other
+    way). ranks: whom it blames, the fewer ones; both sides where they are as many.
+    group, sequence: the first call concerned. cause: whether the blamed wait for nobody
+    else.
     text: the sentence for people. frame: where the blamed are, or were last.
     """
-    dumped, findings = calls.attrs["dumped"], []
-    members = {int(rank) for ranks in calls["ranks"].unique() for rank in ranks.split(",")}
+    dumped = calls.attrs["dumped"]
+    findings = []
+    members = {
+        int(rank) for ranks in calls["ranks"].unique() for rank in ranks.split(",")
+    }
     if silent := sorted(members - set(dumped)):
-        findings.append(_finding("no dump", silent, "", -1, f"no dump of {_ranks(silent)}: it may have died", calls))
+        findings.append(
+            _finding(
+                "no dump",
+                silent,
+                "",
+                -1,
+                f"no dump of {_ranks(silent)}: it may have died",
+                calls,
+            )
+        )
     for _, group in calls[~calls["p2p"]].groupby(["group", "ranks"], sort=False):
         findings += _of_group(group, set(dumped), calls)
     for _, group in calls[calls["p2p"]].groupby("group", sort=False):
         findings += _unpaired(group, calls)
-    table = pd.DataFrame(findings, columns=["finding", "ranks", "group", "sequence", "text", "frame"])
-    waits = [_waits_elsewhere(calls, ranks, group) for ranks, group in zip(table["ranks"], table["group"], strict=True)]
+    table = pd.DataFrame(
+        findings, columns=["finding", "ranks", "group", "sequence", "text", "frame"]
+    )
+    waits = [
+        _waits_elsewhere(calls, ranks, group)
+        for ranks, group in zip(table["ranks"], table["group"], strict=True)
+    ]
     table.insert(4, "cause", ~np.array(waits, dtype=bool))
     return table.sort_values("cause", ascending=False, kind="stable", ignore_index=True)
 
 
 def lateness(calls: pd.DataFrame) -> pd.DataFrame:
-    """How much later than the first rank of its group does each rank call, the latest on average first?
+    """How much later than the first rank of its group does each rank call, the latest
+    on average first?
 
-    rank, group; calls: made by all ranks of the group; mean_s, median_s, max_s. Clocks of hosts are shifted by the
-    median difference of the ends of collectives, where the dumps tell them; else they are taken as they are.
+    rank, group; calls: made by all ranks of the group; mean_s, median_s, max_s. Clocks
+    of hosts are shifted by the median difference of the ends of collectives, where the
+    dumps tell them; else they are taken as they are.
     """
     shared = calls[~calls["p2p"]].drop_duplicates(["rank", *_CALL])
     size = shared["ranks"].str.count(",") + 1
-    shared = shared[(size > 1) & (size == shared.groupby(_CALL)["rank"].transform("size"))].assign(size=size)
-    world = shared[shared["size"] == shared["size"].max()]  # smaller groups may lie on one host
-    ends = world["completed_s"] - world.groupby(_CALL)["completed_s"].transform("median")
+    shared = shared[
+        (size > 1) & (size == shared.groupby(_CALL)["rank"].transform("size"))
+    ].assign(size=size)
+    world = shared[
+        shared["size"] == shared["size"].max()
+    ]  # smaller groups may lie on one host
+    ends = world["completed_s"] - world.groupby(_CALL)["completed_s"].transform(
+        "median"
+    )
     clock_s = ends.groupby(world["rank"]).median()
     shared["late_s"] = shared["created_s"] - shared["rank"].map(clock_s).fillna(0.0)
     shared["late_s"] -= shared.groupby(_CALL)["late_s"].transform("min")
@@ -102,14 +175,29 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
 def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame) -> list[dict]:
     """Findings of one group, at its first call that is not as it should be."""
     ranks = sorted({int(rank) for rank in group["ranks"].iloc[0].split(",")} & dumped)
-    begin = group.groupby("rank")["sequence"].min().max()  # older calls have left the buffer of some rank
-    name, last = group["group"].iloc[0], group.groupby("rank")["sequence"].max()
+    begin = (
+        group.groupby("rank")["sequence"].min().max()
+    )  # older calls have left the buffer of some rank
+    name = group["group"].iloc[0]
+    last = group.groupby("rank")["sequence"].max()
     for sequence, call in group[group["sequence"] >= begin].groupby("sequence"):
         absent = [rank for rank in ranks if last.get(rank, -1) < sequence]
         open_ = sorted(call.loc[~call["done"], "rank"])
         if absent and open_:
-            text = f"{_ranks(absent)} did not call {_most(call['collective'])}, number {sequence} of {name}; "
-            return [_finding("missing", absent, name, sequence, f"{text}waiting: {_ranks(open_)}", calls)]
+            text = (
+                f"{_ranks(absent)} did not call {_most(call['collective'])}, "
+                f"number {sequence} of {name}; "
+            )
+            return [
+                _finding(
+                    "missing",
+                    absent,
+                    name,
+                    sequence,
+                    f"{text}waiting: {_ranks(open_)}",
+                    calls,
+                )
+            ]
         for finding, column in (
             ("other call", "collective"),
             ("other dtype", "dtypes"),
@@ -119,45 +207,95 @@ def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame) -> lis
                 continue
             if call[column].nunique() > 1:
                 return [_mismatch(finding, column, call, group, calls)]
-        if open_ and len(open_) < len(call) and not absent and (group["sequence"] <= sequence).all():
-            text = f"{_ranks(open_)} has not finished {_most(call['collective'])}, number {sequence} of {name}"
-            return [_finding("not done", open_, name, sequence, f"{text}; the other ranks have", calls)]
+        if (
+            open_
+            and len(open_) < len(call)
+            and not absent
+            and (group["sequence"] <= sequence).all()
+        ):
+            text = (
+                f"{_ranks(open_)} has not finished {_most(call['collective'])}, "
+                f"number {sequence} of {name}"
+            )
+            return [
+                _finding(
+                    "not done",
+                    open_,
+                    name,
+                    sequence,
+                    f"{text}; the other ranks have",
+                    calls,
+                )
+            ]
     return []
 
 
-def _mismatch(finding: str, column: str, call: pd.DataFrame, group: pd.DataFrame, calls: pd.DataFrame) -> dict:
-    """One call on which ranks differ: the fewer are blamed, or all where there is no majority."""
-    name, sequence = call["group"].iloc[0], int(call["sequence"].iloc[0])
+def _mismatch(
+    finding: str,
+    column: str,
+    call: pd.DataFrame,
+    group: pd.DataFrame,
+    calls: pd.DataFrame,
+) -> dict:
+    """One call on which ranks differ: the fewer are blamed, or all where there is no
+    majority.
+    """
+    name = call["group"].iloc[0]
+    sequence = int(call["sequence"].iloc[0])
     counts = Counter(call[column]).most_common()
     tie = counts[0][1] == counts[1][1]
-    odd = sorted(call["rank"] if tie else call.loc[call[column] != counts[0][0], "rank"])
-    sides = [f"{_ranks(sorted(call.loc[call[column] == value, 'rank']))} {value}" for value, _ in counts]
+    odd = sorted(
+        call["rank"] if tie else call.loc[call[column] != counts[0][0], "rank"]
+    )
+    sides = [
+        f"{_ranks(sorted(call.loc[call[column] == value, 'rank']))} {value}"
+        for value, _ in counts
+    ]
     if finding == "other call" and not tie:
         after = group[group["sequence"] == sequence + 1].set_index("rank")["collective"]
         own = call.set_index("rank")["collective"]
-        if all(after.get(rank) == counts[0][0] for rank in odd) and any(after.get(r) == own[odd[0]] for r in own.index):
+        if all(after.get(rank) == counts[0][0] for rank in odd) and any(
+            after.get(r) == own[odd[0]] for r in own.index
+        ):
             finding = "other order"
     where = call["collective"].iloc[0] if column != "collective" else "call"
-    return _finding(finding, odd, name, sequence, f"{where} number {sequence} of {name}: {', '.join(sides)}", calls)
+    return _finding(
+        finding,
+        odd,
+        name,
+        sequence,
+        f"{where} number {sequence} of {name}: {', '.join(sides)}",
+        calls,
+    )
 
 
 def _unpaired(group: pd.DataFrame, calls: pd.DataFrame) -> list[dict]:
     """Sends and receives that are still open and lack the other side, by pair in order."""
     pairs = group["collective"].str.extract(r"^(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
-    own, other = pairs[1].astype(float), pairs[2].astype(float)
+    own = pairs[1].astype(float)
+    other = pairs[2].astype(float)
     sends = pairs[0] == "send"
-    source, target = own.where(sends, other), other.where(sends, own)
+    source = own.where(sends, other)
+    target = other.where(sends, own)
     findings = []
     for (start, end), rows in group.groupby([source, target]):
         count = int(sends[rows.index].sum()) * 2 - len(rows)
         late = rows[(sends[rows.index] == (count > 0)) & ~rows["done"]]
         if count and len(late):
-            what = "a send without its receive" if count > 0 else "a receive without its send"
+            what = (
+                "a send without its receive"
+                if count > 0
+                else "a receive without its send"
+            )
             text = f"{what} from {start:.0f} to {end:.0f} of {group['group'].iloc[0]}"
             members = [int(rank) for rank in rows["ranks"].iloc[0].split(",")]
             blamed = [members[int(end if count > 0 else start)]]
             sequence = int(late["sequence"].iloc[0])
-            findings.append(_finding("unpaired", blamed, group["group"].iloc[0], sequence, text, calls))
+            findings.append(
+                _finding(
+                    "unpaired", blamed, group["group"].iloc[0], sequence, text, calls
+                )
+            )
     return findings
 
 
@@ -167,8 +305,19 @@ def _waits_elsewhere(calls: pd.DataFrame, ranks: str, group: str) -> bool:
     return bool(group) and {int(rank) for rank in ranks.split(",")} <= stuck
 
 
-def _finding(finding: str, ranks: list[int], group: str, sequence: int, text: str, calls: pd.DataFrame) -> dict:
-    frames = calls.loc[calls["rank"].isin(ranks) & (calls["frame"] != "")].groupby("rank")["frame"].last()
+def _finding(
+    finding: str,
+    ranks: list[int],
+    group: str,
+    sequence: int,
+    text: str,
+    calls: pd.DataFrame,
+) -> dict:
+    frames = (
+        calls.loc[calls["rank"].isin(ranks) & (calls["frame"] != "")]
+        .groupby("rank")["frame"]
+        .last()
+    )
     return {
         "finding": finding,
         "ranks": ",".join(map(str, ranks)),
@@ -193,14 +342,24 @@ def _entries(path: Path) -> tuple[list[dict], dict]:
         try:
             dump = json.loads(path.read_bytes())
         except ValueError as reason:
-            raise ValueError(f"{path}: no JSON of a flight recorder ({reason})") from None
+            raise ValueError(
+                f"{path}: no JSON of a flight recorder ({reason})"
+            ) from None
     else:
         dump = load_plain(path)
-    entries = dump if isinstance(dump, list) else dump.get("entries") if isinstance(dump, dict) else None
+    entries = (
+        dump
+        if isinstance(dump, list)
+        else dump.get("entries")
+        if isinstance(dump, dict)
+        else None
+    )
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "profiling_name" in entry for entry in entries
     ):
-        raise ValueError(f"{path}: no dump of a flight recorder, it has no list of entries")
+        raise ValueError(
+            f"{path}: no dump of a flight recorder, it has no list of entries"
+        )
     groups = dump.get("pg_config", {}) if isinstance(dump, dict) else {}
     return entries, groups if isinstance(groups, dict) else {}
 
@@ -210,18 +369,25 @@ def _row(rank: int, entry: dict, groups: dict) -> dict:
     config = groups.get(group[0])
     members = config.get("ranks", "") if isinstance(config, dict) else ""
     try:
-        members = ",".join(str(int(member)) for member in ast.literal_eval(members or "[]"))
+        members = ",".join(
+            str(int(member)) for member in ast.literal_eval(members or "[]")
+        )
     except (ValueError, SyntaxError, TypeError):
         members = ""
     backend, _, collective = entry["profiling_name"].partition(":")
     frames = entry.get("frames") or []
-    frames = [frame for frame in frames if not frame["filename"].startswith("torch/")] or frames
+    frames = [
+        frame for frame in frames if not frame["filename"].startswith("torch/")
+    ] or frames
     duration_ms = entry.get("duration_ms")
     return {
         "rank": rank,
         "group": " ".join(part for part in map(str, group) if part),
         "ranks": members,
-        "sequence": int(entry.get("collective_seq_id" if not entry.get("is_p2p") else "p2p_seq_id") or 0),
+        "sequence": int(
+            entry.get("collective_seq_id" if not entry.get("is_p2p") else "p2p_seq_id")
+            or 0
+        ),
         "p2p": bool(entry.get("is_p2p")),
         "backend": backend,
         "collective": collective.removeprefix("_"),

@@ -1,7 +1,9 @@
-"""Which line, module and phase asked for memory? Call stacks of snapshots, numbered and named.
+"""Which line, module and phase asked for memory? Call stacks of snapshots, numbered and
+named.
 
-The phase is the first that any frame tells: optimizer (a line of torch.optim), backward (autograd's engine), forward (a
-function of this name), initialization (a constructor, loading); "other" where none does.
+The phase is the first that any frame tells: optimizer (a line of torch.optim), backward
+(autograd's engine), forward (a function of this name), initialization (a constructor,
+loading); "other" where none does.
 """
 
 import re
@@ -12,17 +14,27 @@ import pandas as pd
 
 __all__ = ["Stacks"]
 
-_LINES, _SAMPLED = 3, 8  # lines of a stack that tell it from others; each so manyth frame finds those like it
+# lines of a stack that tell it from others; each so manyth frame finds those like it
+_LINES = 3
+_SAMPLED = 8
 _PLAIN = {str, int, type(None)}
-_PLUMBING = re.compile(r"torch/(nn/modules/module|utils/_contextlib|autograd/function)\.py|<frozen ")
+_PLUMBING = re.compile(
+    r"torch/(nn/modules/module|utils/_contextlib|autograd/function)\.py|<frozen "
+)
 _PHASES = {
     "optimizer": r"torch/optim/|optim.*:\d+ (step|_init_group)$",
     "backward": r"torch::autograd::Engine::|_engine_run_backward|[ :]backward$",
     "forward": r" forward$",
-    "initialization": r" (__init__|_apply|load_state_dict|from_pretrained|_materialize|init_weights)$",
+    "initialization": (
+        r" "
+        r"(__init__|_apply|load_state_dict|from_pretrained|_materialize|init_weights)$"
+    ),
 }
-_PHASE = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PHASES.items()))
-_GRADIENT, _OPERATOR = re.compile(r"autograd::generated::(\w+)::apply"), re.compile(r"at::_ops::(\w+?)(_\w+)?::")
+_PHASE = re.compile(
+    "|".join(f"(?P<{name}>{pattern})" for name, pattern in _PHASES.items())
+)
+_GRADIENT = re.compile(r"autograd::generated::(\w+)::apply")
+_OPERATOR = re.compile(r"at::_ops::(\w+?)(_\w+)?::")
 
 
 class _Mark:
@@ -35,7 +47,9 @@ class _Mark:
 
 
 class Stacks:
-    """Numbers of stacks and of texts. Lists of frames that are given are emptied but for a mark of their number."""
+    """Numbers of stacks and of texts. Lists of frames that are given are emptied but
+    for a mark of their number.
+    """
 
     def __init__(self):
         self.texts: dict[str, int] = {}
@@ -52,10 +66,14 @@ class Stacks:
         if not frames:
             return -1
         if type(frames[0]) is not _Mark:
-            likely = self._known.setdefault((len(frames), *map(id, frames[::_SAMPLED])), [])
+            likely = self._known.setdefault(
+                (len(frames), *map(id, frames[::_SAMPLED])), []
+            )
             mark = next((mark for known, mark in likely if known == frames), None)
             if not mark:
-                mark = self._stacks.setdefault(tuple(map(self._line, frames)), _Mark(len(self._stacks)))
+                mark = self._stacks.setdefault(
+                    tuple(map(self._line, frames)), _Mark(len(self._stacks))
+                )
                 likely.append((frames[:], mark))
             frames[:] = [mark]
         return frames[0].number
@@ -69,18 +87,32 @@ class Stacks:
             if not {type(value) for value in frame.values()} <= _PLAIN:
                 raise TypeError("a frame with other than texts and numbers")
             line = f"{frame['filename']}:{frame['line']} {frame['name']}"
-            self._lines[id(frame)] = frame, line  # the frame too: its identity is another's once it is gone
+            self._lines[id(frame)] = (
+                frame,
+                line,
+            )  # the frame too: its identity is another's once it is gone
         return self._lines[id(frame)][1]
 
     def table(self) -> pd.DataFrame:
-        """A row for each number: site, module, phase, frames (as text, the innermost first)."""
-        rows = [(_site(lines), _module(lines), _phase(lines), lines) for lines in self._stacks]
+        """A row for each number: site, module, phase, frames (as text, the innermost
+        first).
+        """
+        rows = [
+            (_site(lines), _module(lines), _phase(lines), lines)
+            for lines in self._stacks
+        ]
         return pd.DataFrame(rows, columns=["site", "module", "phase", "frames"])
 
 
 def _site(lines: tuple[str, ...]) -> str:
-    """The innermost lines of Python, else the gradient or the operator that the frames of C++ name."""
-    python = [_short(line) for line in lines if _is_python(line) and not _PLUMBING.search(line)]
+    """The innermost lines of Python, else the gradient or the operator that the frames
+    of C++ name.
+    """
+    python = [
+        _short(line)
+        for line in lines
+        if _is_python(line) and not _PLUMBING.search(line)
+    ]
     gradient = _first(_GRADIENT, lines)
     if python:
         return " < ".join([*([gradient] if gradient else []), *python[:_LINES]])

@@ -1,8 +1,10 @@
-"""What does a pickle of others hold? Plain containers and values only, as it may name nothing to execute.
+"""What does a pickle of others hold? Plain containers and values only, as it may name
+nothing to execute.
 
-Python's own unpickler builds the objects, and each opcode is checked before a byte of it gets there: only those that
-make dictionaries, lists, tuples, texts and numbers pass (protocols 2 to 5), with sizes and numbers that the file bears
-out, so that no few bytes ask for much memory. A global is refused by its name.
+Python's own unpickler builds the objects, and each opcode is checked before a byte of
+it gets there: only those that make dictionaries, lists, tuples, texts and numbers pass
+(protocols 2 to 5), with sizes and numbers that the file bears out, so that no few bytes
+ask for much memory. A global is refused by its name.
 """
 
 import contextlib
@@ -19,9 +21,17 @@ from isal import igzip
 
 __all__ = ["load_plain"]
 
-_BLOCK, _LARGEST = 1 << 20, 1 << 24  # bytes read at once; of a text or a frame: Python's own frames have 64 KiB
-_TUPLES = 1 << 16  # of other than two numbers: so many inside one another can still be hashed without a crash
-_NAMES, _STOP = b"ci\x93", 0x2E  # the unpickler asks for the global of a name, and is refused it
+# bytes read at once; of a text or a frame: Python's own frames have 64 KiB
+_BLOCK = 1 << 20
+_LARGEST = 1 << 24
+_TUPLES = (
+    1 << 16
+    # of other than two numbers: so many inside one another can still be hashed without a
+    # crash
+)
+# the unpickler asks for the global of a name, and is refused it
+_NAMES = b"ci\x93"
+_STOP = 0x2E
 _SIZED = {
     0x8C: 2,
     0x58: 5,
@@ -30,10 +40,14 @@ _SIZED = {
     0x80: 2,
 }  # text, long text, frame, memo put, protocol: bytes with argument
 _MOST = {0x72: 0, 0x80: 5}  # largest argument; of a memo put it is the bytes before it
-_SHORT, _LONGEST = b"hjKJMGq\x8a", 18  # opcodes of `_PLAIN` with an argument, and bytes of the longest
+# opcodes of `_PLAIN` with an argument, and bytes of the longest
+_SHORT = b"hjKJMGq\x8a"
+_LONGEST = 18
 _LONGS = b"|".join(b"\x8a%c.{%d}" % (size, size) for size in range(_LONGEST - 1))
 _PLAIN = re.compile(
-    rb"(?:(?:h.)++|(?:j....)++|[\x94(}\])uaesN\x88\x89]++|(?:K.){2}\x86|K.|J....|M..|G.{8}|q.|" + _LONGS + rb")++",
+    rb"(?:(?:h.)++|(?:j....)++|[\x94(}\])uaesN\x88\x89]++|(?:K.){2}\x86|K.|J....|M..|G.{8}|q.|"
+    + _LONGS
+    + rb")++",
     re.DOTALL,
 )
 """Opcodes that ask for nothing, with their arguments; possessive, as what matched once needs no other try."""
@@ -41,18 +55,25 @@ _PLAIN = re.compile(
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str):
-        raise ValueError(f"it names {module}.{name}, which a record of plain values does not")
+        raise ValueError(
+            f"it names {module}.{name}, which a record of plain values does not"
+        )
 
     def persistent_load(self, key):
         raise ValueError("it refers to objects outside of the file")
 
 
 class _Checked(io.RawIOBase):
-    """Bytes of a pickle, handed on as far as their opcodes have been checked; `between` is called before each block."""
+    """Bytes of a pickle, handed on as far as their opcodes have been checked; `between`
+    is called before each block.
+    """
 
     def __init__(self, file: BinaryIO, between: Callable[[], None]):
-        self._file, self._between = file, between
-        self._ready, self._rest, self._ended = memoryview(b""), b"", False
+        self._file = file
+        self._between = between
+        self._ready = memoryview(b"")
+        self._rest = b""
+        self._ended = False
         self._place = self._skip = self._tuples = 0
 
     def readable(self) -> bool:
@@ -64,46 +85,70 @@ class _Checked(io.RawIOBase):
             if block := self._file.read(_BLOCK):
                 self._check(self._rest + block)
             else:  # a part of an opcode, which the unpickler finds cut
-                self._ready, self._ended = memoryview(self._rest), True
+                self._ready = memoryview(self._rest)
+                self._ended = True
         size = min(len(target), len(self._ready))
-        target[:size], self._ready = self._ready[:size], self._ready[size:]
+        target[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
         return size
 
     def _check(self, data: bytes) -> None:
-        """Find out how far these bytes may be handed on; an opcode without its whole argument waits for more."""
+        """Find out how far these bytes may be handed on; an opcode without its whole
+        argument waits for more.
+        """
         at = self._skip
         while at < len(data) and not self._ended:
             if plain := _PLAIN.match(data, at):
                 at = plain.end()
-            elif len(data) - at < (_LONGEST if data[at] in _SHORT else _SIZED.get(data[at], 1)):
+            elif len(data) - at < (
+                _LONGEST if data[at] in _SHORT else _SIZED.get(data[at], 1)
+            ):
                 break
             elif data[at] in _NAMES:
-                self._ended, at = True, len(data)
+                self._ended = True
+                at = len(data)
             else:
                 self._ended = data[at] == _STOP
-                at += self._size(data[at], data[at + 1 : at + _SIZED.get(data[at], 1)], self._place + at)
+                at += self._size(
+                    data[at],
+                    data[at + 1 : at + _SIZED.get(data[at], 1)],
+                    self._place + at,
+                )
         whole = min(at, len(data))
-        self._ready, self._rest = memoryview(data)[:whole], data[whole:]
+        self._ready = memoryview(data)[:whole]
+        self._rest = data[whole:]
         self._skip, self._place = at - whole, self._place + whole
 
     def _size(self, opcode: int, argument: bytes, place: int) -> int:
-        """Bytes of an opcode that is not in `_PLAIN`. ValueError where it has no place in plain values, or too much."""
+        """Bytes of an opcode that is not in `_PLAIN`. ValueError where it has no place
+        in plain values, or too much.
+        """
         if opcode in b"\x85\x86\x87t":
             self._tuples += 1
         elif opcode != _STOP and opcode not in _SIZED:
             import pickletools
 
-            name = pickletools.code2op[chr(opcode)].name if chr(opcode) in pickletools.code2op else opcode
-            raise ValueError(f"byte {place} is {name}, which a record of plain values does not have")
+            name = (
+                pickletools.code2op[chr(opcode)].name
+                if chr(opcode) in pickletools.code2op
+                else opcode
+            )
+            raise ValueError(
+                f"byte {place} is {name}, which a record of plain values does not have"
+            )
         number = int.from_bytes(argument, "little")
         if self._tuples > _TUPLES or number > (_MOST.get(opcode, _LARGEST) or place):
-            raise ValueError(f"byte {place} asks for more than a record of plain values does")
+            raise ValueError(
+                f"byte {place} asks for more than a record of plain values does"
+            )
         return 1 + len(argument) + (number if opcode in (0x8C, 0x58) else 0)
 
 
 @contextlib.contextmanager
 def _without_collection():
-    """No search for cycles while millions of objects are made, none of which is garbage."""
+    """No search for cycles while millions of objects are made, none of which is
+    garbage.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,11 +158,15 @@ def _without_collection():
             gc.enable()
 
 
-def load_plain(path: Path, between: Callable[[pickle.Unpickler], None] | None = None) -> Any:
-    """Content of a pickle of dictionaries, lists, texts and numbers, of protocols 2 to 5, also packed by gzip or xz.
+def load_plain(
+    path: Path, between: Callable[[pickle.Unpickler], None] | None = None
+) -> Any:
+    """Content of a pickle of dictionaries, lists, texts and numbers, of protocols 2 to
+    5, also packed by gzip or xz.
 
-    between: called with the unpickler before each MiB, so that what has been read can be emptied.
-    Raises ValueError with file and reason for anything else: globals, objects by reference, other bytes, a cut file.
+    between: called with the unpickler before each MiB, so that what has been read can
+    be emptied. Raises ValueError with file and reason for anything else: globals,
+    objects by reference, other bytes, a cut file.
     """
     try:
         with open(path, "rb") as file:
@@ -130,8 +179,12 @@ def load_plain(path: Path, between: Callable[[pickle.Unpickler], None] | None = 
                 try:
                     return unpickler.load()
                 finally:
-                    unpickler = None  # it knows all objects, and what it reads from knows it
+                    unpickler = (
+                        None  # it knows all objects, and what it reads from knows it
+                    )
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise
-        raise ValueError(f"{path}: no record of plain values ({reason or type(reason).__name__})") from None
+        raise ValueError(
+            f"{path}: no record of plain values ({reason or type(reason).__name__})"
+        ) from None

@@ -1,7 +1,9 @@
-"""What did the CUDA caching allocator do, and what does it hold? Files of `torch.cuda.memory._dump_snapshot`.
+"""What did the CUDA caching allocator do, and what does it hold? Files of
+`torch.cuda.memory._dump_snapshot`.
 
-Events are turned into columns while the file is read, and their dictionaries emptied: a million of them would need a
-gigabyte otherwise. Stacks are told apart by the identity of their frames, which the file shares.
+Events are turned into columns while the file is read, and their dictionaries emptied: a
+million of them would need a gigabyte otherwise. Stacks are told apart by the identity
+of their frames, which the file shares.
 """
 
 import re
@@ -26,11 +28,21 @@ from madmax_lib.traces.read.files import rank_in_name
 
 __all__ = ["Snapshot", "of_device", "read_snapshot"]
 
-_KEYS = {"action": ("action", ""), "address": ("addr", None), "size_bytes": ("size", 0), "stream": ("stream", 0)}
+_KEYS = {
+    "action": ("action", ""),
+    "address": ("addr", None),
+    "size_bytes": ("size", 0),
+    "stream": ("stream", 0),
+}
 _KEYS |= {"time_us": ("time_us", -1), "frames": ("frames", None)}
-_CODES = defaultdict(lambda: len(ACTIONS) - 1, {action: code for code, action in enumerate(ACTIONS)})
+_CODES = defaultdict(
+    lambda: len(ACTIONS) - 1, {action: code for code, action in enumerate(ACTIONS)}
+)
 _SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".pickle.xz", ".pkl.xz")
-_TYPES = {"action": "int8", **dict.fromkeys(("address", "size_bytes", "stream", "time_us"), "int64")}
+_TYPES = {
+    "action": "int8",
+    **dict.fromkeys(("address", "size_bytes", "stream", "time_us"), "int64"),
+}
 _TYPES |= {"stack": "int32", "metadata": "int32"}
 
 
@@ -38,13 +50,17 @@ _TYPES |= {"stack": "int32", "metadata": "int32"}
 class Snapshot:
     """Memory of the GPUs of one or more ranks.
 
-    events: rank, device, action (alloc, free_requested, segment_map, oom ... or other), address, size_bytes, stream,
-    time_us (-1 where unknown), stack, metadata; oldest first by rank and device. The address of an oom is the bytes
-    that the device had free.
-    blocks: what the segments were divided into at the end: rank, device, segment, segment_bytes, pool (small, large),
-    stream, expandable, address, size_bytes, requested_bytes (-1 where unknown), state, stack.
-    stacks: site (the innermost lines), module, phase and frames of each number; -1 is none.
-    metadata: the texts of its numbers: `_set_memory_metadata`, or what torch.compile was at.
+    events: rank, device, action (alloc, free_requested, segment_map, oom ... or other),
+    address, size_bytes, stream, time_us (-1 where unknown), stack, metadata; oldest
+    first by rank and device. The address of an oom is the bytes that the device had
+    free.
+    blocks: what the segments were divided into at the end: rank, device, segment,
+    segment_bytes, pool (small, large), stream, expandable, address, size_bytes,
+    requested_bytes (-1 where unknown), state, stack.
+    stacks: site (the innermost lines), module, phase and frames of each number; -1 is
+    none.
+    metadata: the texts of its numbers: `_set_memory_metadata`, or what torch.compile
+    was at.
     files: name and sha256 by rank.
     """
 
@@ -56,42 +72,64 @@ class Snapshot:
 
     @cached_property
     def replays(self) -> dict[tuple[int, int], Replay]:
-        """The allocations and levels of each (rank, device). ValueError where events and segments contradict."""
-        keys, result = ["rank", "device"], {}
-        pools = pd.concat([table[keys].drop_duplicates() for table in (self.events, self.blocks)]).drop_duplicates()
+        """The allocations and levels of each (rank, device). ValueError where events
+        and segments contradict.
+        """
+        keys = ["rank", "device"]
+        result = {}
+        pools = pd.concat(
+            [table[keys].drop_duplicates() for table in (self.events, self.blocks)]
+        ).drop_duplicates()
         for rank, device in pools.sort_values(keys).itertuples(index=False):
             try:
-                result[rank, device] = replay(*(of_device(table, rank, device) for table in (self.events, self.blocks)))
+                result[rank, device] = replay(
+                    *(
+                        of_device(table, rank, device)
+                        for table in (self.events, self.blocks)
+                    )
+                )
             except ValueError as reason:
                 raise ValueError(f"rank {rank}, cuda:{device}: {reason}") from None
         return result
 
 
 def of_device(table: pd.DataFrame, rank: int, device: int) -> pd.DataFrame:
-    """Rows of one device; the table itself where it is the only one, as millions of rows are not copied for nothing."""
+    """Rows of one device; the table itself where it is the only one, as millions of
+    rows are not copied for nothing.
+    """
     rows = (table["rank"] == rank) & (table["device"] == device)
     return table if rows.all() else table[rows].reset_index(drop=True)
 
 
 def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
-    """Read a file of `torch.cuda.memory._dump_snapshot`, a directory with one per rank, or a list of such files.
+    """Read a file of `torch.cuda.memory._dump_snapshot`, a directory with one per rank,
+    or a list of such files.
 
-    Pickles of protocols 2 to 5, also packed by gzip or xz, of torch 1.13 or later. Nothing in them is executed: any
-    that names a function or class is refused. The rank is told by the name, such as rank3_memory_snapshot.pickle or
-    000003_step_10.pickle, else it is the place in the list, with a TraceWarning. A file that fails costs its own rank,
-    with a TraceWarning.
-    Raises FileNotFoundError, and ValueError for what is no snapshot, two files of a rank, and a directory without any.
+    Pickles of protocols 2 to 5, also packed by gzip or xz, of torch 1.13 or later.
+    Nothing in them is executed: any that names a function or class is refused. The rank
+    is told by the name, such as rank3_memory_snapshot.pickle or 000003_step_10.pickle,
+    else it is the place in the list, with a TraceWarning. A file that fails costs its
+    own rank, with a TraceWarning. Raises FileNotFoundError, and ValueError for what is
+    no snapshot, two files of a rank, and a directory without any.
     """
     paths = _files(source)
     ranks = [_rank(path) for path in paths]
     if None in ranks:
         if len(paths) > 1:
             text = "no rank in the name: all files are numbered in their order, from 0"
-            warnings.warn(f"{paths[ranks.index(None)]}: {text}", TraceWarning, stacklevel=2)
+            warnings.warn(
+                f"{paths[ranks.index(None)]}: {text}", TraceWarning, stacklevel=2
+            )
         ranks = list(range(len(paths)))
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-        raise ValueError(f"{paths[0].parent}: two snapshots of rank {twice[0]}; give those of one moment")
-    stacks, parts, files, failures = Stacks(), [], {}, []
+        raise ValueError(
+            f"{paths[0].parent}: two snapshots of rank {twice[0]}; give those of one "
+            "moment"
+        )
+    stacks = Stacks()
+    parts = []
+    files = {}
+    failures = []
     for rank, path in zip(ranks, paths, strict=True):
         try:
             parts.append(_File(stacks).read(path, rank))
@@ -101,78 +139,143 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     if not parts:
         raise failures[0]
     for reason in failures:
-        warnings.warn(f"{reason}; left out, the others were read", TraceWarning, stacklevel=2)
+        warnings.warn(
+            f"{reason}; left out, the others were read", TraceWarning, stacklevel=2
+        )
     events, blocks = parts[0]
     if len(parts) > 1:
-        events, blocks = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
+        events, blocks = (
+            pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True)
+        )
     if not len(events) and not len(blocks):
-        raise ValueError(f"{paths[0]}: the snapshot holds no events and no segments; no GPU memory was in use")
+        raise ValueError(
+            f"{paths[0]}: the snapshot holds no events and no segments; no GPU "
+            "memory was in use"
+        )
     return Snapshot(events, blocks, stacks.table(), tuple(stacks.texts), files)
 
 
 class _File:
-    """Columns of one file, and the lists of events that are emptied into them while it is read."""
+    """Columns of one file, and the lists of events that are emptied into them while it
+    is read.
+    """
 
     def __init__(self, stacks: Stacks):
-        self._stacks, self._open, self._memo = stacks, {}, 0
+        self._stacks = stacks
+        self._open = {}
+        self._memo = 0
         stacks.forget()
 
     def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Events and blocks, with rank and device."""
         try:
             return self._tables(path, rank)
-        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as reason:
-            raise ValueError(f"{path}: no memory snapshot, an entry is damaged ({reason!r})") from None
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+        ) as reason:
+            raise ValueError(
+                f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
+            ) from None
 
     def _tables(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         top = load_plain(path, self._empty)
         top = top if isinstance(top, dict) else {"segments": top}
-        traces, segments = top.get("device_traces", top.get("traces", [])), top.get("segments")
-        if not isinstance(segments, list) or not isinstance(traces, list) or not all(map(_is_list, traces)):
-            raise ValueError(f"{path}: no memory snapshot, it has no lists of segments and device_traces")
+        traces = top.get("device_traces", top.get("traces", []))
+        segments = top.get("segments")
+        if (
+            not isinstance(segments, list)
+            or not isinstance(traces, list)
+            or not all(map(_is_list, traces))
+        ):
+            raise ValueError(
+                f"{path}: no memory snapshot, it has no lists of segments and "
+                "device_traces"
+            )
         for lists in (traces, [segment["blocks"] for segment in segments]):
-            if len(set(map(id, lists))) < len(lists):  # a few bytes could ask for any number of rows
-                raise ValueError(f"{path}: no memory snapshot, a list of events or blocks is in two places")
+            if len(set(map(id, lists))) < len(
+                lists
+            ):  # a few bytes could ask for any number of rows
+                raise ValueError(
+                    f"{path}: no memory snapshot, a list of events or blocks is in "
+                    "two places"
+                )
         blocks = self._blocks(segments).assign(rank=rank)
         devices = [self._trace(trace) for trace in traces or [[]]]
         del top, traces, segments
-        columns = {name: [np.frombuffer(of[name], dtype) for of in devices] for name, dtype in _TYPES.items()}
-        columns["device"] = [np.full(len(of["action"]), device, dtype=np.int32) for device, of in enumerate(devices)]
-        events = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in columns.items()}
+        columns = {
+            name: [np.frombuffer(of[name], dtype) for of in devices]
+            for name, dtype in _TYPES.items()
+        }
+        columns["device"] = [
+            np.full(len(of["action"]), device, dtype=np.int32)
+            for device, of in enumerate(devices)
+        ]
+        events = {
+            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for name, parts in columns.items()
+        }
         events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
         events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
         return pd.DataFrame(events, copy=False), blocks
 
     def _empty(self, unpickler) -> None:
-        """Turn the events that are there into columns. A list of events is looked for as long as none grows."""
+        """Turn the events that are there into columns. A list of events is looked for
+        as long as none grows.
+        """
         grown = [self._take(trace) for trace, _ in self._open.values() if trace]
-        if not any(grown) and (memo := unpickler.memo.copy()) and len(memo) > 1.25 * self._memo:
+        if (
+            not any(grown)
+            and (memo := unpickler.memo.copy())
+            and len(memo) > 1.25 * self._memo
+        ):
             self._memo = len(memo)
             for value in memo.values():
-                if _is_list(value) and value and isinstance(value[0], dict) and "action" in value[0]:
+                if (
+                    _is_list(value)
+                    and value
+                    and isinstance(value[0], dict)
+                    and "action" in value[0]
+                ):
                     self._take(value)
 
     def _take(self, trace: list) -> int:
         """Move the events of a list into its columns."""
-        _, columns = self._open.setdefault(id(trace), (trace, {name: bytearray() for name in _TYPES}))
+        _, columns = self._open.setdefault(
+            id(trace), (trace, {name: bytearray() for name in _TYPES})
+        )
         events = trace[:]
         trace.clear()
         for name, values in self._columns(events).items() if events else ():
-            columns[name] += _whole(values, _TYPES[name]).tobytes()  # arrays of each part would keep its memory in use
+            columns[name] += _whole(
+                values, _TYPES[name]
+            ).tobytes()  # arrays of each part would keep its memory in use
         for event in events:
             event.clear()
         return len(events)
 
     def _columns(self, events: list[dict]) -> dict[str, list]:
-        columns = {name: _column(events, key, default) for name, (key, default) in _KEYS.items()}
+        columns = {
+            name: _column(events, key, default)
+            for name, (key, default) in _KEYS.items()
+        }
         columns["action"] = [*map(_CODES.__getitem__, columns["action"])]
         columns["stack"] = [*map(self._stacks.number, columns.pop("frames"))]
         texts = [None] * len(events)
         if max(map(len, events)) > len(_KEYS):  # more than the usual keys
-            texts = [event.get("user_metadata") or event.get("compile_context") for event in events]
+            texts = [
+                event.get("user_metadata") or event.get("compile_context")
+                for event in events
+            ]
         columns["metadata"] = [*map(self._stacks.text, texts)]
         if None in columns["address"]:
-            columns["address"] = [event.get("addr", event.get("device_free", 0)) for event in events]
+            columns["address"] = [
+                event.get("addr", event.get("device_free", 0)) for event in events
+            ]
         return columns
 
     def _trace(self, trace: list) -> dict[str, bytearray]:
@@ -184,17 +287,55 @@ class _File:
         rows = []
         for segment in segments:
             address = segment.get("address", 0)
-            about = (segment.get("device", 0), address, segment["total_size"], segment.get("segment_type", ""))
+            about = (
+                segment.get("device", 0),
+                address,
+                segment["total_size"],
+                segment.get("segment_type", ""),
+            )
             about += (segment.get("stream", 0), segment.get("is_expandable", False))
             for block in segment["blocks"]:
-                frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
-                address = block.get("address", address)  # told since torch 2.1, before it blocks follow one another
+                frames = block.get("frames") or (block.get("history") or [{}])[0].get(
+                    "frames"
+                )
+                address = block.get(
+                    "address", address
+                )  # told since torch 2.1, before it blocks follow one another
                 requested = block.get("requested_size", -1)
-                rows.append((*about, address, block["size"], requested, block["state"], self._stacks.number(frames)))
+                rows.append(
+                    (
+                        *about,
+                        address,
+                        block["size"],
+                        requested,
+                        block["state"],
+                        self._stacks.number(frames),
+                    )
+                )
                 address += block["size"]
-        names = ["device", "segment", "segment_bytes", "pool", "stream", "expandable", "address", "size_bytes"]
-        table = pd.DataFrame(rows, columns=[*names, "requested_bytes", "state", "stack"])
-        whole = ["device", "segment", "segment_bytes", "stream", "address", "size_bytes", "requested_bytes", "stack"]
+        names = [
+            "device",
+            "segment",
+            "segment_bytes",
+            "pool",
+            "stream",
+            "expandable",
+            "address",
+            "size_bytes",
+        ]
+        table = pd.DataFrame(
+            rows, columns=[*names, "requested_bytes", "state", "stack"]
+        )
+        whole = [
+            "device",
+            "segment",
+            "segment_bytes",
+            "stream",
+            "address",
+            "size_bytes",
+            "requested_bytes",
+            "stack",
+        ]
         return table.astype(dict.fromkeys(whole, "int64"))
 
 
@@ -227,18 +368,30 @@ def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
     if not (paths := _in_folder(path)):
-        inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
+        inside = [
+            folder.name
+            for folder in sorted(path.iterdir())
+            if folder.is_dir() and _in_folder(folder)
+        ]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
-        raise ValueError(f"{path}: no memory snapshots ({', '.join(_SUFFIXES[:2])}) in this directory{hint}")
+        raise ValueError(
+            f"{path}: no memory snapshots ({', '.join(_SUFFIXES[:2])}) in this "
+            f"directory{hint}"
+        )
     return paths
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and path.name[0] != ".")
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(_SUFFIXES) and path.name[0] != "."
+    )
 
 
 def _rank(path: Path) -> int | None:
-    """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang; None if it tells none.
+    """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang;
+    None if it tells none.
 
     >>> [_rank(Path(f"{name}.pickle")) for name in ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")]
     [3, 2, 7, None]

@@ -1,10 +1,12 @@
-"""Who holds the memory, and since when? Allocator events become totals over time, allocations and the peak's holders.
+"""Who holds the memory, and since when? Allocator events become totals over time,
+allocations and the peak's holders.
 
-PyTorch's profiler with profile_memory=True records an event for every allocation and every free, with the totals after
-it; they are `Timeline.side_tables["memory"]`, the only source here, so a timeline without them gives empty tables.
-Times are the host's: a caching allocator takes a block back when the host lets go of it, while kernels may still read
-it.
-What was allocated before the recording began is known only as a sum, "before the trace".
+PyTorch's profiler with profile_memory=True records an event for every allocation and
+every free, with the totals after it; they are `Timeline.side_tables["memory"]`, the
+only source here, so a timeline without them gives empty tables. Times are the host's: a
+caching allocator takes a block back when the host lets go of it, while kernels may
+still read it. What was allocated before the recording began is known only as a sum,
+"before the trace".
 """
 
 import re
@@ -19,9 +21,11 @@ from madmax_lib.traces.read.nesting import Nest, thread_of
 
 __all__ = ["BEFORE", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
 
-BEFORE = "before the trace"  # allocated there, or anywhere else that no event with an address tells
+# allocated there, or anywhere else that no event with an address tells
+BEFORE = "before the trace"
 _OTHERS = "other operators"
-_OBJECT = r" object at 0x[0-9a-f]+"  # of "<built-in method add_ of Tensor object at 0x7fc740c438d0>"
+# of "<built-in method add_ of Tensor object at 0x7fc740c438d0>"
+_OBJECT = r" object at 0x[0-9a-f]+"
 _PHASES = (
     ("backward", r"^autograd::engine|\b(backward|bwd)\b"),
     ("optimizer", r"^Optimizer\.|\boptimi[sz]er\b"),
@@ -31,148 +35,274 @@ _POOL = ["rank", "device"]
 
 
 def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFrame:
-    """Memory in use after every allocator event: rank, device, time_s, step, allocated_bytes, before_bytes,
+    """Memory in use after every allocator event: rank, device, time_s, step,
+    allocated_bytes, before_bytes,
     reserved_bytes.
 
-    time_s counts from the first span or event. Where an event does not tell the total, it is the last one known plus
-    the sizes since; a device that never tells one starts at the bytes it frees without having allocated them (without
-    addresses, as in 2021: at what keeps the sum of the sizes from falling below 0).
-    before_bytes: the part of it from before the trace. reserved_bytes: what the allocator took from the device, NaN
-    where unknown (a CPU has no such pool). Raises ValueError for a device that the timeline does not have.
+    time_s counts from the first span or event. Where an event does not tell the total,
+    it is the last one known plus the sizes since; a device that never tells one starts
+    at the bytes it frees without having allocated them (without addresses, as in 2021:
+    at what keeps the sum of the sizes from falling below 0).
+    before_bytes: the part of it from before the trace. reserved_bytes: what the
+    allocator took from the device, NaN where unknown (a CPU has no such pool). Raises
+    ValueError for a device that the timeline does not have.
     """
     events = _events(timeline)
     devices = sorted(events["device"].unique())
     if device is not None and devices and device not in devices:
-        raise ValueError(f"device {device!r} has no allocator events; the timeline has {', '.join(devices)}")
+        raise ValueError(
+            f"device {device!r} has no allocator events; the timeline has "
+            f"{', '.join(devices)}"
+        )
     events = events if device is None else events[events["device"] == device]
     table = _with_time_and_step(timeline, events)
-    columns = [*_POOL, "time_s", "step", "allocated_bytes", "before_bytes", "reserved_bytes"]
+    columns = [
+        *_POOL,
+        "time_s",
+        "step",
+        "allocated_bytes",
+        "before_bytes",
+        "reserved_bytes",
+    ]
     return with_origin(table[columns].reset_index(drop=True), timeline)
 
 
 def allocations(timeline: Timeline) -> pd.DataFrame:
-    """One row per allocation: rank, device, step, size_bytes, start_s, end_s, lifetime_s, operator, annotation,
+    """One row per allocation: rank, device, step, size_bytes, start_s, end_s,
+    lifetime_s, operator, annotation,
     module, phase.
 
-    An allocation ends with the next event at its address; end_s and lifetime_s are NaN when it outlives the trace.
-    operator: the innermost operator open on the thread that asked, else the innermost Python function or label.
-    annotation, module (nn.Module, in traces with stacks) and phase (forward, backward, optimizer) enclose it, "" where
-    nothing tells them. Frees of older blocks and events without an address are no rows here.
+    An allocation ends with the next event at its address; end_s and lifetime_s are NaN
+    when it outlives the trace.
+    operator: the innermost operator open on the thread that asked, else the innermost
+    Python function or label. annotation, module (nn.Module, in traces with stacks) and
+    phase (forward, backward, optimizer) enclose it, "" where nothing tells them. Frees
+    of older blocks and events without an address are no rows here.
     """
     events = _events(timeline)
     born = events[events["born"]]
     table = _with_time_and_step(timeline, born).rename(columns={"time_s": "start_s"})
-    end_ns = events["time_ns"].to_numpy()[born["end"]] if len(born) else np.zeros(0, dtype=np.int64)
-    lifetime_s = np.where(born["end"] >= 0, (end_ns - born["time_ns"]) / NS_PER_S, np.nan)
+    end_ns = (
+        events["time_ns"].to_numpy()[born["end"]]
+        if len(born)
+        else np.zeros(0, dtype=np.int64)
+    )
+    lifetime_s = np.where(
+        born["end"] >= 0, (end_ns - born["time_ns"]) / NS_PER_S, np.nan
+    )
     table = table.assign(end_s=table["start_s"] + lifetime_s, lifetime_s=lifetime_s)
     table["operator"] = _innermost_operator(timeline, born)
     for column, names in _enclosing(timeline, born).items():
         table[column] = names
-    columns = ["step", "size_bytes", "start_s", "end_s", "lifetime_s", "operator", "annotation", "module", "phase"]
+    columns = [
+        "step",
+        "size_bytes",
+        "start_s",
+        "end_s",
+        "lifetime_s",
+        "operator",
+        "annotation",
+        "module",
+        "phase",
+    ]
     return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
 @kept
 def peak(timeline: Timeline) -> pd.DataFrame:
-    """The most memory in use on each device: rank, device, peak_bytes, time_s, step, before_bytes, reserved_bytes,
+    """The most memory in use on each device: rank, device, peak_bytes, time_s, step,
+    before_bytes, reserved_bytes,
     unused_bytes.
 
-    The first of equal peaks. before_bytes: the part from before the trace. unused_bytes: reserved at that moment but
-    not allocated (fragmentation and cache), NaN where the reserve is unknown.
+    The first of equal peaks. before_bytes: the part from before the trace.
+    unused_bytes: reserved at that moment but not allocated (fragmentation and cache),
+    NaN where the reserve is unknown.
     """
     table = _with_time_and_step(timeline, _peaks(_events(timeline)))
     table["unused_bytes"] = table["reserved_bytes"] - table["peak_bytes"]
-    columns = ["peak_bytes", "time_s", "step", "before_bytes", "reserved_bytes", "unused_bytes"]
+    columns = [
+        "peak_bytes",
+        "time_s",
+        "step",
+        "before_bytes",
+        "reserved_bytes",
+        "unused_bytes",
+    ]
     return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
 def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
-    """Whose allocations the peak of each device is made of: rank, device, operator, size_bytes, count, share (0..1).
+    """Whose allocations the peak of each device is made of: rank, device, operator,
+    size_bytes, count, share (0..1).
 
-    The `top` operators by bytes, then "other operators" and "before the trace" (count NaN) where there are any; the
-    bytes of a device sum to its peak. Raises ValueError for a top below 1.
+    The `top` operators by bytes, then "other operators" and "before the trace" (count
+    NaN) where there are any; the bytes of a device sum to its peak. Raises ValueError
+    for a top below 1.
     """
     if top < 1:
         raise ValueError(f"top={top} is not at least 1")
     events = _events(timeline)
     peaks = _peaks(events)
-    live, of_pool = _held(events, peaks), peaks.set_index("pool")
+    live = _held(events, peaks)
+    of_pool = peaks.set_index("pool")
     live = live.assign(operator=_innermost_operator(timeline, live))
-    held = live.groupby(["pool", "operator"])["size_bytes"].agg(["sum", "count"]).reset_index()
+    held = (
+        live.groupby(["pool", "operator"])["size_bytes"]
+        .agg(["sum", "count"])
+        .reset_index()
+    )
     held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
     rest = held.groupby("pool").cumcount() >= top
-    others = held[rest].groupby("pool")[["sum", "count"]].sum().reset_index().assign(operator=_OTHERS)
+    others = (
+        held[rest]
+        .groupby("pool")[["sum", "count"]]
+        .sum()
+        .reset_index()
+        .assign(operator=_OTHERS)
+    )
     followed = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
-    before = (of_pool["peak_bytes"] - followed).rename("sum").reset_index().assign(operator=BEFORE, count=np.nan)
-    parts = [part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)]
+    before = (
+        (of_pool["peak_bytes"] - followed)
+        .rename("sum")
+        .reset_index()
+        .assign(operator=BEFORE, count=np.nan)
+    )
+    parts = [
+        part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)
+    ]
     table = pd.concat(parts) if parts else held
-    table = table.sort_values("pool", kind="stable").rename(columns={"sum": "size_bytes"})
+    table = table.sort_values("pool", kind="stable").rename(
+        columns={"sum": "size_bytes"}
+    )
     table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")
     table["share"] = table["size_bytes"] / table["peak_bytes"].clip(lower=1)
     table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"})
-    return with_origin(table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(drop=True), timeline)
+    return with_origin(
+        table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(
+            drop=True
+        ),
+        timeline,
+    )
 
 
 def growth(timeline: Timeline) -> pd.DataFrame:
-    """Does a step give back what it took? rank, device, steps, first_bytes, last_bytes, bytes_per_step.
+    """Does a step give back what it took? rank, device, steps, first_bytes, last_bytes,
+    bytes_per_step.
 
-    first_bytes, last_bytes: allocated at the end of the first and of the last step. bytes_per_step: median change from
-    one step's end to the next, so that a single allocation kept for good is no leak; NaN with less than two steps.
+    first_bytes, last_bytes: allocated at the end of the first and of the last step.
+    bytes_per_step: median change from one step's end to the next, so that a single
+    allocation kept for good is no leak; NaN with less than two steps.
     """
     events = _with_time_and_step(timeline, _events(timeline))
-    ends = events[events["step"] >= 0].groupby(["pool", "step"]).tail(1).sort_values(["pool", "step"])
+    ends = (
+        events[events["step"] >= 0]
+        .groupby(["pool", "step"])
+        .tail(1)
+        .sort_values(["pool", "step"])
+    )
     ends = ends.assign(change=ends.groupby("pool")["allocated_bytes"].diff())
     grouped = ends.groupby("pool")
-    table = grouped[_POOL].first().assign(steps=grouped.size(), bytes_per_step=grouped["change"].median())
+    table = (
+        grouped[_POOL]
+        .first()
+        .assign(steps=grouped.size(), bytes_per_step=grouped["change"].median())
+    )
     for when in ("first", "last"):
         table[f"{when}_bytes"] = grouped["allocated_bytes"].agg(when)
-    table = table[[*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]].reset_index(drop=True)
+    table = table[
+        [*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]
+    ].reset_index(drop=True)
     return with_origin(table, timeline)
 
 
 def _events(timeline: Timeline) -> pd.DataFrame:
     """Allocator events by device and time, with what follows from their order.
 
-    pool: number of the (rank, device). end: row of the next event at the same address, -1 without. born: it is an
-    allocation that can be followed. allocated_bytes without gaps, before_bytes what of it cannot be followed,
-    reserved_bytes NaN where unknown.
+    pool: number of the (rank, device). end: row of the next event at the same address,
+    -1 without. born: it is an allocation that can be followed. allocated_bytes without
+    gaps, before_bytes what of it cannot be followed, reserved_bytes NaN where unknown.
     """
     events = timeline.side_tables["memory"]
-    events = events.assign(device=events["device"].astype(str), pool=events.groupby(_POOL, observed=True).ngroup())
-    events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(drop=True)
-    size, pool = events["size_bytes"], events["pool"]
-    end = _next_at_address(pool.to_numpy(), events["address"].to_numpy(), size.to_numpy())
+    events = events.assign(
+        device=events["device"].astype(str),
+        pool=events.groupby(_POOL, observed=True).ngroup(),
+    )
+    events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(
+        drop=True
+    )
+    size = events["size_bytes"]
+    pool = events["pool"]
+    end = _next_at_address(
+        pool.to_numpy(), events["address"].to_numpy(), size.to_numpy()
+    )
     born = (size > 0) & (events["address"] != -1)
     nameless = events["address"] == -1
-    followed = size.where(born | nameless, 0).to_numpy(copy=True)  # change of the bytes that can be followed
+    followed = size.where(born | nameless, 0).to_numpy(
+        copy=True
+    )  # change of the bytes that can be followed
     freed = end[has_end := (born & (end >= 0)).to_numpy()]
     followed[freed] -= size.to_numpy()[has_end]
-    older = (-size).where((size < 0) & (followed == 0) & ~nameless, 0).groupby(pool).transform("sum")
-    older -= size.where(nameless, 0).groupby(pool).cumsum().groupby(pool).transform("min").clip(upper=0)
-    reserved = events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
+    older = (
+        (-size)
+        .where((size < 0) & (followed == 0) & ~nameless, 0)
+        .groupby(pool)
+        .transform("sum")
+    )
+    older -= (
+        size.where(nameless, 0)
+        .groupby(pool)
+        .cumsum()
+        .groupby(pool)
+        .transform("min")
+        .clip(upper=0)
+    )
+    reserved = (
+        events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
+    )
     total = _without_gaps(events["allocated_bytes"], size, pool, older)
     before = total - pd.Series(followed).groupby(pool).cumsum()
     left = pd.Series(total).groupby(pool).cummin()  # of what was there before, at most
     before = before.mask(nameless & (before > left), left)
-    return events.assign(end=end, born=born, allocated_bytes=total, before_bytes=before, reserved_bytes=reserved)
+    return events.assign(
+        end=end,
+        born=born,
+        allocated_bytes=total,
+        before_bytes=before,
+        reserved_bytes=reserved,
+    )
 
 
-def _without_gaps(total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series) -> np.ndarray:
-    """Totals (n,), those below 0 integrated from the sizes: from the last known, else the next, else from `unknown`."""
+def _without_gaps(
+    total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series
+) -> np.ndarray:
+    """Totals (n,), those below 0 integrated from the sizes: from the last known, else
+    the next, else from `unknown`.
+    """
     running = size.groupby(pool).cumsum().to_numpy()
     recorded = pd.Series(total.index, dtype="float64").where(total >= 0)
     recorded = recorded.groupby(pool).ffill().groupby(pool).bfill()
     level = unknown.to_numpy() + running
-    near = recorded.dropna().to_numpy(dtype=np.int64)  # integers all the way: floats lose bytes beyond 2**53
-    level[recorded.notna()] = (total.to_numpy() - running)[near] + running[recorded.notna()]
+    near = recorded.dropna().to_numpy(
+        dtype=np.int64
+    )  # integers all the way: floats lose bytes beyond 2**53
+    level[recorded.notna()] = (total.to_numpy() - running)[near] + running[
+        recorded.notna()
+    ]
     return level
 
 
-def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Row (n,) of the next event with the same pool and address, -1 without; rows are in time order."""
+def _next_at_address(
+    pool: np.ndarray, address: np.ndarray, size: np.ndarray
+) -> np.ndarray:
+    """Row (n,) of the next event with the same pool and address, -1 without; rows are
+    in time order.
+    """
     with_address = np.flatnonzero((address != -1) & (size != 0))
-    order = with_address[np.lexsort((with_address, address[with_address], pool[with_address]))]
-    here, later = order[:-1], order[1:]
+    order = with_address[
+        np.lexsort((with_address, address[with_address], pool[with_address]))
+    ]
+    here = order[:-1]
+    later = order[1:]
     same = (pool[here] == pool[later]) & (address[here] == address[later])
     following = np.full(len(pool), -1)
     following[here[same]] = later[same]
@@ -182,7 +312,8 @@ def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray) ->
 def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     """The event of each pool that reaches the peak, with `row` and `peak_bytes`.
 
-    Where no event reaches what the first one found, that is the peak, and its row is before all events of the pool.
+    Where no event reaches what the first one found, that is the peak, and its row is
+    before all events of the pool.
     """
     top = events.loc[events.groupby("pool")["allocated_bytes"].idxmax()]
     first = events.groupby("pool").head(1)
@@ -190,46 +321,79 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     falls = at_begin > top["allocated_bytes"].to_numpy()
     rows = np.where(falls, first.index - 1, top.index)
     peaks = events.loc[np.where(falls, first.index, top.index)]
-    peak_bytes, before_bytes = (np.where(falls, at_begin, peaks[of]) for of in ("allocated_bytes", "before_bytes"))
-    return peaks.assign(row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes).reset_index(drop=True)
+    peak_bytes, before_bytes = (
+        np.where(falls, at_begin, peaks[of])
+        for of in ("allocated_bytes", "before_bytes")
+    )
+    return peaks.assign(
+        row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes
+    ).reset_index(drop=True)
 
 
 def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
     """Allocations that are alive at the peak of their device."""
     at = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
-    return events[events["born"] & (events.index <= at) & ((events["end"] == -1) | (events["end"] > at))]
+    return events[
+        events["born"]
+        & (events.index <= at)
+        & ((events["end"] == -1) | (events["end"] > at))
+    ]
 
 
 def _with_time_and_step(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
-    """Events with time_s from the beginning of the timeline and the step they fall into."""
+    """Events with time_s from the beginning of the timeline and the step they fall
+    into.
+    """
     spans = timeline.spans
-    starts = [column.min() for column in (spans["start_ns"], timeline.side_tables["memory"]["time_ns"]) if len(column)]
+    starts = [
+        column.min()
+        for column in (spans["start_ns"], timeline.side_tables["memory"]["time_ns"])
+        if len(column)
+    ]
     zero_ns = min(starts, default=0)
-    return events.assign(time_s=(events["time_ns"] - zero_ns) / NS_PER_S, step=_step(timeline, events))
+    return events.assign(
+        time_s=(events["time_ns"] - zero_ns) / NS_PER_S, step=_step(timeline, events)
+    )
 
 
 def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
-    """Step (n,) of the host span of the same rank that began last, -1 when every span that began has ended."""
+    """Step (n,) of the host span of the same rank that began last, -1 when every span
+    that began has ended.
+    """
     step = np.full(len(events), -1, dtype=np.int32)
-    host = timeline.spans[timeline.spans["stream"] < 0].sort_values("start_ns", kind="stable")
+    host = timeline.spans[timeline.spans["stream"] < 0].sort_values(
+        "start_ns", kind="stable"
+    )
     of_rank = host.groupby("rank").indices
     for rank, rows in events.groupby("rank").indices.items():
         spans = host.iloc[of_rank.get(rank, [])]
         time_ns = events["time_ns"].to_numpy()[rows]
         place = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
-        reach_ns = np.r_[np.iinfo(np.int64).min, np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"])]
-        step[rows] = np.where(time_ns <= reach_ns[place], np.r_[-1, spans["step"]][place], -1)
+        reach_ns = np.r_[
+            np.iinfo(np.int64).min,
+            np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"]),
+        ]
+        step[rows] = np.where(
+            time_ns <= reach_ns[place], np.r_[-1, spans["step"]][place], -1
+        )
     return step
 
 
 def _innermost_operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
-    """Name (n,) of the innermost operator that was open when each event happened; see `allocations`."""
+    """Name (n,) of the innermost operator that was open when each event happened; see
+    `allocations`.
+    """
     host = _host_spans(timeline)
     operators = host[host.index.isin(timeline.side_tables["operators"]["row"])]
-    labels = host[host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)]  # no calls of the runtime
+    labels = host[
+        host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)
+    ]  # no calls of the runtime
     operator = _innermost(operators, events)
     label = _innermost(labels, events)
-    names = pd.Series(np.where(operator != "", operator, np.where(label != "", label, OUTSIDE)), dtype=object)
+    names = pd.Series(
+        np.where(operator != "", operator, np.where(label != "", label, OUTSIDE)),
+        dtype=object,
+    )
     return names.str.replace(_OBJECT, "", regex=True).to_numpy()
 
 
@@ -237,16 +401,26 @@ def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray
     """annotation, module and phase (n,) around each event."""
     host = _host_spans(timeline)
     names = host["name"].cat.categories
-    phase = [next((p for p, pattern in _PHASES if re.search(pattern, name)), "") for name in names]
+    phase = [
+        next((p for p, pattern in _PHASES if re.search(pattern, name)), "")
+        for name in names
+    ]
     of_name = dict(zip(names, phase, strict=True)) | {"": ""}
     rows_of = {
-        "annotation": (host["kind"] == "annotation") & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
+        "annotation": (host["kind"] == "annotation")
+        & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
         "module": host["name"].str.startswith("nn.Module: "),
         "phase": host["name"].map(of_name).astype(object) != "",
     }
-    names_of = {column: _innermost(host[rows], events) for column, rows in rows_of.items()}
-    names_of["module"] = np.array([name.removeprefix("nn.Module: ") for name in names_of["module"]], dtype=object)
-    return names_of | {"phase": np.array([of_name[name] for name in names_of["phase"]], dtype=object)}
+    names_of = {
+        column: _innermost(host[rows], events) for column, rows in rows_of.items()
+    }
+    names_of["module"] = np.array(
+        [name.removeprefix("nn.Module: ") for name in names_of["module"]], dtype=object
+    )
+    return names_of | {
+        "phase": np.array([of_name[name] for name in names_of["phase"]], dtype=object)
+    }
 
 
 def _host_spans(timeline: Timeline) -> pd.DataFrame:
@@ -254,7 +428,9 @@ def _host_spans(timeline: Timeline) -> pd.DataFrame:
 
 
 def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
-    """Name (n,) of the span on the thread of each event that began last and is still open, "" without."""
+    """Name (n,) of the span on the thread of each event that began last and is still
+    open, "" without.
+    """
     nest = Nest(spans, np.arange(len(spans)), closed=True)
     place = nest.at(thread_of(events), events["time_ns"].to_numpy())
     names = np.full(len(events), "", dtype=object)

@@ -1,10 +1,13 @@
-"""How much work is an operator, as its recorded inputs tell? FLOPs, bytes and dtype of one call, from shapes and types.
+"""How much work is an operator, as its recorded inputs tell? FLOPs, bytes and dtype of
+one call, from shapes and types.
 
-FLOPs count as torch.utils.flop_counter does: 2 per multiply-add of matrix products, convolutions and attention (causal
-attention counted dense), nothing else. Bytes are the inputs' plus the outputs' where these follow from the shapes: what
-a kernel moves that reads and writes every tensor once: one that is expanded, or whose windows overlap, has no more
-bytes than its strides span. Caches and repeated reads are not seen, and of reductions only the inputs count. Traces
-have shapes when they were made with `record_shapes=True`.
+FLOPs count as torch.utils.flop_counter does: 2 per multiply-add of matrix products,
+convolutions and attention (causal attention counted dense), nothing else. Bytes are the
+inputs' plus the outputs' where these follow from the shapes: what a kernel moves that
+reads and writes every tensor once: one that is expanded, or whose windows overlap, has
+no more bytes than its strides span. Caches and repeated reads are not seen, and of
+reductions only the inputs count. Traces have shapes when they were made with
+`record_shapes=True`.
 """
 
 import json
@@ -20,32 +23,69 @@ from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["operator_costs", "served_attention"]
 
-_ARITHMETIC = {"double": "fp64", "float": "fp32", "half": "fp16", "bfloat16": "bf16", "char": "int8"}
+_ARITHMETIC = {
+    "double": "fp64",
+    "float": "fp32",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "char": "int8",
+}
 _MATRICES = {  # place of the first factor among the inputs
-    "mm": 0, "bmm": 0, "matmul": 0, "_int_mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "addmm": 1, "addmm_": 1,
-    "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1,
-}  # fmt: skip
+    "mm": 0,
+    "bmm": 0,
+    "matmul": 0,
+    "_int_mm": 0,
+    "_scaled_mm": 0,
+    "_scaled_mm_v2": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "baddbmm_": 1,
+    "_addmm_activation": 1,
+}
 _CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
-    "convolution": (3, 4, 5, 6), "_convolution": (3, 4, 5, 6), "convolution_overrideable": (3, 4, 5, 6),
-    "conv1d": (3, 4, 5, 99), "conv2d": (3, 4, 5, 99), "conv3d": (3, 4, 5, 99),
-    "cudnn_convolution": (3, 2, 4, 99), "cudnn_convolution_relu": (3, 4, 5, 99),
-    "miopen_convolution": (4, 3, 5, 99), "miopen_depthwise_convolution": (4, 3, 5, 99),
-    "mkldnn_convolution": (4, 3, 5, 99), "_slow_conv2d_forward": (4, 5, 99, 99), "slow_conv3d_forward": (4, 5, 99, 99),
-    "_conv_depthwise2d": (4, 5, 6, 99), "slow_conv_dilated2d": (4, 5, 6, 99),
-}  # fmt: skip
+    "convolution": (3, 4, 5, 6),
+    "_convolution": (3, 4, 5, 6),
+    "convolution_overrideable": (3, 4, 5, 6),
+    "conv1d": (3, 4, 5, 99),
+    "conv2d": (3, 4, 5, 99),
+    "conv3d": (3, 4, 5, 99),
+    "cudnn_convolution": (3, 2, 4, 99),
+    "cudnn_convolution_relu": (3, 4, 5, 99),
+    "miopen_convolution": (4, 3, 5, 99),
+    "miopen_depthwise_convolution": (4, 3, 5, 99),
+    "mkldnn_convolution": (4, 3, 5, 99),
+    "_slow_conv2d_forward": (4, 5, 99, 99),
+    "slow_conv3d_forward": (4, 5, 99, 99),
+    "_conv_depthwise2d": (4, 5, 6, 99),
+    "slow_conv_dilated2d": (4, 5, 6, 99),
+}
 _HEADS_FIRST = """
 _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
 """
-_TOKENS_FIRST = ("_flash_attention", "_efficient_attention", "_flash_attn")  # with _forward and _backward
+_TOKENS_FIRST = (
+    "_flash_attention",
+    "_efficient_attention",
+    "_flash_attn",
+)  # with _forward and _backward
 _POINTWISE = """
 add sub rsub mul div remainder pow neg abs exp log log2 sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu elu
 leaky_relu hardtanh hardswish softplus erf clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul
 addcdiv floor ceil round sign threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward
 hardtanh_backward leaky_relu_backward mse_loss_backward native_dropout_backward bitwise_and bitwise_or bitwise_not
 """
-_TO_BOOL = "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf"  # pointwise, too
-_THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")  # a third input of others is the output, given as out=
+# pointwise, too
+_TO_BOOL = (
+    "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf"
+)
+_THREE_INPUTS = (
+    "addcmul",
+    "addcdiv",
+    "where",
+    "lerp",
+    "clamp",
+)  # a third input of others is the output, given as out=
 _LIKE_FIRST = """
 _softmax _log_softmax native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm cumsum
 _fused_rms_norm flip roll tril triu _softmax_backward_data _log_softmax_backward_data native_layer_norm_backward
@@ -57,12 +97,17 @@ sum mean amax amin max min argmax argmin prod all any std var var_mean linalg_ve
 max_pool2d_with_indices avg_pool2d copy_ fill_ zero_
 """
 _SERVES = re.compile(r"paged_attention|unified_attention|mha_batch_prefill")
-# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills, and of those that it decodes
-_BATCH = re.compile(r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)")
+# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills,
+# and of those that it decodes
+_BATCH = re.compile(
+    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
+)
 
 
 class _Cost(NamedTuple):
-    """Work of one call. flops and moved_bytes: NaN where unknown. dtype: of the arithmetic, as in `specs.Device`."""
+    """Work of one call. flops and moved_bytes: NaN where unknown. dtype: of the
+    arithmetic, as in `specs.Device`.
+    """
 
     flops: float = nan
     moved_bytes: float = nan
@@ -70,7 +115,9 @@ class _Cost(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a call: shape and bytes per element of each (0 for what is no tensor), numbers as recorded, strides."""
+    """Inputs of a call: shape and bytes per element of each (0 for what is no tensor),
+    numbers as recorded, strides.
+    """
 
     shapes: list
     sizes: list[int]
@@ -78,36 +125,66 @@ class _Inputs(NamedTuple):
     strides: list
 
     def elements(self, place: int) -> int:
-        return prod(self.shapes[place]) if place < len(self.shapes) and self.sizes[place] else 0
+        return (
+            prod(self.shapes[place])
+            if place < len(self.shapes) and self.sizes[place]
+            else 0
+        )
 
     def bytes(self, *places: int) -> float:
         """Bytes of the inputs at some places, of all inputs where none is named."""
         places = places or range(len(self.shapes))
-        return float(sum(self._stored(place) * self.sizes[place] for place in places if place < len(self.shapes)))
+        return float(
+            sum(
+                self._stored(place) * self.sizes[place]
+                for place in places
+                if place < len(self.shapes)
+            )
+        )
 
     def like(self, *places: int) -> float:
         """Bytes of new tensors of the shapes and types of some inputs."""
         return float(sum(self.elements(place) * self.sizes[place] for place in places))
 
     def _stored(self, place: int) -> int:
-        """Elements in memory: an expanded dimension has stride 0, and windows that overlap share theirs."""
-        shape, strides = self.shapes[place], self.strides[place] if place < len(self.strides) else []
-        if not self.elements(place) or not _is_shape(strides) or len(strides) != len(shape):
+        """Elements in memory: an expanded dimension has stride 0, and windows that
+        overlap share theirs.
+        """
+        shape = self.shapes[place]
+        strides = self.strides[place] if place < len(self.strides) else []
+        if (
+            not self.elements(place)
+            or not _is_shape(strides)
+            or len(strides) != len(shape)
+        ):
             return self.elements(place)
-        pairs = [(length, stride) for length, stride in zip(shape, strides, strict=True) if stride]
-        return min(prod(length for length, _ in pairs), 1 + sum((length - 1) * stride for length, stride in pairs))
+        pairs = [
+            (length, stride)
+            for length, stride in zip(shape, strides, strict=True)
+            if stride
+        ]
+        return min(
+            prod(length for length, _ in pairs),
+            1 + sum((length - 1) * stride for length, stride in pairs),
+        )
 
     def number(self, place: int, default=None):
-        """A recorded number, flag or list of them; the default where the operator has no such input."""
+        """A recorded number, flag or list of them; the default where the operator has
+        no such input.
+        """
         if place >= 99:
             return default
         return json.loads(self.inputs[place].lower())
 
 
-def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "", strides: str = "") -> _Cost:
-    """Work of one call of an operator from the JSON texts of `Timeline.side_tables["operators"]`.
+def _operator_cost(
+    name: str, shapes: str, types: str = "", inputs: str = "", strides: str = ""
+) -> _Cost:
+    """Work of one call of an operator from the JSON texts of
+    `Timeline.side_tables["operators"]`.
 
-    All NaN for an operator without formula or with inputs that do not fit it; a convolution needs `inputs` (strides).
+    All NaN for an operator without formula or with inputs that do not fit it; a
+    convolution needs `inputs` (strides).
 
     >>> _operator_cost("aten::mm", "[[4,8],[8,2]]", '["c10::Half","c10::Half"]')
     _Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
@@ -118,50 +195,87 @@ def _operator_cost(name: str, shapes: str, types: str = "", inputs: str = "", st
     try:
         call, dtype = _read(shapes, types, inputs, strides)
         flops, moved_bytes = _RULES[bare](bare, call)
-        return _Cost(float(flops), float(moved_bytes) if dtype is not None else nan, dtype or "")
-    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError, StopIteration):
+        return _Cost(
+            float(flops), float(moved_bytes) if dtype is not None else nan, dtype or ""
+        )
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        StopIteration,
+    ):
         return _Cost()
 
 
 def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
-    """flops, moved_bytes and dtype (n,) of calls (name, shapes, types, inputs, strides), on the same index.
+    """flops, moved_bytes and dtype (n,) of calls (name, shapes, types, inputs,
+    strides), on the same index.
 
     Each distinct call is worked out once: a long trace repeats a few hundred of them.
     """
     if not len(table):
-        return pd.DataFrame({"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)}, index=table.index)
-    keys = [table[column].astype("category") for column in ("name", "shapes", "types", "inputs", "strides")]
+        return pd.DataFrame(
+            {"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)},
+            index=table.index,
+        )
+    keys = [
+        table[column].astype("category")
+        for column in ("name", "shapes", "types", "inputs", "strides")
+    ]
     call = np.zeros(len(table), dtype=np.int64)
     for key in keys:
-        call = np.unique(call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1, return_inverse=True)[1]
+        call = np.unique(
+            call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1,
+            return_inverse=True,
+        )[1]
     _, first = np.unique(call, return_index=True)
     texts = [key.iloc[first].astype(object).fillna("") for key in keys]
-    costs = pd.DataFrame([_operator_cost(*map(str, each)) for each in zip(*texts, strict=True)], columns=_Cost._fields)
+    costs = pd.DataFrame(
+        [_operator_cost(*map(str, each)) for each in zip(*texts, strict=True)],
+        columns=_Cost._fields,
+    )
     return costs.iloc[call].set_index(table.index)
 
 
-def served_attention(table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]) -> pd.DataFrame:
-    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on their index; no other calls.
+def served_attention(
+    table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]
+) -> pd.DataFrame:
+    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on
+    their index; no other calls.
 
-    batches: gives the names of the annotations around the calls in some rows, which tell the pairs of queries and keys;
-    shapes tell them not.
+    batches: gives the names of the annotations around the calls in some rows, which
+    tell the pairs of queries and keys; shapes tell them not.
     """
     serves = {name: bool(_SERVES.search(name)) for name in table["name"].unique()}
-    at, rows = np.flatnonzero(table["name"].map(serves).astype(bool)), {}
+    at = np.flatnonzero(table["name"].map(serves).astype(bool))
+    rows = {}
     for place, around in zip(at, batches(at) if len(at) else [], strict=True):
         call = table.iloc[place]
         if not (told := _BATCH.search(around)) or not call["shapes"]:
             continue
         prefilled, first, decoded, second = map(int, told.groups())
         inputs, dtype = _read(call["shapes"], call["types"])
-        tokens, heads, width = next((shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0))
-        pairs = {prefilled: first, decoded: second, prefilled + decoded: first + second}.get(tokens, nan)
+        tokens, heads, width = next(
+            (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
+        )
+        pairs = {
+            prefilled: first,
+            decoded: second,
+            prefilled + decoded: first + second,
+        }.get(tokens, nan)
         rows[table.index[place]] = (4.0 * pairs * heads * width, dtype or "")
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
-def _read(shapes: str, types: str, inputs: str = "", strides: str = "") -> tuple[_Inputs, str | None]:
-    """A call's inputs and its dtype: of the first tensor of floating point, None where types are not recorded."""
+def _read(
+    shapes: str, types: str, inputs: str = "", strides: str = ""
+) -> tuple[_Inputs, str | None]:
+    """A call's inputs and its dtype: of the first tensor of floating point, None where
+    types are not recorded.
+    """
     sides = [side if _is_shape(side) else [] for side in json.loads(shapes)]
     kinds = [_dtype(kind) for kind in json.loads(types)] if types else []
     sizes = [size for _, size in kinds] if types else [1] * len(sides)
@@ -171,7 +285,8 @@ def _read(shapes: str, types: str, inputs: str = "", strides: str = "") -> tuple
 
 
 def _dtype(kind) -> tuple[str, int]:
-    """Dtype of the arithmetic and bytes per element of a recorded type, 0 for what is no tensor.
+    """Dtype of the arithmetic and bytes per element of a recorded type, 0 for what is
+    no tensor.
 
     >>> _dtype("c10::Float8_e4m3fn"), _dtype("long int"), _dtype("ScalarList")
     (('fp8', 1), ('', 8), ('', 0))
@@ -182,11 +297,15 @@ def _dtype(kind) -> tuple[str, int]:
 
 
 def _is_shape(side) -> bool:
-    return isinstance(side, list) and all(isinstance(length, int) and length >= 0 for length in side)
+    return isinstance(side, list) and all(
+        isinstance(length, int) and length >= 0 for length in side
+    )
 
 
 def _product(left: list[int], right: list[int]) -> tuple[int, int]:
-    """Multiply-adds and output elements of a matrix product, broadcast over leading dimensions as torch.matmul does."""
+    """Multiply-adds and output elements of a matrix product, broadcast over leading
+    dimensions as torch.matmul does.
+    """
     *batch, m, k = left if len(left) > 1 else [1, *left]
     *batch_right, k_right, n = right if len(right) > 1 else [*right, 1]
     if k != k_right:
@@ -198,55 +317,85 @@ def _product(left: list[int], right: list[int]) -> tuple[int, int]:
 def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
     first = _MATRICES[name]
     work, out = _product(call.shapes[first], call.shapes[first + 1])
-    size = 4 if name == "_int_mm" else 2 if "scaled" in name else call.sizes[first]  # fp8 products come out as bf16
+    size = (
+        4 if name == "_int_mm" else 2 if "scaled" in name else call.sizes[first]
+    )  # fp8 products come out as bf16
     return 2 * work, call.bytes(*range(first + 2)) + out * size
 
 
 def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
-    """Products of groups: of rows, of columns or of a summed dimension (two-dimensional sides), or one of each.
+    """Products of groups: of rows, of columns or of a summed dimension (two-dimensional
+    sides), or one of each.
 
-    Every row counts as a row of some group; where the last offset leaves rows out, they are padding.
+    Every row counts as a row of some group; where the last offset leaves rows out, they
+    are padding.
     """
     left, right = call.shapes[:2]
     if left[-1] != right[-2]:
         raise ValueError(f"inner dimensions {left[-1]} and {right[-2]} differ")
-    both, neither = len(left) == len(right) == 3, len(left) == len(right) == 2
-    groups = left[0] if both else call.shapes[4 if "scaled" in name else 2][0] if neither else 1
+    both = len(left) == len(right) == 3
+    neither = len(left) == len(right) == 2
+    groups = (
+        left[0]
+        if both
+        else call.shapes[4 if "scaled" in name else 2][0]
+        if neither
+        else 1
+    )
     out = left[-2] * right[-1]
     size = 2 if "scaled" in name else call.sizes[0]
-    return 2 * out * left[-1] * (groups if both else 1), call.bytes(0, 1) + out * groups * size
+    return 2 * out * left[-1] * (groups if both else 1), call.bytes(
+        0, 1
+    ) + out * groups * size
 
 
 def _linear(_: str, call: _Inputs) -> tuple[float, float]:
-    work, out = _product([prod(call.shapes[0][:-1]), call.shapes[0][-1]], call.shapes[1][::-1])
+    work, out = _product(
+        [prod(call.shapes[0][:-1]), call.shapes[0][-1]], call.shapes[1][::-1]
+    )
     return 2 * work, call.bytes() + out * call.sizes[0]
 
 
 def _convolution(name: str, call: _Inputs) -> tuple[float, float]:
     stride, padding, dilation, transposed = (
-        call.number(place, default) for place, default in zip(_CONVOLUTIONS[name], (1, 0, 1, False), strict=True)
+        call.number(place, default)
+        for place, default in zip(_CONVOLUTIONS[name], (1, 0, 1, False), strict=True)
     )
-    image, weight = call.shapes[0], call.shapes[1]
+    image = call.shapes[0]
+    weight = call.shapes[1]
     rank = len(weight) - 2
     image = image if len(image) == rank + 2 else [1, *image]
     if transposed:
         return 2 * image[0] * prod(image[2:]) * prod(weight), nan
-    sides = zip(image[2:], weight[2:], *(_each(v, rank) for v in (stride, padding, dilation)), strict=True)
-    out = [(side + 2 * pad - dil * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, dil in sides]
+    sides = zip(
+        image[2:],
+        weight[2:],
+        *(_each(v, rank) for v in (stride, padding, dilation)),
+        strict=True,
+    )
+    out = [
+        (side + 2 * pad - dil * (kernel - 1) - 1) // step + 1
+        for side, kernel, step, pad, dil in sides
+    ]
     filters = image[0] * prod(out)
-    return 2 * filters * prod(weight), call.bytes() + filters * weight[0] * call.sizes[0]
+    return 2 * filters * prod(weight), call.bytes() + filters * weight[0] * call.sizes[
+        0
+    ]
 
 
 def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
     """Gradients of the input and of the weight cost what the forward pass does, each.
 
-    FlopCounterMode counts the weight's as if groups were 1; here it is divided by them, as the input's.
+    FlopCounterMode counts the weight's as if groups were 1; here it is divided by them,
+    as the input's.
     """
     to_input, to_weight, _ = call.number(10)
     gradient, image, weight = call.shapes[:3]
     places = image if call.number(7) else gradient
     out_bytes = call.like(1) * to_input + call.like(2) * to_weight
-    return 2 * places[0] * prod(places[2:]) * prod(weight) * (to_input + to_weight), call.bytes() + out_bytes
+    return 2 * places[0] * prod(places[2:]) * prod(weight) * (
+        to_input + to_weight
+    ), call.bytes() + out_bytes
 
 
 def _each(value, rank: int) -> list[int]:
@@ -256,8 +405,11 @@ def _each(value, rank: int) -> list[int]:
 
 
 def _attention(name: str, call: _Inputs) -> tuple[float, float]:
-    """Two products forward, five backward (the scores are made again), over all pairs of tokens."""
-    backward, heads_first = name.endswith("_backward"), name.startswith("_scaled_dot_product")
+    """Two products forward, five backward (the scores are made again), over all pairs
+    of tokens.
+    """
+    backward = name.endswith("_backward")
+    heads_first = name.startswith("_scaled_dot_product")
     if name.startswith("_efficient") and call.elements(6 if backward else 4):
         raise ValueError("sequences of unknown lengths, packed into one")
     query, key, value = call.shapes[backward : backward + 3]
@@ -265,11 +417,15 @@ def _attention(name: str, call: _Inputs) -> tuple[float, float]:
     pairs = 2 * batch * heads * tokens * key[2 if heads_first else 1]
     if backward:
         return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.like(1, 2, 3)
-    return pairs * (width + value[-1]), call.bytes() + batch * heads * tokens * value[-1] * call.sizes[0]
+    return pairs * (width + value[-1]), call.bytes() + batch * heads * tokens * value[
+        -1
+    ] * call.sizes[0]
 
 
 def _rows(name: str, call: _Inputs) -> tuple[float, float]:
-    """Looking up rows reads and writes those rows only; the gradient of a table is written whole."""
+    """Looking up rows reads and writes those rows only; the gradient of a table is
+    written whole.
+    """
     if name == "embedding_dense_backward":
         return nan, call.bytes() + call.number(2) * call.shapes[0][-1] * call.sizes[0]
     index = 1 if name == "embedding" else 2
@@ -282,15 +438,25 @@ def _rows(name: str, call: _Inputs) -> tuple[float, float]:
 
 
 def _elements(name: str, call: _Inputs) -> tuple[float, float]:
-    """One pass over the elements: every input is read, the output has the shape they broadcast to."""
-    tensors = [place for place, size in enumerate(call.sizes) if size][: 3 if name in _THREE_INPUTS else 2]
+    """One pass over the elements: every input is read, the output has the shape they
+    broadcast to.
+    """
+    tensors = [place for place, size in enumerate(call.sizes) if size][
+        : 3 if name in _THREE_INPUTS else 2
+    ]
     out = prod(np.broadcast_shapes(*(tuple(call.shapes[place]) for place in tensors)))
-    size = 1 if name in _TO_BOOL.split() else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
+    size = (
+        1
+        if name in _TO_BOOL.split()
+        else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
+    )
     return nan, call.bytes(*tensors) + out * size
 
 
 def _like_first(_: str, call: _Inputs) -> tuple[float, float]:
-    return nan, call.bytes() + call.like(next(place for place, size in enumerate(call.sizes) if size))
+    return nan, call.bytes() + call.like(
+        next(place for place, size in enumerate(call.sizes) if size)
+    )
 
 
 def _reads(_: str, call: _Inputs) -> tuple[float, float]:
@@ -303,11 +469,19 @@ _RULES: dict[str, Callable[[str, _Inputs], tuple[float, float]]] = {
     "linear": _linear,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys([name + end for name in _HEADS_FIRST.split() for end in ("", "_backward")], _attention),
-    **dict.fromkeys([name + end for name in _TOKENS_FIRST for end in ("_forward", "_backward")], _attention),
+    **dict.fromkeys(
+        [name + end for name in _HEADS_FIRST.split() for end in ("", "_backward")],
+        _attention,
+    ),
+    **dict.fromkeys(
+        [name + end for name in _TOKENS_FIRST for end in ("_forward", "_backward")],
+        _attention,
+    ),
     **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
     **dict.fromkeys(f"{_POINTWISE} {_TO_BOOL}".split(), _elements),
-    **dict.fromkeys([f"{name}_" for name in f"{_POINTWISE} {_TO_BOOL}".split()], _like_first),
+    **dict.fromkeys(
+        [f"{name}_" for name in f"{_POINTWISE} {_TO_BOOL}".split()], _like_first
+    ),
     **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
     **dict.fromkeys(_READS.split(), _reads),
 }

@@ -1,8 +1,9 @@
 """Which operator and which module does the device work for?
 
-A kernel belongs to the innermost operator that is open on the launching thread when the launch starts; launch and
-kernel share a correlation. FLOPs and bytes come from recorded shapes (`op_flops`) and are counted once, at the
-innermost operator that has them and, on a rank with a device, launched work: capturing a graph computes nothing.
+A kernel belongs to the innermost operator that is open on the launching thread when the
+launch starts; launch and kernel share a correlation. FLOPs and bytes come from recorded
+shapes (`op_flops`) and are counted once, at the innermost operator that has them and,
+on a rank with a device, launched work: capturing a graph computes nothing.
 """
 
 import re
@@ -19,35 +20,58 @@ from madmax_lib.traces.operators.op_flops import operator_costs, served_attentio
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = ["OUTSIDE", "kernel_types", "kernels", "modules", "operator_calls", "operators", "ratio"]
+__all__ = [
+    "OUTSIDE",
+    "kernel_types",
+    "kernels",
+    "modules",
+    "operator_calls",
+    "operators",
+    "ratio",
+]
 
 OUTSIDE = "outside of operators"
 _MODULE = re.compile(r"^nn\.Module: ")
-_TF32 = re.compile(r"tf32|tensorop_s1688gemm", re.IGNORECASE)  # cuBLAS and CUTLASS kernels on fp32 inputs
+_TF32 = re.compile(
+    r"tf32|tensorop_s1688gemm", re.IGNORECASE
+)  # cuBLAS and CUTLASS kernels on fp32 inputs
 
 
 def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     """Work of each operator on each rank, longest own device time first.
 
-    count: calls. host_s, device_s: with the operators inside; self_host_s, self_device_s: without. Device time is the
-    sum of the kernels and copies launched, `kernels` their number; on ranks without device it is the host's. share: of
-    the rank's self_device_s, 0..1. flops, moved_bytes: NaN where unknown and where an operator inside counts them;
-    flops_per_s, bytes_per_s, flops_per_byte: of the calls that count. by_shape: one row per shapes (of the inputs) and
-    dtype. Device work that no recorded operator launched is a row OUTSIDE. A rank without recorded operators, as in a
-    simulation, has its device spans as rows.
+    count: calls. host_s, device_s: with the operators inside; self_host_s,
+    self_device_s: without. Device time is the sum of the kernels and copies launched,
+    `kernels` their number; on ranks without device it is the host's. share: of the
+    rank's self_device_s, 0..1. flops, moved_bytes: NaN where unknown and where an
+    operator inside counts them;
+    flops_per_s, bytes_per_s, flops_per_byte: of the calls that count. by_shape: one row
+    per shapes (of the inputs) and dtype. Device work that no recorded operator launched
+    is a row OUTSIDE. A rank without recorded operators, as in a simulation, has its
+    device spans as rows.
     """
     keys = ["rank", "name", "shapes", "dtype"] if by_shape else ["rank", "name"]
     calls, work = operator_calls(timeline)
-    parts = [part for part in (calls, _without_operator(timeline.spans, calls, work)) if len(part)]
+    parts = [
+        part
+        for part in (calls, _without_operator(timeline.spans, calls, work))
+        if len(part)
+    ]
     calls = pd.concat(parts, ignore_index=True) if parts else calls
     again = calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
     once = ~again  # a call inside of one of the same name is in its time already
     sums = pd.DataFrame(
         {
-            **{key: calls[key].astype(str) if key == "shapes" else calls[key] for key in keys},
+            **{
+                key: calls[key].astype(str) if key == "shapes" else calls[key]
+                for key in keys
+            },
             "count": calls["calls"],
             **{f"{time}_s": calls[f"{time}_ns"] * once for time in ("host", "device")},
-            **{f"{time}_s": calls[f"{time}_ns"] for time in ("self_host", "self_device")},
+            **{
+                f"{time}_s": calls[f"{time}_ns"]
+                for time in ("self_host", "self_device")
+            },
             "kernels": calls["kernels"] * once,
             "flops": calls["flops"],
             "moved_bytes": calls["moved_bytes"],
@@ -56,28 +80,48 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
         }
     )
     table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
-    times = ["host_s", "self_host_s", "device_s", "self_device_s", "flops_per_s", "bytes_per_s"]
+    times = [
+        "host_s",
+        "self_host_s",
+        "device_s",
+        "self_device_s",
+        "flops_per_s",
+        "bytes_per_s",
+    ]
     table[times] = table[times].astype(float) / NS_PER_S
     table["share"] = _share_of_rank(table, "self_device_s")
     table["flops_per_s"] = ratio(table["flops"], table["flops_per_s"])
     table["bytes_per_s"] = ratio(table["moved_bytes"], table["bytes_per_s"])
     table["flops_per_byte"] = ratio(table["flops"], table["moved_bytes"])
-    table = table.sort_values(["self_device_s", *keys], ascending=[False] + [True] * len(keys), ignore_index=True)
+    table = table.sort_values(
+        ["self_device_s", *keys],
+        ascending=[False] + [True] * len(keys),
+        ignore_index=True,
+    )
     return with_origin(table, timeline)
 
 
 def modules(timeline: Timeline) -> pd.DataFrame:
-    """Work of each nn.Module on each rank, longest own device time first; empty without module spans (with_stack).
+    """Work of each nn.Module on each rank, longest own device time first; empty without
+    module spans (with_stack).
 
-    module: name as recorded, type: its class, inside: the module around its first call. count: calls. host_s, device_s,
-    flops: with the modules inside, self_device_s without. backward_s: the part of device_s spent by backward operators;
-    they belong to the module whose forward operator has their sequence number. share: of the rank's device time in
-    modules, 0..1. flops_per_s: flops / device_s. What is computed again for the backward pass counts where it was
-    recorded, which may be outside of the module around it.
+    module: name as recorded, type: its class, inside: the module around its first call.
+    count: calls. host_s, device_s,
+    flops: with the modules inside, self_device_s without. backward_s: the part of
+    device_s spent by backward operators; they belong to the module whose forward
+    operator has their sequence number. share: of the rank's device time in modules,
+    0..1. flops_per_s: flops / device_s. What is computed again for the backward pass
+    counts where it was recorded, which may be outside of the module around it.
     """
-    spans, (calls, work) = timeline.spans, operator_calls(timeline)
-    nest = Nest(spans, np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)))
-    host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(dtype=bool)  # kernels bring the device's
+    spans = timeline.spans
+    (calls, work) = operator_calls(timeline)
+    nest = Nest(
+        spans,
+        np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)),
+    )
+    host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(
+        dtype=bool
+    )  # kernels bring the device's
     launched = work[work["launch_row"] >= 0]
     thread = np.r_[calls["thread"], launched["thread"]]
     start_ns = np.r_[calls["start_ns"], launched["launch_ns"]]
@@ -86,63 +130,104 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     flops = np.r_[calls["flops"].fillna(0), np.zeros(len(launched))]
     own = {"device_s": device_ns, "backward_s": device_ns * backward, "flops": flops}
     own = {column: nest.sums(place, values) for column, values in own.items()}
-    names = np.array([_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object)
+    names = np.array(
+        [_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object
+    )
     once = ~nest.within(np.ones(len(names), dtype=bool), names)
     table = pd.DataFrame(
         {
             "rank": spans["rank"].to_numpy()[nest.rows],
             "module": names,
-            "inside": np.where(nest.parent >= 0, names[nest.parent], "") if len(names) else names,
+            "inside": np.where(nest.parent >= 0, names[nest.parent], "")
+            if len(names)
+            else names,
             "count": 1,
             "host_s": (nest.end - nest.start) * once,
             "self_device_s": own["device_s"],
             **{column: nest.inclusive(values) * once for column, values in own.items()},
         }
     )
-    how = {column: "first" if column == "inside" else "sum" for column in table.columns[2:]}
+    how = {
+        column: "first" if column == "inside" else "sum" for column in table.columns[2:]
+    }
     table = table.iloc[np.argsort(nest.start, kind="stable")]
     table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
-    table.insert(2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True))
+    table.insert(
+        2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True)
+    )
     times = ["host_s", "device_s", "backward_s", "self_device_s"]
     table[times] = table[times].astype(float) / NS_PER_S
     table["share"] = _share_of_rank(table, "self_device_s")
-    table["flops"] = table["flops"].astype(float) if calls["flops"].notna().any() else np.nan
+    table["flops"] = (
+        table["flops"].astype(float) if calls["flops"].notna().any() else np.nan
+    )
     table["flops_per_s"] = ratio(table["flops"], table["device_s"])
-    table = table.sort_values(["self_device_s", "rank", "module"], ascending=[False, True, True], ignore_index=True)
+    table = table.sort_values(
+        ["self_device_s", "rank", "module"],
+        ascending=[False, True, True],
+        ignore_index=True,
+    )
     return with_origin(table, timeline)
 
 
 def kernels(timeline: Timeline) -> pd.DataFrame:
-    """Every kernel and copy by rank and name, longest first: rank, kind, name, count, total_s, mean_s, min_s, max_s,
+    """Every kernel and copy by rank and name, longest first: rank, kind, name, count,
+    total_s, mean_s, min_s, max_s,
     std_s, share (of the rank's sum, 0..1).
     """
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    how = {"count": "size", "total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max", "std_s": "std"}
-    table = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"].agg(**how).reset_index()
+    how = {
+        "count": "size",
+        "total_s": "sum",
+        "mean_s": "mean",
+        "min_s": "min",
+        "max_s": "max",
+        "std_s": "std",
+    }
+    table = (
+        spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"]
+        .agg(**how)
+        .reset_index()
+    )
     times = [column for column in table if column.endswith("_s")]
     table[times] = table[times].astype(float) / NS_PER_S
     table["share"] = _share_of_rank(table, "total_s")
-    table = table.sort_values(["total_s", "rank", "name"], ascending=[False, True, True], ignore_index=True)
+    table = table.sort_values(
+        ["total_s", "rank", "name"], ascending=[False, True, True], ignore_index=True
+    )
     return with_origin(table, timeline)
 
 
 def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
-    """Busy time of each rank by the kinds that run at the same moment: rank, kinds, total_s, share (of busy, 0..1).
+    """Busy time of each rank by the kinds that run at the same moment: rank, kinds,
+    total_s, share (of busy, 0..1).
 
-    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to the busy time. Kinds that are not
-    asked for count as idle, as HTA's kernel breakdown leaves out copies by default.
+    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to
+    the busy time. Kinds that are not asked for count as idle, as HTA's kernel breakdown
+    leaves out copies by default.
     """
     rows = []
     for rank in timeline.ranks:
         spans = timeline.spans[timeline.spans["rank"] == rank]
-        covered = [union(pack(part["start_ns"], part["dur_ns"])) for part in (spans[spans["kind"] == k] for k in kinds)]
+        covered = [
+            union(pack(part["start_ns"], part["dur_ns"]))
+            for part in (spans[spans["kind"] == k] for k in kinds)
+        ]
         times = np.concatenate([c.T.ravel() for c in covered])
-        change = np.concatenate([np.repeat([1 << bit, -(1 << bit)], len(c)) for bit, c in enumerate(covered)])
+        change = np.concatenate(
+            [
+                np.repeat([1 << bit, -(1 << bit)], len(c))
+                for bit, c in enumerate(covered)
+            ]
+        )
         order = np.argsort(times, kind="stable")
-        running, lasting = np.cumsum(change[order])[:-1], np.diff(times[order])
+        running = np.cumsum(change[order])[:-1]
+        lasting = np.diff(times[order])
         for state in range(1, 1 << len(kinds)):
             if (time_ns := lasting[running == state].sum()) > 0:
-                together = " + ".join(kind for bit, kind in enumerate(kinds) if state >> bit & 1)
+                together = " + ".join(
+                    kind for bit, kind in enumerate(kinds) if state >> bit & 1
+                )
                 rows.append((rank, together, time_ns / NS_PER_S))
     table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
     table["share"] = _share_of_rank(table, "total_s")
@@ -151,22 +236,35 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
 
 @kept
 def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One row per call of an operator, and `device_work` with the call that each is launched in (position, -1 without).
+    """One row per call of an operator, and `device_work` with the call that each is
+    launched in (position, -1 without).
 
-    Times in ns; flops and moved_bytes only where they count. counted: its own, or those of a call around it. again,
-    shape_again: the call is inside of one of the same name, of the same name and shapes.
+    Times in ns; flops and moved_bytes only where they count. counted: its own, or those
+    of a call around it. again,
+    shape_again: the call is inside of one of the same name, of the same name and
+    shapes.
     """
-    spans, table = timeline.spans, timeline.side_tables["operators"]
-    host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(("annotation", "comm")).to_numpy()
+    spans = timeline.spans
+    table = timeline.side_tables["operators"]
+    host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(
+        ("annotation", "comm")
+    ).to_numpy()
     table = table[host[table["row"].to_numpy()]]
     nest = Nest(spans, table["row"].to_numpy())
     table = table.iloc[nest.order].reset_index(drop=True)
     work = device_work(timeline)
     work["thread"] = np.append(thread_of(spans), -1)[work["launch_row"]]
-    place = np.where(work["launch_row"] >= 0, nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy()), -1)
+    place = np.where(
+        work["launch_row"] >= 0,
+        nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy()),
+        -1,
+    )
     host_ns = nest.end - nest.start
-    inside_ns = np.bincount(nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table))
-    self_ns, own_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64), nest.sums(place, work["dur_ns"])
+    inside_ns = np.bincount(
+        nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table)
+    )
+    self_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64)
+    own_ns = nest.sums(place, work["dur_ns"])
     rank = spans["rank"].to_numpy()[nest.rows]
     on_device = np.isin(rank, work["rank"].unique())
     calls = pd.DataFrame(
@@ -186,26 +284,51 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             "on_device": on_device,
             "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
             "self_device_ns": np.where(on_device, own_ns, self_ns),
-            "kernels": nest.inclusive(nest.sums(place, np.ones(len(work), dtype=np.int64))),
+            "kernels": nest.inclusive(
+                nest.sums(place, np.ones(len(work), dtype=np.int64))
+            ),
         }
     )
-    for column, label in (("again", calls["name"]), ("shape_again", calls["name"] + calls["shapes"])):
+    for column, label in (
+        ("again", calls["name"]),
+        ("shape_again", calls["name"] + calls["shapes"]),
+    ):
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
-    costs.update(served_attention(table.assign(name=calls["name"]), partial(_batches, spans, calls)))
+    costs.update(
+        served_attention(
+            table.assign(name=calls["name"]), partial(_batches, spans, calls)
+        )
+    )
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
-    tf32 = nest.inclusive(nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])) > 0
-    calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32")
+    tf32 = (
+        nest.inclusive(
+            nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])
+        )
+        > 0
+    )
+    calls["dtype"] = costs["dtype"].mask(
+        tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32"
+    )
     products, movers = _counted(nest, costs)
-    calls = calls.assign(flops=costs["flops"].where(products), moved_bytes=costs["moved_bytes"].where(movers))
+    calls = calls.assign(
+        flops=costs["flops"].where(products),
+        moved_bytes=costs["moved_bytes"].where(movers),
+    )
     calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=place)
 
 
 def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list[str]:
-    """Name of the annotation of a server's batch around the calls in some rows (n,), "" without."""
+    """Name of the annotation of a server's batch around the calls in some rows (n,), ""
+    without.
+    """
     calls = calls.iloc[rows]
-    batches = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0) & spans["name"].str.startswith("execute_")]
+    batches = spans[
+        (spans["kind"] == "annotation")
+        & (spans["stream"] < 0)
+        & spans["name"].str.startswith("execute_")
+    ]
     at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
     place = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
     names = batches["name"].iloc[at.rows].astype(object).tolist()
@@ -213,44 +336,81 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list
 
 
 def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Which calls count their FLOPs, and which their bytes, so that nothing counts twice.
+    """Which calls count their FLOPs, and which their bytes, so that nothing counts
+    twice.
 
-    FLOPs: those without a call inside that has FLOPs. Bytes: the same, and outside of them every call that does not
-    pass on more than half of its bytes to those inside (aten::relu_ does to aten::clamp_min_).
+    FLOPs: those without a call inside that has FLOPs. Bytes: the same, and outside of
+    them every call that does not pass on more than half of its bytes to those inside
+    (aten::relu_ does to aten::clamp_min_).
     """
-    flops, moved_bytes = costs["flops"].notna().to_numpy(), costs["moved_bytes"].fillna(0).to_numpy()
+    flops = costs["flops"].notna().to_numpy()
+    moved_bytes = costs["moved_bytes"].fillna(0).to_numpy()
     product = flops & (nest.inclusive(flops) == 1)
     works = nest.inclusive(moved_bytes) <= 1.5 * moved_bytes
     return product, product | (works & ~flops & ~nest.within(product))
 
 
-def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
-    """Device work as rows of `operator_calls`: what no operator launched, by name on ranks without operators."""
+def _without_operator(
+    spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame
+) -> pd.DataFrame:
+    """Device work as rows of `operator_calls`: what no operator launched, by name on
+    ranks without operators.
+    """
     work = work[work["call"] < 0]
     recorded = work["rank"].isin(calls["rank"].unique())
     work = work.assign(name=spans["name"].iloc[work["row"]].astype(object).to_numpy())
     work["name"] = work["name"].where(~recorded, OUTSIDE)
-    rows = work.groupby(["rank", "name"])["dur_ns"].agg(device_ns="sum", calls="size").reset_index()
-    rows = rows.assign(self_device_ns=rows["device_ns"], host_ns=0, self_host_ns=0, kernels=rows["calls"])
-    return rows.assign(shapes="", dtype="", flops=np.nan, moved_bytes=np.nan, again=False, shape_again=False)
+    rows = (
+        work.groupby(["rank", "name"])["dur_ns"]
+        .agg(device_ns="sum", calls="size")
+        .reset_index()
+    )
+    rows = rows.assign(
+        self_device_ns=rows["device_ns"],
+        host_ns=0,
+        self_host_ns=0,
+        kernels=rows["calls"],
+    )
+    return rows.assign(
+        shapes="",
+        dtype="",
+        flops=np.nan,
+        moved_bytes=np.nan,
+        again=False,
+        shape_again=False,
+    )
 
 
-def _module_of(nest: Nest, calls: pd.DataFrame, thread: np.ndarray, start_ns: np.ndarray, spans: pd.DataFrame) -> tuple:
-    """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and whether it is backward work.
+def _module_of(
+    nest: Nest,
+    calls: pd.DataFrame,
+    thread: np.ndarray,
+    start_ns: np.ndarray,
+    spans: pd.DataFrame,
+) -> tuple:
+    """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and
+    whether it is backward work.
 
-    The innermost of the module and the backward operator around them decides; a backward operator stands for the
-    module of the last forward operator with its sequence number, which is the one that made its node.
+    The innermost of the module and the backward operator around them decides; a
+    backward operator stands for the module of the last forward operator with its
+    sequence number, which is the one that made its node.
     """
-    numbered, backward = calls["sequence"] >= 0, calls["forward_thread"] > 0
+    numbered = calls["sequence"] >= 0
+    backward = calls["forward_thread"] > 0
     forward = calls[numbered & ~backward].sort_values("start_ns", kind="stable")
     forward = forward.drop_duplicates(["rank", "sequence"], keep="last")
-    forward["place"] = nest.at(forward["thread"].to_numpy(), forward["start_ns"].to_numpy())
+    forward["place"] = nest.at(
+        forward["thread"].to_numpy(), forward["start_ns"].to_numpy()
+    )
     forward_module = forward[["rank", "sequence", "place"]]
     back = Nest(spans, calls.loc[numbered & backward, "row"].to_numpy())
     back_calls = calls.set_index("row").loc[back.rows, ["rank", "sequence"]]
     of_back = back_calls.merge(forward_module, how="left")["place"].fillna(-1)
-    direct, through = nest.at(thread, start_ns), back.at(thread, start_ns)
-    direct_ns, through_ns = (np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through)))
+    direct = nest.at(thread, start_ns)
+    through = back.at(thread, start_ns)
+    direct_ns, through_ns = (
+        np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through))
+    )
     place = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
     is_backward = (place >= 0) & (through_ns >= direct_ns)
     return np.where(is_backward, place, direct), is_backward

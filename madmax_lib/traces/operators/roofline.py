@@ -1,6 +1,7 @@
 """How far from the limits of its device does each operator run, and each step?
 
-The roofline is Williams et al. 2009: min(peak FLOP/s, FLOPs per byte * bandwidth), with the rates of the catalog.
+The roofline is Williams et al. 2009: min(peak FLOP/s, FLOPs per byte * bandwidth), with
+the rates of the catalog.
 """
 
 import warnings
@@ -21,21 +22,28 @@ __all__ = ["mfu", "products", "roofline"]
 
 _PRODUCTS = ("gemm", "convolution", "attention")
 _ENOUGH = 0.5  # of the time of products: below, an MFU from shapes says nothing
-_HOST_OPERATOR = r"(?!autograd)\w+::"  # other names on the host stand for what runs inside of them
+_HOST_OPERATOR = (
+    r"(?!autograd)\w+::"  # other names on the host stand for what runs inside of them
+)
 
 
 def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataFrame:
-    """Where each operator and shape stands under the roofs of its device, longest first.
+    """Where each operator and shape stands under the roofs of its device, longest
+    first.
 
-    rank, name, shapes, dtype, count, device_s, share, flops_per_byte (0 without matrix products), flops_per_s,
-    bytes_per_s, peak_flops (of the dtype, NaN where the device has none), peak_bytes_per_s, bound (compute or memory:
-    the roof above), roof (0..1: achieved / roof). Above 1: the bytes stayed in a cache, rows of a grouped
-    product were padding, or a peak is wrong.
-    device: a name of the catalog, else the one the timeline names; where the catalog lacks that one the roofs are NaN,
-    with a TraceWarning. Raises ValueError for a device given that is not known.
+    rank, name, shapes, dtype, count, device_s, share, flops_per_byte (0 without matrix
+    products), flops_per_s, bytes_per_s, peak_flops (of the dtype, NaN where the device
+    has none), peak_bytes_per_s, bound (compute or memory: the roof above), roof (0..1:
+    achieved / roof). Above 1: the bytes stayed in a cache, rows of a grouped product
+    were padding, or a peak is wrong.
+    device: a name of the catalog, else the one the timeline names; where the catalog
+    lacks that one the roofs are NaN, with a TraceWarning. Raises ValueError for a
+    device given that is not known.
     """
     work = operators(timeline, by_shape=True)
-    table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(drop=True)
+    table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(
+        drop=True
+    )
     specs = _device_of(timeline, device) if len(table) else None
     table["peak_flops"] = [_peak(specs, dtype) for dtype in table["dtype"]]
     table["peak_bytes_per_s"] = specs.memory_bandwidth_bytes_per_s if specs else np.nan
@@ -45,88 +53,193 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     table["bound"] = np.where(compute >= memory, "compute", "memory") if specs else ""
     table["roof"] = np.maximum(compute, memory)
     columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
-    columns += ["flops_per_byte", "flops_per_s", "bytes_per_s", "peak_flops", "peak_bytes_per_s", "bound", "roof"]
-    table = table[columns].sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
+    columns += [
+        "flops_per_byte",
+        "flops_per_s",
+        "bytes_per_s",
+        "peak_flops",
+        "peak_bytes_per_s",
+        "bound",
+        "roof",
+    ]
+    table = table[columns].sort_values(
+        ["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True
+    )
     return with_origin(table, work, device=specs.name if specs else "")
 
 
 def products(table: pd.DataFrame) -> pd.DataFrame:
-    """The operators of `roofline` with FLOPs, one row per shape of all ranks together, longest first."""
+    """The operators of `roofline` with FLOPs, one row per shape of all ranks together,
+    longest first.
+    """
     rows = table[(table["flops_per_byte"] > 0) & (table["flops_per_s"] > 0)]
-    rows = rows.assign(flops=rows["flops_per_s"] * rows["device_s"], roof=rows["roof"] * rows["device_s"])
-    same = ["name", "shapes", "dtype", "flops_per_byte", "peak_flops", "peak_bytes_per_s", "bound"]
-    rows = rows.groupby(same, dropna=False)[["count", "device_s", "flops", "roof"]].sum().reset_index()
-    rows = rows.assign(flops_per_s=rows["flops"] / rows["device_s"], roof=rows["roof"] / rows["device_s"])
-    return rows.sort_values(["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True)
+    rows = rows.assign(
+        flops=rows["flops_per_s"] * rows["device_s"],
+        roof=rows["roof"] * rows["device_s"],
+    )
+    same = [
+        "name",
+        "shapes",
+        "dtype",
+        "flops_per_byte",
+        "peak_flops",
+        "peak_bytes_per_s",
+        "bound",
+    ]
+    rows = (
+        rows.groupby(same, dropna=False)[["count", "device_s", "flops", "roof"]]
+        .sum()
+        .reset_index()
+    )
+    rows = rows.assign(
+        flops_per_s=rows["flops"] / rows["device_s"],
+        roof=rows["roof"] / rows["device_s"],
+    )
+    return rows.sort_values(
+        ["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True
+    )
 
 
-def mfu(timeline: Timeline, device: str | Device | None = None, flops_per_step: float | None = None) -> pd.DataFrame:
-    """Model FLOPs utilisation of each rank and step: rank, step, flops, total_s, flops_per_s, mfu (0..1), coverage.
+def mfu(
+    timeline: Timeline,
+    device: str | Device | None = None,
+    flops_per_step: float | None = None,
+) -> pd.DataFrame:
+    """Model FLOPs utilisation of each rank and step: rank, step, flops, total_s,
+    flops_per_s, mfu (0..1), coverage.
 
-    flops: flops_per_step of one rank if given, else of the recorded shapes, which count recomputation too (then it is
-    the hardware's utilisation), NaN without either. total_s: the period of the step (see `step_periods`), of the last
-    one from its begin to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
-    coverage: share (0..1) of the time of matrix products, convolutions and attention whose FLOPs are known; below 0.5
-    the mfu of recorded shapes is NaN. Where no shapes are recorded, as in a simulated step, a TraceWarning says so.
+    flops: flops_per_step of one rank if given, else of the recorded shapes, which count
+    recomputation too (then it is the hardware's utilisation), NaN without either.
+    total_s: the period of the step (see `step_periods`), of the last one from its begin
+    to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none
+    is recorded.
+    coverage: share (0..1) of the time of matrix products, convolutions and attention
+    whose FLOPs are known; below 0.5 the mfu of recorded shapes is NaN. Where no shapes
+    are recorded, as in a simulated step, a TraceWarning says so.
     device: as for `roofline`.
     """
     table = step_periods(timeline).sort_values(["rank", "step"], ignore_index=True)
-    table["total_s"] = table["period_s"].fillna((table["end_ns"] - table["begin_ns"]) / NS_PER_S)
+    table["total_s"] = table["period_s"].fillna(
+        (table["end_ns"] - table["begin_ns"]) / NS_PER_S
+    )
     calls, work = operator_calls(timeline)
-    table = table.merge(_coverage(timeline, calls, work), on=["rank", "step"], how="left")
+    table = table.merge(
+        _coverage(timeline, calls, work), on=["rank", "step"], how="left"
+    )
     simulated = timeline.meta.source == "simulated"
-    if flops_per_step is None and (simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())):
-        advice = "mm.estimate gives the MFU of a simulated step" if simulated else "profile with record_shapes=True"
-        text = f"no shapes of operators are recorded, so their FLOPs are unknown: {advice}"
+    if flops_per_step is None and (
+        simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())
+    ):
+        advice = (
+            "mm.estimate gives the MFU of a simulated step"
+            if simulated
+            else "profile with record_shapes=True"
+        )
+        text = (
+            f"no shapes of operators are recorded, so their FLOPs are unknown: {advice}"
+        )
         warnings.warn(text, TraceWarning, stacklevel=2)
-    by_dtype = calls[calls["flops"].notna()].groupby(["rank", "step", "dtype"], observed=True)["flops"].sum()
+    by_dtype = (
+        calls[calls["flops"].notna()]
+        .groupby(["rank", "step", "dtype"], observed=True)["flops"]
+        .sum()
+    )
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
     specs = _device_of(timeline, device) if some or device is not None else None
-    by_dtype["peak_s"] = by_dtype["flops"] / [_peak(specs, dtype) for dtype in by_dtype["dtype"]]
-    sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1).reset_index()
+    by_dtype["peak_s"] = by_dtype["flops"] / [
+        _peak(specs, dtype) for dtype in by_dtype["dtype"]
+    ]
+    sums = (
+        by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]]
+        .sum(min_count=1)
+        .reset_index()
+    )
     table = table.merge(sums, how="left")
-    peak = ratio(table["flops"], table.pop("peak_s")).fillna(_peak(specs, specs.nearest("bf16") if specs else "bf16"))
+    peak = ratio(table["flops"], table.pop("peak_s")).fillna(
+        _peak(specs, specs.nearest("bf16") if specs else "bf16")
+    )
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
     table = table[["rank", "step", "flops", "total_s", "coverage"]]
     table["flops_per_s"] = ratio(table["flops"], table["total_s"])
-    table["mfu"] = (table["flops_per_s"] / peak).mask((flops_per_step is None) & (table["coverage"] < _ENOUGH))
+    table["mfu"] = (table["flops_per_s"] / peak).mask(
+        (flops_per_step is None) & (table["coverage"] < _ENOUGH)
+    )
     return with_origin(table[[*table.columns.drop("coverage"), "coverage"]], timeline)
 
 
-def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
-    """rank, step, coverage of `mfu`: by kernels, on ranks without a device by operators."""
+def _coverage(
+    timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame
+) -> pd.DataFrame:
+    """rank, step, coverage of `mfu`: by kernels, on ranks without a device by
+    operators.
+    """
     counted = np.append(calls["counted"].to_numpy(dtype=bool), False)
     kernels = work[["rank", "step"]].assign(
         name=timeline.spans["name"].iloc[work["row"]].astype(object).to_numpy(),
         time_ns=work["dur_ns"],
         counted=counted[work["call"]],
     )
-    host = calls[~calls["on_device"].astype(bool) & calls["name"].str.match(_HOST_OPERATOR)]
-    host = host[["rank", "step", "name", "counted"]].assign(time_ns=host["self_device_ns"])
-    every = pd.concat([part for part in (kernels, host) if len(part)] or [kernels], ignore_index=True)
+    host = calls[
+        ~calls["on_device"].astype(bool) & calls["name"].str.match(_HOST_OPERATOR)
+    ]
+    host = host[["rank", "step", "name", "counted"]].assign(
+        time_ns=host["self_device_ns"]
+    )
+    every = pd.concat(
+        [part for part in (kernels, host) if len(part)] or [kernels], ignore_index=True
+    )
     names = every["name"].unique()
-    product = pd.Series(np.isin(op_classes(list(names)), _PRODUCTS), index=names, dtype=bool)
-    every = every[every["counted"].astype(bool) | every["name"].map(product).astype(bool)]
+    product = pd.Series(
+        np.isin(op_classes(list(names)), _PRODUCTS), index=names, dtype=bool
+    )
+    every = every[
+        every["counted"].astype(bool) | every["name"].map(product).astype(bool)
+    ]
     known_ns = every["time_ns"].where(every["counted"].astype(bool), 0).astype(float)
-    sums = every.assign(known_ns=known_ns).groupby(["rank", "step"])[["known_ns", "time_ns"]].sum().reset_index()
-    return sums[["rank", "step"]].assign(coverage=ratio(sums["known_ns"], sums["time_ns"]))
+    sums = (
+        every.assign(known_ns=known_ns)
+        .groupby(["rank", "step"])[["known_ns", "time_ns"]]
+        .sum()
+        .reset_index()
+    )
+    return sums[["rank", "step"]].assign(
+        coverage=ratio(sums["known_ns"], sums["time_ns"])
+    )
 
 
 def _device_of(timeline: Timeline, device: str | Device | None = None) -> Device | None:
-    """The device that is given, or the catalog's by the name in the trace; None and a TraceWarning for an unknown."""
+    """The device that is given, or the catalog's by the name in the trace; None and a
+    TraceWarning for an unknown.
+    """
     if isinstance(device, Device):
         return device
     if device is not None:
         return catalog.device(device)
-    specs, name = catalog.device_named(timeline.meta.device), timeline.meta.device
-    if name and len(timeline) and (timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "stream"] < 0).all():
-        specs, what = None, f"{name!r} is the timeline's device, but only the host is at work"
+    specs = catalog.device_named(timeline.meta.device)
+    name = timeline.meta.device
+    if (
+        name
+        and len(timeline)
+        and (
+            timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "stream"] < 0
+        ).all()
+    ):
+        specs = None
+        what = f"{name!r} is the timeline's device, but only the host is at work"
     elif specs is None:
-        what = f"{name!r}, the timeline's device, is not in the catalog" if name else "the timeline names no device"
+        what = (
+            f"{name!r}, the timeline's device, is not in the catalog"
+            if name
+            else "the timeline names no device"
+        )
     if specs is None:
-        warnings.warn(f"{what}: its peaks are unknown; give device=, such as h100-80", TraceWarning, stacklevel=3)
+        warnings.warn(
+            f"{what}: its peaks are unknown; give device=, such as h100-80",
+            TraceWarning,
+            stacklevel=3,
+        )
     return specs
 
 

@@ -1,8 +1,10 @@
-"""Has this very file been read before? A Parquet cache of what the reader made of a trace, in the user's cache folder.
+"""Has this very file been read before? A Parquet cache of what the reader made of a
+trace, in the user's cache folder.
 
-An entry is named by the content of the file, the reader's own source and the options of the call, so it never goes
-stale. Entries appear whole or not at all, carry checksums, and are made anew when they cannot be read; the folder may
-be deleted at any time. MADMAX_NO_CACHE=1 turns the cache off.
+An entry is named by the content of the file, the reader's own source and the options of
+the call, so it never goes stale. Entries appear whole or not at all, carry checksums,
+and are made anew when they cannot be read; the folder may be deleted at any time.
+MADMAX_NO_CACHE=1 turns the cache off.
 """
 
 import contextlib
@@ -28,15 +30,20 @@ _SETTLED_S = 5
 
 
 def content_sha256(path: Path) -> str:
-    """sha256 of a file; of a large one remembered with the file's inode, size and time of change, which no one can set.
+    """sha256 of a file; of a large one remembered with the file's inode, size and time
+    of change, which no one can set.
 
-    A file that changed in the last seconds may change again within the same tick of its clock: it is not remembered.
+    A file that changed in the last seconds may change again within the same tick of its
+    clock: it is not remembered.
     """
     with open(path, "rb") as file:
         state = os.fstat(file.fileno())
         if _turned_off() or state.st_size < _WORTH_REMEMBERING_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        stamp = f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+        stamp = (
+            f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} "
+            f"{state.st_ctime_ns}"
+        )
         note = cache_folder() / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
         with contextlib.suppress(OSError):
             if re.fullmatch("[0-9a-f]{64}", noted := note.read_text()):
@@ -51,17 +58,24 @@ def content_sha256(path: Path) -> str:
 def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     """What `make` gives, from the cache if it is there.
 
-    sha256: of the trace file. options: text that tells apart what can be made of one file.
+    sha256: of the trace file. options: text that tells apart what can be made of one
+    file.
     """
     if _turned_off():
         return make()
-    name = hashlib.sha256(f"{sha256} {_own_fingerprint()} {options}".encode()).hexdigest()
+    name = hashlib.sha256(
+        f"{sha256} {_own_fingerprint()} {options}".encode()
+    ).hexdigest()
     entry = cache_folder() / "timelines" / f"{name}.parquet"
     if entry.exists():
-        with contextlib.suppress(Exception):  # whatever damage does to an entry, it is made anew
+        with contextlib.suppress(
+            Exception
+        ):  # whatever damage does to an entry, it is made anew
             return Timeline.load(entry)
     timeline = make()
-    with contextlib.suppress(OSError):  # a full disk or a read-only home costs the cache, not the result
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk or a read-only home costs the cache, not the result
         timeline.save(entry)
     return timeline
 
@@ -71,12 +85,22 @@ def _turned_off() -> bool:
 
 
 def _reader_sources(package: Path) -> list[Path]:
-    """Files that decide what is read: the core modules, all of traces/ and the table of kernel kinds."""
-    return sorted([*package.glob("*.py"), *(package / "traces").rglob("*.py"), package / "data" / "kernel_kinds.csv"])
+    """Files that decide what is read: the core modules, all of traces/ and the table of
+    kernel kinds.
+    """
+    return sorted(
+        [
+            *package.glob("*.py"),
+            *(package / "traces").rglob("*.py"),
+            package / "data" / "kernel_kinds.csv",
+        ]
+    )
 
 
 def _fingerprint(package: Path) -> str:
-    """Hash of these files and their places, so that no entry outlives a change of the reader."""
+    """Hash of these files and their places, so that no entry outlives a change of the
+    reader.
+    """
     digest = hashlib.sha256()
     for source in _reader_sources(package):
         content = hashlib.sha256(source.read_bytes()).hexdigest()

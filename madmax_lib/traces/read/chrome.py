@@ -1,8 +1,11 @@
-"""How do the bytes of a Chrome trace become columns? Streaming, typed, and forgiving to damaged files.
+"""How do the bytes of a Chrome trace become columns? Streaming, typed, and forgiving to
+damaged files.
 
-The file is decompressed in blocks (isal) and cut between events; each piece is decoded by msgspec into a typed struct
-that keeps only the fields we use, so memory stays bounded and no dict is built per event. What a damaged piece or a
-truncated file still holds is read in `salvage`. Format facts: Chrome trace event format; Kineto output 2020 to 2026.
+The file is decompressed in blocks (isal) and cut between events; each piece is decoded
+by msgspec into a typed struct that keeps only the fields we use, so memory stays
+bounded and no dict is built per event. What a damaged piece or a truncated file still
+holds is read in `salvage`. Format facts: Chrome trace event format; Kineto output 2020
+to 2026.
 """
 
 import contextlib
@@ -13,45 +16,77 @@ from collections.abc import Iterator
 import msgspec
 from isal import isal_zlib
 
-from madmax_lib.traces.read.events import EXACT, QUICK, Event, NotATrace, OtherContent, RawTrace
+from madmax_lib.traces.read.events import (
+    EXACT,
+    QUICK,
+    Event,
+    NotATrace,
+    OtherContent,
+    RawTrace,
+)
 from madmax_lib.traces.read.files import rank_in_name
-from madmax_lib.traces.read.salvage import BETWEEN, EVENT_START, BreaksOff, decode_final, decode_json, decode_piece
+from madmax_lib.traces.read.salvage import (
+    BETWEEN,
+    EVENT_START,
+    BreaksOff,
+    decode_final,
+    decode_json,
+    decode_piece,
+)
 
 __all__ = ["decode_pieces"]
 
-_BLOCK = 1 << 16  # bytes of JSON text per piece: its memory is used again, not asked for anew
+_BLOCK = (
+    1 << 16
+)  # bytes of JSON text per piece: its memory is used again, not asked for anew
 _READ = 1 << 16  # bytes of a packed file
-_LONGEST = 1 << 23  # bytes of an event, and of the keys before or after the events: what is longer is not kept
+_LONGEST = (
+    1 << 23
+    # bytes of an event, and of the keys before or after the events: what is longer is not
+    # kept
+)
 _OVERLAP = 1 << 12
 _KEYS = 100  # places to try as the start of the events
 _MAGIC = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
-def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None) -> Iterator[list]:
-    """The events of a trace file, in lists of some hundred; `trace` is filled on the way.
+def decode_pieces(
+    trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None
+) -> Iterator[list]:
+    """The events of a trace file, in lists of some hundred; `trace` is filled on the
+    way.
 
-    event: what to make of each, Event or a class derived from it; without it complete events get the attributes of
-    Event and the others may be nothing but counted.
-    exact: numbers with a decimal point become Decimal instead of float (needed where float64 cannot hold the ns).
-    Raises OSError for a file that cannot be opened and ValueError (with file and reason) for one that is no trace.
+    event: what to make of each, Event or a class derived from it; without it complete
+    events get the attributes of Event and the others may be nothing but counted.
+    exact: numbers with a decimal point become Decimal instead of float (needed where
+    float64 cannot hold the ns). Raises OSError for a file that cannot be opened and
+    ValueError (with file and reason) for one that is no trace.
     """
     number = EXACT if exact else None
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
     with contextlib.closing(_text_blocks(trace)) as blocks:
-        buffer, rest, enough = _find_events(trace, blocks), None, 0
+        buffer = _find_events(trace, blocks)
+        rest = None
+        enough = 0
         while more := _at_least(blocks, enough - len(buffer)):
             buffer += more
             try:
                 events, rest, buffer = _next_piece(trace, decoder, buffer, quick)
                 enough = 0
-            except BreaksOff:  # twice as much each time, so that all attempts together stay linear
+            except (
+                BreaksOff
+            ):  # twice as much each time, so that all attempts together stay linear
                 enough = min(2 * len(buffer), _LONGEST)
                 if len(buffer) < _LONGEST:
                     continue
                 events, rest, buffer = decode_final(trace, decoder, buffer)
-                buffer = _skip_event(trace, blocks, buffer) if rest is None and buffer else buffer
+                buffer = (
+                    _skip_event(trace, blocks, buffer)
+                    if rest is None and buffer
+                    else buffer
+                )
             trace.events += len(events)
             yield events
             if rest is not None:
@@ -59,14 +94,19 @@ def decode_pieces(trace: RawTrace, *, exact: bool = False, event: type[Event] | 
         if rest is None:
             events, rest, lost = decode_final(trace, decoder, buffer)
             if rest is None:
-                trace.damage, trace.lost_bytes = trace.damage or "truncated JSON", trace.lost_bytes + len(lost)
+                trace.damage, trace.lost_bytes = (
+                    trace.damage or "truncated JSON",
+                    trace.lost_bytes + len(lost),
+                )
             trace.events += len(events)
             yield events
         _read_rest(trace, blocks, rest or b"")
 
 
 def _at_least(blocks: Iterator[bytes], length: int) -> bytes:
-    """The next block, or as many as have a length together; fewer at the end, and nothing behind it."""
+    """The next block, or as many as have a length together; fewer at the end, and
+    nothing behind it.
+    """
     if length <= 0:
         return next(blocks, b"")
     parts = []
@@ -79,11 +119,16 @@ def _at_least(blocks: Iterator[bytes], length: int) -> bytes:
 
 
 def _next_piece(
-    trace: RawTrace, decoder: msgspec.json.Decoder, buffer: bytes, quick: msgspec.json.Decoder | None
+    trace: RawTrace,
+    decoder: msgspec.json.Decoder,
+    buffer: bytes,
+    quick: msgspec.json.Decoder | None,
 ) -> tuple[list, bytes | None, bytes]:
-    """Events of a text without the last one, what follows their list if it ends, and the text that is left.
+    """Events of a text without the last one, what follows their list if it ends, and
+    the text that is left.
 
-    Raises BreaksOff where the last but one has no end that can be told: it stands inside a string or a nested list.
+    Raises BreaksOff where the last but one has no end that can be told: it stands
+    inside a string or a nested list.
     """
     if not (cut := _last_cut(buffer)):
         raise BreaksOff
@@ -94,7 +139,9 @@ def _next_piece(
 
 
 def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes) -> bytes:
-    """Text after an event that is longer than any, with nothing of it kept on the way; its last bytes at the end."""
+    """Text after an event that is longer than any, with nothing of it kept on the way;
+    its last bytes at the end.
+    """
     length = len(text)
     while not (start := EVENT_START.search(text)):
         if not (block := next(blocks, b"")):
@@ -107,29 +154,39 @@ def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes) -> bytes:
 
 
 def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
-    """Uncompressed text in blocks, whatever the file is called; a broken stream ends early and says so."""
+    """Uncompressed text in blocks, whatever the file is called; a broken stream ends
+    early and says so.
+    """
     with open(trace.path, "rb") as file:
         packed = file.read(2) == _MAGIC
         file.seek(0)
-        yield from _joined(_inflate(trace, file)) if packed else iter(lambda: file.read(_BLOCK), b"")
+        yield from (
+            _joined(_inflate(trace, file))
+            if packed
+            else iter(lambda: file.read(_BLOCK), b"")
+        )
 
 
 def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Blocks none of which is very small: each costs as much as some thousand events."""
-    held, size = [], 0
+    held = []
+    size = 0
     for part in parts:
         if part:
             held.append(part)
             size += len(part)
         if size > _BLOCK // 4:
             yield b"".join(held)
-            held, size = [], 0
+            held = []
+            size = 0
     if held:
         yield b"".join(held)
 
 
 def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
-    stream, data, done = isal_zlib.decompressobj(wbits=31), b"", 0
+    stream = isal_zlib.decompressobj(wbits=31)
+    data = b""
+    done = 0
     while True:
         data = data or file.read(_READ)
         if not data:
@@ -153,13 +210,18 @@ def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
 
 
 def _up_to_damage(file, done: int) -> Iterator[bytes]:
-    """Text of a damaged gzip file after its first `done` bytes, unpacked again in bites no longer than the checksum."""
+    """Text of a damaged gzip file after its first `done` bytes, unpacked again in bites
+    no longer than the checksum.
+    """
     stream = isal_zlib.decompressobj(wbits=31)
     file.seek(0)
     with contextlib.suppress(isal_zlib.error):
         for bite in iter(lambda: file.read(8), b""):
             if stream.eof:
-                stream, bite = isal_zlib.decompressobj(wbits=31), stream.unused_data + bite
+                stream, bite = (
+                    isal_zlib.decompressobj(wbits=31),
+                    stream.unused_data + bite,
+                )
             part = stream.decompress(bite)
             yield part[done:]
             done -= min(done, len(part))
@@ -167,34 +229,53 @@ def _up_to_damage(file, done: int) -> Iterator[bytes]:
 
 def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
     """Text from the first event on; the keys before it go to the envelope."""
-    text, tried, searched = b"", 0, 0
+    text = b""
+    tried = 0
+    searched = 0
     for block in blocks:
         text = (text + block).removeprefix(b"\xef\xbb\xbf").lstrip()
         if text.startswith(b"[") and b'"ph"' in text:
             return text[1:]
         if text and text[:1] not in b"[{":
             break
-        for match in itertools.islice(_EVENTS_KEY.finditer(text, searched), _KEYS - tried):
-            tried, searched = tried + 1, match.end()
+        for match in itertools.islice(
+            _EVENTS_KEY.finditer(text, searched), _KEYS - tried
+        ):
+            tried = tried + 1
+            searched = match.end()
             try:
                 trace.envelope = decode_json(text[:searched] + b"]}")
                 trace.envelope.pop("traceEvents")
             except msgspec.DecodeError as error:
-                if "truncated" in str(error) or text.startswith(b"["):  # the words stand inside a string or an object
+                if "truncated" in str(error) or text.startswith(
+                    b"["
+                ):  # the words stand inside a string or an object
                     continue
                 trace.lost_keys = True
             return text[searched:]
         if len(text) > _LONGEST or tried == _KEYS:
             break
     if not text:
-        raise NotATrace(f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace")
-    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(text[:1], "not JSON")
-    reason = "a packed Nsight export: unpack it first" if text.startswith(b"SQLite format 3") else reason
-    raise _kind_of(trace, text)(f"{trace.path}: not a profiler trace ({trace.damage or reason})")
+        raise NotATrace(
+            f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace"
+        )
+    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
+        text[:1], "not JSON"
+    )
+    reason = (
+        "a packed Nsight export: unpack it first"
+        if text.startswith(b"SQLite format 3")
+        else reason
+    )
+    raise _kind_of(trace, text)(
+        f"{trace.path}: not a profiler trace ({trace.damage or reason})"
+    )
 
 
 def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
-    """Whether a file holds something else, or what was to be a trace: it has a rank or its JSON breaks off."""
+    """Whether a file holds something else, or what was to be a trace: it has a rank or
+    its JSON breaks off.
+    """
     if trace.damage:
         return NotATrace
     if text[:1] not in b"[{":
@@ -206,7 +287,9 @@ def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
 
 
 def _last_cut(buffer: bytes) -> re.Match | None:
-    """What stands between the last event that has begun and the one before it, if there are two."""
+    """What stands between the last event that has begun and the one before it, if there
+    are two.
+    """
     reach = 1 << 12
     while True:
         low = max(0, len(buffer) - reach)
@@ -221,7 +304,8 @@ def _read_rest(trace: RawTrace, blocks: Iterator[bytes], rest: bytes) -> None:
     for block in blocks:
         rest += block
         if len(rest) > _LONGEST:
-            trace.damage, trace.lost_bytes = "too much text after the events", len(rest) + sum(map(len, blocks))
+            trace.damage = "too much text after the events"
+            trace.lost_bytes = len(rest) + sum(map(len, blocks))
             return
     rest = rest.strip().lstrip(b",")
     if not rest:
@@ -229,4 +313,5 @@ def _read_rest(trace: RawTrace, blocks: Iterator[bytes], rest: bytes) -> None:
     try:
         trace.envelope |= decode_json(b"{" + rest)
     except msgspec.DecodeError:
-        trace.damage, trace.lost_bytes = trace.damage or "truncated JSON after the events", len(rest)
+        trace.damage = trace.damage or "truncated JSON after the events"
+        trace.lost_bytes = len(rest)

@@ -1,9 +1,12 @@
-"""What do the rows of a trace without a device mean? Which are communication, which compute, which wait for it?
+"""What do the rows of a trace without a device mean? Which are communication, which
+compute, which wait for it?
 
-Communication is what annotations of a backend name, on the threads of gloo. Compute is operators, but an operator that
-waits for a collective does not compute while it waits: a functional collective is waited for inside the operator that
-needs its result, FSDP's gathers inside nodes of the backward pass. Where a collective ends while such a node itself is
-running, and no operator inside of it, the node was waiting: it is not compute, the operators inside of it are.
+Communication is what annotations of a backend name, on the threads of gloo. Compute is
+operators, but an operator that waits for a collective does not compute while it waits:
+a functional collective is waited for inside the operator that needs its result, FSDP's
+gathers inside nodes of the backward pass. Where a collective ends while such a node
+itself is running, and no operator inside of it, the node was waiting: it is not
+compute, the operators inside of it are.
 """
 
 from __future__ import annotations
@@ -24,28 +27,45 @@ _ANNOTATION, _COMM, _COMPUTE = map(KINDS.index, ("annotation", "comm", "compute"
 
 
 def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> None:
-    """Set in kind (n,) what is communication and compute. comm: (n,) annotations that a kind of communication names."""
-    operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[columns.category] & (kind != _ANNOTATION)
+    """Set in kind (n,) what is communication and compute. comm: (n,) annotations that a
+    kind of communication names.
+    """
+    operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[
+        columns.category
+    ] & (kind != _ANNOTATION)
     kind[comm] = _COMM
     c10d = begins(columns, _CALLS[0])
-    in_flight = np.isin(columns.thread, columns.thread[operator & c10d])  # the span of an asynchronous send or receive
+    in_flight = np.isin(
+        columns.thread, columns.thread[operator & c10d]
+    )  # the span of an asynchronous send or receive
     rows = np.flatnonzero(operator | (comm & ~in_flight))
-    spans = pd.DataFrame({"rank": 0, "stream": columns.thread, "start_ns": columns.start_ns})
+    spans = pd.DataFrame(
+        {"rank": 0, "stream": columns.thread, "start_ns": columns.start_ns}
+    )
     nest = Nest(spans.assign(dur_ns=np.maximum(columns.dur_ns, 0)), rows)
-    calls, annotation = begins(columns, *_CALLS)[nest.rows], comm[nest.rows]
+    calls = begins(columns, *_CALLS)[nest.rows]
+    annotation = comm[nest.rows]
     waits = calls | _woken(columns, nest, comm, ~begins(columns, _WORKS)[nest.rows])
-    split = (nest.inclusive(waits & ~annotation) > 0) & ~calls  # it waits, or something inside of it does
+    split = (
+        nest.inclusive(waits & ~annotation) > 0
+    ) & ~calls  # it waits, or something inside of it does
     compute = ~(split | calls | annotation | nest.within(~split))
     kind[nest.rows[compute]] = _COMPUTE
 
 
 def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
     """Whether the name of each row (n,) begins with a prefix."""
-    return np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)[columns.name]
+    return np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)[
+        columns.name
+    ]
 
 
-def _woken(columns: EventColumns, nest: Nest, comm: np.ndarray, may_wait: np.ndarray) -> np.ndarray:
-    """Spans (n,) of the nest, of those that may wait, that are the innermost when a collective ends."""
+def _woken(
+    columns: EventColumns, nest: Nest, comm: np.ndarray, may_wait: np.ndarray
+) -> np.ndarray:
+    """Spans (n,) of the nest, of those that may wait, that are the innermost when a
+    collective ends.
+    """
     ends = columns.start_ns[comm] + np.maximum(columns.dur_ns[comm], 0)
     woken = np.zeros(len(nest.rows), dtype=bool)
     for thread in np.unique(nest.thread):

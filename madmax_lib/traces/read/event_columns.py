@@ -1,4 +1,6 @@
-"""How do typed events become arrays? One array per column, exact nanoseconds, names and threads as codes."""
+"""How do typed events become arrays? One array per column, exact nanoseconds, names and
+threads as codes.
+"""
 
 import contextlib
 import re
@@ -12,7 +14,14 @@ import numpy as np
 
 from madmax_lib.traces.read.chrome import decode_pieces
 from madmax_lib.traces.read.events import Args, Event, NotATrace, RawTrace
-from madmax_lib.traces.read.values import NeedsDecimal, dtype_bytes, floats, integer, integers, nanoseconds
+from madmax_lib.traces.read.values import (
+    NeedsDecimal,
+    dtype_bytes,
+    floats,
+    integer,
+    integers,
+    nanoseconds,
+)
 
 __all__ = ["Codes", "EventColumns", "complete", "read_columns", "with_exact_times"]
 
@@ -33,7 +42,9 @@ class Codes(dict):
     def of(self, values: list) -> np.ndarray:
         """Codes (n,) int32 of values; what cannot be a key counts as its text."""
         try:
-            return np.fromiter(map(self.__getitem__, values), dtype=np.int32, count=len(values))
+            return np.fromiter(
+                map(self.__getitem__, values), dtype=np.int32, count=len(values)
+            )
         except TypeError:  # a name or thread that is a list
             return np.array([self[_key(value)] for value in values], dtype=np.int32)
 
@@ -44,7 +55,11 @@ class Codes(dict):
     def pairs(self, first: list, second: list) -> np.ndarray:
         """Codes (n,) int32 of pairs of values."""
         try:  # zip hands out the same tuple over and over, so none is made
-            return np.fromiter(map(self.__getitem__, zip(first, second)), dtype=np.int32, count=len(first))  # noqa: B905
+            return np.fromiter(
+                map(self.__getitem__, zip(first, second)),  # noqa: B905
+                dtype=np.int32,
+                count=len(first),
+            )
         except TypeError:
             return self.of(list(zip(first, second)))  # noqa: B905
 
@@ -77,7 +92,9 @@ class EventColumns:
     threads: list[tuple]  # pid, tid
     groups: list[str]  # the first is "", none
     group_rank: int | None  # global rank by the metadata of a collective
-    ts_us: np.ndarray | None = None  # float64 as HTA sees it; this and the next two only on request
+    ts_us: np.ndarray | None = (
+        None  # float64 as HTA sees it; this and the next two only on request
+    )
     dur_us: np.ndarray | None = None
     whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
@@ -85,15 +102,23 @@ class EventColumns:
         return len(self.start_ns)
 
 
-def read_columns(path: str | Path, *, hta: bool = False) -> tuple[EventColumns, RawTrace]:
-    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the float64 times that HTA sees."""
+def read_columns(
+    path: str | Path, *, hta: bool = False
+) -> tuple[EventColumns, RawTrace]:
+    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the
+    float64 times that HTA sees.
+    """
     trace, columns = with_exact_times(path, partial(_gather, hta=hta))
     trace.warn_of_loss()
     return columns, trace
 
 
-def with_exact_times(path: str | Path, gather: Callable[[RawTrace, bool], Result]) -> tuple[RawTrace, Result]:
-    """A trace and what `gather` makes of it, told whether numbers are decoded to decimals: where floats lose ns."""
+def with_exact_times(
+    path: str | Path, gather: Callable[[RawTrace, bool], Result]
+) -> tuple[RawTrace, Result]:
+    """A trace and what `gather` makes of it, told whether numbers are decoded to
+    decimals: where floats lose ns.
+    """
 
     def read(exact: bool) -> tuple[RawTrace, Result]:
         trace = RawTrace(Path(path))
@@ -116,7 +141,10 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     for rows in _batches(trace, decode_pieces(trace, exact=exact)):
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
-            group_rank = next((r for e in rows if e.args and (r := _global_rank(e.args)) is not None), None)
+            group_rank = next(
+                (r for e in rows if e.args and (r := _global_rank(e.args)) is not None),
+                None,
+            )
         piece = _piece(rows, codes, exact, hta)
         parts.append(piece)
         lost = len(rows) - len(piece["start_ns"])
@@ -137,7 +165,9 @@ def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Ev
     rows: list[Event] = []
     for events in pieces:
         rows += complete(events)
-        trace.nameless += len([1 for event in events if event.cat is None and event.dur is not None])
+        trace.nameless += len(
+            [1 for event in events if event.cat is None and event.dur is not None]
+        )
         if len(rows) >= _BATCH:
             yield rows
             rows = []
@@ -145,7 +175,9 @@ def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Ev
 
 
 class _Parts:
-    """EventColumns piece by piece; small ones are put together as they come, so that their memory is used again."""
+    """EventColumns piece by piece; small ones are put together as they come, so that
+    their memory is used again.
+    """
 
     def __init__(self):
         self._small: list[dict[str, np.ndarray]] = []
@@ -163,28 +195,48 @@ class _Parts:
 
     def _join(self) -> None:
         for key in self._small[0] if self._small else ():
-            self._large.setdefault(key, []).append(np.concatenate([piece[key] for piece in self._small]))
+            self._large.setdefault(key, []).append(
+                np.concatenate([piece[key] for piece in self._small])
+            )
         self._small = []
 
 
 def complete(events: list[Event]) -> list[Event]:
     """The events that last some time; one span each, if their times are numbers.
 
-    Ascend's profiler names no category: its tasks have a type and belong to the host's call with their connection.
+    Ascend's profiler names no category: its tasks have a type and belong to the host's
+    call with their connection.
     """
     for e in [e for e in events if e.cat is None and e.dur is not None]:
         if e.args is not None and e.args.connection is not None:
             e.cat = "runtime" if e.args.task is None else "kernel"
             e.args = type(e.args)(correlation=e.args.connection)
-    return [e for e in events if e.dur is not None and e.cat is not None and e.cat != "Trace" and e.ph in ("X", None)]
+    return [
+        e
+        for e in events
+        if e.dur is not None
+        and e.cat is not None
+        and e.cat != "Trace"
+        and e.ph in ("X", None)
+    ]
 
 
-def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -> dict[str, np.ndarray]:
-    ts, dur = [e.ts for e in rows], [e.dur for e in rows]
+def _piece(
+    rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool
+) -> dict[str, np.ndarray]:
+    ts = [e.ts for e in rows]
+    dur = [e.dur for e in rows]
     start_ns, sound = nanoseconds(ts, exact)
     dur_ns, sound_dur = nanoseconds(dur, exact)
-    if not (sound & sound_dur).all():  # a time that is no number: the event cannot be placed
-        return _piece([e for e, good in zip(rows, sound & sound_dur, strict=True) if good], codes, exact, hta)
+    if not (
+        sound & sound_dur
+    ).all():  # a time that is no number: the event cannot be placed
+        return _piece(
+            [e for e, good in zip(rows, sound & sound_dur, strict=True) if good],
+            codes,
+            exact,
+            hta,
+        )
     args = [e.args or _NO_ARGS for e in rows]
     size_bytes, group = _notes(args, codes["group"])
     piece = {
@@ -206,9 +258,13 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool) -
 
 
 def _streams(values: list) -> np.ndarray:
-    """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower bits."""
+    """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
+    bits.
+    """
     streams = integers(values)
-    return np.where(streams < 2**31, np.maximum(streams, -1), streams % 2**31).astype(np.int32)
+    return np.where(streams < 2**31, np.maximum(streams, -1), streams % 2**31).astype(
+        np.int32
+    )
 
 
 def _external_ids(args: list[Args]) -> np.ndarray:
@@ -217,15 +273,22 @@ def _external_ids(args: list[Args]) -> np.ndarray:
     for row in np.flatnonzero(ids == -1).tolist():
         arg = args[row]
         if arg.external_id_new is not None or arg.external_id_old is not None:
-            ids[row] = integer(arg.external_id_old if arg.external_id_new is None else arg.external_id_new)
+            ids[row] = integer(
+                arg.external_id_old
+                if arg.external_id_new is None
+                else arg.external_id_new
+            )
     return ids
 
 
 def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
-    sizes, codes = np.full(len(args), np.nan), np.zeros(len(args), dtype=np.int32)
+    sizes = np.full(len(args), np.nan)
+    codes = np.zeros(len(args), dtype=np.int32)
     with_notes = [
-        row for row, a in enumerate(args) if a.size_bytes is not None or a.collective is not None or a.group is not None
+        row
+        for row, a in enumerate(args)
+        if a.size_bytes is not None or a.collective is not None or a.group is not None
     ]
     for row in with_notes:
         sizes[row] = _size_bytes(args[row])
@@ -245,23 +308,31 @@ def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
 
 
 def _size_bytes(args: Args) -> float:
-    """Bytes of a copy, or of a collective's larger side; NaN where the event does not say."""
+    """Bytes of a copy, or of a collective's larger side; NaN where the event does not
+    say.
+    """
     size = float("nan")
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if args.size_bytes is not None:
             size = float(args.size_bytes)
         elif args.collective is not None:
-            size = max(int(args.in_elements or 0), int(args.out_elements or 0)) * dtype_bytes(str(args.dtype))
+            size = max(
+                int(args.in_elements or 0), int(args.out_elements or 0)
+            ) * dtype_bytes(str(args.dtype))
     return size if abs(size) < 2**63 else float("nan")
 
 
 def _group(args: Args) -> str:
-    """Name of a process group with its ranks, as far as the event lists them: groups of one name may differ."""
+    """Name of a process group with its ranks, as far as the event lists them: groups of
+    one name may differ.
+    """
     return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
 
 
 def _global_rank(args: Args) -> int | None:
-    """Rank from a collective's metadata: Rank counts inside the group, whose members the event may list."""
+    """Rank from a collective's metadata: Rank counts inside the group, whose members
+    the event may list.
+    """
     if args.group_rank is None or (position := integer(args.group_rank)) < 0:
         return None
     ranks = re.findall(r"\d+", str(args.group_ranks or "").split("...")[0])

@@ -1,4 +1,6 @@
-"""What does a trace file hold? Its events as typed structs, and what it says beside them."""
+"""What does a trace file hold? Its events as typed structs, and what it says beside
+them.
+"""
 
 import functools
 import operator
@@ -10,7 +12,17 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["EXACT", "FAR_NS", "QUICK", "SOURCE_KEY", "Args", "Event", "NotATrace", "OtherContent", "RawTrace"]
+__all__ = [
+    "EXACT",
+    "FAR_NS",
+    "QUICK",
+    "SOURCE_KEY",
+    "Args",
+    "Event",
+    "NotATrace",
+    "OtherContent",
+    "RawTrace",
+]
 __all__ += ["TraceWarning"]
 
 
@@ -18,10 +30,15 @@ EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
 """Text of a number to Decimal; what is none becomes NaN and what is beyond all bounds Infinity, which costs no time."""
 
 
-FAR_NS = 3 * 10**18  # no time is as large, and the sum of three fits into int64: zero of the file, start and duration
+FAR_NS = (
+    3 * 10**18
+    # no time is as large, and the sum of three fits into int64: zero of the file, start and
+    # duration
+)
 
 
-SOURCE_KEY = "madmaxSource"  # top-level key of an exported simulation: it is never taken for a measurement
+# top-level key of an exported simulation: it is never taken for a measurement
+SOURCE_KEY = "madmaxSource"
 
 
 class NotATrace(ValueError):
@@ -37,7 +54,9 @@ class TraceWarning(UserWarning):
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """The fields of an event's args that we use; any type, because tools write ids as numbers or text."""
+    """The fields of an event's args that we use; any type, because tools write ids as
+    numbers or text.
+    """
 
     stream: Any = -1
     correlation: Any = -1
@@ -52,7 +71,9 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     group: Any = msgspec.field(default=None, name="Process Group Name")
     group_rank: Any = msgspec.field(default=None, name="Rank")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-    connection: Any = msgspec.field(default=None, name="connection_id")  # this and the next: Ascend's, without category
+    connection: Any = msgspec.field(
+        default=None, name="connection_id"
+    )  # this and the next: Ascend's, without category
     task: Any = msgspec.field(default=None, name="Task Type")
 
 
@@ -70,7 +91,9 @@ class Event(msgspec.Struct, gc=False):
 
 
 class _Phase(msgspec.Struct, tag_field="ph", gc=False):
-    """An event whose phase decides what is read of it; of no interest unless it is complete."""
+    """An event whose phase decides what is read of it; of no interest unless it is
+    complete.
+    """
 
     dur = cat = None
 
@@ -87,7 +110,11 @@ class _Complete(_Phase, tag="X", gc=False):
 
 
 _PHASES = "BEIiCbneSTpFstfPNODMVvRc()"  # Chrome trace event format, all but X
-QUICK = functools.reduce(operator.or_, (type(f"_Phase{p}", (_Phase,), {}, tag=p, gc=False) for p in _PHASES), _Complete)
+QUICK = functools.reduce(
+    operator.or_,
+    (type(f"_Phase{p}", (_Phase,), {}, tag=p, gc=False) for p in _PHASES),
+    _Complete,
+)
 """Events with a known phase, decoded without the fields of any but complete ones; Event reads what this refuses."""
 
 
@@ -99,7 +126,9 @@ class RawTrace:
     envelope: dict = field(default_factory=dict)  # every top-level key but traceEvents
     events: int = 0
     skipped: int = 0  # events that could not be read
-    nameless: int = 0  # events with a duration and without a category, which could be anything
+    nameless: int = (
+        0  # events with a duration and without a category, which could be anything
+    )
     lost_bytes: int = 0  # text after the last complete event of a truncated file
     damage: str = ""  # why the file ended early
     lost_keys: bool = False  # what stands before the events could not be read
@@ -120,6 +149,11 @@ class RawTrace:
             self.warn("the keys before the events could not be read")
         if self.damage:
             begun = f"the last {self.lost_bytes} bytes read and all that should follow"
-            self.warn(f"{self.damage}; kept {self.events} complete events, lost {begun}")
+            self.warn(
+                f"{self.damage}; kept {self.events} complete events, lost {begun}"
+            )
         if self.skipped:
-            self.warn(f"skipped {self.skipped} unreadable of {self.events + self.skipped} events")
+            self.warn(
+                f"skipped {self.skipped} unreadable of {self.events + self.skipped} "
+                "events"
+            )

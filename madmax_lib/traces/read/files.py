@@ -1,4 +1,6 @@
-"""Which files hold the traces of a run? Files, patterns, lists, directories and torchtitan's `iteration_N` folders."""
+"""Which files hold the traces of a run? Files, patterns, lists, directories and
+torchtitan's `iteration_N` folders.
+"""
 
 import re
 import warnings
@@ -7,17 +9,26 @@ from pathlib import Path
 
 from madmax_lib.traces.read.events import TraceWarning
 
-__all__ = ["EXPORT_SUFFIX", "find_traces", "iteration_folder", "iterations", "rank_in_name"]
+__all__ = [
+    "EXPORT_SUFFIX",
+    "find_traces",
+    "iteration_folder",
+    "iterations",
+    "rank_in_name",
+]
 
 EXPORT_SUFFIX = ".sqlite"  # of Nsight Systems
 _TRACE_SUFFIXES = (".json", ".gz", EXPORT_SUFFIX)
 _ITERATION = re.compile(r"iteration_(\d+)$")
 
 
-def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None = None) -> list[Path]:
+def find_traces(
+    source: str | Path | Sequence[str | Path], iteration: int | None = None
+) -> list[Path]:
     """Trace files of a source in a fixed order, without opening them.
 
-    Raises FileNotFoundError for what is not there, ValueError for an empty directory or list and an unknown iteration.
+    Raises FileNotFoundError for what is not there, ValueError for an empty directory or
+    list and an unknown iteration.
     """
     if isinstance(source, (list, tuple)):
         if not source:
@@ -27,13 +38,16 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
         raise ValueError("no trace: the path is empty")
     path = Path(source).expanduser()
     root = Path(path.anchor)
-    if not path.exists() and (matches := sorted(root.glob(str(path.relative_to(root))))):
+    if not path.exists() and (
+        matches := sorted(root.glob(str(path.relative_to(root))))
+    ):
         return find_traces(matches, iteration)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if path.suffix == ".nsys-rep":
         raise ValueError(
-            f"{path}: only Nsight Systems reads its reports; nsys export --type sqlite writes what is read here"
+            f"{path}: only Nsight Systems reads its reports; nsys export --type "
+            "sqlite writes what is read here"
         )
     if not path.is_dir():
         return [path]
@@ -41,14 +55,21 @@ def find_traces(source: str | Path | Sequence[str | Path], iteration: int | None
     if (not traces or iteration is not None) and iterations(path):
         traces = _in_folder(iteration_folder(path, iteration))
     if not traces:
-        inside = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and _in_folder(folder)]
+        inside = [
+            folder.name
+            for folder in sorted(path.iterdir())
+            if folder.is_dir() and _in_folder(folder)
+        ]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
-        raise ValueError(f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory{hint}")
+        raise ValueError(
+            f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory{hint}"
+        )
     return traces
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Rank that a file name tells: rank-3.json, worker7_step_12.json.gz, vLLM's dp0_pp0_tp3_rank3, SGLang's 17-TP-3.
+    """Rank that a file name tells: rank-3.json, worker7_step_12.json.gz, vLLM's
+    dp0_pp0_tp3_rank3, SGLang's 17-TP-3.
 
     >>> rank_in_name(Path("trace_rank12.json.gz")), rank_in_name(Path("1756-TP-3.trace.json.gz"))
     (12, 3)
@@ -60,27 +81,53 @@ def rank_in_name(path: Path) -> int | None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _TRACE_SUFFIXES and not p.name.startswith(".")]
-    files = [p for p in files if p.suffix != EXPORT_SUFFIX] or files  # a database beside traces is not one of them
-    return sorted(files, key=lambda p: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)])
+    files = [
+        p
+        for p in folder.iterdir()
+        if p.is_file() and p.suffix in _TRACE_SUFFIXES and not p.name.startswith(".")
+    ]
+    files = [
+        p for p in files if p.suffix != EXPORT_SUFFIX
+    ] or files  # a database beside traces is not one of them
+    return sorted(
+        files,
+        key=lambda p: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)
+        ],
+    )
 
 
 def iterations(folder: Path) -> dict[int, Path]:
     """The `iteration_N` folders at most two levels down, by N."""
     inside = [*sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    return {int(name[1]): path for path in inside if path.is_dir() and (name := _ITERATION.match(path.name))}
+    return {
+        int(name[1]): path
+        for path in inside
+        if path.is_dir() and (name := _ITERATION.match(path.name))
+    }
 
 
 def iteration_folder(folder: Path, iteration: int | None = None) -> Path:
-    """Folder of one iteration: the newest unless one is asked for, with a TraceWarning where there are several.
+    """Folder of one iteration: the newest unless one is asked for, with a TraceWarning
+    where there are several.
 
     Raises ValueError, listing the known ones, for an iteration that is not there.
     """
     folders = iterations(folder)
     if iteration is None and len(folders) > 1:
-        text = f"{len(folders)} iterations are recorded; read is the newest, {max(folders)}"
-        warnings.warn(f"{folder}: {text}; iteration= or its folder takes another", TraceWarning, stacklevel=4)
+        text = (
+            f"{len(folders)} iterations are recorded; read is the newest, "
+            f"{max(folders)}"
+        )
+        warnings.warn(
+            f"{folder}: {text}; iteration= or its folder takes another",
+            TraceWarning,
+            stacklevel=4,
+        )
     iteration = max(folders) if iteration is None else iteration
     if iteration not in folders:
-        raise ValueError(f"{folder}: no iteration_{iteration}; found {', '.join(map(str, sorted(folders)))}")
+        raise ValueError(
+            f"{folder}: no iteration_{iteration}; found "
+            f"{', '.join(map(str, sorted(folders)))}"
+        )
     return folders[iteration]

@@ -1,6 +1,8 @@
-"""What do a trace's events say beyond their times? Collective metadata, allocator events, shapes, graphs and waits.
+"""What do a trace's events say beyond their times? Collective metadata, allocator
+events, shapes, graphs and waits.
 
-A second pass over the file with every field, made when an analysis first asks (`Timeline.side_tables`).
+A second pass over the file with every field, made when an analysis first asks
+(`Timeline.side_tables`).
 """
 
 import contextlib
@@ -25,14 +27,32 @@ from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 __all__ = ["read_side_tables", "side_tables_of"]
 
 # in this order: a reduce-scatter is neither a reduce nor a scatter
-_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+)
 _COLLECTIVES += ("reduce", "scatter", "gather")
 _BATCH = 4000  # events whose columns are made at once
 _NULL = (b"", b"null")
 _OPERATORS = ("cpu_op", "operator")
 # by c10::DeviceType
-_DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 7: "fpga", 9: "xla", 12: "xpu", 15: "hpu", 17: "lazy", 18: "ipu", 19: "mtia",
-            20: "privateuse1"}  # fmt: skip
+_DEVICES = {
+    0: "cpu",
+    1: "cuda",
+    6: "hip",
+    7: "fpga",
+    9: "xla",
+    12: "xpu",
+    15: "hpu",
+    17: "lazy",
+    18: "ipu",
+    19: "mtia",
+    20: "privateuse1",
+}
 
 
 class _FullArgs(Args, frozen=True, gc=False):
@@ -53,13 +73,17 @@ class _FullArgs(Args, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
-    inputs: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+    inputs: msgspec.Raw = msgspec.field(
+        default=msgspec.Raw(b""), name="Concrete Inputs"
+    )
     sequence: Any = msgspec.field(default=None, name="Sequence number")
     forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
     graph: Any = msgspec.field(default=None, name="graph id")
     sync_kind: Any = msgspec.field(default=None, name="cuda_sync_kind")
     waits_for_stream: Any = msgspec.field(default=None, name="wait_on_stream")
-    waits_for_correlation: Any = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
+    waits_for_correlation: Any = msgspec.field(
+        default=None, name="wait_on_cuda_event_record_corr_id"
+    )
 
 
 class _FullEvent(Event, gc=False):
@@ -67,20 +91,27 @@ class _FullEvent(Event, gc=False):
 
 
 def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
-    """Side tables of one file, read on first use; their rows are those of `event_columns.read_columns`.
+    """Side tables of one file, read on first use; their rows are those of
+    `event_columns.read_columns`.
 
-    Raises, then, FileNotFoundError when the file has gone and ValueError when it has changed.
+    Raises, then, FileNotFoundError when the file has gone and ValueError when it has
+    changed.
     """
     return SideTables(partial(_load, Path(path), sha256, rank))
 
 
 def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
-    """Tables of a file, from the cache if they are there: as side tables of a timeline without spans."""
+    """Tables of a file, from the cache if they are there: as side tables of a timeline
+    without spans.
+    """
 
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        return Timeline(_nothing(), side_tables=SideTables(partial(dict, read_side_tables(path, rank))))
+        return Timeline(
+            _nothing(),
+            side_tables=SideTables(partial(dict, read_side_tables(path, rank))),
+        )
 
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
@@ -93,21 +124,33 @@ def _nothing() -> pd.DataFrame:
 def read_side_tables(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
-    return {name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]}
+    return {
+        name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]
+    }
 
 
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     parts: dict[str, list[dict]] = {name: [] for name in SIDE_TABLES}
-    threads, first = Codes(), 0
+    threads = Codes()
+    first = 0
     for events in _batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
         rows = _with_times(complete(events), exact)
         threads.pairs([e.pid for e in rows], [e.tid for e in rows])
         for name, chosen in _chosen(rows).items():
             if chosen:
-                parts[name].append({"row": first + np.array(chosen), **_COLUMNS[name]([rows[i] for i in chosen])})
+                parts[name].append(
+                    {
+                        "row": first + np.array(chosen),
+                        **_COLUMNS[name]([rows[i] for i in chosen]),
+                    }
+                )
         first += len(rows)
-        if instants := [e for e in events if e.ph == "i" and e.name == "[memory]" and e.args]:
-            parts["memory"].append(_memory(_with_times(instants, exact), exact, threads, rank))
+        if instants := [
+            e for e in events if e.ph == "i" and e.name == "[memory]" and e.args
+        ]:
+            parts["memory"].append(
+                _memory(_with_times(instants, exact), exact, threads, rank)
+            )
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
@@ -133,10 +176,16 @@ def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
     shaped = {i for i, args in told if args.shapes and bytes(args.shapes) not in _NULL}
     named = [(i, e.cat) for i, e in enumerate(rows) if isinstance(e.cat, str)]
     return {
-        "operators": sorted(shaped.union(i for i, category in named if category in operators)),
-        "syncs": [i for i, category in named if category in syncs and i not in shaped] if syncs else [],
+        "operators": sorted(
+            shaped.union(i for i, category in named if category in operators)
+        ),
+        "syncs": [i for i, category in named if category in syncs and i not in shaped]
+        if syncs
+        else [],
         "calls": [i for i, args in told if args.collective is not None],
-        "graphs": [i for i, args in told if args.graph is not None and args.graph != 0],  # 0: not in a graph
+        "graphs": [
+            i for i, args in told if args.graph is not None and args.graph != 0
+        ],  # 0: not in a graph
     }
 
 
@@ -144,10 +193,18 @@ def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
     times = [e.ts for e in events]
-    if {*map(type, times), *map(type, durations)} <= {int, float} and _near(times) and _near(durations):
+    if (
+        {*map(type, times), *map(type, durations)} <= {int, float}
+        and _near(times)
+        and _near(durations)
+    ):
         return events
     sound = nanoseconds(times, exact)[1] & nanoseconds(durations, exact)[1]
-    return events if sound.all() else [e for e, good in zip(events, sound, strict=True) if good]
+    return (
+        events
+        if sound.all()
+        else [e for e, good in zip(events, sound, strict=True) if good]
+    )
 
 
 def _near(us: list) -> bool:
@@ -177,16 +234,23 @@ def _numbers(listed) -> str:
 
 
 def _collective(name: str) -> str:
-    """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for all_to_allv.
+    """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for
+    all_to_allv.
 
     >>> _collective("_reduce_scatter_base"), _collective("send")
     ('reduce_scatter', 'send')
     """
-    patterns = {collective.replace("_", ".?"): collective for collective in _COLLECTIVES}
-    return next((patterns[p] for p in patterns if re.search(p, name, re.IGNORECASE)), name)
+    patterns = {
+        collective.replace("_", ".?"): collective for collective in _COLLECTIVES
+    }
+    return next(
+        (patterns[p] for p in patterns if re.search(p, name, re.IGNORECASE)), name
+    )
 
 
-def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int) -> dict[str, Any]:
+def _memory(
+    events: list[_FullEvent], exact: bool, threads: Codes, rank: int
+) -> dict[str, Any]:
     args = [e.args for e in events]
     return {
         "rank": [rank] * len(events),
@@ -201,7 +265,11 @@ def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int) ->
 
 
 def _device(kind, number) -> str:
-    name = _DEVICES.get(kind, f"device type {kind}") if isinstance(kind, int) else str(kind)
+    name = (
+        _DEVICES.get(kind, f"device type {kind}")
+        if isinstance(kind, int)
+        else str(kind)
+    )
     return name if name == "cpu" or number in (None, -1) else f"{name}:{number}"
 
 
@@ -218,7 +286,9 @@ def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
 
 
 def _texts(values: list[msgspec.Raw]) -> list[str]:
-    """JSON of each value without blanks, "" without a value; most repeat, so each text is decoded once."""
+    """JSON of each value without blanks, "" without a value; most repeat, so each text
+    is decoded once.
+    """
     raw = list(map(bytes, values))
     texts = {text: _compact(text) for text in set(raw)}
     return [texts[text] for text in raw]
@@ -226,7 +296,11 @@ def _texts(values: list[msgspec.Raw]) -> list[str]:
 
 def _compact(text: bytes) -> str:
     with contextlib.suppress(msgspec.DecodeError):
-        return "" if text in _NULL else msgspec.json.encode(msgspec.json.decode(text)).decode()
+        return (
+            ""
+            if text in _NULL
+            else msgspec.json.encode(msgspec.json.decode(text)).decode()
+        )
     return ""
 
 
@@ -253,9 +327,15 @@ _COLUMNS: dict[str, Callable[[list], dict]] = {
 
 
 def _whole(parts: list[dict]) -> dict[str, Any]:
-    """Columns of a table from its pieces; texts stay objects, an array of text is as wide as its longest item."""
+    """Columns of a table from its pieces; texts stay objects, an array of text is as
+    wide as its longest item.
+    """
 
     def array(values) -> np.ndarray:
-        return np.asarray(values, dtype=object if len(values) and isinstance(values[0], str) else None)
+        return np.asarray(
+            values, dtype=object if len(values) and isinstance(values[0], str) else None
+        )
 
-    return {key: np.concatenate([array(part[key]) for part in parts]) for key in parts[0]}
+    return {
+        key: np.concatenate([array(part[key]) for part in parts]) for key in parts[0]
+    }

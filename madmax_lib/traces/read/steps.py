@@ -1,10 +1,12 @@
 """Which training step does a span belong to?
 
-Steps are the ProfilerStep#N annotations, else annotations that look like an iteration, else those of an engine that
-serves (vLLM, SGLang, ATOM: batches, numbered in their order), else the whole trace is step 0.
-Host spans belong to the step they start in; device spans to the step of the launch with their correlation, because
-they often run after the host has gone on; without a launch, to the step in which they start. Kernels that precede those
-launched in the trace on their stream, or all launches by their correlation, are left over from before it: step -1.
+Steps are the ProfilerStep#N annotations, else annotations that look like an iteration,
+else those of an engine that serves (vLLM, SGLang, ATOM: batches, numbered in their
+order), else the whole trace is step 0. Host spans belong to the step they start in;
+device spans to the step of the launch with their correlation, because they often run
+after the host has gone on; without a launch, to the step in which they start. Kernels
+that precede those launched in the trace on their stream, or all launches by their
+correlation, are left over from before it: step -1.
 """
 
 import re
@@ -17,7 +19,10 @@ from madmax_lib.timeline.timeline import Timeline
 __all__ = ["assign_steps", "hta_rows", "step_spans"]
 
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,9})(?!\d)")
-_ITERATION = re.compile(r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$", re.IGNORECASE)
+_ITERATION = re.compile(
+    r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$",
+    re.IGNORECASE,
+)
 
 _SERVED = (
     re.compile(r"^execute_(?:\w*_)?(?:context|generation|new|cached)_\d()"),
@@ -33,7 +38,8 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
     if steps is None:
         return np.zeros(len(spans), dtype=np.int32)
     step = _by_time(spans["start_ns"].to_numpy(), steps)
-    stream, correlation = spans["stream"].to_numpy(), spans["correlation"].to_numpy()
+    stream = spans["stream"].to_numpy()
+    correlation = spans["correlation"].to_numpy()
     launches = np.flatnonzero((stream < 0) & (correlation >= 0))
     if len(launches):
         launches = launches[np.argsort(correlation[launches], kind="stable")]
@@ -44,21 +50,37 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
         step[kernels[launched]] = step[launch[launched]]
         lost = kernels[~launched]
         begins = spans["start_ns"].iloc[kernels[launched]]
-        first_ns = begins.groupby(stream[kernels[launched]]).min().reindex(stream[lost]).to_numpy(dtype=float)
-        before = spans["start_ns"].to_numpy()[lost] < np.where(np.isnan(first_ns), begins.min(), first_ns)
+        first_ns = (
+            begins.groupby(stream[kernels[launched]])
+            .min()
+            .reindex(stream[lost])
+            .to_numpy(dtype=float)
+        )
+        before = spans["start_ns"].to_numpy()[lost] < np.where(
+            np.isnan(first_ns), begins.min(), first_ns
+        )
         step[lost[before | (correlation[lost] < correlation[launches[0]])]] = -1
     return step
 
 
 def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
-    """HTA 0.5.0's selection: with two or more step names, all that starts with or after the last step is dropped.
+    """HTA 0.5.0's selection: with two or more step names, all that starts with or after
+    the last step is dropped.
 
-    A device row stays if a host row that stays has its correlation; one without correlation counts as a host row.
+    A device row stays if a host row that stays has its correlation; one without
+    correlation counts as a host row.
     """
-    names = {n for t in timelines.values() for n in t.spans["name"].unique() if "ProfilerStep" in n}
+    names = {
+        n
+        for t in timelines.values()
+        for n in t.spans["name"].unique()
+        if "ProfilerStep" in n
+    }
     if len(names) < 2:
         return timelines
-    return {rank: _before_last_step(timeline, names) for rank, timeline in timelines.items()}
+    return {
+        rank: _before_last_step(timeline, names) for rank, timeline in timelines.items()
+    }
 
 
 def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
@@ -72,12 +94,21 @@ def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
 
 
 def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
-    """(k, 3) start, end and number of each step on the host, sorted by start; None without steps."""
+    """(k, 3) start, end and number of each step on the host, sorted by start; None
+    without steps.
+    """
     annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
     for pattern in (_PROFILER_STEP, _ITERATION, *_SERVED):
-        number = np.array([int(m[1] or 0) if (m := pattern.search(name)) else -1 for name in names], dtype=np.int64)
-        of_row = number[annotations["name"].cat.codes.to_numpy()] if len(annotations) else number[:0]
+        number = np.array(
+            [int(m[1] or 0) if (m := pattern.search(name)) else -1 for name in names],
+            dtype=np.int64,
+        )
+        of_row = (
+            number[annotations["name"].cat.codes.to_numpy()]
+            if len(annotations)
+            else number[:0]
+        )
         if (is_step := of_row >= 0).any():
             start = annotations["start_ns"].to_numpy()[is_step]
             end = start + annotations["dur_ns"].to_numpy()[is_step]

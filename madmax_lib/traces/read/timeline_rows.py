@@ -1,7 +1,8 @@
 """What do the rows of a trace mean? EventColumns of one file in, its `Timeline` out.
 
-Rows of the device are recognised by category, never by the presence of a stream. On traces without a device (CPU with
-gloo) see `cpu_kinds`. The rules "hta" follow HTA 0.5.0 instead: rows by stream, its kernel kinds and rounding.
+Rows of the device are recognised by category, never by the presence of a stream. On
+traces without a device (CPU with gloo) see `cpu_kinds`. The rules "hta" follow HTA
+0.5.0 instead: rows by stream, its kernel kinds and rounding.
 """
 
 import re
@@ -26,22 +27,34 @@ __all__ = ["read_file"]
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")
-_EPOCH_NS = 10**18  # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and later)
+_EPOCH_NS = (
+    10**18
+    # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and
+    # later)
+)
 
 
-def read_file(path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
-    """Timeline of one file without side tables; warnings are kept in `meta.provenance["warnings"]` instead of shown."""
+def read_file(
+    path: Path, sha256: str, *, hta: bool, user_kinds: str | Path | None
+) -> Timeline:
+    """Timeline of one file without side tables; warnings are kept in
+    `meta.provenance["warnings"]` instead of shown.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spans, meta = _read(path, hta, user_kinds)
     (rank,) = map(str, meta.represents)
     more = {"files": {rank: {"name": path.name, "sha256": sha256}}}
     if caught:
-        more["warnings"] = {rank: [str(warning.message).removeprefix(f"{path}: ") for warning in caught]}
+        more["warnings"] = {
+            rank: [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
+        }
     return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
 
 
-def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.DataFrame, Meta]:
+def _read(
+    path: Path, hta: bool, user_kinds: str | Path | None
+) -> tuple[pd.DataFrame, Meta]:
     columns, trace = read_columns(path, hta=hta)
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
@@ -49,15 +62,23 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size") if isinstance(info, dict) else None
     meta = Meta(
-        source="simulated" if trace.envelope.get(SOURCE_KEY) == "simulated" else "measured",
+        source="simulated"
+        if trace.envelope.get(SOURCE_KEY) == "simulated"
+        else "measured",
         world_size=world_size if _is_rank(world_size) else 1,
         represents={rank: [rank]},
         device=_device_name(trace.envelope.get("deviceProperties")),
-        clock="unix" if len(spans) and spans["start_ns"].min() > _EPOCH_NS else "relative",
+        clock="unix"
+        if len(spans) and spans["start_ns"].min() > _EPOCH_NS
+        else "relative",
         provenance={
             "rules": "hta" if hta else "exact",
-            "threads": {str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]},
-            **({"collectives": _user_collectives(columns, table)} if user_kinds else {}),
+            "threads": {
+                str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
+            },
+            **(
+                {"collectives": _user_collectives(columns, table)} if user_kinds else {}
+            ),
             **({"damaged": {str(rank): trace.damage}} if trace.damage else {}),
         },
     )
@@ -67,7 +88,9 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None) -> tuple[pd.Data
 
 
 def _rank(columns: EventColumns, trace: RawTrace) -> int:
-    """Rank from distributedInfo, else from a collective's metadata, else from the file name, else 0 with a warning."""
+    """Rank from distributedInfo, else from a collective's metadata, else from the file
+    name, else 0 with a warning.
+    """
     info = trace.envelope.get("distributedInfo")
     own_rank = info.get("rank") if isinstance(info, dict) else None
     for rank in (own_rank, columns.group_rank, rank_in_name(trace.path)):
@@ -81,11 +104,17 @@ def _is_rank(value) -> bool:
     return isinstance(value, int) and 0 <= value < 2**31
 
 
-def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame) -> pd.DataFrame:
-    """Spans of one file, steps not yet known; the times of `columns` are changed in place."""
+def _spans(
+    columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame
+) -> pd.DataFrame:
+    """Spans of one file, steps not yet known; the times of `columns` are changed in
+    place.
+    """
     if trace.events == 0:
         trace.warn("the trace holds no events")
-    start_ns, dur_ns = _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
+    start_ns, dur_ns = (
+        _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
+    )
     kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
     if trace.events and not hta:
         _warn_of_absence(columns, trace, kind, stream)
@@ -98,35 +127,61 @@ def _spans(columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: 
             "rank": np.full(len(columns), rank, dtype=np.int32),
             "stream": stream,
             "kind": pd.Categorical.from_codes(kind, KINDS),
-            "name": pd.Categorical([original_name(name) for name in columns.names])[columns.name],
+            "name": pd.Categorical([original_name(name) for name in columns.names])[
+                columns.name
+            ],
             "start_ns": start_ns,
             "dur_ns": dur_ns,
             "step": np.full(len(columns), -1, dtype=np.int32),
             "correlation": columns.correlation,
             "op": columns.op,
-            "group": pd.Categorical.from_codes(columns.group - 1, columns.groups[1:]),  # code 0: none
+            "group": pd.Categorical.from_codes(
+                columns.group - 1, columns.groups[1:]
+            ),  # code 0: none
             "size_bytes": columns.size_bytes,
         },
         copy=False,
     )
 
 
-def _warn_of_absence(columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray) -> None:
+def _warn_of_absence(
+    columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray
+) -> None:
     """Warn where a device was at work, or something was, and no row tells."""
-    busy, marks = (np.isin(kind, [KINDS.index(k) for k in kinds]) for kinds in (BUSY_KINDS, ("annotation",)))
-    left_out = f"; {trace.nameless} rows without a category are left out" if trace.nameless else ""
-    launches = any(re.search("runtime|driver", columns.categories[code]) for code in np.unique(columns.category))
+    busy, marks = (
+        np.isin(kind, [KINDS.index(k) for k in kinds])
+        for kinds in (BUSY_KINDS, ("annotation",))
+    )
+    left_out = (
+        f"; {trace.nameless} rows without a category are left out"
+        if trace.nameless
+        else ""
+    )
+    launches = any(
+        re.search("runtime|driver", columns.categories[code])
+        for code in np.unique(columns.category)
+    )
     device = _device_name(trace.envelope.get("deviceProperties"))
-    if not (busy | marks).any() and not launches and not device and (len(columns) or left_out):
+    if (
+        not (busy | marks).any()
+        and not launches
+        and not device
+        and (len(columns) or left_out)
+    ):
         trace.warn(f"no row of a known category: nothing is at work{left_out}")
     elif not (busy & (stream >= 0)).any() and (launches or device or left_out):
         times = "all times are the host's" if busy.any() else "nothing is at work"
-        trace.warn(f"no row of a device{f', {device},' if device else ''} is recorded: {times}{left_out}")
+        trace.warn(
+            f"no row of a device{f', {device},' if device else ''} is recorded: "
+            f"{times}{left_out}"
+        )
 
 
 def _user_collectives(columns: EventColumns, table: pd.DataFrame) -> dict[str, str]:
     """Collectives that a user's table names, for `exposed_by_collective`."""
-    collectives = dict(zip(columns.names, collective_names(columns.names, table=table), strict=True))
+    collectives = dict(
+        zip(columns.names, collective_names(columns.names, table=table), strict=True)
+    )
     return {name: collective for name, collective in collectives.items() if collective}
 
 
@@ -135,41 +190,63 @@ def _device_name(properties) -> str:
     return str(first.get("name", "")) if isinstance(first, dict) else ""
 
 
-def _exact_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Kind codes (n,) and streams (n,) by category; without any device row, from annotations and operators."""
+def _exact_kinds(
+    columns: EventColumns, table: pd.DataFrame
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kind codes (n,) and streams (n,) by category; without any device row, from
+    annotations and operators.
+    """
     category = np.array(columns.categories, dtype=object)
     of_category = np.full(len(category), KINDS.index("cpu"), dtype=np.int8)
     of_category[np.isin(category, _ANNOTATION)] = KINDS.index("annotation")
     of_category[category == "cuda_sync"] = KINDS.index("idle")
-    on_device, copies = np.isin(category, _DEVICE), np.isin(category, _COPY)
+    on_device = np.isin(category, _DEVICE)
+    copies = np.isin(category, _COPY)
     has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
     kind = of_category[columns.category]
-    kind[begins(columns, "ProfilerStep")] = KINDS.index("annotation")  # operators until 2021 and of torch_npu
+    kind[begins(columns, "ProfilerStep")] = KINDS.index(
+        "annotation"
+    )  # operators until 2021 and of torch_npu
     stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
     stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
     device = on_device[columns.category]
     if device.any():
         kind[device] = _kind_of_name(columns, device, "exact", table)
-        kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
+        kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index(
+            "memcpy"
+        )
     else:
         comm = kind == KINDS.index("annotation")
-        comm[comm] = _kind_of_name(columns, comm, "annotation", table) == KINDS.index("comm")
+        comm[comm] = _kind_of_name(columns, comm, "annotation", table) == KINDS.index(
+            "comm"
+        )
         classify_cpu(columns, kind, comm)
     return kind, stream
 
 
-def _hta_kinds(columns: EventColumns, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on the device."""
+def _hta_kinds(
+    columns: EventColumns, table: pd.DataFrame
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on
+    the device.
+    """
     device = columns.stream >= 0
-    annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[columns.category]
-    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu")).astype(np.int8)
+    annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[
+        columns.category
+    ]
+    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu")).astype(
+        np.int8
+    )
     if device.any():
         kind[device] = _kind_of_name(columns, device, "hta", table)
     return kind, np.where(device, columns.stream, -1 - columns.thread)
 
 
-def _kind_of_name(columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame) -> np.ndarray:
-    names, used = columns.name[rows], np.zeros(len(columns.names), dtype=bool)
+def _kind_of_name(
+    columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame
+) -> np.ndarray:
+    names = columns.name[rows]
+    used = np.zeros(len(columns.names), dtype=bool)
     used[names] = True
     used_names = [columns.names[code] for code in np.flatnonzero(used)]
     kinds = kernel_kinds(used_names, rules=rules, table=table)
@@ -179,7 +256,9 @@ def _kind_of_name(columns: EventColumns, rows: np.ndarray, rules: str, table: pd
 
 
 def _hta_times(columns: EventColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Start rounded up and end rounded down to whole microseconds, in float64, once any start has decimals."""
+    """Start rounded up and end rounded down to whole microseconds, in float64, once any
+    start has decimals.
+    """
     if columns.whole_us.all():
         return columns.start_ns, columns.dur_ns
     start_us = np.ceil(columns.ts_us).astype(np.int64)
@@ -188,7 +267,11 @@ def _hta_times(columns: EventColumns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stream_of_thread(columns: EventColumns) -> np.ndarray:
-    """Stream of device rows whose args have none: Kineto shows a stream as thread, as a number or as `stream 7`."""
+    """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
+    number or as `stream 7`.
+    """
     digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
-    streams = np.array([int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32)
+    streams = np.array(
+        [int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32
+    )
     return streams[columns.thread]

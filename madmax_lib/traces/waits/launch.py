@@ -1,9 +1,12 @@
-"""Does the host keep the device fed? Launches beside their kernels, and the queue between them.
+"""Does the host keep the device fed? Launches beside their kernels, and the queue
+between them.
 
-A launch is a host call (cudaLaunchKernel, hipMemcpyAsync, cudaGraphLaunch, ...) that shares its correlation with work
-on a device stream of its rank. One graph launch starts many kernels under one correlation: it counts once, and its
-delay is that of the first kernel. Delays and queue length are those of Holistic Trace Analysis 0.5.0, but for every
-call on every stream, where HTA knows only some names. The host of a simulated timeline is not simulated: no launches.
+A launch is a host call (cudaLaunchKernel, hipMemcpyAsync, cudaGraphLaunch, ...) that
+shares its correlation with work on a device stream of its rank. One graph launch starts
+many kernels under one correlation: it counts once, and its delay is that of the first
+kernel. Delays and queue length are those of Holistic Trace Analysis 0.5.0, but for
+every call on every stream, where HTA knows only some names. The host of a simulated
+timeline is not simulated: no launches.
 """
 
 from collections.abc import Sequence
@@ -14,46 +17,80 @@ import pandas as pd
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
 
-__all__ = ["device_work", "launch_floor", "launches", "queue_length", "queue_series", "short_kernels"]
+__all__ = [
+    "device_work",
+    "launch_floor",
+    "launches",
+    "queue_length",
+    "queue_series",
+    "short_kernels",
+]
 
-_NO_LAUNCH_NS = np.iinfo(np.int64).min  # launch time of work without a launch: before everything
-_SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")  # HTA's reading takes them for kernels
+_NO_LAUNCH_NS = np.iinfo(
+    np.int64
+).min  # launch time of work without a launch: before everything
+_SYNCS = (
+    "Event Sync",
+    "Stream Sync",
+    "Context Sync",
+    "Stream Wait Event",
+)  # HTA's reading takes them for kernels
 
 
 @kept
 def device_work(timeline: Timeline) -> pd.DataFrame:
-    """Spans of work on device streams, by rank, stream and start, with the row of their launch.
+    """Spans of work on device streams, by rank, stream and start, with the row of their
+    launch.
 
-    rank, stream, step, correlation, row, start_ns, dur_ns, launch_row (-1 without), launch_ns (its start; the smallest
-    int64 without). Where several host calls share a correlation the earliest is the launch.
+    rank, stream, step, correlation, row, start_ns, dur_ns, launch_row (-1 without),
+    launch_ns (its start; the smallest int64 without). Where several host calls share a
+    correlation the earliest is the launch.
     """
-    spans, keys = timeline.spans, ["rank", "correlation"]
+    spans = timeline.spans
+    keys = ["rank", "correlation"]
     linked = (spans["correlation"] >= 0).to_numpy()
-    on_device = (spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS) & ~spans["name"].isin(_SYNCS)
+    on_device = (
+        (spans["stream"] >= 0)
+        & spans["kind"].isin(BUSY_KINDS)
+        & ~spans["name"].isin(_SYNCS)
+    )
     calls = np.flatnonzero(linked & (spans["stream"] < 0) & (spans["kind"] == "cpu"))
     calls = calls[np.argsort(spans["start_ns"].to_numpy()[calls], kind="stable")]
     host = spans[keys].iloc[calls].assign(launch_row=calls).drop_duplicates(keys)
     rows = np.flatnonzero(on_device)
-    work = spans[["rank", "stream", "step", "correlation", "start_ns", "dur_ns"]].iloc[rows].assign(row=rows)
+    work = (
+        spans[["rank", "stream", "step", "correlation", "start_ns", "dur_ns"]]
+        .iloc[rows]
+        .assign(row=rows)
+    )
     work = work.merge(host, on=keys, how="left")
     launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
-    start_ns = np.append(spans["start_ns"].to_numpy(), _NO_LAUNCH_NS)  # place -1 is no launch
+    start_ns = np.append(
+        spans["start_ns"].to_numpy(), _NO_LAUNCH_NS
+    )  # place -1 is no launch
     work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
-    return work.sort_values(["rank", "stream", "start_ns", "row"], kind="stable", ignore_index=True)
+    return work.sort_values(
+        ["rank", "stream", "start_ns", "row"], kind="stable", ignore_index=True
+    )
 
 
 def launches(timeline: Timeline) -> pd.DataFrame:
     """Every launch with the device work it starts, by rank and launch time.
 
-    rank, step, stream, correlation, name (of the kernel; the first in a graph), launch (host call), cpu_s (the call),
-    gpu_s (device time, summed over a graph), delay_s (first kernel start - end of the call, 0 where the kernel starts
-    during the call: HTA's launch_delay), since_launch_s (first kernel start - start of the call, 0 where clocks
-    disagree), kernels (more than 1 in graphs), graph (id, -1 without), row and launch_row (of the spans). Empty without
-    device work.
-    HTA lists only cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync and MTIA's job submission.
+    rank, step, stream, correlation, name (of the kernel; the first in a graph), launch
+    (host call), cpu_s (the call), gpu_s (device time, summed over a graph), delay_s
+    (first kernel start - end of the call, 0 where the kernel starts during the call:
+    HTA's launch_delay), since_launch_s (first kernel start - start of the call, 0 where
+    clocks disagree), kernels (more than 1 in graphs), graph (id, -1 without), row and
+    launch_row (of the spans). Empty without device work. HTA lists only
+    cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync and MTIA's
+    job submission.
     """
-    spans, work = timeline.spans, device_work(timeline)
-    work = work[work["launch_row"] >= 0].sort_values(["launch_row", "start_ns", "row"], kind="stable")
+    spans = timeline.spans
+    work = device_work(timeline)
+    work = work[work["launch_row"] >= 0].sort_values(
+        ["launch_row", "start_ns", "row"], kind="stable"
+    )
     by_launch = work.groupby("launch_row", sort=True)["dur_ns"]
     table = work.drop_duplicates("launch_row").reset_index(drop=True)
     table["kernels"] = by_launch.size().to_numpy(dtype=np.int64)
@@ -69,34 +106,66 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         graph=_graph_ids(timeline, table, call["name"]),
     )
     table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)
-    columns = ["rank", "step", "stream", "correlation", "name", "launch", "cpu_s", "gpu_s", "delay_s"]
-    return with_origin(table[[*columns, "since_launch_s", "kernels", "graph", "row", "launch_row"]], timeline)
+    columns = [
+        "rank",
+        "step",
+        "stream",
+        "correlation",
+        "name",
+        "launch",
+        "cpu_s",
+        "gpu_s",
+        "delay_s",
+    ]
+    return with_origin(
+        table[[*columns, "since_launch_s", "kernels", "graph", "row", "launch_row"]],
+        timeline,
+    )
 
 
 def short_kernels(timeline: Timeline) -> pd.DataFrame:
-    """Kernels that run shorter than the host call that launches them, by rank and name; the most frequent first.
+    """Kernels that run shorter than the host call that launches them, by rank and name;
+    the most frequent first.
 
-    rank, name, count (launches), short (those with gpu_s < cpu_s), share (short / count, 0..1), cpu_s and gpu_s (sums
-    over the short ones). Many of them keep a device waiting however fast it is: fuse them or capture a graph.
+    rank, name, count (launches), short (those with gpu_s < cpu_s), share (short /
+    count, 0..1), cpu_s and gpu_s (sums over the short ones). Many of them keep a device
+    waiting however fast it is: fuse them or capture a graph.
     """
     table = launches(timeline)
     short = table["gpu_s"] < table["cpu_s"]
-    table = table.assign(short=short, cpu_s=table["cpu_s"].where(short, 0.0), gpu_s=table["gpu_s"].where(short, 0.0))
+    table = table.assign(
+        short=short,
+        cpu_s=table["cpu_s"].where(short, 0.0),
+        gpu_s=table["gpu_s"].where(short, 0.0),
+    )
     grouped = table.groupby(["rank", "name"])
-    result = grouped[["short", "cpu_s", "gpu_s"]].sum().assign(count=grouped.size()).reset_index()
-    result = result.assign(short=result["short"].astype("int64"), count=result["count"].astype("int64"))
+    result = (
+        grouped[["short", "cpu_s", "gpu_s"]]
+        .sum()
+        .assign(count=grouped.size())
+        .reset_index()
+    )
+    result = result.assign(
+        short=result["short"].astype("int64"), count=result["count"].astype("int64")
+    )
     result["share"] = result["short"] / result["count"]
-    result = result.sort_values(["short", "count", "rank", "name"], ascending=[False, False, True, True])
-    result = result[["rank", "name", "count", "short", "share", "cpu_s", "gpu_s"]].reset_index(drop=True)
+    result = result.sort_values(
+        ["short", "count", "rank", "name"], ascending=[False, False, True, True]
+    )
+    result = result[
+        ["rank", "name", "count", "short", "share", "cpu_s", "gpu_s"]
+    ].reset_index(drop=True)
     return with_origin(result, timeline)
 
 
 def queue_series(timeline: Timeline) -> pd.DataFrame:
-    """Launches that wait for the device, each time their number changes: rank, stream, time_s, length.
+    """Launches that wait for the device, each time their number changes: rank, stream,
+    time_s, length.
 
-    time_s counts from the first span of the timeline. A launch enters the queue of its stream when its host call starts
-    and leaves it when its first kernel starts; the kernel that runs is not in the queue. At equal times launches come
-    first, so no length is negative (HTA leaves the order of ties to the sorting).
+    time_s counts from the first span of the timeline. A launch enters the queue of its
+    stream when its host call starts and leaves it when its first kernel starts; the
+    kernel that runs is not in the queue. At equal times launches come first, so no
+    length is negative (HTA leaves the order of ties to the sorting).
     """
     queue = _queue(timeline)
     zero_ns = timeline.spans["start_ns"].min() if len(queue) else 0
@@ -105,75 +174,136 @@ def queue_series(timeline: Timeline) -> pd.DataFrame:
 
 
 def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
-    """Queue of each rank and stream, over its changes as HTA counts it, and how often the host ran into its end.
+    """Queue of each rank and stream, over its changes as HTA counts it, and how often
+    the host ran into its end.
 
-    rank, stream, count (changes), mean, std, min, p25, p50, p75, max; full_s: time with at least `capacity` launches
-    waiting; full_share: of the time from the rank's first to its last span start; blocked_s: host time of launches into
-    a full queue beyond their median duration. On NVIDIA launches get slow once 1,022 wait behind the running kernel, so
-    HTA's limit of 1,024 is not reached; on AMD more are waiting and no call gets slower. Raises ValueError for a
-    capacity below 1.
+    rank, stream, count (changes), mean, std, min, p25, p50, p75, max; full_s: time with
+    at least `capacity` launches waiting; full_share: of the time from the rank's first
+    to its last span start; blocked_s: host time of launches into a full queue beyond
+    their median duration. On NVIDIA launches get slow once 1,022 wait behind the
+    running kernel, so HTA's limit of 1,024 is not reached; on AMD more are waiting and
+    no call gets slower. Raises ValueError for a capacity below 1.
     """
     if capacity < 1:
         raise ValueError(f"capacity={capacity} is not at least 1")
-    spans, queue = timeline.spans, _queue(timeline)
+    spans = timeline.spans
+    queue = _queue(timeline)
     rows = []
     for (rank, stream), part in queue.groupby(["rank", "stream"]):
-        full, time_ns = (part["length"] >= capacity).to_numpy(), part["time_ns"].to_numpy()
+        full = (part["length"] >= capacity).to_numpy()
+        time_ns = part["time_ns"].to_numpy()
         full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()
         begins_ns = spans.loc[spans["rank"] == rank, "start_ns"]
         beyond_ns = part["cpu_ns"] - part.loc[part["enters"], "cpu_ns"].median()
         blocked_ns = beyond_ns[full & part["enters"]].clip(lower=0).sum()
         share = full_ns / max(begins_ns.max() - begins_ns.min(), 1)
-        rows.append((rank, stream, *part["length"].describe(), full_ns / NS_PER_S, share, blocked_ns / NS_PER_S))
+        rows.append(
+            (
+                rank,
+                stream,
+                *part["length"].describe(),
+                full_ns / NS_PER_S,
+                share,
+                blocked_ns / NS_PER_S,
+            )
+        )
     lengths = ["count", "mean", "std", "min", "p25", "p50", "p75", "max"]
     columns = ["rank", "stream", *lengths, "full_s", "full_share", "blocked_s"]
-    table = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("count", "min", "max"), "int64"))
+    table = pd.DataFrame(rows, columns=columns).astype(
+        dict.fromkeys(("count", "min", "max"), "int64")
+    )
     return with_origin(table, timeline)
 
 
-def launch_floor(timeline: Timeline, launch_s: float, speedups: Sequence[float]) -> pd.DataFrame:
-    """What faster devices gain when each computation still costs a launch: rank, speedup, step_s, free_s, share.
+def launch_floor(
+    timeline: Timeline, launch_s: float, speedups: Sequence[float]
+) -> pd.DataFrame:
+    """What faster devices gain when each computation still costs a launch: rank,
+    speedup, step_s, free_s, share.
 
-    Of the compute spans of a rank (kernels, or top-level operators on a CPU) with durations d, per step:
-    step_s = sum max(d / speedup, launch_s), free_s = sum d / speedup, share = 1 - free_s / step_s. One launch per span,
-    one after the other, and the host does nothing else: a lower bound, as an operator may need several kernels.
+    Of the compute spans of a rank (kernels, or top-level operators on a CPU) with
+    durations d, per step: step_s = sum max(d / speedup, launch_s), free_s = sum d /
+    speedup, share = 1 - free_s / step_s. One launch per span, one after the other, and
+    the host does nothing else: a lower bound, as an operator may need several kernels.
     Raises ValueError for a launch_s that is negative or a speedup that is not positive.
     """
     factors = np.asarray(speedups, dtype=float)
     if launch_s < 0 or not (factors > 0).all():
-        raise ValueError(f"launch_s={launch_s} must not be negative, and every one of speedups={speedups} above 0")
-    compute, rows = timeline.spans[timeline.spans["kind"] == "compute"], []
+        raise ValueError(
+            f"launch_s={launch_s} must not be negative, and every one of "
+            f"speedups={speedups} above 0"
+        )
+    compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    rows = []
     for rank, part in compute.groupby("rank"):
         dur_s = np.sort(part["dur_ns"].to_numpy()) / NS_PER_S
         steps = max((part["step"].unique() >= 0).sum(), 1)
-        short = np.searchsorted(dur_s, launch_s * factors)  # so many spans are under the floor
-        floor_s = short * launch_s + (dur_s.sum() - np.r_[0.0, np.cumsum(dur_s)][short]) / factors
+        short = np.searchsorted(
+            dur_s, launch_s * factors
+        )  # so many spans are under the floor
+        floor_s = (
+            short * launch_s
+            + (dur_s.sum() - np.r_[0.0, np.cumsum(dur_s)][short]) / factors
+        )
         free_s = dur_s.sum() / factors
-        table = pd.DataFrame({"rank": rank, "speedup": factors, "step_s": floor_s / steps, "free_s": free_s / steps})
-        rows.append(table.assign(share=1 - free_s / np.where(floor_s > 0, floor_s, np.nan)))
+        table = pd.DataFrame(
+            {
+                "rank": rank,
+                "speedup": factors,
+                "step_s": floor_s / steps,
+                "free_s": free_s / steps,
+            }
+        )
+        rows.append(
+            table.assign(share=1 - free_s / np.where(floor_s > 0, floor_s, np.nan))
+        )
     columns = ["rank", "speedup", "step_s", "free_s", "share"]
-    return with_origin(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns), timeline)
+    return with_origin(
+        pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns),
+        timeline,
+    )
 
 
 def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.ndarray:
-    """Graph of each launch, -1 without; the side table is read only where a launch looks like that of a graph."""
+    """Graph of each launch, -1 without; the side table is read only where a launch
+    looks like that of a graph.
+    """
     graph = np.full(len(table), -1, dtype=np.int64)
-    if len(table) and ((table["kernels"] > 1) | calls.str.contains("GraphLaunch", regex=False)).any():
-        recorded = timeline.side_tables["graphs"].drop_duplicates("row").set_index("row")["graph"]
+    if (
+        len(table)
+        and (
+            (table["kernels"] > 1) | calls.str.contains("GraphLaunch", regex=False)
+        ).any()
+    ):
+        recorded = (
+            timeline.side_tables["graphs"]
+            .drop_duplicates("row")
+            .set_index("row")["graph"]
+        )
         graph = table["row"].map(recorded).fillna(-1).to_numpy(dtype=np.int64)
     return graph
 
 
 def _queue(timeline: Timeline) -> pd.DataFrame:
-    """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by rank, stream and time."""
+    """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by
+    rank, stream and time.
+    """
     work = device_work(timeline)
-    work = work[work["launch_row"] >= 0].sort_values(["launch_row", "start_ns"], kind="stable")
+    work = work[work["launch_row"] >= 0].sort_values(
+        ["launch_row", "start_ns"], kind="stable"
+    )
     work = work.drop_duplicates("launch_row")
     cpu_ns = timeline.spans["dur_ns"].to_numpy()[work["launch_row"]]
     keys = work[["rank", "stream"]]
     enter = keys.assign(time_ns=work["launch_ns"], enters=True, cpu_ns=cpu_ns)
-    leave_ns = np.maximum(work["start_ns"], work["launch_ns"])  # clocks of host and device may disagree
+    leave_ns = np.maximum(
+        work["start_ns"], work["launch_ns"]
+    )  # clocks of host and device may disagree
     queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
     queue = queue.assign(change=np.where(queue["enters"], 1, -1))
-    queue = queue.sort_values(["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False])
-    return queue.assign(length=queue.groupby(["rank", "stream"])["change"].cumsum()).reset_index(drop=True)
+    queue = queue.sort_values(
+        ["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False]
+    )
+    return queue.assign(
+        length=queue.groupby(["rank", "stream"])["change"].cumsum()
+    ).reset_index(drop=True)

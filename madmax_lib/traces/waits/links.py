@@ -1,8 +1,11 @@
-"""What do the collectives and messages of a step take over other links, or among more ranks?
+"""What do the collectives and messages of a step take over other links, or among more
+ranks?
 
-What a transfer takes begins when the last of its ranks has come. Where others have not left the link by then, each has
-its share of it, so that the times over which a link is busy add up. The new time replaces the old one; a rank whose
-partners are not in the trace waits as long as it did: what its call took beyond the shortest of its kind and size.
+What a transfer takes begins when the last of its ranks has come. Where others have not
+left the link by then, each has its share of it, so that the times over which a link is
+busy add up. The new time replaces the old one; a rank whose partners are not in the
+trace waits as long as it did: what its call took beyond the shortest of its kind and
+size.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from madmax_lib.traces.waits.dependencies import Graph
 __all__ = ["transfer_times"]
 
 Price = Callable[[str, int, int, float], float | None]
-_PARALLEL = r"\b(?:dp|fsdp|ddp|replicate|shard)\b|mesh_(?:dp|fsdp)"  # groups of data parallelism, where they have names
+# groups of data parallelism, where they have names
+_PARALLEL = r"\b(?:dp|fsdp|ddp|replicate|shard)\b|mesh_(?:dp|fsdp)"
 _KEY = ["collective", "group_size", "size_bytes"]
 
 
@@ -34,50 +38,91 @@ def transfer_times(
     ranks: int | None,
     devices_per_node: int | None,
 ) -> np.ndarray:
-    """The work (events,) before each event, with new times of transfers. Arguments and errors as in `what_if`."""
+    """The work (events,) before each event, with new times of transfers. Arguments and
+    errors as in `what_if`.
+    """
     table = _transfers(timeline, graph)
     more = table["group_size"] * _growth(timeline, table, ranks)
     if collectives is None:
-        old, new = (bus_factor(table["collective"], sizes) for sizes in (table["group_size"], more))
-        seconds = table["alone_s"] * np.where(old > 0, new / np.where(old > 0, old, 1.0), 1.0)
+        old, new = (
+            bus_factor(table["collective"], sizes)
+            for sizes in (table["group_size"], more)
+        )
+        seconds = table["alone_s"] * np.where(
+            old > 0, new / np.where(old > 0, old, 1.0), 1.0
+        )
     else:
         if devices_per_node is not None and devices_per_node < 1:
             raise ValueError(f"devices_per_node={devices_per_node} must be at least 1")
         nodes = partial(_nodes, collectives, devices_per_node)
-        price = collectives if callable(collectives) else MeasuredCollectives(collectives).seconds
-        keys = pd.DataFrame(
-            {"kind": table["price"], "ranks": more, "size": table["size_bytes"].fillna(0.0), "group": table["group"]}
+        price = (
+            collectives
+            if callable(collectives)
+            else MeasuredCollectives(collectives).seconds
         )
-        prices = {key: _price(price, nodes, *key) for key in set(keys.itertuples(index=False, name=None))}
+        keys = pd.DataFrame(
+            {
+                "kind": table["price"],
+                "ranks": more,
+                "size": table["size_bytes"].fillna(0.0),
+                "group": table["group"],
+            }
+        )
+        prices = {
+            key: _price(price, nodes, *key)
+            for key in set(keys.itertuples(index=False, name=None))
+        }
         seconds = [prices[key] for key in keys.itertuples(index=False, name=None)]
         seconds = pd.Series(seconds, table.index, dtype=float)
         if len(table) and seconds.isna().all() and not callable(collectives):
             kind, size = keys[["kind", "ranks"]].iloc[0]
-            raise ValueError(f"collectives: no row is of a call of the step, such as {kind} of {size} ranks")
+            raise ValueError(
+                f"collectives: no row is of a call of the step, such as {kind} of "
+                f"{size} ranks"
+            )
         seconds = seconds.fillna(table["alone_s"])
-    after = (seconds + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
-    before = (table["alone_s"] + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
-    result, at = own_ns.copy(), table["event"].to_numpy()
-    scaled_ns = own_ns[at] * np.divide(after, before, out=np.ones(len(at)), where=before > 0)
+    after = (
+        (seconds + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
+    )
+    before = (
+        (table["alone_s"] + table["wait_s"])
+        .groupby(table["run"])
+        .transform("sum")
+        .to_numpy()
+    )
+    result = own_ns.copy()
+    at = table["event"].to_numpy()
+    scaled_ns = own_ns[at] * np.divide(
+        after, before, out=np.ones(len(at)), where=before > 0
+    )
     result[at] = np.where(before > 0, scaled_ns, seconds * NS_PER_S)
     return result
 
 
 def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
-    """Columns of `calls` of each transfer of the graph, its event (its end), and seconds: alone_s over a link of its
-    own, wait_s for ranks that are not seen. run: number of those that follow each other without a rest of the link.
+    """Columns of `calls` of each transfer of the graph, its event (its end), and
+    seconds: alone_s over a link of its
+    own, wait_s for ranks that are not seen. run: number of those that follow each other
+    without a rest of the link.
     """
     ends = 2 * np.flatnonzero(graph.slices["kind"] == "comm") + 1
     about = calls(timeline).set_index("row")
-    table = about.reindex(graph.slices["row"].to_numpy()[ends // 2])[[*_KEY, "group"]].assign(event=ends)
+    table = about.reindex(graph.slices["row"].to_numpy()[ends // 2])[
+        [*_KEY, "group"]
+    ].assign(event=ends)
     table = table[table["collective"].notna().to_numpy()].reset_index(drop=True)
-    table["price"] = table["collective"].replace({"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"})
-    ready, met = np.zeros(len(graph.time_ns), dtype=np.int64), np.zeros(len(graph.time_ns), dtype=bool)
+    table["price"] = table["collective"].replace(
+        {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
+    )
+    ready = np.zeros(len(graph.time_ns), dtype=np.int64)
+    met = np.zeros(len(graph.time_ns), dtype=bool)
     of_ranks = np.isin(graph.why, ("work", "collective"))
     np.maximum.at(ready, graph.target[of_ranks], graph.time_ns[graph.source[of_ranks]])
     met[graph.target[graph.why == "collective"]] = True
     at = table["event"].to_numpy()
-    alone_ns, table["run"] = _alone(graph.slices.iloc[at // 2], ready[at], graph.time_ns[at])
+    alone_ns, table["run"] = _alone(
+        graph.slices.iloc[at // 2], ready[at], graph.time_ns[at]
+    )
     table["alone_s"] = alone_ns / NS_PER_S
     least = table.groupby([*_KEY, "group"], dropna=False)["alone_s"].transform("min")
     table["wait_s"] = np.where(met[at], 0.0, table["alone_s"] - least)
@@ -85,52 +130,97 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
     return table
 
 
-def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What each transfer would take alone on the link of its rank, and its run; those in gloo's threads share it."""
-    alone_ns, run = (end_ns - start_ns).astype(float), np.arange(len(spans))
-    for _, places in spans.assign(place=run)[spans["stream"] < 0].groupby("rank")["place"]:
+def _alone(
+    spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What each transfer would take alone on the link of its rank, and its run; those
+    in gloo's threads share it.
+    """
+    alone_ns = (end_ns - start_ns).astype(float)
+    run = np.arange(len(spans))
+    for _, places in spans.assign(place=run)[spans["stream"] < 0].groupby("rank")[
+        "place"
+    ]:
         places = places.to_numpy()[np.argsort(start_ns[places], kind="stable")]
-        start, end = start_ns[places], end_ns[places]
+        start = start_ns[places]
+        end = end_ns[places]
         cuts = np.unique(np.r_[start, end])
         running = (start[:, None] <= cuts[:-1]) & (end[:, None] >= cuts[1:])
-        alone_ns[places] = (running * (np.diff(cuts) / np.maximum(running.sum(axis=0), 1))).sum(axis=1)
+        alone_ns[places] = (
+            running * (np.diff(cuts) / np.maximum(running.sum(axis=0), 1))
+        ).sum(axis=1)
         rests = np.r_[True, start[1:] >= np.maximum.accumulate(end)[:-1]]
         run[places] = places[rests][np.cumsum(rests) - 1]
     return alone_ns, run
 
 
 def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None) -> np.ndarray:
-    """By what each group (n,) grows where there are so many ranks: that of all ranks, or of data parallelism."""
-    world = timeline.meta.world_size if timeline.meta.world_size > 1 else len(timeline.ranks)
+    """By what each group (n,) grows where there are so many ranks: that of all ranks,
+    or of data parallelism.
+    """
+    world = (
+        timeline.meta.world_size
+        if timeline.meta.world_size > 1
+        else len(timeline.ranks)
+    )
     if ranks is None or ranks == world:
         return np.ones(len(table), dtype=np.int64)
     if ranks < world or ranks % world:
-        raise ValueError(f"ranks={ranks} is no multiple of the {world} ranks of the timeline")
+        raise ValueError(
+            f"ranks={ranks} is no multiple of the {world} ranks of the timeline"
+        )
     grows = (table["group_size"] == world) | table["group"].str.contains(_PARALLEL)
     if not grows.any():
-        raise ValueError(f"ranks={ranks}: no collective of the step is one of all ranks, or of a group named dp")
+        raise ValueError(
+            f"ranks={ranks}: no collective of the step is one of all ranks, or of a "
+            "group named dp"
+        )
     return np.where(grows, ranks // world, 1)
 
 
-def _nodes(table: pd.DataFrame | Price, per_node: int | None, kind: str, ranks: int, group: str) -> int:
-    """On how many nodes is a group? Of so many devices each, or those of the table's rows; else one."""
+def _nodes(
+    table: pd.DataFrame | Price, per_node: int | None, kind: str, ranks: int, group: str
+) -> int:
+    """On how many nodes is a group? Of so many devices each, or those of the table's
+    rows; else one.
+    """
     if per_node:
-        members = [int(text) for text in group.partition("[")[2].rstrip("]").split(",") if text.strip().isdigit()]
-        return len({rank // per_node for rank in (members if len(members) == ranks else range(ranks))})
+        members = [
+            int(text)
+            for text in group.partition("[")[2].rstrip("]").split(",")
+            if text.strip().isdigit()
+        ]
+        return len(
+            {
+                rank // per_node
+                for rank in (members if len(members) == ranks else range(ranks))
+            }
+        )
     if callable(table):
         return 1
-    nodes = sorted(table.loc[(table["collective"] == kind) & (table["ranks"] == ranks), "nodes"].unique().tolist())
+    nodes = sorted(
+        table.loc[(table["collective"] == kind) & (table["ranks"] == ranks), "nodes"]
+        .unique()
+        .tolist()
+    )
     if len(nodes) > 1:
         text = " and ".join(map(str, nodes))
-        raise ValueError(f"devices_per_node: {kind} of {ranks} ranks was measured on {text} nodes; which is it?")
+        raise ValueError(
+            f"devices_per_node: {kind} of {ranks} ranks was measured on {text} "
+            "nodes; which is it?"
+        )
     return nodes[0] if nodes else 1
 
 
-def _price(price: Price, nodes: Callable, kind: str, ranks: int, size_bytes: float, group: str) -> float:
+def _price(
+    price: Price, nodes: Callable, kind: str, ranks: int, size_bytes: float, group: str
+) -> float:
     """Seconds of a call, NaN where nobody knows."""
     if not size_bytes > 0:
         return np.nan
     seconds = price(kind, int(ranks), nodes(kind, ranks, group), float(size_bytes))
     if seconds is not None and not seconds >= 0:
-        raise ValueError(f"collectives: {seconds} s for {kind} of {ranks} ranks is no time")
+        raise ValueError(
+            f"collectives: {seconds} s for {kind} of {ranks} ranks is no time"
+        )
     return np.nan if seconds is None else seconds

@@ -1,9 +1,11 @@
 """How long is a step, what is in it, and which steps should not be counted?
 
-The first steps of a run allocate, compile and fill caches. A leading step is warm-up when it is slower than the median
-of the steps after it by more than 5 times their median absolute deviation and by more than 10 %; the first step that is
-not ends the warm-up. The wall time of a step is its median over the ranks, so that all ranks agree. At least two steps
-have to follow, and the rule holds while fewer than half of the steps are warm-up.
+The first steps of a run allocate, compile and fill caches. A leading step is warm-up
+when it is slower than the median of the steps after it by more than 5 times their
+median absolute deviation and by more than 10 %; the first step that is not ends the
+warm-up. The wall time of a step is its median over the ranks, so that all ranks agree.
+At least two steps have to follow, and the rule holds while fewer than half of the steps
+are warm-up.
 """
 
 from dataclasses import replace
@@ -19,38 +21,73 @@ from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = ["input_wait", "steady", "step_periods", "step_summary", "steps", "unmarked", "usual_step"]
+__all__ = [
+    "input_wait",
+    "steady",
+    "step_periods",
+    "step_summary",
+    "steps",
+    "unmarked",
+    "usual_step",
+]
 
-_PARTS = ("total_s", "compute_s", "comm_s", "memory_s", "non_compute_s", "exposed_comm_s", "idle_s", "overlap")
+_PARTS = (
+    "total_s",
+    "compute_s",
+    "comm_s",
+    "memory_s",
+    "non_compute_s",
+    "exposed_comm_s",
+    "idle_s",
+    "overlap",
+)
 _QUANTITIES = ("wall_s", "period_s", *_PARTS)
-_DEVIATIONS, _SLOWER = 5.0, 0.1
+_DEVIATIONS = 5.0
+_SLOWER = 0.1
 _NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
 
 
 @kept
 def steps(timeline: Timeline) -> pd.DataFrame:
-    """Every step of every rank: rank, step, wall_s, period_s, the columns of `breakdown`, annotated, cut, warmup.
+    """Every step of every rank: rank, step, wall_s, period_s, the columns of
+    `breakdown`, annotated, cut, warmup.
 
-    wall_s: the step's annotation on the host, or its first to its last span where it has none (annotated is false).
-    period_s: as in `step_periods`; a host that runs ahead does not show it. The others are `breakdown` of the work that
-    belongs to the step, so total_s = compute_s + non_compute_s + idle_s; steps may overlap on a device.
-    cut: a step without work or annotation where others of its rank have some, or the first or last of at least three
-    with less than half as many spans as the median of the others.
+    wall_s: the step's annotation on the host, or its first to its last span where it
+    has none (annotated is false).
+    period_s: as in `step_periods`; a host that runs ahead does not show it. The others
+    are `breakdown` of the work that belongs to the step, so total_s = compute_s +
+    non_compute_s + idle_s; steps may overlap on a device.
+    cut: a step without work or annotation where others of its rank have some, or the
+    first or last of at least three with less than half as many spans as the median of
+    the others.
     """
     spans = timeline.spans
     inside = spans[spans["step"] >= 0]
     end_ns = inside["start_ns"] + inside["dur_ns"]
     grouped = inside.assign(end_ns=end_ns).groupby(["rank", "step"])
-    table = grouped.agg(first_ns=("start_ns", "min"), last_ns=("end_ns", "max"), spans=("start_ns", "size"))
-    table = table.reset_index().merge(_annotated(timeline), on=["rank", "step"], how="left")
+    table = grouped.agg(
+        first_ns=("start_ns", "min"),
+        last_ns=("end_ns", "max"),
+        spans=("start_ns", "size"),
+    )
+    table = table.reset_index().merge(
+        _annotated(timeline), on=["rank", "step"], how="left"
+    )
     table["annotated"] = table["annotated_ns"].notna()
-    wall_ns = table["annotated_ns"].where(table["annotated"], table["last_ns"] - table["first_ns"])
+    wall_ns = table["annotated_ns"].where(
+        table["annotated"], table["last_ns"] - table["first_ns"]
+    )
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
     cells = pd.MultiIndex.from_frame(table[["rank", "step"]])
     busy = inside[inside["kind"].isin(BUSY_KINDS)]
     cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
-    meta = replace(timeline.meta, represents={number: [number] for number in range(len(cells))} or {0: [0]})
-    quantities = rank_breakdown(Timeline(busy.assign(rank=cell.astype(np.int32)), meta))  # of each step as if of a rank
+    meta = replace(
+        timeline.meta,
+        represents={number: [number] for number in range(len(cells))} or {0: [0]},
+    )
+    quantities = rank_breakdown(
+        Timeline(busy.assign(rank=cell.astype(np.int32)), meta)
+    )  # of each step as if of a rank
     table[list(_PARTS)] = quantities[list(_PARTS)].head(len(table))
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")
@@ -61,17 +98,25 @@ def steps(timeline: Timeline) -> pd.DataFrame:
 
 
 def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
-    """The steps that are neither warm-up nor cut, all where none is left, and their numbers.
+    """The steps that are neither warm-up nor cut, all where none is left, and their
+    numbers.
 
-    With them comes what runs between the first and the last of them on the host or the device of a rank, as step -1:
-    it is no idle time.
+    With them comes what runs between the first and the last of them on the host or the
+    device of a rank, as step -1: it is no idle time.
     """
-    table, spans = steps(timeline), timeline.spans
-    counted = sorted(set(timeline.steps) - set(table.loc[table["warmup"] | table["cut"], "step"])) or timeline.steps
+    table = steps(timeline)
+    spans = timeline.spans
+    counted = (
+        sorted(
+            set(timeline.steps) - set(table.loc[table["warmup"] | table["cut"], "step"])
+        )
+        or timeline.steps
+    )
     own = spans["step"].isin(counted)
     if own.all() or not counted:
         return timeline, counted
-    start_ns, end_ns = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    start_ns = spans["start_ns"]
+    end_ns = spans["start_ns"] + spans["dur_ns"]
     side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
     first_ns = start_ns.where(own, end_ns.max()).groupby(side).transform("min")
     last_ns = end_ns.where(own, start_ns.min()).groupby(side).transform("max")
@@ -80,11 +125,15 @@ def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
         return timeline, counted
     part = timeline.where(keep.to_numpy())
     step = part.spans["step"]
-    return replace(part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))), counted
+    return replace(
+        part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))
+    ), counted
 
 
 def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
-    """As `Timeline.one_step`; if none is given that of median wall_s (the lower), without warm-up and cut ones."""
+    """As `Timeline.one_step`; if none is given that of median wall_s (the lower),
+    without warm-up and cut ones.
+    """
     chosen = timeline.one_step(step)
     if step is not None or not chosen or len(timeline.steps) < 2:
         return chosen
@@ -100,65 +149,107 @@ def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
 
 def unmarked(timeline: Timeline) -> bool:
     """Whether nothing marks the steps of a recording, so that all of it counts as one."""
-    return timeline.meta.source == "measured" and timeline.steps == [0] and not steps(timeline)["annotated"].any()
+    return (
+        timeline.meta.source == "measured"
+        and timeline.steps == [0]
+        and not steps(timeline)["annotated"].any()
+    )
 
 
 def step_periods(timeline: Timeline) -> pd.DataFrame:
-    """Pace of the device: rank, step, begin_ns, end_ns, period_s; one row for each step of a rank with work.
+    """Pace of the device: rank, step, begin_ns, end_ns, period_s; one row for each step
+    of a rank with work.
 
-    period_s: from the begin of a step to that of the rank's next step, NaN for the last. begin_ns: start of the first
-    work that the step has launched, else of its first work. end_ns: end of its last work.
+    period_s: from the begin of a step to that of the rank's next step, NaN for the
+    last. begin_ns: start of the first work that the step has launched, else of its
+    first work. end_ns: end of its last work.
     """
-    spans, work = timeline.spans, device_work(timeline)
+    spans = timeline.spans
+    work = device_work(timeline)
     busy = spans[spans["kind"].isin(BUSY_KINDS) & (spans["step"] >= 0)]
-    of_step = busy.assign(end_ns=busy["start_ns"] + busy["dur_ns"]).groupby(["rank", "step"])
+    of_step = busy.assign(end_ns=busy["start_ns"] + busy["dur_ns"]).groupby(
+        ["rank", "step"]
+    )
     table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
-    launched = work[(work["launch_row"] >= 0) & (work["step"] >= 0)].groupby(["rank", "step"])["start_ns"].min()
+    launched = (
+        work[(work["launch_row"] >= 0) & (work["step"] >= 0)]
+        .groupby(["rank", "step"])["start_ns"]
+        .min()
+    )
     table.loc[launched.index, "begin_ns"] = launched.to_numpy()
     table = table.sort_values("begin_ns", kind="stable").reset_index()
-    since_first_ns = table["begin_ns"] - table["begin_ns"].min()  # so that ns survive where NaN makes them floats
+    since_first_ns = (
+        table["begin_ns"] - table["begin_ns"].min()
+    )  # so that ns survive where NaN makes them floats
     period_ns = since_first_ns.groupby(table["rank"]).shift(-1) - since_first_ns
     return table.assign(period_s=period_ns / NS_PER_S)
 
 
 def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
-    """Spread of `steps`, or of those of a timeline, over the steps of each rank, without warm-up and cut ones.
+    """Spread of `steps`, or of those of a timeline, over the steps of each rank,
+    without warm-up and cut ones.
 
-    rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1; NaN for one step), p10, p90; the
-    unit is that of the quantity.
+    rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1;
+    NaN for one step), p10, p90; the unit is that of the quantity.
     """
-    table = steps(table) if isinstance(table, Timeline) else argument("table", table, pd.DataFrame)
+    table = (
+        steps(table)
+        if isinstance(table, Timeline)
+        else argument("table", table, pd.DataFrame)
+    )
     if not {"warmup", "cut"} <= set(table):
-        raise ValueError("the table is none of traces.steps: it has no columns warmup and cut")
+        raise ValueError(
+            "the table is none of traces.steps: it has no columns warmup and cut"
+        )
     counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
-    long = counted.melt(id_vars="rank", value_vars=list(_QUANTITIES), var_name="quantity").astype({"value": "float64"})
+    long = counted.melt(
+        id_vars="rank", value_vars=list(_QUANTITIES), var_name="quantity"
+    ).astype({"value": "float64"})
     long["quantity"] = pd.Categorical(long["quantity"], _QUANTITIES)
     values = long.groupby(["rank", "quantity"], observed=True)["value"]
     summary = values.agg(["size", "mean", "median", "std"])
-    summary = summary.assign(p10=values.quantile(0.1), p90=values.quantile(0.9)).reset_index()
-    return with_origin(summary.rename(columns={"size": "steps"}).astype({"quantity": object}), table)
+    summary = summary.assign(
+        p10=values.quantile(0.1), p90=values.quantile(0.9)
+    ).reset_index()
+    return with_origin(
+        summary.rename(columns={"size": "steps"}).astype({"quantity": object}), table
+    )
 
 
 def _annotated(timeline: Timeline) -> pd.DataFrame:
-    """rank, step, annotated_ns: duration of the annotation that marks a step, from the first if there are several."""
+    """rank, step, annotated_ns: duration of the annotation that marks a step, from the
+    first if there are several.
+    """
     tables = []
     annotations = timeline.spans[timeline.spans["kind"] == "annotation"]
     for rank, spans in annotations.groupby("rank"):
         marks = step_spans(spans)
         if marks is not None:
-            tables.append(pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank))
+            tables.append(
+                pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank)
+            )
     if not tables:
-        return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype({"rank": "int32", "step": "int32"})
-    marks = pd.concat(tables).groupby(["rank", "step"]).agg(start=("start", "min"), end=("end", "max")).reset_index()
+        return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype(
+            {"rank": "int32", "step": "int32"}
+        )
+    marks = (
+        pd.concat(tables)
+        .groupby(["rank", "step"])
+        .agg(start=("start", "min"), end=("end", "max"))
+        .reset_index()
+    )
     marks["annotated_ns"] = marks["end"] - marks["start"]
-    return marks[["rank", "step", "annotated_ns"]].astype({"rank": "int32", "step": "int32"})
+    return marks[["rank", "step", "annotated_ns"]].astype(
+        {"rank": "int32", "step": "int32"}
+    )
 
 
 def _cut(table: pd.DataFrame) -> np.ndarray:
     """(n,) steps at the edge of a recording that it does not hold whole."""
     cut = np.zeros(len(table), dtype=bool)
     for _, part in table.groupby("rank"):
-        rows, order = part.index.to_numpy(), np.argsort(part["first_ns"].to_numpy())
+        rows = part.index.to_numpy()
+        order = np.argsort(part["first_ns"].to_numpy())
         for edge in {order[0], order[-1]} if len(part) > 2 else ():
             others = np.delete(part["spans"].to_numpy(), edge)
             cut[rows[edge]] = part["spans"].iloc[edge] < np.median(others) / 2
@@ -182,15 +273,23 @@ def _warmup(table: pd.DataFrame) -> list[int]:
 
 
 def input_wait(timeline: Timeline) -> pd.DataFrame:
-    """How long the host waits for input: rank, step, calls, wait_s; one row per rank and step with such calls.
+    """How long the host waits for input: rank, step, calls, wait_s; one row per rank
+    and step with such calls.
 
-    Calls are those in which PyTorch's DataLoader hands out the next batch, as its label or its Python function.
+    Calls are those in which PyTorch's DataLoader hands out the next batch, as its label
+    or its Python function.
     """
     spans = timeline.spans
     codes = np.flatnonzero(spans["name"].cat.categories.str.contains(_NEXT_BATCH))
-    rows = np.flatnonzero(np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy())
+    rows = np.flatnonzero(
+        np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy()
+    )
     nest = Nest(spans, rows)
-    table = spans[["rank", "step", "dur_ns"]].iloc[nest.rows[nest.parent < 0]]  # a label and its function once
+    table = spans[["rank", "step", "dur_ns"]].iloc[
+        nest.rows[nest.parent < 0]
+    ]  # a label and its function once
     table = table.groupby(["rank", "step"])["dur_ns"].agg(["size", "sum"]).reset_index()
-    table = table.assign(wait_s=table.pop("sum") / NS_PER_S).rename(columns={"size": "calls"})
+    table = table.assign(wait_s=table.pop("sum") / NS_PER_S).rename(
+        columns={"size": "calls"}
+    )
     return with_origin(table, timeline)

@@ -1,10 +1,14 @@
-"""How much faster would steps be without stragglers, and which operations, stages and workers cost the time?
+"""How much faster would steps be without stragglers, and which operations, stages and
+workers cost the time?
 
-The ideal of an operation is the average over everything of its class: the mean for computation, the median for
-communication. Steps are replayed with the own times of operations, and with some or all of them at their ideal; of a
-matched call only what follows its last member's start is own time. Definitions of "Understanding Stragglers in Large
-Model Training Using What-if Analysis" (OSDI 2025, arXiv 2505.05713). The ideal holds the stragglers' share of the
-average: S is below "all as fast as the best", and 1 where all are slow alike. Names say where, not why.
+The ideal of an operation is the average over everything of its class: the mean for
+computation, the median for communication. Steps are replayed with the own times of
+operations, and with some or all of them at their ideal; of a matched call only what
+follows its last member's start is own time. Definitions of "Understanding Stragglers in
+Large Model Training Using What-if Analysis" (OSDI 2025, arXiv 2505.05713). The ideal
+holds the stragglers' share of the
+average: S is below "all as fast as the best", and 1 where all are slow alike. Names say
+where, not why.
 """
 
 from collections.abc import Callable
@@ -20,11 +24,40 @@ from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
 
 __all__ = ["WithoutStragglers", "what_if_no_stragglers"]
 
-_COMPUTE = ("forward-compute", "backward-compute", "optimizer", "gc")  # and every name without communication
-_CALLS = ("forward-send", "forward-recv", "backward-send", "backward-recv", "params-all-gather", "grads-reduce-scatter")
-_CALLS += ("layernorm-grads-all-reduce", "embedding-grads-all-reduce", "optimizer-clip-main-grad")
-_TWO_SIDED = {f"{way}-{side}": f"{way}-pp-comm" for way in ("forward", "backward") for side in ("send", "recv")}
-_NEEDS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
+_COMPUTE = (
+    "forward-compute",
+    "backward-compute",
+    "optimizer",
+    "gc",
+)  # and every name without communication
+_CALLS = (
+    "forward-send",
+    "forward-recv",
+    "backward-send",
+    "backward-recv",
+    "params-all-gather",
+    "grads-reduce-scatter",
+)
+_CALLS += (
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+)
+_TWO_SIDED = {
+    f"{way}-{side}": f"{way}-pp-comm"
+    for way in ("forward", "backward")
+    for side in ("send", "recv")
+}
+_NEEDS = (
+    "dp_rank",
+    "stage",
+    "rank",
+    "step",
+    "optype",
+    "start_ts",
+    "duration",
+    "seq_id",
+)
 _CLOCK_S = -0.010  # own times below it are errors of clocks
 _WORST = 0.03  # of the workers
 _NOTHING = 1e-9  # of a step: lost time below it is none
@@ -32,20 +65,27 @@ _NOTHING = 1e-9  # of a step: lost time below it is none
 
 @dataclass(frozen=True, repr=False)
 class WithoutStragglers:
-    """Answers of `what_if_no_stragglers`. Times in s, means over steps; M are shares of T_replay - T_ideal."""
+    """Answers of `what_if_no_stragglers`. Times in s, means over steps; M are shares of
+    T_replay - T_ideal.
+    """
 
     S: float  # slowdown: T_replay / T_ideal
-    M_S: float  # what repairing the last stage gives back; NaN with one stage. Not clipped to 0..1
+    # what repairing the last stage gives back; NaN with one stage. Not clipped to 0..1
+    M_S: float
     M_W: float  # what repairing the worst 3 % of the workers (at least one) gives back
     M_S_add: float  # what the last stage alone costs
     M_W_add: float
     T_measured: float  # last end - first start
     T_replay: float  # replayed with own times, without launch gaps
     T_ideal: float  # replayed with ideal times
-    by_kind: pd.Series  # slowdown with only these operations as they were and all others ideal
+    by_kind: (
+        pd.Series
+    )  # slowdown with only these operations as they were and all others ideal
     by_stage: pd.Series
     by_dp: pd.Series
-    workers: pd.DataFrame  # rank, stage, dp_rank, S: the smaller of its stage's and its dp rank's, or, where these do
+    # rank, stage, dp_rank, S: the smaller of its stage's and its dp rank's, or, where
+    # these do
+    workers: pd.DataFrame
     # not tell ranks apart, of the rank alone
     by_step: pd.DataFrame  # step, measured_s, replay_s, ideal_s, S
     steps_dropped: int  # steps that lack operations which most steps have
@@ -62,7 +102,9 @@ class WithoutStragglers:
 
     @property
     def gaps_rule(self) -> bool:
-        """Whether launch gaps, which a replay leaves out, are the story: then S does not speak for the step."""
+        """Whether launch gaps, which a replay leaves out, are the story: then S does
+        not speak for the step.
+        """
         return self.replay_gap > 1.05
 
     @property
@@ -72,10 +114,15 @@ class WithoutStragglers:
 
     def __repr__(self) -> str:
         gives = {"last stage": self.M_S, f"worst {_WORST:.0%} of the ranks": self.M_W}
-        gives = [f"{what} {share:.0%}" for what, share in gives.items() if share == share and self.costs]
+        gives = [
+            f"{what} {share:.0%}"
+            for what, share in gives.items()
+            if share == share and self.costs
+        ]
         gaps = ", launch gaps are the story" if self.gaps_rule else ""
         lines = [
-            f"slowdown by stragglers S = {self.S:.4g}: {self.T_replay:.4g} s a step, {self.T_ideal:.4g} s without",
+            f"slowdown by stragglers S = {self.S:.4g}: {self.T_replay:.4g} s a step, "
+            f"{self.T_ideal:.4g} s without",
             f"given back by repairing: {', '.join(gives) or 'next to nothing is lost'}",
             f"slowest: rank {self.by_rank.idxmax()}, {self.by_kind.idxmax()}",
             f"measured / replayed = {self.replay_gap:.4g}{gaps}",
@@ -86,27 +133,49 @@ class WithoutStragglers:
 def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
     """How much faster without stragglers, by kind, stage, worker and step.
 
-    ops: a timeline, or one row per operation: dp_rank, stage, rank, step, optype, start_ts and duration (s, on one
-    clock), seq_id; as `operations` gives them, or those of a pipelined job by name (forward-compute, backward-send,
-    ...), which wait for one another as in 1F1B. Raises ValueError for columns that are missing, kinds that are not
-    known, and interleaved chunks (mc above 0).
+    ops: a timeline, or one row per operation: dp_rank, stage, rank, step, optype,
+    start_ts and duration (s, on one clock), seq_id; as `operations` gives them, or
+    those of a pipelined job by name (forward-compute, backward-send, ...), which wait
+    for one another as in 1F1B. Raises ValueError for columns that are missing, kinds
+    that are not known, and interleaved chunks (mc above 0).
     """
-    ops, dropped = _whole_steps(_checked(operations(ops) if isinstance(ops, Timeline) else ops))
+    ops, dropped = _whole_steps(
+        _checked(operations(ops) if isinstance(ops, Timeline) else ops)
+    )
     replays = _Replays(ops)
-    actual_s, ideal_s = replays.mean_s([lambda table: table["rank"] >= 0, lambda table: table["rank"] < 0])
-    slowdown = {column: replays.alone_s(column) / ideal_s for column in ("kind", "stage", "dp_rank")}
+    actual_s, ideal_s = replays.mean_s(
+        [lambda table: table["rank"] >= 0, lambda table: table["rank"] < 0]
+    )
+    slowdown = {
+        column: replays.alone_s(column) / ideal_s
+        for column in ("kind", "stage", "dp_rank")
+    }
     workers = ops.groupby("rank")[["stage", "dp_rank"]].first()
-    by_rank = pd.concat([workers[c].map(slowdown[c]) for c in workers], axis=1).min(axis=1)
+    by_rank = pd.concat([workers[c].map(slowdown[c]) for c in workers], axis=1).min(
+        axis=1
+    )
     if workers.duplicated().any():
         by_rank = replays.alone_s("rank") / ideal_s
-    worst = by_rank.sort_values(ascending=False, kind="stable").index[: ceil(len(by_rank) * _WORST - _NOTHING)]
-    shares, lost_s = dict.fromkeys(("M_S", "M_W", "M_S_add", "M_W_add"), nan), actual_s - ideal_s
+    worst = by_rank.sort_values(ascending=False, kind="stable").index[
+        : ceil(len(by_rank) * _WORST - _NOTHING)
+    ]
+    shares = dict.fromkeys(("M_S", "M_W", "M_S_add", "M_W_add"), nan)
+    lost_s = actual_s - ideal_s
     some = abs(lost_s) > _NOTHING * ideal_s
-    for name, column, bad in (("M_S", "stage", [ops["stage"].max()]), ("M_W", "rank", list(worst))):
-        alone = [lambda t, c=column, b=bad: t[c].isin(b), lambda t, c=column, b=bad: ~t[c].isin(b)]
+    for name, column, bad in (
+        ("M_S", "stage", [ops["stage"].max()]),
+        ("M_W", "rank", list(worst)),
+    ):
+        alone = [
+            lambda t, c=column, b=bad: t[c].isin(b),
+            lambda t, c=column, b=bad: ~t[c].isin(b),
+        ]
         added_s, repaired_s = replays.mean_s(alone)
         if some and (column == "rank" or ops["stage"].nunique() > 1):
-            shares |= {name: (actual_s - repaired_s) / lost_s, f"{name}_add": (added_s - ideal_s) / lost_s}
+            shares |= {
+                name: (actual_s - repaired_s) / lost_s,
+                f"{name}_add": (added_s - ideal_s) / lost_s,
+            }
     return WithoutStragglers(
         S=actual_s / ideal_s if some else 1.0,
         T_measured=replays.by_step["measured_s"].mean(),
@@ -115,7 +184,9 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         by_kind=slowdown["kind"],
         by_stage=slowdown["stage"],
         by_dp=slowdown["dp_rank"],
-        workers=with_origin(workers.assign(S=by_rank).reset_index(), ops, slowdown=actual_s / ideal_s),
+        workers=with_origin(
+            workers.assign(S=by_rank).reset_index(), ops, slowdown=actual_s / ideal_s
+        ),
         by_step=replays.by_step,
         steps_dropped=dropped,
         **shares,
@@ -128,38 +199,58 @@ class _Replays:
     def __init__(self, ops: pd.DataFrame):
         ops = ops.assign(own_s=_own_s(ops), kind=ops["optype"].replace(_TWO_SIDED))
         of_class = ops.groupby(["optype", "like"])["own_s"]
-        average = of_class.transform("median").where(ops["is_call"], of_class.transform("mean"))
+        average = of_class.transform("median").where(
+            ops["is_call"], of_class.transform("mean")
+        )
         self.ops = ops.assign(ideal_s=average)
         seen = "stream" in ops
         parts = [part for _, part in self.ops.groupby("step")]
         graph = None if seen else pipeline_graph(parts[0].reset_index(drop=True))
-        self.steps = [(part, graph or seen_graph(part.reset_index(drop=True))) for part in parts]
-        whole_s = [(p["start_ts"] + p["duration"]).max() - p["start_ts"].min() for p in parts]
-        replay_s, ideal_s = self._step_s([lambda t: t["rank"] >= 0, lambda t: t["rank"] < 0]).T
+        self.steps = [
+            (part, graph or seen_graph(part.reset_index(drop=True))) for part in parts
+        ]
+        whole_s = [
+            (p["start_ts"] + p["duration"]).max() - p["start_ts"].min() for p in parts
+        ]
+        replay_s, ideal_s = self._step_s(
+            [lambda t: t["rank"] >= 0, lambda t: t["rank"] < 0]
+        ).T
         columns = {"step": [p["step"].iloc[0] for p in parts], "measured_s": whole_s}
         columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
         self.by_step = pd.DataFrame(columns)
 
     def mean_s(self, chosen: list[Callable]) -> np.ndarray:
-        """Mean step time (n,) if only the operations that each choice takes have their own times."""
+        """Mean step time (n,) if only the operations that each choice takes have their
+        own times.
+        """
         return self._step_s(chosen).mean(axis=0)
 
     def alone_s(self, column: str) -> pd.Series:
-        """Mean step time by value of the column: only its operations have their own times."""
+        """Mean step time by value of the column: only its operations have their own
+        times.
+        """
         values = sorted(self.ops[column].unique())
-        times = self.mean_s([lambda table, value=value: table[column] == value for value in values])
+        times = self.mean_s(
+            [lambda table, value=value: table[column] == value for value in values]
+        )
         return pd.Series(times, index=pd.Index(values, name=column), name="S")
 
     def _step_s(self, chosen: list[Callable]) -> np.ndarray:
         """Step times (steps, choices)."""
         if self.steps[0][1] is self.steps[-1][1]:  # one graph: all steps at once
             table = self.steps[0][0]
-            own_s = np.stack([part["own_s"].to_numpy() for part, _ in self.steps], axis=1)
+            own_s = np.stack(
+                [part["own_s"].to_numpy() for part, _ in self.steps], axis=1
+            )
             return self._last_s(self.steps[0][1], own_s, table, chosen)
-        return np.concatenate([self._last_s(g, t[["own_s"]].to_numpy(), t, chosen) for t, g in self.steps])
+        return np.concatenate(
+            [self._last_s(g, t[["own_s"]].to_numpy(), t, chosen) for t, g in self.steps]
+        )
 
     @staticmethod
-    def _last_s(graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]) -> np.ndarray:
+    def _last_s(
+        graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]
+    ) -> np.ndarray:
         actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
         return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
 
@@ -172,7 +263,8 @@ def _own_s(ops: pd.DataFrame) -> pd.Series:
 
 
 def _checked(ops: pd.DataFrame) -> pd.DataFrame:
-    """The operations in float64, in one order in every step, with met (number of the call in its step, -1 alone),
+    """The operations in float64, in one order in every step, with met (number of the
+    call in its step, -1 alone),
     is_call, and like (what tells classes of one kind apart).
     """
     if missing := [name for name in _NEEDS if name not in ops]:
@@ -181,34 +273,64 @@ def _checked(ops: pd.DataFrame) -> pd.DataFrame:
         raise ValueError("no operations: the timeline has no step with device work")
     ops = ops.astype({"optype": str, "start_ts": "float64", "duration": "float64"})
     if bad := (~np.isfinite(ops["start_ts"]) | ~(ops["duration"] >= 0)).sum():
-        raise ValueError(f"{bad} operations have no finite start_ts or a negative duration")
-    ops = ops.sort_values(["step", "dp_rank", "stage", "rank", "optype", "seq_id"]).reset_index(drop=True)
+        raise ValueError(
+            f"{bad} operations have no finite start_ts or a negative duration"
+        )
+    ops = ops.sort_values(
+        ["step", "dp_rank", "stage", "rank", "optype", "seq_id"]
+    ).reset_index(drop=True)
     if "stream" in ops:
         return ops.assign(met=ops["call"])
     if unknown := sorted(set(ops["optype"]) - {*_COMPUTE, *_CALLS}):
-        raise ValueError(f"operations of kind {unknown[0]!r} are not known; known are {', '.join(_COMPUTE + _CALLS)}")
+        raise ValueError(
+            f"operations of kind {unknown[0]!r} are not known; known are "
+            f"{', '.join(_COMPUTE + _CALLS)}"
+        )
     if "mc" in ops and ops["mc"].max() > 0:
         raise ValueError("mc above 0: interleaved chunks are not replayed")
     if ops.duplicated(["step", "dp_rank", "stage", "optype", "seq_id"]).any():
-        raise ValueError("an operation (step, dp_rank, stage, optype, seq_id) stands in two rows")
-    kind, is_call = ops["optype"], ops["optype"].isin(_CALLS)
-    boundary = ops["stage"] + kind.eq("forward-send") - kind.eq("backward-send")  # sends meet receives of the neighbour
-    over_dp, over_ends = kind.isin(("params-all-gather", "grads-reduce-scatter")), kind.eq("embedding-grads-all-reduce")
+        raise ValueError(
+            "an operation (step, dp_rank, stage, optype, seq_id) stands in two rows"
+        )
+    kind = ops["optype"]
+    is_call = ops["optype"].isin(_CALLS)
+    boundary = (
+        ops["stage"] + kind.eq("forward-send") - kind.eq("backward-send")
+    )  # sends meet receives of the neighbour
+    over_dp = kind.isin(("params-all-gather", "grads-reduce-scatter"))
+    over_ends = kind.eq("embedding-grads-all-reduce")
     everyone = kind.eq("optimizer-clip-main-grad")
-    alone = ~is_call | kind.eq("layernorm-grads-all-reduce") | over_ends & ~ops["stage"].isin((0, ops["stage"].max()))
+    alone = (
+        ~is_call
+        | kind.eq("layernorm-grads-all-reduce")
+        | over_ends & ~ops["stage"].isin((0, ops["stage"].max()))
+    )
     where = boundary.mask(over_ends | everyone, -1)
-    members = [kind.replace(_TWO_SIDED), where, ops["dp_rank"].mask(over_dp | everyone, -1), ops["seq_id"]]
+    members = [
+        kind.replace(_TWO_SIDED),
+        where,
+        ops["dp_rank"].mask(over_dp | everyone, -1),
+        ops["seq_id"],
+    ]
     met = ops.groupby(members, sort=False).ngroup().mask(alone, -1)
     sides = kind.isin(_TWO_SIDED)
     if (ops[sides].groupby([ops["step"], met]).size() != 2).any():
-        raise ValueError("a send has no receive in the neighbouring stage, or a receive no send")
+        raise ValueError(
+            "a send has no receive in the neighbouring stage, or a receive no send"
+        )
     return ops.assign(is_call=is_call, met=met, like=0)
 
 
 def _whole_steps(ops: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """Without the steps whose operations differ from those of most steps (seen operations: whose ranks differ)."""
+    """Without the steps whose operations differ from those of most steps (seen
+    operations: whose ranks differ).
+    """
     what = ["rank"] if "stream" in ops else ["dp_rank", "stage", "optype", "seq_id"]
     each = ops.drop_duplicates(["step", *what])
-    sets = pd.util.hash_pandas_object(each[what].astype(str), index=False).groupby(each["step"]).sum()
+    sets = (
+        pd.util.hash_pandas_object(each[what].astype(str), index=False)
+        .groupby(each["step"])
+        .sum()
+    )
     whole = sets.index[sets == sets.mode()[0]]
     return ops[ops["step"].isin(whole)].reset_index(drop=True), len(sets) - len(whole)

@@ -1,7 +1,9 @@
-"""What may a coding agent ask? The commands that answer in JSON, as tools of an MCP server on standard input.
+"""What may a coding agent ask? The commands that answer in JSON, as tools of an MCP
+server on standard input.
 
-Every answer is the envelope of `view.answers`. The tools read traces, dumps, configurations and calibrations below the
-folders that the server was started with, and write nothing. Needs the package `mcp` (extra `mcp`).
+Every answer is the envelope of `view.answers`. The tools read traces, dumps,
+configurations and calibrations below the folders that the server was started with, and
+write nothing. Needs the package `mcp` (extra `mcp`).
 """
 
 from __future__ import annotations
@@ -19,24 +21,34 @@ if TYPE_CHECKING:
 
 __all__ = ["server"]
 
-_ONE_AT_A_TIME = Lock()  # what a command prints is taken from the process's own standard output
+_ONE_AT_A_TIME = (
+    Lock()
+)  # what a command prints is taken from the process's own standard output
 
 
 def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPServer:
-    """A server whose tools read below these folders; `.run("stdio")` serves. main: runs a command line, printing.
+    """A server whose tools read below these folders; `.run("stdio")` serves. main: runs
+    a command line, printing.
 
-    Raises ImportError without the package mcp, and FileNotFoundError for a folder that is not there.
+    Raises ImportError without the package mcp, and FileNotFoundError for a folder that
+    is not there.
     """
     try:
         from mcp.server import MCPServer
     except ImportError:
-        raise ImportError("the MCP server needs the package mcp: pip install 'madmax-workbench[mcp]'") from None
+        raise ImportError(
+            "the MCP server needs the package mcp: pip install 'madmax-workbench[mcp]'"
+        ) from None
     roots = [Path(folder).expanduser().resolve() for folder in folders]
     if lost := [root for root in roots if not root.is_dir()]:
         raise FileNotFoundError(f"{lost[0]}: no such directory")
-    about = "Distributed-training performance: traces analysed, steps predicted, plans searched. Files are read below "
+    about = (
+        "Distributed-training performance: traces analysed, steps predicted, "
+        "plans searched. Files are read below "
+    )
     made = MCPServer("madmax", instructions=f"{about}{', '.join(map(str, roots))}.")
-    folders, ask = _Folders(roots), partial(_ask, main)
+    folders = _Folders(roots)
+    ask = partial(_ask, main)
     for tool in (*_trace_tools(folders, ask), *_step_tools(folders, ask)):
         made.add_tool(tool, structured_output=False)
     return made
@@ -58,26 +70,43 @@ class _Folders:
 
     def named(self, text: str) -> str:
         """A name of the catalog as it is, a file only inside."""
-        return self.inside(text) if Path(text).suffix == ".json" or Path(text).exists() else text
+        return (
+            self.inside(text)
+            if Path(text).suffix == ".json" or Path(text).exists()
+            else text
+        )
 
 
 def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
     """What was recorded."""
 
     def breakdown(traces: list[str]) -> str:
-        """Compute, communication, exposed communication, idle time and overlap of each rank, in seconds."""
+        """Compute, communication, exposed communication, idle time and overlap of each
+        rank, in seconds.
+        """
         return ask("breakdown", *map(folders.inside, traces))
 
     def compare(a: str, b: str, operations: bool = False) -> str:
-        """What differs between two runs: by rank and step, or by operation, the largest difference first."""
-        return ask("compare", folders.inside(a), folders.inside(b), *["--operations"] * operations)
+        """What differs between two runs: by rank and step, or by operation, the largest
+        difference first.
+        """
+        return ask(
+            "compare",
+            folders.inside(a),
+            folders.inside(b),
+            *["--operations"] * operations,
+        )
 
     def stragglers(traces: list[str]) -> str:
-        """Which rank arrives last at collectives, what it costs the others, and the step without stragglers."""
+        """Which rank arrives last at collectives, what it costs the others, and the
+        step without stragglers.
+        """
         return ask("stragglers", *map(folders.inside, traces))
 
     def flight(dumps: str) -> str:
-        """Which rank hangs a job, by a directory of flight-recorder dumps, one per rank."""
+        """Which rank hangs a job, by a directory of flight-recorder dumps, one per
+        rank.
+        """
         return ask("flight", folders.inside(dumps))
 
     return [breakdown, compare, stragglers, flight]
@@ -86,9 +115,16 @@ def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
 def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
     """What is predicted."""
 
-    def step(model: str, cluster: str, plans: list[str], global_batch: int, **options) -> list[str]:
-        given = {"--global-batch": global_batch, **{f"--{name}": value for name, value in options.items()}}
-        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    def step(
+        model: str, cluster: str, plans: list[str], global_batch: int, **options
+    ) -> list[str]:
+        given = {
+            "--global-batch": global_batch,
+            **{f"--{name}": value for name, value in options.items()},
+        }
+        flags = [
+            f"{flag}={value}" for flag, value in given.items() if value is not None
+        ]
         return [folders.named(model), folders.named(cluster), *plans, *flags]
 
     def estimate(
@@ -101,15 +137,24 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         dtype: str = "bf16",
         software: str | None = None,
     ) -> str:
-        """Predicted seconds per step with 90 % intervals, memory and MFU of plans such as dp2.tp4.pp2.z1.
+        """Predicted seconds per step with 90 % intervals, memory and MFU of plans such
+        as dp2.tp4.pp2.z1.
 
-        model: of the catalog (llama3-70b) or a config.json of Hugging Face. cluster: of the catalog (dgx-h100) or a
-        machine.json. software: that trains, such as megatron-core or torchtitan.
+        model: of the catalog (llama3-70b) or a config.json of Hugging Face. cluster: of
+        the catalog (dgx-h100) or a machine.json. software: that trains, such as
+        megatron-core or torchtitan.
         """
-        options = {"nodes": nodes, "sequence": sequence, "dtype": dtype, "software": software}
+        options = {
+            "nodes": nodes,
+            "sequence": sequence,
+            "dtype": dtype,
+            "software": software,
+        }
         return ask("estimate", *step(model, cluster, plans, global_batch, **options))
 
-    def fits(model: str, cluster: str, plan: str, global_batch: int, nodes: int | None = None) -> str:
+    def fits(
+        model: str, cluster: str, plan: str, global_batch: int, nodes: int | None = None
+    ) -> str:
         """Whether a step fits into memory, and what lies where."""
         return ask("fits", *step(model, cluster, [plan], global_batch, nodes=nodes))
 
@@ -121,7 +166,9 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         software: str | None = None,
         objective: str = "time",
     ) -> str:
-        """The best of all parallel plans for a model on a cluster, by time, cost, energy or memory."""
+        """The best of all parallel plans for a model on a cluster, by time, cost,
+        energy or memory.
+        """
         options = {"nodes": nodes, "software": software, "objective": objective}
         return ask("search", *step(model, cluster, [], global_batch, **options))
 
@@ -130,7 +177,8 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
 
 def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str:
     """The envelope that a command prints; a usage error is refused with its line."""
-    printed, said = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    said = io.StringIO()
     with _ONE_AT_A_TIME, redirect_stdout(printed), redirect_stderr(said):
         try:
             main([command, *arguments, "--json"])
@@ -140,7 +188,9 @@ def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str
 
 
 def _refusal(text: str) -> Exception:
-    """What the agent is told; of other exceptions the server says no more than that there was one."""
+    """What the agent is told; of other exceptions the server says no more than that
+    there was one.
+    """
     from mcp.server.mcpserver.exceptions import ToolError
 
     return ToolError(text)

@@ -1,4 +1,6 @@
-"""Which colours and words do pictures and pages share? Values without matplotlib, so that a page is made without it."""
+"""Which colours and words do pictures and pages share? Values without matplotlib, so
+that a page is made without it.
+"""
 
 import pandas as pd
 
@@ -15,7 +17,13 @@ COLORS = {  # also told apart by lightness alone, in print without colour
     "other": "#56378c",
     "idle": "#d9d9d9",
 }
-LABELS = {"compute": "compute", "comm": "communication", "memcpy": "copies", "other": "other", "idle": "idle"}
+LABELS = {
+    "compute": "compute",
+    "comm": "communication",
+    "memcpy": "copies",
+    "other": "other",
+    "idle": "idle",
+}
 
 
 def plural(count: int, noun: str) -> str:
@@ -37,7 +45,8 @@ def percent(share: float) -> str:
 
 
 def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
-    """A text that fits beside a bar: what is too long loses its end, or with `keep_end` its beginning.
+    """A text that fits beside a bar: what is too long loses its end, or with `keep_end`
+    its beginning.
 
     >>> shorten("reduce_scatter", 10), shorten("reduce_scatter", 10, keep_end=True)
     ('reduce_sc…', '…e_scatter')
@@ -49,15 +58,30 @@ def shorten(text: object, most: int = 38, *, keep_end: bool = False) -> str:
 
 
 def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
-    """Rank, stream, place and label of each row to draw; with the meta of a step simulated here, streams have names.
+    """Rank, stream, place and label of each row to draw; with the meta of a step
+    simulated here, streams have names.
 
     By rank, device before host, computing before communicating, then number.
     """
-    named = meta is not None and meta.source == "simulated" and "plan" in meta.provenance
-    rows = spans.assign(comm=spans["kind"].eq("comm")).groupby(["rank", "stream"])["comm"].mean().reset_index()
-    rows = rows.assign(host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs())
-    rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[["rank", "stream"]]
-    return rows.assign(place=rows.index, label=[row_label(*row, named=named) for row in rows.itertuples(index=False)])
+    named = (
+        meta is not None and meta.source == "simulated" and "plan" in meta.provenance
+    )
+    rows = (
+        spans.assign(comm=spans["kind"].eq("comm"))
+        .groupby(["rank", "stream"])["comm"]
+        .mean()
+        .reset_index()
+    )
+    rows = rows.assign(
+        host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs()
+    )
+    rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[
+        ["rank", "stream"]
+    ]
+    return rows.assign(
+        place=rows.index,
+        label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],
+    )
 
 
 def row_label(rank: int, stream: int, *, named: bool = False) -> str:
@@ -68,4 +92,6 @@ def row_label(rank: int, stream: int, *, named: bool = False) -> str:
     """
     if named and stream in set(Stream):
         return f"rank {rank} · {Stream(stream).label}"
-    return f"rank {rank} · " + (f"stream {stream}" if stream >= 0 else f"thread {-stream}")
+    return f"rank {rank} · " + (
+        f"stream {stream}" if stream >= 0 else f"thread {-stream}"
+    )

@@ -14,12 +14,24 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.view.drawing.axes import finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
-__all__ = ["areas", "bar_chart", "bars", "blocks", "grid", "lines", "rank_labels", "thinned"]
+__all__ = [
+    "areas",
+    "bar_chart",
+    "bars",
+    "blocks",
+    "grid",
+    "lines",
+    "rank_labels",
+    "thinned",
+]
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
 _STRETCHES = 300  # of the time axis, of which each keeps four points
-_SMALLEST = 1 / 3000  # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
+_SMALLEST = (
+    1 / 3000
+    # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
+)
 
 
 def bar_chart(
@@ -35,10 +47,20 @@ def bar_chart(
     inside: pd.DataFrame | None = None,
     **ending,
 ) -> Axes:
-    """A whole picture of a bar per row: `bars`, hatched as the table or its origin tells, and `finish`."""
+    """A whole picture of a bar per row: `bars`, hatched as the table or its origin
+    tells, and `finish`.
+    """
     ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
     told = {**table.attrs, **getattr(ending.get("origin"), "attrs", {})}
-    bars(ax, lengths, fill, source=source or told.get("source"), error=error, notes=notes, inside=inside)
+    bars(
+        ax,
+        lengths,
+        fill,
+        source=source or told.get("source"),
+        error=error,
+        notes=notes,
+        inside=inside,
+    )
     return finish(ax, table, title, **ending)
 
 
@@ -57,12 +79,14 @@ def bars(
     inside: pd.DataFrame | Sequence[str] | None = None,
     upright: bool = False,
 ) -> np.ndarray:
-    """A bar per row, or for a table a bar per row of its columns end to end; returns where the bars end.
+    """A bar per row, or for a table a bar per row of its columns end to end; returns
+    where the bars end.
 
-    fill: kind, colour or patch options: one ("compute"), one per row, or for a table one per column by name; columns
-    that are named by kinds need none.
-    source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k, n) is the k-th of n bars that
-    share a row. error: low and high ends of an interval. notes: texts behind the ends, for which the axis is made long
+    fill: kind, colour or patch options: one ("compute"), one per row, or for a table
+    one per column by name; columns that are named by kinds need none.
+    source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k,
+    n) is the k-th of n bars that share a row. error: low and high ends of an interval.
+    notes: texts behind the ends, for which the axis is made long
     enough, inside: texts on the bars.
 
     >>> from madmax_lib.view.drawing import new_axes
@@ -84,17 +108,26 @@ def bars(
     across = ax.bar if upright else ax.barh
     for column, of_column in (fill if stacked else {"": fill}).items():
         length = parts[column].to_numpy(float)
-        shapes, paints = across(rows, length, height, end), _paints(of_column, len(parts), source)
+        shapes = across(rows, length, height, end)
+        paints = _paints(of_column, len(parts), source)
         for shape, paint in zip(shapes, paints, strict=True):
             shape.set(**paint)
         if texts is not None:
-            labels = ax.bar_label(shapes, texts[column], label_type="center", fontsize=7)
+            labels = ax.bar_label(
+                shapes, texts[column], label_type="center", fontsize=7
+            )
             for label, paint in zip(labels, paints, strict=True):
                 label.set_color(ink_on(paint["facecolor"]))
         end = end + np.nan_to_num(length)
     reach = end if error is None else _draw_error(ax, rows, end, error, upright=upright)
-    for row, at, text in zip(rows, reach, notes, strict=True) if notes is not None else ():
-        place, shift = ((row, at), {"dx": 0, "dy": 5, "ha": "center"}) if upright else ((at, row), {})
+    for row, at, text in (
+        zip(rows, reach, notes, strict=True) if notes is not None else ()
+    ):
+        place, shift = (
+            ((row, at), {"dx": 0, "dy": 5, "ha": "center"})
+            if upright
+            else ((at, row), {})
+        )
         note(ax, *place, text, fontsize=7 if height > 0.3 else 6, box=of == 1, **shift)
         if not upright:
             ax.update_datalim([(at / max(1 - _LETTER * len(text), 0.4), row)])
@@ -103,7 +136,11 @@ def bars(
 
 def _paints(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
     one = isinstance(fill, (str, dict))
-    return [fill_of(fill, source)] * count if one else [fill_of(each, source) for each in fill]
+    return (
+        [fill_of(fill, source)] * count
+        if one
+        else [fill_of(each, source) for each in fill]
+    )
 
 
 def _draw_error(ax: Axes, rows, middle, error, *, upright: bool) -> np.ndarray:
@@ -130,9 +167,9 @@ def lines(
 ) -> None:
     """A line of y over x for each value of `by`, in the order of the table.
 
-    styles: by value, a colour or options of `Axes.plot`; **style: options of all. labels: for the legend, ends: written
-    at the last point, both by value or as a function of the group's rows. units: what 1 is on each axis, such as 1e-3
-    for ms.
+    styles: by value, a colour or options of `Axes.plot`; **style: options of all.
+    labels: for the legend, ends: written at the last point, both by value or as a
+    function of the group's rows. units: what 1 is on each axis, such as 1e-3 for ms.
 
     >>> from madmax_lib.view.drawing import new_axes
     >>> ax = new_axes(height=2)
@@ -156,7 +193,8 @@ def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame) -> str | 
 
 
 def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """First, lowest, highest and last row of each of 300 stretches of time_s, so that pictures of any trace stay small.
+    """First, lowest, highest and last row of each of 300 stretches of time_s, so that
+    pictures of any trace stay small.
 
     >>> series = pd.DataFrame({"time_s": np.linspace(0, 1, 5000), "length": np.arange(5000) % 7})
     >>> len(thinned(series, "length")) <= 4 * 301
@@ -167,7 +205,9 @@ def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
     stretch = ((time_s - time_s.min()) / width_s).astype(np.int64)
     values = table[column].reset_index(drop=True).groupby(stretch)
     places = pd.Series(np.arange(len(table))).groupby(stretch)
-    rows = np.concatenate([values.idxmin(), values.idxmax(), places.min(), places.max()])
+    rows = np.concatenate(
+        [values.idxmin(), values.idxmax(), places.min(), places.max()]
+    )
     return table.iloc[np.unique(rows)].reset_index(drop=True)
 
 
@@ -181,7 +221,8 @@ def areas(
     step: str | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> np.ndarray:
-    """Columns of a table as areas one upon another, in the order of `fills`; returns the top.
+    """Columns of a table as areas one upon another, in the order of `fills`; returns
+    the top.
 
     step: "post" or "mid" for values that hold until the next one, or around each.
     """
@@ -189,7 +230,9 @@ def areas(
     for name, fill in fills.items():
         above = below + parts[name].to_numpy(float)
         label = (labels or {}).get(name, name)
-        ax.fill_between(x, below, above, step=step, label=label, **fill_of(fill, source))
+        ax.fill_between(
+            x, below, above, step=step, label=label, **fill_of(fill, source)
+        )
         below = above
     return below
 
@@ -205,13 +248,17 @@ def blocks(
     wider: Mapping[str, int] | None = None,
     unit_s: float = 1e-3,
 ) -> pd.DataFrame:
-    """Blocks of time on rows: what touches is one block, what is too thin to see is widened.
+    """Blocks of time on rows: what touches is one block, what is too thin to see is
+    widened.
 
-    spans: place (row), kind, start_ns, dur_ns. kinds: in the order of drawing, with a fill where the kind's own colour
-    is not meant. reach_ns: length of the time axis. wider: kinds whose least width is a multiple of the usual one.
-    Returns the blocks that are drawn: place, kind, start_s, dur_s.
+    spans: place (row), kind, start_ns, dur_ns. kinds: in the order of drawing, with a
+    fill where the kind's own colour is not meant. reach_ns: length of the time axis.
+    wider: kinds whose least width is a multiple of the usual one. Returns the blocks
+    that are drawn: place, kind, start_s, dur_s.
     """
-    fills = kinds if isinstance(kinds, Mapping) else dict(zip(kinds, kinds, strict=True))
+    fills = (
+        kinds if isinstance(kinds, Mapping) else dict(zip(kinds, kinds, strict=True))
+    )
     drawn = []
     for place, row in spans.groupby("place"):
         for kind, fill in fills.items():
@@ -220,15 +267,22 @@ def blocks(
                 continue
             least = (wider or {}).get(kind, 1) * reach_ns
             seen = _visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
-            start_s, dur_s = seen[:, 0] / NS_PER_S, (seen[:, 1] - seen[:, 0]) / NS_PER_S
+            start_s = seen[:, 0] / NS_PER_S
+            dur_s = (seen[:, 1] - seen[:, 0]) / NS_PER_S
             where = np.stack([start_s, dur_s], axis=1) / unit_s
             ax.broken_barh(where, (place - height / 2, height), **fill_of(fill, source))
-            drawn.append(pd.DataFrame({"place": place, "kind": kind, "start_s": start_s, "dur_s": dur_s}))
+            drawn.append(
+                pd.DataFrame(
+                    {"place": place, "kind": kind, "start_s": start_s, "dur_s": dur_s}
+                )
+            )
     return pd.concat(drawn, ignore_index=True)
 
 
 def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
-    """Union of intervals in which gaps too small to see are closed and blocks too thin to see are widened."""
+    """Union of intervals in which gaps too small to see are closed and blocks too thin
+    to see are widened.
+    """
     gap = max(int(reach_ns * _SMALLEST), 1)
     visible = union(intervals + np.array([0, gap])) - np.array([0, gap])
     visible[:, 1] = np.maximum(visible[:, 1], visible[:, 0] + gap)
@@ -249,19 +303,40 @@ def grid(
     limits: tuple[float | None, float | None] = (None, None),
     label: str = "",
 ) -> None:
-    """A matrix as coloured cells, with its index and columns as ticks; cells without a value stay grey.
+    """A matrix as coloured cells, with its index and columns as ticks; cells without a
+    value stay grey.
 
-    texts: written on the cells. limits: values of the first and the last colour. label: of a colour bar, if any.
+    texts: written on the cells. limits: values of the first and the last colour. label:
+    of a colour bar, if any.
     """
     import seaborn  # late: it brings scipy.stats, a second of every start
 
     ax.set_facecolor("#dddddd")
-    style = {"cmap": colors, "vmin": limits[0], "vmax": limits[1], "linewidths": len(values) <= _FEW_CELLS}
-    text = {"annot": texts, "fmt": "", "annot_kws": {"fontsize": 8}, "xticklabels": True, "yticklabels": True}
+    style = {
+        "cmap": colors,
+        "vmin": limits[0],
+        "vmax": limits[1],
+        "linewidths": len(values) <= _FEW_CELLS,
+    }
+    text = {
+        "annot": texts,
+        "fmt": "",
+        "annot_kws": {"fontsize": 8},
+        "xticklabels": True,
+        "yticklabels": True,
+    }
     bar = {"cbar": bool(label), "cbar_kws": {"label": label, "shrink": 0.7}}
     seaborn.heatmap(values.astype(float), ax=ax, **style, **text, **bar)
     for row, column in np.argwhere(values.isna()) if texts is not None else ():
-        ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], ha="center", va="center", fontsize=8, color="#777777")
+        ax.text(
+            column + 0.5,
+            row + 0.5,
+            texts.iloc[row, column],
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="#777777",
+        )
     ax.set(xlabel="", ylabel="")
     ax.grid(False)
     ax.tick_params(length=0)

@@ -1,8 +1,9 @@
-"""Which colour, hatching and words do all pictures share? Values without axes; `drawing` draws with them.
+"""Which colour, hatching and words do all pictures share? Values without axes;
+`drawing` draws with them.
 
-Colours mean the same everywhere: compute blue, communication orange, hidden communication light orange, copies green,
-other work violet, idle grey. What was measured is filled, what was simulated is hatched, what others published is
-hollow.
+Colours mean the same everywhere: compute blue, communication orange, hidden
+communication light orange, copies green, other work violet, idle grey. What was
+measured is filled, what was simulated is hatched, what others published is hollow.
 """
 
 from collections.abc import Iterable
@@ -11,30 +12,97 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.view.commands.words import COLORS, LABELS, lanes, percent, plural, row_label, shorten
+from madmax_lib.view.commands.words import (
+    COLORS,
+    LABELS,
+    lanes,
+    percent,
+    plural,
+    row_label,
+    shorten,
+)
 
-__all__ = ["COLORS", "COMPONENTS", "DARK", "DASHED", "GREY", "LABELS", "OTHER", "PAPER", "SERIES", "THEIRS", "UNFIT"]
-__all__ += ["Fill", "components_key", "faded", "fill_of", "ink_on", "kinds_key", "line_key", "mark_key", "patch_key"]
+__all__ = [
+    "COLORS",
+    "COMPONENTS",
+    "DARK",
+    "DASHED",
+    "GREY",
+    "LABELS",
+    "OTHER",
+    "PAPER",
+    "SERIES",
+    "THEIRS",
+    "UNFIT",
+]
+__all__ += [
+    "Fill",
+    "components_key",
+    "faded",
+    "fill_of",
+    "ink_on",
+    "kinds_key",
+    "line_key",
+    "mark_key",
+    "patch_key",
+]
 __all__ += ["lanes", "percent", "plural", "row_label", "short_name", "shorten"]
 
-SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8", "#c44e52", "#937860", "#c49a2c", "#2f9c95")  # of groups in order
+SERIES = (
+    "#3b75af",
+    "#e1812c",
+    "#529d3f",
+    "#8d6bb8",
+    "#c44e52",
+    "#937860",
+    "#c49a2c",
+    "#2f9c95",
+)  # of groups in order
 COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
-    "weights": "#3b75af", "gathered weights": "#7ba3cf", "gradients": "#b9cfe6", "gradients on their way": "#9fc0c8",
-    "optimizer": "#17615c", "optimizer temporaries": "#4fa8a1", "buckets": "#c7b3e0", "activations": "#e1812c",
-    "checkpoints on their way": "#f0b27a", "logits": "#f8d9bd", "block at work": "#b5433f", "context": "#d9d9d9",
-    "fragmentation": "#a6a6a6", "chunk tails": "#dcc27a", "staging": "#9a7d1f",
-}  # fmt: skip
+    "weights": "#3b75af",
+    "gathered weights": "#7ba3cf",
+    "gradients": "#b9cfe6",
+    "gradients on their way": "#9fc0c8",
+    "optimizer": "#17615c",
+    "optimizer temporaries": "#4fa8a1",
+    "buckets": "#c7b3e0",
+    "activations": "#e1812c",
+    "checkpoints on their way": "#f0b27a",
+    "logits": "#f8d9bd",
+    "block at work": "#b5433f",
+    "context": "#d9d9d9",
+    "fragmentation": "#a6a6a6",
+    "chunk tails": "#dcc27a",
+    "staging": "#9a7d1f",
+}
 OTHER = "#6b6b6b"  # components that have no colour of their own
-GREY, DARK, PAPER, _HATCH = "#b9b9b9", "#4a4a4a", "#222222", "////"
-DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}  # a limit: the memory of a device, a budget
-UNFIT = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":", "linewidth": 1.3}  # does not fit in memory
-THEIRS = {"facecolor": "white", "edgecolor": PAPER, "linewidth": 1.0}  # a published value as a bar
+GREY = "#b9b9b9"
+DARK = "#4a4a4a"
+PAPER = "#222222"
+_HATCH = "////"
+DASHED = {
+    "color": DARK,
+    "lw": 0.9,
+    "ls": "--",
+}  # a limit: the memory of a device, a budget
+UNFIT = {
+    "facecolor": "none",
+    "edgecolor": GREY,
+    "linestyle": ":",
+    "linewidth": 1.3,
+}  # does not fit in memory
+THEIRS = {
+    "facecolor": "white",
+    "edgecolor": PAPER,
+    "linewidth": 1.0,
+}  # a published value as a bar
 
 Fill = str | dict
 
 
 def fill_of(fill: Fill, source: str | None = None) -> dict:
-    """How an area is painted: the colour of a kind or any other, hatched where the source is "simulated".
+    """How an area is painted: the colour of a kind or any other, hatched where the
+    source is "simulated".
 
     A dictionary of matplotlib's patch options (such as UNFIT, THEIRS) passes as it is.
 
@@ -44,7 +112,12 @@ def fill_of(fill: Fill, source: str | None = None) -> dict:
     if isinstance(fill, dict):
         return fill
     hatch = _HATCH if source == "simulated" else None
-    return {"facecolor": COLORS.get(fill, fill), "edgecolor": "white", "linewidth": 0, "hatch": hatch}
+    return {
+        "facecolor": COLORS.get(fill, fill),
+        "edgecolor": "white",
+        "linewidth": 0,
+        "hatch": hatch,
+    }
 
 
 def faded(fill: Fill, source: str | None = None, *, alpha: float = 0.55) -> dict:
@@ -77,10 +150,24 @@ def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:
     return Patch(label=label, **fill_of(fill, source))
 
 
-def mark_key(label: str, marker: str = "D", color: str = PAPER, *, hollow: bool = True, **style) -> Line2D:
-    """A legend entry for a mark without a line; by default the hollow diamond of published values."""
+def mark_key(
+    label: str, marker: str = "D", color: str = PAPER, *, hollow: bool = True, **style
+) -> Line2D:
+    """A legend entry for a mark without a line; by default the hollow diamond of
+    published values.
+    """
     face = "none" if hollow else color
-    return Line2D([], [], marker=marker, mfc=face, mec=color, color=color, ls="none", label=label, **style)
+    return Line2D(
+        [],
+        [],
+        marker=marker,
+        mfc=face,
+        mec=color,
+        color=color,
+        ls="none",
+        label=label,
+        **style,
+    )
 
 
 def line_key(label: str, color: str = DARK, **style) -> Line2D:
@@ -94,5 +181,9 @@ def short_name(name: str) -> str:
     >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), short_name("aten::mm")
     ('AccumulateGrad', 'mm')
     """
-    name = name.rpartition(": ")[2].removeprefix("torch::autograd::").removeprefix("aten::")
+    name = (
+        name.rpartition(": ")[2]
+        .removeprefix("torch::autograd::")
+        .removeprefix("aten::")
+    )
     return shorten(name.replace("_scaled_dot_product_", "sdpa_"))

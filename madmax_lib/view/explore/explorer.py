@@ -1,7 +1,9 @@
-"""What do explorers share? Controls that are turned, numbers that follow, and a picture where no widget can be shown.
+"""What do explorers share? Controls that are turned, numbers that follow, and a picture
+where no widget can be shown.
 
-An explorer takes a notebook's papermill parameters by their names; its controls carry the same names, and `parameters`
-gives them back as they stand, for `python -m madmax_lib run NAME -p name=value`.
+An explorer takes a notebook's papermill parameters by their names; its controls carry
+the same names, and `parameters` gives them back as they stand, for
+`python -m madmax_lib run NAME -p name=value`.
 """
 
 import asyncio
@@ -15,7 +17,16 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.view.explore.widgets import interactive, view_bundle
 
-__all__ = ["Explorer", "Later", "command_html", "doublings", "message_html", "offer", "path_box", "slider"]
+__all__ = [
+    "Explorer",
+    "Later",
+    "command_html",
+    "doublings",
+    "message_html",
+    "offer",
+    "path_box",
+    "slider",
+]
 
 
 class Explorer:
@@ -25,9 +36,14 @@ class Explorer:
     html: str  # the numbers, as a line of HTML or a table
     error: str = ""  # why the last change was not possible, empty where it was
     figure: Callable[[], plt.Figure]  # draws the static picture
-    turn: Callable[[str, object], None]  # takes over the value of a control, by its name, that was turned by hand
-    follow: Callable[[], None]  # brings controls and views to the parameters as they stand
-    _following = False  # while controls are brought to the parameters, their changes are not requests
+    turn: Callable[
+        [str, object], None
+    ]  # takes over the value of a control, by its name, that was turned by hand
+    follow: Callable[
+        [], None
+    ]  # brings controls and views to the parameters as they stand
+    # while controls are brought to the parameters, their changes are not requests
+    _following = False
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Do something and show the numbers after it; a failure becomes `error`."""
@@ -46,12 +62,17 @@ class Explorer:
         return ipywidgets.HTML(self.html)
 
     def stacked(self, *views):
-        """One widget: the controls in as many columns as fit, the numbers, and views below them."""
+        """One widget: the controls in as many columns as fit, the numbers, and views
+        below them.
+        """
         import ipywidgets as w
 
         for name, control in self.controls.items():
-            control.description, control.style = name, {"description_width": "6.5em"}
-            control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
+            control.description = name
+            control.style = {"description_width": "6.5em"}
+            control.observe(
+                lambda change, name=name: self._turned(name, change["new"]), "value"
+            )
         explorer = w.VBox([w.GridBox(list(self.controls.values())), *views])
         return explorer.add_class("madmax-explorer")
 
@@ -59,7 +80,11 @@ class Explorer:
         own = name.startswith("own ")  # a box for the path of one's own model or trace
         if self._following or (own and not value.strip()):
             return
-        name, value = (name.removeprefix("own "), str(Path(value.strip()).expanduser())) if own else (name, value)
+        name, value = (
+            (name.removeprefix("own "), str(Path(value.strip()).expanduser()))
+            if own
+            else (name, value)
+        )
         self.attempt(lambda: self.turn(name, value))
         if not self.error:
             self._following = True
@@ -73,10 +98,14 @@ class Explorer:
 
 
 class Later:
-    """Calls a function some seconds after the last request, at once where no event loop runs."""
+    """Calls a function some seconds after the last request, at once where no event loop
+    runs.
+    """
 
     def __init__(self, delay_s: float, function: Callable[[], None]):
-        self.delay_s, self.function, self.waiting = delay_s, function, None
+        self.delay_s = delay_s
+        self.function = function
+        self.waiting = None
 
     def __call__(self) -> None:
         """Ask for a call; one that still waits is dropped."""
@@ -122,7 +151,10 @@ def offer(control, value) -> None:
 
 def command_html(words: list) -> str:
     """A command that gives the same numbers; a click selects it whole."""
-    return f'<pre title="the same numbers; a click selects the line">{escape(shlex.join(map(str, words)))}</pre>'
+    return (
+        '<pre title="the same numbers; a click selects the '
+        f'line">{escape(shlex.join(map(str, words)))}</pre>'
+    )
 
 
 def message_html(text: str) -> str:

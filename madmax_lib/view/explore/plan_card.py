@@ -1,6 +1,8 @@
-"""What does a plan cost, at a glance? Time, MFU and memory with what they consist of, as HTML and as bars.
+"""What does a plan cost, at a glance? Time, MFU and memory with what they consist of,
+as HTML and as bars.
 
-The numbers are those of `estimate` and `memory`: a few milliseconds, so that a slider can be followed.
+The numbers are those of `estimate` and `memory`: a few milliseconds, so that a slider
+can be followed.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,12 @@ from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.money.compare import EXPOSED
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory.memory import fullest_stage, memory, peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import (
+    fullest_stage,
+    memory,
+    peak_bytes,
+    usable_bytes,
+)
 from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
@@ -25,10 +32,16 @@ _TIME = {  # parts of the step: columns of `estimate`
     "pipeline bubble": ["bubble_s"],
     "optimizer and host": ["optimizer_s", "launch_s", "overhead_s"],
 }
-_STATES = ["weights", "gradients", "optimizer"]  # the other bytes that are always there are buffers
+_STATES = [
+    "weights",
+    "gradients",
+    "optimizer",
+]  # the other bytes that are always there are buffers
 _MEMORY = [*_STATES, "buffers and context", "activations and temporaries"]
 _FILLS = dict(zip(_TIME, ("compute", "comm", "idle", "other"), strict=True))
-_FILLS |= dict(zip(_MEMORY, ("compute", "hidden", "other", "memcpy", "comm"), strict=True))
+_FILLS |= dict(
+    zip(_MEMORY, ("compute", "hidden", "other", "memcpy", "comm"), strict=True)
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,9 @@ class PlanCard:
 
     row: pd.Series  # of `estimate`
     time_s: pd.Series  # parts of the step by name, which add up to it
-    memory_bytes: pd.Series  # parts of the fullest device's memory, which add up to its peak
+    memory_bytes: (
+        pd.Series
+    )  # parts of the fullest device's memory, which add up to its peak
     room_bytes: float  # what a process can have on a device
     sold_bytes: float  # what its data sheet says: 80 GB of a device that has 80 GiB
 
@@ -46,28 +61,44 @@ class PlanCard:
         """Time and MFU with their 90 % intervals."""
         step_s, low_s, high_s, mfu = self.row[["step_s", "low_s", "high_s", "mfu"]]
         interval = f"{mfu * step_s / high_s:.1%} to {mfu * step_s / low_s:.1%}"
-        return f"{format_s(step_s)} per step ({format_s(low_s)} to {format_s(high_s)}), MFU {mfu:.1%} ({interval})"
+        return (
+            f"{format_s(step_s)} per step ({format_s(low_s)} to "
+            f"{format_s(high_s)}), MFU {mfu:.1%} ({interval})"
+        )
 
 
 def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
-    """The cost of a plan. run: further arguments of `estimate` and `memory`, whose ValueErrors are raised."""
+    """The cost of a plan. run: further arguments of `estimate` and `memory`, whose
+    ValueErrors are raised.
+    """
     row = estimate(model, cluster, plan, **run).iloc[0]
     time_s = pd.Series({name: row[columns].sum() for name, columns in _TIME.items()})
     fullest = fullest_stage(memory(model, plan, cluster=cluster, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)
     parts = [*states, always.sum() - states.sum(), peak_bytes(fullest) - always.sum()]
-    return PlanCard(row, time_s, pd.Series(parts, _MEMORY), usable_bytes(cluster.device), cluster.device.memory_bytes)
+    return PlanCard(
+        row,
+        time_s,
+        pd.Series(parts, _MEMORY),
+        usable_bytes(cluster.device),
+        cluster.device.memory_bytes,
+    )
 
 
 def plan_card_html(card: PlanCard) -> str:
     """Numbers, a bar of the step's parts and a bar of the memory's, for the browser."""
     peak = card.memory_bytes.sum()
-    verdict = "fits" if peak <= card.room_bytes else '<b style="color:#c0392b">does not fit</b>'
+    verdict = (
+        "fits"
+        if peak <= card.room_bytes
+        else '<b style="color:#c0392b">does not fit</b>'
+    )
     return (
         f'<div style="font-variant-numeric:tabular-nums;line-height:1.5">'
         f"<b>{card.step_text}</b> · {card.row['tokens_per_s']:,.0f} tokens/s · "
-        f"memory <b>{_gib(peak)}</b> of {_gib(card.room_bytes)} (sold as {card.sold_bytes / 1e9:.3g} GB), {verdict}"
+        f"memory <b>{_gib(peak)}</b> of {_gib(card.room_bytes)} (sold as "
+        f"{card.sold_bytes / 1e9:.3g} GB), {verdict}"
         f"{_bar_html(card.time_s, card.row['step_s'], format_s)}"
         f"{_bar_html(card.memory_bytes, max(card.room_bytes, peak), _gib)}</div>"
     )
@@ -89,13 +120,19 @@ def _gib(size_bytes: float) -> str:
 
 
 def _bar_html(parts: pd.Series, whole: float, text: Callable[[float], str]) -> str:
-    blocks, legend = "", []
+    blocks = ""
+    legend = []
     for name, value in parts[parts / whole > 5e-4].items():
-        color, label = COLORS[_FILLS[name]], f"{name} {text(value)}"
-        blocks += f'<div title="{label}" style="width:{value / whole:.2%};background:{color}"></div>'
+        color = COLORS[_FILLS[name]]
+        label = f"{name} {text(value)}"
+        blocks += (
+            f'<div title="{label}" '
+            f'style="width:{value / whole:.2%};background:{color}"></div>'
+        )
         legend.append(f'<span style="color:{color}">&#9632;</span> {label}')
     return (
-        f'<div style="display:flex;height:16px;margin-top:6px;background:#8882">{blocks}</div>'
+        "<div "
+        f'style="display:flex;height:16px;margin-top:6px;background:#8882">{blocks}</div>'
         f'<div style="font-size:11px">{" · ".join(legend)}</div>'
     )
 
@@ -105,4 +142,11 @@ def _bar(ax: Axes, parts: pd.Series) -> None:
     bars(ax, parts.to_frame().T, fills, height=0.8)
     ax.set_yticks([])
     key = [patch_key(*entry) for entry in fills.items()]
-    ax.legend(handles=key, loc="upper left", bbox_to_anchor=(0, -0.9), ncols=5, frameon=False, fontsize=7)
+    ax.legend(
+        handles=key,
+        loc="upper left",
+        bbox_to_anchor=(0, -0.9),
+        ncols=5,
+        frameon=False,
+        fontsize=7,
+    )

@@ -1,7 +1,8 @@
-"""Which plan is worth a look? The explorer of the space of plans: the front of time and memory, filtered and clicked.
+"""Which plan is worth a look? The explorer of the space of plans: the front of time and
+memory, filtered and clicked.
 
-Every filter is a search of the smaller space, so the front is exact under it; a click shows the plan's numbers and
-timeline as the explorer of one step does.
+Every filter is a search of the smaller space, so the front is exact under it; a click
+shows the plan's numbers and timeline as the explorer of one step does.
 """
 
 from dataclasses import replace
@@ -33,26 +34,35 @@ _SHOWN = 200  # of the fastest plans, beside the front
 
 
 class SpaceExplorer(WorkloadExplorer):
-    """The plans of a model on a cluster: the front of time and memory, and one chosen plan in detail.
+    """The plans of a model on a cluster: the front of time and memory, and one chosen
+    plan in detail.
 
-    space: what is searched before filters, `Space.quick()` if None. `filters` are the choices that are held, `result`
-    is the search under them, `step` the explorer of the chosen plan. Raises ValueError, as `search`, where none fits.
+    space: what is searched before filters, `Space.quick()` if None. `filters` are the
+    choices that are held, `result` is the search under them, `step` the explorer of the
+    chosen plan. Raises ValueError, as `search`, where none fits.
     """
 
     def __init__(self, *, space: Space | None = None, **workload):
         super().__init__(**workload)
-        self.space, self.filters = space or Space.quick(), {}
+        self.space = space or Space.quick()
+        self.filters = {}
         self._results: dict[tuple, SearchResult] = {}
         self.step = StepExplorer(**self.parameters, plan=str(self._search({}).best))
         self.filter()
 
     def filter(self, **choices) -> None:
-        """Hold fields of the plan to one value, "any" lets them go; the fastest plan becomes the chosen one.
+        """Hold fields of the plan to one value, "any" lets them go; the fastest plan
+        becomes the chosen one.
 
         Raises ValueError where no plan is left.
         """
-        filters = {name: value for name, value in (self.filters | choices).items() if value != _ANY}
-        self.result, self.filters = self._search(filters), filters
+        filters = {
+            name: value
+            for name, value in (self.filters | choices).items()
+            if value != _ANY
+        }
+        self.result = self._search(filters)
+        self.filters = filters
         self.choose(str(self.result.best))
 
     def choose(self, plan: str) -> None:
@@ -63,18 +73,28 @@ class SpaceExplorer(WorkloadExplorer):
     def _search(self, filters: dict) -> SearchResult:
         key = tuple(sorted(filters.items()))
         if key not in self._results:
-            space = replace(self.space, **{name: (value,) for name, value in filters.items()})
+            space = replace(
+                self.space, **{name: (value,) for name, value in filters.items()}
+            )
             options = {"top": _SHOWN, "space": space, "progress": False}
-            self._results[key] = search(self.model, self.cluster, **self.batch, **options)
+            self._results[key] = search(
+                self.model, self.cluster, **self.batch, **options
+            )
         return self._results[key]
 
     @property
     def points(self) -> pd.DataFrame:
-        """The plans that are shown: plan, step_s, memory_gib and whether they are on the front."""
+        """The plans that are shown: plan, step_s, memory_gib and whether they are on
+        the front.
+        """
         front = self.result.pareto.assign(front=True)
-        others = self.result.table[~self.result.table["plan"].isin(front["plan"])].assign(front=False)
+        others = self.result.table[
+            ~self.result.table["plan"].isin(front["plan"])
+        ].assign(front=False)
         both = pd.concat([front, others], ignore_index=True)
-        return both.assign(memory_gib=both["memory_bytes"] / 2**30)[["plan", "step_s", "memory_gib", "front"]]
+        return both.assign(memory_gib=both["memory_bytes"] / 2**30)[
+            ["plan", "step_s", "memory_gib", "front"]
+        ]
 
     def figure(self) -> plt.Figure:
         """The static picture: the front above the timeline of the chosen plan."""
@@ -83,13 +103,17 @@ class SpaceExplorer(WorkloadExplorer):
         figure, axes = plt.subplots(2, 1, layout="constrained", **shape)
         plot_front(self.result.pareto, self.step.card.room_bytes, axes[0])
         plot_timeline(self.step.view.timelines[0], axes[1])
-        axes[1].set_title(f"{self.step.parameters['plan']}, simulated, one rank per stage")
+        axes[1].set_title(
+            f"{self.step.parameters['plan']}, simulated, one rank per stage"
+        )
         return figure
 
     @cached_property
     def front(self):
         """The plans as dots that can be clicked."""
-        front = widget_class("front.js", points=[], chosen=-1, room_gib=0.0)(room_gib=self.step.card.room_bytes / 2**30)
+        front = widget_class("front.js", points=[], chosen=-1, room_gib=0.0)(
+            room_gib=self.step.card.room_bytes / 2**30
+        )
         front.observe(lambda change: self._clicked(change["new"]), "chosen")
         return front
 
@@ -99,7 +123,10 @@ class SpaceExplorer(WorkloadExplorer):
         import ipywidgets as w
 
         held = {name: self.filters.get(name, _ANY) for name in _FILTERS}
-        return {name: w.Dropdown(options=[_ANY, *values], value=held[name]) for name, values in _FILTERS.items()}
+        return {
+            name: w.Dropdown(options=[_ANY, *values], value=held[name])
+            for name, values in _FILTERS.items()
+        }
 
     @cached_property
     def widget(self):
@@ -110,7 +137,10 @@ class SpaceExplorer(WorkloadExplorer):
     @property
     def html(self) -> str:
         """How many plans fit, and the numbers of the chosen one."""
-        count = f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit, {self.result.seconds:.2f} s"
+        count = (
+            f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit, "
+            f"{self.result.seconds:.2f} s"
+        )
         chosen = f"<div>{count} · chosen: <b>{self.step.parameters['plan']}</b></div>"
         return (message_html(self.error) if self.error else chosen) + self.step.html
 
@@ -121,9 +151,12 @@ class SpaceExplorer(WorkloadExplorer):
     def follow(self) -> None:
         """Bring the dots to the result."""
         points = self.points
-        chosen = int((points["plan"] == self.step.parameters["plan"]).to_numpy().argmax())
+        chosen = int(
+            (points["plan"] == self.step.parameters["plan"]).to_numpy().argmax()
+        )
         with self.front.hold_sync():
-            self.front.points, self.front.chosen = points.to_dict("records"), chosen
+            self.front.points = points.to_dict("records")
+            self.front.chosen = chosen
 
     def _clicked(self, at: int) -> None:
         plan = self.front.points[at]["plan"]

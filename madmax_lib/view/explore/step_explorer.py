@@ -1,4 +1,5 @@
-"""What if I turn this knob? The explorer of one step: model, cluster and plan to numbers, bars and a timeline.
+"""What if I turn this knob? The explorer of one step: model, cluster and plan to
+numbers, bars and a timeline.
 
 Numbers follow a control at once; the timeline comes a moment after the last change.
 """
@@ -24,14 +25,21 @@ from madmax_lib.view.explore.explorer import (
     path_box,
     slider,
 )
-from madmax_lib.view.explore.plan_card import PlanCard, plan_card, plan_card_html, plot_plan_card
+from madmax_lib.view.explore.plan_card import (
+    PlanCard,
+    plan_card,
+    plan_card_html,
+    plot_plan_card,
+)
 from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
 
 __all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
 
 _DELAY_S = 0.01  # after the last change, before a timeline is laid out
-_DRAWN = 8  # micro-batches of a drawn step, or one per stage where there are more stages
+_DRAWN = (
+    8  # micro-batches of a drawn step, or one per stage where there are more stages
+)
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
 _CHOICES = {
     "zero": [0, 1, 2, 3],
@@ -41,12 +49,26 @@ _CHOICES = {
 
 
 class WorkloadExplorer(Explorer):
-    """An explorer of a workload, by a notebook's parameters; sequence=0 is the model's own, software="none" any."""
+    """An explorer of a workload, by a notebook's parameters; sequence=0 is the model's
+    own, software="none" any.
+    """
 
     def __init__(
-        self, *, model: str, cluster: str, nodes: int, global_batch: int, sequence: int = 0, software: str = "none"
+        self,
+        *,
+        model: str,
+        cluster: str,
+        nodes: int,
+        global_batch: int,
+        sequence: int = 0,
+        software: str = "none",
     ):
-        self.parameters = {"model": model, "cluster": cluster, "nodes": nodes, "global_batch": global_batch}
+        self.parameters = {
+            "model": model,
+            "cluster": cluster,
+            "nodes": nodes,
+            "global_batch": global_batch,
+        }
         self.parameters |= {"sequence": sequence, "software": software}
 
     @property
@@ -57,22 +79,31 @@ class WorkloadExplorer(Explorer):
     @property
     def cluster(self) -> Cluster:
         """The cluster as it stands."""
-        return catalog.cluster(self.parameters["cluster"], nodes=self.parameters["nodes"])
+        return catalog.cluster(
+            self.parameters["cluster"], nodes=self.parameters["nodes"]
+        )
 
     @property
     def batch(self) -> dict:
-        """global_batch, software, sequence (None for the model's own) and dtype: bf16, or fp16 on devices before it."""
+        """global_batch, software, sequence (None for the model's own) and dtype: bf16,
+        or fp16 on devices before it.
+        """
         batch = {name: self.parameters[name] for name in ("global_batch", "software")}
-        return batch | {"sequence": self.parameters["sequence"] or None, "dtype": self.cluster.device.nearest("bf16")}
+        return batch | {
+            "sequence": self.parameters["sequence"] or None,
+            "dtype": self.cluster.device.nearest("bf16"),
+        }
 
 
 class StepExplorer(WorkloadExplorer):
-    """One step of a model on a cluster under a plan: numbers, parts of time and memory, and its timeline.
+    """One step of a model on a cluster under a plan: numbers, parts of time and memory,
+    and its timeline.
 
-    plan: its text, beside the parameters of every `WorkloadExplorer`. dp follows from the other degrees. `card` and
-    `view` are what is shown, `error` is why a plan has no numbers, else empty. The timeline is that of a step with at
-    most 8 micro-batches, or one per stage, on a rank of each stage; the numbers are for the whole batch.
-    Raises ValueError when the first plan cannot be laid out.
+    plan: its text, beside the parameters of every `WorkloadExplorer`. dp follows from
+    the other degrees. `card` and `view` are what is shown, `error` is why a plan has no
+    numbers, else empty. The timeline is that of a step with at most 8 micro-batches, or
+    one per stage, on a rank of each stage; the numbers are for the whole batch. Raises
+    ValueError when the first plan cannot be laid out.
     """
 
     def __init__(self, *, plan: str, **workload):
@@ -84,22 +115,38 @@ class StepExplorer(WorkloadExplorer):
         self.view = TimelineView(self._timeline())
 
     def set(self, **changes) -> None:
-        """Change parameters, or fields of the plan by their names, and work the numbers out again.
+        """Change parameters, or fields of the plan by their names, and work the numbers
+        out again.
 
-        dp becomes what the other degrees leave, unless the plan is given as a whole. A plan that cannot be laid out
-        leaves its reason in `error`.
+        dp becomes what the other degrees leave, unless the plan is given as a whole. A
+        plan that cannot be laid out leaves its reason in `error`.
         """
-        of_plan = {name: value for name, value in changes.items() if name not in self.parameters}
+        of_plan = {
+            name: value
+            for name, value in changes.items()
+            if name not in self.parameters
+        }
         try:
-            model = catalog.model(changes.get("model", self.parameters["model"]))  # one that is none is not taken over
+            model = catalog.model(
+                changes.get("model", self.parameters["model"])
+            )  # one that is none is not taken over
             if not isinstance(model, Transformer):
-                raise ValueError(f"{model.name}: recommendation models have no closed form; use mm.simulate")
-            self.parameters |= {name: value for name, value in changes.items() if name in self.parameters}
+                raise ValueError(
+                    f"{model.name}: recommendation models have no closed form; use "
+                    "mm.simulate"
+                )
+            self.parameters |= {
+                name: value
+                for name, value in changes.items()
+                if name in self.parameters
+            }
             self.plan = Plan.parse(self.parameters["plan"])
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
                 self.parameters["plan"] = str(self.plan)
-            self.card: PlanCard = plan_card(self.model, self.cluster, self.plan, **self.batch)
+            self.card: PlanCard = plan_card(
+                self.model, self.cluster, self.plan, **self.batch
+            )
             self.error = ""
         except (OSError, ValueError) as error:
             self.error = str(error)
@@ -110,14 +157,26 @@ class StepExplorer(WorkloadExplorer):
             self.view.show(self._timeline())
 
     def _timeline(self):
-        plan, batch = self.plan, self.batch
-        batch["global_batch"] = min(batch["global_batch"], self._drawn[0] * plan.dp * plan.micro_batch)
-        return _stages(self.model, self.parameters["cluster"], self.parameters["nodes"], plan, **batch)
+        plan = self.plan
+        batch = self.batch
+        batch["global_batch"] = min(
+            batch["global_batch"], self._drawn[0] * plan.dp * plan.micro_batch
+        )
+        return _stages(
+            self.model,
+            self.parameters["cluster"],
+            self.parameters["nodes"],
+            plan,
+            **batch,
+        )
 
     @property
     def _drawn(self) -> tuple[int, int]:
-        """Micro-batches of the timeline, a multiple of the stages as interleaved schedules want it, and of the step."""
-        stages, whole = self.plan.pp, self.plan.micro_batches(self.parameters["global_batch"])
+        """Micro-batches of the timeline, a multiple of the stages as interleaved
+        schedules want it, and of the step.
+        """
+        stages = self.plan.pp
+        whole = self.plan.micro_batches(self.parameters["global_batch"])
         return min(whole, stages * math.ceil(_DRAWN / stages)), whole
 
     @property
@@ -129,21 +188,47 @@ class StepExplorer(WorkloadExplorer):
         """Numbers and bars, or the reason why there are none."""
         if self.error:
             return message_html(self.error)
-        return plan_card_html(self.card) + f"<div>below: {self._caption}</div>" + command_html(self.command)
+        return (
+            plan_card_html(self.card)
+            + f"<div>below: {self._caption}</div>"
+            + command_html(self.command)
+        )
 
     @property
     def command(self) -> list[str]:
         """The command line that prints these numbers, word by word."""
         p = self.parameters
-        words = ["madmax", "estimate", p["model"], p["cluster"], p["plan"], "--nodes", p["nodes"]]
-        optional = {"sequence": p["sequence"], "software": p["software"] != "none" and p["software"]}
-        given = {"global-batch": p["global_batch"], "dtype": self.batch["dtype"]} | optional
-        return words + [word for name, value in given.items() if value for word in (f"--{name}", value)]
+        words = [
+            "madmax",
+            "estimate",
+            p["model"],
+            p["cluster"],
+            p["plan"],
+            "--nodes",
+            p["nodes"],
+        ]
+        optional = {
+            "sequence": p["sequence"],
+            "software": p["software"] != "none" and p["software"],
+        }
+        given = {
+            "global-batch": p["global_batch"],
+            "dtype": self.batch["dtype"],
+        } | optional
+        return words + [
+            word
+            for name, value in given.items()
+            if value
+            for word in (f"--{name}", value)
+        ]
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
         rows = self.view.rows
-        shape = {"figsize": (9, 4.2 + 0.22 * rows), "height_ratios": [1.5, 1.5, 3 + rows]}
+        shape = {
+            "figsize": (9, 4.2 + 0.22 * rows),
+            "height_ratios": [1.5, 1.5, 3 + rows],
+        }
         figure, axes = plt.subplots(3, 1, layout="constrained", **shape)
         plot_plan_card(self.card, axes[:2])
         plot_timeline(self.view.timelines[0], axes[2])
@@ -152,32 +237,52 @@ class StepExplorer(WorkloadExplorer):
 
     @cached_property
     def controls(self) -> dict:
-        """The controls by name: the parameters, and the fields of the plan that can be turned one by one."""
+        """The controls by name: the parameters, and the fields of the plan that can be
+        turned one by one.
+        """
         import ipywidgets as w
 
-        p, plan = self.parameters, self.plan
+        p = self.parameters
+        plan = self.plan
         turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
         return {
-            "model": w.Dropdown(options=sorted({p["model"], *transformers()}), value=p["model"]),
+            "model": w.Dropdown(
+                options=sorted({p["model"], *transformers()}), value=p["model"]
+            ),
             "own model": path_box("path of a config.json"),
-            "cluster": w.Dropdown(options=sorted({p["cluster"], *catalog.names("clusters")}), value=p["cluster"]),
+            "cluster": w.Dropdown(
+                options=sorted({p["cluster"], *catalog.names("clusters")}),
+                value=p["cluster"],
+            ),
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),
-            "sequence": slider(doublings(512, 131072), p["sequence"] or self.model.sequence),
-            "software": w.Dropdown(options=[*catalog.table("software")["name"].unique()], value=p["software"]),
+            "sequence": slider(
+                doublings(512, 131072), p["sequence"] or self.model.sequence
+            ),
+            "software": w.Dropdown(
+                options=[*catalog.table("software")["name"].unique()],
+                value=p["software"],
+            ),
             **{name: slider(doublings(1, 64), turned[name]) for name in _DEGREES},
-            **{name: w.Dropdown(options=values, value=turned[name]) for name, values in _CHOICES.items()},
+            **{
+                name: w.Dropdown(options=values, value=turned[name])
+                for name, values in _CHOICES.items()
+            },
             "plan": w.Text(value=p["plan"], continuous_update=False),
         }
 
     @cached_property
     def widget(self):
         """Controls above numbers above the timeline."""
-        self._draw_later = Later(_DELAY_S, lambda: self.error or self.attempt(self.draw))
+        self._draw_later = Later(
+            _DELAY_S, lambda: self.error or self.attempt(self.draw)
+        )
         return self.stacked(self.numbers, self.view.widget)
 
     def turn(self, name: str, value) -> None:
-        """Change one parameter, or field of the plan. Raises ValueError for a plan that cannot be laid out."""
+        """Change one parameter, or field of the plan. Raises ValueError for a plan that
+        cannot be laid out.
+        """
         if name == "sequence" and value == self.model.sequence:
             value = 0  # so that it follows the model
         self.set(**{name: value})
@@ -188,7 +293,10 @@ class StepExplorer(WorkloadExplorer):
         """Bring the plan's controls to the plan, and the timeline a moment later."""
         self.controls["plan"].value = self.parameters["plan"]
         offer(self.controls["model"], self.parameters["model"])
-        offer(self.controls["sequence"], self.parameters["sequence"] or self.model.sequence)
+        offer(
+            self.controls["sequence"],
+            self.parameters["sequence"] or self.model.sequence,
+        )
         for field in (*_DEGREES, *_CHOICES):
             offer(self.controls[field], getattr(self.plan, field))
         self._draw_later()
@@ -197,21 +305,33 @@ class StepExplorer(WorkloadExplorer):
 @lru_cache(maxsize=1)
 def transformers() -> list[str]:
     """Names of the models that have a closed form: all but recommendation models."""
-    return [name for name in catalog.names("models") if isinstance(catalog.model(name), Transformer)]
+    return [
+        name
+        for name in catalog.names("models")
+        if isinstance(catalog.model(name), Transformer)
+    ]
 
 
 @lru_cache(maxsize=32)
-def _stages(model: Transformer, cluster: str, nodes: int, plan: Plan, **batch) -> Timeline:
-    """The simulated step on a rank of each stage; what was seen before is there at once."""
+def _stages(
+    model: Transformer, cluster: str, nodes: int, plan: Plan, **batch
+) -> Timeline:
+    """The simulated step on a rank of each stage; what was seen before is there at
+    once.
+    """
     timeline = simulate(model, catalog.cluster(cluster, nodes=nodes), plan, **batch)
     return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
 
 def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
-    """The plan with changed fields and the dp that fills the cluster. Raises ValueError where none does."""
+    """The plan with changed fields and the dp that fills the cluster. Raises ValueError
+    where none does.
+    """
     if "tp" in changes and plan.sequence_parallel == (plan.tp > 1):
         changes = {**changes, "sequence_parallel": None}  # stays the default
-    degrees = {name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")}
+    degrees = {
+        name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")
+    }
     model_parallel = math.prod(degrees.values())
     if world_size % model_parallel:
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())

@@ -1,4 +1,6 @@
-"""What is in this trace? The explorer of trace sets: ranks and steps chosen, their timeline and breakdown."""
+"""What is in this trace? The explorer of trace sets: ranks and steps chosen, their
+timeline and breakdown.
+"""
 
 from functools import cached_property, lru_cache
 
@@ -17,8 +19,9 @@ __all__ = ["TraceExplorer"]
 class TraceExplorer(Explorer):
     """A set of traces of which ranks and steps are chosen.
 
-    trace: the name of a dataset, a file or a directory. ranks: empty for all. step: -1 for all. `view` is the timeline,
-    `view.breakdown` the account of the brushed window. Raises ValueError for ranks or a step that the trace lacks.
+    trace: the name of a dataset, a file or a directory. ranks: empty for all. step: -1
+    for all. `view` is the timeline, `view.breakdown` the account of the brushed window.
+    Raises ValueError for ranks or a step that the trace lacks.
     """
 
     def __init__(self, *, trace: str, ranks: list[int] | None = None, step: int = -1):
@@ -28,7 +31,11 @@ class TraceExplorer(Explorer):
     def set(self, **changes) -> None:
         """Change parameters; another trace begins with all its ranks and steps."""
         before = self.parameters
-        fresh = {"ranks": [], "step": -1} if changes.get("trace", before["trace"]) != before["trace"] else {}
+        fresh = (
+            {"ranks": [], "step": -1}
+            if changes.get("trace", before["trace"]) != before["trace"]
+            else {}
+        )
         self.parameters = before | fresh | changes
         try:
             self.view.show(self._chosen())
@@ -42,13 +49,20 @@ class TraceExplorer(Explorer):
         return _read(self.parameters["trace"])
 
     def _chosen(self) -> Timeline:
-        ranks, step = self.parameters["ranks"], self.parameters["step"]
-        return self.whole.select(ranks=ranks or None, steps=None if step < 0 else self.whole.one_step(step))
+        ranks = self.parameters["ranks"]
+        step = self.parameters["step"]
+        return self.whole.select(
+            ranks=ranks or None, steps=None if step < 0 else self.whole.one_step(step)
+        )
 
     @property
     def html(self) -> str:
         """Breakdown of what is chosen, as a table."""
-        return message_html(self.error) if self.error else breakdown_html(self.view.breakdown)
+        return (
+            message_html(self.error)
+            if self.error
+            else breakdown_html(self.view.breakdown)
+        )
 
     def figure(self) -> plt.Figure:
         """The static picture: one step of what is chosen."""
@@ -63,7 +77,12 @@ class TraceExplorer(Explorer):
         local = [name for name in names() if is_here(name)]
         trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
         own = path_box("path of a file or folder")
-        return {"trace": trace, "own trace": own, "ranks": w.SelectMultiple(rows=4), "step": w.Dropdown()}
+        return {
+            "trace": trace,
+            "own trace": own,
+            "ranks": w.SelectMultiple(rows=4),
+            "step": w.Dropdown(),
+        }
 
     @cached_property
     def widget(self):
@@ -78,8 +97,10 @@ class TraceExplorer(Explorer):
     def follow(self) -> None:
         """Offer the ranks and steps of the trace that is chosen."""
         offer(self.controls["trace"], self.parameters["trace"])
-        ranks, step = self.controls["ranks"], self.controls["step"]
-        ranks.options, ranks.value = self.whole.ranks, tuple(self.parameters["ranks"])
+        ranks = self.controls["ranks"]
+        step = self.controls["step"]
+        ranks.options = self.whole.ranks
+        ranks.value = tuple(self.parameters["ranks"])
         step.options = [("all", -1), *((str(step), step) for step in self.whole.steps)]
         step.value = self.parameters["step"]
 

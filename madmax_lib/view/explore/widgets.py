@@ -1,8 +1,10 @@
-"""What happened when, to be looked at closely? A canvas of timelines in the notebook, and the brush's breakdown.
+"""What happened when, to be looked at closely? A canvas of timelines in the notebook,
+and the brush's breakdown.
 
-The browser gets the spans as binary columns (13 bytes each) and draws them by columns of pixels (`widgets.js`), so a
-million are as quick as a thousand. Where no widget can be shown (headless runs, nbconvert, GitHub, anywidget not
-installed) the static picture of `plots` stands in its place.
+The browser gets the spans as binary columns (13 bytes each) and draws them by columns
+of pixels (`widgets.js`), so a million are as quick as a thousand. Where no widget can
+be shown (headless runs, nbconvert, GitHub, anywidget not installed) the static picture
+of `plots` stands in its place.
 """
 
 from __future__ import annotations
@@ -28,28 +30,46 @@ from madmax_lib.view.drawing import lanes
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["TimelineView", "breakdown_html", "interactive", "view_bundle", "view_timeline", "widget_class"]
+__all__ = [
+    "TimelineView",
+    "breakdown_html",
+    "interactive",
+    "view_bundle",
+    "view_timeline",
+    "widget_class",
+]
 
-_PICTURE_UP_TO = 200_000  # spans; beyond, a live canvas comes without its static picture, which would take seconds
+# spans; beyond, a live canvas comes without its static picture, which would take
+# seconds
+_PICTURE_UP_TO = 200_000
 _VIEW = "application/vnd.jupyter.widget-view+json"
-_TIMES = {"total_s": "window", "compute_s": "compute", "exposed_comm_s": "exposed communication", "idle_s": "idle"}
+_TIMES = {
+    "total_s": "window",
+    "compute_s": "compute",
+    "exposed_comm_s": "exposed communication",
+    "idle_s": "idle",
+}
 _MANY_RANKS = 16
 
 
 def view_timeline(*timelines: Timeline, titles: Sequence[str] = ()) -> TimelineView:
-    """One timeline, or several stacked over one time axis (measured above simulated), to zoom, search and select in.
+    """One timeline, or several stacked over one time axis (measured above simulated),
+    to zoom, search and select in.
 
-    Each starts at its own first device work. titles: one for each, by default their source, device and plan.
-    Raises ValueError for none, for one without device work, and for titles that are not as many.
-    See also: mm.plot_timeline, mm.view_in_perfetto.
+    Each starts at its own first device work. titles: one for each, by default their
+    source, device and plan. Raises ValueError for none, for one without device work,
+    and for titles that are not as many. See also: mm.plot_timeline,
+    mm.view_in_perfetto.
     """
     return TimelineView(*timelines, titles=titles)
 
 
 class TimelineView:
-    """A canvas of timelines. `selection` is the brushed window in seconds (empty: everything), `breakdown` its account.
+    """A canvas of timelines. `selection` is the brushed window in seconds (empty:
+    everything), `breakdown` its account.
 
-    `widget` is the live canvas, made when it is first shown; `show` puts other timelines into it.
+    `widget` is the live canvas, made when it is first shown; `show` puts other
+    timelines into it.
     """
 
     def __init__(self, *timelines: Timeline, titles: Sequence[str] = ()):
@@ -61,7 +81,8 @@ class TimelineView:
             argument("timeline", timeline, Timeline)
         titles = tuple(titles) or tuple(map(_title, timelines))
         about, data = columns(timelines, titles)
-        self.timelines, self.titles = timelines, titles
+        self.timelines = timelines
+        self.titles = titles
         self.rows = len(about["rows"])  # by rank and stream, of all timelines together
         if "widget" in vars(self):
             with self.widget.hold_sync():
@@ -73,37 +94,59 @@ class TimelineView:
 
     @cached_property
     def widget(self):
-        """The live canvas, an anywidget. Raises ModuleNotFoundError where anywidget is not installed."""
+        """The live canvas, an anywidget. Raises ModuleNotFoundError where anywidget is
+        not installed.
+        """
         empty = {"_about": {}, "_data": b"", "_report": "", "selection": []}
-        canvas = widget_class("widgets.js", "widgets.css", **empty)(_about=self._columns[0], _data=self._columns[1])
+        canvas = widget_class("widgets.js", "widgets.css", **empty)(
+            _about=self._columns[0], _data=self._columns[1]
+        )
         del self._columns
         canvas.observe(self._report, "selection")
         return canvas
 
     @property
     def selection(self) -> list[float]:
-        """Start and end of the brushed window, s after the first device work; empty without one."""
+        """Start and end of the brushed window, s after the first device work; empty
+        without one.
+        """
         return list(self.widget.selection) if "widget" in vars(self) else []
 
     @property
     def breakdown(self) -> pd.DataFrame:
-        """`mm.breakdown` of the brushed window; with several timelines a first column says which."""
+        """`mm.breakdown` of the brushed window; with several timelines a first column
+        says which.
+        """
         window = self.selection or [0.0, math.inf]
         tables = [breakdown_between(timeline, *window) for timeline in self.timelines]
         if len(tables) == 1:
             return tables[0]
-        named = [table.assign(timeline=title) for table, title in zip(tables, self.titles, strict=True)]
+        named = [
+            table.assign(timeline=title)
+            for table, title in zip(tables, self.titles, strict=True)
+        ]
         return pd.concat(named, ignore_index=True)[["timeline", *tables[0]]]
 
     def _report(self, _change) -> None:
-        self.widget.set_trait("_report", breakdown_html(self.breakdown) if self.selection else "")
+        self.widget.set_trait(
+            "_report", breakdown_html(self.breakdown) if self.selection else ""
+        )
 
     def static(self) -> plt.Figure:
-        """The static picture: one step of each timeline, one above the other over one axis."""
+        """The static picture: one step of each timeline, one above the other over one
+        axis.
+        """
         rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
-        shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)), "height_ratios": rows}
-        figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape)
-        for ax, timeline, title in zip(axes[:, 0], self.timelines, self.titles, strict=True):
+        shape = {
+            "figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)),
+            "height_ratios": rows,
+        }
+        figure, axes = plt.subplots(
+            len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape
+        )
+        for ax, timeline, title in zip(
+            axes[:, 0], self.timelines, self.titles, strict=True
+        ):
             plot_timeline(timeline, ax)
             step = ax.get_title(loc="left") or ax.get_title()
             ax.set_title(f"{title}: {step[0].lower()}{step[1:]}")
@@ -120,32 +163,53 @@ class TimelineView:
 
 
 def interactive() -> bool:
-    """Whether widgets can be shown: anywidget is there, in a kernel, and nobody runs the notebook headless."""
-    return shell() is not None and "MADMAX_FIGURE_LOG" not in os.environ and find_spec("anywidget") is not None
+    """Whether widgets can be shown: anywidget is there, in a kernel, and nobody runs
+    the notebook headless.
+    """
+    return (
+        shell() is not None
+        and "MADMAX_FIGURE_LOG" not in os.environ
+        and find_spec("anywidget") is not None
+    )
 
 
 def view_bundle(widget, draw) -> tuple[dict, dict]:
-    """What a notebook shows: the live widget (None: none), and the static picture of draw() (None: none) beside it."""
+    """What a notebook shows: the live widget (None: none), and the static picture of
+    draw() (None: none) beside it.
+    """
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
         bundle["image/png"] = _png(draw())
     if widget is not None:
-        bundle[_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+        bundle[_VIEW] = {
+            "version_major": 2,
+            "version_minor": 0,
+            "model_id": widget.model_id,
+        }
     return bundle, {}
 
 
 def widget_class(script: str, style: str = "", **values):
-    """A widget of a script beside this module, with values that are the same on both sides, each with its default.
+    """A widget of a script beside this module, with values that are the same on both
+    sides, each with its default.
 
-    Made on first use: anywidget comes with the extra `notebook`, static pictures without.
+    Made on first use: anywidget comes with the extra `notebook`, static pictures
+    without.
     """
     import anywidget
     import traitlets
 
-    kinds = {bytes: traitlets.Bytes, dict: traitlets.Dict, float: traitlets.Float, int: traitlets.Int}
+    kinds = {
+        bytes: traitlets.Bytes,
+        dict: traitlets.Dict,
+        float: traitlets.Float,
+        int: traitlets.Int,
+    }
     kinds |= {list: traitlets.List, str: traitlets.Unicode}
     folder = Path(__file__).parent
-    traits = {name: kinds[type(value)](value).tag(sync=True) for name, value in values.items()}
+    traits = {
+        name: kinds[type(value)](value).tag(sync=True) for name, value in values.items()
+    }
     files = {"_esm": folder / script} | ({"_css": folder / style} if style else {})
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
@@ -159,12 +223,18 @@ def _png(figure: plt.Figure) -> str:
 
 
 def _title(timeline: Timeline) -> str:
-    names = [timeline.meta.source, timeline.meta.device, timeline.meta.provenance.get("plan", "")]
+    names = [
+        timeline.meta.source,
+        timeline.meta.device,
+        timeline.meta.provenance.get("plan", ""),
+    ]
     return " · ".join(filter(None, names))
 
 
 def breakdown_html(table: pd.DataFrame) -> str:
-    """A breakdown as a table for the browser: ranks one by one, or their mean where they are many."""
+    """A breakdown as a table for the browser: ranks one by one, or their mean where
+    they are many.
+    """
     keys = [name for name in ("timeline", "rank") if name in table]
     if len(table) > _MANY_RANKS:
         by = table.assign(rank="mean").groupby(keys, sort=False)
@@ -172,7 +242,12 @@ def breakdown_html(table: pd.DataFrame) -> str:
     shown = table[keys].copy()
     for name, label in _TIMES.items():
         shares = table[name] / table["total_s"]
-        shown[label] = [f"{format_s(value)} ({share:.0%})" for value, share in zip(table[name], shares, strict=True)]
+        shown[label] = [
+            f"{format_s(value)} ({share:.0%})"
+            for value, share in zip(table[name], shares, strict=True)
+        ]
     shown["window"] = table["total_s"].map(format_s)
-    shown["overlap"] = ["" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]]
+    shown["overlap"] = [
+        "" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]
+    ]
     return shown.to_html(index=False, border=0, justify="left", col_space=70)

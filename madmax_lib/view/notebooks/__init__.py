@@ -1,1 +1,3 @@
-"""How do notebooks run and where do they go? Set-up, headless runs, pages, reports, this machine."""
+"""How do notebooks run and where do they go? Set-up, headless runs, pages, reports,
+this machine.
+"""

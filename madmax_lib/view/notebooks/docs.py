@@ -1,4 +1,6 @@
-"""How do the pages of docs/ look in the site? HTML that needs no network, with links to the pages of notebooks."""
+"""How do the pages of docs/ look in the site? HTML that needs no network, with links to
+the pages of notebooks.
+"""
 
 import base64
 import os
@@ -19,7 +21,9 @@ _TARGET = re.compile(r'(href|src)="([^":#]+)')
 
 
 def docs_pages(style: str) -> dict[str, str]:
-    """HTML by name of every page but the index; none outside of a checkout. style: CSS beside that of all pages."""
+    """HTML by name of every page but the index; none outside of a checkout. style: CSS
+    beside that of all pages.
+    """
     style += HtmlFormatter(style="default").get_style_defs(".highlight")
     nav = '<nav><a href="index.html">All pages and notebooks</a></nav>'
     pages = {}
@@ -38,16 +42,24 @@ def docs_index() -> str:
 def _html(path: Path) -> str:
     text = re.sub(r"<!--.*?-->", "", path.read_text())
     body = re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(text))
-    return _TARGET.sub(lambda found: f'{found[1]}="{_address(path.parent, found[2])}', body)
+    return _TARGET.sub(
+        lambda found: f'{found[1]}="{_address(path.parent, found[2])}', body
+    )
 
 
 def _address(folder: Path, link: str) -> str:
-    """Where a link of Markdown leads: a page of the site, a picture in the page, or a file of the repository."""
+    """Where a link of Markdown leads: a page of the site, a picture in the page, or a
+    file of the repository.
+    """
     target = Path(os.path.normpath(folder / link))
     if target.parent == _DOCS or target.suffix == ".ipynb":
         return f"{target.stem}.html"
     if target.suffix in (".svg", ".png"):
         kind = {".svg": "svg+xml", ".png": "png"}[target.suffix]
-        return f"data:image/{kind};base64,{base64.b64encode(target.read_bytes()).decode()}"
-    repository = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+        return (
+            f"data:image/{kind};base64,{base64.b64encode(target.read_bytes()).decode()}"
+        )
+    repository = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"][
+        "urls"
+    ]["Repository"]
     return f"{repository}/blob/main/{target.relative_to(PROJECT).as_posix()}"

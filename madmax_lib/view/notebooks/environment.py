@@ -1,4 +1,6 @@
-"""Where does a notebook run, where does its output go, which inputs and packages are here?"""
+"""Where does a notebook run, where does its output go, which inputs and packages are
+here?
+"""
 
 import os
 import sys
@@ -24,11 +26,13 @@ class Environment:
 def environment() -> Environment:
     """The environment of this process.
 
-    Output goes to `build/` of the checkout. On Colab and Kaggle the checkout is a clone that nobody looks into: there,
-    and without a checkout, it goes to the working folder. Figures go to MADMAX_FIGURES if set (`make run` sets it to
-    the committed `figures/`), else to `figures/` of the output.
+    Output goes to `build/` of the checkout. On Colab and Kaggle the checkout is a clone
+    that nobody looks into: there, and without a checkout, it goes to the working
+    folder. Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed
+    `figures/`), else to `figures/` of the output.
     """
-    # a command in a cell of Colab is a process without google.colab: it has the variable
+    # a command in a cell of Colab is a process without google.colab: it has the
+    # variable
     if "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ:
         name = "colab"
     elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
@@ -37,13 +41,19 @@ def environment() -> Environment:
         name = "ci" if os.environ.get("CI") else "local"
     own = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
     output = PROJECT / "build" if own else Path.cwd()
-    return Environment(name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures")))
+    return Environment(
+        name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
+    )
 
 
 def is_here(name: str) -> bool:
-    """Whether a dataset, or a file of the data directories, can be read without a download."""
+    """Whether a dataset, or a file of the data directories, can be read without a
+    download.
+    """
     try:
-        return (dataset(name, download=False) if name in names() else local_data(name)).exists()
+        return (
+            dataset(name, download=False) if name in names() else local_data(name)
+        ).exists()
     except (OSError, ValueError):
         return False
 

@@ -1,4 +1,6 @@
-"""How does a notebook run headless? papermill, with parameters that are checked before anything starts."""
+"""How does a notebook run headless? papermill, with parameters that are checked before
+anything starts.
+"""
 
 import ast
 import difflib
@@ -14,27 +16,59 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.datasets import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
-__all__ = ["described", "notebook_named", "notebooks", "parse_parameters", "questions", "run_notebook"]
+__all__ = [
+    "described",
+    "notebook_named",
+    "notebooks",
+    "parse_parameters",
+    "questions",
+    "run_notebook",
+]
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # fits solve small systems: more threads get in their way
-_TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)  # fits solve small systems: more threads get in their way
+_TYPES = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+}
 
 
 def notebooks() -> dict[str, Path]:
-    """Notebooks of the project by name, in order. Raises FileNotFoundError where they are not."""
+    """Notebooks of the project by name, in order. Raises FileNotFoundError where they
+    are not.
+    """
     folder = SHIPPED / "notebooks"
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such directory; install the workbench with pip, or from a checkout")
+        raise FileNotFoundError(
+            f"{folder}: no such directory; install the workbench with pip, or from a "
+            "checkout"
+        )
     return {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
 
 
 def notebook_named(text: str) -> Path:
-    """The notebook of a name, or the only one whose name begins so. Raises ValueError with the nearest names."""
-    paths, stem = notebooks(), Path(text).stem
+    """The notebook of a name, or the only one whose name begins so. Raises ValueError
+    with the nearest names.
+    """
+    paths = notebooks()
+    stem = Path(text).stem
     begin = [name for name in paths if name.startswith(stem)] if stem else []
     if stem not in paths and len(begin) != 1:
-        near = begin or difflib.get_close_matches(stem, paths, n=3, cutoff=0.5) or ["00_tour", "01_explore"]
-        raise ValueError(f"no notebook {text!r}; nearest: {', '.join(near)}; `madmax run --list` names them all")
+        near = (
+            begin
+            or difflib.get_close_matches(stem, paths, n=3, cutoff=0.5)
+            or ["00_tour", "01_explore"]
+        )
+        raise ValueError(
+            f"no notebook {text!r}; nearest: {', '.join(near)}; `madmax run --list` "
+            "names them all"
+        )
     return paths[stem if stem in paths else begin[0]]
 
 
@@ -44,29 +78,46 @@ def questions() -> dict[str, str]:
 
     from madmax_lib.view.notebooks.site import notebook_question
 
-    return {name: notebook_question(nbformat.read(path, as_version=4)) for name, path in notebooks().items()}
+    return {
+        name: notebook_question(nbformat.read(path, as_version=4))
+        for name, path in notebooks().items()
+    }
 
 
 def described(path: Path) -> str:
     """Lines about the parameters of a notebook: name, type, default and help."""
     about = _declared_parameters(path).items()
-    lines = [f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}" for name, p in about]
+    lines = [
+        f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}"
+        for name, p in about
+    ]
     return "\n".join([f"parameters of {path.stem}:", *map(str.rstrip, lines)])
 
 
 def _declared_parameters(path: Path) -> dict[str, dict]:
-    """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default, help}}."""
+    """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default,
+    help}}.
+    """
     with _quiet():
         import papermill
 
         declared = papermill.inspect_notebook(str(path))
-    types = {name: about["inferred_type_name"].strip("'\" ") for name, about in declared.items()}
-    return {name: about | {"inferred_type_name": types[name]} for name, about in declared.items()}
+    types = {
+        name: about["inferred_type_name"].strip("'\" ")
+        for name, about in declared.items()
+    }
+    return {
+        name: about | {"inferred_type_name": types[name]}
+        for name, about in declared.items()
+    }
 
 
 def parse_parameters(path: Path, pairs: list[str]) -> dict:
-    """Typed values of `name=value` texts. Raises ValueError that lists the parameters with type and help."""
-    declared, values = _declared_parameters(path), {}
+    """Typed values of `name=value` texts. Raises ValueError that lists the parameters
+    with type and help.
+    """
+    declared = _declared_parameters(path)
+    values = {}
     try:
         for pair in pairs:
             name, equals, text = pair.partition("=")
@@ -82,15 +133,28 @@ def parse_parameters(path: Path, pairs: list[str]) -> dict:
     return values
 
 
-def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | None = None, progress=False) -> Result:
-    """Execute a notebook in the current folder; the executed copy and its HTML go to `build`, also when a cell fails.
+def run_notebook(
+    path: Path,
+    parameters: dict,
+    *,
+    build: Path,
+    figures: Path | None = None,
+    progress=False,
+) -> Result:
+    """Execute a notebook in the current folder; the executed copy and its HTML go to
+    `build`, also when a cell fails.
 
-    figures: folder for the figures, the notebook's own choice if None. While another run of the notebook writes to
-    `build`, the names of this one end in -2, and so on, as do `build/figures`.
+    figures: folder for the figures, the notebook's own choice if None. While another
+    run of the notebook writes to `build`, the names of this one end in -2, and so on,
+    as do `build/figures`.
     """
     build.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    with _quiet(), _own(build, path.stem) as (output, number), tempfile.TemporaryDirectory() as folder:
+    with (
+        _quiet(),
+        _own(build, path.stem) as (output, number),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         import papermill
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
@@ -98,22 +162,34 @@ def run_notebook(path: Path, parameters: dict, *, build: Path, figures: Path | N
 
         log = Path(folder) / "figures.txt"
         figures = build / f"figures-{number}" if figures and number > 1 else figures
-        env = {"MADMAX_FIGURE_LOG": str(log), **({"MADMAX_FIGURES": str(figures)} if figures else {})}
+        env = {
+            "MADMAX_FIGURE_LOG": str(log),
+            **({"MADMAX_FIGURES": str(figures)} if figures else {}),
+        }
         env |= {name: os.environ.get(name, "1") for name in _THREADS}
         error = ""
         kernel = {"kernel_name": "python3", "cwd": str(Path.cwd())}
-        kernel["extra_arguments"] = ["--log-level=ERROR"]  # the kernel's own start-up remarks
+        kernel["extra_arguments"] = [
+            "--log-level=ERROR"
+        ]  # the kernel's own start-up remarks
         try:
             with _environment(env):
-                papermill.execute_notebook(str(path), str(output), parameters, progress_bar=progress, **kernel)
+                papermill.execute_notebook(
+                    str(path), str(output), parameters, progress_bar=progress, **kernel
+                )
         except papermill.exceptions.PapermillExecutionError as failure:
             error = f"{failure.ename}: {failure.evalue}"
-        except (DeadKernelError, CellTimeoutError) as failure:  # the kernel was killed, for want of memory perhaps
+        except (
+            DeadKernelError,
+            CellTimeoutError,
+        ) as failure:  # the kernel was killed, for want of memory perhaps
             error = f"{type(failure).__name__}: {failure}"
         seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
         write_text(output.with_suffix(".html"), notebook_page(output))
-    return Result(path.stem, output, seconds, written, "".join(error.strip().splitlines()[:1]))
+    return Result(
+        path.stem, output, seconds, written, "".join(error.strip().splitlines()[:1])
+    )
 
 
 def _typed(name: str, text: str, kind: str):
@@ -133,7 +209,9 @@ def _typed(name: str, text: str, kind: str):
 
 @contextmanager
 def _own(build: Path, name: str):
-    """The path of an executed notebook that no other process writes, and its number from 1."""
+    """The path of an executed notebook that no other process writes, and its number
+    from 1.
+    """
     import fcntl  # not on Windows
 
     for number in itertools.count(1):
@@ -161,5 +239,7 @@ def _environment(values: dict[str, str]):
 
 
 def _quiet() -> warnings.catch_warnings:
-    """papermill and nbconvert warn about their own dependencies; none of it is the reader's business."""
+    """papermill and nbconvert warn about their own dependencies; none of it is the
+    reader's business.
+    """
     return warnings.catch_warnings(action="ignore")

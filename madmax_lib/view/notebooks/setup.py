@@ -1,4 +1,6 @@
-"""What is the same in every notebook? Theme, seeds, where output goes, and saving a figure with its data and origin."""
+"""What is the same in every notebook? Theme, seeds, where output goes, and saving a
+figure with its data and origin.
+"""
 
 import io
 import json
@@ -18,7 +20,12 @@ from matplotlib.axes import Axes
 from madmax_lib.base.atomic import replacing, write_text
 from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.notebooks.environment import Environment, environment, shell, version
+from madmax_lib.view.notebooks.environment import (
+    Environment,
+    environment,
+    shell,
+    version,
+)
 
 __all__ = ["optional_dataset", "save_figure", "setup"]
 
@@ -27,7 +34,8 @@ _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
 
 def setup(seed: int = 0) -> Environment:
-    """Theme, seeds and output folder (see `environment`); the first call of every notebook.
+    """Theme, seeds and output folder (see `environment`); the first call of every
+    notebook.
 
     See also: mm.save_figure.
     """
@@ -40,14 +48,16 @@ def setup(seed: int = 0) -> Environment:
 
 
 def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
-    """Write figures/<topic>/<name>.svg, .csv (its data) and .json (its origin); returns the path of the svg.
+    """Write figures/<topic>/<name>.svg, .csv (its data) and .json (its origin); returns
+    the path of the svg.
 
-    data: the table that is shown; pictures of this room bring it along. The origin is the notebook's parameters,
-    versions, commit and sha256 of the inputs. Numbers have six significant digits; files of a figure whose numbers are
-    the same as before are left alone, unless MADMAX_REDRAW is set, which a picture that only looks otherwise needs. In
-    a notebook the file is also what is shown, and the figure is closed.
-    Raises ValueError for a name that is not topic/name or a figure without data.
-    See also: mm.setup, mm.plot_timeline.
+    data: the table that is shown; pictures of this room bring it along. The origin is
+    the notebook's parameters, versions, commit and sha256 of the inputs. Numbers have
+    six significant digits; files of a figure whose numbers are the same as before are
+    left alone, unless MADMAX_REDRAW is set, which a picture that only looks otherwise
+    needs. In a notebook the file is also what is shown, and the figure is closed.
+    Raises ValueError for a name that is not topic/name or a figure without data. See
+    also: mm.setup, mm.plot_timeline.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")
@@ -59,7 +69,9 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     if os.environ.get("MADMAX_REDRAW") or not _same(text, svg):
         origin = json.dumps(_origin(data), indent=1, sort_keys=True)
         with plt.rc_context({"svg.hashsalt": name}), replacing(svg) as new:
-            ax.figure.savefig(new, format="svg", metadata={"Date": None, "Creator": None})
+            ax.figure.savefig(
+                new, format="svg", metadata={"Date": None, "Creator": None}
+            )
         for suffix, content in ((".csv", text), (".json", f"{origin}\n")):
             write_text(svg.with_suffix(suffix), content)
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
@@ -72,12 +84,15 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
 
 
 def _same(text: str, svg: Path) -> bool:
-    """Whether a figure is there whole and its table has these numbers, to one unit of the sixth digit."""
+    """Whether a figure is there whole and its table has these numbers, to one unit of
+    the sixth digit.
+    """
     table = svg.with_suffix(".csv")
     if not all(path.exists() for path in (svg, table, svg.with_suffix(".json"))):
         return False
     try:
-        new, old = pd.read_csv(io.StringIO(text)), pd.read_csv(table)
+        new = pd.read_csv(io.StringIO(text))
+        old = pd.read_csv(table)
         pd.testing.assert_frame_equal(new, old, rtol=1e-5, atol=0, check_dtype=False)
     except (AssertionError, ValueError):
         return False
@@ -92,42 +107,65 @@ def _show(svg: Path) -> None:
 
 
 def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path | None:
-    """A dataset that may be absent: its path, or None after saying which figure is skipped and why."""
+    """A dataset that may be absent: its path, or None after saying which figure is
+    skipped and why.
+    """
     try:
         return dataset(name, download=download)
     except FileNotFoundError as reason:
-        print(f"skipped figure {figure}: {reason}" + ("" if download else "; quick=False downloads it"))
+        print(
+            f"skipped figure {figure}: {reason}"
+            + ("" if download else "; quick=False downloads it")
+        )
         return None
 
 
 def _origin(data: pd.DataFrame) -> dict:
-    provenance, parameters = data.attrs.get("provenance", {}), _parameters()
-    simulated = parameters | provenance  # a prediction's input is what was asked of the notebook
+    provenance = data.attrs.get("provenance", {})
+    parameters = _parameters()
+    simulated = (
+        parameters | provenance
+    )  # a prediction's input is what was asked of the notebook
     return {
-        "inputs": provenance.get("files") or {key: simulated[key] for key in _SIMULATED if key in simulated},
+        "inputs": provenance.get("files")
+        or {key: simulated[key] for key in _SIMULATED if key in simulated},
         "rules": provenance.get("rules", ""),
         "parameters": parameters,
-        "versions": {"python": platform.python_version(), **{p: v for p in _VERSIONS if (v := version(p))}},
+        "versions": {
+            "python": platform.python_version(),
+            **{p: v for p in _VERSIONS if (v := version(p))},
+        },
         **_commit(),
     }
 
 
 def _parameters() -> dict:
-    """Values of the notebook's parameters cell: the annotated names of the notebook's namespace."""
+    """Values of the notebook's parameters cell: the annotated names of the notebook's
+    namespace.
+    """
     namespace = getattr(shell(), "user_ns", {})
-    return {name: namespace[name] for name in namespace.get("__annotations__", {}) if name in namespace}
+    return {
+        name: namespace[name]
+        for name in namespace.get("__annotations__", {})
+        if name in namespace
+    }
 
 
 def _commit() -> dict:
-    """`commit`: the last commit of the main branch that the checkout holds, which no rebase or squash can lose.
+    """`commit`: the last commit of the main branch that the checkout holds, which no
+    rebase or squash can lose.
 
-    `clean`: whether the figure was drawn by exactly that commit. Empty without a checkout or git.
+    `clean`: whether the figure was drawn by exactly that commit. Empty without a
+    checkout or git.
     """
     if not (PROJECT / ".git").exists():
         return {}
     try:
         head = _git("rev-parse", "HEAD")
-        shared = (_git("merge-base", "HEAD", branch) for branch in ("origin/HEAD", "origin/main", "main"))
+        shared = (
+            _git("merge-base", "HEAD", branch)
+            for branch in ("origin/HEAD", "origin/main", "main")
+        )
         commit = next(filter(None, shared), head)
         clean = commit == head and not _git("status", "--porcelain", "--", ":!figures")
     except OSError:
@@ -137,5 +175,7 @@ def _commit() -> dict:
 
 def _git(*arguments: str) -> str:
     """What git prints; empty where it fails."""
-    done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip()

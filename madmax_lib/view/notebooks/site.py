@@ -1,4 +1,6 @@
-"""What do the notebooks show, to somebody with only a browser? A page for each and an index: no network, no scripts."""
+"""What do the notebooks show, to somebody with only a browser? A page for each and an
+index: no network, no scripts.
+"""
 
 import base64
 import html
@@ -19,9 +21,18 @@ from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 __all__ = ["notebook_page", "notebook_question", "write_site"]
 
-_GROUPS = {"0": "Tour", "1": "Runs", "2": "Traces", "3": "Calibration", "4": "Simulator", "5": "Papers", "6": "Planner"}
+_GROUPS = {
+    "0": "Tour",
+    "1": "Runs",
+    "2": "Traces",
+    "3": "Calibration",
+    "4": "Simulator",
+    "5": "Papers",
+    "6": "Planner",
+}
 _SENTENCE = (
-    "Run it, trace it, understand it, calibrate a model on it, predict what you cannot run, plan it, "
+    "Run it, trace it, understand it, calibrate a model on it, predict what you "
+    "cannot run, plan it, "
     "and redraw the paper: every step a notebook."
 )
 _STYLE = Path(__file__).with_name("site.css")
@@ -29,26 +40,37 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def notebook_page(path: Path, links: str = "") -> str:
-    """HTML of an executed notebook that needs no network: pictures stand for widgets, text links for remote badges.
+    """HTML of an executed notebook that needs no network: pictures stand for widgets,
+    text links for remote badges.
 
     links: HTML of the links above and below. Folders of this machine are shortened.
     """
     notebook = _self_contained(nbformat.read(path, as_version=4))
-    left_out = dict.fromkeys(("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True)
+    left_out = dict.fromkeys(
+        ("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True
+    )
     exporter = HTMLExporter(template_name="basic", **left_out)
     body = exporter.from_notebook_node(notebook)[0]
-    style = _STYLE.read_text() + HtmlFormatter(style="default").get_style_defs(".highlight")
+    style = _STYLE.read_text() + HtmlFormatter(style="default").get_style_defs(
+        ".highlight"
+    )
     nav = f"<nav>{links}</nav>" if links else ""
-    return _without_places(page(_title(notebook, path.stem), f"{nav}\n{body}\n{nav}", style))
+    return _without_places(
+        page(_title(notebook, path.stem), f"{nav}\n{body}\n{nav}", style)
+    )
 
 
 def write_site(results: Sequence[Result], folder: Path) -> Path:
-    """Write a page per question of docs/ and per executed notebook and, last, the index, whose path is returned.
+    """Write a page per question of docs/ and per executed notebook and, last, the
+    index, whose path is returned.
 
     Nothing is written if one fails.
     """
     names = [result.name for result in results]
-    pages = {r.name: notebook_page(r.output, _links(names, place)) for place, r in enumerate(results)}
+    pages = {
+        r.name: notebook_page(r.output, _links(names, place))
+        for place, r in enumerate(results)
+    }
     pages |= docs_pages(_STYLE.read_text())
     pages["index"] = _index(results)
     for name, text in pages.items():
@@ -58,16 +80,33 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
 
 def _index(results: Sequence[Result]) -> str:
     failed = [result for result in results if result.error]
-    about = f"{len(results)} notebooks in {sum(result.seconds for result in results):.0f} s"
+    about = (
+        f"{len(results)} notebooks in {sum(result.seconds for result in results):.0f} s"
+    )
     about += f", {len(failed)} failed" if failed else ""
-    parts = ["<h1>MAD-Max Workbench</h1>", paragraph(_SENTENCE, "message"), paragraph(about, "about")]
+    parts = [
+        "<h1>MAD-Max Workbench</h1>",
+        paragraph(_SENTENCE, "message"),
+        paragraph(about, "about"),
+    ]
     parts += [docs_index()]
     groups: dict[str, list[str]] = {}
     for result in results:
-        groups.setdefault(_GROUPS.get(result.name[0], "Others"), []).append(_entry(result))
-    parts += [f"<h2>{group}</h2>\n" + "\n".join(entries) for group, entries in groups.items()]
-    parts.append(paragraph(f"MAD-Max Workbench {__version__}. The pictures were drawn by this run.", "about"))
-    return _without_places(page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text()))
+        groups.setdefault(_GROUPS.get(result.name[0], "Others"), []).append(
+            _entry(result)
+        )
+    parts += [
+        f"<h2>{group}</h2>\n" + "\n".join(entries) for group, entries in groups.items()
+    ]
+    parts.append(
+        paragraph(
+            f"MAD-Max Workbench {__version__}. The pictures were drawn by this run.",
+            "about",
+        )
+    )
+    return _without_places(
+        page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text())
+    )
 
 
 def _entry(result: Result) -> str:
@@ -80,8 +119,13 @@ def _entry(result: Result) -> str:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     sources = [source for source in map(_source, outputs) if source]
-    figure = f'<img src="{sources[0]}" alt="First figure of {title}">' if sources else ""
-    text = f'<h3><a href="{result.name}.html">{title}</a></h3>{question}<p class="about">{about}</p>'
+    figure = (
+        f'<img src="{sources[0]}" alt="First figure of {title}">' if sources else ""
+    )
+    text = (
+        f'<h3><a href="{result.name}.html">{title}</a></h3>{question}<p '
+        f'class="about">{about}</p>'
+    )
     return f'<div class="entry"><div>{figure}</div><div>{text}</div></div>'
 
 
@@ -98,13 +142,19 @@ def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     heading = text = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"!\[([^\]]*)\]\(https?:[^)]*\)", r"\1", cell.source)  # a badge becomes its words
+            cell.source = re.sub(
+                r"!\[([^\]]*)\]\(https?:[^)]*\)", r"\1", cell.source
+            )  # a badge becomes its words
             if title := re.search(r"^#+ (.+)", cell.source, re.M):
                 heading = _plain(title[1])
             text = _plain(re.sub(r"^#+ .+", "", cell.source, flags=re.M))
         for output in list(cell.get("outputs", [])):
-            if output.get("data", {}).pop(_WIDGET, None) and set(output.data) <= {"text/plain"}:
-                cell.outputs.remove(output)  # a progress bar, halted where the kernel last told of it
+            if output.get("data", {}).pop(_WIDGET, None) and set(output.data) <= {
+                "text/plain"
+            }:
+                cell.outputs.remove(
+                    output
+                )  # a progress bar, halted where the kernel last told of it
             elif figure := _source(output):
                 sentence = re.split(r"(?<=[.?])\s", text)[0]
                 alt = html.escape(f"{sentence} ({heading})" if sentence else heading)
@@ -117,11 +167,17 @@ def _source(output: nbformat.NotebookNode) -> str:
     data = output.get("data", {})
     if "image/svg+xml" in data:
         return f"data:image/svg+xml;base64,{base64.b64encode(data['image/svg+xml'].encode()).decode()}"
-    return f"data:image/png;base64,{data['image/png'].strip()}" if "image/png" in data else ""
+    return (
+        f"data:image/png;base64,{data['image/png'].strip()}"
+        if "image/png" in data
+        else ""
+    )
 
 
 def _first_text(notebook: nbformat.NotebookNode) -> str:
-    """The cell with the title; papermill puts one of its own before it where a notebook failed."""
+    """The cell with the title; papermill puts one of its own before it where a notebook
+    failed.
+    """
     texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     return next((text for text in texts if text.startswith("# ")), "")
 
@@ -133,7 +189,9 @@ def notebook_question(notebook: nbformat.NotebookNode) -> str:
 
 
 def _title(notebook: nbformat.NotebookNode, otherwise: str) -> str:
-    return _plain(_first_text(notebook).partition("\n")[0].removeprefix("# ")) or otherwise
+    return (
+        _plain(_first_text(notebook).partition("\n")[0].removeprefix("# ")) or otherwise
+    )
 
 
 def _plain(markdown: str) -> str:
@@ -142,7 +200,9 @@ def _plain(markdown: str) -> str:
 
 
 def _without_places(text: str) -> str:
-    """The checkout is "." and the home folder "~": what a traceback or a printed path tells of a machine."""
+    """The checkout is "." and the home folder "~": what a traceback or a printed path
+    tells of a machine.
+    """
     for place, name in ((PROJECT, "."), (Path(os.path.expanduser("~")), "~")):  # noqa: PTH111 - never raises
         if len(place.parts) > 1:
             text = re.sub(rf"(?<![\w+/.-]){re.escape(str(place))}(?![\w-])", name, text)

@@ -1,6 +1,8 @@
-"""What is a page of numbers made of? Tables, bars, lines and heat maps as HTML and SVG, in the colours of the browser.
+"""What is a page of numbers made of? Tables, bars, lines and heat maps as HTML and SVG,
+in the colours of the browser.
 
-All of it stands in the page as text, so it is read, searched and printed where no script runs.
+All of it stands in the page as text, so it is read, searched and printed where no
+script runs.
 """
 
 import math
@@ -16,12 +18,18 @@ from madmax_lib.view.commands.words import COLORS, LABELS, percent, shorten
 
 __all__ = ["bars", "cards", "heat", "line", "section", "table", "text"]
 
-_FILLS = {"compute": "compute", "hidden": "communication under compute", "comm": "exposed communication"}
+_FILLS = {
+    "compute": "compute",
+    "hidden": "communication under compute",
+    "comm": "exposed communication",
+}
 _FILLS |= {kind: LABELS[kind] for kind in ("memcpy", "other", "idle")}
 _COLORS = COLORS | {"idle": "var(--idle)"}  # grey on either paper
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SHARES = ("share", "overlap", "mfu", "coverage", "roof")
-_LONGEST, _SHOWN = 400, {"name": 90, "shapes": 60}  # letters that a cell keeps, and of some columns shows
+# letters that a cell keeps, and of some columns shows
+_LONGEST = 400
+_SHOWN = {"name": 90, "shapes": 60}
 _WRAPS = 24  # letters of a text that may go on in another line, after a comma or colons
 _POINTS = 1200  # of a line
 _SEEN = 1e-3  # of the longest bar: what is shorter is less than a pixel
@@ -33,7 +41,10 @@ def section(title: str, *parts: str) -> str:
     if not any(parts):
         return ""
     anchor = title.lower().replace(" ", "-")
-    return f'<section id="{anchor}"><h2>{escape(title)}</h2>\n{"".join(filter(None, parts))}</section>'
+    return (
+        "<section "
+        f'id="{anchor}"><h2>{escape(title)}</h2>\n{"".join(filter(None, parts))}</section>'
+    )
 
 
 def text(sentence: str) -> str:
@@ -43,51 +54,79 @@ def text(sentence: str) -> str:
 
 def cards(values: Iterable[tuple[str, str]]) -> str:
     """The numbers to see first, as (label, value); those without a value are left out."""
-    cells = (f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in values if value)
+    cells = (
+        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+        for label, value in values
+        if value
+    )
     return f'<div class="cards">{"".join(cells)}</div>'
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
-    """A bar for each row (label, value by fill, text), all to one scale, with a legend of the fills that occur."""
+    """A bar for each row (label, value by fill, text), all to one scale, with a legend
+    of the fills that occur.
+    """
     reach = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
     if not reach > 0:
         return ""
     lines = []
     for label, parts, said in rows:
         pieces = "".join(
-            f'<i style="width:{value / reach:.3%};background:{_COLORS[fill]}" title="{_FILLS[fill]}"></i>'
+            f'<i style="width:{value / reach:.3%};background:{_COLORS[fill]}" '
+            f'title="{_FILLS[fill]}"></i>'
             for fill, value in parts.items()
             if value > 0
         )
-        lines.append(f"<tr><th>{escape(label)}</th><td>{pieces}</td><td>{escape(said)}</td></tr>")
-    seen = [fill for fill in _FILLS if any(parts.get(fill, 0) > _SEEN * reach for _, parts, _ in rows)]
-    legend = "".join(f'<i style="background:{_COLORS[fill]}"></i>{_FILLS[fill]} ' for fill in seen)
+        lines.append(
+            f"<tr><th>{escape(label)}</th><td>{pieces}</td><td>{escape(said)}</td></tr>"
+        )
+    seen = [
+        fill
+        for fill in _FILLS
+        if any(parts.get(fill, 0) > _SEEN * reach for _, parts, _ in rows)
+    ]
+    legend = "".join(
+        f'<i style="background:{_COLORS[fill]}"></i>{_FILLS[fill]} ' for fill in seen
+    )
     return f'<p class="legend">{legend}</p><table class="bars">{"".join(lines)}</table>'
 
 
 def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") -> str:
-    """A stepped line of sizes over seconds; of many points the largest of each stretch is kept."""
+    """A stepped line of sizes over seconds; of many points the largest of each stretch
+    is kept.
+    """
     if not len(x) or not np.nanmax(y) > 0 or x[-1] <= x[0]:
         return ""
     if len(x) > _POINTS:
-        stretch = np.minimum(((x - x[0]) / (x[-1] - x[0]) * _POINTS).astype(int), _POINTS - 1)
+        stretch = np.minimum(
+            ((x - x[0]) / (x[-1] - x[0]) * _POINTS).astype(int), _POINTS - 1
+        )
         highest = pd.Series(y).groupby(stretch).idxmax().to_numpy()
-        x, y = x[highest], y[highest]
+        x = x[highest]
+        y = y[highest]
     top = float(np.nanmax(y))
-    across, up = (x - x[0]) / (x[-1] - x[0]) * 1000, 200 - y / top * 190
-    path = "M" + "".join(f"H{a:.1f}V{b:.1f}" for a, b in zip(across, up, strict=True)).replace("H", "", 1).replace(
-        "V", ",", 1
-    )
+    across = (x - x[0]) / (x[-1] - x[0]) * 1000
+    up = 200 - y / top * 190
+    path = "M" + "".join(
+        f"H{a:.1f}V{b:.1f}" for a, b in zip(across, up, strict=True)
+    ).replace("H", "", 1).replace("V", ",", 1)
     size = format_bytes(top) if unit == "bytes" else f"{top:,.3g} {unit}"
     return (
-        f"<figure><figcaption>{escape(title)}: at most {size}, over {format_s(x[-1] - x[0])}</figcaption>"
-        f'<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f'<path d="{path}" fill="none" stroke="{COLORS["compute"]}" vector-effect="non-scaling-stroke"/></svg></figure>'
+        f"<figure><figcaption>{escape(title)}: at most {size}, over "
+        f"{format_s(x[-1] - x[0])}</figcaption>"
+        '<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}">'
+        f'<path d="{path}" fill="none" stroke="{COLORS["compute"]}" '
+        'vector-effect="non-scaling-stroke"/></svg></figure>'
     )
 
 
-def heat(values: pd.DataFrame, *, what: str, say: Callable[[float], str] = format_s) -> str:
-    """Numbers as shades: a row for each index, a column for each column; the strongest is the largest."""
+def heat(
+    values: pd.DataFrame, *, what: str, say: Callable[[float], str] = format_s
+) -> str:
+    """Numbers as shades: a row for each index, a column for each column; the strongest
+    is the largest.
+    """
     top = float(np.nanmax(values.to_numpy(), initial=0.0))
     if not top > 0:
         return ""
@@ -95,16 +134,21 @@ def heat(values: pd.DataFrame, *, what: str, say: Callable[[float], str] = forma
     lines = []
     for label, row in zip(values.index, values.to_numpy(), strict=True):
         cells = "".join(
-            f'<td style="--shade:{0 if math.isnan(value) else value / top:.2f}" title="{say(value)}"></td>'
+            f'<td style="--shade:{0 if math.isnan(value) else value / top:.2f}" '
+            f'title="{say(value)}"></td>'
             for value in row
         )
         lines.append(f"<tr><th>{escape(str(label))}</th>{cells}</tr>")
     caption = f'<p class="caption">{escape(what)}; strongest: {say(top)}</p>'
-    return f'{caption}<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
+    return (
+        f'{caption}<div class="scroll"><table '
+        f'class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
+    )
 
 
 def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
-    """A table whose columns are sorted by a click; columns without any value are left out. most: rows that are shown.
+    """A table whose columns are sorted by a click; columns without any value are left
+    out. most: rows that are shown.
 
     Units follow from the names: _s seconds, _bytes, _per_s, shares.
     """
@@ -112,21 +156,43 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
         return ""
     left_out = len(frame) - most
     frame = frame.head(most)
-    frame = frame[[name for name in frame if frame[name].notna().any() and not (frame[name].astype(str) == "").all()]]
-    head = "".join(f"<th{'' if _numeric(frame[name]) else ' class=text'}>{escape(_label(name))}</th>" for name in frame)
+    frame = frame[
+        [
+            name
+            for name in frame
+            if frame[name].notna().any() and not (frame[name].astype(str) == "").all()
+        ]
+    ]
+    head = "".join(
+        f"<th{'' if _numeric(frame[name]) else ' class=text'}>{escape(_label(name))}</th>"
+        for name in frame
+    )
     columns = [_cells(name, frame[name]) for name in frame]
-    lines = "".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True))
-    find = '<input type="search" placeholder="filter rows">' if search and len(frame) > 10 else ""
-    rest = f"<p class=about>{left_out:,} more rows are left out.</p>" if left_out > 0 else ""
+    lines = "".join(
+        f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)
+    )
+    find = (
+        '<input type="search" placeholder="filter rows">'
+        if search and len(frame) > 10
+        else ""
+    )
+    rest = (
+        f"<p class=about>{left_out:,} more rows are left out.</p>"
+        if left_out > 0
+        else ""
+    )
     scroll = "scroll long" if len(frame) > _LONG else "scroll"
     return (
-        f'{find}<div class="{scroll}"><table class="data"><thead><tr>{head}</tr></thead>'
+        f'{find}<div class="{scroll}"><table '
+        f'class="data"><thead><tr>{head}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>{rest}"
     )
 
 
 def _label(name: str) -> str:
-    name = re.sub(r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name)
+    name = re.sub(
+        r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name
+    )
     return name.replace("_", " ")
 
 
@@ -137,7 +203,10 @@ def _cells(name: str, values: pd.Series) -> list[str]:
     return [
         "<td></td>"
         if value != value
-        else f'<td data-v="{value:.6g}"{_bar(name, value)}>{say(value) if value else 0}</td>'
+        else (
+            "<td "
+            f'data-v="{value:.6g}"{_bar(name, value)}>{say(value) if value else 0}</td>'
+        )
         for value in values.tolist()
     ]
 
@@ -154,7 +223,11 @@ def _text_cell(value: str, most: int) -> str:
 
 
 def _bar(name: str, value: float) -> str:
-    return f' class="share" style="--w:{min(max(value, 0), 1):.2%}"' if name in _SHARES else ""
+    return (
+        f' class="share" style="--w:{min(max(value, 0), 1):.2%}"'
+        if name in _SHARES
+        else ""
+    )
 
 
 def _format(name: str):

@@ -1,4 +1,6 @@
-"""The audit of the GPT-2 Large study: its MFU to the last digit, the short batch, the split of the data, memory."""
+"""The audit of the GPT-2 Large study: its MFU to the last digit, the short batch, the
+split of the data, memory.
+"""
 
 import pytest
 
@@ -26,7 +28,9 @@ def test_window_of_an_epoch(samples, ranks, batch, interval, window):
 def test_the_script_counts_half_of_the_attention():
     flops = hybrid._script_flops(GPT2, 1024)
     assert 3 * GPT2.forward_flops(1, 1024) / flops == pytest.approx(1.0576, abs=1e-4)
-    assert hybrid._script_flops(GPT2, 1024, tp=2) / flops == pytest.approx(0.54, abs=0.005)
+    assert hybrid._script_flops(GPT2, 1024, tp=2) / flops == pytest.approx(
+        0.54, abs=0.005
+    )
 
 
 def test_reported_mfu_is_reproduced_in_all_rows():
@@ -49,14 +53,18 @@ def test_reported_mfu_is_reproduced_in_all_rows():
     ],
 )
 def test_corrected_values(config, batch, mfu_window, tokens_per_s_wall, mfu_wall):
-    """Worked out by hand from the reported tokens/s and seconds; useful tokens are half of those under TP 2."""
+    """Worked out by hand from the reported tokens/s and seconds; useful tokens are half
+    of those under TP 2.
+    """
     rows = hybrid.audit()
     row = rows[(rows["config"] == config) & (rows["batch_per_gpu"] == batch)].iloc[0]
     assert 100 * row["mfu_window"] == pytest.approx(mfu_window, abs=0.01)
     assert 100 * row["mfu_wall"] == pytest.approx(mfu_wall, abs=0.01)
     share = 2 if "tp2" in config else 1
     assert row["useful_tokens_per_s"] * share == pytest.approx(tokens_per_s_wall, abs=1)
-    assert row["mfu_corrected"] * share == pytest.approx(row["mfu_wall"] * 1.0576, rel=1e-3)
+    assert row["mfu_corrected"] * share == pytest.approx(
+        row["mfu_wall"] * 1.0576, rel=1e-3
+    )
 
 
 def test_only_a_four_way_split_reads_as_reported():
@@ -68,7 +76,9 @@ def test_only_a_four_way_split_reads_as_reported():
 
 
 def test_memory_rows():
-    """Within 10 %, but for the two rows of batch 32, whose logits the memory model counts too large."""
+    """Within 10 %, but for the two rows of batch 32, whose logits the memory model
+    counts too large.
+    """
     rows = hybrid.memory_rows()
     large = rows["batch_per_gpu"] == 32
     assert (rows.loc[~large, "error"].abs() <= 0.1).all()
@@ -88,7 +98,9 @@ def test_kernels_beside_the_memory_bandwidth():
         assert ours.tolist() == pytest.approx(theirs.tolist(), rel=2e-3)
     ideal_ms = 4 * 8 * 1024 * 5120 / 1555e9 * 1e3
     assert table["ideal_ms"].iloc[-1] == pytest.approx(ideal_ms)
-    assert table["fused_share"].tolist() == pytest.approx((table["ideal_ms"] / table["fused_ms"]).tolist())
+    assert table["fused_share"].tolist() == pytest.approx(
+        (table["ideal_ms"] / table["fused_ms"]).tolist()
+    )
     assert table["in_cache"].tolist() == [True, True, False]
 
 

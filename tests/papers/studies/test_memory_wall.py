@@ -1,4 +1,6 @@
-"""The study of the memory wall: what fits by which method, and its tables beside what is known."""
+"""The study of the memory wall: what fits by which method, and its tables beside what
+is known.
+"""
 
 import numpy as np
 import pytest
@@ -17,23 +19,35 @@ def table():
 def test_methods_by_size(table):
     fits = table.pivot(index="method", columns="model", values="fits").sum()
     assert not table.loc[table["method"] == "DDP", "fits"].any()
-    assert fits["gpt2_3b"] > fits["gpt2_10b"] > fits["gpt2_14b"] == 1 and fits["gpt2_20b"] == 0
-    assert table.loc[(table["model"] == "gpt2_14b") & table["fits"], "method"].item() == "Gemini, dynamic"
+    assert (
+        fits["gpt2_3b"] > fits["gpt2_10b"] > fits["gpt2_14b"] == 1
+        and fits["gpt2_20b"] == 0
+    )
+    assert (
+        table.loc[(table["model"] == "gpt2_14b") & table["fits"], "method"].item()
+        == "Gemini, dynamic"
+    )
     assert (table["step_s"].notna() == table["fits"]).all()
 
 
 def test_columns_agree(table):
     run = table[table["fits"]]
     tokens = 4 * 16 * 1024
-    assert run["tokens_per_s"].to_numpy() == pytest.approx((tokens / run["step_s"]).to_numpy())
+    assert run["tokens_per_s"].to_numpy() == pytest.approx(
+        (tokens / run["step_s"]).to_numpy()
+    )
     flops = 8 * run["parameters"] * tokens / run["step_s"] / 4 / 1e12
     assert run["tflops"].to_numpy() == pytest.approx(flops.to_numpy())
-    assert (run["tflops"] < 125).all() and (run["token_low_j"] < run["token_high_j"]).all()
+    assert (run["tflops"] < 125).all() and (
+        run["token_low_j"] < run["token_high_j"]
+    ).all()
     assert set(run["bottleneck"]) <= {"compute", "communication", "offload", "host"}
 
 
 def test_dynamic_placement_is_never_slower(table):
-    steps = table.pivot(index="model", columns="method", values="step_s").dropna(subset=["Gemini, static"])
+    steps = table.pivot(index="model", columns="method", values="step_s").dropna(
+        subset=["Gemini, static"]
+    )
     assert (steps["Gemini, dynamic"] <= steps["Gemini, static"]).all()
 
 
@@ -56,7 +70,9 @@ def test_published_adam():
 
 
 def test_measured_adam_is_bound_by_memory():
-    """On the large sizes a fused update is within a factor of two of 28 bytes at the best copy rate."""
+    """On the large sizes a fused update is within a factor of two of 28 bytes at the
+    best copy rate.
+    """
     table = wall.measured_host()
     copies = table.loc[table["what"] == "host memory", "bytes_per_s"].max()
     fused = table[(table["how"] == "fused") & (table["size"] >= 2**22)]
