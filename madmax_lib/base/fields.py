@@ -13,15 +13,15 @@ from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
 __all__ = [
-    "argument",
-    "brief",
     "check_fields",
+    "dataclass_repr",
     "is_number",
     "is_whole",
-    "number",
-    "shown",
-    "typed",
-    "whole",
+    "parse_fields",
+    "require_int",
+    "require_number",
+    "require_type",
+    "short_repr",
 ]
 
 _TOO_LARGE = 2**62
@@ -57,34 +57,36 @@ def is_number(value, least: float = 0.0) -> bool:
     )
 
 
-def whole(what: str, value, least: int = 0) -> int:
+def require_int(what: str, value, least: int = 0) -> int:
     """The value as an int. Raises ValueError unless it is a whole number of at least
     `least`.
 
-    >>> whole("nodes", 2.0)
+    >>> require_int("nodes", 2.0)
     2
     """
     if not is_whole(value, least):
         rule = "above zero" if least == 1 else f"of at least {least}"
-        raise ValueError(f"{what}={shown(value)} must be a whole number {rule}")
+        raise ValueError(f"{what}={short_repr(value)} must be a whole number {rule}")
     return int(value)
 
 
-def number(what: str, value, *, positive: bool = False, unknown: bool = False) -> float:
+def require_number(
+    what: str, value, *, positive: bool = False, unknown: bool = False
+) -> float:
     """The value. Raises ValueError unless it is finite and not negative; positive:
     above 0; unknown: or NaN.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ValueError(f"{what}={shown(value)} must be a number")
+        raise ValueError(f"{what}={short_repr(value)} must be a number")
     if not (
         (unknown and value != value) or (is_number(value) and (value or not positive))
     ):
         rule = "be positive and finite" if positive else "not be negative or infinite"
-        raise ValueError(f"{what}={shown(value)} must {rule}")
+        raise ValueError(f"{what}={short_repr(value)} must {rule}")
     return value
 
 
-def argument(what: str, value, kind: type, default: Callable | None = None):
+def require_type(what: str, value, kind: type, default: Callable | None = None):
     """The value, or default() for None. Raises ValueError for a value of another kind."""
     if value is None and default is not None:
         return default()
@@ -95,7 +97,9 @@ def argument(what: str, value, kind: type, default: Callable | None = None):
         ways = "".join(
             f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0]
         )
-        raise ValueError(f"{what}={shown(value)} must be {' or '.join(nouns)}{ways}")
+        raise ValueError(
+            f"{what}={short_repr(value)} must be {' or '.join(nouns)}{ways}"
+        )
     return value
 
 
@@ -114,13 +118,17 @@ def check_fields(item, *positive: str) -> None:
         if value is None and NoneType in kinds:
             continue
         if int in kinds:
-            object.__setattr__(item, name, whole(what, value, int(name in positive)))
+            object.__setattr__(
+                item, name, require_int(what, value, int(name in positive))
+            )
         elif float in kinds:
-            number(what, value, positive=name in positive, unknown=default != default)
+            require_number(
+                what, value, positive=name in positive, unknown=default != default
+            )
         elif hint is bool and is_whole(value) and value <= 1:
             object.__setattr__(item, name, bool(value))
         else:
-            argument(what, value, hint)
+            require_type(what, value, hint)
 
 
 @lru_cache(maxsize=32)
@@ -135,7 +143,7 @@ def _hints(kind: type) -> dict[str, tuple]:
     return {name: (plain[name], default) for name, default in defaults.items()}
 
 
-def shown(value) -> str:
+def short_repr(value) -> str:
     """A value in the line of an error, shortened."""
     return " ".join(_SHORT.repr(value).split())
 
@@ -144,7 +152,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def brief(item) -> str:
+def dataclass_repr(item) -> str:
     """A dataclass in a few lines: the fields that its defaults do not give, and of its
     parts the names.
     """
@@ -193,7 +201,7 @@ def _is_given(item, of) -> bool:
         return True
 
 
-def typed(kind: type, values: dict[str, str], what: str) -> dict:
+def parse_fields(kind: type, values: dict[str, str], what: str) -> dict:
     """Fields of a spec from their texts, each of the type of its default; those without
     one are whole numbers.
     """
@@ -213,5 +221,5 @@ def _value(text: str, like, what: str):
         return bool(int(text)) if isinstance(like, bool) else type(like)(text)
     except ValueError:
         raise ValueError(
-            f"{what}={shown(text)} must be a {'whole ' * isinstance(like, int)}number"
+            f"{what}={short_repr(text)} must be a {'whole ' * isinstance(like, int)}number"
         ) from None

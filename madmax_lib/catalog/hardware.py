@@ -7,7 +7,12 @@ way.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from madmax_lib.base.fields import brief, check_fields, number, shown
+from madmax_lib.base.fields import (
+    check_fields,
+    dataclass_repr,
+    require_number,
+    short_repr,
+)
 
 __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
@@ -58,7 +63,7 @@ class Device:
         "nan"
     )  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
 
-    __repr__ = brief
+    __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
@@ -69,7 +74,7 @@ class Device:
                 )
         if self.family not in _FAMILIES:
             raise ValueError(
-                f"{self.name}: family={shown(self.family)} is not one of "
+                f"{self.name}: family={short_repr(self.family)} is not one of "
                 f"{', '.join(_FAMILIES)}"
             )
         if not self.peak_flops:
@@ -78,7 +83,7 @@ class Device:
                 "compute in"
             )
         for dtype, peak in self.peak_flops.items():
-            number(
+            require_number(
                 f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True
             )
 
@@ -142,7 +147,7 @@ class Host:
     nvme_write_bytes_per_s: float = 0.0
     tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
-    __repr__ = brief
+    __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(
@@ -187,7 +192,7 @@ class Cluster:
         1.0  # of the spine: traffic that crosses it has inter / oversubscription
     )
 
-    __repr__ = brief
+    __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")
@@ -217,5 +222,5 @@ def dtype_named(name: object) -> str:
     """
     text = str(name).removeprefix("torch.").lower()
     if (known := _SPELLINGS.get(text, text)) not in DTYPES:
-        raise ValueError(f"dtype={shown(name)} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={short_repr(name)} is not one of {', '.join(DTYPES)}")
     return known

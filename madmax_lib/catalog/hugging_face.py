@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.fields import shown, typed, whole
+from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import STACKED, of_mamba_ssm, stacked
 from madmax_lib.catalog.models import Transformer
 
@@ -105,7 +105,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     }
     if values.get("mixer_rank") == "auto":
         values["mixer_rank"] = str(-(-int(values["hidden"]) // 16))
-    shape = typed(Transformer, values, str(path))
+    shape = parse_fields(Transformer, values, str(path))
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
     shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
@@ -140,7 +140,7 @@ def _own(config: dict) -> str:
         for field, keys in _SIZES.items()
     }
     given = ", ".join(
-        f"{field}={shown(value).strip(chr(39))}" for field, value in sizes.items()
+        f"{field}={short_repr(value).strip(chr(39))}" for field, value in sizes.items()
     )
     return (
         "describe what comes nearest: "
@@ -177,7 +177,7 @@ def _value(path: Path, config: dict, key: str, default: str) -> str:
         or zero
         or (isinstance(value, (int, float)) and not 0 <= value < 2**62)
     ):
-        raise ValueError(f"{path}: {key}={shown(value)} is no size")
+        raise ValueError(f"{path}: {key}={short_repr(value)} is no size")
     return str(int(value) if isinstance(value, bool) else value)
 
 
@@ -189,7 +189,7 @@ def _trained_sequence(config: dict, positions: int) -> int:
     key = "original_max_position_embeddings"
     original = config.get(key) or (scaling.get(key) if isinstance(scaling, dict) else 0)
     return (
-        whole(key, original)
+        require_int(key, original)
         if original
         else (positions if positions <= _LONGEST_TRAINED else 0)
     )
@@ -217,10 +217,10 @@ def _beside(kind: str, config: dict, shape: dict) -> dict:
     transformers].
     """
     hidden = shape["hidden"]
-    heads = whole("num_attention_heads", shape["heads"], 1)
+    heads = require_int("num_attention_heads", shape["heads"], 1)
     width = shape.get("head_dim") or hidden // heads
     if kind == "bert":  # types of tokens and the pooler
-        types = whole("type_vocab_size", config.get("type_vocab_size", 2))
+        types = require_int("type_vocab_size", config.get("type_vocab_size", 2))
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}
     if kind in ("vit", "dinov2"):
         return _of_images(kind, config, hidden)
@@ -270,7 +270,7 @@ def _of_images(kind: str, config: dict, hidden: int) -> dict:
     scales = 0 if plain else hidden  # the projection has a bias
     if kind == "vit":
         return fields | {"other_layer_parameters": scales}
-    ffn = hidden * whole("mlp_ratio", config.get("mlp_ratio", 4), 1)
+    ffn = hidden * require_int("mlp_ratio", config.get("mlp_ratio", 4), 1)
     if config.get("use_swiglu_ffn"):
         fields |= {"gated": True, "ffn": (ffn * 2 // 3 + 7) // 8 * 8}
     return {
@@ -282,7 +282,7 @@ def _of_images(kind: str, config: dict, hidden: int) -> dict:
 
 def _shared_expert(config: dict, shape: dict) -> dict:
     """Of Qwen2-MoE: as wide as several experts, with a gate."""
-    width = whole(
+    width = require_int(
         "shared_expert_intermediate_size",
         config.get("shared_expert_intermediate_size", 5632),
     )

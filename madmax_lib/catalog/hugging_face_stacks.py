@@ -8,7 +8,7 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 from functools import partial
 from pathlib import Path
 
-from madmax_lib.base.fields import shown, whole
+from madmax_lib.base.fields import require_int, short_repr
 
 __all__ = ["STACKED", "of_mamba_ssm", "stacked"]
 
@@ -51,11 +51,11 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
             "are not modelled"
         )
     own = config["ssm_cfg"]
-    padded = whole(
+    padded = require_int(
         "pad_vocab_size_multiple", config.get("pad_vocab_size_multiple", 8), 1
     )
     vocab, hidden = (
-        whole(f"{path}: {name}", config.get(name), 1)
+        require_int(f"{path}: {name}", config.get(name), 1)
         for name in ("vocab_size", "d_model")
     )
     sizes = {
@@ -74,9 +74,9 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
     }
     if own.get("layer") == "Mamba2":
         heads = (
-            whole("expand", sizes["expand"], 1)
+            require_int("expand", sizes["expand"], 1)
             * hidden
-            // whole("headdim", own.get("headdim", 64), 1)
+            // require_int("headdim", own.get("headdim", 64), 1)
         )
         sizes |= {
             "model_type": "mamba2",
@@ -93,10 +93,10 @@ def _encoder_decoder(
     one in each layer.
     """
     encoder = shape["layers"]
-    decoder = whole(
+    decoder = require_int(
         "num_decoder_layers", config.get("num_decoder_layers") or encoder, 1
     )
-    buckets = whole(
+    buckets = require_int(
         "relative_attention_num_buckets",
         config.get("relative_attention_num_buckets", 32),
         1,
@@ -132,7 +132,7 @@ def _jamba(config: dict, shape: dict) -> dict:
         "expert_layer_offset",
     )
     period, offset, every, first = (
-        whole(name, config.get(name, usual), least)
+        require_int(name, config.get(name, usual), least)
         for name, usual, least in zip(names, (8, 4, 2, 1), (1, 0, 1, 0), strict=True)
     )
     many = shape["experts"] > 1
@@ -151,7 +151,9 @@ def _jamba(config: dict, shape: dict) -> dict:
 def _bamba(config: dict, shape: dict) -> dict:
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
-        raise ValueError(f"attn_layer_indices={shown(attention)} is no list of layers")
+        raise ValueError(
+            f"attn_layer_indices={short_repr(attention)} is no list of layers"
+        )
     blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_", "mamba_proj_bias")}
 
@@ -185,10 +187,10 @@ def _nemotron(config: dict, shape: dict) -> dict:
     blocks = list(pattern) if isinstance(pattern, str) else _letters(types or [])
     if not blocks or set(blocks) - set("M-*E"):
         raise ValueError(
-            f"hybrid_override_pattern={shown(pattern)} is no text of M, -, * and E"
+            f"hybrid_override_pattern={short_repr(pattern)} is no text of M, -, * and E"
         )
     fields = {"blocks": blocks, **_mixer(config, shape, "M", "", "use_bias")}
-    fields["mixer_channels"] = shape["mixer_heads"] * whole(
+    fields["mixer_channels"] = shape["mixer_heads"] * require_int(
         "mamba_head_dim", config.get("mamba_head_dim", 64), 1
     )
     fields["other_mixer_parameters"] = _biases(
@@ -200,7 +202,7 @@ def _nemotron(config: dict, shape: dict) -> dict:
         if (
             config.get("moe_latent_size")
             or not width
-            or whole("moe_shared_expert_intermediate_size", shared) % width
+            or require_int("moe_shared_expert_intermediate_size", shared) % width
         ):
             raise ValueError(
                 "experts of a latent, or with a shared one of no multiple of their "
@@ -215,7 +217,7 @@ def _letters(types: list) -> list[str]:
         unknown := [name for name in types if name not in _LAYER_TYPES]
     ):
         raise ValueError(
-            f"layer_types: {shown(unknown[0] if isinstance(types, list) else types)} "
+            f"layer_types: {short_repr(unknown[0] if isinstance(types, list) else types)} "
             "is not modelled"
         )
     return [_LAYER_TYPES[name] for name in types]
@@ -226,7 +228,7 @@ def _mixer(config: dict, shape: dict, letter: str, prefix: str, bias: str) -> di
     say so.
     """
     width = config.get(f"{prefix}expand", 2)
-    channels = whole(
+    channels = require_int(
         f"{prefix}expand x width",
         width * shape["hidden"] if isinstance(width, (int, float)) else width,
     )

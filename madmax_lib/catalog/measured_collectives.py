@@ -5,7 +5,7 @@ group, and times between.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 
 __all__ = ["KINDS", "MeasuredCollectives", "measured_s"]
 
@@ -37,7 +37,7 @@ class MeasuredCollectives:
     """
 
     def __init__(self, table: pd.DataFrame):
-        argument("collectives", table, pd.DataFrame)
+        require_type("collectives", table, pd.DataFrame)
         if missing := [
             name for name in (*_KEYS, *_VALUES) if name not in table.columns
         ]:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from madmax_lib.base.fields import brief, check_fields
+from madmax_lib.base.fields import check_fields, dataclass_repr
 from madmax_lib.catalog.hardware import Cluster, Device, Host, Link
 from madmax_lib.catalog.mixers import (
     check_blocks,
@@ -90,7 +90,7 @@ class Transformer:
     # of a mixer, beside products, convolution, A, D and dt: biases, further norms
     other_mixer_parameters: int = 0
 
-    __repr__ = brief
+    __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "layers", "hidden", "heads")
@@ -415,7 +415,7 @@ class DLRM:
     experts: int = 0
     active_experts: int = 0
 
-    __repr__ = brief
+    __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "tables", "entries", "embedding_dim", "pooling", "mlp_dim")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.fields import is_whole, shown, typed, whole
+from madmax_lib.base.fields import is_whole, parse_fields, require_int, short_repr
 from madmax_lib.catalog.hardware import DTYPES
 from madmax_lib.catalog.hugging_face import read_config
 from madmax_lib.catalog.models import (
@@ -232,14 +232,14 @@ def cluster(
         devices = count if nodes is devices is None else devices
     name, (*_, row) = (own.name, [vars(own)]) if own else _rows("cluster", name)
     full = used = int(row["devices_per_node"])
-    nodes = None if nodes is None else whole(f"{name}: nodes", nodes, 1)
+    nodes = None if nodes is None else require_int(f"{name}: nodes", nodes, 1)
     if devices is not None:
         if is_whole(devices, 1):
             nodes = max(1, int(devices) // full) if nodes is None else nodes
             used = int(devices) // nodes
         if not (is_whole(devices, 1) and 0 < used <= full and used * nodes == devices):
             said = (
-                f"devices={shown(devices)} are neither whole nodes of {full} nor "
+                f"devices={short_repr(devices)} are neither whole nodes of {full} nor "
                 "a part of each node"
             )
             raise ValueError(f"{name}: {said}")
@@ -350,7 +350,7 @@ def model(name: str | Path | Model) -> Model:
         raise ValueError(
             f"model {name}: kind={kind!r} is not one of {', '.join(_KINDS)}"
         )
-    return _KINDS[kind](name, **typed(_KINDS[kind], values, f"model {name}"))
+    return _KINDS[kind](name, **parse_fields(_KINDS[kind], values, f"model {name}"))
 
 
 def software(name: str | Software | None) -> Software:
@@ -363,7 +363,7 @@ def software(name: str | Software | None) -> Software:
     if isinstance(name, Software):
         return name
     name, values = _fields("software", "none" if name is None else name)
-    return Software(name=name, **typed(Software, values, f"software {name}"))
+    return Software(name=name, **parse_fields(Software, values, f"software {name}"))
 
 
 def _fields(what: str, name: str, *below: str) -> tuple[str, dict[str, str]]:
@@ -385,7 +385,7 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     file = what if what == "software" else f"{what}s"
     if not isinstance(name, str):
         raise ValueError(
-            f"{what}={shown(name)} must be a {what.title()} or the name of one"
+            f"{what}={short_repr(name)} must be a {what.title()} or the name of one"
         )
     names, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(
         what, file

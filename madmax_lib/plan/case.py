@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import is_number, shown, whole
+from madmax_lib.base.fields import is_number, require_int, short_repr
 from madmax_lib.catalog.hardware import dtype_named
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.catalog.software import Software
@@ -75,7 +75,7 @@ class Case:
                 )
         for name, (least, what) in _NUMBERS.items():
             if not is_number(value := getattr(self, name), least) or value > 1000:
-                raise ValueError(f"{name}={shown(value)} must be {what}")
+                raise ValueError(f"{name}={short_repr(value)} must be {what}")
         put = partial(object.__setattr__, self)
         put("model", catalog.model(self.model))
         if self.cluster is not None:
@@ -83,13 +83,13 @@ class Case:
         if self.global_batch is not None and not isinstance(
             self.global_batch, np.ndarray
         ):
-            put("global_batch", whole("global_batch", self.global_batch, 1))
+            put("global_batch", require_int("global_batch", self.global_batch, 1))
         own = getattr(self.model, "sequence", 0)
         put(
             "sequence",
             own
             if self.sequence is None
-            else whole("sequence", self.sequence, 1 if own else 0),
+            else require_int("sequence", self.sequence, 1 if own else 0),
         )
         put("dtype", dtype_named(self.dtype))
         on_cpu = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from madmax_lib.base.fields import shown
+from madmax_lib.base.fields import short_repr
 from madmax_lib.catalog.software import OVERLAPS, Software
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _as_flags(name: str, column: np.ndarray) -> np.ndarray:
         odd := [value for value in column if value not in (0, 1)]
     ):
         raise ValueError(
-            f"column {name!r} must hold True or False, but holds {shown(odd[0])}"
+            f"column {name!r} must hold True or False, but holds {short_repr(odd[0])}"
         )
     return column.astype(bool)
 
@@ -231,7 +231,7 @@ def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
     )
     if odd:
         raise ValueError(
-            f"column {name!r} must hold numbers, but holds {shown(odd[0])}"
+            f"column {name!r} must hold numbers, but holds {short_repr(odd[0])}"
         )
     numbers = column.astype(float)
     return (

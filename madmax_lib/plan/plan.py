@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import shown, whole
+from madmax_lib.base.fields import require_int, short_repr
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.case import Case
@@ -160,7 +160,7 @@ class Plan(Plans):
             return text
         if not isinstance(text, str):
             raise ValueError(
-                f"plan={shown(text)} must be a Plan or its text, such as dp2.tp2.z3"
+                f"plan={short_repr(text)} must be a Plan or its text, such as dp2.tp2.z3"
             )
         values: dict = {}
         for part in filter(None, re.split(r"[.,\s]+", text.lower())):
@@ -216,7 +216,7 @@ class Plan(Plans):
 
         Raises ValueError when the batch cannot be split.
         """
-        batch = _Batch(whole("global_batch", global_batch, 1))
+        batch = _Batch(require_int("global_batch", global_batch, 1))
         enforce(BATCH, self, batch)
         return -(-batch.global_batch // (self.dp * self.micro_batch))
 

@@ -9,7 +9,7 @@ from numbers import Real
 
 import numpy as np
 
-from madmax_lib.base.fields import is_whole, shown
+from madmax_lib.base.fields import is_whole, short_repr
 from madmax_lib.catalog.software import OVERLAPS
 
 __all__ = ["FIELDS", "ZERO_PLUS", "Rule", "enforce", "is_not_among"]
@@ -97,7 +97,7 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule
     return Rule(
         f"{name} must be {general}",
         lambda p, c: is_wrong(getattr(p, name)),
-        lambda p, c: f"{name}={shown(getattr(p, name))} {words}",
+        lambda p, c: f"{name}={short_repr(getattr(p, name))} {words}",
     )
 
 

@@ -4,7 +4,7 @@ adds stands beside them.
 
 import math
 
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 from madmax_lib.plan_flags.keys import Keys
 from madmax_lib.plan_flags.megatron import megatron
 from madmax_lib.plan_flags.text import Source
@@ -223,7 +223,9 @@ def accelerate(
     """
     values = source.values
     kind = str(values.get("distributed_type") or "NO").upper()
-    world = world_size or whole("num_processes", values.get("num_processes") or 1, 1)
+    world = world_size or require_int(
+        "num_processes", values.get("num_processes") or 1, 1
+    )
     dtype = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(
         str(values.get("mixed_precision")).lower(), "fp32"
     )

@@ -1,6 +1,6 @@
 """Whose configuration is it, and which fields of a plan does it state?"""
 
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
 from madmax_lib.plan_flags.keys import FRAMEWORKS, Keys, framework_named
 from madmax_lib.plan_flags.megatron import bridge, megatron
@@ -42,8 +42,10 @@ def fields_of(
     """The framework, the fields of the plan and of the run, and the keys of a
     configuration; as in `read`.
     """
-    world_size = None if world_size is None else whole("world_size", world_size, 1)
-    layers = None if layers is None else whole("layers", layers, 1)
+    world_size = (
+        None if world_size is None else require_int("world_size", world_size, 1)
+    )
+    layers = None if layers is None else require_int("layers", layers, 1)
     values = source_of(source)
     name = (
         framework_named(framework) if framework is not None else _framework_of(values)

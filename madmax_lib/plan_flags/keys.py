@@ -12,7 +12,7 @@ are any; after `!` none of them), and is refused with the note otherwise.
 import re
 from functools import lru_cache
 
-from madmax_lib.base.fields import is_whole, shown
+from madmax_lib.base.fields import is_whole, short_repr
 from madmax_lib.catalog.tables import table
 from madmax_lib.plan_flags.text import Source, scalar
 
@@ -37,7 +37,9 @@ def framework_named(name: str) -> str:
     for known, others in FRAMEWORKS.items():
         if plain in (known, *others):
             return known
-    raise ValueError(f"framework={shown(name)} is not one of {', '.join(FRAMEWORKS)}")
+    raise ValueError(
+        f"framework={short_repr(name)} is not one of {', '.join(FRAMEWORKS)}"
+    )
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from madmax_lib.base.fields import shown
+from madmax_lib.base.fields import short_repr
 
 __all__ = ["Source", "source_of"]
 
@@ -102,7 +102,7 @@ def _yaml(text: str, name: str) -> Source:
             if isinstance(values, Exception)
             else "a configuration"
         )
-        raise ValueError(f"{name}: not {problem}: {shown(text)}")
+        raise ValueError(f"{name}: not {problem}: {short_repr(text)}")
     return _flags(text)
 
 

@@ -5,7 +5,7 @@ it back.
 from __future__ import annotations
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.plan import DEFAULTS, Plan
@@ -80,7 +80,7 @@ def write(
         sequence,
         dtype,
         layers,
-        whole("devices_per_node", devices_per_node, 1),
+        require_int("devices_per_node", devices_per_node, 1),
         model,
     )
     run.passes(plan)

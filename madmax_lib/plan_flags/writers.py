@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.deepspeed import ONE_BUCKET
@@ -59,7 +59,7 @@ class StatedRun:
         if self.global_batch is None:
             return default
         each = plan.dp * plan.micro_batch
-        batch = whole("global_batch", self.global_batch, 1)
+        batch = require_int("global_batch", self.global_batch, 1)
         if batch % each:
             near = max(round(batch / each), 1) * each
             rule = f"dp x micro_batch = {plan.dp} x {plan.micro_batch}"

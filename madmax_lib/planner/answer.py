@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import plan_flags
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.plan import Plan
@@ -108,7 +108,7 @@ class SearchResult:
         return self._plan(0)
 
     def _plan(self, row: int) -> Plan:
-        if whole("row", row) >= len(self.table):
+        if require_int("row", row) >= len(self.table):
             raise ValueError(
                 "no plan fits"
                 if not len(self.table)

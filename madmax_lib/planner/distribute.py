@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.atomic import replacing
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
 from madmax_lib.planner.space import Degrees
@@ -85,7 +85,7 @@ def _folder(
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
-    folder = Path(argument("directory", directory, str | Path))
+    folder = Path(require_type("directory", directory, str | Path))
     digest = hashlib.sha256(repr((asdict(problem), degrees)).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "search.json"

@@ -17,7 +17,7 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.base.fields import number, shown, whole
+from madmax_lib.base.fields import require_int, require_number, short_repr
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans, product_part
@@ -79,17 +79,17 @@ class SearchProblem:
     def __post_init__(self):
         if self.objective not in list(_OBJECTIVES):
             raise ValueError(
-                f"objective={shown(self.objective)} is not one of "
+                f"objective={short_repr(self.objective)} is not one of "
                 f"{', '.join(_OBJECTIVES)}"
             )
-        number("usd_per_hour", self.usd_per_hour, unknown=True)
+        require_number("usd_per_hour", self.usd_per_hour, unknown=True)
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
             raise ValueError(
                 f"objective='cost' needs a price: {device} has none in the catalog, "
                 "give usd_per_hour"
             )
-        object.__setattr__(self, "top", whole("top", self.top, 1))
+        object.__setattr__(self, "top", require_int("top", self.top, 1))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument, shown, whole
+from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.catalog.models import DLRM, Cluster, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -146,8 +146,8 @@ def stacks_of(case: Case) -> tuple[Software, ...]:
 
 def _check(client, shard: int, shards: int) -> None:
     if client is not None and not hasattr(client, "scatter"):
-        raise ValueError(f"client={shown(client)} must be a dask client")
-    if whole("shard", shard) >= whole("shards", shards, 1):
+        raise ValueError(f"client={short_repr(client)} must be a dask client")
+    if require_int("shard", shard) >= require_int("shards", shards, 1):
         raise ValueError(
             f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
         )
@@ -157,8 +157,8 @@ def _problem(
     case: Case, space, objective: str, top: int, parameters, usd_per_hour
 ) -> SearchProblem:
     price = case.cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    space = argument("space", space, Space, Space)
-    parameters = argument("parameters", parameters, Parameters, shipped)
+    space = require_type("space", space, Space, Space)
+    parameters = require_type("parameters", parameters, Parameters, shipped)
     stacks = stacks_of(case)
     case = replace(case, software=stacks[0]) if len(stacks) == 1 else case
     room_bytes = usable_bytes(case.cluster.device)

@@ -19,7 +19,7 @@ from itertools import product
 
 import numpy as np
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.legal import legal
@@ -141,7 +141,7 @@ class Space:
     def __post_init__(self):
         for name, values in vars(self).items():
             if name in ("quantised", "tp_beyond_node", "usual_interleave"):
-                argument(name, values, bool)
+                require_type(name, values, bool)
             elif values is not None or name not in _ANY:
                 object.__setattr__(self, name, _checked(name, values))
 

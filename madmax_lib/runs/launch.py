@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
@@ -88,7 +88,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     the end of the log of the rank that failed. See also: mm.RunSpec, mm.read_trace,
     mm.runs.read_run.
     """
-    return _launch(argument("spec", spec, RunSpec), directory, resolve(spec), check)
+    return _launch(require_type("spec", spec, RunSpec), directory, resolve(spec), check)
 
 
 def _launch(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.catalog.models import DLRM, Cluster, Model
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -100,14 +100,14 @@ def estimate(
             f"{case.model.name}: recommendation models have no closed form; use "
             "simulate"
         )
-    parameters = argument("parameters", parameters, Parameters, shipped)
-    policy = argument("policy", policy, Policy, Policy)
+    parameters = require_type("parameters", parameters, Parameters, shipped)
+    policy = require_type("policy", policy, Policy, Policy)
     if not many:
         enforce(rules_of(case), case.plan, case)
     counted = (
         not many or len(index) <= _COUNTED
         if fits is None
-        else argument("fits", fits, bool)
+        else require_type("fits", fits, bool)
     )
     if many:
         values = _rows_of_table(case, parameters, counted)

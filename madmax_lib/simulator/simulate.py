@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument, whole
+from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.catalog.models import DLRM, Cluster, Model, Transformer
@@ -99,9 +99,11 @@ def simulate(
         jitter,
     )
     case = Case.of_step(model, cluster, *step)
-    seed = whole("seed", seed)
-    parameters = argument("parameters", parameters, Parameters, partial(_default, case))
-    policy = argument("policy", policy, Policy, Policy)
+    seed = require_int("seed", seed)
+    parameters = require_type(
+        "parameters", parameters, Parameters, partial(_default, case)
+    )
+    policy = require_type("policy", policy, Policy, Policy)
     plan = case.plan
     if collectives is not None:
         parameters = replace(

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.intervals import (
     EMPTY,
     covered_before,
@@ -23,7 +23,12 @@ from madmax_lib.base.intervals import (
 )
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.kinds import collectives_of
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import (
+    BUSY_KINDS,
+    Timeline,
+    cached_per_timeline,
+    with_origin,
+)
 
 __all__ = [
     "breakdown",
@@ -36,7 +41,7 @@ __all__ = [
 __all__ += ["top_kernels"]
 
 
-@kept
+@cached_per_timeline
 def breakdown(timeline: Timeline) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank.
 
@@ -55,7 +60,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
     """
-    table = rank_breakdown(argument("timeline", timeline, Timeline))
+    table = rank_breakdown(require_type("timeline", timeline, Timeline))
     if (
         timeline.meta.source == "simulated"
         and timeline.meta.provenance.get("rules") != "hta"

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.atomic import replacing
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, joined
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "SPANS",
     "Meta",
     "Timeline",
+    "cached_per_timeline",
     "concat",
-    "kept",
     "with_origin",
 ]
 
@@ -341,7 +341,9 @@ class _Provenance(dict):
         return self
 
 
-def kept(analysis: Callable[[Timeline], _Tables]) -> Callable[[Timeline], _Tables]:
+def cached_per_timeline(
+    analysis: Callable[[Timeline], _Tables],
+) -> Callable[[Timeline], _Tables]:
     """An analysis that others build on: its tables are kept as long as its timeline
     lives, and copies are given out.
     """
@@ -349,7 +351,7 @@ def kept(analysis: Callable[[Timeline], _Tables]) -> Callable[[Timeline], _Table
 
     @wraps(analysis)
     def remembered(timeline: Timeline) -> _Tables:
-        if argument("timeline", timeline, Timeline) not in tables:
+        if require_type("timeline", timeline, Timeline) not in tables:
             tables[timeline] = analysis(timeline)
         result = tables[timeline]
         return (

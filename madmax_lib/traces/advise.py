@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.timeline.accounting import breakdown, exposed_s
 from madmax_lib.timeline.kinds import POINT_TO_POINT
@@ -55,7 +55,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     found, not that the run is fast. `.attrs["steps"]`: those that count, without
     warm-up and cut ones unless there are no others.
     """
-    timeline, counted = steady(argument("timeline", timeline, Timeline))
+    timeline, counted = steady(require_type("timeline", timeline, Timeline))
     whole = breakdown(timeline)
     ranks = max(len(whole), 1)
     steps = max(len(counted), 1)

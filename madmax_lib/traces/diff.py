@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.kinds import collective_names, collectives_of
@@ -60,8 +60,8 @@ def compare(
     without device work. labels: what to call the two, in `.attrs`, with their sources
     and provenance. See also: mm.breakdown, mm.traces.compare_ops, mm.traces.gate.
     """
-    a = argument("a", a, Timeline)
-    b = argument("b", b, Timeline)
+    a = require_type("a", a, Timeline)
+    b = require_type("b", b, Timeline)
     sides = [
         _means(timeline, *weights)
         for timeline, weights in zip((a, b), _weights(a, b), strict=True)

@@ -16,7 +16,7 @@ import pandas as pd
 from isal import igzip
 
 from madmax_lib.base.atomic import replacing
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
@@ -65,7 +65,7 @@ def export_trace(
     that is none. Files are written to temporary names first and renamed when all are
     complete. See also: mm.read_trace, mm.view_in_perfetto.
     """
-    argument("timeline", timeline, Timeline)
+    require_type("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory}: is not a directory")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument, number
+from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_names
@@ -135,7 +135,7 @@ def gate(
     threshold outside of 0..10, for timelines with fewer than four steps that count, of
     other ranks than the rest, or of files that were not read whole.
     """
-    if not 0 < number("threshold", threshold) < 10:
+    if not 0 < require_number("threshold", threshold) < 10:
         raise ValueError(
             f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %"
         )
@@ -498,7 +498,7 @@ def _several(name: str, side: Timeline | Sequence[Timeline]) -> list[Timeline]:
     timelines = list(side) if isinstance(side, (list, tuple)) else [side]
     if not timelines:
         raise ValueError(f"{name} is an empty list, not a recording")
-    return [argument(name, one, Timeline) for one in timelines]
+    return [require_type(name, one, Timeline) for one in timelines]
 
 
 def _place(row) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.base.fields import shown, whole
+from madmax_lib.base.fields import require_int, short_repr
 from madmax_lib.catalog.models import DLRM, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.planner import Space, codesign, lever_table, training, variants
@@ -315,7 +315,7 @@ def test_spellings_that_are_taken():
         laid(PLAN)["step_s"][0],
         laid("dp8")["step_s"][0],
     ]
-    assert whole("nodes", np.float32(2)) == 2 and "\n" not in shown(
+    assert require_int("nodes", np.float32(2)) == 2 and "\n" not in short_repr(
         pd.DataFrame({"a": range(9)})
     )
 

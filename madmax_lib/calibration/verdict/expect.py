@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-from madmax_lib.base.fields import argument, number
+from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.calibration.published.rows import model_flops
 from madmax_lib.calibration.verdict.explain import (
     Outlook,
@@ -165,7 +165,7 @@ def expect(
     >>> run.verdict, round(run.percentile)
     ('slow', 100)
     """
-    argument("timeline", timeline, Timeline | None)
+    require_type("timeline", timeline, Timeline | None)
     parameters = constants_of(cluster, parameters)
     case = Case.of_step(
         model,
@@ -189,7 +189,9 @@ def expect(
     }
     given["tflops"] = tflops
     named, measured_s = _measured_s(case, given, timeline)
-    outlook = Outlook.of(case, argument("parameters", parameters, Parameters, shipped))
+    outlook = Outlook.of(
+        case, require_type("parameters", parameters, Parameters, shipped)
+    )
     predicted_s = outlook.predicted_s
     high_s = outlook.predicted_s * outlook.factor
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
@@ -219,7 +221,7 @@ def _measured_s(
     exactly one.
     """
     stated = {
-        name: number(name, value, positive=True)
+        name: require_number(name, value, positive=True)
         for name, value in given.items()
         if value is not None
     }

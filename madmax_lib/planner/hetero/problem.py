@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument, whole
+from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
@@ -92,7 +92,9 @@ def given_or_made(given: HeteroProblem | None, inputs: dict) -> HeteroProblem:
             "them"
         )
     return (
-        problem(**inputs) if given is None else argument("given", given, HeteroProblem)
+        problem(**inputs)
+        if given is None
+        else require_type("given", given, HeteroProblem)
     )
 
 
@@ -128,12 +130,12 @@ def problem(
             if unknown[0] in _OF_MODEL
             else f"no input {unknown[0]}"
         )
-    global_batch = whole("global_batch", global_batch, 1)
+    global_batch = require_int("global_batch", global_batch, 1)
     model = None if model is None else catalog.model(model)
     listed = (
         [cluster]
         if isinstance(cluster, (Cluster, str))
-        else argument("cluster", cluster, Sequence | None) or []
+        else require_type("cluster", cluster, Sequence | None) or []
     )
     members = [one if isinstance(one, Node) else catalog.cluster(one) for one in listed]
     if cluster is not None and not members:
@@ -161,7 +163,7 @@ def problem(
         sequence = (
             getattr(model, "sequence", None)
             if given is None
-            else whole("sequence", given, 1)
+            else require_int("sequence", given, 1)
         )
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
         prices = simulated_prices(

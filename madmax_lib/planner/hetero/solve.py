@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument, is_whole, number
+from madmax_lib.base.fields import is_whole, require_number, require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import fleets
@@ -53,13 +53,13 @@ def plan(
     where no plan is feasible, with the reason.
     """
     given = given_or_made(given, inputs)
-    if not 1e-12 <= number("gap", gap) < 1:
+    if not 1e-12 <= require_number("gap", gap) < 1:
         raise ValueError(f"gap={gap} is not in 1e-12..1")
     gpus = given.fleets[0].size
     sizes = (
         _default_sizes(given)
         if groups is None
-        else argument("groups", groups, Sequence)
+        else require_type("groups", groups, Sequence)
     )
     if not sizes or not all(is_whole(size, 1) for size in sizes) or max(sizes) > gpus:
         raise ValueError(

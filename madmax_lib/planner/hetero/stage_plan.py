@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from madmax_lib.base.fields import whole
+from madmax_lib.base.fields import require_int
 
 __all__ = ["HeteroPlan"]
 
@@ -75,15 +75,17 @@ class HeteroPlan:
             return cls(
                 node_sequence=tuple(map(str, plan["node_sequence"])),
                 device_groups=tuple(
-                    whole("device_groups", gpus, 1) for gpus in plan["device_groups"]
+                    require_int("device_groups", gpus, 1)
+                    for gpus in plan["device_groups"]
                 ),
                 strategies=tuple(
-                    (whole("dp", dp, 1), whole("tp", tp, 1))
+                    (require_int("dp", dp, 1), require_int("tp", tp, 1))
                     for dp, tp in plan["strategies"]
                 ),
-                batches=whole("batches", plan["batches"], 1),
+                batches=require_int("batches", plan["batches"], 1),
                 layer_partition=tuple(
-                    whole("layer_partition", cut) for cut in plan["layer_partition"]
+                    require_int("layer_partition", cut)
+                    for cut in plan["layer_partition"]
                 ),
                 recompute=tuple(map(str, plan.get("recompute", ()))),
             )

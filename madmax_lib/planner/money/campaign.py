@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import number, whole
+from madmax_lib.base.fields import require_int, require_number
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -123,7 +123,7 @@ def campaign(
     """
     if (days is None) == (devices is None):
         raise ValueError("either days or devices says what is asked for")
-    if not number("sure", sure, positive=True) < 1:
+    if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
     case = Case.of_step(
@@ -132,16 +132,18 @@ def campaign(
     check_case(case)
     job = _Job(
         case,
-        number("tokens", tokens, positive=True),
+        require_number("tokens", tokens, positive=True),
         global_batch,
         stacks_of(case),
         parameters,
     )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
     if devices is not None:
-        rows = [_row(job, whole("devices", devices, 1), costs)]
+        rows = [_row(job, require_int("devices", devices, 1), costs)]
     else:
-        rows = _first_in_time(job, number("days", days, positive=True), sure, costs)
+        rows = _first_in_time(
+            job, require_number("days", days, positive=True), sure, costs
+        )
     table = pd.DataFrame(rows)
     table["in_time"] = norm.cdf(
         np.log((days or np.nan) / table["days"]) / _sigma(table)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument, number
+from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import search
@@ -34,7 +34,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     for name, factor in factors.items():
         if name not in _RESOURCES:
             raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
-        number(f"{name}: factor", factor, positive=True)
+        require_number(f"{name}: factor", factor, positive=True)
     get = dict.fromkeys(_RESOURCES, 1.0) | factors
     device = replace(
         cluster.device,
@@ -69,7 +69,7 @@ def codesign(
     `Space.quick()` if none is given.
     """
     cluster = catalog.cluster(cluster)
-    factors = argument("factors", factors, Iterable)
+    factors = require_type("factors", factors, Iterable)
     rows = [
         {
             "resource": "as it is",
@@ -123,16 +123,16 @@ def training(
     step where that is less sure, and a quarter more for energy.
     """
     cluster = catalog.cluster(cluster)
-    tokens = number("tokens", tokens, positive=True)
-    if "tokens_per_s" not in argument("table", table, pd.DataFrame):
+    tokens = require_number("tokens", tokens, positive=True)
+    if "tokens_per_s" not in require_type("table", table, pd.DataFrame):
         raise ValueError("table of plans: column 'tokens_per_s' is missing")
     price = (
         cluster.device.usd_per_hour
         if usd_per_hour is None
-        else number("usd_per_hour", usd_per_hour)
+        else require_number("usd_per_hour", usd_per_hour)
     )
     parameters = 0.0 if model is None else catalog.model(model).parameters
-    share = argument("goodput", goodput, Goodput, Goodput).share(
+    share = require_type("goodput", goodput, Goodput, Goodput).share(
         cluster.world_size, parameters
     )
     factor, width = practice()

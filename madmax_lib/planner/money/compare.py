@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.catalog.models import Cluster, Model, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -51,7 +51,7 @@ def variants(
         Plan.parse,
         [plans]
         if isinstance(plans, str | Plan)
-        else argument("plans", plans, Iterable),
+        else require_type("plans", plans, Iterable),
     ):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)

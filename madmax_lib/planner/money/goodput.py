@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import number, whole
+from madmax_lib.base.fields import require_int, require_number
 
 __all__ = ["Goodput", "practice", "published_totals"]
 
@@ -61,7 +61,7 @@ class Goodput:
     def __post_init__(self):
         facts = _facts()
         values = {
-            name: number(name, value)
+            name: require_number(name, value)
             for name, value in vars(self).items()
             if value is not None
         }
@@ -92,7 +92,7 @@ class Goodput:
         >>> round(goodput.share(16384, 405.85e9), 3), goodput.share(1024, 405.85e9) > 0.97
         (0.9, True)
         """
-        between_s = self.mtbf_s / whole("devices", devices, 1)
+        between_s = self.mtbf_s / require_int("devices", devices, 1)
         checkpoint_s = self.checkpoint_s(devices, parameters)
         apart_s = math.sqrt(2 * checkpoint_s * between_s)
         lost_s = self.restart_s + apart_s / 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.fields import argument, shown, whole
+from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.catalog.software import Software
@@ -76,17 +76,17 @@ def tune(
     >>> str(tune("gpt2-large", "dgx-a100", launch=lambda plan: seconds[str(plan)], **case).best)
     'dp8.z1'
     """
-    trials = whole("trials", trials, 1)
+    trials = require_int("trials", trials, 1)
     case = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     case |= {"software": software, "parameters": parameters}
     if isinstance(launch, RunSpec):
-        if not str(argument("directory", directory, str | Path)):
+        if not str(require_type("directory", directory, str | Path)):
             raise ValueError("directory='' names no folder for the runs")
         launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
     elif not callable(launch):
         raise ValueError(
-            f"launch={shown(launch)} must be a callable of a Plan, or a RunSpec"
+            f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"
         )
     tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
     todo = min(trials - len(tuner.trials), tuner.left)

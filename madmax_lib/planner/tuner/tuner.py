@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import argument, is_number, shown, whole
+from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -82,7 +82,7 @@ class Tuner:
         seed: int = 0,
         state: str | Path | None = None,
     ):
-        parameters = argument(
+        parameters = require_type(
             "parameters", constants_of(cluster, parameters), Parameters, shipped
         )
         software = parameters.software if software is None else software
@@ -90,7 +90,7 @@ class Tuner:
             model, cluster, Plan(), global_batch, sequence, dtype, software
         )
         self._parameters = parameters
-        self._seed = whole("seed", seed)
+        self._seed = require_int("seed", seed)
         self._plans: dict[str, Plan] = {}
         self._told: list[tuple[str, float]] = []
         self._asked: list[str] = []
@@ -100,7 +100,7 @@ class Tuner:
                 f"plans: none can be laid out; the first: {self._reasons[0]}"
             )
         self._path = (
-            None if state is None else Path(argument("state", state, str | Path))
+            None if state is None else Path(require_type("state", state, str | Path))
         )
         if self._path is not None and self._path.exists():
             for text, step_s in _read(self._path, self._digest):
@@ -143,7 +143,7 @@ class Tuner:
             or math.isinf(seconds)
         ):
             raise ValueError(
-                f"step_s={shown(step_s)} must be seconds above 0, or None for a plan "
+                f"step_s={short_repr(step_s)} must be seconds above 0, or None for a plan "
                 "that failed"
             )
         self._record(Plan.parse(plan), float(seconds))
@@ -290,7 +290,7 @@ class Tuner:
 def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
     """Plans of a list or a table, each once."""
     if not isinstance(plans, str | Plan | pd.DataFrame):
-        plans = list(argument("plans", plans, Iterable))
+        plans = list(require_type("plans", plans, Iterable))
     columns, index = plans_of(plans)
     if index is None:
         return [columns]
@@ -377,7 +377,7 @@ def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:
             for _, step_s in told
             if step_s is not None and not is_number(step_s, 1e-300)
         ]:
-            raise ValueError(f"{shown(wrong[0])} is no time above 0")
+            raise ValueError(f"{short_repr(wrong[0])} is no time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no state of a tuning ({error!r}); remove it to begin again"

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument, is_number, shown
+from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -130,9 +130,9 @@ def memory(
     """
     if not (is_number(trainable) and trainable <= 1):
         raise ValueError(
-            f"trainable={shown(trainable)} must be a share of the parameters, 0..1"
+            f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"
         )
-    argument("fused_loss", fused_loss, bool)
+    require_type("fused_loss", fused_loss, bool)
     case = Case(
         model,
         cluster,
@@ -340,7 +340,7 @@ def usable_bytes(device: Device) -> float:
     """Memory a process can have: the share that was published of a device of this name,
     else what the device has.
     """
-    name = argument("device", device, Device).name
+    name = require_type("device", device, Device).name
     return (
         _published_shares(os.environ.get(catalog.USER_FOLDER)).get(name, 1.0)
         * device.memory_bytes

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import argument, shown
+from madmax_lib.base.fields import require_type, short_repr
 from madmax_lib.base.units import format_bytes
 from madmax_lib.catalog.models import Cluster, Model, Transformer
 from madmax_lib.catalog.software import Software
@@ -188,7 +188,7 @@ def fits(
     cluster = case.cluster
     plan = case.plan
     enforce(rules_of(case), plan, case)
-    policy = argument("policy", policy, Policy, Policy)
+    policy = require_type("policy", policy, Policy, Policy)
     share = float("nan")
     room = room_bytes(cluster, plan)
     if plan.offload is None:
@@ -291,7 +291,7 @@ def moments(
         raise ValueError(
             f"moments are those of an offloaded step, but {plan} offloads nothing"
         )
-    policy = argument("policy", policy, Policy, Policy)
+    policy = require_type("policy", policy, Policy, Policy)
     case = normalised(case)
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
@@ -364,7 +364,7 @@ def largest_model(
     """
     if method not in list(_SIZE_METHODS):
         raise ValueError(
-            f"method={shown(method)} is not one of {', '.join(_SIZE_METHODS)}"
+            f"method={short_repr(method)} is not one of {', '.join(_SIZE_METHODS)}"
         )
     cluster = catalog.cluster(cluster)
     choices, static = _SIZE_METHODS[method]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import owned
 from madmax_lib.simulator.costs.inputs import Steps
@@ -55,7 +55,7 @@ def best_offload(
     needs to know, and the times of that share alone. Raises ValueError when no share
     fits, with what is missing.
     """
-    policy = argument("policy", policy, Policy, Policy)
+    policy = require_type("policy", policy, Policy, Policy)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
     shares = (
         shares[shares > 0] if policy.share is None else shares

@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import is_number, number, shown
+from madmax_lib.base.fields import is_number, require_number, short_repr
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
@@ -115,9 +115,9 @@ class Policy:
 
     def __post_init__(self):
         if self.share is not None and not (is_number(self.share) and self.share <= 1):
-            raise ValueError(f"share={shown(self.share)} is not in 0..1")
+            raise ValueError(f"share={short_repr(self.share)} is not in 0..1")
         if self.gradient_bytes is not None:
-            number("gradient_bytes", self.gradient_bytes)
+            require_number("gradient_bytes", self.gradient_bytes)
 
     def method(self, plan: Plan) -> Method:
         """The plan's method with what this policy changes."""

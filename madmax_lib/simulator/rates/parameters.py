@@ -20,7 +20,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import replacing
-from madmax_lib.base.fields import argument, is_number, shown
+from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 
 __all__ = [
@@ -96,14 +96,14 @@ class Parameters:
     def __post_init__(self):
         for name in _SHARES:
             if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
-                raise ValueError(f"{name}={shown(value)} is not in (0, 1]")
-        argument("constants", self.constants, Mapping)
+                raise ValueError(f"{name}={short_repr(value)} is not in (0, 1]")
+        require_type("constants", self.constants, Mapping)
         if self.links and not (
             len(self.links) == 2
             and all(is_number(rate) and rate > 0 for rate in self.links)
         ):
             raise ValueError(
-                f"links={shown(self.links)} must be two positive rates in bytes/s, "
+                f"links={short_repr(self.links)} must be two positive rates in bytes/s, "
                 "or none"
             )
         for name, value in self.constants.items():
@@ -111,7 +111,7 @@ class Parameters:
                 value != value
             ):  # arrays: many machines at once
                 raise ValueError(
-                    f"constant {name!r} is {shown(value)}, but must be a number"
+                    f"constant {name!r} is {short_repr(value)}, but must be a number"
                 )
         if unknown := set(self.constants) - set(bounds().index):
             raise ValueError(

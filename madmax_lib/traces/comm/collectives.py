@@ -24,7 +24,7 @@ from madmax_lib.timeline.accounting import (
     exposed_by_collective as exposed_by_name,
     exposed_ns,
 )
-from madmax_lib.timeline.timeline import Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 
@@ -52,7 +52,7 @@ _TELLS = (
 _TIMES = {"total_s": "sum", "mean_s": "mean", "min_s": "min", "max_s": "max"}
 
 
-@kept
+@cached_per_timeline
 def calls(timeline: Timeline) -> pd.DataFrame:
     """One row per communication span, in order of the spans.
 
@@ -108,7 +108,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
 
 
-@kept
+@cached_per_timeline
 def arrivals(timeline: Timeline) -> pd.DataFrame:
     """The calls that are matched across ranks, one row per call and rank, sorted by
     call and rank.

@@ -9,7 +9,7 @@ use); all rows of a message are as long.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 
@@ -26,7 +26,7 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
     of the calls, weighted by their bytes, and the "worst". Empty without recorded
     splits.
     """
-    records = argument("timeline", timeline, Timeline).side_tables["calls"]
+    records = require_type("timeline", timeline, Timeline).side_tables["calls"]
     recorded = ((records["in_splits"] != "") | (records["out_splits"] != "")).any()
     row = np.flatnonzero((timeline.spans["kind"] == "comm") & recorded)
     told = call_metadata(timeline, row).assign(

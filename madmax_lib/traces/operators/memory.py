@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 
@@ -108,7 +108,7 @@ def allocations(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table[[*_POOL, *columns]].reset_index(drop=True), timeline)
 
 
-@kept
+@cached_per_timeline
 def peak(timeline: Timeline) -> pd.DataFrame:
     """The most memory in use on each device: rank, device, peak_bytes, time_s, step,
     before_bytes, reserved_bytes,

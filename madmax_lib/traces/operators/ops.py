@@ -15,7 +15,12 @@ import pandas as pd
 
 from madmax_lib.base.intervals import pack, union
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import (
+    BUSY_KINDS,
+    Timeline,
+    cached_per_timeline,
+    with_origin,
+)
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.waits.launch import device_work
@@ -234,7 +239,7 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
     return with_origin(table, timeline)
 
 
-@kept
+@cached_per_timeline
 def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One row per call of an operator, and `device_work` with the call that each is
     launched in (position, -1 without).

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
@@ -63,7 +63,7 @@ def read_trace(
     reason for what is no trace, or of another job (`jobs`). See also: mm.breakdown,
     mm.plot_timeline, mm.compare, mm.traces.advise, mm.dataset.
     """
-    argument("source", source, str | Path | list | tuple)
+    require_type("source", source, str | Path | list | tuple)
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     in_folder = not listed and Path(source).expanduser().is_dir()

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.intervals import pack, total
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import Timeline, with_origin
@@ -37,7 +37,7 @@ def batches(timeline: Timeline) -> pd.DataFrame:
     host. period_s: to the next batch, NaN for the last. device_s: time in which kernels
     run that it has launched. tokens_per_s: over the period, of the last over wall_s.
     """
-    spans = argument("timeline", timeline, Timeline).spans
+    spans = require_type("timeline", timeline, Timeline).spans
     marks = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     told = {name: batch for name in marks["name"].unique() if (batch := _told(name))}
     own = [name for name in told if _VLLM.match(name)] or list(

@@ -12,7 +12,7 @@ import pandas as pd
 
 from madmax_lib.base.intervals import covered_before, pack, union
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.waits.launch import device_work
 
 __all__ = ["idle", "launch_bound"]
@@ -72,7 +72,7 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     return with_origin(table, timeline)
 
 
-@kept
+@cached_per_timeline
 def launch_bound(timeline: Timeline) -> pd.DataFrame:
     """Device time that would be gained if launches, or all host work, were free; one
     row per rank and step.

@@ -15,7 +15,12 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import (
+    BUSY_KINDS,
+    Timeline,
+    cached_per_timeline,
+    with_origin,
+)
 
 __all__ = [
     "device_work",
@@ -37,7 +42,7 @@ _SYNCS = (
 )  # HTA's reading takes them for kernels
 
 
-@kept
+@cached_per_timeline
 def device_work(timeline: Timeline) -> pd.DataFrame:
     """Spans of work on device streams, by rank, stream and start, with the row of their
     launch.

@@ -13,10 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, kept, with_origin
+from madmax_lib.timeline.timeline import (
+    BUSY_KINDS,
+    Timeline,
+    cached_per_timeline,
+    with_origin,
+)
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.waits.launch import device_work
@@ -47,7 +52,7 @@ _SLOWER = 0.1
 _NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
 
 
-@kept
+@cached_per_timeline
 def steps(timeline: Timeline) -> pd.DataFrame:
     """Every step of every rank: rank, step, wall_s, period_s, the columns of
     `breakdown`, annotated, cut, warmup.
@@ -195,7 +200,7 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     table = (
         steps(table)
         if isinstance(table, Timeline)
-        else argument("table", table, pd.DataFrame)
+        else require_type("table", table, pd.DataFrame)
     )
     if not {"warmup", "cut"} <= set(table):
         raise ValueError(

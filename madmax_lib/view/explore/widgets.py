@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import format_s
 from madmax_lib.timeline.accounting import breakdown_between
 from madmax_lib.timeline.timeline import Timeline
@@ -78,7 +78,7 @@ class TimelineView:
     def show(self, *timelines: Timeline, titles: Sequence[str] = ()) -> None:
         """Put other timelines into the same canvas; the selection is dropped."""
         for timeline in timelines:
-            argument("timeline", timeline, Timeline)
+            require_type("timeline", timeline, Timeline)
         titles = tuple(titles) or tuple(map(_title, timelines))
         about, data = columns(timelines, titles)
         self.timelines = timelines

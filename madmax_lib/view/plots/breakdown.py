@@ -5,7 +5,7 @@ communication and waiting.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import NS_PER_S, format_s
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.view import drawing as draw
@@ -41,7 +41,7 @@ def plot_timeline(
     Raises ValueError for a step that the timeline does not have.
     See also: mm.view_timeline, mm.view_in_perfetto, mm.save_figure.
     """
-    argument("timeline", timeline, Timeline)
+    require_type("timeline", timeline, Timeline)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):

@@ -14,7 +14,7 @@ import numpy as np
 
 from madmax_lib import __version__
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import argument
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steady
@@ -65,7 +65,7 @@ def report(
     beside: another run to compare with, called `other`. Raises ValueError for a
     timeline without a span.
     """
-    if not len(argument("timeline", timeline, Timeline)):
+    if not len(require_type("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
     whole = timeline
     (timeline, _) = steady(timeline)
