@@ -104,8 +104,8 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
 
 
 def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
-    """What keeps a job from going on, causes first; empty where the ranks agree and all
-    is done.
+    """Findings that keep a job from going on, causes first; empty where the ranks agree
+    and all is done.
 
     finding: no dump, missing (did not make the call), other call, other sizes, other
     dtype, other order, not done, unpaired (a send without its receive, or the other
@@ -137,17 +137,19 @@ def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame(
         findings, columns=["finding", "ranks", "group", "sequence", "text", "frame"]
     )
-    waits = [
-        _waits_elsewhere(calls, ranks, group)
-        for ranks, group in zip(table["ranks"], table["group"], strict=True)
-    ]
+    # who has a call open in another group waits there; its absence here is a consequence
+    open_calls = calls[~calls["done"]]
+    waits = []
+    for ranks, group in zip(table["ranks"], table["group"], strict=True):
+        stuck = set(open_calls.loc[open_calls["group"] != group, "rank"])
+        waits.append(bool(group) and {int(rank) for rank in ranks.split(",")} <= stuck)
     table.insert(4, "cause", ~np.array(waits, dtype=bool))
     return table.sort_values("cause", ascending=False, kind="stable", ignore_index=True)
 
 
 def lateness(calls: pd.DataFrame) -> pd.DataFrame:
-    """How much later than the first rank of its group does each rank call, the latest
-    on average first?
+    """Delay of each rank behind the first of its group to call, the latest on average
+    first.
 
     rank, group; calls: made by all ranks of the group; mean_s, median_s, max_s. Clocks
     of hosts are shifted by the median difference of the ends of collectives, where the
@@ -253,9 +255,9 @@ def _mismatch(
     ]
     if finding == "other call" and not tie:
         after = group[group["sequence"] == sequence + 1].set_index("rank")["collective"]
-        own = call.set_index("rank")["collective"]
+        called = call.set_index("rank")["collective"]
         if all(after.get(rank) == counts[0][0] for rank in odd) and any(
-            after.get(r) == own[odd[0]] for r in own.index
+            after.get(r) == called[odd[0]] for r in called.index
         ):
             finding = "other order"
     where = call["collective"].iloc[0] if column != "collective" else "call"
@@ -272,11 +274,11 @@ def _mismatch(
 def _unpaired(group: pd.DataFrame, calls: pd.DataFrame) -> list[dict]:
     """Sends and receives that are still open and lack the other side, by pair in order."""
     pairs = group["collective"].str.extract(r"^(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
-    own = pairs[1].astype(float)
-    other = pairs[2].astype(float)
+    caller = pairs[1].astype(float)
+    peer = pairs[2].astype(float)
     sends = pairs[0] == "send"
-    source = own.where(sends, other)
-    target = other.where(sends, own)
+    source = caller.where(sends, peer)
+    target = peer.where(sends, caller)
     findings = []
     for (start, end), rows in group.groupby([source, target]):
         count = int(sends[rows.index].sum()) * 2 - len(rows)
@@ -297,12 +299,6 @@ def _unpaired(group: pd.DataFrame, calls: pd.DataFrame) -> list[dict]:
                 )
             )
     return findings
-
-
-def _waits_elsewhere(calls: pd.DataFrame, ranks: str, group: str) -> bool:
-    """Whether all of these ranks have a call of another group that is not done."""
-    stuck = set(calls.loc[~calls["done"] & (calls["group"] != group), "rank"])
-    return bool(group) and {int(rank) for rank in ranks.split(",")} <= stuck
 
 
 def _finding(
