@@ -1,5 +1,5 @@
-"""How well did the steps just recorded overlap? A line per rank, printed by a training
-loop of somebody else.
+"""A line per rank on the steps just recorded, printed by a training loop of somebody
+else.
 
 `on_trace_ready` is for torch.profiler, `after_trace` for torchtitan's
 trace_post_processor, `hf_callback` and `lightning_callback` for the trainers of Hugging
@@ -11,44 +11,40 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from madmax_lib.base.units import format_s
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.side_tables import SideTables
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.operators.roofline import mfu
-from madmax_lib.traces.read.side_tables import read_side_tables
-from madmax_lib.traces.read.timeline_rows import read_file
-from madmax_lib.traces.waits.step_times import unmarked
 
 __all__ = ["after_trace", "hf_callback", "lightning_callback", "on_trace_ready"]
 
+# Five steps to settle (allocator, autotuning), two under a profiler that warms up.
 _SCHEDULE = {"wait": 5, "warmup": 2, "active": 3, "repeat": 1}
 
 
 def on_trace_ready(directory: str | Path) -> Callable[[object], None]:
-    """For `torch.profiler.profile(on_trace_ready=...)`: write rankN_stepM.json into the
-    directory, and print its line.
+    """Handler of `torch.profiler.profile(on_trace_ready=...)`: writes rankN_stepM.json
+    into the directory, and prints its line.
 
     The line has the time of a step, how much of the communication compute hides, what
     is exposed, idle time and MFU.
     """
 
-    def ready(prof) -> None:
-        _print_of(lambda: _written(prof, Path(directory)))
+    def write(prof) -> Path:
+        path = Path(directory) / f"rank{_rank()}_step{prof.step_num}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prof.export_chrome_trace(str(path))
+        return path
 
-    return ready
+    # the trace is written inside the guard: a full disk may not end the loop either
+    return lambda prof: _safely(lambda: _print_summary(write(prof)))
 
 
 def after_trace(trace_path: str | Path) -> None:
     """Print the line of a trace that has been written: torchtitan's
     `Function.Config(fn=after_trace)`.
     """
-    _print_of(lambda: Path(trace_path))
+    _safely(lambda: _print_summary(trace_path))
 
 
 def hf_callback(directory: str | Path, **schedule: int):
@@ -65,14 +61,9 @@ def lightning_callback(directory: str | Path, **schedule: int):
     """The same for a Lightning `Trainer`, of the package lightning or
     pytorch_lightning, whichever is loaded.
     """
-    package = next(
-        (
-            name
-            for name in ("lightning.pytorch", "pytorch_lightning")
-            if name in sys.modules
-        ),
-        "lightning",
-    )
+    # Lightning checks the class of its callbacks, and the two packages have one each
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    package = next((name for name in packages if name in sys.modules), "lightning")
     return _callback(import_module(package).Callback, directory, schedule)
 
 
@@ -81,71 +72,53 @@ class _Hooks:
     trainers.
     """
 
+    _profiler = None
+
     def on_train_begin(self, *_, **__) -> None:
         _safely(self._begin)
 
     def on_step_end(self, *_, **__) -> None:
-        _safely(self._step)
+        if self._profiler is not None:
+            _safely(self._profiler.step)
 
     def on_train_end(self, *_, **__) -> None:
-        _safely(self._end)
+        profiler = self._profiler
+        self._profiler = None  # a hook that comes late finds none
+        if profiler is not None:
+            _safely(profiler.stop)
+
+    # Lightning's words for the same moments
+    on_train_start = on_train_begin
 
     def on_train_batch_end(self, *_, **__) -> None:
-        _safely(self._step)
-
-    on_train_start = on_train_begin
-    _profiler = None
+        self.on_step_end()
 
     def _begin(self) -> None:
         profiler = sys.modules["torch"].profiler
-        when = profiler.schedule(**_SCHEDULE | self._schedule)
         self._profiler = profiler.profile(
-            schedule=when,
+            schedule=profiler.schedule(**_SCHEDULE | self._schedule),
             on_trace_ready=on_trace_ready(self._directory),
-            record_shapes=True,
+            record_shapes=True,  # MFU counts FLOPs from them
         )
         self._profiler.start()
 
-    def _step(self) -> None:
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def _end(self) -> None:
-        profiler = self._profiler
-        self._profiler = None
-        if profiler is not None:
-            profiler.stop()
-
 
 def _callback(base: type, directory: str | Path, schedule: dict[str, int]):
-    if unknown := schedule.keys() - {*_SCHEDULE, "skip_first"}:
-        raise ValueError(
-            f"{min(unknown)} is not one of {', '.join([*_SCHEDULE, 'skip_first'])}"
-        )
-    return type(
-        "TraceCallback",
-        (_Hooks, base),
-        {"_directory": directory, "_schedule": schedule},
-    )()
+    names = [*_SCHEDULE, "skip_first"]
+    if unknown := schedule.keys() - {*names}:
+        raise ValueError(f"{min(unknown)} is not one of {', '.join(names)}")
+    fields = {"_directory": directory, "_schedule": schedule}
+    # the base class is known only here, when the trainer's package is loaded
+    return type("TraceCallback", (_Hooks, base), fields)()
 
 
 def _safely(act: Callable[[], None]) -> None:
+    """Call, and print what it raises: a summary is not worth a training run."""
     try:
         act()
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"madmax: no summary of the trace: {text}", file=sys.stderr, flush=True)
-
-
-def _print_of(write: Callable[[], Path]) -> None:
-    _safely(lambda: print(_line(write()), flush=True))
-
-
-def _written(prof, directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"rank{_rank()}_step{prof.step_num}.json"
-    prof.export_chrome_trace(str(path))
-    return path
 
 
 def _rank() -> int:
@@ -155,47 +128,53 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _line(path: Path) -> str:
-    """What a trace says, on one line."""
-    with warnings.catch_warnings(record=True) as caught:
+def _print_summary(path: str | Path) -> None:
+    # late, and by the front door: analyses and pandas load when a trace is there
+    import madmax_lib as mm
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the reader; the line tells what matters
+        timeline = mm.read_trace(path)
+    (rank,) = timeline.ranks
+    steps = timeline.steps
+    measured = timeline.meta.source == "measured"
+    unmarked = (
+        measured and steps == [0] and not mm.traces.steps(timeline)["annotated"].any()
+    )
+    if steps:
+        timeline = timeline.select(steps=steps)
+    with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
-        timeline = read_file(path, "", hta=False, user_kinds=None)
-        (rank,) = timeline.ranks
-        timeline = replace(
-            timeline, side_tables=SideTables(partial(read_side_tables, path, rank))
-        )
-        timeline = timeline.select(steps=timeline.steps) if timeline.steps else timeline
-        used = mfu(timeline)["mfu"].median()
-    (row,) = breakdown(timeline).to_dict("records")
-    why = next(
-        (str(warning.message).partition(":")[0] for warning in caught),
-        "few FLOPs are known",
-    )
-    return (
-        f"madmax: rank {rank}, {_times(timeline, row)}, MFU "
-        f"{f'{used:.1%}' if used == used else f'unknown ({why})'}"
+        mfu = mm.traces.mfu(timeline)["mfu"].median()
+    if mfu == mfu:  # not NaN
+        mfu_text = f"{mfu:.1%}"
+    else:
+        messages = [str(reason.message).partition(":")[0] for reason in reasons]
+        mfu_text = f"unknown ({(messages or ['few FLOPs are known'])[0]})"
+    (row,) = mm.breakdown(timeline).to_dict("records")
+    count = max(len(steps), 1)
+    times = _times_text(row, count)
+    if unmarked:
+        times += " (no step marks: the whole recording counts as one step)"
+    idle = row["idle_s"] / max(row["total_s"], 1e-12)
+    comm = _comm_text(row, count)
+    print(
+        f"madmax: rank {rank}, {times}: {comm}, {idle:.0%} idle, MFU {mfu_text}",
+        flush=True,
     )
 
 
-def _times(timeline: Timeline, row: dict) -> str:
-    steps = max(len(timeline.steps), 1)
-    total_s = max(row["total_s"], 1e-12)
-    comm = "no communication"
-    if row["comm_s"] > 0:
-        comm = (
-            f"{row['overlap']:.0%} of {format_s(row['comm_s'] / steps)} "
-            "communication under compute, "
-        )
-        comm += (
-            f"{format_s(row['exposed_comm_s'] / steps)} exposed "
-            f"({row['exposed_comm_s'] / total_s:.1%})"
-        )
-    several = (
-        f"{steps} steps of {format_s(total_s / steps)}"
-        if steps > 1
-        else f"a step of {format_s(total_s)}"
-    )
-    several += " (no step marks: the whole recording counts as one step)" * unmarked(
-        timeline
-    )
-    return f"{several}: {comm}, {row['idle_s'] / total_s:.0%} idle"
+def _times_text(row: dict, steps: int) -> str:
+    step = format_s(max(row["total_s"], 1e-12) / steps)
+    return f"{steps} steps of {step}" if steps > 1 else f"a step of {step}"
+
+
+def _comm_text(row: dict, steps: int) -> str:
+    """Communication of a step, the part under compute and the part exposed."""
+    if not row["comm_s"]:
+        return "no communication"
+    comm = format_s(row["comm_s"] / steps)
+    exposed = format_s(row["exposed_comm_s"] / steps)
+    share = row["exposed_comm_s"] / max(row["total_s"], 1e-12)
+    hidden = f"{row['overlap']:.0%} of {comm} communication under compute"
+    return f"{hidden}, {exposed} exposed ({share:.1%})"
