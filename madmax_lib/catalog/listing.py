@@ -158,7 +158,7 @@ def _model_row(model: Model) -> dict:
             "encoder-decoder"
             if model.decoder_sequence
             else "hybrid"
-            if model.attends
+            if model.all_blocks.has_attention
             else "state-space"
         )
     names = (

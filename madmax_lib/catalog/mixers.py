@@ -1,12 +1,15 @@
-"""Which blocks can a layer have, and what is a state-space mixer? Letters of blocks,
-and sizes of Mamba's.
+"""Sizes of state-space mixers: Mamba's weights, FLOPs, and what a backward pass needs.
 
-A usual layer is "*-", a mixture of experts "*E". Nemotron-H has layers of one block
-each, T5's decoder has "*x-".
+The letters in the formulas: Q tokens of a chunk, N = mixer_state, G = mixer_groups,
+D = mixer_channels, H = mixer_heads [Mamba-2, arXiv 2405.21060; Mamba-1, 2312.00752].
 """
 
+from typing import NamedTuple
+
+from madmax_lib.catalog.blocks import BlockKind, Blocks
+
 __all__ = [
-    "check_blocks",
+    "Matrix",
     "chunk_elements",
     "mixer_elements",
     "mixer_matrices",
@@ -14,137 +17,66 @@ __all__ = [
     "scan_flops",
 ]
 
-# tokens that Mamba-2's kernels multiply at once [state-spaces/mamba, Mamba2:
-# chunk_size]
+# tokens that Mamba-2's kernels multiply at once [state-spaces/mamba, Mamba2: chunk_size]
 _CHUNK = 256
-_LETTERS = {  # of Megatron-Core's hybrid patterns, but for x and m
-    "*": ("attention", ()),
-    "x": ("attention to the encoder", ("decoder_sequence", "sequence")),
-    "-": ("feed-forward part", ("ffn",)),
-    "E": ("experts", ("experts",)),
-    "M": (
-        "Mamba-2 [arXiv 2405.21060]",
-        ("mixer_channels", "mixer_state", "mixer_heads", "mixer_groups", "mixer_conv"),
-    ),
-    "m": (
-        "Mamba-1 [arXiv 2312.00752]",
-        ("mixer_channels", "mixer_state", "mixer_rank", "mixer_conv"),
-    ),
-}
-_OTHERWISE = (
-    "dense_layers",
-    "moe_every",
-    "window",
-    "image",
-    "kv_lora_rank",
-)  # what a usual stack says
 
 
-def check_blocks(model) -> None:
-    """Raises ValueError for blocks of a model that are none, or lack a size."""
-    name = model.name
-    words = model.blocks.split()
-    if (model.decoder_sequence > 0) != ("x" in model.blocks):
-        raise ValueError(
-            f"{name}: decoder_sequence={model.decoder_sequence} and blocks with x "
-            "belong together"
-        )
-    if not model.blocks:
-        return
-    if not words or model.layers % len(words):
-        raise ValueError(
-            f"{name}: blocks are {len(words)} words, which {model.layers} layers do "
-            "not repeat evenly"
-        )
-    letters = dict.fromkeys("".join(words))
-    if unknown := [letter for letter in letters if letter not in _LETTERS]:
-        raise ValueError(
-            f"{name}: blocks have {unknown[0]!r}, which is none of {' '.join(_LETTERS)}"
-        )
-    missing = [
-        (size, letter)
-        for letter in letters
-        for size in _LETTERS[letter][1]
-        if not getattr(model, size)
-    ]
-    if missing:
-        raise ValueError(
-            f"{name}: blocks have {_LETTERS[missing[0][1]][0]}, but {missing[0][0]}=0"
-        )
-    other = next(
-        (field for field in _OTHERWISE if getattr(model, field)),
-        "" if "E" in letters else "experts",
-    )
-    if other and getattr(model, other):
-        raise ValueError(
-            f"{name}: {other}={getattr(model, other)} does not go with "
-            f"blocks={model.blocks!r}"
-        )
-    if {"M", "m"} <= set(letters):
-        raise ValueError(f"{name}: blocks have Mamba-1 and Mamba-2, whose sizes differ")
-    groups = model.mixer_groups or 1
-    if "M" in letters and (
-        model.mixer_channels % model.mixer_heads or model.mixer_heads % groups
-    ):
-        sizes = f"mixer_heads={model.mixer_heads} and mixer_groups={groups}"
-        raise ValueError(
-            f"{name}: {sizes} must divide mixer_channels={model.mixer_channels} and "
-            "the heads"
-        )
-    if "x" in letters and ["x" in word for word in model.words] != sorted(
-        "x" in word for word in model.words
-    ):
-        raise ValueError(
-            f"{name}: blocks have layers of the encoder behind one of the decoder"
-        )
+class Matrix(NamedTuple):
+    """A weight of a product: `outputs` = `inputs` times the matrix."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the matrix; a token takes 2 FLOPs for each."""
+        return self.inputs * self.outputs
 
 
-def mixer_matrices(model, letter: str) -> tuple[tuple[str, int, int], ...]:
-    """(name, inputs, outputs) of the weights of a mixer."""
+def mixer_matrices(model, block: BlockKind) -> tuple[Matrix, ...]:
+    """The weights of a mixer's products, the one into it first, the one out last."""
     inner = model.mixer_channels
     state = model.mixer_state
     rank = model.mixer_rank
-    out = ("mixer out", inner, model.hidden)
-    if letter == "M":  # gate, input, B and C of the groups, dt of the heads
-        return (
-            "mixer in",
-            model.hidden,
-            2 * inner + 2 * model.mixer_groups * state + model.mixer_heads,
-        ), out
-    x = ("mixer x", inner, rank + 2 * state)
-    dt = ("mixer dt", rank, inner)
-    return ("mixer in", model.hidden, 2 * inner), x, dt, out
+    out = Matrix("mixer out", inner, model.hidden)
+    if block == BlockKind.MAMBA_2:
+        # gate and input (2 D), B and C of the groups (2 G N), dt of the heads (H)
+        columns = 2 * inner + 2 * model.mixer_groups * state + model.mixer_heads
+        return Matrix("mixer in", model.hidden, columns), out
+    # B, C and dt, of low rank, come from what the convolution leaves
+    x = Matrix("mixer x", inner, rank + 2 * state)
+    dt = Matrix("mixer dt", rank, inner)
+    matrices = (Matrix("mixer in", model.hidden, 2 * inner), x, dt, out)
+    return matrices
 
 
-def mixer_parameters(model, letter: str) -> int:
-    """Of one mixer: weights, convolution, A, D, bias of dt, and Mamba-2's norm of what
-    leaves it.
+def mixer_parameters(model, block: BlockKind) -> int:
+    """Parameters of one mixer: weights, convolution, A, D, bias of dt, and Mamba-2's
+    norm of what leaves it.
     """
     inner = model.mixer_channels
     state = model.mixer_state
-    heads = model.mixer_heads
-    products = sum(
-        inputs * outputs for _, inputs, outputs in mixer_matrices(model, letter)
-    )
-    if letter == "M":
-        own = (
-            model.mixer_conv * (inner + 2 * model.mixer_groups * state)
-            + 3 * heads
-            + inner
-        )
+    if block == BlockKind.MAMBA_2:
+        convolved = inner + 2 * model.mixer_groups * state
+        # A, D and the bias of dt are one number a head; the norm has D weights
+        vectors = 3 * model.mixer_heads + inner
     else:
-        own = model.mixer_conv * inner + (state + 2) * inner
-    return products + own + model.other_mixer_parameters
+        convolved = inner
+        vectors = (state + 2) * inner  # A is (D, N)
+    products = sum(matrix.parameters for matrix in mixer_matrices(model, block))
+    convolution = model.mixer_conv * convolved
+    return products + convolution + vectors + model.other_mixer_parameters
 
 
-def scan_flops(model, letter: str, sequence: float) -> float:
+def scan_flops(model, block: BlockKind, sequence: float) -> float:
     """FLOPs per token of the products in a scan, forward; Mamba-1's has none.
 
-    In chunks of Q tokens, N = mixer_state: scores C B^T of the groups and their product
-    with X, the states that a chunk leaves, and what it takes from the one before [arXiv
-    2405.21060, section 6].
+    In chunks of Q tokens: scores C B^T of the groups and their product with X,
+    2 Q (G N + D); the states that a chunk leaves, and what it takes from the one
+    before, 4 N D [arXiv 2405.21060, section 6].
     """
-    if letter == "m":
+    if block == BlockKind.MAMBA_1:
         return 0.0
     chunk = min(_CHUNK, sequence)
     inner = model.mixer_channels
@@ -157,13 +89,12 @@ def chunk_elements(model, sequence: float) -> float:
     scores, and states twice.
     """
     chunk = min(_CHUNK, sequence)
-    return 2 * (
-        model.mixer_groups * chunk
-        + 2 * model.mixer_channels * model.mixer_state / chunk
-    )
+    scores = model.mixer_groups * chunk
+    states = 2 * model.mixer_channels * model.mixer_state / chunk
+    return 2 * (scores + states)  # fp32 is two 16-bit elements
 
 
-def mixer_elements(model, letters: str) -> int:
+def mixer_elements(model, blocks: Blocks) -> int:
     """Elements per token that a mixer's scan keeps for its backward pass, and its
     result, which the norm needs.
 
@@ -173,6 +104,6 @@ def mixer_elements(model, letters: str) -> int:
     """
     inner = model.mixer_channels
     state = model.mixer_state
-    if "M" in letters:
+    if blocks.has_mamba2:
         return 3 * inner + 2 * model.mixer_groups * state + model.mixer_heads
-    return 4 * inner + model.mixer_rank + 2 * state if "m" in letters else 0
+    return 4 * inner + model.mixer_rank + 2 * state if blocks.has_mixer else 0

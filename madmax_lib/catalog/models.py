@@ -1,9 +1,9 @@
-"""What is trained? Models, with parameter counts and FLOPs in closed form; clusters and
-their parts beside them.
+"""Models, with parameter counts and FLOPs in closed form; clusters and their parts are
+named here too.
 
 FLOPs count matrix products only (2 per multiply-add, causal attention counted dense),
 as torch's FlopCounterMode does with MATH attention. What a model trains on is in
-`hardware`, and named here too.
+`hardware`.
 """
 
 from collections import Counter
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from madmax_lib.base.fields import check_fields, dataclass_repr
+from madmax_lib.catalog.blocks import BlockKind, Blocks, check_blocks
 from madmax_lib.catalog.hardware import Cluster, Device, Host, Link
 from madmax_lib.catalog.mixers import (
-    check_blocks,
+    Matrix,
     mixer_matrices,
     mixer_parameters,
     scan_flops,
 )
+from madmax_lib.catalog.refusals import refuse
 
 __all__ = ["DLRM", "Cluster", "Device", "Host", "Link", "Model", "Transformer"]
 
@@ -28,10 +30,43 @@ _CHOICES = {
 }
 
 
+class LayerFormulas:
+    """Amounts that follow from a layer's dimensions, elementwise where these are arrays:
+    `Transformer` has the numbers of one model, the simulator's `Shape` columns of many.
+    """
+
+    @property
+    def score_dim(self):
+        """Channels of a head that queries and keys are compared by."""
+        return self.head_dim + self.rope_head_dim
+
+    @property
+    def core_width(self):
+        """Channels of all heads, mean of scores and values: attention takes 4 x
+        core_width FLOPs per query and key.
+        """
+        return self.heads * (self.score_dim + self.v_head_dim) / 2
+
+    @property
+    def router_parameters(self):
+        """Parameters that choose the experts of a token."""
+        return (self.hidden + self.router_bias) * self.experts
+
+    def mlp_parameters(self, width):
+        """Parameters of a feed-forward block of that width."""
+        matrices = 2 + self.gated
+        biases = (matrices - 1) * width + self.hidden
+        return matrices * self.hidden * width + self.mlp_bias * biases
+
+
 @dataclass(frozen=True)
-class Transformer:
+class Transformer(LayerFormulas):
     """A decoder language model; with `image` a vision transformer, `experts` a mixture,
     `blocks` a stack of any.
+
+    >>> tiny = Transformer("tiny", layers=2, hidden=64, heads=4, ffn=256, vocab=1000)
+    >>> tiny.parameters, tiny.forward_flops(samples=1, sequence=128)
+    (164096, 49938432.0)
     """
 
     name: str
@@ -55,13 +90,11 @@ class Transformer:
     shared_experts: int = 0  # beside them, used by all tokens
     expert_ffn: int = 0  # inner channels of an expert; 0: ffn
     dense_layers: int = 0  # first layers that are no mixtures
-    moe_every: int = (
-        0  # behind them only every layer of this number is a mixture; 0: all
-    )
+    moe_every: int = 0  # after them every layer of this number is a mixture; 0: all
     routed_nodes: int = 0  # nodes that a token is sent to at most; 0: any
     router_bias: bool = False
     q_lora_rank: int = 0  # of the latent that queries come from; 0: directly
-    # of that of keys and values: multi-head latent attention [DeepSeek-V2, arXiv
+    # of the latent of keys and values: multi-head latent attention [DeepSeek-V2, arXiv
     # 2405.04434]
     kv_lora_rank: int = 0
     rope_head_dim: int = 0  # further channels per head that carry positions
@@ -75,12 +108,11 @@ class Transformer:
     # of a layer, beside products, biases and two norms: further norms, layer scales
     other_layer_parameters: int = 0
     other_parameters: int = 0  # beside layers and tables: types of tokens, a pooler
-    # a word per layer, repeated: a letter per block (`blocks.py`), such as "M- *-";
+    # a word per layer, repeated: a letter per block (`BlockKind`), such as "M- *-";
     # empty: *- or *E
     blocks: str = ""
-    decoder_sequence: int = (
-        0  # tokens of the decoder behind an encoder, whose layers have a block x
-    )
+    # tokens of the decoder behind an encoder, whose layers have a block x
+    decoder_sequence: int = 0
     mixer_channels: int = 0  # inner ones of state-space mixers
     mixer_state: int = 0  # numbers per channel
     mixer_heads: int = 0  # of Mamba-2
@@ -94,300 +126,242 @@ class Transformer:
 
     def __post_init__(self):
         check_fields(self, "layers", "hidden", "heads")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{self.name}: {name}={getattr(self, name)!r} is not one of "
-                    f"{', '.join(known)}"
-                )
-
-        parts = [
-            name
-            for name in ("q_lora_rank", "rope_head_dim")
-            if getattr(self, name) and not self.kv_lora_rank
-        ]
-        if parts:
-            raise ValueError(
-                f"{self.name}: {parts[0]}={getattr(self, parts[0])} belongs to a "
-                "kv_lora_rank above zero"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                refuse(self, name, f"is not one of {', '.join(choices)}")
+        for name in ("q_lora_rank", "rope_head_dim"):
+            if getattr(self, name) and not self.kv_lora_rank:
+                refuse(self, name, "belongs to a kv_lora_rank above zero")
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(
-                f"{self.name}: hidden={self.hidden} is not a multiple of "
-                f"heads={self.heads}"
-            )
-        defaults = {
-            "kv_heads": self.heads,
-            "head_dim": self.hidden // self.heads,
-            "expert_ffn": self.ffn,
-        }
+            refuse(self, "hidden", f"is not a multiple of heads={self.heads}")
+        self._set_if_zero("kv_heads", self.heads)
+        self._set_if_zero("head_dim", self.hidden // self.heads)
+        self._set_if_zero("v_head_dim", self.head_dim)
+        self._set_if_zero("expert_ffn", self.ffn)
         if self.image:
             if self.patch <= 0 or self.image % self.patch:
-                raise ValueError(
-                    f"{self.name}: patch={self.patch} does not divide "
-                    f"image={self.image}"
-                )
-            defaults["sequence"] = (
-                self.image // self.patch
-            ) ** 2 + 1  # patches and the class token
+                refuse(self, "patch", f"does not divide image={self.image}")
+            patches = (self.image // self.patch) ** 2
+            self._set_if_zero("sequence", patches + 1)  # and the class token
             object.__setattr__(self, "tied", False)  # there is no token table
-        for name, value in [
-            *defaults.items(),
-            ("v_head_dim", self.head_dim or defaults["head_dim"]),
-        ]:
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"{self.name}: kv_heads={self.kv_heads} does not divide "
-                f"heads={self.heads}"
-            )
+            refuse(self, "kv_heads", f"does not divide heads={self.heads}")
         if self.experts and not 0 < self.active_experts <= self.experts:
-            raise ValueError(
-                f"{self.name}: active_experts={self.active_experts} is not in "
-                f"1..{self.experts}"
-            )
+            refuse(self, "active_experts", f"is not in 1..{self.experts}")
         if self.dense_layers > self.layers:
-            raise ValueError(
-                f"{self.name}: dense_layers={self.dense_layers} are more than "
-                f"layers={self.layers}"
-            )
+            refuse(self, "dense_layers", f"are more than layers={self.layers}")
         check_blocks(self)
 
+    def _set_if_zero(self, name: str, value: int) -> None:
+        if not getattr(self, name):
+            object.__setattr__(self, name, value)
+
     @cached_property
-    def words(self) -> list[str]:
-        """Blocks of each layer, a letter per block as in `blocks`."""
-        if words := self.blocks.split():
-            return words * (self.layers // len(words))
+    def layer_kinds(self) -> list[Blocks]:
+        """The blocks of each layer."""
+        if self.blocks:
+            period = [Blocks(word) for word in self.blocks.split()]
+            return period * (self.layers // len(period))
         every = max(self.moe_every, 1)
         first = self.dense_layers if self.experts else self.layers
         return [
-            "*E" if layer >= first and (layer + 1) % every == 0 else "*-"
+            Blocks("*E" if layer >= first and (layer + 1) % every == 0 else "*-")
             for layer in range(self.layers)
         ]
 
     @property
-    def kinds(self) -> list[str]:
-        """Words of the layers that differ."""
-        return list(dict.fromkeys(self.words))
+    def kinds(self) -> list[Blocks]:
+        """The layers that differ, each once."""
+        return list(dict.fromkeys(self.layer_kinds))
 
-    @property
-    def attends(self) -> bool:
-        """Whether any layer has attention."""
-        return not self.blocks or "*" in self.blocks
+    @cached_property
+    def all_blocks(self) -> Blocks:
+        """The blocks of the layers that differ, one after another."""
+        return Blocks("".join(self.kinds))
 
     @property
     def moe_layers(self) -> int:
         """Layers whose feed-forward part is a mixture of experts."""
-        return sum("E" in word for word in self.words)
+        return sum(layer.has_experts for layer in self.layer_kinds)
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is a mixture of experts."""
-        return "E" in self.words[layer]
+        return self.layer_kinds[layer].has_experts
 
     @property
-    def attention_matrices(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, inputs, outputs) of one layer's weights; all but "projection" are
+    def mixture_share(self) -> float:
+        """Share of layers that are mixtures of experts."""
+        return self.moe_layers / self.layers
+
+    @property
+    def windowed_share(self) -> float:
+        """Share of layers that attend to a window only."""
+        full = self.layers // self.full_every if self.full_every else 0
+        return 1 - full / self.layers if self.window else 0.0
+
+    @property
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """The weights of one layer's attention; all but "projection", the last, are
         split by columns under tp.
         """
-        q = self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        scored = self.head_dim + self.rope_head_dim
-        projection = ("projection", self.heads * self.v_head_dim, self.hidden)
+        queries = self.heads * self.score_dim
+        projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
         if not self.kv_lora_rank:
-            return ("qkv", self.hidden, q + 2 * kv), projection
-        rank = self.q_lora_rank
-        out = self.heads * scored
-        query = (
-            (("q_down", self.hidden, rank), ("q_up", rank, out))
-            if rank
-            else (("q", self.hidden, out),)
-        )
-        down = ("kv_down", self.hidden, self.kv_lora_rank + self.rope_head_dim)
-        return (
-            *query,
-            down,
-            (
-                "kv_up",
-                self.kv_lora_rank,
-                self.heads * (self.head_dim + self.v_head_dim),
-            ),
-            projection,
-        )
-
-    @property
-    def core_width(self) -> float:
-        """Channels of all heads, mean of scores and values: attention takes 4 x
-        core_width FLOPs per query and key.
-        """
-        return self.heads * (self.head_dim + self.rope_head_dim + self.v_head_dim) / 2
+            keys = self.kv_heads * self.head_dim  # as many channels as values
+            return Matrix("qkv", self.hidden, queries + 2 * keys), projection
+        # Latent attention: queries may, keys and values do come from a latent
+        # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
+        if rank := self.q_lora_rank:
+            matrices = [
+                Matrix("q_down", self.hidden, rank),
+                Matrix("q_up", rank, queries),
+            ]
+        else:
+            matrices = [Matrix("q", self.hidden, queries)]
+        latent = self.kv_lora_rank
+        keys_values = self.heads * (self.head_dim + self.v_head_dim)
+        matrices += [
+            Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
+            Matrix("kv_up", latent, keys_values),
+        ]
+        return *matrices, projection
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
-        q = self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        bias = {"all": q + 2 * kv + self.hidden, "qkv": q + 2 * kv, "none": 0}[
-            self.attention_bias
-        ]
-        norms = (
-            (2 * self.head_dim if self.qk_norm else 0)
-            + self.q_lora_rank
-            + self.kv_lora_rank
-        )
-        sinks = self.heads if self.sinks else 0
-        products = sum(
-            inputs * outputs for _, inputs, outputs in self.attention_matrices
-        )
+        """Parameters of one layer's attention."""
+        queries = self.heads * self.head_dim
+        qkv = queries + 2 * self.kv_heads * self.head_dim
+        bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
+        norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
+        sinks = self.sinks * self.heads
+        products = sum(matrix.parameters for matrix in self.attention_matrices)
         return products + bias + norms + sinks + self.other_layer_parameters
 
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""
-        return (
-            0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
-        )
-
-    def mlp_parameters(self, width: int) -> int:
-        """Of one feed-forward block of that width."""
-        matrices = 3 if self.gated else 2
-        bias = (matrices - 1) * width + self.hidden if self.mlp_bias else 0
-        return matrices * self.hidden * width + bias
+        is_full = self.full_every and (layer + 1) % self.full_every == 0
+        return 0 if is_full else self.window
 
     @property
     def norm_parameters(self) -> int:
-        """Of one normalisation."""
+        """Parameters of one normalisation."""
         return self.hidden * (2 if self.norm == "layer" else 1)
 
     @property
     def moe_parameters(self) -> int:
-        """Of the router and all experts of one MoE layer."""
+        """Parameters of the router and all experts of one MoE layer."""
         experts = self.experts + self.shared_experts
-        return (
-            self.hidden + self.router_bias
-        ) * self.experts + experts * self.mlp_parameters(self.expert_ffn)
+        return self.router_parameters + experts * self.mlp_parameters(self.expert_ffn)
 
     @property
     def embedding_parameters(self) -> int:
-        """Token table or patch projection with class token, learned positions, and what
-        stands beside.
+        """Parameters of the token table, or of patch projection and class token, of
+        learned positions, and of what stands beside.
         """
-        positions = self.sequence * self.hidden if self.positions == "learned" else 0
+        table = self.vocab * self.hidden
         if self.image:
-            return (
-                3 * self.patch**2 * self.hidden
-                + self.hidden
-                + self.hidden
-                + positions
-                + self.other_parameters
-            )
-        return self.vocab * self.hidden + positions + self.other_parameters
+            projection = 3 * self.patch**2 * self.hidden + self.hidden  # three colours
+            table = projection + self.hidden  # the class token
+        positions = self.sequence * self.hidden if self.positions == "learned" else 0
+        return table + positions + self.other_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Output projection, 0 when it is the token table."""
+        """Parameters of the output projection, 0 when it is the token table."""
         if self.image:
             return (self.hidden + 1) * self.classes
         return 0 if self.tied else self.vocab * self.hidden
 
-    def block_parameters(self, letter: str) -> int:
-        """Of a block without its norm."""
-        if letter in "Mm":
-            return mixer_parameters(self, letter)
-        return {"-": self.mlp_parameters(self.ffn), "E": self.moe_parameters}.get(
-            letter, self.attention_parameters
+    def block_parameters(self, block: BlockKind) -> int:
+        """Parameters of a block without its norm."""
+        if BlockKind(block).is_mixer:
+            return mixer_parameters(self, block)
+        if block == BlockKind.FEED_FORWARD:
+            return self.mlp_parameters(self.ffn)
+        return (
+            self.moe_parameters
+            if block == BlockKind.EXPERTS
+            else self.attention_parameters
         )
 
     @property
     def parameters(self) -> int:
         """All parameters, exactly."""
-        count = Counter("".join(self.words))
+        blocks = Counter(block for layer in self.layer_kinds for block in layer)
         layers = sum(
-            count[letter] * (self.block_parameters(letter) + self.norm_parameters)
-            for letter in count
+            count * (self.block_parameters(block) + self.norm_parameters)
+            for block, count in blocks.items()
         )
-        return (
-            self.embedding_parameters
-            + layers
-            + self.norm_parameters
-            + self.head_parameters
-        )
+        ends = self.embedding_parameters + self.norm_parameters + self.head_parameters
+        return layers + ends
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses: of the experts only the active and shared
         ones.
         """
-        idle = (self.experts - self.active_experts) * self.mlp_parameters(
-            self.expert_ffn
-        )
+        experts = self.experts - self.active_experts
+        idle = experts * self.mlp_parameters(self.expert_ffn)
         return self.parameters - self.moe_layers * idle
 
     def decoder_tokens(self, sequence: float) -> float:
-        """Tokens that the head sees where a sample has so many: of a decoder behind an
-        encoder as many as its share.
+        """Tokens that the head sees in a sample of `sequence` tokens: behind an encoder
+        the decoder's share.
         """
-        return (
-            sequence * self.decoder_sequence / self.sequence
-            if self.decoder_sequence
-            else sequence
-        )
+        if not self.decoder_sequence:
+            return sequence
+        return sequence * self.decoder_sequence / self.sequence
 
     def forward_flops(self, samples: float = 1, sequence: int | None = None) -> float:
         """FLOPs of the forward pass, attention to all tokens or a window; the backward
         pass takes twice as many.
         """
         s = sequence or self.sequence
-        layers = 0.0
-        for number, word in enumerate(self.words):
-            tokens = self.decoder_tokens(s) if "x" in word else s
-            seen = min(self.layer_window(number) or tokens, tokens)
-            layers += sum(
-                self._block_flops(letter, tokens, s if letter == "x" else seen, s)
-                for letter in word
-            )
-        of_image = (
-            2 * (s - 1) * 3 * self.patch**2 * self.hidden
-            + 2 * self.hidden * self.classes
-        )
-        ends = (
-            of_image
-            if self.image
-            else 2 * self.decoder_tokens(s) * self.hidden * self.vocab
-        )
+        # 2 FLOPs per multiply-add: (T, k) by (k, n) takes 2 T k n
+        if self.image:
+            patches = 2 * (s - 1) * 3 * self.patch**2 * self.hidden
+            ends = patches + 2 * self.hidden * self.classes
+        else:
+            ends = 2 * self.decoder_tokens(s) * self.hidden * self.vocab
+        layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
         return samples * (layers + ends)
 
-    def _block_flops(
-        self, letter: str, tokens: float, seen: float, sequence: float
-    ) -> float:
-        """Of a block with so many tokens that attend to those `seen`."""
-        matrices = 3 if self.gated else 2
-        if letter == "-":
-            return 2 * tokens * matrices * self.hidden * self.ffn
-        if letter == "E":
-            used = self.active_experts + self.shared_experts
-            return (
-                2
-                * tokens
-                * (
-                    used * matrices * self.hidden * self.expert_ffn
-                    + self.hidden * self.experts
-                )
-            )
-        own = (
-            mixer_matrices(self, letter) if letter in "Mm" else self.attention_matrices
-        )
-        flops = 2 * tokens * sum(inputs * outputs for _, inputs, outputs in own)
-        if letter in "Mm":
-            return flops + tokens * scan_flops(self, letter, tokens)
-        if letter == "x":  # keys and values come from the encoder's tokens
-            flops += (
-                2
-                * (sequence - tokens)
-                * self.hidden
-                * self.kv_heads
-                * (self.head_dim + self.v_head_dim)
-            )
-        return flops + 4 * tokens * seen * self.core_width
+    def _layer_flops(self, layer: int, sequence: float) -> float:
+        blocks = self.layer_kinds[layer]
+        is_decoder = blocks.has_cross_attention
+        tokens = self.decoder_tokens(sequence) if is_decoder else sequence
+        keys = min(self.layer_window(layer) or tokens, tokens)
+        flops = 0.0
+        for block in blocks.kinds:
+            if block == BlockKind.CROSS_ATTENTION:
+                flops += self._attention_flops(tokens, sequence)
+                # keys and values come from the encoder's tokens: project these instead
+                keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)
+                flops += 2 * (sequence - tokens) * self.hidden * keys_values
+            elif block == BlockKind.ATTENTION:
+                flops += self._attention_flops(tokens, keys)
+            else:
+                flops += tokens * self._token_flops(block, tokens)
+        return flops
+
+    def _attention_flops(self, tokens: float, keys: float) -> float:
+        """FLOPs of products, scores and weighted values of tokens that each attend to
+        `keys`.
+        """
+        products = sum(matrix.parameters for matrix in self.attention_matrices)
+        return 2 * tokens * products + 4 * tokens * keys * self.core_width
+
+    def _token_flops(self, block: BlockKind, tokens: float) -> float:
+        """FLOPs per token of a block in which tokens do not attend to each other."""
+        if block.is_mixer:
+            weights = sum(matrix.parameters for matrix in mixer_matrices(self, block))
+            return 2 * weights + scan_flops(self, block, tokens)
+        matrices = 2 + self.gated
+        if block == BlockKind.FEED_FORWARD:
+            return 2 * matrices * self.hidden * self.ffn
+        used = self.active_experts + self.shared_experts
+        experts = used * matrices * self.hidden * self.expert_ffn
+        return 2 * (experts + self.hidden * self.experts)  # the router scores all
 
 
 @dataclass(frozen=True)
@@ -402,12 +376,12 @@ class DLRM:
 
     name: str
     tables: int
-    entries: int
-    embedding_dim: int
+    entries: int  # rows of a table
+    embedding_dim: int  # channels of a row
     pooling: int
     bottom_layers: int
     top_layers: int
-    mlp_dim: int
+    mlp_dim: int  # inputs and outputs of a layer
     transformer_layers: int = 0
     attention_dim: int = 0
     transformer_ffn: int = 0
@@ -422,33 +396,31 @@ class DLRM:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of all tables."""
+        """Rows of all tables, in parameters."""
         return self.tables * self.entries * self.embedding_dim
 
     @property
     def parameters(self) -> int:
         """All parameters of the model as the paper counts them (no biases)."""
-        top = self.top_layers * max(self.experts, 1)
-        block = (
-            4 * self.attention_dim**2 + 2 * self.attention_dim * self.transformer_ffn
+        layers = self.bottom_layers + self.top_layers * max(self.experts, 1)
+        stacks = (
+            layers * self.mlp_dim**2 + self.transformer_layers * self._block_weights
         )
-        dense = (
-            self.bottom_layers + top
-        ) * self.mlp_dim**2 + self.transformer_layers * block
-        return self.embedding_parameters + dense
+        return self.embedding_parameters + stacks
+
+    @property
+    def _block_weights(self) -> int:
+        """Parameters of a transformer layer: qkv, projection, and two of the FFN."""
+        return self.attention_dim * (4 * self.attention_dim + 2 * self.transformer_ffn)
 
     def forward_flops(self, samples: float = 1) -> float:
         """FLOPs of the forward pass, matrix products only (no attention scores, as in
         the paper).
         """
-        top = self.top_layers * max(self.active_experts, 1)
-        block = (
-            8 * self.attention_dim**2 + 4 * self.attention_dim * self.transformer_ffn
-        )
+        layers = self.bottom_layers + self.top_layers * max(self.active_experts, 1)
         tokens = self.transformer_layers * self.transformer_sequence
-        return samples * (
-            2 * (self.bottom_layers + top) * self.mlp_dim**2 + tokens * block
-        )
+        stacks = layers * self.mlp_dim**2
+        return samples * 2 * (stacks + tokens * self._block_weights)
 
 
 Model = Transformer | DLRM

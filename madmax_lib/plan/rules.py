@@ -250,13 +250,13 @@ _TRANSFORMER = (
     _shape_rule(
         "tp",
         "the attention heads",
-        lambda c: c.model.heads * c.model.attends,
+        lambda c: c.model.heads * c.model.all_blocks.has_attention,
         "attention heads",
     ),
     _shape_rule(
         "tp",
         "the groups of Mamba-2",
-        lambda c: c.model.mixer_groups * ("M" in c.model.blocks),
+        lambda c: c.model.mixer_groups * c.model.all_blocks.has_mamba2,
         "mixer groups",
     ),
     _shape_rule(
@@ -273,7 +273,7 @@ _TRANSFORMER = (
     _kinds_rule(
         "pp",
         "a pipeline through encoder and decoder",
-        lambda p, c: (p.pp > 1) & ("x" in c.model.blocks),
+        lambda p, c: (p.pp > 1) & c.model.all_blocks.has_cross_attention,
     ),
     _kinds_rule(
         "pp",
@@ -291,7 +291,7 @@ _TRANSFORMER = (
     Rule(  # where tp is a multiple of them, each tp rank holds one of the heads
         "tp must divide the key-value heads, or be a multiple",
         lambda p, c: (
-            c.model.attends
+            c.model.all_blocks.has_attention
             & _leaves_rest(c.model.kv_heads, p.tp)
             & _leaves_rest(p.tp, c.model.kv_heads)
         ),

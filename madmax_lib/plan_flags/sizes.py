@@ -191,5 +191,5 @@ def named_sizes(model: Transformer) -> dict:
         }
         sizes |= {"moe_intermediate_size": model.expert_ffn}
     if model.blocks:
-        sizes |= {"blocks": ",".join(model.words)}
+        sizes |= {"blocks": ",".join(model.layer_kinds)}
     return sizes | {"model": "-".join(model.name.split())}

@@ -215,7 +215,7 @@ def test_stacks_of_several_kinds_of_layers_have_the_parameters_published(
     kind, config, parameters = STACKS[name]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | config))
     model = catalog.model(tmp_path)
-    assert (model.parameters, model.layers) == (parameters, len(model.words))
+    assert (model.parameters, model.layers) == (parameters, len(model.layer_kinds))
 
 
 def test_configurations_of_mamba_ssm_are_read_too(tmp_path):

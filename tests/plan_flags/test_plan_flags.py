@@ -407,7 +407,7 @@ def test_flags_of_several_kinds_of_layers_are_not_made_up(name):
             ValueError, match=f"{name}: Megatron's flags of layers .* are not written"
         ):
             plan_flags.write("dp8", framework, model=name)
-    assert f"blocks={','.join(model(name).words)}" in plan_flags.write(
+    assert f"blocks={','.join(model(name).layer_kinds)}" in plan_flags.write(
         "dp8.z3", "deepspeed", model=name, global_batch=8
     )
 

@@ -521,7 +521,7 @@ def test_stages_hold_all_of_a_stack(name):
                 / 2
             )
             tied = (plan.pp > 1) * model.tied * model.vocab * model.hidden
-            norms = (sum(map(len, model.words)) + 1) * model.norm_parameters
+            norms = (sum(map(len, model.layer_kinds)) + 1) * model.norm_parameters
             routers = model.moe_layers * model.experts * model.hidden
             whole = model.parameters + tied + (plan.tp - 1) * (norms + routers)
             assert plan.tp * held == pytest.approx(whole, rel=1e-12), text

@@ -55,7 +55,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
         return [[dlrm_blocks(case)]]
     work = Work.of(case)
     kinds = {}
-    words = case.model.words
+    words = case.model.layer_kinds
 
     def blocks(layer: int) -> list[Block]:
         kind = words[layer], case.model.layer_window(layer) > 0

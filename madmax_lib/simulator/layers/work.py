@@ -160,7 +160,9 @@ class Shape:
     def halves(self) -> float:
         """Blocks of the mean layer over the two of a usual one."""
         return (
-            sum(map(len, self.model.words)) / (2 * self.layers) if self.model else 1.0
+            sum(map(len, self.model.layer_kinds)) / (2 * self.layers)
+            if self.model
+            else 1.0
         )
 
     @property

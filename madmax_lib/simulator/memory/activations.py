@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
@@ -86,12 +87,14 @@ def layer_bytes(
     product_width: of the inputs kept for matrix products, `width` if None. further:
     what the software keeps beside, see `Software.keeps`.
     """
+    word = Blocks(word)
     model = case.model
     p = case.plan
     tokens = case.tokens
     tp = case.plan.tp
     tokens, sequence = (
-        model.decoder_tokens(n) if "x" in word else n for n in (tokens, case.sequence)
+        model.decoder_tokens(n) if word.has_cross_attention else n
+        for n in (tokens, case.sequence)
     )
     h = model.hidden
     heads = model.heads
@@ -157,7 +160,7 @@ def layer_bytes(
     )
 
 
-def _attention_widths(model: Transformer, word: str) -> tuple[float, float, float]:
+def _attention_widths(model: Transformer, word: Blocks) -> tuple[float, float, float]:
     """Elements per token: queries, keys and values; latents before and after their
     norm; attention's output.
     """
@@ -177,12 +180,12 @@ def _attention_widths(model: Transformer, word: str) -> tuple[float, float, floa
 
 
 def _feed_forward_widths(
-    model: Transformer, word: str
+    model: Transformer, word: Blocks
 ) -> tuple[float, float, float, float]:
     """Elements per token inside the (routed, shared) feed-forward parts and of copies
     for experts; router's bytes.
     """
-    if "E" not in word:
+    if not word.has_experts:
         return word.count("-") * model.ffn, 0, 0, 0
     inner = model.active_experts * model.expert_ffn
     copies = model.active_experts * model.hidden

@@ -181,7 +181,7 @@ def held_layers(
     model: Transformer, plan: Plan, software: str | None = None
 ) -> dict[str, np.ndarray]:
     """Layers of each kind (`Transformer.kinds`) of each pipeline stage, (pp,) each."""
-    words = np.array(model.words)
+    words = np.array(model.layer_kinds)
     if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
         ends = [0, *ends_by_flops(model, plan.pp)]
         held = [range(*pair) for pair in pairwise(ends)]

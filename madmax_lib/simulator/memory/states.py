@@ -139,10 +139,10 @@ def stage_parameters(
         word: sum(own[letter] + model.norm_parameters for letter in word)
         for word in held
     }
-    mixtures = sum(count for word, count in held.items() if "E" in word)
+    mixtures = sum(count for word, count in held.items() if word.has_experts)
     dense = sum(count * own[word] for word, count in held.items()) + ends
     sizes = [
-        (np.asarray(count) > 0) * (own[word] + ("E" in word) * experts)
+        (np.asarray(count) > 0) * (own[word] + word.has_experts * experts)
         for word, count in held.items()
     ]
     block = reduce(np.maximum, sizes)

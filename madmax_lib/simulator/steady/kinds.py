@@ -37,7 +37,7 @@ def gathered_s(
     layers, for what gathers late or reduces in buckets.
     """
     prices = pieces.prices
-    words = model.words
+    words = model.layer_kinds
     number = {word: place for place, word in enumerate(model.kinds)}
     near = Counter(
         (number[words[i - 1]], number[word], number[words[(i + 1) % len(words)]])
@@ -114,7 +114,7 @@ def _counts(model: Transformer, cut: list[int]) -> np.ndarray:
     plan = Plan(
         pp=pp, interleave=interleave, first_layers=first, last_layers=last, **ends
     )
-    words = np.array(model.words)
+    words = np.array(model.layer_kinds)
     stages = chunk_layers(model.layers, plan)
     return np.array(
         [

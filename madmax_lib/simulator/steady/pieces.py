@@ -204,7 +204,7 @@ def _kinds(prices: Prices, model: Transformer) -> tuple[tuple[LayerTime, Held], 
     for word in model.kinds:
         ways = (
             [way for way in (False, True) if np.any(apart == way)]
-            if "E" in word
+            if word.has_experts
             else [False]
         )
         blocks = [
@@ -221,7 +221,7 @@ def _kinds(prices: Prices, model: Transformer) -> tuple[tuple[LayerTime, Held], 
 
 def _mean_of(kinds: tuple, model: Transformer) -> tuple[LayerTime, Held]:
     """The mean layer of a stack."""
-    shares = [model.words.count(word) / model.layers for word in model.kinds]
+    shares = [model.layer_kinds.count(word) / model.layers for word in model.kinds]
     return mapped(
         lambda *parts: sum(s * part for s, part in zip(shares, parts, strict=True)),
         *kinds,

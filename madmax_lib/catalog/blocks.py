@@ -1,0 +1,146 @@
+"""Kinds of blocks that a layer is made of, and the check of a model that lists them.
+
+A usual layer is "*-", a mixture of experts "*E". Nemotron-H has layers of one block
+each, T5's decoder has "*x-".
+"""
+
+from enum import StrEnum
+
+from madmax_lib.catalog.refusals import refuse
+
+__all__ = ["BlockKind", "Blocks", "check_blocks"]
+
+
+class BlockKind(StrEnum):
+    """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
+
+    x and m are ours: Megatron-Core has no letter for them.
+    """
+
+    ATTENTION = "*"
+    CROSS_ATTENTION = "x"  # to the encoder
+    FEED_FORWARD = "-"
+    EXPERTS = "E"
+    MAMBA_2 = "M"  # arXiv 2405.21060
+    MAMBA_1 = "m"  # arXiv 2312.00752
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether it is a state-space mixer."""
+        return self in (BlockKind.MAMBA_1, BlockKind.MAMBA_2)
+
+
+class Blocks(str):
+    """The blocks of a layer, or of a model, in order: a letter each.
+
+    >>> layer = Blocks("*E")
+    >>> layer.has_experts, layer.has_mixer
+    (True, False)
+    """
+
+    __slots__ = ()
+
+    @property
+    def kinds(self) -> list[BlockKind]:
+        """Each letter as a kind of block."""
+        return [BlockKind(letter) for letter in self]
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether a block has attention of tokens to each other."""
+        return BlockKind.ATTENTION in self
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether a block has attention to an encoder."""
+        return BlockKind.CROSS_ATTENTION in self
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a block is a mixture of experts."""
+        return BlockKind.EXPERTS in self
+
+    @property
+    def has_mamba2(self) -> bool:
+        """Whether a block is Mamba-2's mixer."""
+        return BlockKind.MAMBA_2 in self
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether a block is a state-space mixer."""
+        return self.has_mamba2 or BlockKind.MAMBA_1 in self
+
+
+_NAMES = {
+    BlockKind.ATTENTION: "attention",
+    BlockKind.CROSS_ATTENTION: "attention to the encoder",
+    BlockKind.FEED_FORWARD: "feed-forward part",
+    BlockKind.EXPERTS: "experts",
+    BlockKind.MAMBA_2: "Mamba-2 [arXiv 2405.21060]",
+    BlockKind.MAMBA_1: "Mamba-1 [arXiv 2312.00752]",
+}
+# fields of a model that a kind of block needs
+_SIZES = {
+    BlockKind.CROSS_ATTENTION: "decoder_sequence sequence",
+    BlockKind.FEED_FORWARD: "ffn",
+    BlockKind.EXPERTS: "experts",
+    BlockKind.MAMBA_2: "mixer_channels mixer_state mixer_heads mixer_groups mixer_conv",
+    BlockKind.MAMBA_1: "mixer_channels mixer_state mixer_rank mixer_conv",
+}
+# fields that describe a stack of usual layers: blocks say it in their own way
+_OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image", "kv_lora_rank")
+
+
+def check_blocks(model) -> None:
+    """Raises ValueError for blocks of a model that are none, or lack a size."""
+    if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
+        refuse(model, "decoder_sequence", "and blocks with x belong together")
+    if not model.blocks:
+        return
+    words = model.blocks.split()
+    if not words or model.layers % len(words):
+        raise ValueError(
+            f"{model.name}: blocks are {len(words)} words, which {model.layers} layers do "
+            "not repeat evenly"
+        )
+    letters = dict.fromkeys("".join(words))
+    for letter in letters:
+        if letter not in _NAMES:
+            choices = " ".join(_NAMES)
+            raise ValueError(
+                f"{model.name}: blocks have {letter!r}, which is none of {choices}"
+            )
+    for letter in letters:
+        for size in _SIZES.get(letter, "").split():
+            if not getattr(model, size):
+                raise ValueError(
+                    f"{model.name}: blocks have {_NAMES[letter]}, but {size}=0"
+                )
+    _check_combinations(model)
+
+
+def _check_combinations(model) -> None:
+    """Raises ValueError for fields, mixers and orders that do not go together."""
+    blocks = Blocks(model.blocks)
+    unused = () if blocks.has_experts else ("experts",)
+    for field in (*_OF_USUAL_STACKS, *unused):
+        if getattr(model, field):
+            refuse(model, field, f"does not go with blocks={model.blocks!r}")
+    if blocks.has_mamba2:
+        if BlockKind.MAMBA_1 in blocks:
+            raise ValueError(
+                f"{model.name}: blocks have Mamba-1 and Mamba-2, whose sizes differ"
+            )
+        # a head has equal channels, a group equal heads
+        heads = model.mixer_heads
+        if model.mixer_channels % heads or heads % model.mixer_groups:
+            sizes = f"mixer_heads={heads} and mixer_groups={model.mixer_groups}"
+            raise ValueError(
+                f"{model.name}: {sizes} must divide mixer_channels={model.mixer_channels} "
+                "and the heads"
+            )
+    is_decoder = [layer.has_cross_attention for layer in model.layer_kinds]
+    if is_decoder != sorted(is_decoder):
+        raise ValueError(
+            f"{model.name}: blocks have layers of the encoder behind one of the decoder"
+        )
