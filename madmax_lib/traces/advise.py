@@ -19,7 +19,7 @@ from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.traces.waits.step_times import steady
+from madmax_lib.traces.waits.step_times import steady_state
 
 __all__ = ["COLUMNS", "advise"]
 
@@ -55,7 +55,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     found, not that the run is fast. `.attrs["steps"]`: those that count, without
     warm-up and cut ones unless there are no others.
     """
-    timeline, counted = steady(require_type("timeline", timeline, Timeline))
+    timeline, counted = steady_state(require_type("timeline", timeline, Timeline))
     whole = breakdown(timeline)
     ranks = max(len(whole), 1)
     steps = max(len(counted), 1)

@@ -23,7 +23,7 @@ from madmax_lib.traces.waits.dependencies import Graph, dependency_graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
-from madmax_lib.traces.waits.step_times import usual_step
+from madmax_lib.traces.waits.step_times import median_step
 
 __all__ = [
     "PATH_KINDS",
@@ -41,7 +41,7 @@ _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
 
 
 def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
-    """The longest chain of a step (if none is given the median one of `usual_step`), a
+    """The longest chain of a step (if none is given the median one of `median_step`), a
     row per part, in time order.
 
     rank, stream, name, row (of the timeline's spans) of the slice that worked or waited
@@ -53,7 +53,7 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     still runs counts from the start of the step. Raises ValueError for a step that the
     timeline does not have.
     """
-    chosen = usual_step(timeline, step)
+    chosen = median_step(timeline, step)
     graph = _graph_of_step(timeline, chosen)
     events = _walk(graph)
     before = np.r_[-1, events[:-1]]  # the event that decided about each one
@@ -123,7 +123,7 @@ def what_if(
 
     faster: {kind of PATH_KINDS or regular expression in names: factor}, 2 for twice as
     fast, inf for no time at all; several scenarios as a list, {} for none. step: if
-    None the median one of `usual_step`.
+    None the median one of `median_step`.
     Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
     speedup (measured / new, NaN where nothing is left), step (that was replayed). It is
     one step replayed: step_s has no interval; replay others to see how they spread.
@@ -147,7 +147,7 @@ def what_if(
         if count is not None and type(count) is not int:
             raise ValueError(f"{name}={count!r} is not a number of devices")
     scenarios = [faster] if isinstance(faster, dict) else list(faster)
-    chosen = usual_step(timeline, step)
+    chosen = median_step(timeline, step)
     graph = _graph_of_step(timeline, chosen)
     own_ns, delay_ns = _durations(graph)
     if other := collectives is not None or ranks is not None:
@@ -192,7 +192,7 @@ def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
 
 
 def launch_gain(timeline: Timeline) -> pd.DataFrame:
-    """What a compiler or a CUDA graph would gain: the median step of `usual_step`,
+    """What a compiler or a CUDA graph would gain: the median step of `median_step`,
     replayed with cheaper launches.
 
     scenario: as measured; free launches: they take none of the host's time, but kernels
@@ -212,7 +212,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
         )
     calls = launches(timeline)
     bound = launch_bound(timeline)
-    if chosen := usual_step(timeline):
+    if chosen := median_step(timeline):
         calls, bound = (table[table["step"] == chosen[0]] for table in (calls, bound))
     scenarios: dict[str, dict[str, float]] = {"as measured": {"host": 1.0}}
     if len(calls):

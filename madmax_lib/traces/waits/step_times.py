@@ -28,12 +28,12 @@ from madmax_lib.traces.waits.launch import device_work
 
 __all__ = [
     "input_wait",
-    "steady",
+    "lacks_step_marks",
+    "median_step",
+    "steady_state",
     "step_periods",
     "step_summary",
     "steps",
-    "unmarked",
-    "usual_step",
 ]
 
 _PARTS = (
@@ -102,7 +102,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
+def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     """The steps that are neither warm-up nor cut, all where none is left, and their
     numbers.
 
@@ -135,7 +135,7 @@ def steady(timeline: Timeline) -> tuple[Timeline, list[int]]:
     ), counted
 
 
-def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
+def median_step(timeline: Timeline, step: int | None = None) -> list[int]:
     """As `Timeline.one_step`; if none is given that of median wall_s (the lower),
     without warm-up and cut ones.
     """
@@ -152,7 +152,7 @@ def usual_step(timeline: Timeline, step: int | None = None) -> list[int]:
     return walls.index[[(len(walls) - 1) // 2]].tolist() if len(walls) else chosen
 
 
-def unmarked(timeline: Timeline) -> bool:
+def lacks_step_marks(timeline: Timeline) -> bool:
     """Whether nothing marks the steps of a recording, so that all of it counts as one."""
     return (
         timeline.meta.source == "measured"

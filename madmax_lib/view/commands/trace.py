@@ -152,14 +152,14 @@ def _ranks(timeline: Timeline) -> dict[str, int]:
 
 def _breakdown(options: Namespace) -> Answer:
     from madmax_lib.timeline.accounting import breakdown
-    from madmax_lib.traces.waits.step_times import unmarked
+    from madmax_lib.traces.waits.step_times import lacks_step_marks
 
     timeline = read(options.traces)
     about = _ranks(timeline) | {
         "steps": len(timeline.steps),
         "device": timeline.meta.device,
     }
-    if unmarked(timeline):
+    if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
     return Answer(breakdown(timeline), about)
 
@@ -276,9 +276,9 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
 
 def _stragglers(options: Namespace) -> Answer:
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
-    from madmax_lib.traces.waits.step_times import steady
+    from madmax_lib.traces.waits.step_times import steady_state
 
-    timeline, steps = steady(whole := read(options.traces))
+    timeline, steps = steady_state(whole := read(options.traces))
     table = stragglers(timeline)
     about = _ranks(timeline) | {"steps": len(steps)}
     about["last_beyond_chance"] = (
@@ -360,7 +360,7 @@ def _snapshot(options: Namespace) -> Answer:
 def _report(options: Namespace) -> Answer:
     from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.advise import advise
-    from madmax_lib.traces.waits.step_times import steady
+    from madmax_lib.traces.waits.step_times import steady_state
     from madmax_lib.view.report.report import write_report
 
     if options.output.is_dir():
@@ -380,7 +380,7 @@ def _report(options: Namespace) -> Answer:
         f"{name} and {len(more)} more" if more else name,
         **compared,
     )
-    timeline, steps = steady(whole := timeline)
+    timeline, steps = steady_state(whole := timeline)
     first = (
         advise(timeline)[["cause", "where", "gain_s", "share"]]
         .head(_MOST)

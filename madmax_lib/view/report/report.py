@@ -17,7 +17,7 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
-from madmax_lib.traces.waits.step_times import steady
+from madmax_lib.traces.waits.step_times import steady_state
 from madmax_lib.view.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.page import page
 from madmax_lib.view.report import views
@@ -68,7 +68,7 @@ def report(
     if not len(require_type("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
     whole = timeline
-    (timeline, _) = steady(timeline)
+    (timeline, _) = steady_state(timeline)
     detail = timeline.select(ranks=views.detail_ranks(timeline))
     parts = [
         views.overview(timeline, detail, peak(whole)),

@@ -23,7 +23,7 @@ from madmax_lib.traces.operators.ops import kernels, modules, operators
 from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import skew, stragglers
 from madmax_lib.traces.waits.batches import batches
-from madmax_lib.traces.waits.step_times import input_wait, steady, steps
+from madmax_lib.traces.waits.step_times import input_wait, steady_state, steps
 from madmax_lib.view.commands.words import percent, plural
 from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
 
@@ -511,7 +511,7 @@ def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) ->
         name.removesuffix("_s").replace("_", " ") for name in shown["quantity"]
     ]
     wall_s, other_s = (
-        steps(steady(one)[0])["wall_s"].median() for one in (timeline, beside)
+        steps(steady_state(one)[0])["wall_s"].median() for one in (timeline, beside)
     )
     said = (
         f"A step takes {format_s(wall_s)}, in {labels[1]} {format_s(other_s)}, "
