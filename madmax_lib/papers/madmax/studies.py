@@ -1,5 +1,4 @@
-"""What do the figures of MAD-Max show, computed anew, and how far are they from what
-was published?
+"""Figures and claims of MAD-Max computed anew, beside what was published.
 
 One function per figure or study of [Hsia et al., ISCA 2024, arXiv 2310.02784]; each
 returns a tidy table that a picture of `papers.madmax.plots` shows. Figures 11 to 13 and
@@ -43,15 +42,14 @@ __all__ = [
     "context_scaling",
     "hardware_study",
     "one_step",
-]
-__all__ += [
     "prefetch_overlap",
     "scaling_study",
     "strategies_over_fsdp",
     "task_dependence",
     "tp_inside_fsdp_across",
+    "validation_bars",
+    "vit_mfu",
 ]
-__all__ += ["validation_bars", "vit_mfu"]
 
 _RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
 _DLRMS = [
@@ -66,6 +64,7 @@ _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
 _LLM_GPUS = 2048
 _LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
 _SCALED = {"DLRM-A": "zionex-128", "GPT-3": _LLM_SYSTEM}
+# columns of a system that grow together in figures 17 to 20
 _PARTS = {
     "compute": ["f32_flops", "f16_flops"],
     "memory": ["mem_bw", "mem_cap"],
@@ -73,6 +72,8 @@ _PARTS = {
 }
 _PARTS["all three"] = [column for columns in _PARTS.values() for column in columns]
 _SCHEDULES = ("pre-optimised", "optimised")
+_SERIAL = PIECES[:4]  # the pieces of figure 7: DDP gathers and scatters nothing
+_RATE = "throughput_samples_per_s"
 
 
 def _suite_steps(
@@ -83,10 +84,8 @@ def _suite_steps(
 ):
     """Models on the system of their suite: DLRM on 128 A100-40, LLM on 2,048 A100-80."""
     dlrm = [model for model in models if model.startswith("DLRM")]
-    groups = {
-        "zionex-128": dlrm,
-        _LLM_SYSTEM: [model for model in models if model not in dlrm],
-    }
+    llm = [model for model in models if model not in dlrm]
+    groups = {"zionex-128": dlrm, _LLM_SYSTEM: llm}
     parts = [
         cases(group, strategies, [name], task)
         for name, group in groups.items()
@@ -118,13 +117,9 @@ def task_dependence() -> pd.DataFrame:
 
 def context_scaling() -> pd.DataFrame:
     """Figure 15: LLaMA2-70B with 4K to 32K tokens per sample under every strategy."""
-    table = _suite_steps(
-        [f"LLaMA2-70B {k}K" for k in (4, 8, 16, 32)], _RELEASED_STRATEGIES, "pretrain"
-    )
-    table["context"] = (
-        table["model"].str.extract(r"(\d+)K$", expand=False).astype(int) * 1024
-    )
-    return table
+    models = {f"LLaMA2-70B {k}K": 1024 * k for k in (4, 8, 16, 32)}
+    table = _suite_steps([*models], _RELEASED_STRATEGIES, "pretrain")
+    return table.assign(context=table["model"].map(models))
 
 
 def validation_bars() -> pd.DataFrame:
@@ -137,36 +132,26 @@ def validation_bars() -> pd.DataFrame:
     rows = []
     for gpus in (128, 8):
         ours = _figure_7_step(gpus)
-        theirs = {
-            name: published(f"fig7_{gpus}_{name}")
-            for name in (*PIECES[:4], "exposed_comm_ms")
-        }
+        names = [*_SERIAL, "exposed_comm_ms"]
+        theirs = {name: published(f"fig7_{gpus}_{name}") for name in names}
         rows += [
             (gpus, "ours", "serialized", name, ours[name], theirs[name])
-            for name in PIECES[:4]
+            for name in _SERIAL
         ]
-        compute = (side["gemm_ms"] + side["emb_ms"] for side in (ours, theirs))
+        # the overlapped bar: compute, and the communication that is left exposed
+        sides = (ours, theirs)
+        compute = [side["gemm_ms"] + side["emb_ms"] for side in sides]
+        exposed = [side["exposed_comm_ms"] for side in sides]
         rows.append((gpus, "ours", "overlapped", "compute", *compute))
-        rows.append(
-            (
-                gpus,
-                "ours",
-                "overlapped",
-                "exposed",
-                ours["exposed_comm_ms"],
-                theirs["exposed_comm_ms"],
-            )
-        )
-    for who, key in (
-        ("measured", "dlrm_a_serialized"),
-        ("paper", "dlrm_a_serialized_paper"),
-    ):
-        rows.append((128, who, "serialized", "all", published(key), math.nan))
-    return released(
-        pd.DataFrame(
-            rows, columns=["gpus", "who", "bar", "piece", "value_ms", "published_ms"]
-        )
-    )
+        rows.append((gpus, "ours", "overlapped", "exposed", *exposed))
+    # of the measured step and of the paper's model only the sum is published
+    sums = {"measured": "dlrm_a_serialized", "paper": "dlrm_a_serialized_paper"}
+    rows += [
+        (128, who, "serialized", "all", published(key), math.nan)
+        for who, key in sums.items()
+    ]
+    columns = ["gpus", "who", "bar", "piece", "value_ms", "published_ms"]
+    return released(pd.DataFrame(rows, columns=columns))
 
 
 def _figure_7_step(gpus: int) -> pd.Series:
@@ -183,27 +168,19 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     from the artifact's sheet.
     """
     types = read_table("madmax/systems")
-    names = product(
-        types.loc[types["provider"] != "Internal", "name"], (64, 128, 256, 512)
-    )
-    instances = systems(f"{instance}-{devices}" for instance, devices in names)
-    table = steps(
-        cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], list(instances["name"])), instances
-    )
+    public = types.loc[types["provider"] != "Internal", "name"]
+    names = [f"{name}-{gpus}" for name, gpus in product(public, (64, 128, 256, 512))]
+    instances = systems(names)
+    table = steps(cases(["DLRM-A"], ["fsdp", "ddp", "tp,ddp"], names), instances)
     about = instances.set_index("name").loc[table["system"]].reset_index(drop=True)
-    rate = table["throughput_samples_per_s"]
-    cost = cloud_cost(
-        rate,
-        samples,
-        about["num_devices"],
-        about["usd_per_gpu_hour"],
-        about["tdp_w_per_gpu"],
-    )
+    prices = ["num_devices", "usd_per_gpu_hour", "tdp_w_per_gpu"]
+    cost = cloud_cost(table[_RATE], samples, *(about[column] for column in prices))
     table = table.assign(
         **about[["instance", "provider", "gpu", "num_devices"]], **cost
     )
+    # 312 TFLOP/s: dense FP16 peak of an A100
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
-    table["mqps"] = rate / 1e6
+    table["mqps"] = table[_RATE] / 1e6
     keys = [
         f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}"
         for r in table.itertuples()
@@ -221,37 +198,32 @@ def vit_mfu() -> pd.DataFrame:
     that prediction by c x (local batch)^k, fitted to measured / ours of the other eight
     runs (leave one out). *_error are relative to the measured value.
     """
-    rows = []
-    for run in read_table("published_vision").itertuples():
-        case = cases(
-            [run.model],
-            ["fsdp"],
-            [f"p4d.24xlarge-{run.gpus}"],
-            global_batch=run.global_batch,
-        )
-        row = steps(case).iloc[0]
-        flops = (
-            3 * run.forward_tflop * 1e12 * row["throughput_samples_per_s"] / run.gpus
-        )
-        measured = run.measured_tflop_per_s / 312
-        paper = run.paper_tflop_per_s / 312
-        rows.append(
-            (run.model, run.gpus, run.global_batch, measured, paper, flops / 312e12)
-        )
-    result = pd.DataFrame(
-        rows, columns=["model", "gpus", "global_batch", "measured", "paper", "ours"]
-    )
-    result["fitted"] = [_fitted(result.drop(i), result.loc[i]) for i in result.index]
+    runs = read_table("published_vision")
+    result = runs[["model", "gpus", "global_batch"]].copy()
+    # MFU of a p4d's A100: TFLOP/s of a GPU over its FP16 peak of 312
+    result["measured"] = runs["measured_tflop_per_s"] / 312
+    result["paper"] = runs["paper_tflop_per_s"] / 312
+    ours = []
+    for run in runs.itertuples():
+        system = f"p4d.24xlarge-{run.gpus}"
+        case = cases([run.model], ["fsdp"], [system], global_batch=run.global_batch)
+        rate = steps(case).iloc[0][_RATE]
+        # backward takes twice the FLOPs of forward: 3 x in all
+        flops = 3 * run.forward_tflop * 1e12 * rate / run.gpus
+        ours.append(flops / 312e12)
+    result["ours"] = ours
+    # log(measured / ours) = log c + k log(local batch), a line through the others
+    log_batch = np.log(result["global_batch"] / result["gpus"])
+    log_ratio = np.log(result["measured"] / result["ours"])
+    fitted = []
+    for run in result.index:
+        power, factor = np.polyfit(log_batch.drop(run), log_ratio.drop(run), 1)
+        local_batch = result["global_batch"][run] / result["gpus"][run]
+        fitted.append(ours[run] * math.exp(factor) * local_batch**power)
+    result["fitted"] = fitted
     for who in ("paper", "ours", "fitted"):
         result[f"{who}_error"] = result[who] / result["measured"] - 1
     return with_origin(result, *FILES[:2], "published_vision", rules=AS_RELEASED)
-
-
-def _fitted(others: pd.DataFrame, run: pd.Series) -> float:
-    batches = others["global_batch"] / others["gpus"]
-    ratios = others["measured"] / others["ours"]
-    power, factor = np.polyfit(np.log(batches), np.log(ratios), 1)
-    return run["ours"] * math.exp(factor) * (run["global_batch"] / run["gpus"]) ** power
 
 
 def prefetch_overlap(
@@ -295,22 +267,18 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
     for (model, name), (part, columns), factor in product(
         _SCALED.items(), _PARTS.items(), factors
     ):
-        scaled = systems([name]).assign(name=f"{part} x{factor}")
+        text = f"{part} x{factor}"
+        scaled = systems([name]).assign(name=text)
         scaled[columns] *= factor
-        table = best(
-            steps(cases([model], _RELEASED_STRATEGIES, list(scaled["name"])), scaled)
-        )
+        table = best(steps(cases([model], _RELEASED_STRATEGIES, [text]), scaled))
         tables.append(table.assign(part=part, factor=factor))
-    table = (
-        pd.concat(tables, ignore_index=True)
-        .query("limit == 'memory'")
-        .reset_index(drop=True)
-    )
-    first = table[table["factor"] == factors[0]].set_index(["model", "part"])[
-        "throughput_samples_per_s"
-    ]
-    base = first.loc[pd.MultiIndex.from_frame(table[["model", "part"]])].to_numpy()
-    return released(table.assign(speedup=table["throughput_samples_per_s"] / base))
+    table = pd.concat(tables, ignore_index=True).query("limit == 'memory'")
+    table = table.reset_index(drop=True)
+    # over the first factor, row by row of the same model and part
+    same = ["model", "part"]
+    first = table[table["factor"] == factors[0]].set_index(same)[_RATE]
+    base = first.loc[pd.MultiIndex.from_frame(table[same])].to_numpy()
+    return released(table.assign(speedup=table[_RATE] / base))
 
 
 def hardware_study(
@@ -330,34 +298,28 @@ def hardware_study(
             replace(c, nodes=max(round(devices / c.devices_per_node), 1))
             for c in map(cluster, names)
         ]
-        usable = catalog_systems(
-            sized + [_joined(one) for one in sized if one.name in nvlink_all]
-        )
+        joined = [_joined(one) for one in sized if one.name in nvlink_all]
+        usable = catalog_systems(sized + joined)
         if model.startswith("DLRM"):
             usable = usable[usable["f32_flops"] > 0]
-        table = steps(
-            cases([model], _RELEASED_STRATEGIES, list(usable["name"])), usable
-        )
+        table = steps(cases([model], _RELEASED_STRATEGIES, [*usable["name"]]), usable)
         fastest = best(table).query("limit == 'memory'").assign(choice="best that fits")
-        fsdp = table[table["dense_strategy"] == "fsdp"].assign(
-            choice="fsdp", limit="memory"
-        )
+        fsdp = table[table["dense_strategy"] == "fsdp"]
+        fsdp = fsdp.assign(choice="fsdp", limit="memory")
         both = pd.concat([fsdp, fastest], ignore_index=True)
         both["devices"] = both["system"].map(usable.set_index("name")["num_devices"])
-        per_gpu = both["throughput_samples_per_s"] / both["devices"]
+        per_gpu = both[_RATE] / both["devices"]
         tables.append(both.assign(per_gpu=per_gpu / per_gpu.iloc[0]))
     files = (*FILES[:2], "devices", "links", "clusters")
     return with_origin(pd.concat(tables, ignore_index=True), *files, rules=AS_RELEASED)
 
 
 def _joined(one: Cluster) -> Cluster:
-    size = min(256, one.world_size)
-    return replace(
-        one,
-        name=f"{one.name} superpod",
-        devices_per_node=size,
-        nodes=one.world_size // size,
-    )
+    """Cluster whose nodes are joined by their inner link."""
+    size = min(256, one.world_size)  # GPUs that one level of NVLink switches joins
+    nodes = one.world_size // size
+    name = f"{one.name} superpod"
+    return replace(one, name=name, devices_per_node=size, nodes=nodes)
 
 
 def class_strategies(model: str, system: str) -> pd.DataFrame:
@@ -370,12 +332,8 @@ def class_strategies(model: str, system: str) -> pd.DataFrame:
     texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
     table = steps(cases([model], texts, [system]))
     table[["mlp", "transformer"]] = pairs
-    fsdp = table.loc[
-        (table["mlp"] == "fsdp") & (table["transformer"] == "fsdp"),
-        "throughput_samples_per_s",
-    ]
-    table["gain"] = table["throughput_samples_per_s"] / fsdp.iloc[0]
-    return table
+    fsdp = table[_RATE].iloc[pairs.index(("fsdp", "fsdp"))]
+    return table.assign(gain=table[_RATE] / fsdp)
 
 
 def tp_inside_fsdp_across() -> pd.DataFrame:
@@ -388,9 +346,8 @@ def tp_inside_fsdp_across() -> pd.DataFrame:
     table = _suite_steps(
         ["GPT-3", "GPT-1T", "DLRM-A"], STRATEGIES, "pretrain", rules="corrected"
     )
-    return with_origin(
-        table.drop(columns="published_gain"), *FILES, rules="MAD-Max corrected"
-    )
+    table = table.drop(columns="published_gain")
+    return with_origin(table, *FILES, rules="MAD-Max corrected")
 
 
 def claims() -> pd.DataFrame:
@@ -405,21 +362,8 @@ def claims() -> pd.DataFrame:
     table = table.query("follows != 'measured' and key in @ours").reset_index(drop=True)
     table["ours"] = table["key"].map(ours)
     table["error"] = table["ours"] / table["theirs"] - 1
-    return released(
-        table[
-            [
-                "key",
-                "figure",
-                "claim",
-                "unit",
-                "theirs",
-                "ours",
-                "error",
-                "follows",
-                "note",
-            ]
-        ]
-    )
+    about = ["key", "figure", "claim", "unit"]
+    return released(table[[*about, "theirs", "ours", "error", "follows", "note"]])
 
 
 def _table_1() -> dict[str, float]:
@@ -428,8 +372,9 @@ def _table_1() -> dict[str, float]:
     vit = vit_mfu()
     llama_s = llama.loc["pre-optimised", "iteration_ms"] / 1e3
     a = dlrm.iloc[0]
-    mqps = dlrm["throughput_samples_per_s"] / 1e6
-    tokens_per_step = 2048 * 2048
+    mqps = dlrm[_RATE] / 1e6
+    tokens_per_step = 2048 * 2048  # global batch x context
+    # LLaMA as table I states it: 306k steps, 1.4T tokens
     return {
         "dlrm_a_serialized_paper": a[PIECES].sum(),
         "dlrm_a_exposed_paper": a["exposed_comm_ms"] / a[COMMUNICATION].sum(),
@@ -444,7 +389,7 @@ def _table_1() -> dict[str, float]:
 
 def _figure_7() -> dict[str, float]:
     bars = {gpus: _figure_7_step(gpus) for gpus in (128, 8)}
-    names = (*PIECES[:4], "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
+    names = (*_SERIAL, "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
     return {
         f"fig7_{gpus}_{name}": row[name] for gpus, row in bars.items() for name in names
     }
@@ -456,15 +401,15 @@ def _gains() -> dict[str, float]:
     fitting = best(train).set_index("limit")["gain"]
     inference = best(tasks[tasks["task"] == "inference"]).set_index("limit")["gain"]
     rows = pd.concat([train, tasks, context_scaling()])
-    return {
+    gains = {
+        f"gain/{row.model}/{row.dense_strategy}/{row.task}": row.gain
+        for row in rows.itertuples()
+    }
+    return gains | {
         "gain_max": fitting["memory"].max(),
         "gain_min": fitting["memory"].min(),
         "gain_mean": fitting["memory"].mean(),
         "gain_max_free": fitting["none"].max(),
         "gain_inference": inference["memory"].max(),
         "gain_inference_free": inference["none"].max(),
-        **{
-            f"gain/{r.model}/{r.dense_strategy}/{r.task}": r.gain
-            for r in rows.itertuples()
-        },
     }

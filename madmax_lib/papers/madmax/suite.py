@@ -1,5 +1,4 @@
-"""Which models, systems and published numbers does MAD-Max talk about, and what is a
-step of each?
+"""Models, systems and published numbers of MAD-Max, and a step of each.
 
 Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv` of this
 folder: facts of [Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public
@@ -33,14 +32,15 @@ __all__ = [
 FILES = ("madmax/models", "madmax/systems", "madmax/published")
 AS_RELEASED = "MAD-Max as released"
 COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
+# the serialized time of table I and figure 7 is the sum of these six
 PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
 _SAME = ["model", "system", "task"]
-_WEIGHT_COPIES = {
-    "inference": 1
-}  # else 3, the rule of the artifact's sheet for training
-# column of `evaluate`: column of data/systems.csv, and what 1 is there; all others keep
-# their names
+# Memory in units of the weights: the artifact's sheet takes 3 x for training (weights,
+# gradients, optimizer); 1 x for inference is ours.
+_WEIGHT_COPIES = {"pretrain": 3, "finetune": 3, "inference": 1}
+# column of `evaluate`: column of data/systems.csv, and the SI value of 1 there; all
+# others keep their names
 _FIELDS = {
     "f64_flops": ("fp64_tflops", 1e12),
     "f32_flops": ("fp32_tflops", 1e12),
@@ -58,9 +58,7 @@ _FIELDS = {
 
 
 def released(table: pd.DataFrame) -> pd.DataFrame:
-    """The table itself, with the files of the paper and the released rules as its
-    origin.
-    """
+    """Table with the files of the paper and the released rules as its origin."""
     return with_origin(table, *FILES, rules=AS_RELEASED)
 
 
@@ -78,12 +76,8 @@ def published(key: str) -> float:
 
 def published_values(keys: Sequence[str]) -> np.ndarray:
     """Published numbers (n,), NaN where nothing is published."""
-    return (
-        read_table("madmax/published")
-        .set_index("key")["value"]
-        .reindex(keys)
-        .to_numpy()
-    )
+    values = read_table("madmax/published").set_index("key")["value"]
+    return values.reindex(keys).to_numpy()
 
 
 def systems(names: Iterable[str]) -> pd.DataFrame:
@@ -92,35 +86,29 @@ def systems(names: Iterable[str]) -> pd.DataFrame:
 
     Raises ValueError for an unknown type, or a name without a number.
 
-    >>> systems(["zionex-128", "NC96ds_A100_v4-64"])[["name", "num_nodes", "mem_cap"]].values.tolist()
+    >>> pair = systems(["zionex-128", "NC96ds_A100_v4-64"])
+    >>> pair[["name", "num_nodes", "mem_cap"]].values.tolist()
     [['zionex-128', 16, 40000000000.0], ['NC96ds_A100_v4-64', 16, 80000000000.0]]
     """
     types = read_table("madmax/systems").set_index("name", drop=False)
     sizes = {name: name.rpartition("-")[::2] for name in names}
-    if unknown := [
-        name
-        for name, (kind, devices) in sizes.items()
-        if kind not in types.index or not devices.isdigit()
-    ]:
-        raise ValueError(
-            f"{unknown[0]!r} is not type-number with one of the types "
-            f"{', '.join(types.index)}"
-        )
-    table = (
-        types.loc[[kind for kind, _ in sizes.values()]]
-        .reset_index(drop=True)
-        .rename(columns={"name": "instance"})
-    )
+    for name, (kind, devices) in sizes.items():
+        if kind not in types.index or not devices.isdigit():
+            raise ValueError(
+                f"{name!r} is not type-number with one of the types "
+                f"{', '.join(types.index)}"
+            )
+    table = types.loc[[kind for kind, _ in sizes.values()]].reset_index(drop=True)
+    table = table.rename(columns={"name": "instance"})
     table["name"] = list(sizes)
     table["num_devices"] = [int(devices) for _, devices in sizes.values()]
-    table["num_nodes"] = np.maximum(
-        table["num_devices"] // table["devices_per_node"], 1
-    )
+    nodes = table["num_devices"] // table["devices_per_node"]
+    table["num_nodes"] = np.maximum(nodes, 1)
+    # r = 1 on a single node: no AllReduce leaves it
     table["ar_perc_intra"] = table["ar_perc_intra"].where(table["num_nodes"] > 1, 1.0)
     fields = {name: table[column] * unit for name, (column, unit) in _FIELDS.items()}
-    return table.assign(**fields).drop(
-        columns=["source", *(column for column, _ in _FIELDS.values())]
-    )
+    sources = [column for column, _ in _FIELDS.values()]
+    return table.assign(**fields).drop(columns=["source", *sources])
 
 
 def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
@@ -130,36 +118,28 @@ def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:
     A link counts in full for each direction, unlike the NICs of the release. FP32 means
     TF32 where a device has it.
     """
-    a100 = systems(["zionex-128"])
-    shares = (
-        a100[
-            ["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util", "ar_perc_intra"]
-        ]
-        .iloc[0]
-        .to_dict()
-    )
+    utilisations = ["flops_util", "mem_bw_util", "nvlink_util", "ibroce_util"]
+    a100 = systems(["zionex-128"]).iloc[0]
+    shares = a100[[*utilisations, "ar_perc_intra"]].to_dict()
     rows = []
     for cluster in clusters:
         device = cluster.device
+        fp32_flops = device.peak_flops.get("fp32", math.nan)
         rates = {
-            "f32_flops": device.peak_flops.get(
-                "tf32", device.peak_flops.get("fp32", math.nan)
-            ),
+            "f32_flops": device.peak_flops.get("tf32", fp32_flops),
             "f16_flops": device.peak(device.nearest("fp16")),
             "mem_cap": device.memory_bytes,
             "mem_bw": device.memory_bandwidth_bytes_per_s,
             "num_nvlinks": 1,
+            # `evaluate` halves bandwidths, the catalog's are one way
             "bw_per_nvlink": 2 * cluster.intra.bandwidth_bytes_per_s,
             "num_ibroce_ports": cluster.devices_per_node,
             "ibroce_bw": 2 * cluster.inter.bandwidth_bytes_per_s,
         }
         one_node = {"ar_perc_intra": 1.0} if cluster.nodes == 1 else {}
-        about = {
-            "name": cluster.name,
-            "gpu": device.name,
-            "num_devices": cluster.world_size,
-        }
-        rows.append(shares | about | {"num_nodes": cluster.nodes} | rates | one_node)
+        about = {"name": cluster.name, "gpu": device.name}
+        counts = {"num_devices": cluster.world_size, "num_nodes": cluster.nodes}
+        rows.append(shares | about | counts | rates | one_node)
     return pd.DataFrame(rows)
 
 
@@ -174,13 +154,11 @@ def cases(
     unless one is given.
     """
     rows = product(models, names, strategies)
-    table = pd.DataFrame(rows, columns=["model", "system", "dense_strategy"]).assign(
-        task=task
-    )
+    table = pd.DataFrame(rows, columns=["model", "system", "dense_strategy"])
+    table["task"] = task
     table["type"] = table["model"].map(suite().set_index("name")["type"])
-    table["global_batch"] = global_batch or table["type"].str.partition("_")[0].map(
-        _BATCH
-    )
+    batches = table["type"].str.partition("_")[0].map(_BATCH)
+    table["global_batch"] = global_batch or batches
     return table
 
 
@@ -201,20 +179,19 @@ def steps(
     """
     on = systems(cases["system"].unique()) if on is None else on
     table = evaluate(cases, suite(), on, rules=rules)
-    copies = table["task"].map(_WEIGHT_COPIES).fillna(3)
+    copies = table["task"].map(_WEIGHT_COPIES)
     table["memory_needed_gb"] = copies * table["weights_gb_per_device"]
     table["memory_gb"] = table["system"].map(on.set_index("name")["mem_cap"]) / 1e9
     table["fits"] = table["memory_needed_gb"] <= table["memory_gb"]
     comm_ms = table[COMMUNICATION].sum(axis=1)
     table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
-    table["overlapped_share"] = (table["overlapped_comm_ms"] / comm_ms).where(
-        comm_ms > 0
-    )
-    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)[
-        "throughput_samples_per_s"
-    ]
+    hidden_share = table["overlapped_comm_ms"] / comm_ms
+    table["overlapped_share"] = hidden_share.where(comm_ms > 0)
+    # gain = throughput over that of fsdp, the paper's baseline
+    rate = "throughput_samples_per_s"
+    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)[rate]
     base = fsdp.reindex(pd.MultiIndex.from_frame(table[_SAME])).to_numpy()
-    table["gain"] = table["throughput_samples_per_s"] / base
+    table["gain"] = table[rate] / base
     return released(table)
 
 
@@ -223,6 +200,7 @@ def best(table: pd.DataFrame) -> pd.DataFrame:
     that fit, limit "none" of all.
     """
     parts = []
+    # without memory limits: the dotted bars of figure 10
     for limit, rows in (("memory", table[table["fits"]]), ("none", table)):
         fastest = rows.groupby(_SAME, sort=False)["throughput_samples_per_s"].idxmax()
         parts.append(table.loc[fastest].assign(limit=limit))
