@@ -119,7 +119,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
         title = f"At best {less:.0%} less {saved} and {faster:.0%} less time than FSDP"
     ax.grid(True, which="major", axis="both")
     axes = {"x": _AXES[x], "y": _AXES[y], "xscale": "log", "yscale": "log"}
-    return draw.finish(ax, table, title, **axes, key=key, where="beside")
+    return draw.finish(ax, table, title, draw.Frame(**axes, key=key, where="beside"))
 
 
 def _pareto(rows: pd.DataFrame, x: str, y: str, sign: int) -> pd.DataFrame:
@@ -146,12 +146,18 @@ def plot_best(
         for rows in (ranked, ranked[ranked["fits"]])
     )
     beyond = (free["gain"] > fits["gain"] * 1.0005).to_numpy()
-    draw.bars(ax, free.loc[beyond, "gain"], draw.UNFIT, places=np.flatnonzero(beyond))
+    draw.bars(
+        ax,
+        free.loc[beyond, "gain"],
+        draw.BarStyle(draw.UNFIT, places=np.flatnonzero(beyond)),
+    )
     draw.bars(
         ax,
         fits["gain"],
-        [_STRATEGY_COLORS[name] for name in fits["dense_strategy"]],
-        source="simulated",
+        draw.BarStyle(
+            [_STRATEGY_COLORS[name] for name in fits["dense_strategy"]],
+            source="simulated",
+        ),
     )
     draw.published(ax, table["published_gain"], table[by].map(groups.index))
     for place, group in enumerate(groups):
@@ -167,7 +173,7 @@ def plot_best(
             place,
             text,
             dx=7,
-            box=True,
+            bbox=draw.WHITE,
         )
     ax.axvline(most, color=draw.PAPER, lw=0.8, ls="--")
     draw.note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
@@ -187,10 +193,7 @@ def plot_best(
         ax,
         table,
         title,
-        x="throughput over FSDP [x]",
-        rows=groups,
-        reach=reach,
-        key=key,
+        draw.Frame(x="throughput over FSDP [x]", rows=groups, reach=reach, key=key),
     )
 
 
@@ -237,7 +240,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
             kind: [draw.faded(kind, "simulated", alpha=alpha) for alpha in pale]
             for kind in parts
         }
-        ends = draw.bars(ax, parts, fills)
+        ends = draw.bars(ax, parts, draw.BarStyle(fills))
         for place, (row, size, end) in enumerate(
             zip(rows.itertuples(), step, ends, strict=True)
         ):
@@ -249,9 +252,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
             ax,
             table,
             None,
-            x="step over FSDP step [1]",
-            rows=labels,
-            reach=1.42 * limit,
+            draw.Frame(x="step over FSDP step [1]", rows=labels, reach=1.42 * limit),
         )
     key = [
         draw.patch_key("compute", "compute", "simulated"),
@@ -292,8 +293,7 @@ def plot_classes(table: pd.DataFrame) -> Axes:
         ax,
         table.drop(columns=["text", "fitting"]),
         title,
-        x="transformer blocks",
-        y="MLPs",
+        draw.Frame(x="transformer blocks", y="MLPs"),
     )
 
 
@@ -312,7 +312,14 @@ def plot_context(table: pd.DataFrame) -> Axes:
             text += (
                 f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
             )
-        draw.lines(ax, part, "context", "gain", ends=lambda _, text=text: text, **style)
+        draw.lines(
+            ax,
+            part,
+            "context",
+            "gain",
+            draw.Curves(ends=lambda _, text=text: text),
+            **style,
+        )
     recorded = seen.dropna(subset="published_gain")
     draw.published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
@@ -344,7 +351,10 @@ def plot_context(table: pd.DataFrame) -> Axes:
     title = "LLaMA2-70B: at 32K tokens no strategy gains much over FSDP"
     axes = {"x": "context length [tokens]", "y": "throughput over FSDP [x]"}
     return draw.finish(
-        ax, table, title, **axes, key=[*key, _RECORDED], where="upper right", **limits
+        ax,
+        table,
+        title,
+        draw.Frame(**axes, key=[*key, _RECORDED], where="upper right", **limits),
     )
 
 
@@ -365,7 +375,13 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     axes = draw.panels(list(models.groups), height=3.2, title=title)
     for ax, (_, rows) in zip(axes, models, strict=True):
         draw.lines(
-            ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4
+            ax,
+            rows,
+            "factor",
+            "speedup",
+            draw.Curves(by="part", styles=colors),
+            marker="o",
+            ms=4,
         )
         ends = rows[rows["factor"] == factors[-1]].sort_values("speedup")
         top = -np.inf
@@ -396,7 +412,7 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
             ylim=(0.9, 16),
         )
         ax.grid(True, axis="both")
-    return draw.finish(axes[0], table, None, y="throughput over today [x]")
+    return draw.finish(axes[0], table, None, draw.Frame(y="throughput over today [x]"))
 
 
 def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
@@ -429,11 +445,13 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
             draw.bars(
                 ax,
                 part["per_gpu"],
-                fills,
-                source="simulated",
-                places=places,
-                slot=(slot, 2),
-                notes=texts,
+                draw.BarStyle(
+                    fills,
+                    source="simulated",
+                    places=places,
+                    slot=(slot, 2),
+                    notes=texts,
+                ),
             )
         for system in set(systems) - set(rows["system"]):
             text = "no FP32 or TF32 peak published"
@@ -450,8 +468,8 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
             ax,
             table,
             None,
-            x="samples/s per device, A100 FSDP = 1",
-            rows=systems,
-            reach=reach,
+            draw.Frame(
+                x="samples/s per device, A100 FSDP = 1", rows=systems, reach=reach
+            ),
         )
     return axes[0]

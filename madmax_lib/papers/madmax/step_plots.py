@@ -47,14 +47,19 @@ def plot_validation(table: pd.DataFrame) -> Axes:
             draw.bars(
                 ax,
                 [total],
-                draw.THEIRS if who == "paper" else draw.DARK,
-                places=[place],
+                draw.BarStyle(
+                    draw.THEIRS if who == "paper" else draw.DARK, places=[place]
+                ),
             )
             continue
         end = 0.0
         for piece, value in zip(part["piece"], part["value_ms"], strict=True):
             name, color = _PIECES[piece]
-            draw.bars(ax, [value], color, source="simulated", places=[place], left=end)
+            draw.bars(
+                ax,
+                [value],
+                draw.BarStyle(color, source="simulated", places=[place], left=end),
+            )
             text = f"{name}\n{value:.2f}" if value > 8 else f"{value:.2f}"
             ax.text(end + value / 2, place, text, **_TEXT)
             end += value
@@ -73,9 +78,9 @@ def plot_validation(table: pd.DataFrame) -> Axes:
         ax,
         table,
         title,
-        x="time of one step [ms]",
-        rows=rows,
-        reach=1.5 * table["value_ms"].max(),
+        draw.Frame(
+            x="time of one step [ms]", rows=rows, reach=1.5 * table["value_ms"].max()
+        ),
     )
 
 
@@ -96,7 +101,9 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         texts = (
             None if who == "measured" else table[f"{who}_error"].map("{:+.0%}".format)
         )
-        draw.bars(ax, table[who] * 100, fill, slot=(slot, 3), notes=texts)
+        draw.bars(
+            ax, table[who] * 100, draw.BarStyle(fill, slot=(slot, 3), notes=texts)
+        )
     errors = {
         who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours", best)
     }
@@ -133,11 +140,7 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         ax,
         table,
         title,
-        x="MFU [% of 312 TFLOP/s]",
-        rows=rows,
-        reach=80,
-        key=key,
-        columns=2,
+        draw.Frame(x="MFU [% of 312 TFLOP/s]", rows=rows, reach=80, key=key, columns=2),
     )
 
 

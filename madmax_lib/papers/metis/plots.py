@@ -29,10 +29,12 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
         draw.bars(
             ax,
             costs,
-            fill,
-            source="simulated",
-            slot=(slot, 2),
-            notes=[f"   {cost:,.2f}" for cost in costs],
+            draw.BarStyle(
+                fill,
+                source="simulated",
+                slot=(slot, 2),
+                notes=[f"   {cost:,.2f}" for cost in costs],
+            ),
         )
     error = (table["our_cost_ms"] - table["cost_ms"]).abs()
     near = table.loc[error.groupby([table["row"], table["mode"]], sort=False).idxmin()]
@@ -53,10 +55,7 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x="cost of the best plan [ms]",
-        rows=rows,
-        reach=reach,
-        key=key,
+        draw.Frame(x="cost of the best plan [ms]", rows=rows, reach=reach, key=key),
     )
 
 
@@ -71,16 +70,10 @@ def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rows = summary["strategy"] + " on 2 GPUs"
     notes = times_s.map("{:.1f} s".format)
     x = "measured time of an iteration, median [s]"
-    return draw.bar_chart(
-        ax,
-        _from_files(summary, "dp_tp"),
-        times_s,
-        title,
-        kinds,
-        notes=notes,
-        x=x,
-        rows=rows,
-    )
+    data = _from_files(summary, "dp_tp")
+    frame = draw.Frame(x=x, rows=rows)
+    style = draw.BarStyle(kinds, notes=notes)
+    return draw.bar_chart(ax, data, times_s, title, frame, style)
 
 
 def _from_files(table: pd.DataFrame, *files: str) -> pd.DataFrame:

@@ -57,7 +57,7 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     ax = ax or draw.new_axes(height=1.4 + 0.42 * len(table))
     rows = range(len(table))
-    draw.bars(ax, 100 * table["mfu_corrected"], "compute", height=0.6)
+    draw.bars(ax, 100 * table["mfu_corrected"], draw.BarStyle("compute", height=0.6))
     draw.published(ax, 100 * table["mfu_reported"], rows)
     for column, (_, mark) in _MARKS.items():
         ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
@@ -85,11 +85,9 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x="MFU [%]",
-        rows=_row_names(table),
-        reach=reach,
-        key=key,
-        columns=3,
+        draw.Frame(
+            x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3
+        ),
     )
 
 
@@ -98,13 +96,13 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     within = (table["error"].abs() <= 0.1).sum()
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
     ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
-    draw.bars(ax, table["measured_gib"], slot=(0, 2))
+    draw.bars(ax, table["measured_gib"], draw.BarStyle(slot=(0, 2)))
     draw.bars(
         ax,
         table["predicted_gib"],
-        source="simulated",
-        slot=(1, 2),
-        notes=table["error"].map("{:+.1%}".format),
+        draw.BarStyle(
+            source="simulated", slot=(1, 2), notes=table["error"].map("{:+.1%}".format)
+        ),
     )
     key = [
         draw.patch_key("measured", "compute"),
@@ -114,9 +112,9 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x="peak memory allocated on a GPU [GiB]",
-        rows=_row_names(table),
-        key=key,
+        draw.Frame(
+            x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key
+        ),
     )
 
 
@@ -127,12 +125,17 @@ def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or draw.new_axes(height=3.0)
     unfused_ms = table["unfused_ms"].map("{:.3f} ms".format)
     ideal = table["ideal_ms"].map(", ideal {:.3f} ms".format)
-    draw.bars(ax, 100 * table["unfused_share"], "idle", slot=(0, 2), notes=unfused_ms)
+    draw.bars(
+        ax,
+        100 * table["unfused_share"],
+        draw.BarStyle("idle", slot=(0, 2), notes=unfused_ms),
+    )
     draw.bars(
         ax,
         100 * table["fused_share"],
-        slot=(1, 2),
-        notes=table["fused_ms"].map("{:.3f} ms".format) + ideal,
+        draw.BarStyle(
+            slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal
+        ),
     )
     shapes = [
         f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()
@@ -151,7 +154,7 @@ def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         draw.patch_key("fused kernel of the study", "compute"),
     ]
     x = "bytes that the kernel moves per second, of 1,555 GB/s [%]"
-    return draw.finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
+    return draw.finish(ax, table, title, draw.Frame(x=x, rows=rows, reach=100, key=key))
 
 
 def plot_steps(
@@ -199,13 +202,15 @@ def plot_steps(
         ax,
         shown,
         title,
-        x="step",
-        y="time [s]",
-        reach=reach,
-        key=key,
-        where="upper center",
-        columns=3,
-        origin=log,
+        draw.Frame(
+            x="step",
+            y="time [s]",
+            reach=reach,
+            key=key,
+            where="upper center",
+            columns=3,
+            origin=log,
+        ),
     )
 
 
@@ -216,7 +221,9 @@ def plot_overlap(
     hollow marks.
     """
     ax = ax or draw.new_axes(height=3.0)
-    draw.bars(ax, 100 * simulated["overlap"], "hidden", source="simulated")
+    draw.bars(
+        ax, 100 * simulated["overlap"], draw.BarStyle("hidden", source="simulated")
+    )
     as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith(
         "one"
     )
@@ -238,7 +245,9 @@ def plot_overlap(
     ]
     title = "ZeRO-2 hid nothing; sharding layer by layer hides most of it"
     x = "communication hidden under compute [%]"
-    return draw.finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
+    return draw.finish(
+        ax, simulated, title, draw.Frame(x=x, rows=rows, reach=112, key=key)
+    )
 
 
 def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -257,7 +266,9 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update"
         for name, size in parts.sum(axis=1).items()
     ]
-    draw.bars(ax, parts, shown, source="simulated", height=0.6, notes=notes)
+    draw.bars(
+        ax, parts, draw.BarStyle(shown, source="simulated", height=0.6, notes=notes)
+    )
     usable_gib = table["usable_bytes"].iloc[0] / _GIB
     ax.axvline(usable_gib, **draw.DASHED)
     draw.note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
@@ -267,11 +278,9 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x="memory of a GPU [GiB]",
-        rows=rows,
-        reach=20,
-        key=shown,
-        columns=4,
+        draw.Frame(
+            x="memory of a GPU [GiB]", rows=rows, reach=20, key=shown, columns=4
+        ),
     )
     ax.set_ylim(top=-0.8)
     return ax
@@ -293,8 +302,7 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         "gpus",
         "samples_per_s",
-        by=["place", "strategy"],
-        styles=styles,
+        draw.Curves(by=["place", "strategy"], styles=styles),
         **white,
     )
     zero2 = table[table["strategy"] == "zero2"]
@@ -320,7 +328,10 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     limits = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}
     y = "simulated throughput [samples/s]"
     return draw.finish(
-        ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits
+        ax,
+        table,
+        title,
+        draw.Frame(x="GPUs", y=y, key=key, where="upper left", **limits),
     )
 
 

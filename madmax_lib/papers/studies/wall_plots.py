@@ -41,8 +41,9 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         method: {"marker": marker, "color": color, "label": method}
         for method, marker, color in looks
     }
-    style = {"styles": styles, "units": (1e9, 1), "ms": 5, "mfc": "white", "lw": 1.0}
-    draw.lines(ax, fitting, "parameters", "tokens_per_s", by="method", **style)
+    curves = draw.Curves(by="method", styles=styles, units=(1e9, 1))
+    style = {"ms": 5, "mfc": "white", "lw": 1.0}
+    draw.lines(ax, fitting, "parameters", "tokens_per_s", curves, **style)
     billions = models["parameters"] / 1e9
     title = "No method fits any model"
     ax.set_xscale("log")
@@ -63,7 +64,9 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     y = "simulated throughput [tokens/s]"
     key = ax.get_lines()
     limits = 0.9 * billions.min(), 1.1 * billions.max()
-    return draw.finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=limits)
+    return draw.finish(
+        ax, table, title, draw.Frame(x=x, y=y, key=key, where="beside", xlim=limits)
+    )
 
 
 def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -98,12 +101,9 @@ def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x=x,
-        rows=rows,
-        key=key,
-        where="upper right",
-        xscale="log",
-        xlim=limits,
+        draw.Frame(
+            x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits
+        ),
     )
 
 
@@ -112,16 +112,20 @@ def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes
     the seconds of `OffloadTimes`.
     """
     ax = ax or draw.new_axes(height=3.2)
-    fills = {column: kind for column, (_, kind) in _EXPOSED.items()}
     names = {column: name for column, (name, _) in _EXPOSED.items()}
-    draw.areas(ax, table["share"], table, fills, source="simulated", labels=names)
+    fills = dict(_EXPOSED.values())
+    parts = table.rename(columns=names)
+    draw.areas(ax, table["share"], parts, fills, source="simulated")
     ax.axvline(best, **draw.DASHED, label="best that fits")
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
     x = "share of the states that leaves the device"
     y = "simulated time beyond the passes [s]"
     key = ax.get_legend_handles_labels()[0]
     return draw.finish(
-        ax, table, title, x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None)
+        ax,
+        table,
+        title,
+        draw.Frame(x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None)),
     )
 
 
@@ -167,12 +171,9 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        x="parameters",
-        y=y,
-        key=key,
-        where="upper left",
-        xscale="log",
-        yscale="log",
+        draw.Frame(
+            x="parameters", y=y, key=key, where="upper left", xscale="log", yscale="log"
+        ),
     )
 
 
@@ -185,17 +186,11 @@ def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     apart = shown["token_j"].max() / shown["token_j"].min() - 1
     title = f"{_size(shown['model'].iloc[0])}: methods differ by {apart:.0%} in energy"
     title += ", less than the model is sure of" if apart < 0.25 else ""
-    ending = {
-        "x": "simulated energy per token, devices and processors [mJ]",
-        "rows": shown["method"],
-    }
-    ending |= {
-        "notes": shown["tokens_per_s"].map("{:,.0f} tokens/s".format),
-        "source": "simulated",
-    }
-    return draw.bar_chart(
-        ax, table, 1e3 * shown["token_j"], title, error=interval_mj, **ending
-    )
+    x = "simulated energy per token, devices and processors [mJ]"
+    frame = draw.Frame(x=x, rows=shown["method"])
+    notes = shown["tokens_per_s"].map("{:,.0f} tokens/s".format)
+    style = draw.BarStyle(source="simulated", error=interval_mj, notes=notes)
+    return draw.bar_chart(ax, table, 1e3 * shown["token_j"], title, frame, style)
 
 
 def _size(model: str) -> str:

@@ -30,7 +30,10 @@ def _finish(
 ) -> Axes:
     """With a legend of all that was drawn with a label."""
     return draw.finish(
-        ax, table, title, key=ax.get_legend_handles_labels()[0], where=where, **options
+        ax,
+        table,
+        title,
+        draw.Frame(key=ax.get_legend_handles_labels()[0], where=where, **options),
     )
 
 
@@ -118,7 +121,9 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
         f"{saved['theirs']:.1%})"
     )
     axes = {"x": "days for 270 B tokens", "y": "cost [M USD]"}
-    return draw.finish(ax, near, title, **axes, key=key, where="upper left", columns=4)
+    return draw.finish(
+        ax, near, title, draw.Frame(**axes, key=key, where="upper left", columns=4)
+    )
 
 
 def plot_compute_optimal(
@@ -132,7 +137,9 @@ def plot_compute_optimal(
     ax = draw.new_axes(height=3.6)
     blue = draw.COLORS["compute"]
     feasible = table["feasible"]
-    draw.lines(ax, table, "parameters", "days", color=blue, lw=0.8, units=(1e9, 1))
+    draw.lines(
+        ax, table, "parameters", "days", draw.Curves(units=(1e9, 1)), color=blue, lw=0.8
+    )
     for part, face, name in (
         (feasible, blue, f"within {budget_days:g} days"),
         (~feasible, "white", "too long"),
@@ -204,7 +211,10 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
     )
     axes = {"x": "layers; labels are (tp, dp, pp)", "y": "simulated step [s]", **limits}
     return draw.finish(
-        ax, table, title, **axes, key=[draw.mark_key("seed 000")], where="upper left"
+        ax,
+        table,
+        title,
+        draw.Frame(**axes, key=[draw.mark_key("seed 000")], where="upper left"),
     )
 
 
@@ -218,16 +228,8 @@ def plot_rules(effects: pd.DataFrame) -> Axes:
         f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "
         f"{step_s.iloc[-1]:.1f} s"
     )
-    ending = {
-        "notes": single["change"].map("{:+.1%}".format),
-        "rows": single["what"],
-        "source": "simulated",
-    }
-    return draw.bar_chart(
-        None,
-        effects,
-        100 * single["change"],
-        title,
-        x="longer step than as released [%]",
-        **ending,
-    )
+    x = "longer step than as released [%]"
+    frame = draw.Frame(x=x, rows=single["what"])
+    notes = single["change"].map("{:+.1%}".format)
+    style = draw.BarStyle(source="simulated", notes=notes)
+    return draw.bar_chart(None, effects, 100 * single["change"], title, frame, style)

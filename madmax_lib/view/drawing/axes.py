@@ -1,8 +1,9 @@
-"""How does a picture begin and end? New axes and panels, small texts, legends, and
+"""How a picture begins and ends: new axes and panels, small texts, legends, and
 `finish`, which keeps the table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 from matplotlib import pyplot as plt
@@ -14,6 +15,8 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
 __all__ = [
+    "WHITE",
+    "Frame",
     "empty",
     "figure_data",
     "finish",
@@ -26,7 +29,47 @@ __all__ = [
 ]
 
 _LONG = 40  # characters of a row's label, beyond which all are small
-_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+_BELOW_INCHES = 0.42  # between the axes and a legend: room for ticks and a label
+# behind a text that lines may cross: `note(..., bbox=WHITE)`
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Axes, legend and origin of a picture: all that `finish` adds to what was drawn.
+
+    >>> frame = Frame(x="time [ms]", rows=["rank 0", "rank 1"], reach=12.5)
+    >>> ax = finish(new_axes(height=1), pd.DataFrame(), "Rank 1 is late", frame)
+    """
+
+    x: str = ""  # label of the axis, with its unit
+    y: str = ""
+    rows: Sequence[str] | None = None  # labels of rows 0, 1, ..., the first on top
+    reach: float | None = None  # right end of the x axis, which then begins at 0
+    xlim: Sequence[float | None] | None = None  # these five as `Axes.set` takes them
+    ylim: Sequence[float | None] | None = None
+    xticks: Sequence[float] | None = None
+    xscale: str | None = None
+    yscale: str | None = None
+    key: Mapping[str, Fill] | Sequence | None = None  # entries of the legend
+    where: str = "below"  # it and `columns` as of `legend`
+    columns: int | None = None
+    # what tells where the numbers come from (by default the table that is drawn), or
+    # that provenance itself
+    origin: Timeline | pd.DataFrame | dict | None = None
+
+    def settings(self) -> dict:
+        """Options of `Axes.set` that are given, scales before the limits on them."""
+        options = {
+            "xlabel": self.x or None,
+            "ylabel": self.y or None,
+            "xscale": self.xscale,
+            "yscale": self.yscale,
+            "xticks": self.xticks,
+            "xlim": self.xlim,
+            "ylim": self.ylim,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def new_axes(*, height: float, width: float = 7.0) -> Axes:
@@ -46,11 +89,9 @@ def panels(
     """Axes side by side, or one below another, which share the axis between them;
     `title` stands above all.
     """
-    shape = (
-        {"nrows": len(titles), "sharex": True}
-        if down
-        else {"ncols": len(titles), "sharey": True}
-    )
+    shape = {"ncols": len(titles), "sharey": True}
+    if down:
+        shape = {"nrows": len(titles), "sharex": True}
     figure, axes = plt.subplots(figsize=(width, height), squeeze=False, **shape)
     figure.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
     for ax, name in zip(axes.flat, titles, strict=True):
@@ -59,36 +100,28 @@ def panels(
 
 
 def note(
-    ax: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    dx: float = 4,
-    dy: float = 0,
-    box: bool = False,
-    **style,
+    ax: Axes, x: float, y: float, text: str, *, dx: float = 4, dy: float = 0, **style
 ) -> None:
-    """A small text dx and dy points beside a point; box: on white, where lines pass."""
-    style = {"fontsize": 7, "va": "center", **({"bbox": _BOX} if box else {}), **style}
+    """A small text dx and dy points beside a point."""
+    style = {"fontsize": 7, "va": "center"} | style
     ax.annotate(text, (x, y), (dx, dy), textcoords="offset points", **style)
 
 
 def published(ax: Axes, x, y, **style) -> None:
     """Hollow diamonds where a number is published."""
-    style = {"mec": PAPER, "ms": 6, "mew": 1.1, "zorder": 4, "clip_on": False, **style}
+    style = {"mec": PAPER, "ms": 6, "mew": 1.1, "zorder": 4, "clip_on": False} | style
     ax.plot(x, y, "D", mfc="none", ls="none", **style)
 
 
 def log_axis(
     ax: Axes, which: str, low: float, high: float, text: Callable[[float], str]
 ) -> None:
-    """Logarithmic from low to high with some room, ticks as text: at 1, 2 and 5 of a
-    decade where there are few.
-    """
+    """A logarithmic axis from low to high with some room, its ticks as text."""
     ax.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.8, high * 1.8)})
     axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    # over few decades there is room for ticks at 1, 2 and 5 of each
+    few_decades = high / low < 1e3
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
     axis.set_major_formatter(lambda value, _: text(value))
     axis.set_minor_formatter(NullFormatter())
 
@@ -99,7 +132,7 @@ def legend(
     where: str = "below",
     columns: int | None = None,
 ) -> None:
-    """A legend below the axes, beside them, or at a place that matplotlib knows.
+    """A legend below the axes, beside them, or at a location that matplotlib knows.
 
     entries: labels with their fills, or entries of `patch_key`, `mark_key`, `line_key`;
     None: what was drawn with a label.
@@ -109,69 +142,43 @@ def legend(
     entries = ax.get_legend_handles_labels()[0] if entries is None else list(entries)
     if not entries:
         return
-    if where == "below":
-        corner = ax.transAxes + ScaledTranslation(
-            0, -0.42, ax.figure.dpi_scale_trans
-        )  # inches, whatever the height
-        place = {
-            "loc": "upper right",
-            "bbox_to_anchor": (1.0, 0.0),
-            "bbox_transform": corner,
-        }
+    anchor = {"loc": where}
+    if where == "beside":
+        anchor = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    elif where == "below":
+        # a distance in inches, so that it is the same whatever the height of the axes
+        shift = ScaledTranslation(0, -_BELOW_INCHES, ax.figure.dpi_scale_trans)
+        anchor = {"loc": "upper right", "bbox_to_anchor": (1.0, 0.0)}
+        anchor["bbox_transform"] = ax.transAxes + shift
         columns = columns or min(len(entries), 5)
-    else:
-        place = (
-            {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-            if where == "beside"
-            else {"loc": where}
-        )
-    ax.legend(handles=entries, ncols=columns or 1, **place)
+    ax.legend(handles=entries, ncols=columns or 1, **anchor)
 
 
 def finish(
-    ax: Axes,
-    table: pd.DataFrame,
-    title: str | None,
-    *,
-    x: str = "",
-    y: str = "",
-    rows: Sequence[str] | None = None,
-    reach: float | None = None,
-    key: Mapping[str, Fill] | Sequence | None = None,
-    where: str = "below",
-    columns: int | None = None,
-    origin: Timeline | pd.DataFrame | dict | None = None,
-    **settings,
+    ax: Axes, table: pd.DataFrame, title: str | None, frame: Frame | None = None
 ) -> Axes:
-    """Title, axes and legend of a picture; its table is kept for `save_figure`.
-
-    rows: labels of rows 0, 1, ..., the first on top. reach: right end of the x axis,
-    from 0. key: legend entries, and `where` and `columns` as of `legend`. origin: what
-    tells where the numbers come from (by default the table), or that provenance itself.
-    settings: of `Axes.set`, such as xscale="log".
-    """
+    """Title, axes and legend of a picture; its table is kept for `save_figure`."""
+    frame = frame or Frame()
     if title is not None:
         ax.set_title(title)
-    if rows is not None:
-        small = {"fontsize": 7} if max(map(len, rows), default=0) > _LONG else {}
-        ax.set_yticks(range(len(rows)), rows, **small)
-        ax.set_ylim(len(rows) - 0.4, -0.6)
-    if reach is not None:
-        ax.set_xlim(0, max(reach, 1e-9))
-    ax.set(
-        **{name: text for name, text in (("xlabel", x), ("ylabel", y)) if text},
-        **settings,
-    )
-    if key is not None:
-        legend(ax, key, where, columns)
-    told = table if origin is None else origin
-    if isinstance(told, pd.DataFrame):
-        table.attrs.update(told.attrs)
+    if frame.rows is not None:
+        longest = max(map(len, frame.rows), default=0)
+        small = {"fontsize": 7} if longest > _LONG else {}
+        ax.set_yticks(range(len(frame.rows)), frame.rows, **small)
+        ax.set_ylim(len(frame.rows) - 0.4, -0.6)  # row 0 on top
+    if frame.reach is not None:
+        ax.set_xlim(0, max(frame.reach, 1e-9))  # matplotlib warns of an empty range
+    ax.set(**frame.settings())
+    if frame.key is not None:
+        legend(ax, frame.key, frame.where, frame.columns)
+    origin = table if frame.origin is None else frame.origin
+    if isinstance(origin, pd.DataFrame):
+        table.attrs.update(origin.attrs)
+    elif isinstance(origin, Timeline):
+        table.attrs["provenance"] = origin.meta.provenance
     else:
-        table.attrs["provenance"] = (
-            told.meta.provenance if isinstance(told, Timeline) else told
-        )
-    ax._madmax_data = table
+        table.attrs["provenance"] = origin
+    ax._madmax_data = table  # read back by `figure_data`
     return ax
 
 
@@ -184,7 +191,8 @@ def empty(
     """An empty picture that says why in its title."""
     ax = ax or new_axes(height=0.6)
     ax.spines[:].set_visible(False)
-    return finish(ax, table, title, origin=origin, xticks=[], yticks=[])
+    ax.set(xticks=[], yticks=[])
+    return finish(ax, table, title, Frame(origin=origin))
 
 
 def figure_data(ax: Axes) -> pd.DataFrame | None:

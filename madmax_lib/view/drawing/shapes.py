@@ -1,9 +1,10 @@
-"""Which five shapes are pictures made of? Bars, lines, areas, blocks of time, grids.
+"""The five shapes that pictures are made of: bars, lines, areas, blocks of time, grids.
 
 Each draws on given Axes; rows count from the top.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -11,10 +12,12 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base.intervals import pack, union
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.view.drawing.axes import finish, new_axes, note
+from madmax_lib.view.drawing.axes import WHITE, Frame, finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
 __all__ = [
+    "BarStyle",
+    "Curves",
     "areas",
     "bar_chart",
     "bars",
@@ -28,10 +31,43 @@ __all__ = [
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
 _STRETCHES = 300  # of the time axis, of which each keeps four points
-_SMALLEST = (
-    1 / 3000
-    # of the time axis: gaps below are not drawn, so that pictures of any trace stay small
-)
+# of the time axis: gaps below are not drawn, so that pictures of any trace stay small
+_SMALLEST = 1 / 3000
+_LANE = 0.8  # of the distance of two rows, which the bars of a row share
+
+
+@dataclass(frozen=True)
+class BarStyle:
+    """Paint, position and texts of `bars`.
+
+    >>> style = BarStyle("comm", slot=(0, 2), notes=["3 ms", "4 ms"])
+
+    fill: kind, colour or patch options: one ("compute"), one per row, or for a table
+    one per column by name; columns that are named by kinds need none.
+    """
+
+    fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None
+    source: str | None = None  # "simulated" hatches
+    places: Sequence[float] | None = None  # rows to draw on, by default 0, 1, ...
+    slot: tuple[int, int] = (0, 1)  # (k, n): the k-th of n bars that share a row
+    left: float = 0.0  # where the bars begin
+    height: float | None = None  # of a bar, in rows; by default by the slots
+    upright: bool = False  # columns from the bottom in place of bars from the left
+    error: tuple[Sequence[float], Sequence[float]] | None = None  # ends of an interval
+    notes: Sequence[str] | None = None  # behind the ends; the axis is made long enough
+    inside: pd.DataFrame | None = None  # texts on the bars of a table
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Grouping, looks and texts of `lines`."""
+
+    by: str | list[str] | None = None  # columns whose values have a line each
+    styles: Mapping | None = None  # by value, a colour or options of `Axes.plot`
+    # for the legend, by value or as a function of the group's rows
+    labels: Mapping | Callable[[pd.DataFrame], str] | None = None
+    ends: Mapping | Callable[[pd.DataFrame], str] | None = None  # at the last point
+    units: tuple[float, float] = (1.0, 1.0)  # of x and y, such as 1e-3 for ms
 
 
 def bar_chart(
@@ -39,117 +75,104 @@ def bar_chart(
     table: pd.DataFrame,
     lengths: pd.DataFrame | pd.Series,
     title: str,
-    fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None,
-    *,
-    source: str | None = None,
-    error: tuple[Sequence[float], Sequence[float]] | None = None,
-    notes: Sequence[str] | None = None,
-    inside: pd.DataFrame | None = None,
-    **ending,
+    frame: Frame,
+    style: BarStyle | None = None,
 ) -> Axes:
     """A whole picture of a bar per row: `bars`, hatched as the table or its origin
     tells, and `finish`.
     """
     ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
-    told = {**table.attrs, **getattr(ending.get("origin"), "attrs", {})}
-    bars(
-        ax,
-        lengths,
-        fill,
-        source=source or told.get("source"),
-        error=error,
-        notes=notes,
-        inside=inside,
-    )
-    return finish(ax, table, title, **ending)
+    style = style or BarStyle()
+    about = table.attrs | getattr(frame.origin, "attrs", {})
+    source = style.source or about.get("source")
+    _draw_bars(ax, lengths, style, source)
+    return finish(ax, table, title, frame)
 
 
 def bars(
     ax: Axes,
     lengths: pd.DataFrame | Sequence[float],
-    fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None,
-    *,
-    source: str | None = None,
-    places: Sequence[float] | None = None,
-    slot: tuple[int, int] = (0, 1),
-    left: float | Sequence[float] = 0.0,
-    height: float | None = None,
-    error: tuple[Sequence[float], Sequence[float]] | None = None,
-    notes: Sequence[str] | None = None,
-    inside: pd.DataFrame | Sequence[str] | None = None,
-    upright: bool = False,
+    style: BarStyle | None = None,
 ) -> np.ndarray:
     """A bar per row, or for a table a bar per row of its columns end to end; returns
     where the bars end.
 
-    fill: kind, colour or patch options: one ("compute"), one per row, or for a table
-    one per column by name; columns that are named by kinds need none.
-    source: "simulated" hatches. places: rows to draw on, by default 0, 1, ... slot: (k,
-    n) is the k-th of n bars that share a row. error: low and high ends of an interval.
-    notes: texts behind the ends, for which the axis is made long
-    enough, inside: texts on the bars.
-
-    >>> from madmax_lib.view.drawing import new_axes
     >>> ax = new_axes(height=1.5)
     >>> step_ms = pd.DataFrame({"compute": [3.0, 4.0], "comm": [1.0, 2.0]})
-    >>> bars(ax, step_ms, notes=["a", "b"])
+    >>> bars(ax, step_ms, BarStyle(notes=["a", "b"]))
     array([4., 6.])
     """
-    number, of = slot
-    height = height or (0.7 if of == 1 else 0.72 / of)
-    stacked = isinstance(lengths, pd.DataFrame)
-    parts = lengths if stacked else pd.DataFrame({"": np.asarray(lengths, float)})
-    if fill is None:
-        fill = dict(zip(parts, parts, strict=True)) if stacked else "compute"
-    texts = inside if stacked or inside is None else pd.DataFrame({"": list(inside)})
-    rows = np.arange(len(parts)) if places is None else np.asarray(places, float)
-    rows = rows + (number - (of - 1) / 2) * 0.8 / of
-    end = np.broadcast_to(np.asarray(left, float), len(parts))
-    across = ax.bar if upright else ax.barh
-    for column, of_column in (fill if stacked else {"": fill}).items():
+    style = style or BarStyle()
+    return _draw_bars(ax, lengths, style, style.source)
+
+
+def _draw_bars(
+    ax: Axes,
+    lengths: pd.DataFrame | Sequence[float],
+    style: BarStyle,
+    source: str | None,
+) -> np.ndarray:
+    slot, slots = style.slot
+    height = style.height or (0.7 if slots == 1 else 0.72 / slots)
+    fills = style.fill
+    if isinstance(lengths, pd.DataFrame):
+        parts = lengths
+        fills = dict(zip(parts, parts, strict=True)) if fills is None else fills
+    else:
+        parts = pd.DataFrame({"": np.asarray(lengths, float)})
+        fills = {"": "compute" if fills is None else fills}
+    places = np.arange(len(parts)) if style.places is None else style.places
+    # n bars of a row stand side by side around its middle
+    rows = np.asarray(places, float) + (slot - (slots - 1) / 2) * _LANE / slots
+    ends = np.full(len(parts), float(style.left))
+    draw = ax.bar if style.upright else ax.barh
+    for column, fill in fills.items():
         length = parts[column].to_numpy(float)
-        shapes = across(rows, length, height, end)
-        paints = _paints(of_column, len(parts), source)
+        shapes = draw(rows, length, height, ends)
+        one_fill = isinstance(fill, (str, dict))
+        row_fills = [fill] * len(parts) if one_fill else fill
+        paints = [fill_of(each, source) for each in row_fills]
         for shape, paint in zip(shapes, paints, strict=True):
             shape.set(**paint)
-        if texts is not None:
-            labels = ax.bar_label(
-                shapes, texts[column], label_type="center", fontsize=7
-            )
-            for label, paint in zip(labels, paints, strict=True):
-                label.set_color(ink_on(paint["facecolor"]))
-        end = end + np.nan_to_num(length)
-    reach = end if error is None else _draw_error(ax, rows, end, error, upright=upright)
-    for row, at, text in (
-        zip(rows, reach, notes, strict=True) if notes is not None else ()
-    ):
-        place, shift = (
-            ((row, at), {"dx": 0, "dy": 5, "ha": "center"})
-            if upright
-            else ((at, row), {})
-        )
-        note(ax, *place, text, fontsize=7 if height > 0.3 else 6, box=of == 1, **shift)
-        if not upright:
-            ax.update_datalim([(at / max(1 - _LETTER * len(text), 0.4), row)])
-    return end
+        if style.inside is not None:
+            _write_inside(ax, shapes, style.inside[column], paints)
+        ends = ends + np.nan_to_num(length)
+    reach = ends if style.error is None else _draw_error(ax, rows, ends, style)
+    if style.notes is not None:
+        _write_notes(ax, rows, reach, style, small=height <= 0.3)
+    return ends
 
 
-def _paints(fill: Fill | Sequence[Fill], count: int, source: str | None) -> list[dict]:
-    one = isinstance(fill, (str, dict))
-    return (
-        [fill_of(fill, source)] * count
-        if one
-        else [fill_of(each, source) for each in fill]
-    )
+def _write_inside(ax: Axes, shapes, texts: Iterable[str], paints: list[dict]) -> None:
+    labels = ax.bar_label(shapes, texts, label_type="center", fontsize=7)
+    for label, paint in zip(labels, paints, strict=True):
+        label.set_color(ink_on(paint["facecolor"]))
 
 
-def _draw_error(ax: Axes, rows, middle, error, *, upright: bool) -> np.ndarray:
+def _draw_error(ax: Axes, rows, ends: np.ndarray, style: BarStyle) -> np.ndarray:
     """Intervals as thin lines; returns the farther of their ends and the bars'."""
-    low, high = (np.asarray(end, float) for end in error)
-    x, y = (rows, middle) if upright else (middle, rows)
-    spread = {"yerr" if upright else "xerr": [middle - low, high - middle]}
+    low, high = (np.asarray(end, float) for end in style.error)
+    x, y = (rows, ends) if style.upright else (ends, rows)
+    spread = {"yerr" if style.upright else "xerr": [ends - low, high - ends]}
     ax.errorbar(x, y, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-    return np.fmax(middle, high)
+    return np.fmax(ends, high)
+
+
+def _write_notes(
+    ax: Axes, rows: np.ndarray, reach: np.ndarray, style: BarStyle, *, small: bool
+) -> None:
+    """Texts behind the ends of bars, or above those that stand upright."""
+    look = {"fontsize": 6 if small else 7}
+    if style.slot[1] == 1:  # else the white would cover the bar of the next slot
+        look["bbox"] = WHITE
+    for row, end, text in zip(rows, reach, style.notes, strict=True):
+        if style.upright:
+            note(ax, row, end, text, dx=0, dy=5, ha="center", **look)
+            continue
+        note(ax, end, row, text, **look)
+        # data limits that leave the room of the text: end / (1 - share of the letters)
+        share = min(_LETTER * len(text), 0.6)
+        ax.update_datalim([(end / (1 - share), row)])
 
 
 def lines(
@@ -157,35 +180,33 @@ def lines(
     table: pd.DataFrame,
     x: str,
     y: str,
-    *,
-    by: str | list[str] | None = None,
-    styles: Mapping | None = None,
-    labels: Mapping | Callable[[pd.DataFrame], str] | None = None,
-    ends: Mapping | Callable[[pd.DataFrame], str] | None = None,
-    units: tuple[float, float] = (1.0, 1.0),
+    curves: Curves | None = None,
     **style,
 ) -> None:
-    """A line of y over x for each value of `by`, in the order of the table.
+    """A line of y over x for each group of `curves`, in the order of the table; style:
+    options of `Axes.plot` for all.
 
-    styles: by value, a colour or options of `Axes.plot`; **style: options of all.
-    labels: for the legend, ends: written at the last point, both by value or as a
-    function of the group's rows. units: what 1 is on each axis, such as 1e-3 for ms.
-
-    >>> from madmax_lib.view.drawing import new_axes
     >>> ax = new_axes(height=2)
-    >>> table = pd.DataFrame({"gpus": [1, 2, 1, 2], "step_s": [4, 2, 4, 3], "network": ["a", "a", "b", "b"]})
-    >>> lines(ax, table, "gpus", "step_s", by="network", styles={"a": "black", "b": {"ls": ":"}}, units=(1, 1e-3))
+    >>> table = pd.DataFrame({"gpus": [1, 2, 1, 2], "step_s": [4, 2, 4, 3]})
+    >>> table["network"] = ["a", "a", "b", "b"]
+    >>> styles = {"a": "black", "b": {"ls": ":"}}
+    >>> lines(ax, table, "gpus", "step_s", Curves(by="network", styles=styles), lw=1)
     """
-    groups = table.groupby(by, sort=False) if by is not None else [(None, table)]
+    curves = curves or Curves()
+    groups = [(None, table)]
+    if curves.by is not None:
+        groups = table.groupby(curves.by, sort=False)
+    x_unit, y_unit = curves.units
     for value, part in groups:
-        own = (styles or {}).get(value, {})
-        own = {"color": own} if isinstance(own, str) else own
-        (line,) = ax.plot(part[x] / units[0], part[y] / units[1], **{**style, **own})
-        if label := _text(labels, value, part):
+        look = (curves.styles or {}).get(value, {})
+        look = {"color": look} if isinstance(look, str) else look
+        at_x = part[x] / x_unit
+        at_y = part[y] / y_unit
+        (line,) = ax.plot(at_x, at_y, **style | look)
+        if label := _text(curves.labels, value, part):
             line.set_label(label)
-        if text := _text(ends, value, part):
-            at = part[x].iloc[-1] / units[0], part[y].iloc[-1] / units[1]
-            note(ax, *at, text, dx=6, color=line.get_color())
+        if text := _text(curves.ends, value, part):
+            note(ax, at_x.iloc[-1], at_y.iloc[-1], text, dx=6, color=line.get_color())
 
 
 def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame) -> str | None:
@@ -196,19 +217,19 @@ def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """First, lowest, highest and last row of each of 300 stretches of time_s, so that
     pictures of any trace stay small.
 
-    >>> series = pd.DataFrame({"time_s": np.linspace(0, 1, 5000), "length": np.arange(5000) % 7})
-    >>> len(thinned(series, "length")) <= 4 * 301
+    >>> series = pd.DataFrame({"time_s": np.linspace(0, 1, 5000)})
+    >>> len(thinned(series.assign(length=np.arange(5000) % 7), "length")) <= 4 * 301
     True
     """
     time_s = table["time_s"].to_numpy()
     width_s = max(time_s.max() - time_s.min(), 1e-12) / _STRETCHES
     stretch = ((time_s - time_s.min()) / width_s).astype(np.int64)
     values = table[column].reset_index(drop=True).groupby(stretch)
-    places = pd.Series(np.arange(len(table))).groupby(stretch)
-    rows = np.concatenate(
-        [values.idxmin(), values.idxmax(), places.min(), places.max()]
-    )
-    return table.iloc[np.unique(rows)].reset_index(drop=True)
+    numbers = pd.Series(np.arange(len(table))).groupby(stretch)
+    ends = [values.idxmin(), values.idxmax(), numbers.min(), numbers.max()]
+    # a row that is two of the four, say first and lowest, stays once
+    rows = np.unique(np.concatenate(ends))
+    return table.iloc[rows].reset_index(drop=True)
 
 
 def areas(
@@ -219,7 +240,6 @@ def areas(
     *,
     source: str | None = None,
     step: str | None = None,
-    labels: Mapping[str, str] | None = None,
 ) -> np.ndarray:
     """Columns of a table as areas one upon another, in the order of `fills`; returns
     the top.
@@ -229,10 +249,8 @@ def areas(
     below = np.zeros(len(parts))
     for name, fill in fills.items():
         above = below + parts[name].to_numpy(float)
-        label = (labels or {}).get(name, name)
-        ax.fill_between(
-            x, below, above, step=step, label=label, **fill_of(fill, source)
-        )
+        paint = fill_of(fill, source)
+        ax.fill_between(x, below, above, step=step, label=name, **paint)
         below = above
     return below
 
@@ -240,42 +258,35 @@ def areas(
 def blocks(
     ax: Axes,
     spans: pd.DataFrame,
-    kinds: Sequence[str] | Mapping[str, Fill],
+    fills: Mapping[str, Fill],
+    reach_ns: int | Mapping[str, int],
     *,
-    reach_ns: int,
-    source: str | None = None,
     height: float = 0.8,
-    wider: Mapping[str, int] | None = None,
     unit_s: float = 1e-3,
 ) -> pd.DataFrame:
     """Blocks of time on rows: what touches is one block, what is too thin to see is
     widened.
 
-    spans: place (row), kind, start_ns, dur_ns. kinds: in the order of drawing, with a
-    fill where the kind's own colour is not meant. reach_ns: length of the time axis.
-    wider: kinds whose least width is a multiple of the usual one. Returns the blocks
-    that are drawn: place, kind, start_s, dur_s.
+    spans: place (row), kind, start_ns, dur_ns. fills: by kind, in the order of drawing.
+    reach_ns: length of the time axis, whose 3000th part is the least width; by kind
+    where some need to be wider. Returns the blocks that are drawn: place, kind, start_s,
+    dur_s.
     """
-    fills = (
-        kinds if isinstance(kinds, Mapping) else dict(zip(kinds, kinds, strict=True))
-    )
     drawn = []
-    for place, row in spans.groupby("place"):
+    for row, of_row in spans.groupby("place"):
         for kind, fill in fills.items():
-            of_kind = row[row["kind"] == kind]
-            if not len(of_kind):
+            part = of_row[of_row["kind"] == kind]
+            if not len(part):
                 continue
-            least = (wider or {}).get(kind, 1) * reach_ns
-            seen = _visible_blocks(pack(of_kind["start_ns"], of_kind["dur_ns"]), least)
-            start_s = seen[:, 0] / NS_PER_S
-            dur_s = (seen[:, 1] - seen[:, 0]) / NS_PER_S
-            where = np.stack([start_s, dur_s], axis=1) / unit_s
-            ax.broken_barh(where, (place - height / 2, height), **fill_of(fill, source))
-            drawn.append(
-                pd.DataFrame(
-                    {"place": place, "kind": kind, "start_s": start_s, "dur_s": dur_s}
-                )
-            )
+            reach = reach_ns[kind] if isinstance(reach_ns, Mapping) else reach_ns
+            visible_ns = _visible_blocks(pack(part["start_ns"], part["dur_ns"]), reach)
+            start_s = visible_ns[:, 0] / NS_PER_S
+            dur_s = (visible_ns[:, 1] - visible_ns[:, 0]) / NS_PER_S
+            # broken_barh takes (start, width) pairs, in the unit of the axis
+            pairs = np.stack([start_s, dur_s], axis=1) / unit_s
+            ax.broken_barh(pairs, (row - height / 2, height), **fill_of(fill))
+            columns = {"place": row, "kind": kind, "start_s": start_s, "dur_s": dur_s}
+            drawn.append(pd.DataFrame(columns))
     return pd.concat(drawn, ignore_index=True)
 
 
@@ -284,7 +295,9 @@ def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
     to see are widened.
     """
     gap = max(int(reach_ns * _SMALLEST), 1)
-    visible = union(intervals + np.array([0, gap])) - np.array([0, gap])
+    # with their ends a gap later, intervals that are less than a gap apart overlap
+    later = np.array([0, gap])
+    visible = union(intervals + later) - later
     visible[:, 1] = np.maximum(visible[:, 1], visible[:, 0] + gap)
     return visible
 
@@ -312,31 +325,26 @@ def grid(
     import seaborn  # late: it brings scipy.stats, a second of every start
 
     ax.set_facecolor("#dddddd")
-    style = {
-        "cmap": colors,
-        "vmin": limits[0],
-        "vmax": limits[1],
-        "linewidths": len(values) <= _FEW_CELLS,
-    }
-    text = {
-        "annot": texts,
-        "fmt": "",
-        "annot_kws": {"fontsize": 8},
-        "xticklabels": True,
-        "yticklabels": True,
-    }
-    bar = {"cbar": bool(label), "cbar_kws": {"label": label, "shrink": 0.7}}
-    seaborn.heatmap(values.astype(float), ax=ax, **style, **text, **bar)
-    for row, column in np.argwhere(values.isna()) if texts is not None else ():
-        ax.text(
-            column + 0.5,
-            row + 0.5,
-            texts.iloc[row, column],
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="#777777",
-        )
+    seaborn.heatmap(
+        values.astype(float),
+        ax=ax,
+        cmap=colors,
+        vmin=limits[0],
+        vmax=limits[1],
+        linewidths=len(values) <= _FEW_CELLS,
+        annot=texts,
+        fmt="",
+        annot_kws={"fontsize": 8},
+        xticklabels=True,
+        yticklabels=True,
+        cbar=bool(label),
+        cbar_kws={"label": label, "shrink": 0.7},
+    )
+    if texts is not None:
+        # seaborn writes no text on a cell without a value
+        style = {"ha": "center", "va": "center", "fontsize": 8, "color": "#777777"}
+        for row, column in np.argwhere(values.isna()):
+            ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], **style)
     ax.set(xlabel="", ylabel="")
     ax.grid(False)
     ax.tick_params(length=0)

@@ -1,5 +1,5 @@
-"""Which colour, hatching and words do all pictures share? Values without axes;
-`drawing` draws with them.
+"""Colours, hatching and words that all pictures share: values without axes, with which
+`drawing` draws.
 
 Colours mean the same everywhere: compute blue, communication orange, hidden
 communication light orange, copies green, other work violet, idle grey. What was
@@ -41,6 +41,7 @@ __all__ += [
     "faded",
     "fill_of",
     "ink_on",
+    "kind_fills",
     "kinds_key",
     "line_key",
     "mark_key",
@@ -48,16 +49,9 @@ __all__ += [
 ]
 __all__ += ["lanes", "percent", "plural", "row_label", "short_name", "shorten"]
 
-SERIES = (
-    "#3b75af",
-    "#e1812c",
-    "#529d3f",
-    "#8d6bb8",
-    "#c44e52",
-    "#937860",
-    "#c49a2c",
-    "#2f9c95",
-)  # of groups in order
+# of groups in order; the first two are those of compute and communication
+SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8")
+SERIES += ("#c44e52", "#937860", "#c49a2c", "#2f9c95")
 COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
     "weights": "#3b75af",
     "gathered weights": "#7ba3cf",
@@ -80,28 +74,18 @@ GREY = "#b9b9b9"
 DARK = "#4a4a4a"
 PAPER = "#222222"
 _HATCH = "////"
-DASHED = {
-    "color": DARK,
-    "lw": 0.9,
-    "ls": "--",
-}  # a limit: the memory of a device, a budget
-UNFIT = {
-    "facecolor": "none",
-    "edgecolor": GREY,
-    "linestyle": ":",
-    "linewidth": 1.3,
-}  # does not fit in memory
-THEIRS = {
-    "facecolor": "white",
-    "edgecolor": PAPER,
-    "linewidth": 1.0,
-}  # a published value as a bar
+# a limit: the memory of a device, a budget
+DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}
+# a bar of what does not fit in memory
+UNFIT = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":", "linewidth": 1.3}
+# a published value as a bar
+THEIRS = {"facecolor": "white", "edgecolor": PAPER, "linewidth": 1.0}
 
 Fill = str | dict
 
 
 def fill_of(fill: Fill, source: str | None = None) -> dict:
-    """How an area is painted: the colour of a kind or any other, hatched where the
+    """Patch options of an area: the colour of a kind or any other, hatched where the
     source is "simulated".
 
     A dictionary of matplotlib's patch options (such as UNFIT, THEIRS) passes as it is.
@@ -120,6 +104,11 @@ def fill_of(fill: Fill, source: str | None = None) -> dict:
     }
 
 
+def kind_fills(kinds: Iterable[str], source: str | None) -> dict[str, Fill]:
+    """Fills of kinds, hatched where simulated."""
+    return {kind: fill_of(kind, source) for kind in kinds}
+
+
 def faded(fill: Fill, source: str | None = None, *, alpha: float = 0.55) -> dict:
     """The same fill, paler: the second of two, or what is beside the point."""
     return fill_of(fill, source) | {"alpha": alpha}
@@ -131,8 +120,10 @@ def ink_on(color) -> str:
     >>> ink_on("#3b75af"), ink_on("#f4c79a")
     ('white', 'black')
     """
+    # relative luminance, without the gamma of sRGB   [ITU-R BT.709]
     red, green, blue = to_rgb(color)
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "white" if luminance < 0.45 else "black"
 
 
 def kinds_key(kinds: Iterable[str]) -> dict[str, Fill]:
@@ -156,18 +147,8 @@ def mark_key(
     """A legend entry for a mark without a line; by default the hollow diamond of
     published values.
     """
-    face = "none" if hollow else color
-    return Line2D(
-        [],
-        [],
-        marker=marker,
-        mfc=face,
-        mec=color,
-        color=color,
-        ls="none",
-        label=label,
-        **style,
-    )
+    look = {"marker": marker, "color": color, "mfc": "none" if hollow else color}
+    return Line2D([], [], mec=color, ls="none", label=label, **look, **style)
 
 
 def line_key(label: str, color: str = DARK, **style) -> Line2D:
@@ -178,12 +159,11 @@ def line_key(label: str, color: str = DARK, **style) -> Line2D:
 def short_name(name: str) -> str:
     """An operator's name that fits beside a bar.
 
-    >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"), short_name("aten::mm")
-    ('AccumulateGrad', 'mm')
+    >>> short_name("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad")
+    'AccumulateGrad'
+    >>> short_name("aten::mm")
+    'mm'
     """
-    name = (
-        name.rpartition(": ")[2]
-        .removeprefix("torch::autograd::")
-        .removeprefix("aten::")
-    )
+    name = name.rpartition(": ")[2]  # of an evaluation, the function
+    name = name.removeprefix("torch::autograd::").removeprefix("aten::")
     return shorten(name.replace("_scaled_dot_product_", "sdpa_"))

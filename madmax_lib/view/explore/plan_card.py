@@ -22,7 +22,7 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
-from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
+from madmax_lib.view.drawing import COLORS, DASHED, BarStyle, bars, patch_key
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
 
@@ -139,7 +139,7 @@ def _bar_html(parts: pd.Series, whole: float, text: Callable[[float], str]) -> s
 
 def _bar(ax: Axes, parts: pd.Series) -> None:
     fills = {name: _FILLS[name] for name in parts.index}
-    bars(ax, parts.to_frame().T, fills, height=0.8)
+    bars(ax, parts.to_frame().T, BarStyle(fills, height=0.8))
     ax.set_yticks([])
     key = [patch_key(*entry) for entry in fills.items()]
     ax.legend(

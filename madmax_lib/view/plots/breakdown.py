@@ -1,5 +1,5 @@
-"""Where does the time of each rank go? Pictures of a timeline, its breakdown, exposed
-communication and waiting.
+"""Pictures of where the time of each rank goes: a timeline, its breakdown, exposed
+communication, waiting and advice.
 """
 
 import pandas as pd
@@ -19,17 +19,18 @@ __all__ = [
     "plot_waiting",
 ]
 
-_TALK = ("exposed communication", "small messages", "straggler rank")
-_PARTS = {
+# causes of `advise` that are communication
+_COMM_CAUSES = ("exposed communication", "small messages", "straggler rank")
+_PARTS = {  # of a step: label and kind
     "compute": "compute",
     "exposed communication": "comm",
     "copies and other": "memcpy",
     "idle": "idle",
 }
-_WIDER = dict.fromkeys(
-    set(BUSY_KINDS) - {"compute", "comm"}, 3
-)  # copies are few and short, and would not show
 _HIDDEN = {"hidden under compute": "hidden", "exposed": "comm"}
+_COPY_WIDTH = 3  # least width of copies: they are few and short, and would not show
+_MOST_CAUSES = 10
+_LEGIBLE = 0.08  # share of a bar above which a number fits on it
 
 
 def plot_timeline(
@@ -43,6 +44,7 @@ def plot_timeline(
     """
     require_type("timeline", timeline, Timeline)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    # without steps all spans have step -1
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
@@ -50,42 +52,42 @@ def plot_timeline(
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
     lanes = draw.lanes(spans, timeline.meta)
     ax = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes))
-    placed = spans.merge(lanes, on=["rank", "stream"])
+    fills = draw.kind_fills(BUSY_KINDS, timeline.meta.source)
+    widths_ns = dict.fromkeys(BUSY_KINDS, _COPY_WIDTH * reach_ns)
+    widths_ns |= {"compute": reach_ns, "comm": reach_ns}
     drawn = draw.blocks(
-        ax,
-        placed,
-        BUSY_KINDS,
-        reach_ns=reach_ns,
-        source=timeline.meta.source,
-        wider=_WIDER,
+        ax, spans.merge(lanes, on=["rank", "stream"]), fills, widths_ns
+    ).merge(lanes, on="place")
+    numbers = set(spans["step"]) - {-1, 0}
+    which = f"Step {min(numbers)}" if numbers else "One step"
+    ranks = draw.plural(spans["rank"].nunique(), "rank")
+    title = f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks}"
+    frame = draw.Frame(
+        x="time in the step [ms]",
+        rows=lanes["label"],
+        reach=reach_ns / NS_PER_S * 1e3,
+        key=draw.kinds_key(spans["kind"]),
+        origin=timeline,
     )
-    drawn = drawn.merge(lanes, on="place")[
-        ["rank", "stream", "kind", "start_s", "dur_s"]
-    ]
-    numbered = set(spans["step"]) - {-1, 0}
-    which = f"Step {min(numbered)}" if numbered else "One step"
-    title = (
-        f"{which} takes {format_s(reach_ns / NS_PER_S)} on "
-        f"{draw.plural(spans['rank'].nunique(), 'rank')}"
-    )
-    ending = {
-        "rows": lanes["label"],
-        "reach": reach_ns / NS_PER_S * 1e3,
-        "key": draw.kinds_key(spans["kind"]),
-    }
-    return draw.finish(
-        ax, drawn, title, x="time in the step [ms]", origin=timeline, **ending
-    )
+    columns = ["rank", "stream", "kind", "start_s", "dur_s"]
+    return draw.finish(ax, drawn[columns], title, frame)
 
 
 def breakdown_parts(table: pd.DataFrame) -> pd.DataFrame:
     """Seconds of compute, exposed communication, copies and other work, and idle time:
     columns are kinds.
     """
-    parts = table[["compute_s", "exposed_comm_s", "non_compute_s", "idle_s"]].set_axis(
-        list(_PARTS.values()), axis=1
+    # non-compute is exposed communication and all that is neither, so
+    #   copies and other = non-compute - exposed communication
+    rest_s = table["non_compute_s"] - table["exposed_comm_s"]
+    return pd.DataFrame(
+        {
+            "compute": table["compute_s"],
+            "comm": table["exposed_comm_s"],
+            "memcpy": rest_s.clip(lower=0),
+            "idle": table["idle_s"],
+        }
     )
-    return parts.assign(memcpy=(parts["memcpy"] - parts["comm"]).clip(lower=0))
 
 
 def parts_key(parts: pd.DataFrame) -> dict[str, str]:
@@ -99,46 +101,33 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     parts = breakdown_parts(table)
     shares = parts.div(table["total_s"].where(table["total_s"] > 0), axis=0)
-    texts = shares.map(lambda share: f"{share:.0%}" if share > 0.08 else "")
-    whole = parts.sum() / max(table["total_s"].sum(), 1e-12)
+    texts = shares.map(lambda share: f"{share:.0%}" if share > _LEGIBLE else "")
+    mean = parts.sum() / max(table["total_s"].sum(), 1e-12)
     title = (
-        f"{whole['compute']:.0%} compute, {whole['comm']:.0%} exposed "
-        f"communication, {whole['idle']:.0%} idle"
+        f"{mean['compute']:.0%} compute, {mean['comm']:.0%} exposed "
+        f"communication, {mean['idle']:.0%} idle"
     )
-    ending = {"rows": draw.rank_labels(table["rank"]), "key": parts_key(parts)}
-    return draw.bar_chart(
-        ax, table, parts * 1e3, title, inside=texts, x="time [ms]", **ending
-    )
+    rows = draw.rank_labels(table["rank"])
+    frame = draw.Frame(x="time [ms]", rows=rows, key=parts_key(parts))
+    style = draw.BarStyle(inside=texts)
+    return draw.bar_chart(ax, table, parts * 1e3, title, frame, style)
 
 
 def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Communication of each rank, split into hidden under compute and exposed, with the
     overlap as text.
     """
-    parts = pd.DataFrame(
-        {
-            "hidden": table["comm_s"] - table["exposed_comm_s"],
-            "comm": table["exposed_comm_s"],
-        }
-    )
-    notes = (
-        table["overlap"]
-        .map("{:.1%} hidden".format)
-        .where(table["overlap"].notna(), "no communication")
-    )
-    exposed = table["exposed_comm_s"].sum() / max(table["comm_s"].sum(), 1e-12)
+    exposed_s = table["exposed_comm_s"]
+    parts = pd.DataFrame({"hidden": table["comm_s"] - exposed_s, "comm": exposed_s})
+    overlap = table["overlap"]
+    notes = overlap.map("{:.1%} hidden".format)
+    notes = notes.where(overlap.notna(), "no communication")
+    exposed = exposed_s.sum() / max(table["comm_s"].sum(), 1e-12)
     title = f"{exposed:.0%} of the communication is exposed"
     rows = draw.rank_labels(table["rank"])
-    return draw.bar_chart(
-        ax,
-        table,
-        parts * 1e3,
-        title,
-        notes=notes,
-        x="communication [ms]",
-        rows=rows,
-        key=_HIDDEN,
-    )
+    frame = draw.Frame(x="communication [ms]", rows=rows, key=_HIDDEN)
+    style = draw.BarStyle(notes=notes)
+    return draw.bar_chart(ax, table, parts * 1e3, title, frame, style)
 
 
 def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -148,32 +137,17 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ranks = table["rank"].nunique()
     mean = table.groupby("collective")[["comm_s", "exposed_s"]].sum() / max(ranks, 1)
     mean = mean.sort_values("exposed_s", ascending=False)
-    parts_ms = (
-        pd.DataFrame(
-            {"comm": mean["exposed_s"], "hidden": mean["comm_s"] - mean["exposed_s"]}
-        )
-        * 1e3
-    )
+    exposed_s = mean["exposed_s"]
+    parts = pd.DataFrame({"comm": exposed_s, "hidden": mean["comm_s"] - exposed_s})
     names = [name.replace("_", "-") for name in mean.index]
     title = "No communication is exposed"
-    if mean["exposed_s"].sum() > 0:
-        exposed_s = mean["exposed_s"].iloc[0]
-        comm_s = mean["comm_s"].iloc[0]
-        title = (
-            f"Most exposed: {names[0]}, {format_s(exposed_s)}, "
-            f"{exposed_s / comm_s:.0%} of its time"
-        )
+    if exposed_s.sum() > 0:
+        share = exposed_s.iloc[0] / mean["comm_s"].iloc[0]
+        most = format_s(exposed_s.iloc[0])
+        title = f"Most exposed: {names[0]}, {most}, {share:.0%} of its time"
     x = f"time per rank, mean of {draw.plural(ranks, 'rank')} [ms]"
-    return draw.bar_chart(
-        ax,
-        mean.reset_index(),
-        parts_ms,
-        title,
-        x=x,
-        rows=names,
-        key=_HIDDEN,
-        origin=table,
-    )
+    frame = draw.Frame(x=x, rows=names, key=_HIDDEN, origin=table)
+    return draw.bar_chart(ax, mean.reset_index(), parts * 1e3, title, frame)
 
 
 def plot_waiting(
@@ -183,49 +157,33 @@ def plot_waiting(
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
     if not len(table):
         return draw.empty(ax, table, "Nobody waits: no collective has two ranks here")
-    ax = ax or draw.new_axes(
-        height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks)
-    )
-    wait_ms = table.pivot_table(
-        index="rank",
-        columns="waits_for",
-        values="wait_s",
-        aggfunc="sum",
-        observed=False,
-    )
-    wait_ms = wait_ms.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
+    if ax is None:
+        ax = draw.new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
+    # a matrix of ranks by ranks; who never waits for whom is a zero, not a gap
+    wait_s = table.groupby(["rank", "waits_for"])["wait_s"].sum().unstack()
+    wait_ms = wait_s.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
     texts = wait_ms.map(lambda value: f"{value:.3g}" if value else "")
-    draw.grid(
-        ax,
-        wait_ms.set_axis(draw.rank_labels(ranks)),
-        texts=texts,
-        colors="Oranges",
-        limits=(0, None),
-    )
+    cells = wait_ms.set_axis(draw.rank_labels(ranks))
+    draw.grid(ax, cells, texts=texts, colors="Oranges", limits=(0, None))
     ax.set_aspect("equal")
     share = wait_ms.sum() / max(wait_ms.to_numpy().sum(), 1e-12)
     title = f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]"
-    return draw.finish(
-        ax, table, title, x="rank that arrives last", y="rank that waits"
-    )
+    frame = draw.Frame(x="rank that arrives last", y="rank that waits")
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """What each fix of `traces.advise` would gain at most per step, the ten largest."""
-    shown = table.head(10)
-    if not len(shown):
-        return draw.empty(ax, shown, "No cause of lost time was found", table)
-    kinds = [
-        "comm" if cause in _TALK else "memcpy" if "copies" in cause else "idle"
-        for cause in shown["cause"]
-    ]
-    ending = {
-        "x": "gain per step, at most [ms]; as text: share of the step",
-        "origin": table,
-    }
-    title = f"{shown['cause'].iloc[0].capitalize()} costs most"
-    notes = shown["share"].map("{:.1%}".format)
-    rows = [f"{row.cause}: {row.where}"[:60] for row in shown.itertuples()]
-    return draw.bar_chart(
-        ax, shown, shown["gain_s"] * 1e3, title, kinds, notes=notes, rows=rows, **ending
+    """Gain per step, at most, of each fix of `traces.advise`, the ten largest."""
+    top = table.head(_MOST_CAUSES)
+    if not len(top):
+        return draw.empty(ax, top, "No cause of lost time was found", table)
+    copies = top["cause"].str.contains("copies").map({True: "memcpy", False: "idle"})
+    kinds = copies.mask(top["cause"].isin(_COMM_CAUSES), "comm")
+    frame = draw.Frame(
+        x="gain per step, at most [ms]; as text: share of the step",
+        rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
+        origin=table,
     )
+    title = f"{top['cause'].iloc[0].capitalize()} costs most"
+    style = draw.BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format))
+    return draw.bar_chart(ax, top, top["gain_s"] * 1e3, title, frame, style)

@@ -1,4 +1,4 @@
-"""How do collectives, stragglers and clocks look? Pictures of `traces.comm` and
+"""Pictures of collectives, stragglers and clocks: the tables of `traces.comm` and
 `traces.stragglers`.
 """
 
@@ -20,19 +20,14 @@ __all__ = [
     "plot_workers",
 ]
 
-_MARKERS = dict(
-    zip(
-        (*COLLECTIVES, "send", "recv"),
-        "osD^vPXhd<>*p12"[: len(COLLECTIVES) + 2],
-        strict=True,
-    )
-)
+_CALLS = (*COLLECTIVES, "send", "recv")
+_MARKERS = dict(zip(_CALLS, "osD^vPXhd<>*p12"[: len(_CALLS)], strict=True))
 _MOST_ROWS = 16
 _MOST_RANKS = 64
-_MOST_POINTS = (
-    1000  # points beyond are drawn as pixels, so that pictures of any trace stay small
-)
+# points beyond are drawn as pixels, so that pictures of any trace stay small
+_MOST_POINTS = 1000
 _CLOCK = {"offset": draw.COLORS["comm"], "spread of the ends": draw.COLORS["hidden"]}
+_HIDDEN = {"exposed": "comm", "hidden under compute": "hidden"}
 
 
 def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -42,33 +37,26 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     At most the 16 that take most time; of a single rank the waiting is not known and
     counts as transfer.
     """
-    columns = ["group", "collective", "ranks", "total_s", "wait_s"]
-    shown = table.head(_MOST_ROWS).reset_index(drop=True)
-    if not len(shown):
-        return draw.empty(ax, shown, "No communication in this trace", table)
-    wait_s = shown["wait_s"].fillna(0)
-    per_rank_ms = pd.DataFrame({"comm": shown["total_s"] - wait_s, "idle": wait_s}).div(
-        shown["ranks"] / 1e3, axis=0
-    )
+    top = table.head(_MOST_ROWS).reset_index(drop=True)
+    if not len(top):
+        return draw.empty(ax, top, "No communication in this trace", table)
+    wait_s = top["wait_s"].fillna(0)
+    parts = pd.DataFrame({"comm": top["total_s"] - wait_s, "idle": wait_s})
+    per_rank_ms = parts.div(top["ranks"] / 1e3, axis=0)
     total_s = max(table["total_s"].sum(), 1e-12)
     if table["wait_s"].notna().any():
-        title = (
-            f"{table['wait_s'].sum() / total_s:.0%} of the communication is "
-            "waiting for the last rank"
-        )
+        waiting = table["wait_s"].sum() / total_s
+        title = f"{waiting:.0%} of the communication is waiting for the last rank"
         key = {"transfer": "comm", "waiting": "idle"}
     else:
-        most = _name(shown["collective"][0]).capitalize()
-        share = shown["total_s"][0] / total_s
+        most = _name(top["collective"][0]).capitalize()
+        share = top["total_s"][0] / total_s
         title = f"{most} takes {share:.0%} of the communication"
         key = {"transfer and waiting (one rank: not told apart)": "comm"}
-    ending = {
-        "x": "time per rank [ms]",
-        "rows": _group_labels(shown),
-        "key": key,
-        "origin": table,
-    }
-    return draw.bar_chart(ax, shown[columns], per_rank_ms, title, **ending)
+    rows = _group_labels(top)
+    frame = draw.Frame(x="time per rank [ms]", rows=rows, key=key, origin=table)
+    columns = ["group", "collective", "ranks", "total_s", "wait_s"]
+    return draw.bar_chart(ax, top[columns], per_rank_ms, title, frame)
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -82,120 +70,82 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(points):
         return draw.empty(ax, points, "No bandwidth: no call tells its size", table)
     ax = ax or draw.new_axes(height=3.6)
-    many = len(points) > _MOST_POINTS
     size_bytes = points["size_bytes"]
-    low = points["slowest_bytes_per_s"] / 1e9
-    high = points["bus_bytes_per_s"] / 1e9
-    ax.vlines(
-        size_bytes,
-        low,
-        high,
-        color=draw.COLORS["hidden"],
-        linewidth=0.8,
-        zorder=1,
-        rasterized=many,
-    )
-    style = draw.fill_of("comm", table.attrs.get("source")) | {
-        "linewidth": 0.4,
-        "rasterized": many,
-        "s": 34,
-    }
+    slow_gb_per_s = points["slowest_bytes_per_s"] / 1e9
+    fast_gb_per_s = points["bus_bytes_per_s"] / 1e9
+    line = {"color": draw.COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
+    line["rasterized"] = len(points) > _MOST_POINTS
+    ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
+    style = _point_style(table, len(points), linewidth=0.4) | {"s": 34, "zorder": 2}
     for name, part in points.groupby("collective", sort=False):
         mark = {"marker": _MARKERS.get(name, "o"), "label": _name(name)}
-        ax.scatter(
-            part["size_bytes"], part["bus_bytes_per_s"] / 1e9, zorder=2, **mark, **style
-        )
+        ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, **mark, **style)
     draw.log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
-    draw.log_axis(ax, "y", low.min(), high.max(), "{:g}".format)
+    draw.log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
     draw.legend(ax, where="beside")
-    best = _name(points["collective"][high.idxmax()])
-    size = format_bytes(size_bytes[high.idxmax()])
-    title = f"{best.capitalize()} reaches {high.max():.3g} GB/s with {size}"
-    return draw.finish(
-        ax, points, title, x="message size", y="bus bandwidth [GB/s]", origin=table
-    )
+    best = fast_gb_per_s.idxmax()
+    name = _name(points["collective"][best]).capitalize()
+    size = format_bytes(size_bytes[best])
+    title = f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}"
+    frame = draw.Frame(x="message size", y="bus bandwidth [GB/s]", origin=table)
+    return draw.finish(ax, points, title, frame)
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Last arrival minus first arrival of each call of `skew`, by collective; the bar
     is the median.
     """
-    drawn = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
-    late = table[table["skew_s"] > 0]
+    data = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
+    late = table[table["skew_s"] > 0]  # the axis is logarithmic
     if not len(late):
-        return draw.empty(
-            ax, drawn, "No skew: no two ranks arrive at different times", table
-        )
-    by_median = (
-        table.groupby("collective")["skew_s"].median().sort_values(ascending=False)
-    )
-    ax = ax or draw.new_axes(height=1.3 + 0.55 * len(by_median))
-    style = draw.fill_of("comm", table.attrs.get("source")) | {
-        "linewidth": 0.3,
-        "rasterized": len(table) > _MOST_POINTS,
-    }
-    for place, (name, median_s) in enumerate(by_median.items()):
+        why = "No skew: no two ranks arrive at different times"
+        return draw.empty(ax, data, why, table)
+    medians_s = table.groupby("collective")["skew_s"].median()
+    medians_s = medians_s.sort_values(ascending=False)
+    ax = ax or draw.new_axes(height=1.3 + 0.55 * len(medians_s))
+    style = _point_style(table, len(table), linewidth=0.3) | {"s": 22}
+    for row, (name, median_s) in enumerate(medians_s.items()):
         skew_s = late.loc[late["collective"] == name, "skew_s"]
-        height = (
-            place + (np.arange(len(skew_s)) % 7 - 3) * 0.07
-        )  # side by side, and the same in every run
-        ax.scatter(skew_s, height, s=22, **style)
-        ax.vlines(
-            median_s or np.nan, place - 0.38, place + 0.38, color="black", linewidth=1.2
-        )
+        # seven heights in turn: side by side, and the same in every run
+        heights = row + (np.arange(len(skew_s)) % 7 - 3) * 0.07
+        ax.scatter(skew_s, heights, **style)
+        bar = {"color": "black", "linewidth": 1.2}
+        ax.vlines(median_s or np.nan, row - 0.38, row + 0.38, **bar)
     draw.log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s = table["skew_s"].median()
-    transfer_s = table["transfer_s"].median()
-    title = (
-        f"Median skew {format_s(skew_s)}, {skew_s / max(transfer_s, 1e-12):.2g} "
-        "times the median transfer"
-    )
-    rows = [_name(name) for name in by_median.index]
-    return draw.finish(
-        ax,
-        drawn,
-        title,
-        x="last arrival - first arrival (bar: median)",
-        rows=rows,
-        origin=table,
-    )
+    times = skew_s / max(table["transfer_s"].median(), 1e-12)
+    title = f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer"
+    x = "last arrival - first arrival (bar: median)"
+    rows = [_name(name) for name in medians_s.index]
+    return draw.finish(ax, data, title, draw.Frame(x=x, rows=rows, origin=table))
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """What the others wait for each rank, of `stragglers`: exposed and hidden; the
+    """Time that the others wait for each rank, of `stragglers`: exposed and hidden; the
     share of calls it is last in.
     """
-    shown = (
-        table.sort_values("rank")
-        .nlargest(_MOST_ROWS, "cost_s", keep="all")
-        .head(_MOST_ROWS)
-        .sort_values("rank")
-    )
-    if not (shown["cost_s"] > 0).any():
-        return draw.empty(ax, shown, "No rank waits for another", table)
-    exposed_s = shown["exposed_cost_s"]
-    cost_ms = (
-        pd.DataFrame({"comm": exposed_s, "hidden": shown["cost_s"] - exposed_s}) * 1e3
-    )
-    notes = [
-        f"last in {share:.0%}" if share else "never last" for share in shown["share"]
-    ]
-    top = shown.loc[shown["cost_s"].idxmax()]
-    often = "is" if top["rank"] in table.attrs["often_last"] else "is, as by chance,"
-    cost = f"costs the others {format_s(top['cost_s'])}"
+    # of ranks with equal costs those with the lower numbers stay
+    by_rank = table.sort_values("rank")
+    top = by_rank.nlargest(_MOST_ROWS, "cost_s", keep="all").head(_MOST_ROWS)
+    top = top.sort_values("rank")
+    if not (top["cost_s"] > 0).any():
+        return draw.empty(ax, top, "No rank waits for another", table)
+    exposed_s = top["exposed_cost_s"]
+    parts = pd.DataFrame({"comm": exposed_s, "hidden": top["cost_s"] - exposed_s})
+    last = top["share"].map("last in {:.0%}".format)
+    worst = top.loc[top["cost_s"].idxmax()]
+    # `often_last`: ranks that are last more often than chance would have them
+    often = "is" if worst["rank"] in table.attrs["often_last"] else "is, as by chance,"
     title = (
-        f"Rank {top['rank']:.0f} {often} last in {top['share']:.0%} of its calls "
-        f"and {cost}"
+        f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
+        f"and costs the others {format_s(worst['cost_s'])}"
     )
-    ending = {
-        "rows": draw.rank_labels(shown["rank"]),
-        "key": {"exposed": "comm", "hidden under compute": "hidden"},
-    }
+    rows = draw.rank_labels(top["rank"])
     x = "waiting of the other ranks [ms]"
-    return draw.bar_chart(
-        ax, shown, cost_ms, title, notes=notes, x=x, origin=table, **ending
-    )
+    frame = draw.Frame(x=x, rows=rows, key=_HIDDEN, origin=table)
+    style = draw.BarStyle(notes=last.where(top["share"] > 0, "never last"))
+    return draw.bar_chart(ax, top, parts * 1e3, title, frame, style)
 
 
 def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -204,58 +154,49 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     if table.empty:
         return draw.empty(ax, table, "No step to replay", table)
-    cells = table.pivot_table(
-        index="dp_rank", columns="stage", values="S", aggfunc="max"
-    ).head(_MOST_RANKS)
+    # several ranks of a stage (tensor parallel): the slowest of them
+    slowdown = table.groupby(["dp_rank", "stage"])["S"].max().unstack()
+    cells = slowdown.head(_MOST_RANKS)
     worst = table.loc[table["S"].idxmax()]
     ax = ax or draw.new_axes(height=1.3 + 0.3 * len(cells))
-    draw.grid(
-        ax, cells, texts=cells.map("{:.3f}".format), limits=(1, max(1.02, worst["S"]))
-    )
+    limits = (1, max(1.02, worst["S"]))  # below 2 % all cells stay pale
+    draw.grid(ax, cells, texts=cells.map("{:.3f}".format), limits=limits)
     title = (
         f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
-        f"{worst['rank']:.0f} alone by "
+        f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}"
     )
-    title += f"{worst['S'] - 1:.1%}"
-    return draw.finish(
-        ax, table, title, x="stage", y="data-parallel rank", origin=table
-    )
+    frame = draw.Frame(x="stage", y="data-parallel rank", origin=table)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How far the clock of each rank is ahead, of `clock_offsets`, with the spread of
-    its ends; at most 64 ranks.
+    """Lead of the clock of each rank, of `clock_offsets`, with the spread of its ends;
+    at most 64 ranks.
     """
     farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
-    drawn = table.iloc[farthest].sort_values("rank")
+    top = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
-        return draw.empty(
-            ax, drawn, "Clocks cannot be compared: no call has two ranks here", table
-        )
-    ax = ax or draw.new_axes(height=1.1 + 0.24 * len(drawn))
-    offset_us = drawn["offset_s"] * 1e6
-    spread_us = drawn["spread_s"].fillna(0) * 1e6
-    (dot, bar) = _CLOCK.values()
+        why = "Clocks cannot be compared: no call has two ranks here"
+        return draw.empty(ax, top, why, table)
+    ax = ax or draw.new_axes(height=1.1 + 0.24 * len(top))
     ax.errorbar(
-        offset_us,
-        range(len(drawn)),
-        xerr=spread_us,
+        top["offset_s"] * 1e6,
+        range(len(top)),
+        xerr=top["spread_s"].fillna(0) * 1e6,
         fmt="o",
-        color=dot,
-        ecolor=bar,
+        color=_CLOCK["offset"],
+        ecolor=_CLOCK["spread of the ends"],
         ms=5,
         elinewidth=3,
     )
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
-    largest_s = table["offset_s"].abs().max()
-    spread_s = table["spread_s"].median()
-    title = (
-        f"Clocks are up to {format_s(largest_s)} apart, ends scatter by "
-        f"{format_s(spread_s)}"
-    )
-    ending = {"rows": draw.rank_labels(drawn["rank"]), "key": _CLOCK}
+    largest = format_s(table["offset_s"].abs().max())
+    spread = format_s(table["spread_s"].median())
+    title = f"Clocks are up to {largest} apart, ends scatter by {spread}"
+    rows = draw.rank_labels(top["rank"])
+    x = "clock ahead of the reference [µs]"
     return draw.finish(
-        ax, drawn, title, x="clock ahead of the reference [µs]", origin=table, **ending
+        ax, top, title, draw.Frame(x=x, rows=rows, key=_CLOCK, origin=table)
     )
 
 
@@ -263,14 +204,16 @@ def _name(collective: str) -> str:
     return collective.replace("_", "-")
 
 
+def _point_style(table: pd.DataFrame, points: int, *, linewidth: float) -> dict:
+    """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
+    style = draw.fill_of("comm", table.attrs.get("source"))
+    return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}
+
+
 def _group_labels(table: pd.DataFrame) -> list[str]:
     """Collective and group, whose list of ranks is shortened."""
-    groups = (
-        table["group"]
-        .astype(str)
-        .str.replace(r" \[(\d+),[^]]{9,}[ ,](\d+)\]", r" [\1 … \2]", regex=True)
-    )
-    return [
-        f"{_name(name)} · {group}".removesuffix(" · ")
-        for name, group in zip(table["collective"], groups, strict=True)
-    ]
+    # "dp [0,1,2,3,4,5,6,7]" becomes "dp [0 … 7]"
+    ranks = r" \[(\d+),[^]]{9,}[ ,](\d+)\]"
+    groups = table["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
+    labels = table["collective"].map(_name) + " · " + groups
+    return list(labels.str.removesuffix(" · "))

@@ -1,9 +1,11 @@
-"""How do two timelines differ? Pictures of `traces.diff`: one above the other, kind by
+"""Pictures of how two timelines differ, of `traces.diff`: one above the other, kind by
 kind, operation by operation.
 
 `a` is drawn above `b`, measured filled, simulated hatched, so that each bar tells where
 it comes from.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,13 +19,14 @@ from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_compare", "plot_gate", "plot_ops", "plot_pair"]
 
+_STEP_COLOR = "#7f7f7f"
 _QUANTITIES = {  # of `compare`: colour, name
     "compute_s": (draw.COLORS["compute"], "compute"),
     "comm_s": (draw.COLORS["comm"], "communication"),
     "exposed_comm_s": (draw.COLORS["comm"], "exposed communication"),
     "memory_s": (draw.COLORS["memcpy"], "copies"),
     "idle_s": (draw.COLORS["idle"], "idle"),
-    "total_s": ("#7f7f7f", "step"),
+    "total_s": (_STEP_COLOR, "step"),
 }
 _VERDICTS = {
     "slower": "#c44e52",
@@ -33,6 +36,18 @@ _VERDICTS = {
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
 )
+_LEAST_WIDTH = 3  # times the usual one, so that short copies show
+_GAP = 0.9  # rows between the two sides of a pair
+_LONGEST_NAME = 40  # letters; of longer names of kernels only the operation is shown
+
+
+class _Side(NamedTuple):
+    """Step of one timeline, its spans from 0."""
+
+    about: str
+    source: str
+    spans: pd.DataFrame
+    end_ns: int
 
 
 def plot_pair(
@@ -50,112 +65,94 @@ def plot_pair(
     one of them has no device work.
     """
     table = compare(a, b, labels=labels)
+    labels = table.attrs["labels"]
+    sides = _sides(a, b)
+    here = pd.concat([side.spans["kind"] for side in sides]).unique()
+    kinds = [kind for kind in BUSY_KINDS if kind in here]
+    if not kinds:
+        raise ValueError(_NOTHING)
+    ax = ax or draw.new_axes(height=1.6 + 0.5 * len(kinds))
+    reach_ns = max(side.end_ns for side in sides)
+    tops = (0.0, len(kinds) + _GAP)  # the first row of each side
+    drawn = []
+    for name, side, top, label in zip("ab", sides, tops, labels, strict=True):
+        end_s = side.end_ns / NS_PER_S
+        text = f"{label}: {side.about}, {format_s(end_s)}"
+        draw.note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        rows = top + side.spans["kind"].astype(object).map(kinds.index)
+        fills = draw.kind_fills(kinds, side.source)
+        placed = side.spans.assign(place=rows)
+        part = draw.blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
+        drawn.append(part.assign(side=name))
+        bottom = top + len(kinds) - 0.55
+        ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
+    ticks = [top + row for top in tops for row in range(len(kinds))]
+    ax.set_yticks(ticks, [draw.LABELS[kind] for kind in kinds] * 2)
+    change = _change(labels, *(side.end_ns for side in sides))
+    frame = draw.Frame(
+        x="time from the start of the step [ms]",
+        reach=1.01e3 * reach_ns / NS_PER_S,
+        ylim=(ticks[-1] + 0.6, -1.2),
+        origin=table,
+    )
+    data = pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]]
+    return draw.finish(ax, data, f"{change} in this step", frame)
+
+
+def _sides(a: Timeline, b: Timeline) -> list[_Side]:
+    """The first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
     if not len(steps):
         raise ValueError(_NOTHING)
     sides = []
-    for side, timeline in (("a", a), ("b", b)):
-        rank = ranks[f"rank_{side}"].iloc[0] if len(ranks) else timeline.ranks[0]
-        step = steps[f"step_{side}"].iloc[0]
+    for name, timeline in (("a", a), ("b", b)):
+        rank = ranks[f"rank_{name}"].iloc[0] if len(ranks) else timeline.ranks[0]
+        step = steps[f"step_{name}"].iloc[0]
         spans = timeline.select(ranks=[rank], steps=[step]).spans
         spans = spans[spans["kind"].isin(BUSY_KINDS)]
         spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
-        sides.append((f"step {step} of rank {rank}", timeline.meta.source, spans))
-    kinds = [
-        kind
-        for kind in BUSY_KINDS
-        if any((spans["kind"] == kind).any() for _, _, spans in sides)
-    ]
-    if not kinds:
-        raise ValueError(_NOTHING)
-    ax = ax or draw.new_axes(height=1.6 + 0.5 * len(kinds))
-    ends_ns = [
-        int((spans["start_ns"] + spans["dur_ns"]).max()) if len(spans) else 0
-        for _, _, spans in sides
-    ]
-    # so that short copies show
-    drawn = []
-    wider = dict.fromkeys(kinds, 3)
-    for number, ((about, source, spans), end_s) in enumerate(
-        zip(sides, np.divide(ends_ns, NS_PER_S), strict=True)
-    ):
-        top = number * (len(kinds) + 0.9)
-        label = table.attrs["labels"][number]
-        draw.note(
-            ax,
-            0,
-            top - 0.5,
-            f"{label}: {about}, {format_s(end_s)}",
-            dx=2,
-            dy=1,
-            va="bottom",
-            fontsize=8,
-        )
-        placed = spans.assign(place=top + spans["kind"].astype(object).map(kinds.index))
-        of_side = draw.blocks(
-            ax, placed, kinds, reach_ns=max(ends_ns), source=source, wider=wider
-        )
-        drawn.append(of_side.assign(side="ab"[number]))
-        ax.vlines(
-            end_s * 1e3,
-            top - 0.45,
-            top + len(kinds) - 0.55,
-            color="black",
-            linewidth=0.8,
-        )
-    places = np.add.outer([0, len(kinds) + 0.9], np.arange(len(kinds))).ravel()
-    ax.set_yticks(places, [draw.LABELS[kind] for kind in kinds] * 2)
-    data = pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]]
-    limits = {
-        "reach": 1.01e3 * max(ends_ns) / NS_PER_S,
-        "ylim": (places[-1] + 0.6, -1.2),
-    }
-    title = _change(table.attrs["labels"], *ends_ns) + " in this step"
-    return draw.finish(
-        ax,
-        data,
-        title,
-        x="time from the start of the step [ms]",
-        origin=table,
-        **limits,
-    )
+        end_ns = (spans["start_ns"] + spans["dur_ns"]).max() if len(spans) else 0
+        about = f"step {step} of rank {rank}"
+        sides.append(_Side(about, timeline.meta.source, spans, int(end_ns)))
+    return sides
 
 
 def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Grouped bars of `compare`: each quantity in `a` above `b`, with the difference as
     text; lines from min to max.
     """
-    shown = table.set_index("quantity").reindex(list(_QUANTITIES))
-    total = shown.loc["total_s"]
-    shown = shown[(shown[["a", "b"]].fillna(0) > 0).any(axis=1)]
-    ax = ax or draw.new_axes(height=1.3 + 0.45 * max(len(shown), 1))
-    difference = shown["difference"].map(_signed) + (shown["ratio"] - 1).map(
-        " ({:+.0%})".format
-    )
+    quantities = table.set_index("quantity").reindex(list(_QUANTITIES))
+    total = quantities.loc["total_s"]
+    # what neither side has, such as copies, has no row
+    present = (quantities[["a", "b"]].fillna(0) > 0).any(axis=1)
+    quantities = quantities[present]
+    ax = ax or draw.new_axes(height=1.3 + 0.45 * max(len(quantities), 1))
+    labels = table.attrs["labels"]
     key = {}
-    for number, (side, label) in enumerate(
-        zip("ab", table.attrs["labels"], strict=True)
-    ):
-        fills = [
-            _side_fill(_QUANTITIES[quantity][0], table.attrs, number)
-            for quantity in shown.index
-        ]
-        notes = (
-            difference.where(np.isfinite(shown["difference"] * shown["ratio"]), "")
-            if side == "b"
-            else None
+    for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
+        colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
+        ends = (quantities[f"{side}_min"] * 1e3, quantities[f"{side}_max"] * 1e3)
+        style = draw.BarStyle(
+            [_side_fill(color, table.attrs, number) for color in colors],
+            slot=(number, 2),
+            error=ends,
+            notes=_differences(quantities) if side == "b" else None,
         )
-        spread = (shown[f"{side}_min"] * 1e3, shown[f"{side}_max"] * 1e3)
-        draw.bars(
-            ax, shown[side] * 1e3, fills, slot=(number, 2), error=spread, notes=notes
-        )
-        key[label] = _side_fill("#7f7f7f", table.attrs, number)
-    rows = [_QUANTITIES[quantity][1] for quantity in shown.index]
-    title = _change(table.attrs["labels"], total["a"], total["b"])
-    data = shown.reset_index()
+        draw.bars(ax, quantities[side] * 1e3, style)
+        key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
+    rows = [_QUANTITIES[quantity][1] for quantity in quantities.index]
     x = "time per step and rank [ms]"
-    return draw.finish(ax, data, title, x=x, rows=rows, key=key, origin=table)
+    frame = draw.Frame(x=x, rows=rows, key=key, origin=table)
+    title = _change(labels, total["a"], total["b"])
+    return draw.finish(ax, quantities.reset_index(), title, frame)
+
+
+def _differences(quantities: pd.DataFrame) -> pd.Series:
+    """Texts such as "+1.2 ms (+8%)"; empty where a ratio means nothing."""
+    growth = (quantities["ratio"] - 1).map(" ({:+.0%})".format)
+    texts = quantities["difference"].map(_signed) + growth
+    return texts.where(np.isfinite(quantities["difference"] * quantities["ratio"]), "")
 
 
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -164,93 +161,79 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     """
     top = table[table["difference_s"] != 0].head(count)
     names = [
-        draw.short_name(name if len(name) <= 40 else op_names([name])[0])
+        draw.short_name(name if len(name) <= _LONGEST_NAME else op_names([name])[0])
         for name in top["name"]
     ]
     title = f"{names[0]} differs most" if names else "No operation differs"
-    (label_a, label_b) = table.attrs["labels"]
-    width_ms = 2.1e3 * max(top["difference_s"].abs().max() if len(top) else 0.0, 1e-12)
-    ending = {
-        "x": f"time per step and rank: {label_b} minus {label_a} [ms]",
-        "xlim": (-width_ms, width_ms),
-    }
-    ending |= {"rows": names, "key": draw.kinds_key(top["kind"]), "origin": table}
-    kinds = top["kind"].astype(str).where(top["kind"].isin(draw.COLORS), "other")
-    ax = draw.bar_chart(
-        ax, top, top["difference_s"] * 1e3, title, list(kinds), **ending
+    label_a, label_b = table.attrs["labels"]
+    most_s = top["difference_s"].abs().max() if len(top) else 0.0
+    # twice the longest bar to each side, for the texts beside them
+    reach_ms = 2.1e3 * max(most_s, 1e-12)
+    frame = draw.Frame(
+        x=f"time per step and rank: {label_b} minus {label_a} [ms]",
+        xlim=(-reach_ms, reach_ms),
+        rows=names,
+        key=draw.kinds_key(top["kind"]),
+        origin=table,
     )
-    for place, row in enumerate(top.itertuples()):
-        side = (
-            {"dx": 4, "ha": "left"}
-            if row.difference_s > 0
-            else {"dx": -4, "ha": "right"}
-        )
-        times = (
-            f"{row.count_a:g} to {row.count_b:g} times"
-            if row.status in ("more", "fewer")
-            else row.status
-        )
-        text = _signed(row.difference_s) + (
-            "" if row.status == "both" else f", {times}"
-        )
-        draw.note(ax, row.difference_s * 1e3, place, text, **side)
+    kinds = top["kind"].astype(str).where(top["kind"].isin(draw.COLORS), "other")
+    lengths_ms = top["difference_s"] * 1e3
+    style = draw.BarStyle(list(kinds))
+    ax = draw.bar_chart(ax, top, lengths_ms, title, frame, style)
+    for row, op in enumerate(top.itertuples()):
+        text = _signed(op.difference_s)
+        if op.status in ("more", "fewer"):
+            text += f", {op.count_a:g} to {op.count_b:g} times"
+        elif op.status != "both":
+            text += f", {op.status}"
+        side = {"dx": -4, "ha": "right"}
+        if op.difference_s > 0:
+            side = {"dx": 4, "ha": "left"}
+        draw.note(ax, op.difference_s * 1e3, row, text, **side)
     ax.axvline(0, color="black", linewidth=0.8)
     return ax
 
 
 def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
-    """How much each quantity of `gate` grew, with its 90 % interval, beside the
-    threshold; colour by verdict.
+    """Growth of each quantity of `gate`, with its 90 % interval, beside the threshold;
+    colour by verdict.
     """
     table = result.table
     limit = result.threshold
-    growth, low, high = (100 * (table[name] - 1) for name in ("ratio", "low", "high"))
+    percent = 100 * (table[["ratio", "low", "high"]] - 1)
     slower = table[table["verdict"] == "slower"].set_index("quantity")["ratio"] - 1
     title = f"Nothing is surely slower by {draw.percent(limit)}"
     if len(slower):
-        title = (
-            f"{draw.short_name(slower.index[0])} grew by {draw.percent(slower.iloc[0])}"
-        )
+        most = draw.short_name(slower.index[0])
+        title = f"{most} grew by {draw.percent(slower.iloc[0])}"
     if "step_s" in slower:
         title = f"A step takes {draw.percent(slower['step_s'])} longer"
-    reach = max(np.nanmax(np.abs([low, high])), 150 * limit)
-    ending = {
-        "rows": [draw.short_name(name) for name in table["quantity"]],
-        "xlim": (-1.05 * reach, 1.05 * reach),
-    }
-    ending |= {
-        "key": {
-            verdict: _VERDICTS[verdict]
-            for verdict in _VERDICTS
-            if (table["verdict"] == verdict).any()
-        }
-    }
-    x = "growth from a to b, with its 90 % interval [%]"
-    ax = draw.bar_chart(
-        ax,
-        table,
-        growth,
-        title,
-        list(table["verdict"].map(_VERDICTS)),
-        error=(low, high),
-        x=x,
-        **ending,
+    # zero in the middle, and always some room behind the threshold
+    widest = np.nanmax(percent[["low", "high"]].abs())
+    reach = 1.05 * max(widest, 150 * limit)
+    verdicts = set(table["verdict"])
+    frame = draw.Frame(
+        x="growth from a to b, with its 90 % interval [%]",
+        rows=[draw.short_name(name) for name in table["quantity"]],
+        xlim=(-reach, reach),
+        key={name: color for name, color in _VERDICTS.items() if name in verdicts},
     )
+    colors = list(table["verdict"].map(_VERDICTS))
+    style = draw.BarStyle(colors, error=(percent["low"], percent["high"]))
+    ax = draw.bar_chart(ax, table, percent["ratio"], title, frame, style)
     ax.axvline(0, color="black", linewidth=0.8)
     ax.axvline(100 * limit, **draw.DASHED)
     return ax
 
 
 def _side_fill(color: str, attrs: dict, number: int) -> dict:
-    """b paler than a where it is measured, so that two measured sides can be told
-    apart.
+    """Fill of side a (0) or b (1): b paler than a where it is measured, so that two
+    measured sides can be told apart.
     """
     source = attrs["sources"][number]
-    return (
-        draw.faded(color)
-        if number and source != "simulated"
-        else draw.fill_of(color, source)
-    )
+    if number == 1 and source != "simulated":
+        return draw.faded(color)
+    return draw.fill_of(color, source)
 
 
 def _signed(seconds: float) -> str:
@@ -260,7 +243,5 @@ def _signed(seconds: float) -> str:
 def _change(labels: tuple[str, str], a: float, b: float) -> str:
     if not a > 0:
         return f"{labels[0]} has no work"
-    return (
-        f"{labels[1]} takes {abs(b / a - 1):.0%} {'longer' if b > a else 'less'} "
-        f"than {labels[0]}"
-    )
+    way = "longer" if b > a else "less"
+    return f"{labels[1]} takes {abs(b / a - 1):.0%} {way} than {labels[0]}"

@@ -1,4 +1,4 @@
-"""How do launches, idle time and steps look? Pictures of the tables of `traces.waits`."""
+"""Pictures of launches, idle time and steps: the tables of `traces.waits`."""
 
 import numpy as np
 import pandas as pd
@@ -17,14 +17,15 @@ __all__ = [
     "plot_steps",
 ]
 
-_CAUSES = {
+_CAUSES = {  # shades of idle
     "host_wait": "#525252",
     "kernel_wait": "#969696",
     "other": draw.COLORS["idle"],
-}  # shades of idle
+}
 # below the resolution of most traces, and of no interest on a logarithmic axis
 _SMALLEST_S = 1e-7
 _MOST_ROWS = 24
+_BINS = 40  # of a histogram, on each axis
 
 
 def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -34,27 +35,17 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(table):
         return draw.empty(ax, table, "No launches: no work on a device in this trace")
     ax = ax or draw.new_axes(height=3.6, width=5.2)
-    times_s = [table[column].clip(lower=_SMALLEST_S) for column in ("delay_s", "gpu_s")]
-    edges = [
-        np.geomspace(_SMALLEST_S, max(values.max(), 1e-5) * 1.01, 41)
-        for values in times_s
-    ]
-    counts, *_ = np.histogram2d(*times_s, bins=edges)
-    bins = np.nonzero(counts)
-    delay_s, gpu_s = (
-        np.sqrt(edge[1:] * edge[:-1])[place]
-        for edge, place in zip(edges, bins, strict=True)
-    )
-    data = pd.DataFrame(
-        {"delay_s": delay_s, "gpu_s": gpu_s, "count": counts[bins].astype(int)}
-    )
-    shade = {
-        "c": data["count"],
-        "norm": LogNorm(vmin=0.3, vmax=max(counts.max(), 2)),
-        "cmap": "Blues",
-    }
+    data = _launch_counts(table)
+    most = max(data["count"].max(), 2)
     points = ax.scatter(
-        delay_s * 1e6, gpu_s * 1e6, s=11, marker="s", edgecolor="none", **shade
+        data["delay_s"] * 1e6,
+        data["gpu_s"] * 1e6,
+        s=11,
+        marker="s",
+        edgecolor="none",
+        c=data["count"],
+        norm=LogNorm(vmin=0.3, vmax=most),  # below 1, so that one launch still shows
+        cmap="Blues",
     )
     ax.figure.colorbar(points, ax=ax, label="launches", pad=0.02)
     call_us = table["cpu_s"].median() * 1e6
@@ -62,21 +53,39 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.axhspan(least_us, call_us, facecolor=draw.COLORS["idle"], alpha=0.5, zorder=0)
     shorter = f"shorter than the median launch call, {call_us:.3g} µs"
     ax.text(0.98, 0.03, shorter, transform=ax.transAxes, ha="right", fontsize=7)
-    title = (
-        f"{(table['gpu_s'] < table['cpu_s']).mean():.0%} of the kernels are "
-        "shorter than their launch"
+    short = (table["gpu_s"] < table["cpu_s"]).mean()
+    title = f"{short:.0%} of the kernels are shorter than their launch"
+    frame = draw.Frame(
+        x="launch delay [µs] (0 at the left edge)",
+        y="kernel duration [µs]",
+        xscale="log",
+        yscale="log",
+        xlim=(least_us, None),
+        ylim=(least_us, None),
+        origin=table,
     )
-    limits = {
-        "xscale": "log",
-        "yscale": "log",
-        "xlim": (least_us, None),
-        "ylim": (least_us, None),
-    }
-    labels = {
-        "x": "launch delay [µs] (0 at the left edge)",
-        "y": "kernel duration [µs]",
-    }
-    return draw.finish(ax, data, title, origin=table, **labels, **limits)
+    return draw.finish(ax, data, title, frame)
+
+
+def _launch_counts(table: pd.DataFrame) -> pd.DataFrame:
+    """Launches by bins of delay and duration, which are equal in logarithm; bins with
+    none are left out.
+    """
+    times_s = table[["delay_s", "gpu_s"]].clip(lower=_SMALLEST_S)
+    # the top edge a per cent beyond the longest, which would fall out by rounding
+    tops_s = times_s.max().clip(lower=1e-5) * 1.01
+    edges = [np.geomspace(_SMALLEST_S, top_s, _BINS + 1) for top_s in tops_s]
+    counts, *_ = np.histogram2d(times_s["delay_s"], times_s["gpu_s"], bins=edges)
+    # (row, column) of the bins that hold any, each at the geometric mean of its edges
+    delay_bins, gpu_bins = np.nonzero(counts)
+    delays_s, gpus_s = (np.sqrt(edge[1:] * edge[:-1]) for edge in edges)
+    return pd.DataFrame(
+        {
+            "delay_s": delays_s[delay_bins],
+            "gpu_s": gpus_s[gpu_bins],
+            "count": counts[delay_bins, gpu_bins].astype(int),
+        }
+    )
 
 
 def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -87,32 +96,32 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return draw.empty(ax, series, "No queue: no launches in this trace")
     ax = ax or draw.new_axes(height=2.6)
     rank = series["rank"].min()
-    of_rank = series[series["rank"] == rank]
-    of_rank = of_rank.assign(time_s=of_rank["time_s"] - of_rank["time_s"].min())
-    streams = [draw.thinned(part, "length") for _, part in of_rank.groupby("stream")]
-    busiest = sorted(streams, key=lambda part: -part["length"].max())[
-        : len(draw.SERIES)
-    ]
-    data = pd.concat(busiest, ignore_index=True)
-    styles = dict(zip(data["stream"].unique(), draw.SERIES, strict=False))
-    labels = {stream: f"stream {stream}" for stream in styles}
-    style = {
-        "by": "stream",
-        "styles": styles,
-        "labels": labels,
-        "linewidth": 1,
-        "drawstyle": "steps-post",
-    }
-    draw.lines(ax, data, "time_s", "length", units=(1e-3, 1), **style)
+    first = series[series["rank"] == rank]
+    first = first.assign(time_s=first["time_s"] - first["time_s"].min())
+    streams = [draw.thinned(part, "length") for _, part in first.groupby("stream")]
+    # the longest queues, as many as there are colours
+    streams.sort(key=lambda part: -part["length"].max())
+    data = pd.concat(streams[: len(draw.SERIES)], ignore_index=True)
+    numbers = data["stream"].unique()
+    curves = draw.Curves(
+        by="stream",
+        styles=dict(zip(numbers, draw.SERIES, strict=False)),
+        labels={number: f"stream {number}" for number in numbers},
+        units=(1e-3, 1),
+    )
+    style = {"linewidth": 1, "drawstyle": "steps-post"}
+    draw.lines(ax, data, "time_s", "length", curves, **style)
     draw.legend(ax, where="beside")
-    title = (
-        f"Rank {rank}: up to {data['length'].max():,} launches wait on stream "
-        f"{data['stream'][0]}"
+    longest = data["length"].max()
+    title = f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}"
+    frame = draw.Frame(
+        x="time [ms]",
+        y="launches waiting",
+        xlim=(0, None),
+        ylim=(0, None),
+        origin=series,
     )
-    limits = {"xlim": (0, None), "ylim": (0, None)}
-    return draw.finish(
-        ax, data, title, x="time [ms]", y="launches waiting", origin=series, **limits
-    )
+    return draw.finish(ax, data, title, frame)
 
 
 def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -120,27 +129,23 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     most 24.
     """
     if not len(table):
-        return draw.empty(
-            ax, table, "No idle time to explain: no device stream in this trace"
-        )
+        why = "No idle time to explain: no device stream in this trace"
+        return draw.empty(ax, table, why)
     idle_s = table.pivot_table(
         index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum"
     )
     shares = idle_s.sum() / max(table["idle_s"].sum(), 1e-12)
-    shown_s = idle_s.loc[
-        idle_s.index.isin(idle_s.sum(axis=1).nlargest(_MOST_ROWS).index)
-    ]
-    title = (
-        f"{shares.idxmax().replace('_', ' ').capitalize()} is {shares.max():.0%} "
-        "of the idle time of streams"
+    most = idle_s.sum(axis=1).nlargest(_MOST_ROWS)
+    idle_s = idle_s[idle_s.index.isin(most.index)]
+    cause = shares.idxmax().replace("_", " ").capitalize()
+    title = f"{cause} is {shares.max():.0%} of the idle time of streams"
+    frame = draw.Frame(
+        x="idle time [ms]",
+        rows=[draw.row_label(*row) for row in idle_s.index],
+        key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
     )
-    key = {cause.replace("_", " "): color for cause, color in _CAUSES.items()}
-    ending = {
-        "x": "idle time [ms]",
-        "rows": [draw.row_label(*row) for row in shown_s.index],
-        "key": key,
-    }
-    return draw.bar_chart(ax, table, shown_s * 1e3, title, _CAUSES, **ending)
+    style = draw.BarStyle(_CAUSES)
+    return draw.bar_chart(ax, table, idle_s * 1e3, title, frame, style)
 
 
 def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -150,60 +155,45 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(table):
         return draw.empty(ax, table, "No steps in this trace")
     parts = breakdown_parts(table)
-    columns = [
-        "compute_s",
-        "exposed_comm_s",
-        "rest_s",
-        "idle_s",
-        "total_s",
-        "wall_s",
-        "period_s",
-        "warmup",
-        "cut",
-    ]
-    flags = {"warmup": float, "cut": float}
-    mean = (
-        table.assign(rest_s=parts["memcpy"])
-        .astype(flags)
-        .groupby("step")[columns]
-        .mean()
+    columns = ["compute_s", "exposed_comm_s", "rest_s", "idle_s", "total_s", "wall_s"]
+    columns += ["period_s", "warmup", "cut"]
+    flags = {"warmup": float, "cut": float}  # their mean: on how many of the ranks
+    rows = table.assign(rest_s=parts["memcpy"]).astype(flags)
+    mean = rows.groupby("step")[columns].mean()
+    notes = np.where(mean["cut"] > 0, "cut", "")
+    notes = np.where(mean["warmup"] > 0, "warm-up", notes)
+    every = -(-len(mean) // _MOST_ROWS)  # of many steps only every n-th has its number
+    labels = [f"step {step}" for step in mean.index]
+    frame = draw.Frame(
+        x="time [ms]; black line: duration on the host",
+        rows=["" if row % every else label for row, label in enumerate(labels)],
+        key=parts_key(parts),
+        origin=table,
     )
-    every = -(-len(mean) // _MOST_ROWS)
-    rows = [
-        "" if place % every else f"step {step}" for place, step in enumerate(mean.index)
-    ]
-    notes = np.where(
-        mean["warmup"] > 0, "warm-up", np.where(mean["cut"] > 0, "cut", "")
-    )
-    counted = mean[notes == ""]
-    step_s = (
-        counted["period_s"] if counted["period_s"].notna().any() else counted["wall_s"]
-    ).dropna()
-    title = "No whole step"
-    if len(step_s):
-        ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
-        title = (
-            f"A step takes {format_s(step_s.median())} ({ends}), "
-            f"{len(mean) - len(counted)} left out"
-        )
-    ending = {
-        "x": "time [ms]; black line: duration on the host",
-        "rows": rows,
-        "key": parts_key(parts),
-    }
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
-    ax = draw.bar_chart(
-        ax, mean.reset_index(), parts_ms, title, notes=notes, origin=table, **ending
-    )
-    places = np.arange(len(mean))
-    ax.vlines(
-        mean["wall_s"] * 1e3, places - 0.45, places + 0.45, color="black", linewidth=1.4
-    )
-    for place in np.flatnonzero(notes != ""):
-        ax.axhspan(
-            place - 0.5, place + 0.5, facecolor=draw.COLORS["idle"], alpha=0.4, zorder=0
-        )
+    title = _steps_title(mean[notes == ""], len(mean))
+    style = draw.BarStyle(notes=notes)
+    ax = draw.bar_chart(ax, mean.reset_index(), parts_ms, title, frame, style)
+    numbers = np.arange(len(mean))
+    mark = {"color": "black", "linewidth": 1.4}
+    ax.vlines(mean["wall_s"] * 1e3, numbers - 0.45, numbers + 0.45, **mark)
+    shade = {"facecolor": draw.COLORS["idle"], "alpha": 0.4, "zorder": 0}
+    for row in np.flatnonzero(notes != ""):
+        ax.axhspan(row - 0.5, row + 0.5, **shade)
     return ax
+
+
+def _steps_title(counted: pd.DataFrame, steps: int) -> str:
+    """Median and range of the steps that are neither warm-up nor cut: of their periods
+    where any is known, else of their durations on the host.
+    """
+    has_period = counted["period_s"].notna().any()
+    step_s = counted["period_s" if has_period else "wall_s"].dropna()
+    if not len(step_s):
+        return "No whole step"
+    ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
+    left_out = steps - len(counted)
+    return f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
 
 
 def plot_launch_floor(
@@ -216,29 +206,24 @@ def plot_launch_floor(
         return draw.empty(ax, table, "No computation in this trace")
     mean = table.groupby("speedup")[["step_s", "free_s", "share"]].mean().reset_index()
     ax = ax or draw.new_axes(height=2.9, width=5.2)
-    label = "every computation costs a launch" + (
-        f" of {format_s(launch_s)}" if launch_s else ""
-    )
+    label = "every computation costs a launch"
+    label += f" of {format_s(launch_s)}" if launch_s else ""
+    speed = mean["speedup"]
     step_ms = mean["step_s"] * 1e3
     free_ms = mean["free_s"] * 1e3
     color = draw.COLORS["compute"]
-    ax.plot(
-        mean["speedup"], step_ms, color=color, marker="o", markersize=3, label=label
-    )
-    ax.plot(
-        mean["speedup"], free_ms, color=color, linestyle="--", label="launches are free"
-    )
-    ax.fill_between(
-        mean["speedup"], free_ms, step_ms, color=draw.COLORS["idle"], alpha=0.6
-    )
+    ax.plot(speed, step_ms, color=color, marker="o", markersize=3, label=label)
+    ax.plot(speed, free_ms, color=color, linestyle="--", label="launches are free")
+    # the area between is what launches cost
+    ax.fill_between(speed, free_ms, step_ms, color=draw.COLORS["idle"], alpha=0.6)
     draw.legend(ax, where="lower left")
-    title = (
-        f"Launches are {mean['share'].min():.0%} to {mean['share'].max():.0%} of a step"
+    share = mean["share"]
+    title = f"Launches are {share.min():.0%} to {share.max():.0%} of a step"
+    frame = draw.Frame(
+        x="device speed, relative to the traced one",
+        y="computation in a step [ms]",
+        xscale="log",
+        yscale="log",
+        origin=table,
     )
-    labels = {
-        "x": "device speed, relative to the traced one",
-        "y": "computation in a step [ms]",
-    }
-    return draw.finish(
-        ax, mean, title, xscale="log", yscale="log", origin=table, **labels
-    )
+    return draw.finish(ax, mean, title, frame)

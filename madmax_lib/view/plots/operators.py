@@ -1,8 +1,9 @@
-"""How do kernels, operators and modules look, and how far are they from their roofs?
-Pictures of `traces.operators`.
+"""Pictures of kernels, operators and modules, and how far they are from their roofs:
+the tables of `traces.operators`.
 """
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,8 +26,47 @@ __all__ = [
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
 _DTYPE_COLORS = dict(zip(_DTYPES, draw.SERIES, strict=False))
+# names of operators that communicate, of the frameworks and of the simulator
 _TALKS = re.compile(
-    r"^(c10d|nccl|gloo|hccl):|^record_param_comms|^(all_|reduce_scatter|broadcast|send_recv)"
+    r"^(c10d|nccl|gloo|hccl):|^record_param_comms"
+    r"|^(all_|reduce_scatter|broadcast|send_recv)"
+)
+_MOST_NAMES = 12
+_LEAST_SHARE = 0.0005  # of the time; below, a bar cannot be seen
+_NUMBERED = 8  # points of a roofline that the text beside it names
+_DISTANCE = 8  # points between two numbers
+
+
+class _Measure(NamedTuple):
+    """Columns and words of the bars of `_longest`."""
+
+    seconds: str  # column of the time
+    columns: list[str]  # of the data of the picture, name and kind among them
+    counted: str  # column of the count in the notes
+    noun: str  # what it counts
+    x: str
+
+
+_KERNELS = _Measure(
+    "total_s",
+    ["name", "kind", "total_s", "count"],
+    "count",
+    "call",
+    "time, all ranks [ms]",
+)
+_OPERATORS = _Measure(
+    "self_device_s",
+    ["name", "self_device_s", "count", "kind"],
+    "count",
+    "call",
+    "time without operators inside, all ranks [ms]",
+)
+_MODULES = _Measure(
+    "self_device_s",
+    ["name", "self_device_s", "count", "modules", "kind"],
+    "modules",
+    "module",
+    "device time without modules inside, with backward [ms]",
 )
 
 
@@ -34,15 +74,10 @@ def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The kernels that take most device time over all ranks, coloured by kind, of
     `kernels` or `top_kernels`.
     """
-    names = pd.Series(
-        op_names(table["name"].astype(str)), index=table.index, dtype=object
-    )
-    rows = table.assign(
-        name=names.replace("generic", "collective"), kind=table["kind"].astype(str)
-    )
-    return _longest(
-        ax, rows, ["name", "kind", "total_s", "count"], table, "time, all ranks [ms]"
-    )
+    names = pd.Series(op_names(table["name"].astype(str)), table.index, dtype=object)
+    names = names.replace("generic", "collective")
+    rows = table.assign(name=names, kind=table["kind"].astype(str))
+    return _longest(ax, rows, _KERNELS, table)
 
 
 def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -51,17 +86,11 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     names = table["name"].astype(object)
     if table.attrs.get("source") == "simulated":
-        names = pd.Series(op_names(names), index=table.index, dtype=object)
-    kinds = np.where(
-        names.map(lambda name: bool(_TALKS.search(name))).astype(bool),
-        "comm",
-        "compute",
-    )
+        names = pd.Series(op_names(names), table.index, dtype=object)
+    talks = np.array([bool(_TALKS.search(name)) for name in names], dtype=bool)
+    kinds = np.where(talks, "comm", "compute")
     rows = table.assign(name=names, kind=np.where(names == OUTSIDE, "other", kinds))
-    columns = ["name", "self_device_s", "count", "kind"]
-    return _longest(
-        ax, rows, columns, table, "time without operators inside, all ranks [ms]"
-    )
+    return _longest(ax, rows, _OPERATORS, table)
 
 
 def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -69,45 +98,37 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     inside), of `modules`.
     """
     rows = table.assign(name=table["type"], modules=1, kind="compute")
-    columns = ["name", "self_device_s", "count", "modules", "kind"]
-    return _longest(
-        ax,
-        rows,
-        columns,
-        table,
-        "device time without modules inside, with backward [ms]",
-    )
+    return _longest(ax, rows, _MODULES, table)
 
 
 def _longest(
-    ax: Axes | None, rows: pd.DataFrame, columns: list[str], table: pd.DataFrame, x: str
+    ax: Axes | None, rows: pd.DataFrame, measure: _Measure, table: pd.DataFrame
 ) -> Axes:
     """Bars of the twelve names with the largest sums of a time, each with its share of
     all and how many it counts.
-
-    columns: of the data of the picture: name and kind, and among them the time first
-    and what is counted last.
     """
-    seconds, *_, number = sums = [
-        column for column in columns if column not in ("name", "kind")
-    ]
-    rows = rows.groupby(["name", "kind"])[sums].sum().reset_index()[columns]
-    rows["share"] = rows[seconds] / max(rows[seconds].sum(), 1e-12)
-    most = rows.sort_values([seconds, "name"], ascending=[False, True]).head(12)
-    most = most[most["share"] >= 0.0005].reset_index(drop=True)
-    if not len(most):
-        return draw.empty(ax, most, "No device time is recorded", table)
-    counts = [
-        draw.plural(n, {"count": "call", "modules": "module"}[number])
-        for n in most[number]
-    ]
-    notes = most["share"].map("{:.1%}, ".format) + counts
-    rows = [draw.short_name(name) for name in most["name"]]
-    kinds = list(most["kind"])
-    key = draw.kinds_key(kinds) if len(set(kinds)) > 1 else None
-    title = f"{rows[0]} takes {draw.percent(most['share'][0])} of the time"
-    ending = {"notes": notes, "rows": rows, "key": key, "origin": table}
-    return draw.bar_chart(ax, most, most[seconds] * 1e3, title, kinds, x=x, **ending)
+    keys = ["name", "kind"]
+    sums = [column for column in measure.columns if column not in keys]
+    sums_by_name = rows.groupby(keys)[sums].sum().reset_index()[measure.columns]
+    seconds = sums_by_name[measure.seconds]
+    data = sums_by_name.assign(share=seconds / max(seconds.sum(), 1e-12))
+    data = data.sort_values([measure.seconds, "name"], ascending=[False, True])
+    top = data.head(_MOST_NAMES)
+    top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
+    if not len(top):
+        return draw.empty(ax, top, "No device time is recorded", table)
+    counts = [draw.plural(count, measure.noun) for count in top[measure.counted]]
+    names = [draw.short_name(name) for name in top["name"]]
+    kinds = list(top["kind"])
+    frame = draw.Frame(
+        x=measure.x,
+        rows=names,
+        key=draw.kinds_key(kinds) if len(set(kinds)) > 1 else None,
+        origin=table,
+    )
+    title = f"{names[0]} takes {draw.percent(top['share'][0])} of the time"
+    style = draw.BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
+    return draw.bar_chart(ax, top, top[measure.seconds] * 1e3, title, frame, style)
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -119,84 +140,69 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     rows = products(table)
     if not len(rows):
-        return draw.empty(
-            ax, rows, "No operator has FLOPs: shapes were not recorded", table
-        )
+        why = "No operator has FLOPs: shapes were not recorded"
+        return draw.empty(ax, rows, why, table)
     ax = ax or draw.new_axes(height=3.6, width=7.4)
-    peaks = (
-        rows.dropna(subset="peak_flops")
-        .drop_duplicates("dtype")
-        .set_index("dtype")["peak_flops"]
-    )
+    with_peak = rows.dropna(subset="peak_flops").drop_duplicates("dtype")
+    peaks = with_peak.set_index("dtype")["peak_flops"]
     bandwidth = rows["peak_bytes_per_s"].iloc[0]
     intensity = rows["flops_per_byte"]
     low = intensity.min() / 2
     high = max([intensity.max() * 2, *(peaks / bandwidth * 4)])
-    for dtype, peak in peaks.items():
-        ridge = max(peak / bandwidth, low)
-        color = _DTYPE_COLORS.get(dtype, "black")
-        roof = np.array([low, ridge, high])
-        ax.plot(
-            roof,
-            np.minimum(roof * bandwidth, peak) / 1e12,
-            color=color,
-            linewidth=1,
-            zorder=1,
-        )
-        side = "right" if ridge > 3 * low else "left"
-        text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
-        draw.note(
-            ax,
-            ridge,
-            peak / 1e12,
-            text,
-            dx=0,
-            dy=3,
-            va="baseline",
-            ha=side,
-            color=color,
-        )
-    area = 12 + 400 * rows["device_s"] / rows["device_s"].sum()
-    colors = rows["dtype"].map(_DTYPE_COLORS).fillna("black")
-    rate = rows["flops_per_s"] / 1e12
+    _draw_roofs(ax, peaks, bandwidth, (low, high))
+    tflop_per_s = rows["flops_per_s"] / 1e12
     ax.scatter(
         intensity,
-        rate,
-        s=area,
-        c=colors,
+        tflop_per_s,
+        s=12 + 400 * rows["device_s"] / rows["device_s"].sum(),
+        c=rows["dtype"].map(_DTYPE_COLORS).fillna("black"),
         alpha=0.6,
         edgecolor="white",
         linewidth=0.4,
         zorder=2,
     )
-    limits = {
-        "xlim": (low, high),
-        "ylim": (rate.min() / 2, max([rate.max(), *(peaks / 1e12)]) * 2.5),
-    }
+    top_tflop_per_s = max([tflop_per_s.max(), *(peaks / 1e12)]) * 2.5
+    limits = {"xlim": (low, high), "ylim": (tflop_per_s.min() / 2, top_tflop_per_s)}
     ax.set(xscale="log", yscale="log", **limits)
     ax.grid(True, axis="both")
-    _number(ax, intensity.head(8), rate)
-    key = [
-        f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
-        f"roof\n    {_shapes(row.shapes)}"
-        for number, row in enumerate(rows.head(8).itertuples(), start=1)
-    ]
-    ax.text(
-        1.02,
-        1.0,
-        "\n".join(key),
-        transform=ax.transAxes,
-        va="top",
-        fontsize=6.5,
-        linespacing=1.25,
-    )
+    _number(ax, intensity.head(_NUMBERED), tflop_per_s)
+    _list_numbered(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
     title = (
         f"{draw.short_name(top['name'])} runs at {draw.percent(top['roof'])} of "
         f"its {top['bound']} roof on {device}"
     )
-    return draw.finish(ax, rows, title, x="FLOPs per byte", y="TFLOP/s", origin=table)
+    frame = draw.Frame(x="FLOPs per byte", y="TFLOP/s", origin=table)
+    return draw.finish(ax, rows, title, frame)
+
+
+def _draw_roofs(
+    ax: Axes, peaks: pd.Series, bandwidth: float, limits: tuple[float, float]
+) -> None:
+    """A roof for each dtype: rate = min(peak, intensity * bandwidth) [Williams 2009]."""
+    low, high = limits
+    for dtype, peak in peaks.items():
+        ridge = max(peak / bandwidth, low)  # FLOPs per byte where both bind
+        color = _DTYPE_COLORS.get(dtype, "black")
+        intensity = np.array([low, ridge, high])
+        roof = np.minimum(intensity * bandwidth, peak) / 1e12
+        ax.plot(intensity, roof, color=color, linewidth=1, zorder=1)
+        side = "right" if ridge > 3 * low else "left"
+        style = {"dx": 0, "dy": 3, "va": "baseline", "ha": side, "color": color}
+        text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
+        draw.note(ax, ridge, peak / 1e12, text, **style)
+
+
+def _list_numbered(ax: Axes, rows: pd.DataFrame) -> None:
+    """Names, shares of the roof and shapes of the numbered points, beside the axes."""
+    texts = [
+        f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
+        f"roof\n    {_shapes(row.shapes)}"
+        for number, row in enumerate(rows.itertuples(), start=1)
+    ]
+    style = {"va": "top", "fontsize": 6.5, "linespacing": 1.25}
+    ax.text(1.02, 1.0, "\n".join(texts), transform=ax.transAxes, **style)
 
 
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -207,23 +213,22 @@ def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False
     )
     busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
-    sets = [kinds.split(" + ") for kinds in busy_s]
-    labels = [" + ".join(draw.LABELS[kind] for kind in kinds) for kinds in sets]
-    key = {label: _blend(kinds) for label, kinds in zip(labels, sets, strict=True)}
+    key = {}
+    for text in busy_s:
+        kinds = text.split(" + ")
+        color = to_hex(np.mean([to_rgb(draw.COLORS[kind]) for kind in kinds], axis=0))
+        # side by side with compute, communication is hidden: its colour elsewhere
+        hidden = kinds == ["compute", "comm"]
+        label = " + ".join(draw.LABELS[kind] for kind in kinds)
+        key[label] = draw.COLORS["hidden"] if hidden else color
+    labels = list(key)
     share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
-    title = (
-        f"{share:.0%} of the busy time is {labels[0]} "
-        f"{'alone' if len(sets[0]) == 1 else 'side by side'}"
-    )
-    ending = {
-        "x": "busy time [ms]",
-        "rows": draw.rank_labels(busy_s.index),
-        "key": key,
-        "columns": 3,
-    }
-    return draw.bar_chart(
-        ax, table, busy_s.set_axis(labels, axis=1) * 1e3, title, key, **ending
-    )
+    way = "side by side" if " + " in labels[0] else "alone"
+    title = f"{share:.0%} of the busy time is {labels[0]} {way}"
+    rows = draw.rank_labels(busy_s.index)
+    frame = draw.Frame(x="busy time [ms]", rows=rows, key=key, columns=3)
+    parts_ms = busy_s.set_axis(labels, axis=1) * 1e3
+    return draw.bar_chart(ax, table, parts_ms, title, frame, draw.BarStyle(key))
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -235,57 +240,41 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return draw.empty(ax, table, "No utilisation: no FLOPs are known")
     by_rank = steps.groupby("rank")["mfu"]
     median = by_rank.median()
-    reach = steps["mfu"].max() * 112
     title = f"{draw.percent(steps['mfu'].median())} of the peak in the median step"
-    ending = {
-        "x": "model FLOPs utilisation [%]",
-        "rows": draw.rank_labels(median.index),
-        "reach": reach,
-    }
-    ax = draw.bar_chart(ax, table, median * 100, title, **ending)
-    ax.plot(
-        steps["mfu"] * 100,
-        steps["rank"].map(list(median.index).index),
-        "o",
-        color="black",
-        markersize=2.5,
+    frame = draw.Frame(
+        x="model FLOPs utilisation [%]",
+        rows=draw.rank_labels(median.index),
+        reach=steps["mfu"].max() * 112,  # per cent, and an eighth more for the texts
     )
-    for place, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
-        draw.note(ax, most * 100, place, draw.percent(value), dx=5)
+    ax = draw.bar_chart(ax, table, median * 100, title, frame)
+    rows = steps["rank"].map(list(median.index).index)
+    ax.plot(steps["mfu"] * 100, rows, "o", color="black", markersize=2.5)
+    for row, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
+        draw.note(ax, most * 100, row, draw.percent(value), dx=5)
     return ax
 
 
-def _blend(kinds: list[str]) -> str:
-    """Colour of kinds side by side: of hidden communication as elsewhere, else between
-    the colours of all.
-    """
-    if kinds == ["compute", "comm"]:
-        return draw.COLORS["hidden"]
-    return to_hex(np.mean([to_rgb(draw.COLORS[kind]) for kind in kinds], axis=0))
-
-
 def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
-    """Numbers from 1 beside points, each at the nearest place that no number before it
-    has.
+    """Numbers from 1 beside points, each at the nearest position that no number before
+    it has.
     """
-    taken: list[np.ndarray] = []
-    turns = [
-        (radius, angle)
-        for radius in (9, 14, 19, 24)
-        for angle in np.deg2rad(range(45, 405, 45))
-    ]
+    # eight directions, then the same ones farther away; in points
+    angles = np.deg2rad(range(45, 405, 45))
+    directions = [np.array([np.cos(angle), np.sin(angle)]) for angle in angles]
+    shifts = [radius * way for radius in (9, 14, 19, 24) for way in directions]
+    numbers: list[np.ndarray] = []
     for number, point in enumerate(zip(x, y, strict=False), start=1):
+        # pixels to points: 72 of them are an inch
         center = ax.transData.transform(point) * 72 / ax.figure.dpi
-        places = [
-            radius * np.array([np.cos(angle), np.sin(angle)]) for radius, angle in turns
-        ]
         free = [
-            place
-            for place in places
-            if all(np.abs(center + place - other).max() > 8 for other in taken)
+            shift
+            for shift in shifts
+            if all(
+                np.abs(center + shift - other).max() > _DISTANCE for other in numbers
+            )
         ]
-        dx, dy = (free or places)[0]
-        taken.append(np.add(center, (dx, dy)))
+        dx, dy = (free or shifts)[0]
+        numbers.append(np.add(center, (dx, dy)))
         draw.note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
 
 
@@ -295,8 +284,5 @@ def _shapes(text: str) -> str:
     >>> _shapes("[[16,5185,64],[16,64,5185],[]]")
     '16x5185x64, 16x64x5185'
     """
-    return draw.shorten(
-        ", ".join(
-            part.replace(",", "x") for part in re.findall(r"\[(\d[\d,]*)\]", text)
-        )
-    )
+    shapes = re.findall(r"\[(\d[\d,]*)\]", text)
+    return draw.shorten(", ".join(shape.replace(",", "x") for shape in shapes))

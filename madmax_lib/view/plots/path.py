@@ -1,5 +1,5 @@
-"""What decides how long a step takes? Pictures of its critical path, of what the path
-consists of, and of what-ifs.
+"""Pictures of what decides how long a step takes: its critical path, what the path
+consists of, and what-ifs.
 """
 
 import numpy as np
@@ -19,6 +19,8 @@ _COLORS = draw.COLORS | {
     "wait": draw.COLORS["idle"],
 }
 _NAMES = {"comm": "communication", "memcpy": "copies"}
+_LEAST_SHARE = 0.005  # of the step; a smaller one is not worth a word
+_FADED = 0.25  # opacity of work that is not on the path
 
 
 def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) -> Axes:
@@ -27,60 +29,52 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     """
     if not len(path):
         raise ValueError("nothing to draw: the path is empty")
-    zero_ns = path.attrs["start_ns"]
     reach_ns = round(path.attrs["step_s"] * NS_PER_S)
-    spans = timeline.spans[timeline.spans["kind"].isin([*BUSY_KINDS, "cpu"])]
-    work = _within(spans.assign(start_ns=spans["start_ns"] - zero_ns), reach_ns)
-    work = work.assign(kind=work["kind"].astype(object).replace("cpu", "host"))
-    start_ns, dur_ns = (
-        path[column].mul(NS_PER_S).round().astype("int64")
-        for column in ("start_s", "dur_s")
-    )
-    on_path = _within(path.assign(start_ns=start_ns, dur_ns=dur_ns), reach_ns)
+    work = _work(timeline, path.attrs["start_ns"], reach_ns)
+    times_ns = (path[["start_s", "dur_s"]] * NS_PER_S).round().astype("int64")
+    times_ns = times_ns.set_axis(["start_ns", "dur_ns"], axis=1)
+    on_path = _within(path.assign(**times_ns), reach_ns)
+    # host threads have a row only where the path runs through them
     columns = ["rank", "stream", "kind"]
-    lanes = draw.lanes(
-        pd.concat([work.loc[work["kind"] != "host", columns], path[columns]]),
-        timeline.meta,
-    )
+    on_device = work.loc[work["kind"] != "host", columns]
+    lanes = draw.lanes(pd.concat([on_device, path[columns]]), timeline.meta)
     ax = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes))
-    drawn = []
-    for part, table, height, alpha in (
-        ("beside", work, 0.5, 0.25),
-        ("path", on_path, 0.8, None),
-    ):
-        fills = {
-            kind: draw.fill_of(_COLORS[kind], timeline.meta.source) | {"alpha": alpha}
-            for kind in PATH_KINDS
-        }
-        placed = table.merge(lanes, on=["rank", "stream"])
-        drawn.append(
-            draw.blocks(ax, placed, fills, reach_ns=reach_ns, height=height).assign(
-                part=part
-            )
-        )
-    data = (
-        pd.concat(drawn)
-        .sort_values(["place", "part"], kind="stable")
-        .merge(lanes, on="place")
-    )
-    data = data[["rank", "stream", "part", "kind", "start_s", "dur_s"]]
-    shares = (path.groupby("kind")["dur_s"].sum() / path["dur_s"].sum()).sort_values(
-        ascending=False
-    )
-    most = [
-        f"{share:.0%} {_name(kind)}"
-        for kind, share in shares[shares > 0.005].head(3).items()
-    ]
-    title = f"What decides {format_s(path.attrs['step_s'])}: {', '.join(most)}"
-    key = {_name(kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares}
-    key["faded: not on the path"] = draw.faded("compute", alpha=0.25)
-    ending = {
-        "rows": lanes["label"],
-        "reach": reach_ns / NS_PER_S * 1e3,
-        "key": key,
-        "origin": timeline,
+    fills = {
+        kind: draw.fill_of(_COLORS[kind], timeline.meta.source) for kind in PATH_KINDS
     }
-    return draw.finish(ax, data, title, x="time in the step [ms]", **ending)
+    faded = {kind: fill | {"alpha": _FADED} for kind, fill in fills.items()}
+    work = work.merge(lanes, on=["rank", "stream"])
+    on_path = on_path.merge(lanes, on=["rank", "stream"])
+    drawn = [
+        draw.blocks(ax, work, faded, reach_ns, height=0.5).assign(part="beside"),
+        draw.blocks(ax, on_path, fills, reach_ns).assign(part="path"),
+    ]
+    data = pd.concat(drawn).sort_values(["place", "part"], kind="stable")
+    data = data.merge(lanes, on="place")
+    by_kind = path.groupby("kind")["dur_s"].sum().sort_values(ascending=False)
+    shares = by_kind / path["dur_s"].sum()
+    most = shares[shares > _LEAST_SHARE].head(3)
+    texts = [f"{share:.0%} {_name(kind)}" for kind, share in most.items()]
+    title = f"What decides {format_s(path.attrs['step_s'])}: {', '.join(texts)}"
+    key = {_name(kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares}
+    key["faded: not on the path"] = draw.faded("compute", alpha=_FADED)
+    frame = draw.Frame(
+        x="time in the step [ms]",
+        rows=lanes["label"],
+        reach=reach_ns / NS_PER_S * 1e3,
+        key=key,
+        origin=timeline,
+    )
+    columns = ["rank", "stream", "part", "kind", "start_s", "dur_s"]
+    return draw.finish(ax, data[columns], title, frame)
+
+
+def _work(timeline: Timeline, start_ns: int, reach_ns: int) -> pd.DataFrame:
+    """Work of devices and hosts in the window of a step, from 0."""
+    spans = timeline.spans[timeline.spans["kind"].isin([*BUSY_KINDS, "cpu"])]
+    kind = spans["kind"].astype(object).replace("cpu", "host")
+    spans = spans.assign(start_ns=spans["start_ns"] - start_ns, kind=kind)
+    return _within(spans, reach_ns)
 
 
 def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -90,71 +84,58 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     table = table.sort_values("path_s", ascending=False)
     ax = ax or draw.new_axes(height=1.1 + 0.45 * len(table))
     names = [_name(kind) for kind in table["kind"]]
-    paints = [
-        draw.fill_of(_COLORS[kind], table.attrs.get("source")) for kind in table["kind"]
-    ]
-    pale = [draw.faded(paint, alpha=0.35) for paint in paints]
-    busy = table["busy_s"].map(lambda busy_s: "busy" if busy_s else "")
+    source = table.attrs.get("source")
+    fills = [draw.fill_of(_COLORS[kind], source) for kind in table["kind"]]
+    shares = table["share"].map("{:.1%} of the path".format)
     draw.bars(
-        ax,
-        table["path_s"] * 1e3,
-        paints,
-        slot=(0, 2),
-        notes=table["share"].map("{:.1%} of the path".format),
+        ax, table["path_s"] * 1e3, draw.BarStyle(fills, slot=(0, 2), notes=shares)
     )
-    draw.bars(ax, table["busy_s"] * 1e3, pale, slot=(1, 2), height=0.26, notes=busy)
-    title = (
-        f"{table['share'].iloc[0]:.0%} of the step is decided by: {names[0]}"
-        if names
-        else "No path"
+    pale = draw.BarStyle(
+        [draw.faded(fill, alpha=0.35) for fill in fills],
+        slot=(1, 2),
+        height=0.26,
+        notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
     )
-    return draw.finish(
-        ax, table, title, x="time in the step [ms]; busy: mean of the ranks", rows=names
-    )
+    draw.bars(ax, table["busy_s"] * 1e3, pale)
+    title = "No path"
+    if names:
+        title = f"{table['share'].iloc[0]:.0%} of the step is decided by: {names[0]}"
+    x = "time in the step [ms]; busy: mean of the ranks"
+    return draw.finish(ax, table, title, draw.Frame(x=x, rows=names))
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `what_if`: the time of the step in each scenario, with the measured time
     as a line.
     """
-    saved_s = (
-        table.groupby("faster", sort=False)["saved_s"]
-        .max()
-        .sort_values(ascending=False)
-    )
+    by_kind = table.groupby("faster", sort=False)["saved_s"].max()
+    most_saved_s = by_kind.sort_values(ascending=False)
     now_s = float((table["step_s"] + table["saved_s"]).max()) if len(table) else 0.0
-    group = table["faster"].map(list(saved_s.index).index)
-    shown = table.assign(group=group).sort_values("group", kind="stable")
-    paints = []
+    # the scenarios of a kind together, kinds in order of what they can save
+    order = table["faster"].map(list(most_saved_s.index).index)
+    scenarios = table.assign(order=order).sort_values("order", kind="stable")
+    fills = []
     notes = []
     rows = []
-    for row in shown.itertuples():
-        without = np.isinf(row.factor)
-        paint = draw.fill_of(
-            _COLORS.get(row.faster, "other"), table.attrs.get("source")
-        )
-        paints.append(paint if without else draw.faded(paint))
-        gain = (
-            f"-{row.saved_s / now_s:.0%}" if row.saved_s > 0.005 * now_s else "no gain"
-        )
-        notes.append(f"{format_s(row.step_s)} ({gain})")
-        rows.append(
-            f"no {_name(row.faster)}"
-            if without
-            else f"{_name(row.faster)} {row.factor:g}x faster"
-        )
+    for row in scenarios.itertuples():
+        name = _name(row.faster)
+        fill = draw.fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
+        if np.isinf(row.factor):
+            fills.append(fill)
+            rows.append(f"no {name}")
+        else:
+            fills.append(draw.faded(fill))
+            rows.append(f"{name} {row.factor:g}x faster")
+        gain = row.saved_s / now_s if now_s else 0.0
+        text = f"-{gain:.0%}" if gain > _LEAST_SHARE else "no gain"
+        notes.append(f"{format_s(row.step_s)} ({text})")
     title = "Nothing to gain"
     if now_s:
-        title = (
-            f"Most to gain: {_name(saved_s.index[0])}, up to "
-            f"{saved_s.iloc[0] / now_s:.0%}"
-        )
-    ending = {
-        "x": "time of the step, dotted: as it is [ms]",
-        "rows": rows,
-        "notes": notes,
-    }
-    ax = draw.bar_chart(ax, table, shown["step_s"] * 1e3, title, paints, **ending)
+        most = _name(most_saved_s.index[0])
+        title = f"Most to gain: {most}, up to {most_saved_s.iloc[0] / now_s:.0%}"
+    frame = draw.Frame(x="time of the step, dotted: as it is [ms]", rows=rows)
+    style = draw.BarStyle(fills, notes=notes)
+    ax = draw.bar_chart(ax, table, scenarios["step_s"] * 1e3, title, frame, style)
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     return ax
 

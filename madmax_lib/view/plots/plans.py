@@ -1,15 +1,20 @@
-"""What has a planner found? The front of time and memory, the best plans, trials of a
-tuning, a mixed fleet.
+"""Pictures of what a planner has found: the front of time and memory, the best plans,
+trials of a tuning, a mixed fleet.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.view import drawing as draw
+
+if TYPE_CHECKING:
+    from madmax_lib.planner.hetero.planned import Planned
 
 __all__ = [
     "plot_front",
@@ -25,6 +30,9 @@ _RECOMPUTE = {
     "selective": {"color": draw.COLORS["memcpy"], "ls": "--"},
     "full": {"color": draw.COLORS["comm"], "ls": ":"},
 }
+_CLOSE = 0.05  # of the best step: as near as this is found
+_TRIALS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
+_SPREAD = 0.03  # of the axis, over which lines that coincide are shifted
 
 
 def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
@@ -34,56 +42,41 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     ax = ax or draw.new_axes(height=4.0)
     table = pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True)
     room_gb = room_bytes / 1e9
-    style = {
-        "marker": "o",
-        "ms": 4,
-        "mfc": "white",
-        "lw": 0.8,
-        "drawstyle": "steps-post",
-    }
-    draw.lines(
-        ax,
-        table,
-        "memory_bytes",
-        "step_s",
-        units=(1e9, 1),
-        color=draw.COLORS["compute"],
-        **style,
-    )
+    style = {"color": draw.COLORS["compute"], "lw": 0.8, "drawstyle": "steps-post"}
+    style |= {"marker": "o", "ms": 4, "mfc": "white"}
+    in_gb = draw.Curves(units=(1e9, 1))
+    draw.lines(ax, table, "memory_bytes", "step_s", in_gb, **style)
     ax.axvline(room_gb, **draw.DASHED)
-    style = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 7}
-    ax.text(
-        room_gb,
-        0.98,
-        "memory of a device ",
-        transform=ax.get_xaxis_transform(),
-        **style,
-    )
-    for row in table.loc[
-        sorted({0, len(table) // 2, len(table) - 1} & set(table.index))
-    ].itertuples():
-        right = row.memory_bytes > 0.6 * room_bytes
-        place = {"dx": 0, "dy": -10, "ha": "right"} if right else {"dx": 6, "dy": 8}
-        draw.note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **place)
+    # x in GB, y in shares of the axes
+    text = {"transform": ax.get_xaxis_transform(), "rotation": 90, "fontsize": 7}
+    ax.text(room_gb, 0.98, "memory of a device ", ha="right", va="top", **text)
+    # the first, the middle and the last plan have room for their names
+    rows = {0, len(table) // 2, len(table) - 1} & set(table.index)
+    for row in table.loc[sorted(rows)].itertuples():
+        side = {"dx": 6, "dy": 8}
+        if row.memory_bytes > 0.6 * room_bytes:
+            side = {"dx": 0, "dy": -10, "ha": "right"}
+        draw.note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **side)
     title = "No plan fits"
     step_s = table["step_s"]
-    memory_gb = table["memory_bytes"] / 1e9
     if len(table):
         ax.set_ylim(0.5 * step_s.min(), 1.3 * step_s.max())
-        longer = (
-            step_s[memory_gb <= (less := memory_gb.agg(["min", "max"]).mean())].min()
-            / step_s.min()
-            - 1
-        )
+        memory_gb = table["memory_bytes"] / 1e9
+        # with half of what the front spans, how much slower is the fastest?
+        less_gb = (memory_gb.min() + memory_gb.max()) / 2
+        longer = step_s[memory_gb <= less_gb].min() / step_s.min() - 1
         title = (
-            f"Within {less:.0f} GB instead of {memory_gb.max():.0f} the step "
+            f"Within {less_gb:.0f} GB instead of {memory_gb.max():.0f} the step "
             f"takes {longer:.0%} longer"
         )
-    x = "memory of the fullest device [GB]"
-    y = "simulated step [s]"
-    return draw.finish(
-        ax, table, title, x=x, y=y, reach=room_gb * 1.05, origin=pareto, yscale="log"
+    frame = draw.Frame(
+        x="memory of the fullest device [GB]",
+        y="simulated step [s]",
+        reach=room_gb * 1.05,
+        yscale="log",
+        origin=pareto,
     )
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -91,32 +84,37 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     and dashes: recompute.
     """
     ax = ax or draw.new_axes(height=4.0, width=8.0)
-    shown = table[[*_CHOICES, "recompute", "step_s"]].reset_index(drop=True)
-    ranks = shown[list(_CHOICES)].rank(method="dense") - 1
+    best = table[[*_CHOICES, "recompute", "step_s"]].reset_index(drop=True)
+    # the values of each choice at equal distances from 0 to 1
+    ranks = best[list(_CHOICES)].rank(method="dense") - 1
     heights = ranks / ranks.max().clip(lower=1)
-    shift = 0.03 * (shown.index.to_numpy() / max(len(shown) - 1, 1) - 0.5)
-    for place in shown.index[::-1]:
-        weight = {"lw": 3} if place == 0 else {"lw": 0.9, "alpha": 0.6}
-        ax.plot(
-            heights.loc[place].to_numpy() + shift[place],
-            **_RECOMPUTE[shown["recompute"][place]],
-            **weight,
-        )
+    shift = _SPREAD * (best.index.to_numpy() / max(len(best) - 1, 1) - 0.5)
+    for row in best.index[::-1]:  # the best one on top
+        weight = {"lw": 3} if row == 0 else {"lw": 0.9, "alpha": 0.6}
+        style = _RECOMPUTE[best["recompute"][row]]
+        ax.plot(heights.loc[row].to_numpy() + shift[row], **style, **weight)
     for number, name in enumerate(_CHOICES):
-        for value, height in dict(zip(shown[name], heights[name], strict=True)).items():
-            draw.note(ax, number, height, str(value), dx=5, box=True, fontsize=8)
+        labels = dict(zip(best[name], heights[name], strict=True))
+        for value, height in labels.items():
+            style = {"dx": 5, "fontsize": 8, "bbox": draw.WHITE}
+            draw.note(ax, number, height, str(value), **style)
     ax.set_xticks(range(len(_CHOICES)), [name.replace("_", "-") for name in _CHOICES])
-    kinds = [kind for kind in _RECOMPUTE if kind in set(shown["recompute"])]
-    key = [draw.line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds]
-    within = shown["step_s"].max() / shown["step_s"].min() - 1
-    title = f"The best {len(shown)} plans are within {within:.1%} of each other"
-    limits = {"yticks": [], "xlim": (-0.2, len(_CHOICES) - 0.5), "ylim": (-0.15, 1.15)}
-    return draw.finish(ax, shown, title, key=key, origin=table, **limits)
+    ax.set_yticks([])
+    kinds = [kind for kind in _RECOMPUTE if kind in set(best["recompute"])]
+    within = best["step_s"].max() / best["step_s"].min() - 1
+    title = f"The best {len(best)} plans are within {within:.1%} of each other"
+    frame = draw.Frame(
+        xlim=(-0.2, len(_CHOICES) - 0.5),
+        ylim=(-0.15, 1.15),
+        key=[draw.line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
+        origin=table,
+    )
+    return draw.finish(ax, best, title, frame)
 
 
 def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
-    """How much slower than the best of all the best plan so far is, by trial, for
-    several orders of trying plans.
+    """Distance of the best plan so far from the best of all, by trial, for several
+    orders of trying plans.
 
     step_s: by name of the order, seconds of its trials, NaN for a plan that failed;
     until one ran there is no line.
@@ -129,82 +127,67 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     table = pd.concat(parts, ignore_index=True)
     orders = table.groupby("order", sort=False)
     table.insert(1, "trial", orders.cumcount() + 1)
-    soonest = orders["step_s"].transform(lambda part: part.cummin().ffill())
-    table["slower"] = soonest / table["step_s"].min() - 1
-    styles = dict(zip(step_s, draw.SERIES, strict=False))
-    labels = {name: name for name in step_s}
-    style = {
-        "styles": styles,
-        "labels": labels,
-        "units": (1, 0.01),
-        "drawstyle": "steps-post",
-        "lw": 1.5,
-    }
-    draw.lines(ax, table, "trial", "slower", by="order", **style)
-    ax.axhline(5, **draw.DASHED)
+    best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
+    table["slower"] = best_so_far_s / table["step_s"].min() - 1
+    curves = draw.Curves(
+        by="order",
+        styles=dict(zip(step_s, draw.SERIES, strict=False)),
+        labels={name: name for name in step_s},
+        units=(1, 0.01),
+    )
+    style = {"drawstyle": "steps-post", "lw": 1.5}
+    draw.lines(ax, table, "trial", "slower", curves, **style)
+    ax.axhline(100 * _CLOSE, **draw.DASHED)
     draw.legend(ax)
-    close = table[table["slower"] <= 0.05].groupby("order")["trial"].min()
-    counts = ", ".join(
-        f"{name} {close[name]}" if name in close else f"{name} never" for name in step_s
+    first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
+    counts = ", ".join(f"{name} {first_close.get(name, 'never')}" for name in step_s)
+    ticks = [tick for tick in _TRIALS if tick <= table["trial"].max()]
+    ax.set_xscale("log")
+    ax.set_xticks(ticks, ticks)
+    frame = draw.Frame(
+        x="trials",
+        y="best so far slower than the best [%]",
+        ylim=(-1, min(105 * table["slower"].max(), 50)),
+        origin=parts[0],
     )
-    ticks = [
-        tick
-        for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500)
-        if tick <= table["trial"].max()
-    ]
-    limits = {
-        "xscale": "log",
-        "xticks": ticks,
-        "xticklabels": ticks,
-        "ylim": (-1, min(105 * table["slower"].max(), 50)),
-    }
-    ending = {
-        "x": "trials",
-        "y": "best so far slower than the best [%]",
-        "origin": parts[0],
-        **limits,
-    }
-    return draw.finish(
-        ax, table, f"Trials until within 5 % of the best: {counts}", **ending
-    )
+    title = f"Trials until within 5 % of the best: {counts}"
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
-    """Which ranks hold which layers: a block per stage, its colour the GPU type, mixed
+    """Ranks and layers of each stage: a block per stage, its colour the GPU type, mixed
     groups in two.
     """
     table = planned.stages
     fleet = planned.costs.fleet
     ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
     rows = []
-    for row in table.itertuples():
-        kinds = fleet.type_of(np.arange(row.first_rank, row.first_rank + row.gpus))
-        for kind in np.unique(kinds):
-            ranks = row.first_rank + np.flatnonzero(kinds == kind)
-            color = _color(fleet.types[kind], fleet.types)
-            draw.bars(
-                ax, [len(ranks)], color, places=[row.stage], left=ranks[0], height=0.8
-            )
-        again = "" if row.recompute == "none" else f" · recompute {row.recompute}"
-        rows.append(
-            f"stage {row.stage}: {draw.plural(row.layers, 'layer')}, dp {row.dp} · "
-            f"tp {row.tp}{again}"
+    for stage in table.itertuples():
+        types = fleet.type_of(
+            np.arange(stage.first_rank, stage.first_rank + stage.gpus)
         )
-    key = {name: _color(name, fleet.types) for name in fleet.types}
-    stages = draw.plural(len(table), "stage")
-    batches = planned.plan.batches
+        for kind in np.unique(types):
+            ranks = stage.first_rank + np.flatnonzero(types == kind)
+            color = _color(fleet.types[kind], fleet.types)
+            where = {"places": [stage.stage], "left": ranks[0], "height": 0.8}
+            draw.bars(ax, [len(ranks)], draw.BarStyle(color, **where))
+        layers = draw.plural(stage.layers, "layer")
+        text = f"stage {stage.stage}: {layers}, dp {stage.dp} · tp {stage.tp}"
+        if stage.recompute != "none":
+            text += f" · recompute {stage.recompute}"
+        rows.append(text)
     title = (
-        f"{stages} on {fleet.size} GPUs, {batches} micro-batches: "
-        f"{planned.cost_ms:,.0f} ms"
+        f"{draw.plural(len(table), 'stage')} on {fleet.size} GPUs, "
+        f"{planned.plan.batches} micro-batches: {planned.cost_ms:,.0f} ms"
     )
-    ending = {
-        "x": "rank",
-        "rows": rows,
-        "reach": fleet.size,
-        "key": key,
-        "origin": planned.provenance,
-    }
-    return draw.finish(ax, table, title, **ending)
+    frame = draw.Frame(
+        x="rank",
+        rows=rows,
+        reach=fleet.size,
+        key={name: _color(name, fleet.types) for name in fleet.types},
+        origin=planned.provenance,
+    )
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -215,19 +198,17 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     share = table["used_mb"] / table["capacity_mb"]
     ax = ax or draw.new_axes(height=1.2 + 0.3 * len(table), width=6.0)
     outlines = [{"facecolor": "none", "edgecolor": color} for color in colors]
-    draw.bars(
-        ax, table["capacity_mb"] / 1024, outlines, notes=share.map("{:.0%}".format)
-    )
-    draw.bars(ax, table["used_mb"] / 1024, colors, source="simulated")
+    capacity = draw.BarStyle(outlines, notes=share.map("{:.0%}".format))
+    draw.bars(ax, table["capacity_mb"] / 1024, capacity)
+    draw.bars(ax, table["used_mb"] / 1024, draw.BarStyle(colors, source="simulated"))
     rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
-    title = (
-        f"The fullest GPU, {rows[share.argmax()]}, needs {share.max():.0%} of "
-        "its memory"
-    )
+    fullest = rows[share.argmax()]
+    title = f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory"
     x = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)"
-    return draw.finish(ax, table, title, x=x, rows=rows, origin=planned.provenance)
+    frame = draw.Frame(x=x, rows=rows, origin=planned.provenance)
+    return draw.finish(ax, table, title, frame)
 
 
 def _color(name: str, types: tuple[str, ...]) -> str:
-    """The same for a type whatever its place in the plan."""
+    """The same for a type wherever it stands in the plan."""
     return draw.SERIES[sorted(types).index(name) % len(draw.SERIES)]

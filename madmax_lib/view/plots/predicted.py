@@ -1,5 +1,5 @@
-"""What does a predicted step consist of? Its seconds by cause, and bytes by component,
-place and moment.
+"""Pictures of what a predicted step consists of: its seconds by cause, and bytes by
+component, place and moment.
 """
 
 import pandas as pd
@@ -37,14 +37,12 @@ _PARTS = {  # name: columns of `estimate`, kind
 _CAUSES = {
     columns[0]: part for part, (columns, kind) in _PARTS.items() if kind == "comm"
 }
+_LEAST_SHARE = 5e-4  # of the step; below, a part has no row
 _MOST_STAGES = 12
 _PLACES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
 _PASSES = ("forward", "backward", "update")
-_KINDS = {
-    "memcpy": "memcpy",
-    "comm": "comm",
-    "cpu": "other",
-}  # of what runs on a stream; others compute
+# of what runs on a stream; others compute
+_KINDS = {"memcpy": "memcpy", "comm": "comm", "cpu": "other"}
 
 
 def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
@@ -56,19 +54,18 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     ]
     table = pd.DataFrame(parts, columns=["part", "kind", "seconds"])
     share = table["seconds"] / row["step_s"]
-    shown = table[share > 5e-4]
-    of_kind = share.groupby(table["kind"]).sum()
-    computes = 1 - of_kind["comm"] - of_kind["idle"]
+    by_kind = share.groupby(table["kind"]).sum()
+    compute = 1 - by_kind["comm"] - by_kind["idle"]
     title = (
-        f"{computes:.0%} of the step computes, {of_kind['comm']:.0%} is "
-        f"communication, {of_kind['idle']:.0%} waits"
+        f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
+        f"communication, {by_kind['idle']:.0%} waits"
     )
-    ending = {
-        "x": "simulated time that nothing hides [s]; beside it the share of the step",
-        "rows": shown["part"],
-    }
-    ending |= {"notes": share[shown.index].map("{:.1%}".format), "source": "simulated"}
-    return draw.bar_chart(ax, table, shown["seconds"], title, shown["kind"], **ending)
+    visible = table[share > _LEAST_SHARE]
+    x = "simulated time that nothing hides [s]; beside it the share of the step"
+    notes = share[visible.index].map("{:.1%}".format)
+    style = draw.BarStyle(visible["kind"], source="simulated", notes=notes)
+    frame = draw.Frame(x=x, rows=visible["part"])
+    return draw.bar_chart(ax, table, visible["seconds"], title, frame, style)
 
 
 def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -76,32 +73,22 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     index names the rows.
     """
     parts = table[list(_CAUSES)].clip(lower=0.0).rename(columns=_CAUSES)
-    fills = {
-        cause: fill
-        for cause, fill in zip(parts, draw.SERIES, strict=False)
-        if parts[cause].max() > 0
-    }
+    colors = dict(zip(parts, draw.SERIES, strict=False))
+    # a cause keeps its colour where others are left out
+    fills = {cause: color for cause, color in colors.items() if parts[cause].max() > 0}
     exposed_s = parts.sum(axis=1)
-    title = f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()})"
-    title += f" to {exposed_s.max():.3g} s ({exposed_s.idxmax()})"
-    notes = (exposed_s / table["step_s"]).map("{:.1%}".format) + table["step_s"].map(
-        " of {:.3g} s".format
+    step_s = table["step_s"]
+    title = (
+        f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
+        f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})"
     )
-    ending = {
-        "x": (
-            "simulated communication that nothing hides [s]; beside it its share of "
-            "the step"
-        )
-    }
-    ending |= {
-        "rows": table.index,
-        "notes": notes,
-        "key": fills,
-        "columns": 3,
-        "source": "simulated",
-    }
-    data = parts.assign(step_s=table["step_s"]).rename_axis("step").reset_index()
-    return draw.bar_chart(ax, data, parts[list(fills)], title, fills, **ending)
+    x = "simulated communication that nothing hides [s]; beside it its share of the step"
+    frame = draw.Frame(x=x, rows=table.index, key=fills, columns=3)
+    shares = (exposed_s / step_s).map("{:.1%}".format)
+    notes = shares + step_s.map(" of {:.3g} s".format)
+    style = draw.BarStyle(fills, source="simulated", notes=notes)
+    data = parts.assign(step_s=step_s).rename_axis("step").reset_index()
+    return draw.bar_chart(ax, data, parts[list(fills)], title, frame, style)
 
 
 def plot_components(
@@ -111,30 +98,29 @@ def plot_components(
     `mm.memory`.
     """
     stages = table["stage"].unique()
-    shown = stages[:: -(-len(stages) // _MOST_STAGES)]
-    size_gb = (
-        table.pivot_table(
-            index="stage", columns="component", values="size_bytes", sort=False
-        )
-        / 1e9
-    )
-    fills = draw.components_key(
+    every = -(-len(stages) // _MOST_STAGES)  # of many stages every n-th
+    rows = stages[::every]
+    size_gb = table.pivot_table(
+        index="stage", columns="component", values="size_bytes", sort=False
+    ).div(1e9)
+    components = [
         name for name in PHASES if name in size_gb and size_gb[name].max() > 0
-    )
-    largest = size_gb[list(fills)].max()
-    title = f"Largest component: {largest.idxmax()}, {largest.max():.1f} GB on a device"
+    ]
+    fills = draw.components_key(components)
+    largest_gb = size_gb[components].max()
+    title = f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device"
     key = [draw.patch_key(name, color) for name, color in fills.items()]
     key.append(draw.line_key(f"room: {room_bytes / 1e9:.0f} GB", **draw.DASHED))
-    ending = {
-        "x": "simulated memory [GB], all moments of a step",
-        "key": key,
-        "where": "beside",
-    }
-    ending |= {"rows": [f"stage {stage}" for stage in shown], "source": "simulated"}
-    ax = ax or draw.new_axes(
-        height=max(1.6 + 0.3 * len(shown), 2.4)
-    )  # the legend needs some room
-    ax = draw.bar_chart(ax, table, size_gb.loc[shown], title, fills, **ending)
+    frame = draw.Frame(
+        x="simulated memory [GB], all moments of a step",
+        rows=[f"stage {stage}" for stage in rows],
+        key=key,
+        where="beside",
+    )
+    # the legend beside the axes needs some height
+    ax = ax or draw.new_axes(height=max(1.6 + 0.3 * len(rows), 2.4))
+    style = draw.BarStyle(fills, source="simulated")
+    ax = draw.bar_chart(ax, table, size_gb.loc[rows], title, frame, style)
     ax.axvline(room_bytes / 1e9, **draw.DASHED)
     return ax
 
@@ -144,83 +130,75 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     table: of `fits`.
     """
     places = table.drop_duplicates("place").set_index("place")
-    room = places["usable_bytes"]
-    margin = places["margin_bytes"]
-    shares = table.pivot_table(
+    room_gb = places["usable_bytes"] / 1e9
+    margin_gb = places["margin_bytes"] / 1e9
+    size_gb = table.pivot_table(
         index="place",
         columns="component",
         values="size_bytes",
         aggfunc="sum",
         sort=False,
-    )
-    shares = shares.loc[places.index].div(room, axis=0).fillna(0.0)
-    key = draw.components_key(table["component"])
-    tight = (margin / room).idxmin()
+    ).div(1e9)
+    shares = size_gb.loc[places.index].div(room_gb, axis=0).fillna(0.0)
+    fills = draw.components_key(table["component"])
+    tight = (margin_gb / room_gb).idxmin()
     title = (
-        f"Tightest is {_PLACES[tight]}: {margin[tight] / 1e9:.1f} of "
-        f"{room[tight] / 1e9:.0f} GB are left"
+        f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
+        f"{room_gb[tight]:.0f} GB are left"
     )
-    notes = ((room - margin) / 1e9).map("{:.1f} of ".format) + (room / 1e9).map(
-        "{:.0f} GB".format
+    frame = draw.Frame(
+        x="simulated bytes over the room for training, all moments of a step",
+        rows=[_PLACES[name] for name in places.index],
+        key=fills,
+        columns=4,
     )
+    used = (room_gb - margin_gb).map("{:.1f} of ".format)
+    notes = used + room_gb.map("{:.0f} GB".format)
+    style = draw.BarStyle(fills, source="simulated", notes=notes)
     ax = ax or draw.new_axes(height=2.6 + 0.45 * len(places))
-    ending = {
-        "x": "simulated bytes over the room for training, all moments of a step",
-        "key": key,
-        "columns": 4,
-    }
-    ending |= {"notes": notes, "rows": [_PLACES[name] for name in places.index]}
-    ax = draw.bar_chart(ax, table, shares, title, key, source="simulated", **ending)
+    ax = draw.bar_chart(ax, table, shares, title, frame, style)
     ax.axvline(1.0, **draw.DASHED)
     return ax
 
 
 def plot_moments(
-    table: pd.DataFrame, place: str = "device", ax: Axes | None = None
+    table: pd.DataFrame, holder: str = "device", ax: Axes | None = None
 ) -> Axes:
     """Memory of a device or of its host over the moments of a step. table: of
-    `moments`; place: device or host.
+    `moments`; holder: device or host.
     """
     ax = ax or draw.new_axes(height=2.8)
-    if place == "device":
+    if holder == "device":
         fills = {"everything but the model": "comm", "model states": "compute"}
-        columns = ["other_bytes", "model_bytes"]
-        room_gb = table["room_bytes"].iloc[0] / 1e9
+        columns = ["other_bytes", "model_bytes", "room_bytes"]
     else:
         fills = {"model states and checkpoints": "memcpy"}
-        columns = ["host_bytes"]
-        room_gb = table["host_room_bytes"].iloc[0] / 1e9
-    size_gb = (table[columns] / 1e9).set_axis(list(fills), axis=1)
-    held_gb = draw.areas(
-        ax, range(len(table)), size_gb, fills, source="simulated", step="mid"
-    )
+        columns = ["host_bytes", "host_room_bytes"]
+    memory_gb = table[columns] / 1e9
+    room_gb = memory_gb.pop(columns[-1]).iloc[0]
+    parts_gb = memory_gb.set_axis(list(fills), axis=1)
+    # a moment is a layer of a pass: its level holds around its number
+    style = {"source": "simulated", "step": "mid"}
+    top_gb = draw.areas(ax, range(len(table)), parts_gb, fills, **style)
     ax.axhline(room_gb, **draw.DASHED)
-    begins = {
-        phase: (table["phase"] == phase).argmax()
-        for phase in table["phase"].unique()
-        if phase in _PASSES
-    }
-    ax.set_xticks(list(begins.values()), list(begins), ha="left")
-    title = f"The {place} holds {held_gb.min():.0f} to {held_gb.max():.0f} GB"
+    phases = [phase for phase in table["phase"].unique() if phase in _PASSES]
+    begins = [(table["phase"] == phase).argmax() for phase in phases]
+    ax.set_xticks(begins, phases, ha="left")
+    title = f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB"
     key = [draw.patch_key(name, fill) for name, fill in fills.items()]
     key.append(draw.line_key("room for training", **draw.DASHED))
-    limits = {
-        "xlim": (0, len(table) - 1),
-        "ylim": (0, 1.15 * max(room_gb, held_gb.max())),
-    }
-    return draw.finish(
-        ax,
-        table,
-        title,
+    frame = draw.Frame(
         x="layer by layer",
         y="simulated memory [GB]",
+        xlim=(0, len(table) - 1),
+        ylim=(0, 1.15 * max(room_gb, top_gb.max())),
         key=key,
-        **limits,
     )
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """What device, links and host of one rank do in an offloaded step. timeline:
+    """Work of device, links and host of one rank in an offloaded step. timeline:
     simulated, with offload.
     """
     spans = timeline.select(ranks=timeline.ranks[:1]).spans
@@ -228,38 +206,24 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     busy = spans[spans["kind"] != "idle"]
     streams = [stream for stream in Stream if (busy["stream"] == stream).any()]
     ax = ax or draw.new_axes(height=1.0 + 0.34 * len(streams))
-    kind = (
-        busy.groupby("stream")["kind"]
-        .first()
-        .map(_KINDS)
-        .astype(object)
-        .fillna("compute")
-    )
-    placed = busy.assign(
-        place=busy["stream"].map(streams.index), kind=busy["stream"].map(kind)
-    )
-    kinds = (*_KINDS.values(), "compute")
-    drawn = draw.blocks(
-        ax,
-        placed,
-        kinds,
-        reach_ns=int(end_ns.max()),
-        source=timeline.meta.source,
-        unit_s=1.0,
-    )
-    drawn.insert(0, "row", [streams[place].label for place in drawn["place"]])
-    passes = (
-        (spans["stream"] == Stream.COMPUTE)
-        & (spans["name"] != "adam")
-        & (spans["kind"] == "compute")
-    )
-    passes_s = float(end_ns[passes].max()) / NS_PER_S
-    step_s = float(end_ns.max()) / NS_PER_S
+    # one colour per stream: of the kind of its first work
+    kind = busy.groupby("stream")["kind"].first().map(_KINDS).astype(object)
+    rows = busy["stream"].map(streams.index)
+    kinds = busy["stream"].map(kind.fillna("compute"))
+    fills = draw.kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
+    placed = busy.assign(place=rows, kind=kinds)
+    drawn = draw.blocks(ax, placed, fills, int(end_ns.max()), unit_s=1.0)
+    drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
+    # passes are what the device computes before the optimizer's update
+    is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
+    passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
+    step_s = end_ns.max() / NS_PER_S
     title = f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s"
-    ending = {
-        "rows": [stream.label for stream in streams],
-        "reach": step_s,
-        "origin": timeline,
-    }
+    frame = draw.Frame(
+        x="simulated time in the step [s]",
+        rows=[stream.label for stream in streams],
+        reach=step_s,
+        origin=timeline,
+    )
     data = drawn.drop(columns=["place", "kind"])
-    return draw.finish(ax, data, title, x="simulated time in the step [s]", **ending)
+    return draw.finish(ax, data, title, frame)

@@ -1,10 +1,11 @@
-"""How do training runs look, one alone and strategies side by side? Pictures of their
-tables.
+"""Pictures of training runs, one alone and strategies side by side.
 
 Tables are those of `runs.read` and `calibration.run_tables`. What is measured is
 filled; hatched is the memory that `simulator.memory` predicts. A run is named by its
 strategy.
 """
+
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -26,24 +27,27 @@ __all__ = [
     "plot_speed",
 ]
 
-_PHASES = dict(
-    zip(
-        (*PHASES, "other"),
-        ("#303030", "#9dbada", "compute", "other", "idle"),
-        strict=True,
-    )
-)
+_PHASE_COLORS = ("#303030", "#9dbada", "compute", "other", "idle")
+_PHASES = dict(zip((*PHASES, "other"), _PHASE_COLORS, strict=True))
 _SHARES = {"compute": "compute", "exposed communication": "comm", "idle": "idle"}
 _FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
 
-_BESIDE = {  # column of a calibration's results, its unit, colour
-    "step": ("s", 1e3, "other"),
-    "compute": ("compute", 100.0, "compute"),
-    "exposed_comm": ("exposed_comm", 100.0, "comm"),
-    "overlap": ("overlap", 100.0, "comm"),
+
+class _Quantity(NamedTuple):
+    """Quantity of a calibration's results."""
+
+    column: str  # behind measured_ and predicted_
+    factor: float  # to what is drawn: ms or per cent
+    kind: str  # of work, for its colour
+
+
+_QUANTITIES = {
+    "step": _Quantity("s", 1e3, "other"),
+    "compute": _Quantity("compute", 100.0, "compute"),
+    "exposed_comm": _Quantity("exposed_comm", 100.0, "comm"),
+    "overlap": _Quantity("overlap", 100.0, "comm"),
 }
-_UNITS = ("per cent", "ms per step")
 
 
 def plot_run(run: Run, ax: Axes | None = None) -> Axes:
@@ -58,24 +62,25 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
         raise ValueError(f"{run.spec.name} made no step: {status} {error}")
     ax = ax or draw.new_axes(height=2.8)
     parts = _phases(run.steps)
+    count = len(parts)
     loss = run.steps["loss"]
-    notes = loss.map("{:.2f}".format) if len(parts) <= _FEW_STEPS else None
-    ends = draw.bars(ax, parts * 1e3, _PHASES, notes=notes, upright=True, height=0.8)
-    ax.set_xticks(range(0, len(parts), max(len(parts) // 10, 1)))
+    notes = loss.map("{:.2f}".format) if count <= _FEW_STEPS else None
+    style = draw.BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
+    ends_ms = draw.bars(ax, parts * 1e3, style)
+    ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
-    title = (
-        f"{run.spec.model}, {run.spec.strategy}: "
-        f"{format_s(run.summary['step_s']['median'])} per step"
+    median = format_s(run.summary["step_s"]["median"])
+    title = f"{run.spec.model}, {run.spec.strategy}: {median} per step"
+    frame = draw.Frame(
+        x="step (above: loss)",
+        y="time [ms]",
+        xlim=(-0.6, count - 0.4),
+        ylim=(0, ends_ms.max() * 1.12),
+        key=_PHASES,
+        where="beside",
     )
-    limits = {"ylim": (0, ends.max() * 1.12), "xlim": (-0.6, len(parts) - 0.4)}
     data = parts.assign(step=run.steps["step"], loss=loss)
-    ending = {
-        "x": "step (above: loss)",
-        "y": "time [ms]",
-        "key": _PHASES,
-        "where": "beside",
-    }
-    return draw.finish(ax, data, title, **ending, **limits)
+    return draw.finish(ax, data, title, frame)
 
 
 def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -83,27 +88,24 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     dimensions; MFU as text.
     """
     table = runs_table(runs)
-    shades = [
-        _PHASES["backward"] if odd else _PHASES["forward"]
-        for odd in table["dimensions"] % 2
-    ]
+    # two shades in turn, so that groups of 1D, 2D, ... are told apart
+    odd = table["dimensions"] % 2 == 1
+    shades = odd.map({True: _PHASES["backward"], False: _PHASES["forward"]})
+    quartiles_ms = (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3)
     notes = [
         f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
         for row in table.itertuples()
     ]
-    ending = {
-        "error": (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3),
-        "notes": notes,
-    }
-    ending |= {
-        "x": "median step [ms], quartiles as line",
-        "rows": _strategies(table),
-        "origin": {"files": steps_files(runs)},
-    }
+    frame = draw.Frame(
+        x="median step [ms], quartiles as line",
+        rows=_strategies(table),
+        origin={"files": steps_files(runs)},
+    )
     fastest = format_s(table["step_s"].min())
     slowest = format_s(table["step_s"].max())
     title = f"{table['model'].iloc[0]}: {fastest} to {slowest} per step"
-    return draw.bar_chart(ax, table, table["step_s"] * 1e3, title, shades, **ending)
+    style = draw.BarStyle(list(shades), error=quartiles_ms, notes=notes)
+    return draw.bar_chart(ax, table, table["step_s"] * 1e3, title, frame, style)
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -114,47 +116,30 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     """
     runs = {name: run for name, run in runs.items() if not run.spec.lora_rank} or runs
     reference = min(runs, key=lambda name: runs[name].spec.plan.world_size)
-    first = (
-        "one process"
-        if runs[reference].spec.plan.world_size == 1
-        else runs[reference].spec.strategy
-    )
+    spec = runs[reference].spec
+    label = "one process" if spec.plan.world_size == 1 else spec.strategy
     ax = ax or draw.new_axes(height=3.0, width=5.6)
     rows = [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()]
     table = pd.concat(rows, ignore_index=True)
     alone = table[table["run"] == reference]
-    table["difference"] = (
-        table["loss"] - table["step"].map(alone.set_index("step")["loss"])
-    ).abs()
-    ax.plot(
-        alone["step"],
-        alone["loss"],
-        color=draw.COLORS["compute"],
-        linewidth=3,
-        alpha=0.6,
-        label=first,
-    )
+    # against the reference at the same step
+    same_step = table["step"].map(alone.set_index("step")["loss"])
+    table["difference"] = (table["loss"] - same_step).abs()
+    line = {"color": draw.COLORS["compute"], "linewidth": 3, "alpha": 0.6}
+    ax.plot(alone["step"], alone["loss"], label=label, **line)
     others = table[table["run"] != reference].sort_values("run", kind="stable")
+    # one entry of the legend stands for all of them
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
-    ring = {
-        "marker": "o",
-        "markersize": 3,
-        "markerfacecolor": "none",
-        "linewidth": 0.8,
-        "color": draw.COLORS["comm"],
-    }
-    draw.lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
+    ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none"}
+    ring |= {"linewidth": 0.8, "color": draw.COLORS["comm"]}
+    draw.lines(ax, others, "step", "loss", draw.Curves("run", labels=labels), **ring)
     draw.legend(ax, where="best")
     ax.grid(axis="y")
     ways = draw.plural(len(runs) - 1, "way")
-    model = runs[reference].spec.model
-    title = (
-        f"{ways} to split {model}: losses differ by "
-        f"{table['difference'].max():.0e} at most"
-    )
-    return draw.finish(
-        ax, table, title, origin={"files": steps_files(runs)}, x="step", y="loss"
-    )
+    most = table["difference"].max()
+    title = f"{ways} to split {spec.model}: losses differ by {most:.0e} at most"
+    frame = draw.Frame(x="step", y="loss", origin={"files": steps_files(runs)})
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -162,51 +147,42 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     what has no label.
     """
     table = runs_table(runs)
-    counted = [
-        runs[name].steps[runs[name].steps["step"] >= runs[name].spec.warmup]
-        for name in table["run"]
-    ]
-    parts = pd.DataFrame([_phases(steps).median() for steps in counted])
+    medians = []
+    for name in table["run"]:
+        steps = runs[name].steps
+        counted = steps[steps["step"] >= runs[name].spec.warmup]
+        medians.append(_phases(counted).median())
+    parts = pd.DataFrame(medians)
     share = (parts["backward"] / parts.sum(axis=1)).median()
     title = f"Backward takes {share:.0%} of a step (median of the strategies)"
-    data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
-    ending = {
-        "x": "median time on rank 0 [ms]",
-        "rows": _strategies(table),
-        "key": _PHASES,
-        "where": "beside",
-    }
-    return draw.bar_chart(
-        ax,
-        data,
-        parts * 1e3,
-        title,
-        _PHASES,
+    frame = draw.Frame(
+        x="median time on rank 0 [ms]",
+        rows=_strategies(table),
+        key=_PHASES,
+        where="beside",
         origin={"files": steps_files(runs)},
-        **ending,
     )
+    data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
+    style = draw.BarStyle(_PHASES)
+    return draw.bar_chart(ax, data, parts * 1e3, title, frame, style)
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Shares of a traced step by strategy, of `trace_breakdowns`: compute, exposed
     communication, idle and other.
     """
-    percent = (
-        table[["compute", "exposed_comm", "idle"]].set_axis(list(_SHARES), axis=1) * 100
-    )
+    shares = table[["compute", "exposed_comm", "idle"]]
+    percent = shares.set_axis(list(_SHARES), axis=1) * 100
     inside = percent.map(lambda size: f"{size:.0f}%" if size > _FEW_PERCENT else "")
     most = table.loc[table["exposed_comm"].idxmax()]
     title = (
         f"{most['strategy']} exposes most communication: "
         f"{most['exposed_comm']:.0%} of a step"
     )
-    ending = {
-        "x": "share of the traced steps [%]",
-        "rows": _strategies(table),
-        "reach": 100,
-        "key": _SHARES,
-    }
-    return draw.bar_chart(ax, table, percent, title, _SHARES, inside=inside, **ending)
+    x = "share of the traced steps [%]"
+    frame = draw.Frame(x=x, rows=_strategies(table), reach=100, key=_SHARES)
+    style = draw.BarStyle(_SHARES, inside=inside)
+    return draw.bar_chart(ax, table, percent, title, frame, style)
 
 
 def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -214,20 +190,21 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     where the runs had GPUs.
     """
     ax = ax or draw.new_axes(height=1.2 + 0.26 * len(table))
-    unit, factor = bytes_unit(
-        table[["predicted_bytes", "measured_bytes"]].max(axis=None)
-    )
+    sizes = table[["predicted_bytes", "measured_bytes"]]
+    unit, factor = bytes_unit(sizes.max(axis=None))
     key = {"predicted": draw.fill_of("other", "simulated")}
     if table["measured_bytes"].notna().any():
         key["measured"] = draw.fill_of("other")
     for number, (name, fill) in enumerate(key.items()):
-        draw.bars(ax, table[f"{name}_bytes"] / factor, fill, slot=(number, len(key)))
-    least, most = (
-        format_bytes(size) for size in table["predicted_bytes"].agg(["min", "max"])
-    )
+        style = draw.BarStyle(fill, slot=(number, len(key)))
+        draw.bars(ax, table[f"{name}_bytes"] / factor, style)
+    predicted = table["predicted_bytes"]
+    least = format_bytes(predicted.min())
+    most = format_bytes(predicted.max())
     title = f"{table.attrs['model']} needs {least} to {most} per rank, as predicted"
     x = f"memory of a rank at its peak [{unit}]"
-    return draw.finish(ax, table, title, x=x, rows=_strategies(table), key=key)
+    frame = draw.Frame(x=x, rows=_strategies(table), key=key)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_beside(
@@ -239,63 +216,46 @@ def plot_beside(
     what: step, in ms, or compute, exposed_comm or overlap, in per cent of the step or
     of the communication.
     """
-    name, factor, kind = _BESIDE[what]
-    shown = factor * table[[f"measured_{name}", f"predicted_{name}"]]
-    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
-    for place, (column, source) in enumerate(
-        zip(shown, (None, "simulated"), strict=True)
-    ):
-        notes = shown[column].map("{:.0f}".format)
-        draw.bars(
-            ax,
-            shown[column].fillna(0.0),
-            [kind] * len(shown),
-            source=source,
-            slot=(place, 2),
-            notes=notes,
-        )
-    off = (shown.iloc[:, 1] - shown.iloc[:, 0]).abs()
-    title = (
-        f"{what.replace('_comm', ' communication').capitalize()} is off by "
-        f"{off.mean():.0f} points on average"
-    )
-    if what == "step":
-        off = off / shown.iloc[:, 0]
-        title = (
-            f"Steps are predicted within {off.median():.1%} (median), "
-            f"{off.max():.1%} at worst"
-        )
+    column, factor, kind = _QUANTITIES[what]
+    measured = factor * table[f"measured_{column}"]
+    predicted = factor * table[f"predicted_{column}"]
     key = {
         "measured": draw.fill_of(kind),
         "predicted before the run": draw.fill_of(kind, "simulated"),
     }
-    rows = [
-        f"{run} ({strategy})"
-        for run, strategy in zip(table.index, table["strategy"], strict=True)
-    ]
-    data = table[["strategy"]].join(shown).reset_index()
-    origin = with_origin(
-        table.copy(),
-        {"files": {"results.csv": {"sha256": fingerprint(table.reset_index())}}},
-    )
-    return draw.finish(
-        ax,
-        data,
-        title,
-        x=_UNITS[what == "step"],
-        rows=rows,
+    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    pair = zip((measured, predicted), key.values(), strict=True)
+    for number, (values, fill) in enumerate(pair):
+        notes = values.map("{:.0f}".format)
+        style = draw.BarStyle(fill, slot=(number, 2), notes=notes)
+        draw.bars(ax, values.fillna(0.0), style)
+    off = (predicted - measured).abs()
+    name = what.replace("_comm", " communication").capitalize()
+    title = f"{name} is off by {off.mean():.0f} points on average"
+    if what == "step":
+        error = off / measured
+        title = (
+            f"Steps are predicted within {error.median():.1%} (median), "
+            f"{error.max():.1%} at worst"
+        )
+    results = {"sha256": fingerprint(table.reset_index())}
+    runs = zip(table.index, table["strategy"], strict=True)
+    frame = draw.Frame(
+        x="ms per step" if what == "step" else "per cent",
+        rows=[f"{run} ({strategy})" for run, strategy in runs],
         key=key,
         columns=2,
-        origin=origin,
+        origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
     )
+    data = table[["strategy"]].join([measured, predicted]).reset_index()
+    return draw.finish(ax, data, title, frame)
 
 
 def _phases(steps: pd.DataFrame) -> pd.DataFrame:
     """Seconds of each phase and of what is left of the step, one row per step."""
     parts = pd.DataFrame({name: steps[f"{name}_s"] for name in PHASES})
-    return parts.assign(
-        other=(steps["total_s"] - parts.sum(axis=1)).clip(lower=0)
-    ).reset_index(drop=True)
+    rest_s = steps["total_s"] - parts.sum(axis=1)
+    return parts.assign(other=rest_s.clip(lower=0)).reset_index(drop=True)
 
 
 def _strategies(table: pd.DataFrame) -> list[str]:
