@@ -1,5 +1,5 @@
-"""How is a file written so that nobody ever sees half of it? To a temporary name beside
-it, then renamed.
+"""Files that appear whole or not at all: written under a temporary name beside the
+target, then renamed.
 """
 
 import os
@@ -22,6 +22,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, give a file name")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # in the same folder, because a rename is atomic only within one file system
     handle, name = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
     )
@@ -29,7 +30,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_umask())
+        # mkstemp lets only the owner read; the mode of a plain open() is 0o666 less the
+        # umask, which can be read only by setting it
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -39,9 +44,3 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text in UTF-8; the file appears whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

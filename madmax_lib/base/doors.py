@@ -1,4 +1,4 @@
-"""How does a room name its public calls without loading what is behind them?
+"""Doors of rooms: a package names its public calls without loading what is behind them.
 
 The `__init__` of a room imports them under `TYPE_CHECKING`, as
 `from module import name as name`, or `import *` where all that a module makes public is
@@ -6,6 +6,7 @@ a call of the room: editors and type checkers follow these lines, and `open_room
 them from the source, so that a name is loaded when it is first used.
 """
 
+import ast
 import re
 import sys
 from importlib import import_module
@@ -20,35 +21,35 @@ class _Room(ModuleType):
     same names.
     """
 
+    # `_calls`: the module that each call is in; the room itself for a module of it
+
     def __getattr__(self, name: str):
         if name not in self._calls:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module = self._calls[name]
-        inside = import_module(
-            f"{module}.{name}" if module == self.__name__ else module
-        )
-        value = inside if module == self.__name__ else getattr(inside, name)
-        if (
-            module == f"{self.__name__}.{name}"
-        ):  # `import room.name` shall find there what the module has
-            value.__dict__.update(
-                {public: getattr(inside, public) for public in inside.__all__}
-            )
-        self.__dict__[name] = value
+        if module == self.__name__:
+            value = import_module(f"{module}.{name}")
+        else:
+            source = import_module(module)
+            value = getattr(source, name)
+            if module == f"{self.__name__}.{name}":
+                # the call hides its module: `import room.name` then finds on the call
+                # what the module has
+                public = {each: getattr(source, each) for each in source.__all__}
+                value.__dict__.update(public)
+        self.__dict__[name] = value  # the next use does not come here
         return value
 
     def __setattr__(self, name: str, value) -> None:
-        hides_call = (
-            isinstance(value, ModuleType)
-            and self._calls.get(name, self.__name__) != self.__name__
-        )
-        if not hides_call:  # a loaded module becomes an attribute of its package
+        # Python sets every module it loads as an attribute of its package; it must not
+        # replace a call of the same name
+        is_call = self._calls.get(name, self.__name__) != self.__name__
+        if not (is_call and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __dir__(self):
-        return sorted(
-            {*self._calls, *(name for name in self.__dict__ if name.startswith("__"))}
-        )
+        dunders = [name for name in self.__dict__ if name.startswith("__")]
+        return sorted({*self._calls, *dunders})
 
 
 def open_room(name: str) -> list[str]:
@@ -56,41 +57,33 @@ def open_room(name: str) -> list[str]:
     `__all__`.
     """
     room = sys.modules[name]
-    words = re.sub("[(),]", " ", Path(room.__file__).read_text()).split()
     calls = {}
-    module = ""
-    there = True
-    for before, word, after in zip(words, words[1:], words[2:], strict=False):
-        if before == "from" and after == "import":
-            module = word
-            there = (
-                word == name
-                or not word.startswith(f"{name}.")
-                or _path_of(room, word).exists()
-            )
-        elif not there:  # a wing that was taken off
+    for node in ast.walk(ast.parse(Path(room.__file__).read_text())):
+        if not isinstance(node, ast.ImportFrom):
             continue
-        elif word == "as" and before == after:
-            calls[before] = module
-        elif word == "*":
-            calls |= dict.fromkeys(_public_names(room, module), module)
+        inside = node.module.startswith(f"{name}.")
+        if inside and not _source_path(room, node.module).exists():
+            continue  # a wing that was taken off
+        for alias in node.names:
+            if alias.name == "*":
+                names = _public_names(_source_path(room, node.module))
+                calls |= dict.fromkeys(names, node.module)
+            elif alias.name == alias.asname:
+                calls[alias.name] = node.module
     room._calls = calls
     room.__class__ = _Room
     return list(calls)
 
 
-def _path_of(room: ModuleType, module: str) -> Path:
-    """The source of a module inside a room, which need not be there."""
-    return Path(room.__file__).parent / (
-        module.removeprefix(f"{room.__name__}.").replace(".", "/") + ".py"
-    )
+def _source_path(room: ModuleType, module: str) -> Path:
+    """Source file of a module inside a room, whether it is there or not."""
+    inside = module.removeprefix(f"{room.__name__}.").replace(".", "/")
+    return Path(room.__file__).parent / f"{inside}.py"
 
 
-def _public_names(room: ModuleType, module: str) -> list[str]:
-    """The `__all__` of a module inside a room, read from its source."""
-    lists = re.findall(
-        r"^__all__ \+?= \[(.*?)\]",
-        _path_of(room, module).read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
+def _public_names(path: Path) -> list[str]:
+    """`__all__` of a module, read from its source."""
+    # a pattern, because parsing all modules of all rooms would make the import slow
+    pattern = r"^__all__ \+?= \[(.*?)\]"
+    lists = re.findall(pattern, path.read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)"', "".join(lists))

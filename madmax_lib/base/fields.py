@@ -1,5 +1,5 @@
-"""What may a field or an argument hold? One check in one wording: a wrong value ends in
-a line that names it.
+"""Checks of fields and arguments, in one wording: a wrong value ends in a line that
+names it and the rule.
 """
 
 import math
@@ -24,37 +24,35 @@ __all__ = [
     "short_repr",
 ]
 
-_TOO_LARGE = 2**62
+_TOO_LARGE = 2**62  # sums and differences of two smaller ones fit into int64
+# types under the words that people use, and for some how to get a value of the type
 _NOUNS = {str: "text", bool: "True or False"}
 _WAYS_OUT = {
     "Timeline": "mm.read_trace reads one",
     "RunSpec": "such as mm.RunSpec(model='gpt-tiny', strategy='dp2')",
-}
-_WAYS_OUT |= {
     "Space": "such as mm.planner.Space.quick()",
     "Parameters": "mm.machine(directory).parameters holds some",
 }
+
+
+def _is_real(value) -> bool:
+    # Python takes bool for a number, but no count or size is True
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_whole(value, least: int = 0) -> bool:
     """Whether a value is a whole number of at least `least` that 64 bits hold; 8.0 is
     one, True is none.
     """
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    return (
-        real
-        and (isinstance(value, Integral) or float(value).is_integer())
-        and least <= value < _TOO_LARGE
-    )
+    if not _is_real(value):
+        return False
+    without_fraction = isinstance(value, Integral) or float(value).is_integer()
+    return without_fraction and least <= value < _TOO_LARGE
 
 
 def is_number(value, least: float = 0.0) -> bool:
     """Whether a value is a finite number of at least `least`."""
-    return (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and least <= value < math.inf
-    )
+    return _is_real(value) and least <= value < math.inf
 
 
 def require_int(what: str, value, least: int = 0) -> int:
@@ -76,11 +74,11 @@ def require_number(
     """The value. Raises ValueError unless it is finite and not negative; positive:
     above 0; unknown: or NaN.
     """
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if not _is_real(value):
         raise ValueError(f"{what}={short_repr(value)} must be a number")
-    if not (
-        (unknown and value != value) or (is_number(value) and (value or not positive))
-    ):
+    if unknown and math.isnan(value):
+        return value
+    if not is_number(value) or (positive and value == 0):
         rule = "be positive and finite" if positive else "not be negative or infinite"
         raise ValueError(f"{what}={short_repr(value)} must {rule}")
     return value
@@ -90,17 +88,13 @@ def require_type(what: str, value, kind: type, default: Callable | None = None):
     """The value, or default() for None. Raises ValueError for a value of another kind."""
     if value is None and default is not None:
         return default()
-    if not isinstance(value, kind):
-        nouns = [
-            _NOUNS.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,)
-        ]
-        ways = "".join(
-            f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0]
-        )
-        raise ValueError(
-            f"{what}={short_repr(value)} must be {' or '.join(nouns)}{ways}"
-        )
-    return value
+    if isinstance(value, kind):
+        return value
+    kinds = get_args(kind) or (kind,)  # the members of a union such as str | Path
+    nouns = [_NOUNS.get(each, f"a {each.__name__}") for each in kinds]
+    ways = [f"; {way}" for name, way in _WAYS_OUT.items() if name in nouns[0]]
+    rule = f"must be {' or '.join(nouns)}{''.join(ways)}"
+    raise ValueError(f"{what}={short_repr(value)} {rule}")
 
 
 def check_fields(item, *positive: str) -> None:
@@ -118,29 +112,28 @@ def check_fields(item, *positive: str) -> None:
         if value is None and NoneType in kinds:
             continue
         if int in kinds:
-            object.__setattr__(
-                item, name, require_int(what, value, int(name in positive))
-            )
+            # 8.0 from a table becomes 8; the dataclass is frozen, hence object's setter
+            number = require_int(what, value, least=int(name in positive))
+            object.__setattr__(item, name, number)
         elif float in kinds:
-            require_number(
-                what, value, positive=name in positive, unknown=default != default
-            )
+            may_be_nan = default != default
+            require_number(what, value, positive=name in positive, unknown=may_be_nan)
         elif hint is bool and is_whole(value) and value <= 1:
             object.__setattr__(item, name, bool(value))
         else:
             require_type(what, value, hint)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # types are resolved from text, which takes longer than a check
 def _hints(kind: type) -> dict[str, tuple]:
-    """Type and default of each field; of a generic type its origin."""
-    hints = get_type_hints(kind)
-    defaults = {field.name: field.default for field in fields(kind)}
-    plain = {
-        name: hint if get_origin(hint) in (None, UnionType) else get_origin(hint)
-        for name, hint in hints.items()
-    }
-    return {name: (plain[name], default) for name, default in defaults.items()}
+    """Type and default of each field; of a generic type such as tuple[int, ...] its
+    origin, which is all that is checked.
+    """
+    hints = {}
+    for name, hint in get_type_hints(kind).items():
+        is_generic = get_origin(hint) not in (None, UnionType)
+        hints[name] = get_origin(hint) if is_generic else hint
+    return {field.name: (hints[field.name], field.default) for field in fields(kind)}
 
 
 def short_repr(value) -> str:
@@ -156,49 +149,47 @@ def dataclass_repr(item) -> str:
     """A dataclass in a few lines: the fields that its defaults do not give, and of its
     parts the names.
     """
-
-    def text(value) -> str:  # with blanks at which no line ends
-        if isinstance(value, Mapping):
-            return (
-                "{"
-                + ", ".join(
-                    f"{key!r}:\xa0{text(inner)}" for key, inner in value.items()
-                )
-                + "}"
-            )
-        value = value.name if is_dataclass(value) else value
-        return (
-            f"{value:g}"
-            if isinstance(value, float)
-            else repr(value).replace(" ", "\xa0")
-        )
-
-    given = [
-        f"{f.name}={text(getattr(item, f.name))}"
-        for f in fields(item)
-        if _is_given(item, f)
+    texts = [
+        f"{field.name}={_field_text(getattr(item, field.name))}"
+        for field in fields(item)
+        if _differs_from_default(item, field)
     ]
-    line = f"{type(item).__name__}({', '.join(given)})"
-    return textwrap.fill(
+    line = f"{type(item).__name__}({', '.join(texts)})"
+    wrapped = textwrap.fill(
         line,
-        110,
+        width=110,
         subsequent_indent="    ",
         break_on_hyphens=False,
         break_long_words=False,
-    ).replace("\xa0", " ")
+    )
+    return wrapped.replace("\xa0", " ")
 
 
-def _is_given(item, of) -> bool:
-    """Whether another value than the default stands in a field, which may have been
-    worked out from the others.
+def _field_text(value) -> str:
+    # blanks inside a value do not break the line: textwrap leaves \xa0 alone
+    if isinstance(value, Mapping):
+        items = [f"{key!r}:\xa0{_field_text(each)}" for key, each in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    value = value.name if is_dataclass(value) else value
+    return repr(value).replace(" ", "\xa0")
+
+
+def _differs_from_default(item, field) -> bool:
+    """Whether a field holds another value than it gets when it is left out: its default,
+    or what is worked out from the others.
     """
-    value = getattr(item, of.name)
-    if of.default is MISSING or value != value or value == of.default:
-        return of.default is MISSING
-    try:
-        return getattr(replace(item, **{of.name: of.default}), of.name) != value
-    except ValueError:  # the others need it
+    value = getattr(item, field.name)
+    if field.default is MISSING:
         return True
+    if value != value or value == field.default:
+        return False
+    try:
+        left_out = replace(item, **{field.name: field.default})
+    except ValueError:  # the other fields need it
+        return True
+    return getattr(left_out, field.name) != value
 
 
 def parse_fields(kind: type, values: dict[str, str], what: str) -> dict:
@@ -209,17 +200,19 @@ def parse_fields(kind: type, values: dict[str, str], what: str) -> dict:
     if unknown := sorted(set(values) - set(defaults)):
         raise ValueError(f"{what}: {unknown[0]!r} is not a field of {kind.__name__}")
     return {
-        name: _value(text, defaults[name], f"{what}: {name}")
+        name: _parse(text, defaults[name], f"{what}: {name}")
         for name, text in values.items()
     }
 
 
-def _value(text: str, like, what: str):
-    if isinstance(like, tuple):
-        return tuple(map(type(like[0]) if like else str, text.split()))
+def _parse(text: str, default, what: str):
+    """Value of a text, of the type of a default; of a tuple the words."""
+    if isinstance(default, tuple):
+        item_type = type(default[0]) if default else str
+        return tuple(map(item_type, text.split()))
     try:
-        return bool(int(text)) if isinstance(like, bool) else type(like)(text)
+        # bool("0") is True: tables write 0 and 1
+        return bool(int(text)) if isinstance(default, bool) else type(default)(text)
     except ValueError:
-        raise ValueError(
-            f"{what}={short_repr(text)} must be a {'whole ' * isinstance(like, int)}number"
-        ) from None
+        noun = "whole number" if isinstance(default, int) else "number"
+        raise ValueError(f"{what}={short_repr(text)} must be a {noun}") from None

@@ -1,4 +1,4 @@
-"""How much time is covered, shared or left over? Interval algebra on int64 arrays.
+"""Interval algebra on int64 arrays: what is covered, shared or left over.
 
 A set of intervals is an array of shape (n, 2): columns start and end, half open, in any
 order, overlaps allowed. Results are normal form: sorted, disjoint, not touching, none
@@ -27,7 +27,8 @@ def pack(start: np.ndarray, duration: np.ndarray) -> np.ndarray:
     [[0, 2], [5, 8]]
     """
     start = np.asarray(start, dtype=np.int64)
-    return np.stack([start, start + np.asarray(duration, dtype=np.int64)], axis=1)
+    end = start + np.asarray(duration, dtype=np.int64)
+    return np.stack([start, end], axis=1)
 
 
 def union(intervals: np.ndarray) -> np.ndarray:
@@ -38,53 +39,60 @@ def union(intervals: np.ndarray) -> np.ndarray:
     [[0, 3], [4, 6]]
     """
     merged = _merge(intervals)
-    return merged[merged[:, 1] > merged[:, 0]]
+    start, end = merged.T
+    return merged[end > start]
 
 
 def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """What both sets cover.
+    """Intersection of two sets: what both cover.
 
     >>> intersection(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[1, 2], [3, 4]]
     """
-    a = union(a)
-    b = union(b)
-    times = np.concatenate(
-        [a[:, 1], b[:, 1], a[:, 0], b[:, 0]]
-    )  # ends sort before starts at the same instant
+    # A sweep over all ends (-1) and starts (+1) in order of time: both sets cover what
+    # lies after a point where the running sum is 2. Ends stand first and the sort is
+    # stable, so that sets which only touch do not overlap.
+    start, end = np.concatenate([union(a), union(b)]).T
+    times = np.concatenate([end, start])
+    change = np.repeat([-1, 1], len(start))
     order = np.argsort(times, kind="stable")
-    times, depth = times[order], np.cumsum(np.repeat([-1, 1], len(times) // 2)[order])
+    times = times[order]
+    depth = np.cumsum(change[order])
     both = np.flatnonzero(depth[:-1] == 2)
     return union(np.stack([times[both], times[both + 1]], axis=1))
 
 
 def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """What `a` covers and `b` does not.
+    """Difference of two sets: what `a` covers and `b` does not.
 
     >>> subtraction(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
     [[0, 1], [2, 3]]
     """
-    b = union(b)
-    ever = np.iinfo(np.int64)
-    return intersection(
-        a, np.stack([np.r_[ever.min, b[:, 1]], np.r_[b[:, 0], ever.max]], axis=1)
-    )
+    # a - b = a & not b; `not b` runs from each end of b to its next start, and from and
+    # to the ends of int64, (k + 1, 2) for k intervals
+    start, end = union(b).T
+    int64 = np.iinfo(np.int64)
+    gap_starts = np.r_[int64.min, end]
+    gap_ends = np.r_[start, int64.max]
+    return intersection(a, np.stack([gap_starts, gap_ends], axis=1))
 
 
 def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """How much (n,) of a set in normal form lies before each of the times (n,).
+    """Length (n,) of a set in normal form that lies before each of the times (n,).
 
     >>> covered_before(np.array([[0, 2], [5, 9]]), np.array([1, 4, 6])).tolist()
     [1, 2, 3]
     """
     if not len(intervals):
         return np.zeros(len(times), dtype=np.int64)
-    before = np.r_[0, np.cumsum(intervals[:, 1] - intervals[:, 0])]
-    begun = np.searchsorted(intervals[:, 0], times)
-    rest = np.maximum(
-        intervals[np.maximum(begun - 1, 0), 1] - times, 0
-    )  # of the last one that has begun
-    return before[begun] - np.where(begun > 0, rest, 0)
+    # length of the first k intervals, k = 0, 1, ...: all that have begun by a time count
+    # in full, less what of the last of them lies after it
+    start, end = intervals.T
+    lengths = np.r_[0, np.cumsum(end - start)]
+    begun = np.searchsorted(start, times)
+    last_end = end[np.maximum(begun - 1, 0)]
+    after = np.maximum(last_end - times, 0)
+    return lengths[begun] - np.where(begun > 0, after, 0)
 
 
 def total(intervals: np.ndarray) -> int:
@@ -96,20 +104,22 @@ def total(intervals: np.ndarray) -> int:
     >>> total(np.array([[0, 2], [1, 3], [10, 11]]))
     4
     """
-    merged = _merge(intervals)
-    return int((merged[:, 1] - merged[:, 0]).sum())
+    start, end = _merge(intervals).T
+    return int((end - start).sum())
 
 
 def _merge(intervals: np.ndarray) -> np.ndarray:
-    """Sorted groups of intervals that overlap or touch: first start and last end of
-    each.
-    """
-    intervals = np.asarray(intervals, dtype=np.int64).reshape(-1, 2)
-    if not len(intervals):
+    """Start and end of each group of intervals that overlap or touch, in order."""
+    # (n, 2) also where an empty list comes in as (0,)
+    start, end = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T
+    if not len(start):
         return EMPTY
-    intervals = intervals[np.lexsort((intervals[:, 1], intervals[:, 0]))]
-    reach = np.maximum.accumulate(intervals[:, 1])
-    first = np.flatnonzero(np.r_[True, intervals[1:, 0] > reach[:-1]])
-    return np.stack(
-        [intervals[first, 0], reach[np.r_[first[1:] - 1, len(reach) - 1]]], axis=1
-    )
+    order = np.lexsort((end, start))
+    start = start[order]
+    # a group begins where an interval starts after the latest end of all before it, and
+    # ends with the latest end before the next group
+    latest_end = np.maximum.accumulate(end[order])
+    begins = np.r_[True, start[1:] > latest_end[:-1]]
+    first = np.flatnonzero(begins)
+    last = np.r_[first[1:] - 1, len(start) - 1]
+    return np.stack([start[first], latest_end[last]], axis=1)

@@ -1,5 +1,5 @@
-"""Which unit is a number in? SI base units everywhere inside the library; this module
-converts and prints.
+"""Units as text. Numbers are in SI base units everywhere inside the library; this
+module chooses the prefix under which people read them.
 
 Only `Timeline` stores integers (nanoseconds), because profiler traces are exact there.
 """
@@ -16,7 +16,9 @@ def format_s(duration_s: float) -> str:
     ('13.1 ms', '250 ns', '0 ns')
     """
     prefixes = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-    factor, unit = next((p for p in prefixes if abs(duration_s) >= p[0]), prefixes[-1])
+    # the largest unit of which there is a whole one; below a nanosecond, nanoseconds
+    fitting = [prefix for prefix in prefixes if abs(duration_s) >= prefix[0]]
+    factor, unit = fitting[0] if fitting else prefixes[-1]
     return f"{duration_s / factor:.3g} {unit}"
 
 
@@ -26,7 +28,8 @@ def bytes_unit(size_bytes: float) -> tuple[str, float]:
     >>> bytes_unit(2.5e6)
     ('MB', 1000000.0)
     """
-    units = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
+    # decimal, as data sheets of memory bandwidth and links count; not GiB
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next((unit for unit in units if size_bytes >= unit[1]), ("B", 1.0))
 
 
