@@ -17,12 +17,27 @@ class BlockKind(StrEnum):
     x and m are ours: Megatron-Core has no letter for them.
     """
 
-    ATTENTION = "*"
-    CROSS_ATTENTION = "x"  # to the encoder
-    FEED_FORWARD = "-"
-    EXPERTS = "E"
-    MAMBA_2 = "M"  # arXiv 2405.21060
-    MAMBA_1 = "m"  # arXiv 2312.00752
+    # letter, what it is, and the fields of a model that it needs
+    ATTENTION = "*", "attention"
+    CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
+    FEED_FORWARD = "-", "feed-forward part", "ffn"
+    EXPERTS = "E", "experts", "experts"
+    MAMBA_2 = (
+        *("M", "Mamba-2 [arXiv 2405.21060]", "mixer_channels", "mixer_state"),
+        *("mixer_heads", "mixer_groups", "mixer_conv"),
+    )
+    MAMBA_1 = (
+        *("m", "Mamba-1 [arXiv 2312.00752]", "mixer_channels", "mixer_state"),
+        *("mixer_rank", "mixer_conv"),
+    )
+
+    def __new__(cls, letter: str, label: str, *sizes: str):
+        """The letter, which knows its label and the sizes that it needs."""
+        kind = str.__new__(cls, letter)
+        kind._value_ = letter
+        kind.label = label
+        kind.sizes = sizes
+        return kind
 
     @property
     def is_mixer(self) -> bool:
@@ -71,22 +86,6 @@ class Blocks(str):
         return self.has_mamba2 or BlockKind.MAMBA_1 in self
 
 
-_NAMES = {
-    BlockKind.ATTENTION: "attention",
-    BlockKind.CROSS_ATTENTION: "attention to the encoder",
-    BlockKind.FEED_FORWARD: "feed-forward part",
-    BlockKind.EXPERTS: "experts",
-    BlockKind.MAMBA_2: "Mamba-2 [arXiv 2405.21060]",
-    BlockKind.MAMBA_1: "Mamba-1 [arXiv 2312.00752]",
-}
-# fields of a model that a kind of block needs
-_SIZES = {
-    BlockKind.CROSS_ATTENTION: "decoder_sequence sequence",
-    BlockKind.FEED_FORWARD: "ffn",
-    BlockKind.EXPERTS: "experts",
-    BlockKind.MAMBA_2: "mixer_channels mixer_state mixer_heads mixer_groups mixer_conv",
-    BlockKind.MAMBA_1: "mixer_channels mixer_state mixer_rank mixer_conv",
-}
 # fields that describe a stack of usual layers: blocks say it in their own way
 _OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image", "kv_lora_rank")
 
@@ -105,16 +104,16 @@ def check_blocks(model) -> None:
         )
     letters = dict.fromkeys("".join(words))
     for letter in letters:
-        if letter not in _NAMES:
-            choices = " ".join(_NAMES)
+        if letter not in {*BlockKind}:
             raise ValueError(
-                f"{model.name}: blocks have {letter!r}, which is none of {choices}"
+                f"{model.name}: blocks have {letter!r}, which is none of "
+                f"{' '.join(BlockKind)}"
             )
-    for letter in letters:
-        for size in _SIZES.get(letter, "").split():
+    for kind in map(BlockKind, letters):
+        for size in kind.sizes:
             if not getattr(model, size):
                 raise ValueError(
-                    f"{model.name}: blocks have {_NAMES[letter]}, but {size}=0"
+                    f"{model.name}: blocks have {kind.label}, but {size}=0"
                 )
     _check_combinations(model)
 

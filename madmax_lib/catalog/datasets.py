@@ -1,5 +1,5 @@
-"""Where is the input called NAME? Found on this machine, else downloaded once and
-checked by its sha256.
+"""Inputs by name: found on this machine, else downloaded once and checked by their
+sha256.
 
 The registry is `data/datasets.csv`: one row per file, with a URL at a pinned commit.
 Looked for in this order: the folder MADMAX_DATA_DIR, the project's own `traces/`, a
@@ -29,10 +29,9 @@ __all__ = [
 ]
 
 PROJECT = Path(__file__).resolve().parents[2]  # the checkout
-_INSIDE = (
-    Path(__file__).resolve().parents[1] / "shipped"
-)  # of a wheel, which setup.py fills
-SHIPPED = _INSIDE if _INSIDE.is_dir() else PROJECT  # where notebooks/ and traces/ are
+_PACKAGED = Path(__file__).resolve().parents[1] / "shipped"  # of a wheel, by setup.py
+SHIPPED = _PACKAGED if _PACKAGED.is_dir() else PROJECT  # where notebooks, traces are
+_GZIP = b"\x1f\x8b"  # first bytes of such a file
 
 
 def datasets() -> pd.DataFrame:
@@ -56,26 +55,29 @@ def dataset(name: str, *, download: bool = True) -> Path:
         raise ValueError(f"unknown dataset {name!r}; known: {', '.join(names())}")
     table = datasets()
     rows = table[table["dataset"] == name]
-    if not len(rows):
+    if rows.empty:
         return SHIPPED / "traces" / name
     for root in places():
         paths = [root / path for path in rows["local_path"]]
         if all(path.exists() for path in paths):
             for path, sha256 in zip(paths, rows["content_sha256"], strict=True):
                 _check_content(path, sha256)
-            return paths[0] if len(paths) == 1 else paths[0].parent
+            return _folder_or_file(paths)
     if not download:
         raise FileNotFoundError(f"dataset {name} is not on this machine")
     return _download(name, rows)
 
 
+def _folder_or_file(paths: list[Path]) -> Path:
+    return paths[0] if len(paths) == 1 else paths[0].parent
+
+
 def names() -> list[str]:
     """Names that `dataset` knows: the project's own traces and the registry."""
     marks = ("*/rank0.json.gz", "*/machine.json")  # a set of traces, or a calibration
-    own = {
-        path.parent.name for mark in marks for path in (SHIPPED / "traces").glob(mark)
-    }
-    return sorted(own) + list(datasets()["dataset"].unique())
+    files = [path for mark in marks for path in (SHIPPED / "traces").glob(mark)]
+    ours = sorted({path.parent.name for path in files})
+    return ours + list(datasets()["dataset"].unique())
 
 
 def places() -> list[Path]:
@@ -85,12 +87,10 @@ def places() -> list[Path]:
     All have one layout: the column local_path of the registry, such as
     traces/param-dlrm-8xV100/<file>.
     """
-    given = os.environ.get("MADMAX_DATA_DIR")
-    return [
-        *([Path(given).expanduser()] if given else []),
-        PROJECT.parent / "shared" / "data",
-        cache_folder(),
-    ]
+    folders = [PROJECT.parent / "shared" / "data", cache_folder()]
+    if folder := os.environ.get("MADMAX_DATA_DIR"):
+        folders.insert(0, Path(folder).expanduser())
+    return folders
 
 
 def local_data(relative: str) -> Path:
@@ -123,58 +123,46 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
             f"dataset {name} is not on this machine and MADMAX_OFFLINE is set; it is "
             f"at {url}"
         )
+    folder = cache_folder() / "downloads"
     try:
-        (cache_folder() / "downloads").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"dataset {name}: the cache folder {cache_folder()} cannot be made: {error}"
-        ) from None
-    try:
-        packed = Path(
-            pooch.retrieve(
-                url,
-                f"sha256:{sha256}",
-                path=cache_folder() / "downloads",
-                progressbar=True,
-            )
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        packed = pooch.retrieve(url, f"sha256:{sha256}", path=folder, progressbar=True)
     except ValueError:
         raise ValueError(
             f"dataset {name}: {url} does not have the sha256 {sha256}; refused"
         ) from None
     except OSError as error:
         raise FileNotFoundError(
-            f"dataset {name} ({size_bytes} bytes): no download from {url}: {error}"
+            f"dataset {name} ({size_bytes} bytes): no download from {url} to {folder}: "
+            f"{error}"
         ) from None
+    # one file, or an archive of several; with or without .gz either way
     targets = [cache_folder() / path for path in rows["local_path"]]
-    if len(rows) == 1:
-        contents = {targets[0].name: packed.read_bytes()}
-    else:
-        members = map(Path, pooch.Untar()(str(packed), "download", None))
-        contents = {
-            path.name.removesuffix(".gz"): path.read_bytes() for path in members
+    members = {targets[0].name: packed}
+    if len(targets) > 1:
+        members = {
+            Path(path).name: path for path in pooch.Untar()(packed, "download", None)
         }
+    members = {member.removesuffix(".gz"): path for member, path in members.items()}
     for target, content_sha256 in zip(targets, rows["content_sha256"], strict=True):
-        content = contents.get(target.name) or contents.get(
-            target.name.removesuffix(".gz")
-        )
-        if content is None:
+        member = members.get(target.name.removesuffix(".gz"))
+        if member is None:
             raise ValueError(f"dataset {name}: {url} does not hold {target.name}")
+        content = Path(member).read_bytes()
+        if not content.startswith(_GZIP):
+            content = gzip.compress(content, mtime=0)
         with replacing(target) as temporary:
-            temporary.write_bytes(
-                content
-                if content.startswith(b"\x1f\x8b")
-                else gzip.compress(content, mtime=0)
-            )
+            temporary.write_bytes(content)
             _check_content(temporary, content_sha256)
-    return targets[0] if len(targets) == 1 else targets[0].parent
+    return _folder_or_file(targets)
 
 
 def _check_content(path: Path, sha256: str) -> None:
     content = path.read_bytes()
-    if content.startswith(b"\x1f\x8b"):
+    if content.startswith(_GZIP):
         content = gzip.decompress(content)
-    if (found := hashlib.sha256(content).hexdigest()) != sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
         raise ValueError(
-            f"{path}: content has sha256 {found}, the registry says {sha256}; refused"
+            f"{path}: content has sha256 {digest}, the registry says {sha256}; refused"
         )

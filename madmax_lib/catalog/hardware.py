@@ -1,4 +1,4 @@
-"""On what is a model trained? Devices, links, hosts and clusters.
+"""Devices, links, hosts and clusters: what a model is trained on.
 
 Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device and one
 way.
@@ -13,40 +13,40 @@ from madmax_lib.base.fields import (
     require_number,
     short_repr,
 )
+from madmax_lib.catalog.refusals import refuse
 
 __all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
-_SPELLINGS = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
+_SPELLINGS = {  # of torch, numpy and people
+    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
+    **{"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"},
+    **{"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"},
 }
-_SPELLINGS |= {
-    "float64": "fp64",
-    "double": "fp64",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
+# what stands for a dtype where a device lacks it, nearest first
+_WIDER = {
+    "tf32": ("fp32",),
+    **dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32")),
+    **dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32")),
 }
-_WIDER = {"tf32": ("fp32",)} | dict.fromkeys(
-    ("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32")
-)
-_WIDER |= dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32"))
+# less than a megabyte of memory is a number in GB where bytes are wanted
+_LEAST_MEMORY = 1e6
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """One accelerator.
+
+    >>> Device("mine", 80e9, 3.35e12, {"bf16": 989e12}).peak("bf16")
+    989000000000000.0
+    """
 
     name: str  # in the catalog
     memory_bytes: float  # capacity
     memory_bandwidth_bytes_per_s: float  # of that memory
-    peak_flops: Mapping[str, float] = field(
-        hash=False
-    )  # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
+    # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
+    peak_flops: Mapping[str, float] = field(hash=False)
     tdp_w: float = float("nan")  # power limit in W; NaN: unknown
     usd_per_hour: float = float("nan")  # price of an hour; NaN: unknown
     # whose fitted constants it has: ampere, hopper, blackwell, or cpu; other: none
@@ -56,52 +56,42 @@ class Device:
     rate_class: str = "other"
     sms: int = 0  # streaming multiprocessors, of AMD compute units; 0: unknown
     l2_bytes: float = float("nan")  # second-level cache; NaN: unknown
-    scale_up_bytes_per_s: float = (
-        0.0  # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
-    )
-    process_bytes: float = float(
-        "nan"
-    )  # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
+    # of all its links to its peers (NVLink, Infinity Fabric), one way; 0: none
+    scale_up_bytes_per_s: float = 0.0
+    # of a process beside the tensors of a step, measured on CPUs; NaN: as on GPUs
+    process_bytes: float = float("nan")
 
     __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
         for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
-            if (value := getattr(self, name)) < 1e6:
+            if (value := getattr(self, name)) < _LEAST_MEMORY:
                 raise ValueError(
                     f"{self.name}: {name}={value:g} is in bytes, 1 GB being 1e9"
                 )
         if self.family not in _FAMILIES:
-            raise ValueError(
-                f"{self.name}: family={short_repr(self.family)} is not one of "
-                f"{', '.join(_FAMILIES)}"
-            )
+            refuse(self, "family", f"is not one of {', '.join(_FAMILIES)}")
         if not self.peak_flops:
             raise ValueError(
                 f"{self.name}: peak_flops={{}}: give one of {', '.join(DTYPES)} to "
                 "compute in"
             )
         for dtype, peak in self.peak_flops.items():
-            require_number(
-                f"{self.name}: peak_flops of {dtype_named(dtype)}", peak, positive=True
-            )
+            what = f"{self.name}: peak_flops of {dtype_named(dtype)}"
+            require_number(what, peak, positive=True)
 
     def nearest(self, dtype: str) -> str:
         """The dtype, or what stands for it where the device lacks it: fp16 for bf16.
         ValueError if nothing does.
         """
-        choices = [
-            d
-            for d in (dtype_named(dtype), *_WIDER.get(dtype, ()))
-            if d in self.peak_flops
-        ]
-        if not choices:
-            raise ValueError(
-                f"{self.name} does not compute in {dtype}; it does in "
-                f"{', '.join(self.peak_flops)}"
-            )
-        return choices[0]
+        for choice in (dtype_named(dtype), *_WIDER.get(dtype, ())):
+            if choice in self.peak_flops:
+                return choice
+        raise ValueError(
+            f"{self.name} does not compute in {dtype}; it does in "
+            f"{', '.join(self.peak_flops)}"
+        )
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s. Raises ValueError for a dtype that it does not compute
@@ -125,9 +115,8 @@ class Link:
     name: str
     bandwidth_bytes_per_s: float  # per device, one way
     latency_s: float = 0.0  # of one hop; 0 for that of its class of links, as fitted
-    in_network_reduction: bool = (
-        False  # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
-    )
+    # switches add what passes, as NVLink SHARP and InfiniBand SHARP do
+    in_network_reduction: bool = False
 
     def __post_init__(self):
         check_fields(self, "bandwidth_bytes_per_s")
@@ -135,7 +124,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What stands beside the devices of a node: memory, the links to it, and drives."""
+    """Memory, links and drives that a node has beside its devices."""
 
     name: str
     memory_bytes: float
@@ -153,14 +142,9 @@ class Host:
         check_fields(
             self, "memory_bytes", "memory_bandwidth_bytes_per_s", "link_bytes_per_s"
         )
-        if (
-            self.nvme_bytes
-            and not min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s) > 0
-        ):
-            raise ValueError(
-                f"{self.name}: nvme_bytes={self.nvme_bytes} needs rates to read and "
-                "to write"
-            )
+        slowest = min(self.nvme_read_bytes_per_s, self.nvme_write_bytes_per_s)
+        if self.nvme_bytes and not slowest > 0:
+            refuse(self, "nvme_bytes", "needs rates to read and to write")
 
 
 @dataclass(frozen=True)
@@ -181,31 +165,22 @@ class Cluster:
     # between nodes, at the rate that each device has when all of its node send
     inter: Link
     host: Host | None = None  # of each node; None: not known
-    nics_per_node: int | None = (
-        # network ports of a node, together for all its devices; None: one per device
-        None
-    )
-    leaf_devices: int | None = (
-        None  # that reach each other without the spine, whole nodes; None: all
-    )
-    oversubscription: float = (
-        1.0  # of the spine: traffic that crosses it has inter / oversubscription
-    )
+    # network ports of a node, together for all its devices; None: one per device
+    nics_per_node: int | None = None
+    # that reach each other without the spine, whole nodes; None: all
+    leaf_devices: int | None = None
+    # of the spine: traffic that crosses it has inter / oversubscription
+    oversubscription: float = 1.0
 
     __repr__ = dataclass_repr
 
     def __post_init__(self):
         check_fields(self, "devices_per_node", "nodes", "nics_per_node", "leaf_devices")
-        if (leaf := self.leaf_devices) and leaf % self.devices_per_node:
-            raise ValueError(
-                f"{self.name}: leaf_devices={leaf} are not whole nodes of "
-                f"{self.devices_per_node}"
-            )
+        if self.leaf_devices and self.leaf_devices % self.devices_per_node:
+            rule = f"are not whole nodes of {self.devices_per_node}"
+            refuse(self, "leaf_devices", rule)
         if not self.oversubscription >= 1:
-            raise ValueError(
-                f"{self.name}: oversubscription={self.oversubscription} must be 1 or "
-                "more"
-            )
+            refuse(self, "oversubscription", "must be 1 or more")
 
     @property
     def world_size(self) -> int:
@@ -221,6 +196,7 @@ def dtype_named(name: object) -> str:
     ('bf16', 'fp8', 'bf16')
     """
     text = str(name).removeprefix("torch.").lower()
-    if (known := _SPELLINGS.get(text, text)) not in DTYPES:
+    key = _SPELLINGS.get(text, text)
+    if key not in DTYPES:
         raise ValueError(f"dtype={short_repr(name)} is not one of {', '.join(DTYPES)}")
-    return known
+    return key

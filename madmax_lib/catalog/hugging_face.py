@@ -1,9 +1,9 @@
-"""Which model does a Hugging Face `config.json` describe? A `Transformer`, by the keys
-in `data/hugging_face.csv`.
+"""A `Transformer` from a Hugging Face `config.json`, by the keys in
+`data/hugging_face.csv`.
 
 A kind takes the rows of the kind that it is `like`, and puts its own in their place.
-How it stacks layers of several kinds is told by `hugging_face_stacks`; what no stack
-says is refused with the reason.
+`hugging_face_stacks` reads stacks of several kinds of layers; what no stack says is
+refused with the reason.
 """
 
 import json
@@ -13,7 +13,12 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
-from madmax_lib.catalog.hugging_face_stacks import STACKED, of_mamba_ssm, stacked
+from madmax_lib.catalog.hugging_face_stacks import (
+    STACKED,
+    of_mamba_ssm,
+    size_of,
+    stacked,
+)
 from madmax_lib.catalog.models import Transformer
 
 __all__ = ["read_config"]
@@ -21,24 +26,25 @@ __all__ = ["read_config"]
 # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783,
 # 3.4.2]
 _LONGEST_TRAINED = 65_536
-_PLAIN = {
+# values of keys with which all layers are of one kind
+_UNIFORM = {
     "decoder_sparse_step": [1],
     "mlp_only_layers": [[]],
     "use_sliding_window": [False],
     "moe_layer_freq": [1],
     "interleave_moe_layer_step": [1],
 }
+# keys of a size, whatever the kind
 _SIZES = {
     "layers": "num_hidden_layers num_layers n_layer",
     "hidden": "hidden_size d_model n_embd",
-}
-_SIZES |= {
     "heads": "num_attention_heads num_heads n_head",
     "ffn": "intermediate_size d_ff",
     "vocab": "vocab_size",
 }
 _REFUSED = {  # what no stack of blocks says
-    "an encoder with biases, positions and norms of its own": "bart mbart pegasus whisper marian",
+    "an encoder with biases, positions and norms of its own": "bart mbart pegasus "
+    "whisper marian",
     "layers that share weights": "zamba zamba2",
     "state-space and attention side by side in a layer": "falcon_h1",
     "linear attention or convolutions": "qwen3_next minimax kimi_linear lfm2",
@@ -66,236 +72,217 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         raise ValueError(
             f"{path}: no configuration of a model, which is an object of JSON"
         )
-    name = config.get("_name_or_path")
+    folder = path.parent.name if path.stem == "config" else ""
+    name = config.get("_name_or_path") or folder or path.stem
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
-    if config.get("model_type") == "siglip" and isinstance(
-        config.get("vision_config"), dict
-    ):
-        warnings.warn(
-            f"{path}: the image part alone is read, without the text beside it",
-            stacklevel=3,
-        )
-        config = config["vision_config"] | {"model_type": "siglip_vision_model"}
+    config = _trained_part(path, config)
+    try:
+        return Transformer(name, **_fields(config, rows, str(path)))
+    except _UnmodelledError as error:
+        raise ValueError(f"{path}: {error}; {_own(config)}") from None
+
+
+class _UnmodelledError(ValueError):
+    """Layers that no `Transformer` describes: the message shows what comes nearest."""
+
+
+def _trained_part(path: Path, config: dict) -> dict:
+    """The image part of SigLIP, the text part of others that have several."""
+    kind = config.get("model_type")
+    if kind == "siglip" and isinstance(config.get("vision_config"), dict):
+        part = config["vision_config"] | {"model_type": "siglip_vision_model"}
+        left_out = "the image part alone is read, without the text beside it"
     elif isinstance(config.get("text_config"), dict):
-        warnings.warn(
-            f"{path}: the text part alone is read, without what sees or hears",
-            stacklevel=3,
-        )
-        config = {"model_type": config.get("model_type"), **config["text_config"]}
+        part = {"model_type": kind, **config["text_config"]}
+        left_out = "the text part alone is read, without what sees or hears"
+    else:
+        return config
+    warnings.warn(f"{path}: {left_out}", stacklevel=4)  # at the user's mm.model
+    return part
+
+
+def _fields(config: dict, rows: pd.DataFrame, where: str) -> dict:
+    """Fields of the `Transformer` of a configuration."""
     kind = config.get("model_type", "")
-    by_kind = _by_kind(rows)
+    by_kind = _keys_by_kind(rows)
     if not isinstance(kind, str) or kind not in by_kind:
-        known = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
-        reason = next(
-            (why for why, kinds in _REFUSED.items() if str(kind) in kinds.split()), ""
-        )
-        why = f"{kind} has {reason}, which is not modelled" if reason else known
-        raise ValueError(f"{path}: {why}; {_own(config)}")
-    read = {key for key, _ in by_kind[kind].values()}
-    for key, plain in _PLAIN.items():
-        if key not in read and config.get(key) not in (None, *plain):
-            raise ValueError(
-                f"{path}: {key}={config[key]!r}: layers of several kinds are not "
-                f"modelled; {_own(config)}"
+        why = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
+        for reason, kinds in _REFUSED.items():
+            if str(kind) in kinds.split():
+                why = f"{kind} has {reason}, which is not modelled"
+        raise _UnmodelledError(why)
+    keys = by_kind[kind]
+    read = {key for key, _ in keys.values()}
+    for key, uniform in _UNIFORM.items():
+        if key not in read and config.get(key) not in (None, *uniform):
+            raise _UnmodelledError(
+                f"{key}={config[key]!r}: layers of several kinds are not modelled"
             )
-    values = {
-        field: _value(path, config, *of_field)
-        for field, of_field in by_kind[kind].items()
-    }
-    if values.get("mixer_rank") == "auto":
-        values["mixer_rank"] = str(-(-int(values["hidden"]) // 16))
-    shape = parse_fields(Transformer, values, str(path))
+    texts = {field: _value(where, config, *of) for field, of in keys.items()}
+    if texts.get("mixer_rank") == "auto":
+        texts["mixer_rank"] = str(-(-int(texts["hidden"]) // 16))  # rounded up [Mamba]
+    shape = parse_fields(Transformer, texts, where)
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
     shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]
-    shape["attention_bias"] = (
-        shape.get("attention_bias", "all").replace("1", "all").replace("0", "none")
-    )
-    shape["full_every"] = (
-        _full_every(path, config, shape.get("full_every", 0))
-        if shape.get("window")
-        else 0
-    )
+    bias = shape.get("attention_bias", "all")  # of several models a flag
+    shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
+    every = shape.get("full_every", 0)
+    shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
     try:
-        shape |= (
-            stacked(kind, config, shape)
-            if kind in STACKED
-            else _beside(kind, config, shape)
-        )
+        further = stacked if kind in STACKED else _further
+        return shape | further(kind, config, shape)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; {_own(config)}") from None
-    folder = path.parent.name if path.stem == "config" else ""
-    return Transformer(name or folder or path.stem, **shape)
+        raise _UnmodelledError(str(error)) from None
 
 
 def _own(config: dict) -> str:
     """How to describe a model that no configuration says, with the sizes that this one
     has.
     """
-    sizes = {
-        field: next((config[key] for key in keys.split() if key in config), "...")
-        for field, keys in _SIZES.items()
-    }
-    given = ", ".join(
-        f"{field}={short_repr(value).strip(chr(39))}" for field, value in sizes.items()
-    )
+    sizes = []
+    for field, keys in _SIZES.items():
+        values = [config[key] for key in keys.split() if key in config]
+        text = short_repr(values[0]).strip("'") if values else "..."
+        sizes.append(f"{field}={text}")
     return (
         "describe what comes nearest: "
-        f"madmax_lib.catalog.models.Transformer('mine', {given}, sequence=...)"
+        f"madmax_lib.catalog.models.Transformer('mine', {', '.join(sizes)}, "
+        "sequence=...)"
     )
 
 
-def _by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
+def _keys_by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
     """Key and default by field of each kind, with those of the kinds that it is like;
     these stand above it.
     """
     kinds: dict[str, dict[str, tuple[str, str]]] = {}
-    for names, field, key, default in rows[
-        ["model_type", "field", "key", "default"]
-    ].itertuples(index=False):
+    columns = ["model_type", "field", "key", "default"]
+    for names, field, key, default in rows[columns].itertuples(index=False):
         for kind in names.split():
-            own = kinds.setdefault(kind, {})
-            own.update(kinds[default] if field == "like" else {field: (key, default)})
+            inherited = kinds[default] if field == "like" else {field: (key, default)}
+            kinds.setdefault(kind, {}).update(inherited)
     return kinds
 
 
-def _value(path: Path, config: dict, key: str, default: str) -> str:
-    given = [config[name] for name in key.split() if config.get(name) is not None]
-    if not given and not default:
-        raise ValueError(f"{path}: field {key!r} is missing")
-    value = given[0] if given else default
+def _value(where: str, config: dict, key: str, default: str) -> str:
+    """The value of the first of the keys that is there, as text."""
+    values = [config[name] for name in key.split() if config.get(name) is not None]
+    if not values and not default:
+        raise ValueError(f"{where}: field {key!r} is missing")
+    value = values[0] if values else default
     if isinstance(value, dict) and "id2label" in key:
-        return str(len(value))
-    zero = (
-        not default and value == 0 and not isinstance(value, bool)
-    )  # of what every such model has
-    if (
-        isinstance(value, (dict, list))
-        or zero
-        or (isinstance(value, (int, float)) and not 0 <= value < 2**62)
-    ):
-        raise ValueError(f"{path}: {key}={short_repr(value)} is no size")
-    return str(int(value) if isinstance(value, bool) else value)
+        return str(len(value))  # classes of an image
+    if isinstance(value, bool):
+        return str(int(value))
+    is_size = isinstance(value, str)
+    if isinstance(value, (int, float)):
+        # without a default every such model has some of it; 64 bits hold a size
+        is_size = 0 <= value < 2**62 and (value != 0 or bool(default))
+    if not is_size:
+        raise ValueError(f"{where}: {key}={short_repr(value)} is no size")
+    return str(value)
 
 
 def _trained_sequence(config: dict, positions: int) -> int:
     """Tokens per sample of the pre-training, 0 where positions are those of a long
     context that was added later.
     """
-    scaling = config.get("rope_scaling")
     key = "original_max_position_embeddings"
-    original = config.get(key) or (scaling.get(key) if isinstance(scaling, dict) else 0)
-    return (
-        require_int(key, original)
-        if original
-        else (positions if positions <= _LONGEST_TRAINED else 0)
-    )
+    scaling = config.get("rope_scaling")
+    original = config.get(key)
+    if not original and isinstance(scaling, dict):
+        original = scaling.get(key)
+    if original:
+        return require_int(key, original)
+    return positions if positions <= _LONGEST_TRAINED else 0
 
 
-def _full_every(path: Path, config: dict, every: int) -> int:
-    """Every layer of this number attends to all tokens, 0 for none; told by
-    `layer_types` where it is there.
+def _full_every(config: dict, every: int) -> int:
+    """Every layer of this number attends to all tokens, 0 for none; by `layer_types`
+    where it is there.
     """
     types = config.get("layer_types")
     if not types:
         return every
     full = [number for number, name in enumerate(types, 1) if name == "full_attention"]
-    every = full[0] if full else 0
-    if full != list(range(every, len(types) + 1, every)) if every else full:
-        raise ValueError(
-            f"{path}: layer_types: full attention in layers {full} is not every "
-            f"n-th; {_own(config)}"
+    if not full:
+        return 0
+    every = full[0]
+    if full != [*range(every, len(types) + 1, every)]:
+        raise _UnmodelledError(
+            f"layer_types: full attention in layers {full} is not every n-th"
         )
     return every
 
 
-def _beside(kind: str, config: dict, shape: dict) -> dict:
+def _further(kind: str, config: dict, shape: dict) -> dict:
     """Parameters and flags that no key tells alone [the modelling files of
     transformers].
     """
     hidden = shape["hidden"]
     heads = require_int("num_attention_heads", shape["heads"], 1)
-    width = shape.get("head_dim") or hidden // heads
+    has_bias = shape["attention_bias"] == "all"
     if kind == "bert":  # types of tokens and the pooler
-        types = require_int("type_vocab_size", config.get("type_vocab_size", 2))
+        types = size_of(config, "type_vocab_size", 2, least=0)
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}
     if kind in ("vit", "dinov2"):
         return _of_images(kind, config, hidden)
-    if (
-        kind == "siglip_vision_model"
-    ):  # a head that pools by attention; no class token, which the count has
+    if kind == "siglip_vision_model":
         if not config.get("vision_use_head", True):
             raise ValueError("vision_use_head=False is not modelled")
-        ffn = shape["ffn"]
-        pooling = (
-            hidden
-            + 4 * hidden * (hidden + 1)
-            + 2 * hidden
-            + 2 * hidden * ffn
-            + ffn
-            + hidden
-        )
+        # a head that pools by attention: probe, products, norm, feed-forward part;
+        # the class token and its position, which the count has, are not there
+        attention = hidden + 4 * hidden * (hidden + 1)
+        feed_forward = (2 * hidden + 1) * shape["ffn"] + hidden
+        pooling = attention + 2 * hidden + feed_forward
         return {"other_parameters": pooling - 2 * hidden}
     if kind in ("gemma2", "gemma3_text", "gemma3"):
-        return {
-            "other_layer_parameters": 2 * hidden
-        }  # norms behind attention and feed-forward part
-    if kind == "olmo2":
+        # norms after attention and feed-forward part too
+        return {"other_layer_parameters": 2 * hidden}
+    if kind == "olmo2":  # norms of all of q and k, not of each head
+        width = shape.get("head_dim") or hidden // heads
         return {
             "other_layer_parameters": (heads + shape.get("kv_heads", heads)) * width
-        }  # norms of whole q and k
-    if kind == "glm4_moe" and shape["attention_bias"] == "all":
+        }
+    if kind == "glm4_moe" and has_bias:
         return {"attention_bias": "qkv"}
-    if (
-        shape.get("kv_lora_rank") and shape["attention_bias"] == "all"
-    ):  # of the products down to latents and the last
-        down = (
-            shape.get("q_lora_rank", 0) + shape["kv_lora_rank"] + shape["rope_head_dim"]
-        )
-        return {"attention_bias": "none", "other_layer_parameters": down + hidden}
-    if kind == "qwen2_moe":
-        return _shared_expert(config, shape)
-    return {}
+    if shape.get("kv_lora_rank") and has_bias:
+        # biases of the products down to latents and of the last
+        latents = shape.get("q_lora_rank", 0) + shape["kv_lora_rank"]
+        biases = latents + shape["rope_head_dim"] + hidden
+        return {"attention_bias": "none", "other_layer_parameters": biases}
+    return _shared_expert(config, shape) if kind == "qwen2_moe" else {}
 
 
 def _of_images(kind: str, config: dict, hidden: int) -> dict:
-    """Of DINOv2 a mask token, scales of both branches and the ratio of its feed-forward
-    part; biases of both kinds.
+    """Fields of ViT and DINOv2, which has a mask token, scales of both branches and the
+    ratio of its feed-forward part; biases of both kinds.
     """
-    plain = config.get("qkv_bias", True)
-    fields = {} if plain else {"attention_bias": "none"}
-    scales = 0 if plain else hidden  # the projection has a bias
+    fields = {"other_layer_parameters": 0}
+    if not config.get("qkv_bias", True):  # the projection has a bias all the same
+        fields = {"attention_bias": "none", "other_layer_parameters": hidden}
     if kind == "vit":
-        return fields | {"other_layer_parameters": scales}
-    ffn = hidden * require_int("mlp_ratio", config.get("mlp_ratio", 4), 1)
-    if config.get("use_swiglu_ffn"):
-        fields |= {"gated": True, "ffn": (ffn * 2 // 3 + 7) // 8 * 8}
-    return {
-        "ffn": ffn,
-        "other_parameters": hidden,
-        "other_layer_parameters": scales + 2 * hidden,
-    } | fields
+        return fields
+    ffn = hidden * size_of(config, "mlp_ratio", 4)
+    if config.get("use_swiglu_ffn"):  # two thirds, to the next multiple of 8
+        fields["gated"] = True
+        ffn = (ffn * 2 // 3 + 7) // 8 * 8
+    fields["other_layer_parameters"] += 2 * hidden
+    return fields | {"ffn": ffn, "other_parameters": hidden}
 
 
 def _shared_expert(config: dict, shape: dict) -> dict:
-    """Of Qwen2-MoE: as wide as several experts, with a gate."""
-    width = require_int(
-        "shared_expert_intermediate_size",
-        config.get("shared_expert_intermediate_size", 5632),
-    )
+    """Fields of Qwen2-MoE's shared expert: as wide as several, with a gate."""
+    key = "shared_expert_intermediate_size"
+    width = size_of(config, key, 5632, least=0)
     if width % shape["expert_ffn"] or shape["moe_every"] > 1:
-        sizes = (
-            f"shared_expert_intermediate_size={width} and "
-            f"moe_intermediate_size={shape['expert_ffn']}"
-        )
         raise ValueError(
-            f"{sizes}: a shared expert of no multiple, or of some layers alone, is "
-            "not modelled"
+            f"{key}={width} and moe_intermediate_size={shape['expert_ffn']}: a shared "
+            "expert of no multiple, or of some layers alone, is not modelled"
         )
-    return {
-        "shared_experts": width // shape["expert_ffn"],
-        "other_layer_parameters": shape["hidden"],
-    }
+    count = width // shape["expert_ffn"]
+    return {"shared_experts": count, "other_layer_parameters": shape["hidden"]}

@@ -1,5 +1,5 @@
-"""Which kinds of layers does a configuration of Hugging Face stack? `blocks` of a
-`Transformer`, and sizes of mixers.
+"""`blocks` of a `Transformer` and sizes of mixers, from a Hugging Face configuration of
+several kinds of layers.
 
 Read as the classes of transformers 5.23 build them; T5's head as those of transformers
 4.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
 
-__all__ = ["STACKED", "of_mamba_ssm", "stacked"]
+__all__ = ["STACKED", "of_mamba_ssm", "size_of", "stacked"]
 
 _LAYER_TYPES = {
     "mamba": "M",
@@ -22,20 +22,26 @@ _LAYER_TYPES = {
 }
 
 
+def size_of(config: dict, key: str, usual: int | None = None, *, least: int = 1) -> int:
+    """A size of a configuration, the usual one where it is not there. Raises ValueError
+    for another number.
+    """
+    return require_int(key, config.get(key, usual), least)
+
+
 def stacked(kind: str, config: dict, shape: dict) -> dict:
     """Fields of a model of such a kind beside its shape, or in their place. Raises
     ValueError for what none says.
     """
     fields = STACKED[kind](config, shape)
-    words = fields["blocks"]
-    count = len(words)
-    period = next(
-        n
-        for n in range(1, count + 1)
-        if count % n == 0 and words == words[:n] * (count // n)
-    )
-    fields |= {"layers": count, "blocks": " ".join(words[:period])}
-    if not any("E" in word for word in words):
+    layers = fields["blocks"]
+    count = len(layers)
+    # the shortest stack that the layers repeat
+    for period in range(1, count + 1):
+        if count % period == 0 and layers == layers[:period] * (count // period):
+            break
+    fields |= {"layers": count, "blocks": " ".join(layers[:period])}
+    if "E" not in fields["blocks"]:
         fields |= {"experts": 0, "active_experts": 0, "shared_experts": 0}
     return fields
 
@@ -50,38 +56,26 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
             f"{path}: attention or feed-forward parts among the mixers of ssm_cfg "
             "are not modelled"
         )
-    own = config["ssm_cfg"]
-    padded = require_int(
-        "pad_vocab_size_multiple", config.get("pad_vocab_size_multiple", 8), 1
-    )
-    vocab, hidden = (
-        require_int(f"{path}: {name}", config.get(name), 1)
-        for name in ("vocab_size", "d_model")
-    )
+    mixer = config["ssm_cfg"]
+    multiple = size_of(config, "pad_vocab_size_multiple", 8)
+    vocab = require_int(f"{path}: vocab_size", config.get("vocab_size"), 1)
+    hidden = require_int(f"{path}: d_model", config.get("d_model"), 1)
     sizes = {
+        "model_type": "mamba",
         "hidden_size": hidden,
         "num_hidden_layers": config.get("n_layer"),
-        "state_size": own.get("d_state"),
-    }
-    sizes |= {
-        "vocab_size": -(-vocab // padded) * padded,
+        "state_size": mixer.get("d_state"),
+        "vocab_size": -(-vocab // multiple) * multiple,
         "tie_word_embeddings": config.get("tie_embeddings", True),
+        "expand": mixer.get("expand", 2),
+        "conv_kernel": mixer.get("d_conv"),
     }
-    sizes |= {
-        "expand": own.get("expand", 2),
-        "conv_kernel": own.get("d_conv"),
-        "model_type": "mamba",
-    }
-    if own.get("layer") == "Mamba2":
-        heads = (
-            require_int("expand", sizes["expand"], 1)
-            * hidden
-            // require_int("headdim", own.get("headdim", 64), 1)
-        )
+    if mixer.get("layer") == "Mamba2":
+        channels = size_of(sizes, "expand") * hidden
         sizes |= {
             "model_type": "mamba2",
-            "num_heads": heads,
-            "n_groups": own.get("ngroups", 1),
+            "num_heads": channels // size_of(mixer, "headdim", 64),
+            "n_groups": mixer.get("ngroups", 1),
         }
     return sizes
 
@@ -89,62 +83,49 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
 def _encoder_decoder(
     config: dict, shape: dict, usual: str = "gated-gelu", tables: int = 0
 ) -> dict:
-    """T5: two stacks with a norm behind each, and tables of relative positions, 0 for
+    """T5: two stacks with a norm after each, and tables of relative positions, 0 for
     one in each layer.
     """
     encoder = shape["layers"]
-    decoder = require_int(
-        "num_decoder_layers", config.get("num_decoder_layers") or encoder, 1
-    )
-    buckets = require_int(
-        "relative_attention_num_buckets",
-        config.get("relative_attention_num_buckets", 32),
-        1,
-    )
-    gated = shape["gated"] or str(config.get("feed_forward_proj", usual)).startswith(
-        "gated"
-    )
-    other = (tables or encoder + decoder) * buckets * shape["heads"] + shape["hidden"]
+    key = "num_decoder_layers"
+    decoder = require_int(key, config.get(key) or encoder, 1)
+    buckets = size_of(config, "relative_attention_num_buckets", 32)
+    activation = str(config.get("feed_forward_proj", usual))
+    # positions are a number per bucket and head; the encoder has a last norm of its own
+    positions = (tables or encoder + decoder) * buckets * shape["heads"]
     return {
         "blocks": ["*-"] * encoder + ["*x-"] * decoder,
-        "gated": gated,
-        "other_parameters": other,
+        "gated": shape["gated"] or activation.startswith("gated"),
+        "other_parameters": positions + shape["hidden"],
     }
 
 
 def _mamba(config: dict, shape: dict) -> dict:
     """Layers of one mixer each."""
     letter = "M" if shape.get("mixer_heads") else "m"
-    return {
-        "blocks": [letter] * shape["layers"],
-        **_mixer(config, shape, letter, "", "use_bias"),
-    }
+    mixer = _mixer(config, shape, letter)
+    return {"blocks": [letter] * shape["layers"], **mixer}
 
 
 def _jamba(config: dict, shape: dict) -> dict:
-    """A mixer or attention, and behind it a feed-forward part or experts, each in its
+    """A mixer or attention, and after it a feed-forward part or experts, each in its
     period.
     """
-    names = (
-        "attn_layer_period",
-        "attn_layer_offset",
-        "expert_layer_period",
-        "expert_layer_offset",
-    )
-    period, offset, every, first = (
-        require_int(name, config.get(name, usual), least)
-        for name, usual, least in zip(names, (8, 4, 2, 1), (1, 0, 1, 0), strict=True)
-    )
-    many = shape["experts"] > 1
+    period = size_of(config, "attn_layer_period", 8)
+    offset = size_of(config, "attn_layer_offset", 4, least=0)
+    every = size_of(config, "expert_layer_period", 2)
+    first = size_of(config, "expert_layer_offset", 1, least=0)
+    if shape["experts"] <= 1:
+        first = every  # no layer has this rest: none is a mixture
     blocks = [
         ("*" if layer % period == offset else "m")
-        + ("E" if many and layer % every == first else "-")
+        + ("E" if layer % every == first else "-")
         for layer in range(shape["layers"])
     ]
-    fields = _mixer(config, shape, "m", "mamba_", "mamba_proj_bias")
-    fields["other_mixer_parameters"] += (
-        shape["mixer_rank"] + 2 * shape["mixer_state"]
-    )  # norms of dt, B and C
+    fields = _mixer(config, shape, "m", "mamba_")
+    # norms of dt, B and C
+    norms = shape["mixer_rank"] + 2 * shape["mixer_state"]
+    fields["other_mixer_parameters"] += norms
     return {"blocks": blocks, **fields}
 
 
@@ -155,18 +136,14 @@ def _bamba(config: dict, shape: dict) -> dict:
             f"attn_layer_indices={short_repr(attention)} is no list of layers"
         )
     blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
-    return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_", "mamba_proj_bias")}
+    return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}
 
 
 def _granite(config: dict, shape: dict) -> dict:
-    """Behind each mixer or attention experts, where there are any, with a shared one of
+    """After each mixer or attention experts, where there are any, with a shared one of
     a multiple of their width.
     """
-    types = (
-        config.get("layer_types")
-        or config.get("layers_block_type")
-        or ["mamba"] * shape["layers"]
-    )
+    types = config.get("layer_types") or config.get("layers_block_type")
     shared = shape["ffn"]
     width = shape["expert_ffn"]
     if shape["experts"] and shared % width:
@@ -174,10 +151,15 @@ def _granite(config: dict, shape: dict) -> dict:
             f"shared_intermediate_size={shared} is no multiple of "
             f"intermediate_size={width}, an expert's"
         )
-    blocks = [letter + ("E" if shape["experts"] else "-") for letter in _letters(types)]
+    second = "E" if shape["experts"] else "-"
+    first = _letters(types or ["mamba"] * shape["layers"])
     rope = "rope" if config.get("position_embedding_type") == "rope" else "none"
-    fields = {"blocks": blocks, "shared_experts": shared // width, "positions": rope}
-    return fields | _mixer(config, shape, "M", "mamba_", "mamba_proj_bias")
+    fields = {
+        "blocks": [letter + second for letter in first],
+        "shared_experts": shared // width,
+        "positions": rope,
+    }
+    return fields | _mixer(config, shape, "M", "mamba_")
 
 
 def _nemotron(config: dict, shape: dict) -> dict:
@@ -189,69 +171,57 @@ def _nemotron(config: dict, shape: dict) -> dict:
         raise ValueError(
             f"hybrid_override_pattern={short_repr(pattern)} is no text of M, -, * and E"
         )
-    fields = {"blocks": blocks, **_mixer(config, shape, "M", "", "use_bias")}
-    fields["mixer_channels"] = shape["mixer_heads"] * require_int(
-        "mamba_head_dim", config.get("mamba_head_dim", 64), 1
-    )
-    fields["other_mixer_parameters"] = _biases(
-        shape | fields, "M", config, "", "use_bias"
-    )
+    channels = shape["mixer_heads"] * size_of(config, "mamba_head_dim", 64)
+    fields = {"blocks": blocks, **_mixer(config, shape, "M", channels=channels)}
     if "E" in blocks:
-        shared = config.get("moe_shared_expert_intermediate_size", 7688)
+        key = "moe_shared_expert_intermediate_size"
         width = shape["expert_ffn"]
-        if (
-            config.get("moe_latent_size")
-            or not width
-            or require_int("moe_shared_expert_intermediate_size", shared) % width
-        ):
+        latent = config.get("moe_latent_size")
+        if latent or not width or size_of(config, key, 7688, least=0) % width:
             raise ValueError(
                 "experts of a latent, or with a shared one of no multiple of their "
                 "width, are not modelled"
             )
-        fields["shared_experts"] = shared // width
+        fields["shared_experts"] = size_of(config, key, 7688, least=0) // width
     return fields
 
 
 def _letters(types: list) -> list[str]:
-    if not isinstance(types, list) or (
-        unknown := [name for name in types if name not in _LAYER_TYPES]
-    ):
-        raise ValueError(
-            f"layer_types: {short_repr(unknown[0] if isinstance(types, list) else types)} "
-            "is not modelled"
-        )
+    wrong = types
+    if isinstance(types, list):
+        wrong = next((name for name in types if name not in _LAYER_TYPES), None)
+    if wrong is not None:
+        raise ValueError(f"layer_types: {short_repr(wrong)} is not modelled")
     return [_LAYER_TYPES[name] for name in types]
 
 
-def _mixer(config: dict, shape: dict, letter: str, prefix: str, bias: str) -> dict:
-    """Channels of a mixer and its further parameters; prefix, bias: of the keys that
-    say so.
-    """
-    width = config.get(f"{prefix}expand", 2)
-    channels = require_int(
-        f"{prefix}expand x width",
-        width * shape["hidden"] if isinstance(width, (int, float)) else width,
-    )
-    shape = shape | {"mixer_channels": channels}
-    return {
-        "mixer_channels": channels,
-        "other_mixer_parameters": _biases(shape, letter, config, prefix, bias),
-    }
-
-
-def _biases(shape: dict, letter: str, config: dict, prefix: str, bias: str) -> int:
-    """Of the convolution, which usually has some, and of the products into and out of
-    the mixer.
-    """
-    inner = shape["mixer_channels"]
-    further = 0
+def _mixer(
+    config: dict,
+    shape: dict,
+    letter: str,
+    prefix: str = "",
+    channels: int | None = None,
+) -> dict:
+    """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""
+    if channels is None:
+        width = config.get(f"{prefix}expand", 2)
+        if isinstance(width, (int, float)):
+            width *= shape["hidden"]
+        channels = require_int(f"{prefix}expand x width", width)
+    # what the convolution sees: x, of Mamba-2 B and C too; what the first product
+    # gives: gate and that, of Mamba-2 dt of the heads too
+    convolved = channels
+    outputs = 2 * channels
     if letter == "M":
-        further = 2 * shape["mixer_groups"] * shape["mixer_state"]
-    first = 2 * inner + further + (shape["mixer_heads"] if letter == "M" else 0)
-    of_conv = bool(
-        config.get("mamba_conv_bias" if prefix else "use_conv_bias", True)
-    ) * (inner + further)
-    return of_conv + bool(config.get(bias, False)) * (first + shape["hidden"])
+        groups = 2 * shape["mixer_groups"] * shape["mixer_state"]
+        convolved += groups
+        outputs += groups + shape["mixer_heads"]
+    biases = 0
+    if config.get("mamba_conv_bias" if prefix else "use_conv_bias", True):
+        biases += convolved
+    if config.get("mamba_proj_bias" if prefix else "use_bias", False):
+        biases += outputs + shape["hidden"]
+    return {"mixer_channels": channels, "other_mixer_parameters": biases}
 
 
 STACKED = {

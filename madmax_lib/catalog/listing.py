@@ -1,5 +1,5 @@
-"""What is in the catalog? Models, clusters and devices as tables: SI inside, shown as
-an engineer writes them.
+"""The catalog as tables: models, clusters and devices, SI inside, shown as an engineer
+writes them.
 
 Each row has its source and date; rows of the folder MADMAX_CATALOG come along.
 """
@@ -14,14 +14,10 @@ from madmax_lib.catalog.models import DLRM, Model
 
 __all__ = ["Listing", "clusters", "devices", "models"]
 
-_SHOWN = (
-    "parameters",
-    "bytes",
-    "bytes_per_s",
-    "flops",
-    "w",
-    "usd_per_hour",
-)  # ends of names of columns with a unit
+_SHAPE = (  # columns of a model, which a kind may not have
+    *("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads"),
+    *("experts", "vocab", "sequence"),
+)
 
 
 class Listing(pd.DataFrame):
@@ -34,13 +30,8 @@ class Listing(pd.DataFrame):
         return Listing
 
     def _pretty(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {
-                column: [_text(column, value) for value in self[column]]
-                for column in self
-            },
-            self.index,
-        )
+        texts = {column: [_text(column, v) for v in self[column]] for column in self}
+        return pd.DataFrame(texts, self.index)
 
     def __repr__(self) -> str:
         return self._pretty().to_string(max_rows=60, max_colwidth=40)
@@ -82,13 +73,12 @@ def clusters() -> Listing:
             "device": one.device.name,
             "devices_per_node": one.devices_per_node,
             "nodes": one.nodes,
+            "intra": one.intra.name,
+            "intra_bytes_per_s": one.intra.bandwidth_bytes_per_s,
+            "inter": one.inter.name,
+            "inter_bytes_per_s": one.inter.bandwidth_bytes_per_s,
+            "host_memory_bytes": one.host.memory_bytes if one.host else 0.0,
         }
-        for place, link in (("intra", one.intra), ("inter", one.inter)):
-            rows[name] |= {
-                place: link.name,
-                f"{place}_bytes_per_s": link.bandwidth_bytes_per_s,
-            }
-        rows[name]["host_memory_bytes"] = one.host.memory_bytes if one.host else 0.0
     return _listing("clusters", rows)
 
 
@@ -103,32 +93,22 @@ def devices() -> Listing:
     ['hopper', '2023-10']
     """
     rows = {}
-    prices = (
-        tables.table("devices")
-        .query("quantity == 'price'")
-        .groupby("name")["date"]
-        .last()
-    )
+    table = tables.table("devices").query("quantity == 'price'")
+    price_dates = table.groupby("name")["date"].last()
     for name in tables.names("devices"):
         one = tables.device(name)
-        peak = {
-            dtype: one.peak_flops.get(dtype, 0.0)
-            for dtype in ("fp32", "fp16", "bf16", "fp8")
-        }
+        peaks = dict.fromkeys(("fp32", "fp16", "fp8"), 0.0) | one.peak_flops
         rows[name] = {
             "memory_bytes": one.memory_bytes,
             "memory_bytes_per_s": one.memory_bandwidth_bytes_per_s,
-        }
-        rows[name] |= {
-            "fp32_flops": peak["fp32"],
-            "bf16_flops": peak["bf16"] or peak["fp16"],
-        }
-        rows[name] |= {
-            "fp8_flops": peak["fp8"],
+            "fp32_flops": peaks["fp32"],
+            "bf16_flops": peaks.get("bf16", peaks["fp16"]),
+            "fp8_flops": peaks["fp8"],
             "tdp_w": one.tdp_w,
             "usd_per_hour": one.usd_per_hour,
+            "price_date": price_dates.get(name, ""),
+            "family": one.family,
         }
-        rows[name] |= {"price_date": prices.get(name, ""), "family": one.family}
     return _listing("devices", rows)
 
 
@@ -139,53 +119,42 @@ def _listing(file: str, rows: dict[str, dict]) -> Listing:
 
 
 def _model_row(model: Model) -> dict:
+    row = {"kind": _kind(model)} | {name: getattr(model, name, 0) for name in _SHAPE}
     if isinstance(model, DLRM):
-        return {
-            "kind": "recommendation",
-            "parameters": model.parameters,
+        row |= {
             "active_parameters": model.parameters,
             "layers": model.bottom_layers + model.top_layers,
             "hidden": model.mlp_dim,
-            "heads": 0,
-            "kv_heads": 0,
-            "experts": model.experts,
-            "vocab": 0,
-            "sequence": 0,
         }
-    kind = "vision" if model.image else "mixture" if model.experts else "dense"
+    return row
+
+
+def _kind(model: Model) -> str:
+    if isinstance(model, DLRM):
+        return "recommendation"
+    if model.decoder_sequence:
+        return "encoder-decoder"
     if model.blocks:
-        kind = (
-            "encoder-decoder"
-            if model.decoder_sequence
-            else "hybrid"
-            if model.all_blocks.has_attention
-            else "state-space"
-        )
-    names = (
-        "parameters",
-        "active_parameters",
-        "layers",
-        "hidden",
-        "heads",
-        "kv_heads",
-        "experts",
-        "vocab",
-        "sequence",
-    )
-    return {"kind": kind} | {name: getattr(model, name) for name in names}
+        return "hybrid" if model.all_blocks.has_attention else "state-space"
+    if model.image:
+        return "vision"
+    return "mixture" if model.experts else "dense"
 
 
 def _text(column: str, value) -> str:
-    """A cell as it is shown; empty where nothing is known."""
+    """A cell as an engineer writes it, by the unit at the end of the column's name;
+    empty where nothing is known.
+    """
     if isinstance(value, str):
         return value
-    if not value > 0:
+    if not value > 0:  # NaN too
         return ""
-    unit = next((unit for unit in _SHOWN if column.endswith(unit)), "")
-    if unit == "flops":
+    if column.endswith("flops"):
         return f"{value / 1e12:,.4g} TFLOP/s"
-    if unit == "parameters":
+    if column.endswith("parameters"):
         return f"{value / 1e9:,.4g} B" if value >= 1e9 else f"{value / 1e6:,.4g} M"
-    if unit.startswith("bytes"):
-        return format_bytes(value) + "/s" * (unit != "bytes")
-    return f"{value:,.0f} W" if unit == "w" else f"{value:g}"
+    if column.endswith("bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if column.endswith("bytes"):
+        return format_bytes(value)
+    return f"{value:,.0f} W" if column.endswith("_w") else f"{value:g}"

@@ -1,5 +1,5 @@
-"""Which devices, clusters and models are known? Names and spellings to specs, every
-number with unit, source and date.
+"""Names and spellings of devices, clusters, models and software, to their specs: every
+number has a unit, a source and a date.
 
 The tables are those of `data/`, one per kind of thing, and `aliases.csv`. Tables of the
 same names in the folder MADMAX_CATALOG come after ours and override them. Human units
@@ -17,6 +17,7 @@ from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -43,38 +44,46 @@ __all__ = [
     "device_named",
     "model",
     "names",
+    "software",
+    "table",
 ]
-__all__ += ["software", "table"]
 
-_UNITS = {
-    "": 1.0,
-    "TFLOP/s": 1e12,
-    "W": 1.0,
-    "USD/h": 1.0,
-    "MiB": 2.0**20,
-    "GiB": 2.0**30,
-    "GB": 1e9,
-    "TB": 1e12,
+_UNITS = {  # SI value of one
+    **{"": 1.0, "W": 1.0, "USD/h": 1.0, "TFLOP/s": 1e12},
+    **{"MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9, "TB": 1e12},
+    **{"GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 0.125e9},
+    **{"us": 1e-6, "ms": 1e-3},
 }
-_UNITS |= {"GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 0.125e9, "us": 1e-6, "ms": 1e-3}
-_ALIKE = (
-    ("MiB", "GiB", "GB", "TB"),
-    ("GB/s", "TB/s", "Gbit/s"),
-    ("us", "ms"),
-)  # units of one quantity
+# units of one quantity, of which a user's table may have any
+_INTERCHANGEABLE = (
+    {"MiB", "GiB", "GB", "TB"},
+    {"GB/s", "TB/s", "Gbit/s"},
+    {"us", "ms"},
+)
+# quantities of links that none of our rows has
+_UNITS_OF_LINKS = {"latency": {"us"}, "in_network_reduction": {""}}
 _COUNTS = ("devices_per_node", "nodes")
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 USER_FOLDER = "MADMAX_CATALOG"
+# the owner of a repository, or what a checkpoint adds to the name of its shape
 _OWNER = re.compile(
     r"^[\w.-]+/(?=[a-z])|(-(hf|base|instruct|chat|it|pt|v0\.\d|\d{4}))+$"
-)  # of a repository; of a checkpoint
-_LLAMA = re.compile(
-    r"^(?:meta-)?llama-?([23])(?:\.\d)?-"
-)  # llama-3.1-8b has the shape of llama3-8b
-_MAKERS = re.compile(
-    r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b"
 )
+# llama-3.1-8b has the shape of llama3-8b
+_LLAMA = re.compile(r"^(?:meta-)?llama-?([23])(?:\.\d)?-")
+# what CUDA and shops write around the name of a chip
+_MAKERS = re.compile(
+    r"\b(nvidia|amd|instinct|tesla|geforce|intel|google|cloud"
+    r"|(?<!p100-)sxm\d*|oam|hbm\d\w?)\b"
+)
+
+
+class _Index(NamedTuple):
+    """A table by name."""
+
+    names: dict[str, str]  # the catalog's name of each plain spelling
+    rows: dict[str, list[dict]]
 
 
 def data_file(name: str) -> Traversable:
@@ -97,72 +106,63 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
         raise FileNotFoundError(f"{USER_FOLDER}={folder}: no such folder")
     if not folder or not (user := Path(folder) / f"{name}.csv").exists():
         return rows
-    own = _read.__wrapped__(user, numbers)  # which may change
-    if missing := [
-        c
-        for c in rows.columns
-        if c not in own.columns and c not in ("nics_per_node", "source", "date")
-    ]:
+    theirs = _read.__wrapped__(user, numbers)  # not cached: it may change
+    optional = {"nics_per_node", "source", "date"}
+    if missing := [c for c in rows.columns if c not in optional.union(theirs.columns)]:
         raise ValueError(f"{user}: column(s) {', '.join(missing)} missing")
-    _check_rows(user, own, rows)
-    return pd.concat(
-        [rows, own.reindex(columns=rows.columns, fill_value="")], ignore_index=True
-    )
+    _check_rows(user, theirs, rows)
+    theirs = theirs.reindex(columns=rows.columns, fill_value="")
+    return pd.concat([rows, theirs], ignore_index=True)
 
 
 def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame) -> None:
     """Raises ValueError with file, row and unit for numbers of a user's table that
     cannot be read.
     """
-    units = (
-        ours.groupby("quantity")["unit"].agg(set).to_dict()
-        if "quantity" in ours
-        else {}
-    )
-    units |= (
-        {"latency": {"us"}, "in_network_reduction": {""}}
-        if path.stem == "links"
-        else {}
-    )  # of none of ours
-    for number, row in enumerate(
-        rows.to_dict("records"), 2
-    ):  # the first row has the names of the columns
+    units = {}
+    if "quantity" in ours:
+        units = ours.groupby("quantity")["unit"].agg(set).to_dict()
+    if path.stem == "links":
+        units |= _UNITS_OF_LINKS
+    # the first row of the file has the names of the columns
+    for number, row in enumerate(rows.to_dict("records"), 2):
         where = f"{path}, row {number} ({next(iter(row.values()))})"
-        quantity = row.get("quantity")
-        if quantity and quantity not in units:
-            near = difflib.get_close_matches(str(quantity), units, n=3, cutoff=0.0)
-            raise ValueError(
-                f"{where}: unknown quantity={quantity!r}; nearest: {', '.join(near)}"
-            )
-        known = set(units.get(quantity, ()))
-        known.update(*(alike for alike in _ALIKE if known & set(alike)))
-        if quantity and row["unit"] not in known:
-            raise ValueError(
-                f"{where}: unit={row['unit']!r} of {quantity} is not one of "
-                f"{', '.join(sorted(known))}"
-            )
         texts = {name: row[name] for name in _COUNTS if name in row}
-        texts |= (
-            {quantity: row["value"]}
-            if quantity and quantity not in _DEVICE_CLASSES
-            else {}
-        )
+        if quantity := row.get("quantity"):
+            _check_unit(where, quantity, row["unit"], units)
+            if quantity not in _DEVICE_CLASSES:
+                texts[quantity] = row["value"]
         for name, text in texts.items():
-            if not re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?", str(text)) or (
-                name in _COUNTS and not str(text).isdecimal()
-            ):
-                raise ValueError(
-                    f"{where}: {name}={text!r} is no "
-                    f"{'whole ' * (name in _COUNTS)}number"
-                )
+            is_count = name in _COUNTS
+            pattern = r"\d+" if is_count else r"\d+(\.\d*)?(e[+-]?\d+)?"
+            if not re.fullmatch(pattern, str(text)):
+                noun = "whole number" if is_count else "number"
+                raise ValueError(f"{where}: {name}={text!r} is no {noun}")
+
+
+def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]) -> None:
+    if quantity not in units:
+        near = difflib.get_close_matches(str(quantity), units, n=3, cutoff=0.0)
+        raise ValueError(
+            f"{where}: unknown quantity={quantity!r}; nearest: {', '.join(near)}"
+        )
+    choices = set(units[quantity])
+    for group in _INTERCHANGEABLE:
+        if choices & group:
+            choices |= group
+    if unit not in choices:
+        raise ValueError(
+            f"{where}: unit={unit!r} of {quantity} is not one of "
+            f"{', '.join(sorted(choices))}"
+        )
 
 
 @lru_cache(maxsize=64)
 def _read(path: Path | Traversable, numbers: bool) -> pd.DataFrame:
+    # without these a text such as 007 or None would not come out as it went in
+    as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
     with path.open(encoding="utf-8") as file:
-        return pd.read_csv(
-            file, **({} if numbers else {"dtype": str, "keep_default_na": False})
-        )
+        return pd.read_csv(file, **as_text)
 
 
 def names(file: str) -> list[str]:
@@ -173,30 +173,19 @@ def names(file: str) -> list[str]:
 def device(name: str) -> Device:
     """A device by name or alias. Raises ValueError for an unknown one."""
     name, rows = _rows("device", name)
-    classes = {
-        row["quantity"]: row["value"]
-        for row in rows
-        if row["quantity"] in _DEVICE_CLASSES
-    }
-    values = _quantities(rows)
-    peaks = {dtype: values[dtype] for dtype in DTYPES if dtype in values}
-    tdp_w, price, l2_bytes = (
-        values.get(quantity, math.nan) for quantity in ("tdp", "price", "l2")
-    )
-    chip = {
-        "sms": int(values.get("sms", 0)),
-        "l2_bytes": l2_bytes,
-        "scale_up_bytes_per_s": values.get("scale_up", 0.0),
-    }
+    texts = {row["quantity"]: row["value"] for row in rows}
+    si = _quantities(rows)
     return Device(
         name,
-        values["memory"],
-        values["memory_bandwidth"],
-        peaks,
-        tdp_w,
-        price,
-        **classes,
-        **chip,
+        memory_bytes=si["memory"],
+        memory_bandwidth_bytes_per_s=si["memory_bandwidth"],
+        peak_flops={dtype: si[dtype] for dtype in DTYPES if dtype in si},
+        tdp_w=si.get("tdp", math.nan),
+        usd_per_hour=si.get("price", math.nan),
+        sms=int(si.get("sms", 0)),
+        l2_bytes=si.get("l2", math.nan),
+        scale_up_bytes_per_s=si.get("scale_up", 0.0),
+        **{name: texts[name] for name in _DEVICE_CLASSES if name in texts},
     )
 
 
@@ -226,58 +215,78 @@ def cluster(
     """
     if isinstance(name, Cluster) and nodes is devices is None:
         return name
-    own = _from_machine(Path(name)) if str(name).endswith(".json") else None
-    if isinstance(name, str) and not own:
+    if str(name).endswith(".json"):
+        return _part_of_machine(_from_machine(Path(name)), nodes, devices)
+    if isinstance(name, str):
         name, count = _cluster_name(name)
-        devices = count if nodes is devices is None else devices
-    name, (*_, row) = (own.name, [vars(own)]) if own else _rows("cluster", name)
-    full = used = int(row["devices_per_node"])
-    nodes = None if nodes is None else require_int(f"{name}: nodes", nodes, 1)
-    if devices is not None:
-        if is_whole(devices, 1):
-            nodes = max(1, int(devices) // full) if nodes is None else nodes
-            used = int(devices) // nodes
-        if not (is_whole(devices, 1) and 0 < used <= full and used * nodes == devices):
-            said = (
-                f"devices={short_repr(devices)} are neither whole nodes of {full} nor "
-                "a part of each node"
-            )
-            raise ValueError(f"{name}: {said}")
-    nodes = int(row["nodes"]) if nodes is None else nodes
-    if own:
-        if nodes > own.nodes == 1:
-            rest = (
-                "calibrate over two hosts, or replace(mm.machine(...).cluster, "
-                "nodes=..., inter=Link(name, bytes/s))"
-            )
-            raise ValueError(
-                f"{name}: nodes={nodes}, but its one host has told nothing of a "
-                f"network; {rest}"
-            )
-        return replace(own, devices_per_node=used, nodes=nodes)
-    links = [_link(row[place], used) for place in ("intra", "inter")]
-    nics = (
-        math.ceil(int(row["nics_per_node"]) * used / full)
-        if row["nics_per_node"]
-        else None
+        if nodes is devices is None:
+            devices = count
+    name, (*_, row) = _rows("cluster", name)
+    full = int(row["devices_per_node"])
+    used, nodes = _extent(name, (full, int(row["nodes"])), nodes, devices)
+    # a part of a node has as many of its ports, rounded up
+    ports = row["nics_per_node"] and math.ceil(int(row["nics_per_node"]) * used / full)
+    return Cluster(
+        name,
+        device(row["device"]),
+        devices_per_node=used,
+        nodes=nodes,
+        intra=_link(row["intra"], used),
+        inter=_link(row["inter"], used),
+        host=_host(name),
+        nics_per_node=ports or None,
     )
-    return Cluster(name, device(row["device"]), used, nodes, *links, _host(name), nics)
+
+
+def _extent(
+    name: str, usual: tuple[int, int], nodes: int | None, devices: int | None
+) -> tuple[int, int]:
+    """(devices of a node, nodes) that are asked for; usual: those of the cluster."""
+    full, usual_nodes = usual
+    if nodes is not None:
+        nodes = require_int(f"{name}: nodes", nodes, 1)
+    if devices is None:
+        return full, nodes or usual_nodes
+    used = 0
+    if is_whole(devices, 1):
+        nodes = nodes or max(1, int(devices) // full)
+        used = int(devices) // nodes
+    if not (0 < used <= full and used * nodes == devices):
+        raise ValueError(
+            f"{name}: devices={short_repr(devices)} are neither whole nodes of {full} "
+            "nor a part of each node"
+        )
+    return used, nodes
+
+
+def _part_of_machine(
+    machine: Cluster, nodes: int | None, devices: int | None
+) -> Cluster:
+    """A calibrated machine with other nodes. Raises ValueError where its network is not
+    known.
+    """
+    usual = (machine.devices_per_node, machine.nodes)
+    used, nodes = _extent(machine.name, usual, nodes, devices)
+    if nodes > machine.nodes == 1:
+        raise ValueError(
+            f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
+            "network; calibrate over two hosts, or replace(mm.machine(...).cluster, "
+            "nodes=..., inter=Link(name, bytes/s))"
+        )
+    return replace(machine, devices_per_node=used, nodes=nodes)
 
 
 def _cluster_name(name: str) -> tuple[str, int | None]:
-    """The name of a cluster, and of how many devices where the text says so: of one
-    itself, a device, or 8 x that.
+    """The name of a cluster, and how many devices the text asks for: the text names a
+    cluster, a device, or 8 x that.
     """
-    known = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(
-        "cluster", "clusters"
-    )[0]
-    count, of = re.fullmatch(r"(?:([1-9]\d*) ?x ?)?(.*)", name.strip()).groups()
-    one = None if _plain("cluster", name) in known else device_named(of)
-    return (
-        (cluster_with(one, int(count or 0)), int(count) if count else None)
-        if one
-        else (name, None)
-    )
+    count, chip = re.fullmatch(r"(?:([1-9]\d*) ?x ?)?(.*)", name.strip()).groups()
+    if _plain("cluster", name) in _index("cluster").names:
+        return name, None
+    if not (one := device_named(chip)):
+        return name, None
+    devices = int(count) if count else None
+    return cluster_with(one, devices or 0), devices
 
 
 def cluster_with(device: Device, gpus: int = 0) -> str:
@@ -289,19 +298,14 @@ def cluster_with(device: Device, gpus: int = 0) -> str:
     >>> cluster_with(device("H100"))
     'dgx-h100'
     """
-    columns = (
-        table("clusters")[column] for column in ("name", "device", "devices_per_node")
-    )
-    sizes = {
-        name: int(size)
-        for name, of, size in zip(*columns, strict=True)
-        if of == device.name
-    }
-    if not sizes:
+    clusters = table("clusters")
+    rows = clusters[clusters["device"] == device.name]
+    if rows.empty:
         raise ValueError(f"no cluster of {device.name} is known, name one as cluster")
-    return min(
-        sizes, key=lambda name: sizes[name] if 0 < gpus <= sizes[name] else math.inf
-    )
+    sizes = dict(zip(rows["name"], rows["devices_per_node"].astype(int), strict=True))
+    if large := {name: size for name, size in sizes.items() if 0 < gpus <= size}:
+        return min(large, key=large.get)
+    return rows["name"].iloc[0]
 
 
 def _from_machine(path: Path) -> Cluster:
@@ -315,12 +319,15 @@ def _from_machine(path: Path) -> Cluster:
         )
     try:
         fields = json.loads(path.read_text())["cluster"]
-        links = (Link(**fields[place]) for place in ("intra", "inter"))
-        counts = (fields[name] for name in ("devices_per_node", "nodes"))
-        known = {
-            name: value for name, value in fields["device"].items() if value is not None
-        }
-        return Cluster(fields["name"], Device(**known), *counts, *links)
+        chip = {name: v for name, v in fields["device"].items() if v is not None}
+        return Cluster(
+            fields["name"],
+            Device(**chip),
+            fields["devices_per_node"],
+            fields["nodes"],
+            Link(**fields["intra"]),
+            Link(**fields["inter"]),
+        )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the file of a machine ({error})") from None
 
@@ -382,63 +389,67 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows
     in the table of its kind.
     """
-    file = what if what == "software" else f"{what}s"
+    title = what.title()
     if not isinstance(name, str):
         raise ValueError(
-            f"{what}={short_repr(name)} must be a {what.title()} or the name of one"
+            f"{what}={short_repr(name)} must be a {title} or the name of one"
         )
-    names, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(
-        what, file
+    names, rows = _index(what)
+    plain = _plain(what, name)
+    if plain in names:
+        return names[plain], rows[names[plain]]
+    near = [key for key in names if plain and key.startswith(plain)]
+    near += difflib.get_close_matches(plain, names, n=6, cutoff=0.0)
+    nearest = [*dict.fromkeys(names[key] for key in near)][:3]
+    way_out = (
+        f"add it to {_file_of(what)}.csv in the folder {USER_FOLDER}, or pass a {title} "
+        "of your own"
     )
-    if not (found := names.get(plain := _plain(what, name))):
-        begin = [key for key in names if plain and key.startswith(plain)]
-        near = dict.fromkeys(
-            names[key]
-            for key in begin + difflib.get_close_matches(plain, names, n=6, cutoff=0.0)
-        )
-        add = (
-            f"add it to {file}.csv in the folder {USER_FOLDER}, or pass a "
-            f"{what.title()} of your own"
-        )
-        add += (
-            "; those that runs alone know are mm.RunSpec(model=...).shapes"
-            if what == "model"
-            else ""
-        )
-        raise ValueError(
-            f"unknown {what} {name!r}; nearest: {', '.join([*near][:3])}; {add}"
-        )
-    return found, rows[found]
+    if what == "model":
+        way_out += "; those that runs alone know are mm.RunSpec(model=...).shapes"
+    raise ValueError(
+        f"unknown {what} {name!r}; nearest: {', '.join(nearest)}; {way_out}"
+    )
+
+
+def _file_of(what: str) -> str:
+    return what if what == "software" else f"{what}s"
+
+
+def _index(what: str) -> _Index:
+    """The table of such things by name, read anew where a user's may have changed."""
+    if os.environ.get(USER_FOLDER):
+        return _indexed.__wrapped__(what)
+    return _indexed(what)
 
 
 @lru_cache(maxsize=16)
-def _index(what: str, file: str) -> tuple[dict[str, str], dict[str, list[dict]]]:
-    """Names by plain spelling, and rows by name."""
+def _indexed(what: str) -> _Index:
     aliases = table("aliases")
     rows = {}
     names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
-    for row in table(file).to_dict("records"):
+    for row in table(_file_of(what)).to_dict("records"):
         name = next(iter(row.values()))
         rows.setdefault(name, []).append(row)
         names[name] = name
         if row.get("quantity") == "memory":
             names[f"{name}-{row['value']}"] = name  # T4-16GB
-    return {_plain(what, spelling): name for spelling, name in names.items()}, rows
+    return _Index({_plain(what, word): name for word, name in names.items()}, rows)
 
 
 def _plain(what: str, name: str) -> str:
     """A name in lower case; of hardware without its maker, and separators only where
     two numbers meet.
     """
-    if what == "software":
-        return re.sub(r"[\s_]+", "-", name.strip().lower())
-    if what == "model":
-        text = _OWNER.sub("", re.sub(r"[\s_]+", "-", name.strip().lower()))
-        text = _LLAMA.sub(r"llama\1-", text)
+    text = name.lower()
+    if what in ("software", "model"):
+        text = re.sub(r"[\s_]+", "-", text.strip())
+        if what == "software":
+            return text
+        text = _LLAMA.sub(r"llama\1-", _OWNER.sub("", text))
     else:
-        text = _MAKERS.sub(
-            "", re.sub(r"(\d)\s*gi?b\b", r"\1", name.lower().replace("_", "-"))
-        )
+        # 80GB and 80 GiB are 80
+        text = _MAKERS.sub("", re.sub(r"(\d)\s*gi?b\b", r"\1", text.replace("_", "-")))
     return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
 
 
@@ -456,10 +467,9 @@ def _link(name: str, devices: int) -> Link:
     """
     name, rows = _rows("link", name)
     values = _quantities(rows)
-    rate = (
-        values.get("bandwidth_one_way_per_device")
-        or values["bandwidth_one_way_per_node"] / devices
-    )
+    rate = values.get("bandwidth_one_way_per_device")
+    if not rate:
+        rate = values["bandwidth_one_way_per_node"] / devices
     return Link(
         name,
         rate,
@@ -470,24 +480,20 @@ def _link(name: str, devices: int) -> Link:
 
 def _host(cluster_name: str) -> Host | None:
     """Host of a cluster's nodes, None where the table has none."""
-    _, rows = (_index.__wrapped__ if os.environ.get(USER_FOLDER) else _index)(
-        "host", "hosts"
-    )
-    if not (values := _quantities(rows.get(cluster_name, []))):
+    values = _quantities(_index("host").rows.get(cluster_name, []))
+    if not values:
         return None
-    try:
-        needed = [
-            values[quantity] for quantity in ("memory", "memory_bandwidth", "link")
-        ]
-    except KeyError as error:
-        raise ValueError(f"hosts.csv: {cluster_name} has no {error}") from None
-    drives = [
-        values.get(quantity, 0.0) for quantity in ("nvme", "nvme_read", "nvme_write")
-    ]
+    for quantity in ("memory", "memory_bandwidth", "link"):
+        if quantity not in values:
+            raise ValueError(f"hosts.csv: {cluster_name} has no {quantity!r}")
     return Host(
         f"host of {cluster_name}",
-        *needed,
-        int(values.get("uplinks", 0)),
-        *drives,
-        values.get("tdp", math.nan),
+        values["memory"],
+        values["memory_bandwidth"],
+        values["link"],
+        uplinks=int(values.get("uplinks", 0)),
+        nvme_bytes=values.get("nvme", 0.0),
+        nvme_read_bytes_per_s=values.get("nvme_read", 0.0),
+        nvme_write_bytes_per_s=values.get("nvme_write", 0.0),
+        tdp_w=values.get("tdp", math.nan),
     )
