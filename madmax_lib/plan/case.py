@@ -1,5 +1,5 @@
-"""What is simulated? A training step of a model on a cluster under a plan: the value
-that travels through the rooms.
+"""The case: a training step of a model on a cluster under a plan, the value that travels
+through the rooms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Case"]
 
-_NUMBERS = {  # field: (least, what it is)
+_MOST = 1000  # of jitter and imbalance: beyond it a unit was mistaken
+_RULES = {  # field: (least, what it is)
     "jitter": (
         0,
         "0 to 1,000, the mean delay of a rank over the time it computes, or 'measured'",
@@ -33,6 +34,11 @@ _NUMBERS = {  # field: (least, what it is)
 @dataclass(frozen=True)
 class Case:
     """A training step, or with `Plans` one step per plan.
+
+    >>> from madmax_lib.plan.plan import Plan
+    >>> case = Case("gpt2", "dgx-a100", Plan.parse("dp8.mb4"), global_batch=64)
+    >>> case.model.layers, case.tokens, float(case.micro_batches)
+    (12, 4096.0, 2.0)
 
     model: what is trained; a text names one of the catalog or a `config.json`.
     cluster: where, or the name of one in the catalog or of a `machine.json`; None where
@@ -64,40 +70,30 @@ class Case:
     jitter: float | str = 0.0
 
     def __post_init__(self):
-        for name in ("imbalance", "jitter"):
-            if isinstance(value := getattr(self, name), str) and value == "measured":
-                object.__setattr__(
-                    self,
-                    name,
-                    float(
-                        catalog.table("spreads").set_index("quantity")["value"][name]
-                    ),
-                )
-        for name, (least, what) in _NUMBERS.items():
-            if not is_number(value := getattr(self, name), least) or value > 1000:
+        put = partial(object.__setattr__, self)  # the fields of a frozen class
+        for name, (least, what) in _RULES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value == "measured":
+                spreads = catalog.table("spreads").set_index("quantity")["value"]
+                put(name, value := float(spreads[name]))
+            if not is_number(value, least) or value > _MOST:
                 raise ValueError(f"{name}={short_repr(value)} must be {what}")
-        put = partial(object.__setattr__, self)
         put("model", catalog.model(self.model))
         if self.cluster is not None:
             put("cluster", catalog.cluster(self.cluster))
-        if self.global_batch is not None and not isinstance(
-            self.global_batch, np.ndarray
-        ):
+        # many steps have an array of batches
+        if not isinstance(self.global_batch, np.ndarray | None):
             put("global_batch", require_int("global_batch", self.global_batch, 1))
-        own = getattr(self.model, "sequence", 0)
-        put(
-            "sequence",
-            own
-            if self.sequence is None
-            else require_int("sequence", self.sequence, 1 if own else 0),
-        )
+        usual = getattr(self.model, "sequence", 0)  # a recommendation model has none
+        if self.sequence is None:
+            put("sequence", usual)
+        else:
+            put("sequence", require_int("sequence", self.sequence, 1 if usual else 0))
         put("dtype", dtype_named(self.dtype))
-        on_cpu = (
-            self.software is None
-            and self.cluster is not None
-            and self.cluster.device.family == "cpu"
-        )
-        put("software", catalog.software("workbench" if on_cpu else self.software))
+        software = self.software
+        if software is None and self.cluster and self.cluster.device.family == "cpu":
+            software = "workbench"
+        put("software", catalog.software(software))
 
     @classmethod
     def of_step(cls, model, cluster, plan: Plans, global_batch, *further) -> Case:

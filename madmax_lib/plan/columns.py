@@ -1,4 +1,4 @@
-"""Many plans at once: their columns, and what a device owns of the states."""
+"""Many plans at once: their columns, and the states that a device of each owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from madmax_lib.catalog.software import OVERLAPS, Software
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Plans", "expert_sharing", "owned", "product_part"]
+__all__ = ["Plans", "expert_sharing", "owned", "take_product"]
 
 Ints = int | np.ndarray
 Floats = float | np.ndarray
@@ -78,56 +78,35 @@ class Plans:
         """
         defaults = {field.name: field.default for field in fields(cls)}
         if not table.columns.is_unique:
-            raise ValueError(
-                f"column {table.columns[table.columns.duplicated()][0]!r} is given "
-                "twice"
-            )
-        if unknown := [name for name in table.columns if name not in defaults]:
-            near = difflib.get_close_matches(str(unknown[0]), defaults, n=3, cutoff=0.0)
-            raise ValueError(
-                f"column {unknown[0]!r} is not a field of Plan; nearest: "
-                f"{', '.join(near)}"
-            )
-        columns = {"dp": np.broadcast_to(1, len(table))}
-        defaults |= dict.fromkeys(OVERLAPS, np.nan)
-        defaults["sequence_parallel"] = (
-            table["tp"].to_numpy() > 1 if "tp" in table else False
-        )
-        for name, column in table.items():
-            if isinstance(defaults[name], str):
-                column = column.astype(
-                    "category"
-                )  # numbers of a few words: text is slow to compare
-            column = column.astype(object) if column.dtype.kind in "mMc" else column
-            missing = column.isna().to_numpy()
-            column = column.values
-            column = (
-                np.where(missing, defaults[name], column) if missing.any() else column
-            )
-            if isinstance(defaults[name], bool) or name == "sequence_parallel":
-                column = _as_flags(name, column)
-            elif isinstance(defaults[name], (int, float)):
-                column = _as_numbers(
-                    name, column, whole=isinstance(defaults[name], int)
+            twice = table.columns[table.columns.duplicated()][0]
+            raise ValueError(f"column {twice!r} is given twice")
+        for name in table.columns:
+            if name not in defaults:
+                near = difflib.get_close_matches(str(name), defaults, n=3, cutoff=0.0)
+                raise ValueError(
+                    f"column {name!r} is not a field of Plan; nearest: {', '.join(near)}"
                 )
-            columns[name] = column
+        tp = table["tp"].to_numpy() if "tp" in table else 1
+        # what an empty cell stands for; NaN is the None of a column of numbers
+        empty = defaults | dict.fromkeys(OVERLAPS, np.nan)
+        empty["sequence_parallel"] = tp > 1
+        columns = {"dp": np.broadcast_to(1, len(table))}
+        columns |= {name: _column(name, of, empty[name]) for name, of in table.items()}
         return cls(**columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape that all columns broadcast to, () for a single plan."""
-        return np.broadcast_shapes(
-            *{
-                column.shape
-                for column in vars(self).values()
-                if hasattr(column, "shape")
-            }
-        )
+        columns = vars(self).values()
+        shapes = {column.shape for column in columns if hasattr(column, "shape")}
+        return np.broadcast_shapes(*shapes)
 
     def busiest(self, imbalance, model):
         """Tokens of the busiest expert device over the mean: at most all tokens, each
         once per active expert.
         """
+        # all tokens choose an expert of this device: experts / active over the even
+        # share of one of that many devices
         most = np.minimum(self.ep, model.experts / np.maximum(model.active_experts, 1))
         return np.minimum(imbalance, np.maximum(most, 1))
 
@@ -141,6 +120,7 @@ class Plans:
         """Devices that share the states which ZeRO shards: all of dp x cp, or `shard`
         of them (HSDP).
         """
+        # a sum instead of np.where, which would make arrays of a plan's numbers
         return self.shard + (self.shard == 0) * self.dp * self.cp
 
     @property
@@ -148,9 +128,14 @@ class Plans:
         """tp / etp: ranks of tp over which whole experts are laid; 1 where tp splits
         each of them.
         """
-        return (self.etp == 0) + (self.etp > 0) * self.tp // (
-            self.etp + (self.etp == 0)
-        )
+        is_tp = self.etp == 0
+        return is_tp + (1 - is_tp) * self.tp // (self.etp + is_tp)
+
+    @property
+    def ends_as_layers(self) -> Ints:
+        """Layers that embedding and head count as when stages are made equal: 0 to 2."""
+        # times 1: the sum of two arrays of flags would be their `or`
+        return 1 * self.embedding_as_layer + 1 * self.head_as_layer
 
     @property
     def expert_devices(self) -> str:
@@ -175,70 +160,71 @@ class Plans:
         parts = dict(vars(self))
         for name, column in parts.items():
             if np.ndim(column):
-                part = (
-                    column
-                    if np.shape(column) == shape
-                    else np.broadcast_to(column, shape)
-                )[rows]
+                part = np.broadcast_to(column, shape)[rows]
                 value = part.item() if isinstance(part, np.generic) else part
-                parts[name] = (
-                    None if isinstance(value, float) and value != value else value
-                )
+                is_open = isinstance(value, float) and value != value  # NaN: None
+                parts[name] = None if is_open else value
         return Plans(**parts)
 
 
-def product_part(values, rows: np.ndarray, columns: np.ndarray):
+def take_product(values, rows: np.ndarray, columns: np.ndarray):
     """Some rows and columns of a product of plans, or of an array that broadcasts to
     one.
 
-    >>> product_part(np.arange(3)[:, None], np.array([0, 2]), np.array([5])).tolist()
+    >>> take_product(np.arange(3).reshape(3, 1), np.array([0, 2]), np.array([5])).tolist()
     [[0], [2]]
     """
     if isinstance(values, Plans):
-        return Plans(
-            **{
-                name: product_part(column, rows, columns)
-                for name, column in vars(values).items()
-            }
-        )
+        parts = vars(values).items()
+        return Plans(**{name: take_product(of, rows, columns) for name, of in parts})
     if np.ndim(values) < 2:
         return values
+    # an axis of length 1 holds for all of its rows, or columns
     values = values[rows] if len(values) > 1 else values
     return values[:, columns] if values.shape[1] > 1 else values
 
 
+def _column(name: str, column: pd.Series, empty) -> np.ndarray:
+    """A column of a table as plans have it; empty: what stands in empty cells."""
+    if isinstance(empty, str):
+        column = column.astype("category")  # a few words: text is slow to compare
+    elif column.dtype.kind in "mMc":  # dates and complex numbers are no numbers here
+        column = column.astype(object)
+    missing = column.isna().to_numpy()
+    values = column.values
+    if missing.any():
+        values = np.where(missing, empty, values)
+    if isinstance(empty, (bool, np.ndarray)):
+        return _as_flags(name, values)
+    if isinstance(empty, (int, float)):
+        return _as_numbers(name, values, whole_numbers=isinstance(empty, int))
+    return values
+
+
 def _as_flags(name: str, column: np.ndarray) -> np.ndarray:
     """A column of flags, for which 1 and 0 may stand."""
-    if column.dtype != bool and (
-        odd := [value for value in column if value not in (0, 1)]
-    ):
-        raise ValueError(
-            f"column {name!r} must hold True or False, but holds {short_repr(odd[0])}"
-        )
+    if column.dtype != bool:
+        _refuse_any(name, [v for v in column if v not in (0, 1)], "True or False")
     return column.astype(bool)
 
 
-def _as_numbers(name: str, column: np.ndarray, *, whole: bool) -> np.ndarray:
+def _as_numbers(name: str, column: np.ndarray, *, whole_numbers: bool) -> np.ndarray:
     """A column as floats, or as integers of 64 bits where all are whole: gaps make
     floats of them.
     """
-    if whole and column.dtype == np.int64:
+    if whole_numbers and column.dtype == np.int64:
         return column
-    odd = (
-        []
-        if column.dtype.kind in "biuf"
-        else [value for value in column if not isinstance(value, Real)]
-    )
-    if odd:
-        raise ValueError(
-            f"column {name!r} must hold numbers, but holds {short_repr(odd[0])}"
-        )
+    if column.dtype.kind not in "biuf":
+        _refuse_any(name, [v for v in column if not isinstance(v, Real)], "numbers")
     numbers = column.astype(float)
-    return (
-        numbers.astype(np.int64)
-        if whole and (abs(numbers) < 2**62).all() and not (numbers % 1).any()
-        else numbers
-    )
+    fits = whole_numbers and (abs(numbers) < 2**62).all() and not (numbers % 1).any()
+    return numbers.astype(np.int64) if fits else numbers
+
+
+def _refuse_any(name: str, odd: list, what: str) -> None:
+    if odd:
+        text = short_repr(odd[0])
+        raise ValueError(f"column {name!r} must hold {what}, but holds {text}")
 
 
 def expert_sharing(sharing, ep, spread=1):

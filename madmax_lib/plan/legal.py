@@ -1,4 +1,4 @@
-"""Which plans can be laid over a model, a cluster and a batch, and why not the others?
+"""Which plans can be laid over a model, a cluster and a batch, and why the others cannot.
 
 `legal` decides it for every part of the workbench by the rules of `rules`; a `Plan`
 checks itself by the same rules.
@@ -22,20 +22,19 @@ class Verdict:
 
     case: Case  # what was judged
     rules: tuple[Rule, ...]  # those that were applied, in order
-    place: np.ndarray  # of the first rule that each plan breaks, -1 for a legal plan
+    first_broken_rule: np.ndarray  # its number in `rules`, of each plan; -1: legal
 
     @property
     def mask(self) -> np.ndarray:
         """True for legal plans."""
-        return self.place < 0
+        return self.first_broken_rule < 0
 
     def words(self) -> np.ndarray:
-        """What is said of each plan, empty for a legal one."""
-        words = np.full(self.place.shape, "", dtype=object)
+        """The words of the rule that each plan breaks, empty for a legal one."""
+        words = np.full(self.first_broken_rule.shape, "", dtype=object)
         for row in map(tuple, np.argwhere(~self.mask)):
-            words[row] = self.rules[self.place[row]].words(
-                self.case.plan[row], self.case
-            )
+            rule = self.rules[self.first_broken_rule[row]]
+            words[row] = rule.words(self.case.plan[row], self.case)
         return words
 
 
@@ -52,10 +51,11 @@ def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
     ([True, False], 'cp=3 does not divide 1024 tokens of gpt2')
     """
     rules = rules_of(case) + further
-    place = np.full(case.plan.shape, -1)
+    first = np.full(case.plan.shape, -1)
+    # a degree of 0 breaks a rule of its own: what it divides by zero does not matter
     with np.errstate(divide="ignore", invalid="ignore"):
         for number, rule in enumerate(rules):
             broken = rule.broken(case.plan, case)
             if np.any(broken):
-                place = np.where((place < 0) & broken, number, place)
-    return Verdict(case, rules, place)
+                first = np.where((first < 0) & broken, number, first)
+    return Verdict(case, rules, first)

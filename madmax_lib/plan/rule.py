@@ -1,6 +1,4 @@
-"""What is a rule of the book, how is one plan judged, and what may each field of a plan
-hold?
-"""
+"""A rule of the book, the judgement of one plan, and what each field of a plan may hold."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,12 +12,10 @@ from madmax_lib.catalog.software import OVERLAPS
 
 __all__ = ["FIELDS", "ZERO_PLUS", "Rule", "enforce", "is_not_among"]
 
-ZERO_PLUS = ("qwz", "hpz", "qgz")
-_LEAST = dict.fromkeys(
-    ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"), 1
-) | dict.fromkeys(
-    ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers"), 0
-)
+ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]
+_DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
+_COUNTS = ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers")
+_FLAGS = ("overlap_gather", "reduce_fp32", "embedding_as_layer", "head_as_layer")
 _CHOICES = {
     "zero": (0, 1, 2, 3),
     "context": ("ring", "ulysses"),
@@ -27,15 +23,10 @@ _CHOICES = {
     "recompute": ("none", "selective", "full"),
     "schedule": ("gpipe", "1f1b", "zero-bubble"),
     "offload": (None, "optimizer", "all", "chunks", "nvme"),
-} | dict.fromkeys((*OVERLAPS, "sequence_parallel"), (None, False, True))
-_FLAGS = (
-    *ZERO_PLUS,
-    "overlap_gather",
-    "reduce_fp32",
-    "embedding_as_layer",
-    "head_as_layer",
-)
-_CHOICES |= dict.fromkeys(_FLAGS, (False, True))
+    **dict.fromkeys((*OVERLAPS, "sequence_parallel"), (None, False, True)),
+    **dict.fromkeys((*ZERO_PLUS, *_FLAGS), (False, True)),
+}
+_LEAST_POSITIVE = 5e-324  # the smallest number above 0
 
 
 @dataclass(frozen=True)
@@ -44,18 +35,14 @@ class Rule:
 
     name: str  # the rule in general, under which a search counts what it drops
     broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
-    text: (
-        str | Callable[..., str]
-        # what is said of one plan that does: a format of plan p and case c, or a function
-    )
+    # words for one plan that does: a format of plan p and case c, or a function of both
+    text: str | Callable[..., str]
 
     def words(self, plan, case) -> str:
-        """What is said of a plan that breaks it."""
-        return (
-            self.text.format(p=plan, c=case)
-            if isinstance(self.text, str)
-            else self.text(plan, case)
-        )
+        """Why a plan that breaks it is not legal."""
+        if isinstance(self.text, str):
+            return self.text.format(p=plan, c=case)
+        return self.text(plan, case)
 
 
 def enforce(rules: Iterable[Rule], plan, case) -> None:
@@ -69,31 +56,30 @@ def is_not_among(value, choices: tuple):
     """Where a field is none of its choices, a flag or a mask."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "b" and True in choices:
         return False
-    if hasattr(value, "shape"):  # NaN is the None of a column of numbers
-        known = [
-            value == choice
-            if choice is not None
-            else (value == choice) | (value != value)
-            for choice in choices
-        ]
-        return ~np.logical_or.reduce(known)
-    return value not in choices
+    if not hasattr(value, "shape"):
+        return value not in choices
+    is_choice = [value == choice for choice in choices]
+    if None in choices:
+        is_choice.append(value != value)  # NaN is the None of a column of numbers
+    return ~np.logical_or.reduce(is_choice)
 
 
 def _is_not_count(value, least: int):
     if isinstance(value, np.ndarray):
-        return (value < least) | (value % 1 != 0 if value.dtype.kind == "f" else False)
+        is_fraction = value % 1 != 0 if value.dtype.kind == "f" else False
+        return (value < least) | is_fraction
     return not isinstance(value, int) or not is_whole(value, least)
 
 
 def _is_not_number(value, least: float):
-    """A number may be infinite."""
+    """Where a field is below `least` or no number; it may be infinite."""
     if not isinstance(value, (Real, np.ndarray)):
         return True
-    return np.logical_not(value >= least)
+    return np.logical_not(value >= least)  # NaN is not, either
 
 
 def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule:
+    """The rule of one field; general: its name for all values, words: for one."""
     return Rule(
         f"{name} must be {general}",
         lambda p, c: is_wrong(getattr(p, name)),
@@ -101,22 +87,32 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule
     )
 
 
-FIELDS: dict[str, Rule] = {}  # of one field each
-for _name, _least in _LEAST.items():
-    _words = f"must be a whole number of at least {_least}"
-    FIELDS[_name] = _field_rule(
-        _name, "a whole number", partial(_is_not_count, least=_least), _words
-    )
-for _name, _known in _CHOICES.items():
-    _words = f"is not one of {', '.join(map(str, _known))}"
-    FIELDS[_name] = _field_rule(
-        _name, "known", partial(is_not_among, choices=_known), _words
-    )
-_positive = partial(_is_not_number, least=5e-324)
-_not_negative = partial(_is_not_number, least=0)
-FIELDS["bucket_bytes"] = _field_rule(
-    "bucket_bytes", "positive", _positive, "must be positive"
-)
-FIELDS["capacity"] = _field_rule(
-    "capacity", "0 or more", _not_negative, "must be a number, not negative"
-)
+def _count_rule(name: str, least: int) -> Rule:
+    words = f"must be a whole number of at least {least}"
+    is_wrong = partial(_is_not_count, least=least)
+    return _field_rule(name, "a whole number", is_wrong, words)
+
+
+def _choice_rule(name: str) -> Rule:
+    choices = _CHOICES[name]
+    words = f"is not one of {', '.join(map(str, choices))}"
+    return _field_rule(name, "known", partial(is_not_among, choices=choices), words)
+
+
+FIELDS: dict[str, Rule] = {  # of one field each
+    **{name: _count_rule(name, 1) for name in _DEGREES},
+    **{name: _count_rule(name, 0) for name in _COUNTS},
+    **{name: _choice_rule(name) for name in _CHOICES},
+    "bucket_bytes": _field_rule(
+        "bucket_bytes",
+        "positive",
+        partial(_is_not_number, least=_LEAST_POSITIVE),
+        "must be positive",
+    ),
+    "capacity": _field_rule(
+        "capacity",
+        "0 or more",
+        partial(_is_not_number, least=0),
+        "must be a number, not negative",
+    ),
+}

@@ -1,13 +1,14 @@
-"""Which plans are legal? The rule book: a table of rules, each with its name, the plans
-that break it, and the words.
+"""The rule book, which says what plans are legal: a table of rules, each with its name,
+the plans that break it, and the words.
 
 A rule sees the plans (`p`: a `Plan`, or `Plans` with arrays) and their case (`c`:
 model, cluster, batch, sequence), and gives a flag or a mask. The rules say what can be
 laid out at all; what a search does not try, a runner has not built or a formula does
-not cover is said where that is so. `plans.legal` applies them.
+not cover is said where that is so. `legal.legal` applies them.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,9 @@ __all__ = [
     "STATED",
     "Rule",
     "enforce",
+    "layers_between",
+    "rules_of",
 ]
-__all__ += ["layers_between", "rules_of"]
 
 
 def _is_off(value):
@@ -40,8 +42,8 @@ def _leaves_rest(count, degree):
     choice.
     """
     if isinstance(degree, int) and degree <= 1:
-        return False
-    return count % (degree + (degree == 0)) != 0
+        return False  # the common case, without a calculation of arrays
+    return count % np.maximum(degree, 1) != 0
 
 
 def _pipeline_rule(name: str, default: int) -> Rule:
@@ -51,6 +53,10 @@ def _pipeline_rule(name: str, default: int) -> Rule:
         lambda p, c: (getattr(p, name) > default) & (p.pp == 1),
         text,
     )
+
+
+def _has_zero_plus(p):
+    return p.qwz | p.hpz | p.qgz
 
 
 def _zero_plus(p) -> str:
@@ -94,12 +100,12 @@ ALONE = (
     NEST,
     Rule(
         "ZeRO++ needs zero=3",
-        lambda p, c: (p.qwz | p.hpz | p.qgz) & (p.zero != 3),
+        lambda p, c: _has_zero_plus(p) & (p.zero != 3),
         lambda p, c: f"{_zero_plus(p)} needs zero=3, but zero={p.zero}",
     ),
     Rule(
         "ZeRO++ excludes HSDP",
-        lambda p, c: (p.qwz | p.hpz | p.qgz) & (p.shard > 0),
+        lambda p, c: _has_zero_plus(p) & (p.shard > 0),
         lambda p, c: f"{_zero_plus(p)} and shard={p.shard} (HSDP) exclude each other",
     ),
     Rule(
@@ -119,22 +125,18 @@ ALONE = (
             (p.embedding_as_layer & (p.first_layers > 0))
             | (p.head_as_layer & (p.last_layers > 0))
         ),
-        lambda p, c: (
-            "embedding_as_layer and first_layers, head_as_layer and last_layers "
-            "exclude each other"
-        ),
+        "embedding_as_layer and first_layers, head_as_layer and last_layers exclude "
+        "each other",
     ),
 )
 
 
 def _not_filled(p, c) -> str:
-    need = p.world_size
     nodes = p.world_size / c.cluster.devices_per_node
-    way = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
-    degrees = f"{p.dp} x {p.tp} x {p.pp} x {p.cp} = {need}"
+    way_out = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
     return (
-        f"dp x tp x pp x cp = {degrees}, but {c.cluster.name} has "
-        f"{c.cluster.world_size} devices{way}"
+        f"dp x tp x pp x cp = {p.dp} x {p.tp} x {p.pp} x {p.cp} = {p.world_size}, but "
+        f"{c.cluster.name} has {c.cluster.world_size} devices{way_out}"
     )
 
 
@@ -147,35 +149,47 @@ _CLUSTER = (
 )
 
 
-def layers_between(p, layers):
-    """(layers, virtual stages) between the first and last stage of stated length;
-    embedding and head may count.
-    """
-    counted = (
-        layers + p.embedding_as_layer + p.head_as_layer - p.first_layers - p.last_layers
-    )
-    return counted, (p.pp - (p.first_layers > 0) - (p.last_layers > 0)) * p.interleave
+class Between(NamedTuple):
+    """What lies between the first and last stage of stated length."""
+
+    layers: int | np.ndarray  # embedding and head may count as one each
+    stages: int | np.ndarray  # virtual ones: chunks
+
+
+def layers_between(p, layers) -> Between:
+    """Layers and virtual stages between the first and last stage of stated length."""
+    counted = layers + p.ends_as_layers - p.first_layers - p.last_layers
+    stages = p.pp - (p.first_layers > 0) - (p.last_layers > 0)
+    return Between(counted, stages * p.interleave)
 
 
 def _empty_chunks(p):
     """Chunks that need no layer: that of an end which counts as one, and those that the
     layers of an end leave.
     """
+    # -n % v: what n lacks to a multiple of v
     lacking = -p.first_layers % p.interleave + -p.last_layers % p.interleave
-    return (
-        lacking + p.embedding_as_layer + p.head_as_layer
-    )  # in this order: the sum of two arrays of flags is their or
+    return lacking + p.ends_as_layers
 
 
 def _is_not_shared(p, layers):
-    counted, stages = layers_between(p, layers)
-    return (counted < stages) | ((stages == 0) & (counted != 0))
+    between = layers_between(p, layers)
+    is_left_over = (between.stages == 0) & (between.layers != 0)
+    return (between.layers < between.stages) | is_left_over
 
 
 def _is_uneven(p, layers):
-    """Beside ends of stated length the other stages must come out equal [Megatron-LM]."""
-    counted, stages = layers_between(p, layers)
-    return ((p.first_layers > 0) | (p.last_layers > 0)) & _leaves_rest(counted, stages)
+    """Where stages beside ends of stated length do not come out equal [Megatron-LM]."""
+    has_stated_end = (p.first_layers > 0) | (p.last_layers > 0)
+    return has_stated_end & _leaves_rest(*layers_between(p, layers))
+
+
+def _uneven_words(p, layers) -> str:
+    between = layers_between(p, layers)
+    return (
+        f"pp x interleave = {p.pp} x {p.interleave}: {between.layers} layers do not "
+        f"divide evenly over {between.stages} stages"
+    )
 
 
 # of a plan and a number of layers
@@ -183,23 +197,15 @@ STAGES = (
     Rule(
         "the ends must leave layers for the other stages",
         _is_not_shared,
-        "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave "
-        "{c} layers "
-        "for pp x interleave = {p.pp} x {p.interleave}",
+        "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {c} "
+        "layers for pp x interleave = {p.pp} x {p.interleave}",
     ),
-    Rule(
-        "the stages between stated ends must be equal",
-        _is_uneven,
-        lambda p, layers: (
-            f"pp x interleave = {p.pp} x {p.interleave}: "
-            f"{layers_between(p, layers)[0]} layers do not divide evenly "
-            f"over {layers_between(p, layers)[1]} stages"
-        ),
-    ),
+    Rule("the stages between stated ends must be equal", _is_uneven, _uneven_words),
 )
 
 
 def _of_layers(rule: Rule) -> Rule:
+    """A rule of `STAGES` for the layers of a case's model."""
     return Rule(
         rule.name,
         lambda p, c: rule.broken(p, c.model.layers),
@@ -208,6 +214,7 @@ def _of_layers(rule: Rule) -> Rule:
 
 
 def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
+    """A degree must divide what a model has; count: of a case."""
     return Rule(
         f"{name} must divide {what}",
         lambda p, c: _leaves_rest(count(c), getattr(p, name)),
@@ -218,12 +225,8 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
     )
 
 
-def _by_flops(c) -> bool:
-    return bool(c.software) and c.software.stages_by_flops
-
-
 def _kinds_rule(name: str, what: str, broken: Callable) -> Rule:
-    """What is not modelled for layers of several kinds."""
+    """A choice is not modelled for layers of several kinds."""
     return Rule(
         f"{name} must be modelled for the kinds of layers",
         broken,
@@ -268,7 +271,10 @@ _TRANSFORMER = (
     _kinds_rule(
         "cp",
         "context parallelism",
-        lambda p, c: (p.cp > 1) & bool(set("Mmx") & set(c.model.blocks)),
+        lambda p, c: (
+            (p.cp > 1)
+            & (c.model.all_blocks.has_mixer | c.model.all_blocks.has_cross_attention)
+        ),
     ),
     _kinds_rule(
         "pp",
@@ -278,7 +284,10 @@ _TRANSFORMER = (
     _kinds_rule(
         "pp",
         "stages cut at equal FLOPs",
-        lambda p, c: (p.pp > 1) & bool(c.model.blocks) & _by_flops(c),
+        lambda p, c: (
+            (p.pp > 1)
+            & bool(c.model.blocks and c.software and c.software.stages_by_flops)
+        ),
     ),
     _kinds_rule(
         "offload",
@@ -373,16 +382,14 @@ BATCH = (
         "dp must divide the global batch",
         lambda p, c: (c.global_batch < 1) | _leaves_rest(c.global_batch, p.dp),
         "global_batch={c.global_batch} is not a multiple of dp x micro_batch = "
-        "{p.dp} x {p.micro_batch}, "
-        "nor, with a short last micro-batch, of dp",
+        "{p.dp} x {p.micro_batch}, nor, with a short last micro-batch, of dp",
     ),
     Rule(
         "micro_batch must not exceed the samples of a rank",
         lambda p, c: p.micro_batch * p.dp > c.global_batch,
         lambda p, c: (
-            f"micro_batch={p.micro_batch} exceeds the {c.global_batch // p.dp} "
-            "samples that global_batch="
-            f"{c.global_batch} leaves each of dp={p.dp}; nearest: "
+            f"micro_batch={p.micro_batch} exceeds the {c.global_batch // p.dp} samples "
+            f"that global_batch={c.global_batch} leaves each of dp={p.dp}; nearest: "
             f"micro_batch={c.global_batch // p.dp}"
         ),
     ),
@@ -391,12 +398,10 @@ BATCH = (
 
 def rules_of(case: Case) -> tuple[Rule, ...]:
     """The rules that apply to a case, in order: of what is given."""
-    shape = RECOMMENDATION if isinstance(case.model, DLRM) else _TRANSFORMER
-    batch = () if case.global_batch is None else BATCH
-    return (
-        ALONE
-        + (_CLUSTER if case.cluster else ())
-        + shape
-        + batch
-        + (SOFTWARE if case.software else ())
-    )
+    rules = ALONE
+    if case.cluster:
+        rules += _CLUSTER
+    rules += RECOMMENDATION if isinstance(case.model, DLRM) else _TRANSFORMER
+    if case.global_batch is not None:
+        rules += BATCH
+    return rules + SOFTWARE if case.software else rules

@@ -1,5 +1,4 @@
-"""Which plans can a software run? Rules of the book that apply where a case names one,
-by `data/software.csv`.
+"""Rules of the book for the plans that a software can run, where a case names one: by `data/software.csv`.
 
 `SOFTWARE` is what it can run at all. A plan also says things that its configuration has
 no word for, mostly by default (DeepSpeed has no sequence parallelism, torchtitan always
@@ -14,7 +13,7 @@ from operator import or_
 import numpy as np
 
 from madmax_lib.catalog.models import DLRM
-from madmax_lib.plan.rule import Rule, is_not_among
+from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 
 __all__ = ["SOFTWARE", "STATED"]
 
@@ -23,40 +22,42 @@ def _software_rule(what: str, broken: Callable, words: str) -> Rule:
     """broken: of plans and the software of their case; words: what it does not run, a
     format of the plan.
     """
-    text = f"{{c.software.name}} does not run {words}"
     return Rule(
-        f"the software must run {what}", lambda p, c: broken(p, c.software), text
+        f"the software must run {what}",
+        lambda p, c: broken(p, c.software),
+        f"{{c.software.name}} does not run {words}",
     )
+
+
+def _zero_plus_rule(part: str) -> Rule:
+    def broken(p, software):
+        return getattr(p, part) & (part not in software.zero_plus_plus)
+
+    return _software_rule(part, broken, part)
 
 
 def _kind_of(model) -> str:
-    return (
-        "recommendation"
-        if isinstance(model, DLRM)
-        else "image"
-        if model.image
-        else "language"
+    if isinstance(model, DLRM):
+        return "recommendation"
+    return "image" if model.image else "language"
+
+
+def _lie_elsewhere(p, placement: tuple[str, ...]):
+    """Where experts lie where a software does not lay them: over dp x cp x tp, or over
+    dp x cp with each split over tp.
+    """
+    if not placement:
+        return p.ep > 1
+    over_tp = p.expert_spread > 1
+    is_elsewhere = (over_tp & ("dp-cp-tp" not in placement)) | (
+        ~np.asarray(over_tp) & ("dp-cp" not in placement)
     )
+    return (p.ep > 1) & (p.tp > 1) & is_elsewhere
 
 
-def _lie_elsewhere(p, places: tuple[str, ...]):
-    whole = "dp-cp-tp" not in places
-    split = "dp-cp" not in places
-    return (p.ep > 1) & (
-        (not places)
-        | (
-            (p.tp > 1)
-            & (((p.expert_spread > 1) & whole) | ((p.expert_spread == 1) & split))
-        )
-    )
-
-
-def _zero_is_not_run(p, s):
-    return np.where(
-        p.pp > 1,
-        is_not_among(p.zero, s.zero_under_pipeline),
-        is_not_among(p.zero, s.zero),
-    )
+def _zero_is_not_run(p, software):
+    under_pipeline = is_not_among(p.zero, software.zero_under_pipeline)
+    return np.where(p.pp > 1, under_pipeline, is_not_among(p.zero, software.zero))
 
 
 def _kind_is_not_run(degree, kind, kinds: tuple[str, ...]):
@@ -64,25 +65,22 @@ def _kind_is_not_run(degree, kind, kinds: tuple[str, ...]):
 
 
 def _is_cut_unevenly(p, c):
-    counted = c.model.layers + p.embedding_as_layer + p.head_as_layer
-    stages = p.pp * p.interleave
-    stated = (p.first_layers + p.last_layers > 0) & (
-        p.embedding_as_layer + p.head_as_layer == 0
-    )
-    return (p.pp > 1) & np.logical_not(stated) & (counted % stages != 0)
+    counted = c.model.layers + p.ends_as_layers
+    is_stated = (p.first_layers + p.last_layers > 0) & (p.ends_as_layers == 0)
+    is_uneven = counted % (p.pp * p.interleave) != 0
+    return (p.pp > 1) & np.logical_not(is_stated) & is_uneven
 
 
 def _is_not_counted_out(p, c):
-    """Chunks are cut by the layers of each, rounded up [torchtitan]."""
-    counted = c.model.layers + p.embedding_as_layer + p.head_as_layer
+    """Where chunks cut by the layers of each, rounded up, are too few [torchtitan]."""
+    counted = c.model.layers + p.ends_as_layers
     chunks = p.pp * p.interleave
     each = -(-counted // chunks)
     return (p.interleave > 2) & (-(-counted // each) != chunks)
 
 
-_CHOICES: dict[
-    str, tuple[Callable, str]
-] = {  # of several fields: where a plan makes it, and its words
+# choices of several fields: where a plan makes one, and its words
+_CHOICES: dict[str, tuple[Callable, str]] = {
     "copies-in-cp": (
         lambda p, c: (p.zero == 0) & (p.cp > 1),
         "zero=0 with cp={p.cp}, over which it shards",
@@ -144,30 +142,23 @@ def _makes(choice: str, p, c):
             f"{', '.join(_CHOICES)}"
         )
     ours = getattr(p, name)
-    made = (
-        ours > 0
-        if value == "any"
-        else ours == (float(value) if value.isdigit() else value)
-    )
-    return made & _MATTERS[name](p) if name in _MATTERS else made
+    wanted = float(value) if value.isdigit() else value
+    is_made = ours > 0 if value == "any" else ours == wanted
+    return is_made & _MATTERS[name](p) if name in _MATTERS else is_made
 
 
 def _choices_rule(which: str, verb: str) -> Rule:
-    """Of the choices that a software names in a field."""
+    """The rule of all choices that a software lists in a field, `refuses` or `unsaid`."""
 
     def broken(p, c):
-        return reduce(
-            or_, (_makes(choice, p, c) for choice in getattr(c.software, which)), False
-        )
+        is_made = (_makes(choice, p, c) for choice in getattr(c.software, which))
+        return reduce(or_, is_made, False)
 
     def words(p, c) -> str:
-        choice = next(
-            choice for choice in getattr(c.software, which) if _makes(choice, p, c)
-        )
-        return (
-            f"{c.software.name} does not {verb} "
-            f"{_CHOICES.get(choice, ('', choice))[1].format(p=p)}"
-        )
+        choices = getattr(c.software, which)
+        choice = next(choice for choice in choices if _makes(choice, p, c))
+        text = _CHOICES[choice][1].format(p=p) if choice in _CHOICES else choice
+        return f"{c.software.name} does not {verb} {text}"
 
     return Rule(f"the software must {verb} the choices", broken, words)
 
@@ -200,9 +191,7 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
         lambda p, s: (p.shard > 0) & (not s.hybrid_shard),
         "shard={p.shard} (HSDP)",
     ),
-    _software_rule("qwz", lambda p, s: p.qwz & ("qwz" not in s.zero_plus_plus), "qwz"),
-    _software_rule("hpz", lambda p, s: p.hpz & ("hpz" not in s.zero_plus_plus), "hpz"),
-    _software_rule("qgz", lambda p, s: p.qgz & ("qgz" not in s.zero_plus_plus), "qgz"),
+    *map(_zero_plus_rule, ZERO_PLUS),
     _software_rule(
         "such cp",
         lambda p, s: _kind_is_not_run(p.cp, p.context, s.context),

@@ -1,5 +1,5 @@
-"""What does a row say? Its fields, and by them the model, device, network, data type
-and software of a run.
+"""What a published row states: its fields, and by them the model, device, network, data
+type and software of a run.
 
 What a row does not state comes from tables, with citations: `data/row_clusters.csv` for
 a source (cluster, network, software, recompute, whether the loss is compiled too),
@@ -44,42 +44,43 @@ _OTHERS = re.compile(
     r"dlrm|mixer|swin|resne|convnext|efficientnet|regnet|vgg|.*\bmamba\b", re.I
 )
 _MIXTURE = re.compile(r"\d+x\d+b|[-_ ]a\d+b|moe", re.I)
+_PATCH = re.compile(r"patch(\d+)|/(\d+)")  # vit-b/16
+_IMAGENET_CLASSES = 1000
+_GPT_VOCAB = 50257  # rows of GPT-2's token table, where a row states none
 # elements: defaults of Megatron-Core and DeepSpeed
 _BUCKET = 40e6
 _DEEPSPEED_BUCKET = 5e8
-_NEEDED = {
-    "layers": "layers",
-    "hidden": "hidden",
-    "heads": "heads",
-    "sequence": "seq_len",
-}  # field: column
+# column of each field that a model must have, and of others that it may have
+_NEEDED = {"layers": "layers", "hidden": "hidden", "heads": "heads"}
+_NEEDED |= {"sequence": "seq_len"}
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
-_MOST = dict.fromkeys(
-    ("layers", "experts", "pp", "vpp"), 10**4
-)  # of a count; of others 10^8
-_MOST |= dict.fromkeys(
-    ("hidden", "heads", "kv_heads", "ffn", "expert_ffn"), 10**6
-) | dict.fromkeys(OVERLAPS, 1)
 _EXPERTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers")
-_GATED = {
+# of a count; of others 10^8: more is a mistake of units
+_MOST = {
+    **dict.fromkeys(("layers", "experts", "pp", "vpp"), 10**4),
+    **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "expert_ffn"), 10**6),
+    **dict.fromkeys(OVERLAPS, 1),
+}
+_MOST_OTHERWISE = 10**8
+_LLAMA_STYLE = {
     "gated": True,
     "norm": "rms",
     "positions": "rope",
     "attention_bias": "none",
     "mlp_bias": False,
 }
-_ABOUT = ("pattern", "gpu", "source")  # columns of row_clusters.csv that are no facts
-_NETWORK = ("cluster", "devices_per_node", "network_gbit")
-_COMPILED = re.compile(
-    r"\bcompile\b|cumulative flags up to \+ (?!packed)", re.I
-)  # torchtune's flags add up
-_ZERO_3 = re.compile(
-    r"\bZeRO-3\b"
-)  # DeepSpeed's, which SC'21 and others ran in codes without it
+_NO_FACTS = {"pattern", "gpu", "source"}  # columns of row_clusters.csv that find a row
+_NETWORK = {"cluster", "devices_per_node", "network_gbit"}
+# torchtune's flags add up
+_COMPILED = re.compile(r"\bcompile\b|cumulative flags up to \+ (?!packed)", re.I)
+# DeepSpeed's, which SC'21 and others ran in codes without it
+_ZERO_3 = re.compile(r"\bZeRO-3\b")
 _SENDS_ONCE = re.compile(r"DeepEP|HybridEP")  # dispatchers
+# Bridge captures them since 26.06
 _GRAPHS = re.compile(
     r"CUDA graphs|_cg\.sh|\b(26\.(0[6-9]|1\d)|2[7-9]\.\d\d)(\.\d+)? NeMo"
-)  # Bridge since 26.06
+)
+_OVERLAPS_TP = re.compile(r"async tp|tp-comm-overlap", re.I)
 _DTYPES = {  # by the first name in the text
     r"fp4": "nvfp4",
     r"mxfp8|fp8-mx": "mxfp8",
@@ -94,19 +95,17 @@ _DTYPES = {  # by the first name in the text
 def text_of(raw: dict, name: str) -> str:
     """A field as text, empty if it is not stated."""
     value = raw.get(name)
-    return (
-        "" if value is None or value is pd.NA or value != value else str(value).strip()
-    )
+    is_missing = value is None or value is pd.NA or value != value  # NaN
+    return "" if is_missing else str(value).strip()
 
 
 def number_of(raw: dict, name: str) -> float:
     """A field as a number, NaN if it is not stated. Raises ValueError if it is no
     finite number.
     """
-    if not (text := text_of(raw, name)):
-        return np.nan
+    text = text_of(raw, name)
     try:
-        value = float(raw[name])
+        value = float(raw[name]) if text else np.nan
     except (TypeError, ValueError):
         raise ValueError(f"{name}={text!r} is not a number") from None
     if math.isinf(value):
@@ -121,7 +120,7 @@ def positive_of(raw: dict, name: str, default: float = np.nan) -> float:
     value = number_of(raw, name)
     if value <= 0:
         raise ValueError(f"{name}={value:g} must be above 0")
-    return value if value > 0 else default
+    return default if math.isnan(value) else value
 
 
 def count_of(raw: dict, name: str, default=None, *, least: int = 1):
@@ -129,16 +128,18 @@ def count_of(raw: dict, name: str, default=None, *, least: int = 1):
     another number.
     """
     value = number_of(raw, name)
-    most = _MOST.get(name, 10**8)
-    if value == value and (value % 1 or not least <= value <= most):
+    if math.isnan(value):
+        return default
+    most = _MOST.get(name, _MOST_OTHERWISE)
+    if value % 1 or not least <= value <= most:
         raise ValueError(
             f"{name}={value:g} must be a whole number of {least} to {most}"
         )
-    return int(value) if value == value else default
+    return int(value)
 
 
 def remarks_of(raw: dict) -> str:
-    """What a row says in words: title, model and notes."""
+    """A row's words: title, model and notes."""
     return "; ".join(text_of(raw, name) for name in ("table_row", "model", "notes"))
 
 
@@ -149,91 +150,81 @@ def model_of(raw: dict) -> Transformer:
     A row of a run of this project has all its sizes, as JSON.
     """
     name = text_of(raw, "model") or "unnamed"
-    if text_of(raw, "sizes"):
-        return Transformer(**json.loads(text_of(raw, "sizes")))
+    if sizes := text_of(raw, "sizes"):
+        return Transformer(**json.loads(sizes))
     if _OTHERS.match(name):
         raise ValueError(f"{name} is not a plain transformer")
-    own = {field: count_of(raw, column) for field, column in _DIMENSIONS.items()}
-    own |= {field: count_of(raw, field, least=0) for field in _EXPERTS}
-    own = {field: value for field, value in own.items() if value is not None}
+    stated = {field: count_of(raw, column) for field, column in _DIMENSIONS.items()}
+    stated |= {field: count_of(raw, field, least=0) for field in _EXPERTS}
+    stated = {field: value for field, value in stated.items() if value is not None}
     listed = _listed(name)
-    if any(
-        own.get(field, listed.get(field)) != listed.get(field)
-        for field in ("hidden", "heads")
-    ):
-        listed = {}  # another model of that name
-    facts = {field: value for field, value in _facts(name).items() if field != "model"}
-    fields = (listed or facts) | own | {"name": name}
+    for field in ("hidden", "heads"):
+        if stated.get(field, listed.get(field)) != listed.get(field):
+            listed = {}  # another model of that name
+    base = listed or {k: v for k, v in _facts(name).items() if k != "model"}
+    fields = base | stated | {"name": name}
     for field, column in _NEEDED.items():
         if not fields.get(field):
             raise ValueError(f"{column} is not stated")
     if _VISION.match(name):
         return _vision(fields)
-    if not fields.get("experts") and (
-        _MIXTURE.search(name) or number_of(raw, "ep") > 1
-    ):
+    is_mixture = _MIXTURE.search(name) or number_of(raw, "ep") > 1
+    if is_mixture and not fields.get("experts"):
         raise ValueError(
             f"experts of {name!r} are not stated and not in data/row_models.csv"
         )
-    fields["dense_layers"] = min(
-        fields.get("dense_layers", 0), fields["layers"]
-    )  # of a proxy with fewer layers
+    # a proxy may have fewer layers than the model it stands for
+    fields["dense_layers"] = min(fields.get("dense_layers", 0), fields["layers"])
     if listed:
         return Transformer(**fields)
-    return _of_style(
-        {"ffn": 4 * fields["hidden"], "vocab": 50257} | fields,
-        positive_of(raw, "params_b"),
-    )
+    usual = {"ffn": 4 * fields["hidden"], "vocab": _GPT_VOCAB}
+    return _of_style(usual | fields, positive_of(raw, "params_b"))
 
 
 def _of_style(fields: dict, billions: float) -> Transformer:
-    """Of GPT's or LLaMA's style, with the token table as head or not, as the stated
-    parameters tell.
+    """A model of GPT's or LLaMA's style, with the token table as head or not, as the
+    stated parameters tell.
 
     Not stated: gated where the feed-forward part is not four times the width, and in
     mixtures; then with a head.
     """
-    models = [
-        Transformer(**(style | fields), tied=tied)
-        for style in ({}, _GATED)
-        for tied in (True, False)
+    styles = [
+        style | {"tied": tied} for style in ({}, _LLAMA_STYLE) for tied in (True, False)
     ]
+    models = [Transformer(**(style | fields)) for style in styles]
     if billions > 0:
         return min(models, key=lambda model: abs(model.parameters / 1e9 - billions))
-    return models[
-        -1 if fields["ffn"] != 4 * fields["hidden"] or fields.get("experts") else 0
-    ]
+    is_plain = fields["ffn"] == 4 * fields["hidden"] and not fields.get("experts")
+    return models[0] if is_plain else models[-1]
 
 
 def _vision(fields: dict) -> Transformer:
     """A vision transformer: the patch is in its name, the image follows from its
     tokens, the classes are ImageNet's.
     """
-    patch = re.search(r"patch(\d+)|/(\d+)", fields["name"])
-    size = int(patch[1] or patch[2]) if patch else fields.get("patch", 0)
-    if not size:
+    match = _PATCH.search(fields["name"])
+    patch = int(match[1] or match[2]) if match else fields.get("patch", 0)
+    if not patch:
         raise ValueError(f"{fields['name']}: the patch is not stated")
-    image = size * round(math.sqrt(fields["sequence"] - 1))  # beside the class token
+    # a square of patches, and the class token
+    patches = round(math.sqrt(fields["sequence"] - 1))
     shape = {field: fields[field] for field in ("name", "layers", "hidden", "heads")}
     return Transformer(
         **shape,
         ffn=fields.get("ffn", 4 * fields["hidden"]),
-        image=image,
-        patch=size,
-        classes=1000,
+        image=patch * patches,
+        patch=patch,
+        classes=_IMAGENET_CLASSES,
     )
 
 
 @lru_cache(maxsize=256)
 def _facts(name: str) -> dict:
-    """What `data/row_models.csv` says of a model by its name, empty if nothing."""
+    """Fields of a model by its name in `data/row_models.csv`, empty without a row."""
     for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
         if re.search(facts.pop("pattern"), name, re.I):
-            return {
-                field: value if field == "model" else int(value)
-                for field, value in facts.items()
-                if value
-            }
+            stated = {field: text for field, text in facts.items() if text}
+            return {k: v if k == "model" else int(v) for k, v in stated.items()}
     return {}
 
 
@@ -256,31 +247,33 @@ def completed(raw: dict) -> tuple[dict, Device]:
     A column `cluster` replaces the network of the source, and the device where it is a
     `machine.json`. Raises ValueError for no or an unknown device.
     """
-    if not text_of(raw, "gpu"):
+    gpu = text_of(raw, "gpu")
+    cluster = text_of(raw, "cluster")
+    if not gpu:
         raise ValueError("gpu is not stated")
-    own = text_of(raw, "cluster").endswith(".json")
-    device = (
-        catalog.cluster(text_of(raw, "cluster")).device
-        if own
-        else catalog.device(text_of(raw, "gpu"))
-    )
-    rows = (
-        row for row in _sources() if re.search(row["pattern"], text_of(raw, "source"))
-    )
-    facts = next(
-        (
-            row
-            for row in rows
-            if re.match(rf"{row['gpu']}(-|$)", device.name) or not row["gpu"]
-        ),
-        {},
-    )
-    left_out = _ABOUT + (_NETWORK if text_of(raw, "cluster") else ())
-    return raw | {
+    is_machine = cluster.endswith(".json")
+    device = catalog.cluster(cluster).device if is_machine else catalog.device(gpu)
+    left_out = _NO_FACTS | (_NETWORK if cluster else set())
+    facts = {
         name: fact
-        for name, fact in facts.items()
+        for name, fact in _source_facts(text_of(raw, "source"), device).items()
         if name not in left_out and not text_of(raw, name)
-    }, device
+    }
+    return raw | facts, device
+
+
+def _source_facts(source: str, device: Device) -> dict:
+    """The first row of `data/row_clusters.csv` for a source and its device."""
+    for row in _sources():
+        is_its = not row["gpu"] or re.match(rf"{row['gpu']}(-|$)", device.name)
+        if is_its and re.search(row["pattern"], source):
+            return row
+    return {}
+
+
+@lru_cache(maxsize=1)
+def _sources() -> list[dict]:
+    return catalog.table("row_clusters").to_dict("records")
 
 
 def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
@@ -295,30 +288,35 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     full = catalog.cluster(name).devices_per_node
     most = min(gpus or full, devices)
     node = next(size for size in range(most, 0, -1) if devices % size == 0)
-    cluster = catalog.cluster(
-        name, nodes=devices // node, devices=devices // node * min(node, full)
+    nodes = devices // node
+    # a stated node may be larger than the catalog's: its links are of that, then
+    cluster = catalog.cluster(name, nodes=nodes, devices=nodes * min(node, full))
+    inter = cluster.inter
+    rate = inter.bandwidth_bytes_per_s
+    gbit = positive_of(raw, "network_gbit", 8e-9 * rate)  # 1 Gbit/s: 0.125e9 bytes/s
+    cluster = replace(
+        cluster,
+        device=device,
+        devices_per_node=node,
+        inter=replace(inter, bandwidth_bytes_per_s=gbit / 8e-9),
     )
-    cluster = replace(cluster, device=device, devices_per_node=node)
-    gbit = positive_of(raw, "network_gbit", 8e-9 * cluster.inter.bandwidth_bytes_per_s)
-    text = text_of(raw, "precision").lower()
-    first = text.split("(")[0] or text
-    named = [
-        dtype
-        for part in (first, text)
-        for pattern, dtype in _DTYPES.items()
-        if re.search(pattern, part)
-    ]
-    if text and not named:
-        raise ValueError(f"precision={text!r} names no data type")
-    dtype = device.nearest(next(iter(named), "bf16"))
-    return replace(
-        cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=gbit / 8e-9)
-    ), dtype
+    return cluster, device.nearest(_dtype(text_of(raw, "precision").lower()))
+
+
+def _dtype(text: str) -> str:
+    """The data type that a precision names first, before its brackets if it can."""
+    if not text:
+        return "bf16"
+    for part in (text.split("(")[0], text):
+        for pattern, dtype in _DTYPES.items():
+            if re.search(pattern, part):
+                return dtype
+    raise ValueError(f"precision={text!r} names no data type")
 
 
 def software_of(raw: dict, device: Device) -> Software:
-    """As the row or its source names it; else fp16 on A100 is Megatron of 2021, FSDP is
-    PyTorch, the rest unknown.
+    """The software that the row or its source names; else fp16 on A100 is Megatron of
+    2021, FSDP is PyTorch, the rest unknown.
 
     A row without a source is one's own: it has the software that it names, or none, as
     in `estimate`.
@@ -326,17 +324,10 @@ def software_of(raw: dict, device: Device) -> Software:
     Compiled layers and CUDA graphs have rows of their own in `data/software.csv`, as
     far as a software has both ways.
     """
+    named = text_of(raw, "software")
     if not text_of(raw, "source"):
-        return _software(text_of(raw, "software") or "none")
-    old = device.name.startswith("a100") and "fp16" in text_of(raw, "precision")
-    usual = (
-        "fsdp2"
-        if count_of(raw, "zero_stage", 0, least=0) >= 2
-        else "megatron-2021"
-        if old
-        else "none"
-    )
-    software = _software(text_of(raw, "software") or usual)
+        return _software(named or "none")
+    software = _software(named or _usual_software(raw, device))
     remarks = remarks_of(raw)
     for variant, pattern in (("compiled", _COMPILED), ("graph", _GRAPHS)):
         other = _software(f"{software.name}-{variant}")
@@ -344,21 +335,24 @@ def software_of(raw: dict, device: Device) -> Software:
             software = other
     if 3 not in software.zero and _ZERO_3.search(remarks):
         software = replace(software, zero=(*software.zero, 3), engine=True)
-    loss = software.fused_loss or (
-        software.kernels == "compiled" and text_of(raw, "fused_loss") == "1"
+    compiles_loss = software.kernels == "compiled" and text_of(raw, "fused_loss") == "1"
+    return replace(
+        software,
+        fused_loss=software.fused_loss or compiles_loss,
+        send_once=software.send_once or bool(_SENDS_ONCE.search(remarks)),
     )
-    once = software.send_once or bool(_SENDS_ONCE.search(remarks))
-    return replace(software, fused_loss=loss, send_once=once)
 
 
-@lru_cache(maxsize=1)
-def _sources() -> list[dict]:
-    return catalog.table("row_clusters").to_dict("records")
+def _usual_software(raw: dict, device: Device) -> str:
+    if count_of(raw, "zero_stage", 0, least=0) >= 2:
+        return "fsdp2"
+    is_old = device.name.startswith("a100") and "fp16" in text_of(raw, "precision")
+    return "megatron-2021" if is_old else "none"
 
 
 @lru_cache(maxsize=64)
 def _software(name: str) -> Software:
-    """Of the catalog, any for an unknown one."""
+    """A software of the catalog, `none` for an unknown one."""
     try:
         return catalog.software(name)
     except ValueError:
@@ -369,54 +363,44 @@ def habits_of(raw: dict, case: Case) -> dict:
     """Recompute, attention, overlap, reductions: as stated, else as the software does."""
     software = case.software
     remarks = remarks_of(raw)
-    said = text_of(raw, "recompute").lower()
+    recompute = text_of(raw, "recompute").lower()
     precision = text_of(raw, "precision").lower()
-    overlaps = (
-        {"overlap_tp": True}
-        if re.search(r"async tp|tp-comm-overlap", remarks, re.I)
-        else {}
-    )
-    overlaps |= {
-        name: bool(stated)
-        for name in OVERLAPS
-        if (stated := count_of(raw, name, least=0)) is not None
-    }
+    overlaps = {"overlap_tp": True} if _OVERLAPS_TP.search(remarks) else {}
+    for name in OVERLAPS:
+        stated = count_of(raw, name, least=0)
+        if stated is not None:
+            overlaps[name] = bool(stated)
     if case.plan.zero == 3:  # which always hides its reductions
         overlaps.pop("overlap_dp", None)
-    old = (
-        software.unfused_attention and not case.model.image
-    )  # Megatron before sequence parallelism
+    # Megatron before sequence parallelism
+    is_old = software.unfused_attention and not case.model.image
+    is_unfused = software.unfused_attention or "no flash" in remarks
     elements = _DEEPSPEED_BUCKET if software.engine else _BUCKET
+    is_ddp = software.bucket_bytes > 0  # DDP has buckets of its own
     return overlaps | {
-        "recompute": recompute_of(said, software),
-        "sequence_parallel": case.plan.tp > 1 and (not old or "sequence" in said),
-        "attention": "unfused"
-        if software.unfused_attention or "no flash" in remarks
-        else "flash",
+        "recompute": recompute_of(recompute, software),
+        "sequence_parallel": case.plan.tp > 1
+        and (not is_old or "sequence" in recompute),
+        "attention": "unfused" if is_unfused else "flash",
         "reduce_fp32": "fp32 grad" in precision or "fp32 all-reduce" in remarks,
         "capacity": 1.0 if "tokendrop" in remarks else 0.0,
-        "bucket_bytes": Plan.bucket_bytes
-        if software.bucket_bytes
-        else elements * software.wire_bytes,  # DDP's own
+        "bucket_bytes": Plan.bucket_bytes if is_ddp else elements * software.wire_bytes,
     }
 
 
-def recompute_of(said: str, software: Software) -> str:
-    """Not stated: full for software of 2021, none for others. Half of the layers counts
-    as all.
+def recompute_of(text: str, software: Software) -> str:
+    """The recompute that a text states; not stated: full for software of 2021, none for
+    others. Half of the layers counts as all.
 
     Of modules recomputed alone, those with attention's core are selective; norms,
     activations and experts have no field and count as none.
     """
-    if not said:
+    if not text:
         return "full" if software.legacy else "none"
-    if said.startswith("full") or "2nd" in said:
+    if text.startswith("full") or "2nd" in text:  # every second layer
         return "full"
-    if not re.match("selective|none", said):
-        raise ValueError(f"recompute={said!r} is not one of none, selective, full")
-    modules = re.search(r"selective:(.*)", said)
-    return (
-        "selective"
-        if "selective" in said and (not modules or "attn" in modules[1])
-        else "none"
-    )
+    if not re.match("selective|none", text):
+        raise ValueError(f"recompute={text!r} is not one of none, selective, full")
+    modules = re.search(r"selective:(.*)", text)
+    repeats_core = "attn" in modules[1] if modules else "selective" in text
+    return "selective" if repeats_core else "none"

@@ -20,7 +20,7 @@ import numpy as np
 from madmax_lib.base.fields import require_int, require_number, short_repr
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans, product_part
+from madmax_lib.plan.columns import Plans, take_product
 from madmax_lib.plan.rules import SOFTWARE, STATED
 from madmax_lib.planner.space import (
     SEARCHED,
@@ -154,7 +154,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
     size = max(_BLOCK // len(columns), 1)
     for part in np.split(rows, range(size, len(rows), size)):
         here, *masked = (
-            product_part(values, part, columns) for values in (plans, place, *masks)
+            take_product(values, part, columns) for values in (plans, place, *masks)
         )
         yield _evaluated(problem, here, *masked, skipped=skipped)
         skipped = 0
@@ -231,7 +231,7 @@ def _evaluated(
     if not len(rows):
         return Found({}, {}, {}, *counts)
     plans, place, memory, fits = (
-        product_part(values, rows, columns) for values in (plans, place, memory, fits)
+        take_product(values, rows, columns) for values in (plans, place, memory, fits)
     )
     case = replace(problem.case, plan=plans)
     times = np.broadcast_to(
@@ -269,7 +269,7 @@ def _roomy(
         if stack.name != usual and wanted.any():  # the usual one's memory is known
             part = _touched(wanted, fits.shape)
             held = plans_peak_bytes(
-                replace(problem.case, plan=product_part(plans, *part), software=stack)
+                replace(problem.case, plan=take_product(plans, *part), software=stack)
             )
             wanted[np.ix_(*part)] &= held <= problem.room_bytes
         roomy |= wanted

@@ -214,7 +214,9 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
         replace(case, software=None, plan=plans)
     )  # what it does not run is dropped with the choices
     allowed = verdict.mask.any(axis=0)
-    dropped = Counter(verdict.rules[place].name for place in verdict.place[0, ~allowed])
+    dropped = Counter(
+        verdict.rules[place].name for place in verdict.first_broken_rule[0, ~allowed]
+    )
     leaves_node = (
         allowed
         & (columns["tp"] > case.cluster.devices_per_node)

@@ -161,7 +161,7 @@ def _reasons(case: Case, wrong: np.ndarray, refused: dict[int, str]) -> np.ndarr
     reasons = np.full(len(wrong), "", dtype=object)
     reasons[wrong] = np.array(
         [*(rule.name for rule in verdict.rules), ""], dtype=object
-    )[verdict.place]
+    )[verdict.first_broken_rule]
     reasons[list(refused)] = list(refused.values())
     return reasons
 

@@ -141,7 +141,7 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
         )
         dropped = search_drops(case, plan)
         assert (dropped == "") == bool(plain.mask)
-        assert not dropped or dropped == plain.rules[plain.place].name
+        assert not dropped or dropped == plain.rules[plain.first_broken_rule].name
 
 
 def test_products_broadcast_and_are_not_copied():

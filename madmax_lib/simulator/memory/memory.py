@@ -22,7 +22,7 @@ from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans, product_part
+from madmax_lib.plan.columns import Plans, take_product
 from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
@@ -236,7 +236,7 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     for staged, rows in _cut_alike(case.model, plans):
         for software in dict.fromkeys(usual.values()):
             part = rows, np.flatnonzero([usual[z] == software for z in zero])
-            alike = replace(case, plan=product_part(plans, *part), software=software)
+            alike = replace(case, plan=take_product(plans, *part), software=software)
             stages = _differing_stages(case.model, Plan(**staged), software)
             result[np.ix_(*part)] = _fullest(alike, stages[..., None, None])
     return result
