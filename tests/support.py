@@ -16,7 +16,7 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
-from madmax_lib.plan_flags.write import STACKS
+from madmax_lib.catalog.software import STACKS
 from madmax_lib.planner.space import (
     legal_degrees,
     pass_choices,

@@ -8,9 +8,12 @@ default. `catalog.software` reads the table.
 
 from dataclasses import dataclass
 
-__all__ = ["OVERLAPS", "Software"]
+__all__ = ["OVERLAPS", "STACKS", "Software"]
 
 OVERLAPS = ("overlap_tp", "overlap_ep", "overlap_dp")  # which a plan may say too
+# open stacks whose configuration `plan_flags` writes, by preference: a search for no
+# software in particular takes what one of them launches
+STACKS = ("megatron-core", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 
 
 @dataclass(frozen=True)

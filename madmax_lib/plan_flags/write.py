@@ -13,18 +13,11 @@ from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
 
-__all__ = ["STACKS", "write"]
+__all__ = ["write"]
 
 _SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {
     name: name for name in FRAMEWORKS if name != "megatron-lm"
 }
-STACKS = (
-    "megatron-core",
-    "megatron-bridge",
-    "torchtitan",
-    "deepspeed",
-    "accelerate",
-)  # by preference
 
 
 def write(

@@ -1,5 +1,5 @@
-"""What does a search answer? The best plans, ten different ones with what speaks for
-and against each, and a hint.
+"""The best plans of a search, ten different ones with what speaks for and against each,
+and a hint.
 
 A predicted step is as sure as its interval, but plans of one model on one machine under
 one software err together: what the constants leave open moves them alike, as far as
@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib import plan_flags
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.plan import Plan
-from madmax_lib.plan_flags.keys import framework_named
 from madmax_lib.planner.evaluate import SearchProblem, energy_j, launched_by
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of
@@ -33,12 +32,12 @@ from madmax_lib.simulator.uncertainty import log_width, shared_errors
 
 __all__ = ["SearchResult", "described", "different"]
 
-_SHOWN = 10
-# at least a quarter of the spread between plans is their own
-_DRAWS = 4096
-_SIGMAS = 1.645
-_OWN = 0.25
-_WORDS = {
+_MOST_DIFFERENT = 10  # rows of the table of different plans
+_DRAWS = 4096  # of all errors: a probability of 50 % is then known to 0.8 %
+_SIGMAS = 1.645  # half-width of a 90 % interval in standard deviations
+_LEAST_OWN = 0.25  # of the spread between two plans, which their constants leave
+_NOT_WORTH_SAYING = 0.005  # of a step: rounds to 0 or 1 %
+_PART_NAMES = {
     "launch_s": "waiting for the host",
     "tp_s": "tp communication",
     "cp_s": "cp communication",
@@ -53,24 +52,30 @@ _WORDS = {
     "work_s": "compute",
 }
 _CLOSE = "; too close to tell, measure several (mm.tune)"
-_PASSES = ["gemm_s", "attention_s", "pointwise_s"]
-_COLUMNS = (
-    "plan",
-    "step_s",
-    "low_s",
-    "high_s",
-    "mfu",
-    "memory_gb",
-    "probability",
-    "why",
-    "limit",
-    "stacks",
-)
+_LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
+# columns of the notebook's table and their formats
+_SHARE = "{:.0%}".format
+_NUMBER = "{:.3g}".format
+_COLUMNS = {
+    "plan": str,
+    "step_s": _NUMBER,
+    "low_s": _NUMBER,
+    "high_s": _NUMBER,
+    "mfu": _SHARE,
+    "memory_gb": _NUMBER,
+    "probability": _SHARE,
+    "why": str,
+    "limit": str,
+    "stacks": str,
+}
 
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """What a search has shown; tables in order of the objective.
+    """Result of a search; tables in order of the objective.
+
+        result = mm.search("llama2-70b", "dgx-h100", 256)
+        result.best, result.different, result.configuration()
 
     table: the best `top` plans, those of equal time and memory as one, with plan (its
         text), stacks (software that launches it), the fields of Plan, step_s, low_s and
@@ -108,12 +113,10 @@ class SearchResult:
         return self._plan(0)
 
     def _plan(self, row: int) -> Plan:
-        if require_int("row", row) >= len(self.table):
-            raise ValueError(
-                "no plan fits"
-                if not len(self.table)
-                else f"row={row}: the table has {len(self.table)}"
-            )
+        count = len(self.table)
+        if require_int("row", row) >= count:
+            rule = f"row={row}: the table has {count}" if count else "no plan fits"
+            raise ValueError(rule)
         return plan_of(self.table.iloc[row].to_dict())
 
     def configuration(self, row: int = 0, software: str | None = None) -> str:
@@ -123,23 +126,20 @@ class SearchResult:
         software: one of its stacks, the first if None. Raises ValueError for a stack
         without configuration.
         """
+        from madmax_lib import plan_flags  # a wing
+
         plan = self._plan(row)
         case = self.problem.case
-        stack = (
-            self.table["stacks"].iloc[row].split()[0] if software is None else software
-        )
-        run = {
-            "model": case.model,
-            "global_batch": case.global_batch,
-            "sequence": case.sequence,
-        }
-        dtype = (
-            case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None
-        )  # 8 bits are of the products alone
+        if software is None:
+            software = self.table["stacks"].iloc[row].split()[0]
+        # 8 bits are of the products alone: frameworks state them elsewhere
+        dtype = case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None
         return plan_flags.write(
             plan,
-            stack,
-            **run,
+            software,
+            model=case.model,
+            global_batch=case.global_batch,
+            sequence=case.sequence,
             dtype=dtype,
             devices_per_node=case.cluster.devices_per_node,
         )
@@ -167,43 +167,36 @@ class SearchResult:
 
     def _lines(self) -> list[str]:
         case = self.problem.case
-        skipped = self.dropped.loc[
-            self.dropped["rule"].str.startswith("a stack"), "count"
-        ]
-        cluster = f"{case.cluster.world_size:,} x {case.cluster.device.name}"
-        counts = (
+        rules = self.dropped.set_index("rule")["count"]
+        unlaunched = rules["a stack must launch it"]
+        headline = (
+            f"{case.model.name} on {case.cluster.world_size:,} x "
+            f"{case.cluster.device.name}, batch {case.global_batch:,}: "
             f"{self.evaluated:,} plans in {self.seconds:.1f} s, {self.feasible:,} fit"
         )
-        lines = [
-            f"{case.model.name} on {cluster}, batch {case.global_batch:,}: {counts}"
-        ]
-        lines[0] += (
-            f", {skipped.sum():,} more launched by no stack" if skipped.sum() else ""
-        )
+        if unlaunched:
+            headline += f", {unlaunched:,} more launched by no stack"
         if not len(self.table):
-            return [*lines, "no plan fits"]
+            return [headline, "no plan fits"]
         best = self.table.iloc[0]
         ten = self.different
-        sure = f"{best.step_s:.3g} s (90 %: {best.low_s:.3g} to {best.high_s:.3g} s)"
-        lines.append(
-            f"best: {best.plan}, {sure}, MFU {best.mfu:.0%}, "
-            f"{best.memory_bytes / 1e9:.0f} GB, {best.stacks}"
-        )
-        lines.append(f"why: {ten['why'].iloc[0]}; limit: {ten['limit'].iloc[0]}")
+        lines = [
+            headline,
+            f"best: {best.plan}, {best.step_s:.3g} s (90 %: {best.low_s:.3g} to "
+            f"{best.high_s:.3g} s), MFU {best.mfu:.0%}, "
+            f"{best.memory_bytes / 1e9:.0f} GB, {best.stacks}",
+            f"why: {ten['why'].iloc[0]}; limit: {ten['limit'].iloc[0]}",
+        ]
         if ten["probability"].notna().all():
             chances = ", ".join(
                 f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples()
             )
-            close = ten["probability"].iloc[0] < 0.5
-            lines.append(
-                f"probability to be the fastest: {chances}{_CLOSE if close else ''}"
-            )
-        lines += [
-            f"software: {self.software}",
-            f"hint: {self.hint}" if self.hint else "",
-            _launching(best.stacks),
-        ]
-        return [line for line in lines if line]
+            close = _CLOSE if ten["probability"].iloc[0] < 0.5 else ""
+            lines.append(f"probability to be the fastest: {chances}{close}")
+        lines.append(f"software: {self.software}")
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return [*lines, _configured_for(best.stacks)]
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
@@ -212,94 +205,95 @@ class SearchResult:
         lines = "<br>".join(self._lines())
         if not len(self.table):
             return f"<p>{lines}</p>"
-        ten = self.different.assign(memory_gb=self.different["memory_bytes"] / 1e9)[
-            list(_COLUMNS)
-        ]
-        share = "{:.0%}".format
-        number = "{:.3g}".format
-        shown = {"mfu": share, "probability": share} | dict.fromkeys(
-            ("step_s", "low_s", "high_s", "memory_gb"), number
+        memory_gb = self.different["memory_bytes"] / 1e9
+        ten = self.different.assign(memory_gb=memory_gb)[list(_COLUMNS)]
+        return (
+            f"<p>{lines}</p>{ten.to_html(index=False, formatters=_COLUMNS, border=0)}"
         )
-        return f"<p>{lines}</p>{ten.to_html(index=False, formatters=shown, border=0)}"
 
 
-def _launching(stacks: str) -> str:
+def _configured_for(stacks: str) -> str:
+    """Line that says which framework's configuration can be written."""
     try:
+        from madmax_lib.plan_flags.keys import framework_named  # a wing
+
         framework = framework_named(stacks.split()[0])
-    except ValueError:
+    except (ImportError, ValueError):
         return f"no configuration of {stacks} is written here"
     return f"found.configuration() writes it for {framework}"
 
 
-def described(
-    problem: SearchProblem, columns: dict
-) -> tuple[pd.DataFrame, Steps, dict]:
-    """Plans with their texts, stacks, intervals, MFU, tokens per second and energy;
-    their steps, and these in parts.
-    """
-    case = problem.case
+class _Described(NamedTuple):
+    """Plans, their steps, and these in parts."""
+
+    table: pd.DataFrame
+    steps: Steps
+    times: dict[str, np.ndarray]
+
+
+def described(problem: SearchProblem, columns: dict) -> _Described:
+    """Plans with their texts, stacks, intervals, MFU, tokens per second and energy."""
     parameters = problem.parameters
-    table = pd.DataFrame(columns)
-    tokens = case.global_batch * case.sequence
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    peak = case.cluster.world_size * case.cluster.device.peak(case.dtype)
-    table = table.drop(columns="place").reset_index(drop=True)
-    case = replace(case, plan=Plans.from_table(table[list(SEARCHED)]))
+    table = pd.DataFrame(columns).drop(columns="position").reset_index(drop=True)
+    plans = Plans.from_table(table[list(SEARCHED)])
+    case = replace(problem.case, plan=plans)
     steps = Steps.of(case)
     times = step_time(steps, parameters)
-    place = table.columns.get_loc("step_s")
+    seconds = table["step_s"]
+    # errors are of the logarithm, so intervals are a factor to either side
     factor = np.exp(log_width(steps, times, parameters))
-    table.insert(place + 1, "low_s", table["step_s"] / factor)
-    table.insert(place + 2, "high_s", table["step_s"] * factor)
-    if case.cluster.device.tdp_w > 0:
+    stacks = launched_by(plans, problem)
+    beside = {}
+    if not case.software:
+        beside["launched_s"] = _launched_s(case, stacks, problem)
+    beside |= {"low_s": seconds / factor, "high_s": seconds * factor}
+    after_step = table.columns.get_loc("step_s") + 1
+    for offset, (name, values) in enumerate(beside.items()):
+        table.insert(after_step + offset, name, values)
+    device = case.cluster.device
+    if device.tdp_w > 0:
         table["energy_j"] = energy_j(case, parameters)
-    table.insert(0, "stacks", launched_by(case.plan, problem))
-    if not problem.case.software:
-        table.insert(
-            table.columns.get_loc("step_s") + 1,
-            "launched_s",
-            _launched_s(case, table["stacks"], problem),
-        )
+    table.insert(0, "stacks", stacks)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
-    return (
-        table.assign(
-            mfu=flops / table["step_s"] / peak, tokens_per_s=tokens / table["step_s"]
-        ),
-        steps,
-        times,
+    # MFU = model FLOPs / (step x peak of all devices) [PaLM, arXiv 2204.02311, app. B];
+    # the backward pass multiplies twice as much as the forward pass, so 3 x forward
+    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+    peak_flops = case.cluster.world_size * device.peak(case.dtype)
+    tokens = case.global_batch * case.sequence
+    table = table.assign(
+        mfu=flops / seconds / peak_flops, tokens_per_s=tokens / seconds
     )
+    return _Described(table, steps, times)
 
 
-def _launched_s(case: Case, stacks: pd.Series, problem: SearchProblem) -> np.ndarray:
+def _launched_s(case: Case, stacks: list[str], problem: SearchProblem) -> np.ndarray:
     """Seconds of each plan of a case as the first of its stacks."""
     seconds = np.full(len(stacks), np.nan)
-    first = stacks.str.split().str[0]
+    first = np.array([names.split(" ")[0] for names in stacks])
     for stack in problem.stacks:
         rows = np.flatnonzero(first == stack.name)
         if len(rows):
-            seconds[rows] = step_s(
-                Steps.of(replace(case, plan=case.plan[rows], software=stack)),
-                problem.parameters,
-            )
+            launched = replace(case, plan=case.plan[rows], software=stack)
+            seconds[rows] = step_s(Steps.of(launched), problem.parameters)
     return seconds
 
 
 def different(problem: SearchProblem, columns: dict) -> pd.DataFrame:
-    """The first ten of the best plans of each way, with probability, why and limit."""
+    """The first ten of the best plans of each layout, with probability, why and limit."""
     table, steps, times = described(problem, columns)
     seconds = pd.DataFrame({name: times[name] for name in PARTS})
-    seconds["repeated_s"] = (
-        seconds[_PASSES].sum(axis=1) / 4 * (table["recompute"] == "full")
+    layers_s = seconds[_LAYER_PARTS].sum(axis=1)
+    # full recompute runs the forward pass twice: of forward, forward and a backward
+    # pass of twice as much, a quarter is repeated
+    seconds["repeated_s"] = layers_s / 4 * (table["recompute"] == "full")
+    seconds["work_s"] = layers_s + seconds["head_s"] - seconds["repeated_s"]
+    seconds = seconds[list(_PART_NAMES)]
+    mixture = bool(problem.case.model.experts)
+    chances = _chances(steps, times, problem.parameters, mixture)
+    table = table.drop(columns="ties").assign(probability=chances)
+    return table.head(_MOST_DIFFERENT).assign(
+        why=_reasons(seconds), limit=_limits(seconds.head(_MOST_DIFFERENT))
     )
-    seconds["work_s"] = (
-        seconds[[*_PASSES, "head_s"]].sum(axis=1) - seconds["repeated_s"]
-    )
-    seconds = seconds[list(_WORDS)]
-    chances = _chances(
-        steps, times, problem.parameters, bool(problem.case.model.experts)
-    )
-    table = table.drop(columns="ties").assign(probability=chances).head(_SHOWN)
-    return table.assign(why=_reasons(seconds), limit=_limits(seconds.head(_SHOWN)))
 
 
 def _chances(
@@ -308,35 +302,39 @@ def _chances(
     """Probability of each plan to be the fastest; NaN for parameters that know no
     intervals.
     """
+    count = len(times["step_s"])
     width = parameters.residuals.get(f"layouts {'mixture' if experts else 'dense'}")
     if width is None:
-        return np.full(len(times["step_s"]), np.nan)
+        return np.full(count, np.nan)
+    # (n, n) covariance of log seconds that uncertain constants leave
     shared = shared_errors(steps, times, parameters)
-    wanted = (width / _SIGMAS) ** 2
-    first, second = np.triu_indices(len(shared), 1)
-    apart = shared[first, first] + shared[second, second] - 2 * shared[first, second]
-    own = (
-        max(wanted - np.median(apart), _OWN * wanted) / 2 if apart.size else wanted / 2
+    spread = (width / _SIGMAS) ** 2  # variance of the log ratio of two plans' steps
+    # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b): what constants explain of it; half of
+    # the rest belongs to each of the two plans
+    first, second = np.triu_indices(count, 1)
+    explained = (
+        shared[first, first] + shared[second, second] - 2 * shared[first, second]
     )
-    root = np.linalg.cholesky(shared + own * np.eye(len(shared)))
-    errors = np.random.default_rng(0).standard_normal((_DRAWS, len(shared))) @ root.T
+    rest = spread
+    if explained.size:
+        rest = max(spread - np.median(explained), _LEAST_OWN * spread)
+    # correlated errors are the root of their covariance times independent ones
+    root = np.linalg.cholesky(shared + rest / 2 * np.eye(count))
+    errors = np.random.default_rng(0).standard_normal((_DRAWS, count)) @ root.T
     fastest = np.argmin(np.log(times["step_s"]) + errors, axis=1)
-    return np.bincount(fastest, minlength=len(shared)) / _DRAWS
+    return np.bincount(fastest, minlength=count) / _DRAWS
 
 
 def _limits(seconds: pd.DataFrame) -> list[str]:
     """The two largest parts of each step beside compute, as shares of it."""
     shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="work_s")
-    largest = [row.nlargest(2) for _, row in shares.iterrows()]
-    return [
-        ", ".join(
-            f"{_WORDS[name]} {share:.0%}"
-            for name, share in row.items()
-            if share > 0.005
-        )
-        or "compute alone"
-        for row in largest
-    ]
+    limits = []
+    for _, row in shares.iterrows():
+        largest = row.nlargest(2)
+        parts = largest[largest > _NOT_WORTH_SAYING].items()
+        words = [f"{_PART_NAMES[name]} {share:.0%}" for name, share in parts]
+        limits.append(", ".join(words) or "compute alone")
+    return limits
 
 
 def _reasons(seconds: pd.DataFrame) -> list[str]:
@@ -346,9 +344,11 @@ def _reasons(seconds: pd.DataFrame) -> list[str]:
     if len(seconds) == 1:
         return ["no other way to split it fits"]
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
-    return [
-        f"saves {row.max():.0%} of a step in {_WORDS[row.idxmax()]}"
-        if row.max() > 0.005
-        else "no part stands out"
-        for _, row in saved.head(_SHOWN).iterrows()
-    ]
+    reasons = []
+    for _, row in saved.head(_MOST_DIFFERENT).iterrows():
+        reasons.append(
+            f"saves {row.max():.0%} of a step in {_PART_NAMES[row.idxmax()]}"
+            if row.max() > _NOT_WORTH_SAYING
+            else "no part stands out"
+        )
+    return reasons

@@ -1,5 +1,4 @@
-"""How is a search spread out, and how does it go on after a stop? Parts of the space,
-here or on dask workers.
+"""Parts of the space, worked out here or on dask workers, and kept to go on after a stop.
 
 A part is a fixed share of the degrees; its result does not depend on who works it out,
 and results are merged by a total order, so a serial search, one on many workers and a
@@ -17,15 +16,21 @@ import pandas as pd
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import require_type
 from madmax_lib.base.progress import bar
-from madmax_lib.planner.evaluate import Found, SearchProblem, evaluate, merged
+from madmax_lib.planner.evaluate import (
+    PartialResult,
+    SearchProblem,
+    evaluate,
+    merged,
+)
 from madmax_lib.planner.space import Degrees
 
 __all__ = ["run_parts"]
 
-_PARTS = 64
+_PARTS = 64  # enough to keep a cluster busy, few enough to merge in no time
 _RETRIES = 3  # of a part whose worker died
-_TABLES = ("table", "front", "ways")
-_COUNTS = ("idle", "evaluated", "feasible", "least_bytes")
+# fields of a PartialResult: tables, stored as rows, and counts, as attributes of a file
+_TABLES = ("table", "front", "layouts")
+_COUNTS = ("unlaunched", "evaluated", "feasible", "least_bytes")
 
 
 def run_parts(
@@ -34,39 +39,44 @@ def run_parts(
     client=None,
     directory: str | Path | None = None,
     progress: bool = True,
-) -> tuple[Found, bool]:
-    """(what was found, whether all parts were done). directory: finished parts are kept
-    there and read again.
+) -> tuple[PartialResult, bool]:
+    """The best of all parts, and whether all were done. directory: finished parts are
+    kept there and read again.
 
     Raises ValueError if the directory holds parts of another search.
     """
+    # every 64th of the degrees, so that parts are about equally large
     parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
     folder = _folder(directory, problem, degrees)
-    kept = {number: part for number in parts if (part := _load(folder, number))}
-    found = merged(problem, list(kept.values()))
-    todo = [part for part in parts.items() if part[0] not in kept]
-    here = ((number, evaluate(problem, part)) for number, part in todo)
-    results = here if client is None else _on_workers(evaluate, problem, todo, client)
+    stored = {number: part for number in parts if (part := _load(folder, number))}
+    result = merged(problem, list(stored.values()))
+    todo = [(number, part) for number, part in parts.items() if number not in stored]
+    if client is None:
+        results = ((number, evaluate(problem, part)) for number, part in todo)
+    else:
+        results = _on_workers(evaluate, problem, todo, client)
     with bar(
         total=len(parts),
-        initial=len(kept),
+        initial=len(stored),
         desc="searching",
         unit="part",
         show=progress,
     ) as done:
         try:
-            for number, result in results:
-                _save(folder, number, result)
-                found = merged(problem, [found, result])
+            for number, part in results:
+                _save(folder, number, part)
+                result = merged(problem, [result, part])
                 done.update()
         except KeyboardInterrupt:
-            return found, False
-    return found, True
+            return result, False
+    return result, True
 
 
-def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
+def _on_workers(work, problem, todo, client) -> Iterator[tuple[int, PartialResult]]:
+    """Results of parts, in the order in which workers finish them."""
     from distributed import as_completed
 
+    # sent once to every worker, not with every part; hashing it would cost more
     problem = client.scatter(problem, broadcast=True, hash=False)
     futures = {
         client.submit(work, problem, part, retries=_RETRIES, pure=False): number
@@ -75,7 +85,7 @@ def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
     try:
         for future in as_completed(futures):
             yield futures[future], future.result()
-    finally:
+    finally:  # an interrupted search leaves no work behind
         client.cancel(list(futures))
 
 
@@ -89,44 +99,48 @@ def _folder(
     digest = hashlib.sha256(repr((asdict(problem), degrees)).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "search.json"
-    case = problem.case
     if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
         raise ValueError(
             f"{folder} holds parts of another search; give an empty directory"
         )
-    names = {"model": case.model.name, "cluster": case.cluster.name}
-    facts = {"sha256": digest, **names, "global_batch": case.global_batch}
+    case = problem.case
+    facts = {
+        "sha256": digest,
+        # for people; the digest alone decides
+        "model": case.model.name,
+        "cluster": case.cluster.name,
+        "global_batch": case.global_batch,
+    }
     with replacing(note) as temporary:
         temporary.write_text(json.dumps(facts) + "\n")
     return folder
 
 
-def _save(folder: Path | None, number: int, found: Found) -> None:
+def _save(folder: Path | None, number: int, part: PartialResult) -> None:
+    """Write a part: its tables below each other, each row with the name of its own."""
     if folder is None:
         return
     tables = [
-        pd.DataFrame(getattr(found, name)).assign(kept_as=name) for name in _TABLES
+        pd.DataFrame(getattr(part, name)).assign(kept_as=name) for name in _TABLES
     ]
     table = pd.concat(tables, ignore_index=True)
-    table.attrs = {name: getattr(found, name) for name in _COUNTS}
+    table.attrs = {name: getattr(part, name) for name in _COUNTS}
     with replacing(folder / f"part-{number:02d}.parquet") as temporary:
         table.to_parquet(temporary)
 
 
-def _load(folder: Path | None, number: int) -> Found | None:
-    """What was kept of a part; None if nothing, or nothing readable."""
+def _load(folder: Path | None, number: int) -> PartialResult | None:
+    """The stored result of a part; None if there is none, or none that can be read."""
     path = folder / f"part-{number:02d}.parquet" if folder else None
     if path is None or not path.exists():
         return None
     try:
         table = pd.read_parquet(path)
         counts = {name: table.attrs[name] for name in _COUNTS}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError):  # torn, or of another version: done again
         return None
-    parts = (
-        table[table["kept_as"] == name].drop(columns="kept_as") for name in _TABLES
-    )
-    return Found(
-        *({name: column.to_numpy() for name, column in part.items()} for part in parts),
-        **counts,
-    )
+    tables = {}
+    for name in _TABLES:
+        rows = table[table["kept_as"] == name].drop(columns="kept_as")
+        tables[name] = {column: rows[column].to_numpy() for column in rows}
+    return PartialResult(**tables, **counts)

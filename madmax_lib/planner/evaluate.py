@@ -1,5 +1,4 @@
-"""What does a part of the space hold? Memory of all its plans, times of those that fit,
-its best ones and Pareto front.
+"""The best plans and the Pareto front of a part of the space.
 
 The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come
 as products of two short lists (`space`), so millions of them are done per second in
@@ -9,6 +8,7 @@ tp, cp, pp, ep, then of the earlier choice of the `Space`. Order goes to less me
 then to less time.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -37,8 +37,8 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import step_s, step_time
 
 __all__ = [
-    "WAY",
-    "Found",
+    "LAYOUT_KEY",
+    "PartialResult",
     "SearchProblem",
     "energy_j",
     "evaluate",
@@ -46,24 +46,31 @@ __all__ = [
     "merged",
 ]
 
-_BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
+# column by which each objective orders plans
 _OBJECTIVES = {
     "time": "step_s",
     "cost": "cost_usd",
     "energy": "energy_j",
     "memory": "memory_bytes",
 }
-_TIES = ("tp", "cp", "pp", "ep", "place")
-_WAYS = 100  # that are kept
-_ROUNDED = 1 << 12  # of the bits of a number: plans closer than 1e-12 are equal
-
-WAY = ("tp", "cp", "pp", "ep", "zero", "recompute")  # what makes a plan different
+# Two plans with the same value of these are one way to split the model.
+LAYOUT_KEY = ("tp", "cp", "pp", "ep", "zero", "recompute")
+_MOST_LAYOUTS = 100  # kept: the chances of `answer` are among a hundred
+# what decides between plans of equal time and memory, so that results do not hang on
+# the order in which parts are merged
+_TIE_BREAKERS = ("tp", "cp", "pp", "ep", "position")
+# Plans evaluated at a time. 2^16 doubles are half a MiB: the arrays of a block stay in
+# the second-level cache.
+_BLOCK_PLANS = 1 << 16
+# The last 12 of the 52 bits of a fraction are rounded away: 2^-40 is about 1e-12, more
+# than formulas in another order differ by and far less than plans do.
+_ROUNDED_BITS = 1 << 12
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What is searched: everything that decides the result, for a worker on another
-    machine too.
+    """Everything that decides the result of a search, for a worker on another machine
+    too.
     """
 
     # model, cluster, batch, sequence, dtype and software; its plan is not looked at
@@ -83,6 +90,7 @@ class SearchProblem:
                 f"{', '.join(_OBJECTIVES)}"
             )
         require_number("usd_per_hour", self.usd_per_hour, unknown=True)
+        # "not above 0" is true of NaN too, which "at most 0" is not
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
             raise ValueError(
@@ -93,212 +101,239 @@ class SearchProblem:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a part of the space has shown; its tables are columns of equal length, none
-    where nothing fits.
+class PartialResult:
+    """The best plans of a part of the space, and counts of the others.
+
+    The tables are columns of equal length; there are none where nothing fits.
     """
 
     table: dict[str, np.ndarray]  # best plans so far
     front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
-    ways: dict[str, np.ndarray]  # the best plan so far of each `WAY` to split the model
-    idle: int  # plans that no stack launches
-    evaluated: int  # the others
-    feasible: int  # those of them that fit
-    least_bytes: float  # memory of the smallest plan
+    layouts: dict[str, np.ndarray]  # the best plan so far of each `LAYOUT_KEY`
+    unlaunched: int = 0  # plans that no stack launches
+    evaluated: int = 0  # the others
+    feasible: int = 0  # those of them that fit
+    least_bytes: float = math.inf  # memory of the smallest plan
 
 
-def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> Found:
-    """Looks at all plans of some degrees."""
-    return merged(
-        problem, [block for degrees in part for block in _blocks_of(problem, degrees)]
-    )
+def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> PartialResult:
+    """The best of all plans of some degrees."""
+    blocks = [block for degrees in part for block in _blocks_of(problem, degrees)]
+    return merged(problem, blocks)
 
 
-def merged(problem: SearchProblem, parts: Sequence[Found]) -> Found:
-    """The best of what was found in some parts, in order."""
+def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialResult:
+    """The best of some parts, in order."""
     order = (_OBJECTIVES[problem.objective], "memory_bytes", "step_s")
-    table = _without_ties(_joined([part.table for part in parts], *order))
+    table = _joined([part.table for part in parts], *order)
     front = _joined([part.front for part in parts], "step_s", "memory_bytes")
-    ways = _joined([part.ways for part in parts], *order)
+    layouts = _joined([part.layouts for part in parts], *order)
     if table:
-        least = _front(
-            front["step_s"], front["memory_bytes"], np.ones(len(front["place"]), bool)
+        # two parts may hold plans of equal time and memory
+        every_row = np.arange(len(table["ties"]))
+        first, ties = _first_of_ties(
+            every_row, table["step_s"], table["memory_bytes"], table["ties"]
         )
-        table = _rows(table, slice(problem.top))
-        front = _rows(front, least)
-        ways = _rows(ways, slice(_WAYS))
-    counts = (
-        sum(getattr(part, name) for part in parts)
-        for name in ("idle", "evaluated", "feasible")
+        table = _rows(_rows(table, first) | {"ties": ties}, slice(problem.top))
+        anywhere = np.ones(len(front["step_s"]), bool)
+        front = _rows(front, _front(front["step_s"], front["memory_bytes"], anywhere))
+        layouts = _rows(layouts, slice(_MOST_LAYOUTS))
+    return PartialResult(
+        table,
+        front,
+        layouts,
+        unlaunched=sum(part.unlaunched for part in parts),
+        evaluated=sum(part.evaluated for part in parts),
+        feasible=sum(part.feasible for part in parts),
+        least_bytes=min((part.least_bytes for part in parts), default=math.inf),
     )
-    least_bytes = min((part.least_bytes for part in parts), default=float("inf"))
-    return Found(table, front, ways, *counts, least_bytes)
 
 
-def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[Found]:
+def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResult]:
     """The plans of some degrees, block by block."""
-    rows = pass_choices(problem.space, problem.case, degrees)
-    columns = sharding_choices(problem.space, degrees, problem.case)
-    if not rows or not columns:
+    passes = pass_choices(problem.space, problem.case, degrees)
+    shardings = sharding_choices(problem.space, degrees, problem.case)
+    if not passes or not shardings:
         return
-    plans = Plans(**vars(degrees), **rows, **columns)
-    masks = tuple(~broken for broken in _refused(plans, problem)) or (
-        np.ones((1, 1), bool),
-    )
-    place = np.arange(plans.shape[0] * plans.shape[1]).reshape(plans.shape)
-    rows, columns = _touched(reduce(or_, masks), plans.shape)
-    skipped = place.size - len(rows) * len(columns)
+    plans = Plans(**vars(degrees), **passes, **shardings)
+    masks = [~broken for broken in _unlaunchable(plans, problem)]
+    masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
+    # (a, b) number of each plan in the product of passes and shardings
+    position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
+    rows, columns = _nonempty_rows_and_columns(reduce(or_, masks), plans.shape)
+    skipped = position.size - len(rows) * len(columns)
     if not len(rows):
-        yield Found({}, {}, {}, skipped, 0, 0, float("inf"))
+        yield PartialResult({}, {}, {}, skipped)
         return
-    size = max(_BLOCK // len(columns), 1)
-    for part in np.split(rows, range(size, len(rows), size)):
-        here, *masked = (
-            take_product(values, part, columns) for values in (plans, place, *masks)
+    block_rows = max(_BLOCK_PLANS // len(columns), 1)
+    for part in np.split(rows, range(block_rows, len(rows), block_rows)):
+        yield _evaluate_block(
+            problem,
+            take_product(plans, part, columns),
+            take_product(position, part, columns),
+            [take_product(mask, part, columns) for mask in masks],
+            skipped,
         )
-        yield _evaluated(problem, here, *masked, skipped=skipped)
-        skipped = 0
+        skipped = 0  # counted with the first block
 
 
-def _touched(mask: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of a product in which a mask is true somewhere."""
-    return tuple(
-        np.flatnonzero(np.broadcast_to(mask.any(axis), shape[1 - axis]))
-        for axis in (1, 0)
-    )
+def _nonempty_rows_and_columns(
+    mask: np.ndarray, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of a product in which a mask is true somewhere.
 
-
-def _refused(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
-    """Of each stack, the plans that it does not launch, or that its configuration
-    cannot say; with two axes each.
+    mask: of that shape or (a, 1), (1, b), (1, 1), as rules that look at one of the
+    lists leave it.
     """
-    cases = (replace(problem.case, software=stack) for stack in problem.stacks)
-    rules = SOFTWARE + STATED
-    return [
-        np.atleast_2d(
-            reduce(or_, (rule.broken(plans, case) for rule in rules), np.False_)
-        )
-        for case in cases
-    ]
+    rows = np.broadcast_to(mask.any(axis=1), shape[0])
+    columns = np.broadcast_to(mask.any(axis=0), shape[1])
+    return np.flatnonzero(rows), np.flatnonzero(columns)
+
+
+def _unlaunchable(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
+    """Masks, one per stack and with two axes each, of the plans that it does not
+    launch, or that its configuration cannot say.
+    """
+    masks = []
+    for stack in problem.stacks:
+        case = replace(problem.case, software=stack)
+        broken = (rule.broken(plans, case) for rule in SOFTWARE + STATED)
+        masks.append(np.atleast_2d(reduce(or_, broken, np.False_)))
+    return masks
 
 
 def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
     """Names of the stacks that launch each plan of a table within the memory of a
     device, joined by blanks.
     """
-    runs = []
-    for stack, broken in zip(problem.stacks, _refused(plans, problem), strict=True):
+    launches = []
+    for stack, broken in zip(
+        problem.stacks, _unlaunchable(plans, problem), strict=True
+    ):
         launched = ~np.broadcast_to(broken[0], plans.shape)
         rows = np.flatnonzero(launched)
-        if (
-            len(rows) and not problem.case.software
-        ):  # else memory is that of the stack already
-            held = table_peak_bytes(
-                replace(problem.case, plan=plans[rows], software=stack)
-            )
-            launched[rows] = held <= problem.room_bytes
-        runs.append(launched)
+        # with one software named, plans were evaluated in its memory already
+        if len(rows) and not problem.case.software:
+            case = replace(problem.case, plan=plans[rows], software=stack)
+            launched[rows] = table_peak_bytes(case) <= problem.room_bytes
+        launches.append(launched)
     names = [stack.name for stack in problem.stacks]
     return [
-        " ".join(name for name, run in zip(names, row, strict=True) if run)
-        for row in zip(*runs, strict=True)
+        " ".join(name for name, runs in zip(names, row, strict=True) if runs)
+        for row in zip(*launches, strict=True)
     ]
 
 
-def _evaluated(
+def _evaluate_block(
     problem: SearchProblem,
     plans: Plans,
-    place: np.ndarray,
-    *masks: np.ndarray,
+    position: np.ndarray,
+    masks: list[np.ndarray],
     skipped: int,
-) -> Found:
-    """A product of plans; those that fit are timed. place: among all of the same
-    degrees; masks: of each stack.
+) -> PartialResult:
+    """The best of a product of plans; those that fit are timed.
+
+    position: in the product of all plans of the same degrees. masks: by stack, what it
+    launches. skipped: plans left out before, which no stack launches.
     """
-    runs = np.broadcast_to(reduce(or_, masks), plans.shape)
-    memory = np.broadcast_to(
-        _rounded(plans_peak_bytes(replace(problem.case, plan=plans))), plans.shape
-    )
-    fits = (memory <= problem.room_bytes) & runs
-    if (
-        problem.stacks and not problem.case.software
-    ):  # also in the memory of a stack that launches it
-        fits = _roomy(problem, plans, masks, fits)
-    launched = int(runs.sum())
-    least_bytes = float(memory.min(where=runs, initial=np.inf))
-    counts = skipped + runs.size - launched, launched, int(fits.sum()), least_bytes
-    rows, columns = _touched(fits, fits.shape)
+    launched = np.broadcast_to(reduce(or_, masks), plans.shape)
+    memory = _rounded(plans_peak_bytes(replace(problem.case, plan=plans)))
+    memory = np.broadcast_to(memory, plans.shape)
+    fits = (memory <= problem.room_bytes) & launched
+    # Without a named software memory is that of the usual one: a plan must fit in the
+    # memory of a stack that launches it too.
+    if problem.stacks and not problem.case.software:
+        fits = _fits_some_stack(problem, plans, masks, fits)
+    evaluated = int(launched.sum())
+    counts = {
+        "unlaunched": skipped + launched.size - evaluated,
+        "evaluated": evaluated,
+        "feasible": int(fits.sum()),
+        "least_bytes": float(memory.min(where=launched, initial=np.inf)),
+    }
+    rows, columns = _nonempty_rows_and_columns(fits, fits.shape)
     if not len(rows):
-        return Found({}, {}, {}, *counts)
-    plans, place, memory, fits = (
-        take_product(values, rows, columns) for values in (plans, place, memory, fits)
+        return PartialResult({}, {}, {}, **counts)
+    plans, position, memory, fits = (
+        take_product(values, rows, columns)
+        for values in (plans, position, memory, fits)
     )
     case = replace(problem.case, plan=plans)
-    times = np.broadcast_to(
-        _rounded(step_s(Steps.of(case), problem.parameters)), fits.shape
-    )
-    values = {"step_s": times, "memory_bytes": memory}
-    values["cost_usd"] = times * (case.cluster.world_size * problem.usd_per_hour / 3600)
+    times = _rounded(step_s(Steps.of(case), problem.parameters))
+    times = np.broadcast_to(times, fits.shape)
+    usd_per_s = case.cluster.world_size * problem.usd_per_hour / 3600
+    values = {"step_s": times, "memory_bytes": memory, "cost_usd": times * usd_per_s}
     if problem.objective == "energy":
-        values["energy_j"] = np.broadcast_to(
-            energy_j(case, problem.parameters), fits.shape
-        )
+        energy = energy_j(case, problem.parameters)
+        values["energy_j"] = np.broadcast_to(energy, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best, ties = _smallest(objective, memory, times, problem.top)
-    ways = np.array(list(_best_of_ways(plans, objective, memory, times)), int)
-    chosen = best, _front(times, memory, fits), ways
-    table, front, ways = (
-        _columns(plans, values | {"place": place}, at) for at in chosen
+    layouts = np.array(list(_best_of_layouts(plans, objective, memory, times)), int)
+    values["position"] = position
+    return PartialResult(
+        _columns(plans, values, best) | {"ties": ties},
+        _columns(plans, values, _front(times, memory, fits)),
+        _columns(plans, values, layouts),
+        **counts,
     )
-    return Found(table | {"ties": ties}, front, ways, *counts)
 
 
-def _roomy(
-    problem: SearchProblem,
-    plans: Plans,
-    masks: tuple[np.ndarray, ...],
-    fits: np.ndarray,
+def _fits_some_stack(
+    problem: SearchProblem, plans: Plans, masks: list[np.ndarray], fits: np.ndarray
 ) -> np.ndarray:
-    """Which of the plans that fit do so in the memory of a stack that launches them
-    too.
+    """Mask of the plans that also fit in the memory of a stack that launches them.
+
+    masks: by stack, what it launches; fits: in the memory of the usual software.
     """
-    roomy = np.zeros(fits.shape, bool)
+    fits_one = np.zeros(fits.shape, bool)
     usual = plans.tp * plans.pp * plans.ep > 1 and default_software(plans)
     for stack, mask in zip(problem.stacks, masks, strict=True):
-        wanted = fits & mask & ~roomy
-        if stack.name != usual and wanted.any():  # the usual one's memory is known
-            part = _touched(wanted, fits.shape)
-            held = plans_peak_bytes(
-                replace(problem.case, plan=take_product(plans, *part), software=stack)
+        candidates = fits & mask & ~fits_one
+        # the memory of the usual software is what `fits` was judged by
+        if stack.name != usual and candidates.any():
+            part = _nonempty_rows_and_columns(candidates, fits.shape)
+            case = replace(
+                problem.case, plan=take_product(plans, *part), software=stack
             )
-            wanted[np.ix_(*part)] &= held <= problem.room_bytes
-        roomy |= wanted
-    return roomy
+            candidates[np.ix_(*part)] &= plans_peak_bytes(case) <= problem.room_bytes
+        fits_one |= candidates
+    return fits_one
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """Numbers to twelve digits, so that plans which differ in the last bits are equal."""
+    """Positive numbers to twelve digits, so that plans which differ in the last bits
+    are equal.
+    """
+    # The bits of a positive double, read as an integer, grow with its value, exponent
+    # above fraction. Adding half of the last kept bit and clearing what is below it
+    # rounds to the nearest; a carry out of the fraction raises the exponent, as it
+    # should. Rounding decimal digits instead needs log10 and a power for each number.
     bits = np.ascontiguousarray(values, float).view(np.int64)
-    return ((bits + _ROUNDED // 2) & -_ROUNDED).view(float)
+    return ((bits + _ROUNDED_BITS // 2) & -_ROUNDED_BITS).view(float)
 
 
-def _best_of_ways(
+def _best_of_layouts(
     plans: Plans, objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray
 ) -> Iterator[int]:
-    """Flat positions of the best plan of each ZeRO stage and recompute, of plans of the
+    """Flat positions of the best plan of each recompute and ZeRO stage, of plans of the
     same degrees.
     """
-    rows = plans.recompute[:, 0]
-    columns = plans.zero[0]
-    for recompute, zero in product(dict.fromkeys(rows), dict.fromkeys(columns)):
-        at = np.ix_(np.flatnonzero(rows == recompute), np.flatnonzero(columns == zero))
-        part = objective[at]
-        if (least := part.min()) < np.inf:
-            row, column = (
-                at[axis].ravel()[i] for axis, i in enumerate(np.nonzero(part == least))
-            )
-            first = np.lexsort((row, step_s[row, column], memory[row, column]))[0]
-            yield row[first] * len(columns) + column[first]
+    # recompute is a column (a, 1) of the product, ZeRO a row (1, b)
+    recomputes = plans.recompute[:, 0]
+    zeros = plans.zero[0]
+    for recompute, zero in product(dict.fromkeys(recomputes), dict.fromkeys(zeros)):
+        rows = np.flatnonzero(recomputes == recompute)
+        columns = np.flatnonzero(zeros == zero)
+        part = objective[np.ix_(rows, columns)]
+        least = part.min()
+        if least == np.inf:
+            continue
+        at_row, at_column = np.nonzero(part == least)
+        row = rows[at_row]
+        column = columns[at_column]
+        # lexsort's last key counts most: least memory, then time, then the first row
+        best = np.lexsort((row, step_s[row, column], memory[row, column]))[0]
+        yield row[best] * len(zeros) + column[best]
 
 
 def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
@@ -309,25 +344,27 @@ def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
 
 def _smallest(
     objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int
-) -> tuple:
-    """(flat positions of the `count` smallest finite values in order, how many tie with
-    each in time and memory).
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flat positions of the `count` smallest finite values in order, and how many plans
+    tie with each in time and memory.
     """
-    flat = objective.reshape(-1)
-    wanted = count
+    flat = objective.ravel()
     finite = np.flatnonzero(np.isfinite(flat))
+    wanted = count
     while True:
+        # A partition is linear where a sort of all is not. What ties with the last
+        # wanted value is taken along, so that ties are counted whole.
         at = finite
         if wanted < len(at):
-            at = at[flat[at] <= np.partition(flat[at], wanted - 1)[wanted - 1]]
-        sizes = memory.reshape(-1)[at]
-        times = step_s.reshape(-1)[at]
-        kept, ties = _first_of_ties(
-            np.lexsort((at, times, sizes, flat[at])), times, sizes
-        )
-        if len(kept) >= count or len(at) == len(finite):
-            return at[kept[:count]], ties[:count]
-        wanted *= 4
+            last_wanted = np.partition(flat[at], wanted - 1)[wanted - 1]
+            at = at[flat[at] <= last_wanted]
+        sizes = memory.ravel()[at]
+        times = step_s.ravel()[at]
+        order = np.lexsort((at, times, sizes, flat[at]))
+        first, ties = _first_of_ties(order, times, sizes)
+        if len(first) >= count or len(at) == len(finite):
+            return at[first[:count]], ties[:count]
+        wanted *= 4  # too many were ties: look farther
 
 
 def _first_of_ties(
@@ -335,61 +372,57 @@ def _first_of_ties(
     times: np.ndarray,
     sizes: np.ndarray,
     ties: np.ndarray | None = None,
-) -> tuple:
-    """(those of an order of plans that no earlier one equals in time and memory, how
-    many later ones equal each).
+) -> tuple[np.ndarray, np.ndarray]:
+    """The members of an order of plans that no earlier one equals in time and memory,
+    and how many later ones equal each.
+
+    ties: how many each plan stands for already, itself not counted.
     """
+    # np.unique of rows of two columns sorts them as raw bytes, several times slower
+    # than numbers: a pair is one complex number, which numpy orders by its real part,
+    # then by its imaginary one.
     pairs = (times + 1j * sizes)[order]
     _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
-    counts = np.bincount(which, None if ties is None else ties[order] + 1.0).astype(int)
-    kept = np.sort(first)
-    return order[kept], counts[which[kept]] - 1
-
-
-def _without_ties(table: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    if not table:
-        return table
-    order = np.arange(len(table["place"]))
-    kept, ties = _first_of_ties(
-        order, table["step_s"], table["memory_bytes"], table["ties"]
-    )
-    return _rows(table, kept) | {"ties": ties}
+    weights = None if ties is None else ties[order] + 1.0
+    counts = np.bincount(which, weights).astype(int)
+    in_order = np.sort(first)  # unique gave them by value
+    return order[in_order], counts[which[in_order]] - 1
 
 
 def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarray:
     """Flat positions of feasible plans that no other one beats in time and memory."""
-    times = step_s.reshape(-1)
-    sizes = memory.reshape(-1)
+    times = step_s.ravel()
+    sizes = memory.ravel()
     at = np.flatnonzero(fits)
-    if at.size:  # one plan beats most of the others, which need not be sorted
+    if at.size:
+        # the plan of least time x memory beats most others, which need not be sorted
         good = at[np.argmin(times[at] * sizes[at])]
         at = at[(times[at] < times[good]) | (sizes[at] < sizes[good]) | (at == good)]
+    # by time; a plan stays if it needs less memory than all that are faster
     at = at[np.lexsort((at, sizes[at], times[at]))]
-    return at[sizes[at] < np.minimum.accumulate(np.r_[np.inf, sizes[at][:-1]])]
+    faster_bytes = np.minimum.accumulate(np.r_[np.inf, sizes[at][:-1]])
+    return at[sizes[at] < faster_bytes]
 
 
 def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """Chosen plans of a product as columns."""
-    shape = values["place"].shape
+    """Chosen plans of a product as columns, each without ties."""
+    shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
-    every = {
-        name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED
-    } | values
-    return {name: value[row, column] for name, value in every.items()} | {
-        "ties": 0 * chosen
-    }
+    fields = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED}
+    columns = {name: value[row, column] for name, value in (fields | values).items()}
+    return columns | {"ties": 0 * chosen}
 
 
 def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
+    if not filled:
+        return {}
     table = {
-        name: np.concatenate([part[name] for part in filled])
-        for name in (filled or [{}])[0]
+        name: np.concatenate([part[name] for part in filled]) for name in filled[0]
     }
-    return table and _rows(
-        table, np.lexsort([table[name] for name in reversed((*order, *_TIES))])
-    )
+    keys = (*order, *_TIE_BREAKERS)
+    return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
 def _rows(

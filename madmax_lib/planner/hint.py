@@ -1,5 +1,4 @@
-"""Is the batch or the number of devices the problem? Small searches with neighbours of
-both.
+"""A better batch or number of devices, from small searches with neighbours of both.
 
 A batch that few degrees of data parallelism divide, or that leaves a pipeline a handful
 of micro-batches, costs more than any choice of plan; so does a number of nodes without
@@ -16,16 +15,22 @@ from madmax_lib.planner.space import legal_degrees
 
 __all__ = ["hint"]
 
-# batches and numbers of nodes this close, so many of each
-_NEAR = 0.25
-_TRIED = 3
-# gains that are worth saying, of a neighbour and of twice the batch
+_NEAR = 0.25  # how far a neighbour may be, as a share of the batch or the nodes
+_MOST_NEIGHBOURS = 3  # beside the nearest: each costs a search
+# Gains that are worth saying: a neighbour is a small change, twice the batch is another
+# training and must save more.
 _WORTH = 1.08
 _WORTH_TWICE = 1.3
+# choices that a neighbour takes from the best plans; pp and the micro-batch are free,
+# since they are what another batch changes
+_FROM_BEST = (
+    *("tp", "cp", "ep", "zero", "recompute", "schedule"),
+    *("attention", "sequence_parallel", "context"),
+)
 
 
 def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
-    """What another batch would gain per sample, or fewer devices per step; empty if
+    """The gain of another batch per sample, or of fewer devices per step; empty if
     nothing is worth saying.
 
     different: plans of the search, in whose degrees the neighbours are searched.
@@ -35,78 +40,66 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
         return ""
     batch = case.global_batch
     nodes = case.cluster.nodes
+    world = case.cluster.world_size
     step_s = different["step_s"].min()
-    small = replace(problem, space=_narrow(problem, different), top=1)
-    per_sample = {
-        near: _least_s(small, near, nodes) / near
-        for near in [*_neighbours(batch, case.cluster.world_size), 2 * batch]
-    }
-    gains = {near: step_s / batch / seconds for near, seconds in per_sample.items()}
+    small = _small(problem, different)
+    gains = {}
+    for near in [*_neighbours(batch, world), 2 * batch]:
+        gains[near] = step_s / batch / (_least_s(small, near, nodes) / near)
     twice = gains.pop(2 * batch)
     best = max(gains, key=gains.get, default=batch)
     if gains.get(best, 1.0) > _WORTH:
         return (
-            f"batch {best:,} would be {gains[best]:.2f}x faster per sample: "
-            f"{_divides(case, batch, best)}"
+            f"batch {best:,} would be {gains[best]:.2f}x faster per sample: it shares "
+            f"the divisor {math.gcd(best, world):,} with the devices, {batch:,} only "
+            f"{math.gcd(batch, world):,}"
         )
-    fewer = {
-        near: step_s / _least_s(small, batch, near)
-        for near in _neighbours(nodes, 1 << nodes.bit_length())
-        if near < nodes
-    }
-    best = max(fewer, key=fewer.get, default=nodes)
-    if fewer.get(best, 1.0) > _WORTH:
+    # more nodes would of course be faster: only fewer are a finding
+    gains = {}
+    for near in _neighbours(nodes, 1 << nodes.bit_length()):
+        if near < nodes:
+            gains[near] = step_s / _least_s(small, batch, near)
+    best = max(gains, key=gains.get, default=nodes)
+    if gains.get(best, 1.0) > _WORTH:
         devices = best * case.cluster.devices_per_node
         return (
-            f"{devices:,} devices would be {fewer[best]:.2f}x faster: more "
+            f"{devices:,} devices would be {gains[best]:.2f}x faster: more "
             "degrees divide them"
         )
     if twice > _WORTH_TWICE:
-        why = (
-            "more micro-batches for each pipeline"
-            if different["pp"].iloc[0] > 1
-            else "fixed costs for more samples"
-        )
+        why = "fixed costs for more samples"
+        if different["pp"].iloc[0] > 1:
+            why = "more micro-batches for each pipeline"
         return f"batch {2 * batch:,} would be {twice:.2f}x faster per sample: {why}"
     return ""
 
 
-def _narrow(problem: SearchProblem, different: pd.DataFrame):
-    """Its space in the choices of the best plans; pp and the micro-batch are free."""
-    names = (
-        "tp",
-        "cp",
-        "ep",
-        "zero",
-        "recompute",
-        "schedule",
-        "attention",
-        "sequence_parallel",
-        "context",
+def _small(problem: SearchProblem, different: pd.DataFrame) -> SearchProblem:
+    """The problem in the choices of its best plans, for one answer."""
+    best = {name: tuple(different[name].unique().tolist()) for name in _FROM_BEST}
+    space = replace(
+        problem.space,
+        **best,
+        hybrid=(),
+        overlap_gather=(True,),
+        reduce_fp32=(False, True),
+        prefetch=(1,),
+        usual_interleave=True,
+        quantised=False,
     )
-    found = {name: tuple(dict.fromkeys(different[name].tolist())) for name in names}
-    usual = {
-        "hybrid": (),
-        "overlap_gather": (True,),
-        "reduce_fp32": (False, True),
-        "prefetch": (1,),
-    }
-    return replace(
-        problem.space, **found | usual, usual_interleave=True, quantised=False
-    )
+    return replace(problem, space=space, top=1)
 
 
 def _least_s(problem: SearchProblem, batch: int, nodes: int) -> float:
     """Seconds of the best plan, infinite if none fits."""
     case = problem.case
-    cluster = (
-        case.cluster
-        if nodes == case.cluster.nodes
-        else replace(case.cluster, nodes=nodes)
-    )
+    cluster = case.cluster
+    if nodes != cluster.nodes:
+        cluster = replace(cluster, nodes=nodes)
     problem = replace(problem, case=replace(case, global_batch=batch, cluster=cluster))
-    table = evaluate(problem, legal_degrees(problem.space, problem.case)[0]).table
-    return float(table["step_s"][0]) if table else float("inf")
+    degrees, _ = legal_degrees(problem.space, problem.case)
+    table = evaluate(problem, degrees).table
+    return float(table["step_s"][0]) if table else math.inf
 
 
 def _neighbours(number: int, world: int) -> list[int]:
@@ -116,20 +109,12 @@ def _neighbours(number: int, world: int) -> list[int]:
     >>> _neighbours(1000, 1024), _neighbours(2401, 1200)
     ([992, 1024], [2400])
     """
-    found = []
+    neighbours = []
     most = math.gcd(number, world)
     for far in range(1, int(_NEAR * number) + 1):
         for near in (number - far, number + far):
             if math.gcd(near, world) > most:
-                found = [*found, near]
+                neighbours.append(near)
                 most = math.gcd(near, world)
-    return found[:1] + found[1:][-_TRIED:]
-
-
-def _divides(case, batch: int, better: int) -> str:
-    world = case.cluster.world_size
-    shared = math.gcd(better, world), math.gcd(batch, world)
-    return (
-        f"it shares the divisor {shared[0]:,} with the devices, {batch:,} only "
-        f"{shared[1]:,}"
-    )
+    # the nearest, and the farthest, which share most
+    return neighbours[:1] + neighbours[1:][-_MOST_NEIGHBOURS:]

@@ -1,5 +1,4 @@
-"""Which plan is best? Of every legal plan of a space the memory, of those that fit the
-time; the best, and the front.
+"""The best plan of a space: of every legal plan the memory, of those that fit the time.
 
 A search deals the degrees of a `space` out in parts (`distribute`), each of which is
 worked out by `evaluate`.
@@ -14,13 +13,12 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.catalog.models import DLRM, Cluster, Transformer
-from madmax_lib.catalog.software import Software
+from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.plan_flags.write import STACKS
 from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
-from madmax_lib.planner.evaluate import Found, SearchProblem
+from madmax_lib.planner.evaluate import PartialResult, SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
@@ -76,13 +74,38 @@ def search(
     >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
     (2, 3, True)
     """
+    start_s = time.perf_counter()
     parameters = constants_of(cluster, parameters)
-    further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
-    case = Case.of_step(model, cluster, Plan(), global_batch, *further)
+    software = software_of(software, parameters)
+    case = Case.of_step(
+        model,
+        cluster,
+        Plan(),
+        global_batch,
+        *(sequence, dtype, software, imbalance, jitter),
+    )
     check_case(case)
-    _check(client, shard, shards)
-    start = time.perf_counter()
-    problem = _problem(case, space, objective, top, parameters, usd_per_hour)
+    stacks = stacks_of(case)
+    if len(stacks) == 1:
+        # memory and time are then those of the one stack that may launch a plan
+        case = replace(case, software=stacks[0])
+    device = case.cluster.device
+    problem = SearchProblem(
+        case,
+        require_type("space", space, Space, Space),
+        objective,
+        top,
+        require_type("parameters", parameters, Parameters, shipped),
+        device.usd_per_hour if usd_per_hour is None else usd_per_hour,
+        usable_bytes(device),
+        stacks,
+    )
+    if client is not None and not hasattr(client, "scatter"):
+        raise ValueError(f"client={short_repr(client)} must be a dask client")
+    if require_int("shard", shard) >= require_int("shards", shards, 1):
+        raise ValueError(
+            f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
+        )
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
         reasons = "; ".join(
@@ -92,36 +115,28 @@ def search(
             f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
             f"{reasons}"
         )
-    found, complete = run_parts(
-        problem, degrees[shard::shards], client, directory, progress
-    )
-    if complete and not found.feasible and shards == 1:
-        raise ValueError(_too_large(problem, found))
-    table, front, ways = (pd.DataFrame(),) * 3
-    if found.feasible:
-        table, front = (
-            described(problem, part)[0] for part in (found.table, found.front)
-        )
-        ways = different(problem, found.ways)
-    counts = (found.evaluated, found.feasible, time.perf_counter() - start)
-    rules = _dropped(dropped, found)
+    # every so-many-th of the degrees: neighbours hold plans of about equal number
+    part = degrees[shard::shards]
+    result, complete = run_parts(problem, part, client, directory, progress)
+    # a shard may hold nothing that fits, and so may what an interruption left
+    if complete and not result.feasible and shards == 1:
+        raise ValueError(_nothing_fits(problem, result))
+    table = front = ways = pd.DataFrame()
+    if result.feasible:
+        table = described(problem, result.table).table
+        front = described(problem, result.front).table.drop(columns="ties")
+        ways = different(problem, result.layouts)
     return SearchResult(
         table,
-        front.drop(columns="ties", errors="ignore"),
+        front,
         ways,
-        *counts,
-        rules,
+        result.evaluated,
+        result.feasible,
+        time.perf_counter() - start_s,
+        _dropped(dropped, result),
         problem,
         complete,
     )
-
-
-def _dropped(layouts: Counter, found: Found) -> pd.DataFrame:
-    """How many layouts and plans each rule has dropped."""
-    rules = [(rule, count, "layouts") for rule, count in sorted(layouts.items())]
-    rules.append(("a stack must launch it", found.idle, "plans"))
-    rules.append(("must fit in memory", found.evaluated - found.feasible, "plans"))
-    return pd.DataFrame(rules, columns=["rule", "count", "of"])
 
 
 def check_case(case: Case) -> None:
@@ -139,52 +154,38 @@ def check_case(case: Case) -> None:
 
 
 def stacks_of(case: Case) -> tuple[Software, ...]:
-    """Who may train: the software that is named, else JAX on TPUs, else the `STACKS`."""
-    usual = ("jax",) if case.cluster.device.name.startswith("tpu") else STACKS
-    return (case.software,) if case.software else tuple(map(catalog.software, usual))
+    """Software that may train: the one named, else JAX on TPUs, else the `STACKS`."""
+    if case.software:
+        return (case.software,)
+    on_tpu = case.cluster.device.name.startswith("tpu")
+    return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
 
 
-def _check(client, shard: int, shards: int) -> None:
-    if client is not None and not hasattr(client, "scatter"):
-        raise ValueError(f"client={short_repr(client)} must be a dask client")
-    if require_int("shard", shard) >= require_int("shards", shards, 1):
-        raise ValueError(
-            f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
-        )
+def _dropped(layouts: Counter, result: PartialResult) -> pd.DataFrame:
+    """Counts of the layouts and plans that each rule has dropped."""
+    rules = [(rule, count, "layouts") for rule, count in sorted(layouts.items())]
+    rules.append(("a stack must launch it", result.unlaunched, "plans"))
+    rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
+    return pd.DataFrame(rules, columns=["rule", "count", "of"])
 
 
-def _problem(
-    case: Case, space, objective: str, top: int, parameters, usd_per_hour
-) -> SearchProblem:
-    price = case.cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    space = require_type("space", space, Space, Space)
-    parameters = require_type("parameters", parameters, Parameters, shipped)
-    stacks = stacks_of(case)
-    case = replace(case, software=stacks[0]) if len(stacks) == 1 else case
-    room_bytes = usable_bytes(case.cluster.device)
-    return SearchProblem(
-        case, space, objective, top, parameters, price, room_bytes, stacks
-    )
-
-
-def _too_large(problem: SearchProblem, found: Found) -> str:
+def _nothing_fits(problem: SearchProblem, result: PartialResult) -> str:
+    """Why a search ends without a plan: nothing is launched, or nothing is small enough."""
     model = problem.case.model.name
     device = problem.case.cluster.device.name
-    if not found.evaluated and found.idle:
+    if result.evaluated:
+        return (
+            f"no plan of {model} fits: the least needs {result.least_bytes / 1e9:.1f} GB "
+            f"per device, {device} has {problem.room_bytes / 1e9:.1f} GB "
+            f"({result.evaluated:,} plans)"
+        )
+    if result.unlaunched:
         stacks = ", ".join(stack.name for stack in problem.stacks)
         return (
-            f"no plan of {model}: {stacks} launches none of the {found.idle:,} of "
-            "the space"
+            f"no plan of {model}: {stacks} launches none of the "
+            f"{result.unlaunched:,} of the space"
         )
-    if not found.evaluated:
-        return (
-            f"no plan of {model}: the space names no micro-batch, schedule or "
-            "ZeRO stage that divides"
-        )
-    least, room = (
-        f"{size / 1e9:.1f} GB" for size in (found.least_bytes, problem.room_bytes)
-    )
     return (
-        f"no plan of {model} fits: the least needs {least} per device, {device} "
-        f"has {room} ({found.evaluated:,} plans)"
+        f"no plan of {model}: the space names no micro-batch, schedule or ZeRO stage "
+        "that divides"
     )

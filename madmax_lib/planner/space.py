@@ -1,5 +1,4 @@
-"""Which plans are worth timing? All legal plans of a model on a cluster, as arrays, and
-how many each rule drops.
+"""All legal plans of a model on a cluster, as arrays, and how many each rule drops.
 
 `Degrees` fill the cluster. The plans of some degrees are the product of two short
 lists: passes (micro-batch, schedule, recompute, ...: what a device does between two
@@ -13,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,52 +37,56 @@ __all__ = [
     "sharding_choices",
 ]
 
-_ORDER = (
-    "micro_batch",
-    "schedule",
-    "interleave",
-    "last_layers",
-    "embedding_as_layer",
-    "head_as_layer",
-)
-_PASS = (*_ORDER, "recompute", "sequence_parallel", "context", "attention")
-_ANY = (
-    "tp",
-    "cp",
-    "pp",
-    "ep",
-    "micro_batch",
-    "interleave",
-    "hybrid",
-)  # None is all that divide
-_ENDS = _ORDER[3:]  # columns that are left out where stages are equal
-_USUAL = 4  # chunks per stage, beyond which few go
-_SHARDING = (
-    "zero",
-    "shard",
-    "overlap_gather",
-    "reduce_fp32",
-    "qwz",
-    "hpz",
-    "qgz",
-    "prefetch",
-)
+_USUAL_CHUNKS = 4  # per stage, beyond which few trainings go
 
-SEARCHED = (
-    "tp",
-    "cp",
-    "pp",
-    "ep",
-    "dp",
-    *_PASS,
-    *_SHARDING,
-)  # fields of a Plan that a search sets
+
+class _Schedule(NamedTuple):
+    """A pipeline's schedule, and how layers are dealt out over its stages."""
+
+    schedule: str = "1f1b"
+    interleave: int = 1  # chunks per stage
+    last_layers: int = 0  # of the last stage, 0 where it has as many as the others
+    embedding_as_layer: bool = False
+    head_as_layer: bool = False
+
+
+class _Sharding(NamedTuple):
+    """ZeRO, and what belongs to it."""
+
+    zero: int
+    shard: int = 0  # ranks of a shard group of HSDP, 0 for all
+    overlap_gather: bool = False
+    reduce_fp32: bool = False
+    qwz: bool = False
+    hpz: bool = False
+    qgz: bool = False
+    prefetch: int = 1  # layers gathered ahead
+
+
+_PASS = (
+    "micro_batch",
+    *_Schedule._fields,
+    *("recompute", "sequence_parallel", "context", "attention"),
+)
+# columns that are left out where stages are equal, as in most plans: formulas then
+# stay with numbers instead of arrays
+_ENDS = _Schedule._fields[2:]
+# choices that None leaves to all that divide
+_ANY = ("tp", "cp", "pp", "ep", "micro_batch", "interleave", "hybrid")
+
+# fields of a Plan that a search sets
+SEARCHED = ("tp", "cp", "pp", "ep", "dp", *_PASS, *_Sharding._fields)
 
 
 @dataclass(frozen=True)
 class Space:
     """Values that a search tries for the choices of a Plan; fixed choices have one
     value, None is all that divide.
+
+    >>> Space(tp=8).tp
+    (8,)
+    >>> Space.quick().schedule
+    ('1f1b',)
 
     tp, cp, pp, ep: degrees (default None).
     micro_batch: samples per device and micro-batch (default None).
@@ -109,18 +113,15 @@ class Space:
     tp_beyond_node: tensor parallelism may leave the node (default False).
 
     A single value stands for a choice of one. Raises ValueError for a value that no
-    Plan takes.
-
-    >>> Space(tp=8).tp
-    (8,)
-
-    Raises ValueError for an empty choice.
+    Plan takes, and for an empty choice.
     """
 
+    # degrees
     tp: tuple[int, ...] | None = None
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
+    # what a device does between two messages
     micro_batch: tuple[int, ...] | None = None
     interleave: tuple[int, ...] | None = None
     usual_interleave: bool = False
@@ -129,6 +130,7 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (True, False)
     context: tuple[str, ...] = ("ring", "ulysses")
     attention: tuple[str, ...] = ("flash", "unfused")
+    # how states are sharded
     zero: tuple[int, ...] = (0, 1, 2, 3)
     zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
     hybrid: tuple[int, ...] | None = None
@@ -147,35 +149,34 @@ class Space:
 
     @classmethod
     def quick(cls) -> Space:
-        """What people run: flash and ring attention, 1F1B in few chunks, tp inside a
-        node, no ZeRO-2 under a pipeline.
+        """Space of what people run: flash and ring attention, 1F1B in few chunks, tp
+        inside a node, no ZeRO-2 under a pipeline.
 
         Gradients are reduced in either type; there is no ZeRO++.
         """
-        one = {
-            "schedule": ("1f1b",),
-            "context": ("ring",),
-            "attention": ("flash",),
-            "sequence_parallel": (True,),
-        }
-        one |= {
-            "overlap_gather": (True,),
-            "zero_under_pipeline": (0, 1, 3),
-            "prefetch": (1,),
-        }
-        return cls(**one, usual_interleave=True)
+        return cls(
+            schedule=("1f1b",),
+            context=("ring",),
+            attention=("flash",),
+            sequence_parallel=(True,),
+            overlap_gather=(True,),
+            # sharded gradients would be reduced with every micro-batch
+            zero_under_pipeline=(0, 1, 3),
+            prefetch=(1,),
+            usual_interleave=True,
+        )
 
 
 def _checked(name: str, values) -> tuple:
     """Values of one choice as a tuple, each of which a Plan takes."""
     values = tuple(values) if isinstance(values, (tuple, list, range)) else (values,)
+    # two choices have no field of their own name in a Plan
     field = {"hybrid": "shard", "zero_under_pipeline": "zero"}.get(name, name)
+    rule = FIELDS[field]
     for value in values:
-        plan = Plans(**{"sequence_parallel": False} | {field: value})
-        if FIELDS[field].broken(plan, None):
-            raise ValueError(
-                f"Space: {FIELDS[field].words(plan, None).replace(field, name, 1)}"
-            )
+        plan = Plans(**{"sequence_parallel": False, field: value})
+        if rule.broken(plan, None):
+            raise ValueError(f"Space: {rule.words(plan, None).replace(field, name, 1)}")
     if not values and name != "hybrid":
         raise ValueError(f"{name}=() leaves nothing to search")
     return values
@@ -183,7 +184,9 @@ def _checked(name: str, values) -> tuple:
 
 @dataclass(frozen=True, order=True)
 class Degrees:
-    """Degrees of parallelism that fill a cluster."""
+    """Degrees of parallelism that fill a cluster: dp x tp x pp x cp devices, ep laid
+    over them.
+    """
 
     tp: int
     cp: int
@@ -200,78 +203,80 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     dropped by the first rule that applies, after those of the book by the choice of the
     space to stay inside a node.
     """
-    filling = sorted(_filling(space, case))
-    names = [field.name for field in fields(Degrees)]
-    columns = dict(
-        zip(
-            names,
-            np.array([*map(astuple, filling)], int).reshape(-1, len(names)).T,
-            strict=True,
-        )
-    )
-    plans = Plans(**columns, context=np.array(space.context)[:, None])
-    verdict = legal(
-        replace(case, software=None, plan=plans)
-    )  # what it does not run is dropped with the choices
+    filling = _filling(space, case)
+    columns = {
+        field.name: np.array([getattr(degrees, field.name) for degrees in filling], int)
+        for field in fields(Degrees)
+    }
+    # (contexts, 1) beside columns of (degrees,): all pairs are judged, and degrees are
+    # dropped where no way to exchange keys and values goes with them
+    contexts = np.array(space.context)[:, None]
+    plans = Plans(**columns, context=contexts)
+    # what a software does not run is dropped later, with the choices
+    verdict = legal(replace(case, software=None, plan=plans))
     allowed = verdict.mask.any(axis=0)
-    dropped = Counter(
-        verdict.rules[place].name for place in verdict.first_broken_rule[0, ~allowed]
-    )
-    leaves_node = (
-        allowed
-        & (columns["tp"] > case.cluster.devices_per_node)
-        & (not space.tp_beyond_node)
-    )
+    dropped = Counter(verdict.rules[rule].name for rule in verdict.first_broken_rule[0, ~allowed])
+    leaves_node = columns["tp"] > case.cluster.devices_per_node
+    leaves_node &= allowed & (not space.tp_beyond_node)
     if leaves_node.any():
         dropped["tp must stay inside a node"] = int(leaves_node.sum())
     return [filling[i] for i in np.flatnonzero(allowed & ~leaves_node)], dropped
 
 
-def _filling(space: Space, case: Case) -> Iterator[Degrees]:
+def _filling(space: Space, case: Case) -> list[Degrees]:
+    """All degrees of the space that fill the cluster, in order."""
     world = case.cluster.world_size
-    degrees = _divisors(world)
+    divisors = _divisors(world)
     experts = _among(space.ep, _divisors(case.model.experts or 1))
-    for tp, cp, pp in product(
-        *(_among(values, degrees) for values in (space.tp, space.cp, space.pp))
+    degrees = []
+    for tp, cp, pp, ep in product(
+        _among(space.tp, divisors),
+        _among(space.cp, divisors),
+        _among(space.pp, divisors),
+        experts,
     ):
-        if world % (tp * cp * pp) == 0:
-            yield from (
-                Degrees(tp, cp, pp, ep, world // (tp * cp * pp)) for ep in experts
-            )
+        dp, rest = divmod(world, tp * cp * pp)
+        if not rest:
+            degrees.append(Degrees(tp, cp, pp, ep, dp))
+    return sorted(degrees)
 
 
 def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.ndarray]:
     """Columns of `_PASS`, each (a, 1), without `_ENDS` where all stages are equal.
 
-    None if no micro-batch or context goes with the degrees.
+    Empty if no micro-batch or context goes with the degrees.
     """
-    local = case.global_batch // degrees.dp
-    contexts = _contexts(space, case, degrees)
-    lacks = degrees.tp == 1 or "sequence_parallel=1" in case.software.unsaid
-    parallel = (
-        (False,) if lacks else (True,) if degrees.ep > 1 else space.sequence_parallel
-    )
-    micros = _among(space.micro_batch, _divisors(local))
-    layers = case.model.layers
+    local_batch = case.global_batch // degrees.dp
+    unsaid = case.software.unsaid
+    # experts need it beside tp: the tokens that they exchange are split over tp
+    sequence_parallel = (True,) if degrees.ep > 1 else space.sequence_parallel
+    if degrees.tp == 1 or "sequence_parallel=1" in unsaid:
+        sequence_parallel = (False,)
     orders = [
-        (micro, *order)
-        for micro in micros
-        for order in _schedules(space, layers, degrees.pp, local // micro)
+        (micro_batch, *schedule)
+        for micro_batch in _among(space.micro_batch, _divisors(local_batch))
+        for schedule in _schedules(
+            space, case.model.layers, degrees.pp, local_batch // micro_batch
+        )
     ]
-    attention = [
-        kind
-        for kind in space.attention
-        if f"attention={kind}" not in case.software.unsaid
-    ]
-    others = [*product(space.recompute, parallel, contexts, attention or ["unfused"])]
+    attention = [kind for kind in space.attention if f"attention={kind}" not in unsaid]
+    others = list(
+        product(
+            space.recompute,
+            sequence_parallel,
+            _contexts(space, case, degrees),
+            attention or ["unfused"],
+        )
+    )
     if not orders or not others:
         return {}
+    # every order with every other choice, the latter changing fastest
     columns = [np.repeat(column, len(others)) for column in zip(*orders, strict=True)]
     columns += [np.tile(column, len(orders)) for column in zip(*others, strict=True)]
-    named = zip(_PASS, columns, strict=True)
+    # (a, 1): the first axis of the product of plans
     return {
         name: column[:, None]
-        for name, column in named
+        for name, column in zip(_PASS, columns, strict=True)
         if name not in _ENDS or column.any()
     }
 
@@ -281,39 +286,38 @@ def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     if degrees.cp == 1:
         return ["ring"]
     contexts = np.array(space.context)
-    return contexts[
-        legal(
-            replace(case, software=None, plan=Plans(**vars(degrees), context=contexts))
-        ).mask
-    ].tolist()
+    plans = Plans(**vars(degrees), context=contexts)
+    return contexts[legal(replace(case, software=None, plan=plans)).mask].tolist()
 
 
 def _schedules(
     space: Space, layers: int, pp: int, micro_batches: int
-) -> Iterator[tuple]:
-    """Schedules that differ, as `_ORDER` after the micro-batch: with one stage or one
-    micro-batch all are 1F1B.
-    """
+) -> Iterator[_Schedule]:
+    """Schedules that differ: with one stage or one micro-batch all are 1F1B."""
     if pp == 1:
-        yield "1f1b", 1, 0, False, False
+        yield _Schedule()
         return
-    cuts = {
-        v: ends
-        for v in range(1, (layers + 2) // pp + 1)
-        if (ends := _ends(layers, pp, v))
-    }
-    chunks = [v for v in cuts if v == 1 or micro_batches % pp == 0]
-    usual = [v for v in chunks if v <= _USUAL]
-    chunks = chunks[: max(len(usual), 2)] if space.usual_interleave else chunks
-    for schedule in space.schedule if micro_batches > 1 else space.schedule[:1]:
-        for v in _among(space.interleave, chunks) if schedule == "1f1b" else [1]:
-            yield from ((schedule, v, *ends) for ends in cuts[v])
+    cuts = {}  # chunks of a stage -> ways to deal out the layers
+    for chunks in range(1, (layers + 2) // pp + 1):
+        if ends := _ends(layers, pp, chunks):
+            cuts[chunks] = ends
+    # interleaving sends pp micro-batches round at a time
+    counts = [chunks for chunks in cuts if chunks == 1 or micro_batches % pp == 0]
+    if space.usual_interleave:
+        usual = [chunks for chunks in counts if chunks <= _USUAL_CHUNKS]
+        counts = counts[: max(len(usual), 2)]
+    schedules = space.schedule if micro_batches > 1 else space.schedule[:1]
+    for schedule in schedules:
+        # GPipe and zero-bubble schedules are of one chunk per stage
+        allowed = _among(space.interleave, counts) if schedule == "1f1b" else [1]
+        for chunks in allowed:
+            yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
 
 
 @lru_cache(maxsize=4096)
 def _ends(layers: int, pp: int, chunks: int) -> list[tuple[int, bool, bool]]:
-    """last_layers, embedding_as_layer and head_as_layer that cut layers into stages of
-    so many chunks.
+    """The last_layers, embedding_as_layer and head_as_layer that cut layers into stages
+    of so many chunks.
 
     Equal ones if they can be; else with embedding and head as layers [Llama 3, arXiv
     2407.21783, 3.3.2; BLOOM], with a short last stage [DeepSeek-V3 in Megatron], or
@@ -324,89 +328,95 @@ def _ends(layers: int, pp: int, chunks: int) -> list[tuple[int, bool, bool]]:
     """
     if layers % (pp * chunks) == 0:
         return [(0, False, False)]
+    # both ends before one: they leave the stages of first and last rank alike
     counted = [(True, True), (False, True), (True, False)]
-    ends = [
-        (0, *both) for both in counted if (layers + sum(both)) % (pp * chunks) == 0
-    ][:1]
+    equal = [pair for pair in counted if (layers + sum(pair)) % (pp * chunks) == 0]
+    ends = [(0, *pair) for pair in equal[:1]]
     if chunks > 1 or pp > layers:
         return ends
+    ends.append((0, False, False))
+    # all stages but the last have ceil(layers / pp)
     last = layers - (pp - 1) * -(-layers // pp)
-    return [*ends, (0, False, False), *([(last, False, False)] if last > 0 else [])]
+    if last > 0:
+        ends.append((last, False, False))
+    return ends
 
 
 def sharding_choices(
     space: Space, degrees: Degrees, case: Case
 ) -> dict[str, np.ndarray]:
-    """Columns of `_SHARDING`, each (1, b)."""
-    late = "overlap_gather=1" in case.software.refuses
+    """Columns of `_Sharding`, each (1, b); empty if no ZeRO stage goes with them."""
+    gathers_late = "overlap_gather=1" in case.software.refuses
     ranks = degrees.dp * degrees.cp
-    rows: list[tuple] = []
-    stages = (
-        space.zero
-        if degrees.pp == 1
-        else [zero for zero in space.zero if zero in space.zero_under_pipeline]
-    )
-    for zero in stages if ranks > 1 else (0,):
+    stages = space.zero
+    if degrees.pp > 1:
+        stages = [zero for zero in stages if zero in space.zero_under_pipeline]
+    if ranks == 1:
+        stages = (0,)
+    reduce_fp32 = space.reduce_fp32 if ranks > 1 else (False,)
+    rows: list[_Sharding] = []
+    for zero in stages:
         if zero == 3:
-            rows += _full_shardings(
-                space,
-                ranks,
-                degrees.ep,
-                max(case.cluster.devices_per_node // degrees.tp, 1),
-            )
-        else:
-            gathers = space.overlap_gather if zero and not late else (False,)
-            wide = space.reduce_fp32 if ranks > 1 else (False,)
-            rows += [
-                (zero, 0, gather, fp32, False, False, False, 1)
-                for gather, fp32 in product(gathers, wide)
-            ]
-    return (
-        {
-            name: np.array([row[i] for row in rows])[None, :]
-            for i, name in enumerate(_SHARDING)
-        }
-        if rows
-        else {}
-    )
+            # replicas in a node: its devices that tp leaves
+            node = max(case.cluster.devices_per_node // degrees.tp, 1)
+            rows += _full_shardings(space, ranks, degrees.ep, node)
+            continue
+        gathers = space.overlap_gather if zero and not gathers_late else (False,)
+        rows += [
+            _Sharding(zero, overlap_gather=gather, reduce_fp32=fp32)
+            for gather, fp32 in product(gathers, reduce_fp32)
+        ]
+    # (1, b): the second axis of the product of plans
+    columns = zip(*rows, strict=True)
+    return {
+        name: np.array(column)[None, :]
+        for name, column in zip(_Sharding._fields, columns, strict=bool(rows))
+    }
 
 
-def _full_shardings(space: Space, ranks: int, ep: int, node: int) -> list[tuple]:
+def _full_shardings(
+    space: Space, ranks: int, ep: int, node: int
+) -> Iterator[_Sharding]:
     """ZeRO-3 over some ranks, `node` of them in a node: plain, HSDP with every size of
     shard, ZeRO++ in its parts.
     """
-    sizes = [0, *_among(space.hybrid, _divisors(ranks)[1:-1])]
-    sizes = [size for size in sizes if not NEST.broken(Plans(ep=ep, shard=size), None)]
-    plain = product(sizes, space.reduce_fp32, space.prefetch)
-    rows = [
-        (3, size, False, fp32, False, False, False, ahead)
-        for size, fp32, ahead in plain
-    ]
-    if space.quantised:
-        inside = (False,) if ranks <= node or node == 1 else (False, True)
-        for qwz, hpz, qgz, ahead in product(
-            (False, True), inside, (False, True), space.prefetch
-        ):
-            wide = (False,) if qgz else space.reduce_fp32
-            if qwz or hpz or qgz:
-                rows += [(3, 0, False, fp32, qwz, hpz, qgz, ahead) for fp32 in wide]
-    return rows
+    proper = _divisors(ranks)[1:-1]
+    for size in [0, *_among(space.hybrid, proper)]:
+        if NEST.broken(Plans(ep=ep, shard=size), None):
+            continue
+        for fp32, ahead in product(space.reduce_fp32, space.prefetch):
+            yield _Sharding(3, size, reduce_fp32=fp32, prefetch=ahead)
+    if not space.quantised:
+        return
+    either = (False, True)
+    # a second copy of the weights in each node is of use where there are several
+    hpz_choices = (False,) if ranks <= node or node == 1 else either
+    for qwz, hpz, qgz, ahead in product(either, hpz_choices, either, space.prefetch):
+        if qwz or hpz or qgz:
+            # 4-bit gradients are not reduced in fp32
+            for fp32 in (False,) if qgz else space.reduce_fp32:
+                yield _Sharding(3, 0, False, fp32, qwz, hpz, qgz, ahead)
 
 
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
-    values = {name: row[name] for name in Plan.__dataclass_fields__ if name in row}
-    kinds = {
-        name: type(default) for name, default in DEFAULTS.items() if default is not None
-    }
-    return Plan(
-        **{name: kinds.get(name, bool)(value) for name, value in values.items()}
-    )
+    plan = {}
+    for name in Plan.__dataclass_fields__:
+        if name in row:
+            # numpy's numbers become Python's; a default of None is that of a flag which
+            # follows from other fields
+            default = DEFAULTS.get(name)
+            kind = bool if default is None else type(default)
+            plan[name] = kind(row[name])
+    return Plan(**plan)
 
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _among(values: tuple | None, known: list[int]) -> list[int]:
-    return known if values is None else [value for value in values if value in known]
+def _among(values: tuple | None, choices: list[int]) -> list[int]:
+    """The values that are choices; all choices for None."""
+    if values is None:
+        return choices
+    return [value for value in values if value in choices]

@@ -15,10 +15,10 @@ from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
-from madmax_lib.plan_flags.write import STACKS
+from madmax_lib.catalog.software import STACKS
 from madmax_lib.planner import Space, plan_of
 from madmax_lib.planner.answer import _chances, _limits, _reasons
-from madmax_lib.planner.evaluate import WAY
+from madmax_lib.planner.evaluate import LAYOUT_KEY
 from madmax_lib.simulator import Parameters
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
@@ -40,10 +40,10 @@ def test_ten_plans_differ_in_how_they_split_the_model(found):
     ten = found.different
     assert (
         len(ten) == 10
-        and not ten.duplicated(list(WAY)).any()
+        and not ten.duplicated(list(LAYOUT_KEY)).any()
         and ten["step_s"].is_monotonic_increasing
     )
-    best = found.table.drop_duplicates(list(WAY))
+    best = found.table.drop_duplicates(list(LAYOUT_KEY))
     pd.testing.assert_frame_equal(
         best[["plan", "step_s"]].head(5).reset_index(drop=True),
         ten[["plan", "step_s"]].head(5),
