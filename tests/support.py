@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from madmax_lib.catalog.datasets import dataset, local_data
+from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
-from madmax_lib.catalog.software import STACKS
 from madmax_lib.planner.space import (
     legal_degrees,
     pass_choices,
@@ -211,7 +211,7 @@ def plans_of_space(space, model, cluster, batch):
                 range(len(rows["micro_batch"])), range(columns["zero"].shape[1])
             ):
                 row = (
-                    vars(at)
+                    at._asdict()
                     | {k: v[i, 0] for k, v in rows.items()}
                     | {k: v[0, j] for k, v in columns.items()}
                 )

@@ -22,10 +22,11 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.plan import Plan
-from madmax_lib.planner.evaluate import SearchProblem, energy_j, launched_by
+from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
@@ -53,21 +54,11 @@ _PART_NAMES = {
 }
 _CLOSE = "; too close to tell, measure several (mm.tune)"
 _LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
-# columns of the notebook's table and their formats
-_SHARE = "{:.0%}".format
-_NUMBER = "{:.3g}".format
-_COLUMNS = {
-    "plan": str,
-    "step_s": _NUMBER,
-    "low_s": _NUMBER,
-    "high_s": _NUMBER,
-    "mfu": _SHARE,
-    "memory_gb": _NUMBER,
-    "probability": _SHARE,
-    "why": str,
-    "limit": str,
-    "stacks": str,
-}
+# columns of the notebook's table
+_COLUMNS = [
+    *("plan", "step_s", "low_s", "high_s", "mfu", "memory_gb"),
+    *("probability", "why", "limit", "stacks"),
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,10 +197,15 @@ class SearchResult:
         if not len(self.table):
             return f"<p>{lines}</p>"
         memory_gb = self.different["memory_bytes"] / 1e9
-        ten = self.different.assign(memory_gb=memory_gb)[list(_COLUMNS)]
-        return (
-            f"<p>{lines}</p>{ten.to_html(index=False, formatters=_COLUMNS, border=0)}"
+        ten = self.different.assign(memory_gb=memory_gb)[_COLUMNS]
+        share = "{:.0%}".format
+        html = ten.to_html(
+            index=False,
+            border=0,
+            float_format="{:.3g}".format,
+            formatters={"mfu": share, "probability": share},
         )
+        return f"<p>{lines}</p>{html}"
 
 
 def _configured_for(stacks: str) -> str:
@@ -228,10 +224,10 @@ class _Described(NamedTuple):
 
     table: pd.DataFrame
     steps: Steps
-    times: dict[str, np.ndarray]
+    times: Columns
 
 
-def described(problem: SearchProblem, columns: dict) -> _Described:
+def described(problem: SearchProblem, columns: Columns) -> _Described:
     """Plans with their texts, stacks, intervals, MFU, tokens per second and energy."""
     parameters = problem.parameters
     table = pd.DataFrame(columns).drop(columns="position").reset_index(drop=True)
@@ -243,16 +239,14 @@ def described(problem: SearchProblem, columns: dict) -> _Described:
     # errors are of the logarithm, so intervals are a factor to either side
     factor = np.exp(log_width(steps, times, parameters))
     stacks = launched_by(plans, problem)
-    beside = {}
+    left = table.loc[:, :"step_s"]
     if not case.software:
-        beside["launched_s"] = _launched_s(case, stacks, problem)
-    beside |= {"low_s": seconds / factor, "high_s": seconds * factor}
-    after_step = table.columns.get_loc("step_s") + 1
-    for offset, (name, values) in enumerate(beside.items()):
-        table.insert(after_step + offset, name, values)
+        left = left.assign(launched_s=_launched_s(case, stacks, problem))
+    left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
+    table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)
     device = case.cluster.device
     if device.tdp_w > 0:
-        table["energy_j"] = energy_j(case, parameters)
+        table["energy_j"] = case.cluster.world_size * device_energy_j(times, device)
     table.insert(0, "stacks", stacks)
     table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
     # MFU = model FLOPs / (step x peak of all devices) [PaLM, arXiv 2204.02311, app. B];
@@ -278,7 +272,7 @@ def _launched_s(case: Case, stacks: list[str], problem: SearchProblem) -> np.nda
     return seconds
 
 
-def different(problem: SearchProblem, columns: dict) -> pd.DataFrame:
+def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     """The first ten of the best plans of each layout, with probability, why and limit."""
     table, steps, times = described(problem, columns)
     seconds = pd.DataFrame({name: times[name] for name in PARTS})
@@ -344,11 +338,10 @@ def _reasons(seconds: pd.DataFrame) -> list[str]:
     if len(seconds) == 1:
         return ["no other way to split it fits"]
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
-    reasons = []
-    for _, row in saved.head(_MOST_DIFFERENT).iterrows():
-        reasons.append(
-            f"saves {row.max():.0%} of a step in {_PART_NAMES[row.idxmax()]}"
-            if row.max() > _NOT_WORTH_SAYING
-            else "no part stands out"
-        )
-    return reasons
+    saved = saved.head(_MOST_DIFFERENT)
+    return [
+        f"saves {share:.0%} of a step in {_PART_NAMES[part]}"
+        if share > _NOT_WORTH_SAYING
+        else "no part stands out"
+        for share, part in zip(saved.max(axis=1), saved.idxmax(axis=1), strict=True)
+    ]

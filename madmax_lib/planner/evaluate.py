@@ -40,12 +40,12 @@ __all__ = [
     "LAYOUT_KEY",
     "PartialResult",
     "SearchProblem",
-    "energy_j",
     "evaluate",
     "launched_by",
     "merged",
 ]
 
+Columns = dict[str, np.ndarray]  # a table: arrays of equal length by name
 # column by which each objective orders plans
 _OBJECTIVES = {
     "time": "step_s",
@@ -107,9 +107,9 @@ class PartialResult:
     The tables are columns of equal length; there are none where nothing fits.
     """
 
-    table: dict[str, np.ndarray]  # best plans so far
-    front: dict[str, np.ndarray]  # Pareto front so far, in time and memory
-    layouts: dict[str, np.ndarray]  # the best plan so far of each `LAYOUT_KEY`
+    table: Columns  # best plans so far
+    front: Columns  # Pareto front so far, in time and memory
+    layouts: Columns  # the best plan so far of each `LAYOUT_KEY`
     unlaunched: int = 0  # plans that no stack launches
     evaluated: int = 0  # the others
     feasible: int = 0  # those of them that fit
@@ -138,15 +138,12 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
         anywhere = np.ones(len(front["step_s"]), bool)
         front = _rows(front, _front(front["step_s"], front["memory_bytes"], anywhere))
         layouts = _rows(layouts, slice(_MOST_LAYOUTS))
-    return PartialResult(
-        table,
-        front,
-        layouts,
-        unlaunched=sum(part.unlaunched for part in parts),
-        evaluated=sum(part.evaluated for part in parts),
-        feasible=sum(part.feasible for part in parts),
-        least_bytes=min((part.least_bytes for part in parts), default=math.inf),
+    counts = (
+        sum(getattr(part, name) for part in parts)
+        for name in ("unlaunched", "evaluated", "feasible")
     )
+    least_bytes = min((part.least_bytes for part in parts), default=math.inf)
+    return PartialResult(table, front, layouts, *counts, least_bytes)
 
 
 def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResult]:
@@ -155,7 +152,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResu
     shardings = sharding_choices(problem.space, degrees, problem.case)
     if not passes or not shardings:
         return
-    plans = Plans(**vars(degrees), **passes, **shardings)
+    plans = Plans(**degrees._asdict(), **passes, **shardings)
     masks = [~broken for broken in _unlaunchable(plans, problem)]
     masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
     # (a, b) number of each plan in the product of passes and shardings
@@ -264,8 +261,9 @@ def _evaluate_block(
     usd_per_s = case.cluster.world_size * problem.usd_per_hour / 3600
     values = {"step_s": times, "memory_bytes": memory, "cost_usd": times * usd_per_s}
     if problem.objective == "energy":
-        energy = energy_j(case, problem.parameters)
-        values["energy_j"] = np.broadcast_to(energy, fits.shape)
+        parts = step_time(Steps.of(case), problem.parameters)
+        joules = case.cluster.world_size * device_energy_j(parts, case.cluster.device)
+        values["energy_j"] = np.broadcast_to(joules, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best, ties = _smallest(objective, memory, times, problem.top)
     layouts = np.array(list(_best_of_layouts(plans, objective, memory, times)), int)
@@ -324,22 +322,11 @@ def _best_of_layouts(
     for recompute, zero in product(dict.fromkeys(recomputes), dict.fromkeys(zeros)):
         rows = np.flatnonzero(recomputes == recompute)
         columns = np.flatnonzero(zeros == zero)
-        part = objective[np.ix_(rows, columns)]
-        least = part.min()
-        if least == np.inf:
-            continue
-        at_row, at_column = np.nonzero(part == least)
-        row = rows[at_row]
-        column = columns[at_column]
-        # lexsort's last key counts most: least memory, then time, then the first row
-        best = np.lexsort((row, step_s[row, column], memory[row, column]))[0]
-        yield row[best] * len(zeros) + column[best]
-
-
-def energy_j(case: Case, parameters: Parameters) -> np.ndarray:
-    """Energy of all devices in a step, by plan."""
-    times = step_time(Steps.of(case), parameters)
-    return case.cluster.world_size * device_energy_j(times, case.cluster.device)
+        part = np.ix_(rows, columns)
+        best, _ = _smallest(objective[part], memory[part], step_s[part], 1)
+        for flat in best:  # one, or none where nothing fits
+            row, column = divmod(flat, len(columns))
+            yield rows[row] * len(zeros) + columns[column]
 
 
 def _smallest(
@@ -360,6 +347,7 @@ def _smallest(
             at = at[flat[at] <= last_wanted]
         sizes = memory.ravel()[at]
         times = step_s.ravel()[at]
+        # lexsort's last key counts most: the objective, then memory, then time
         order = np.lexsort((at, times, sizes, flat[at]))
         first, ties = _first_of_ties(order, times, sizes)
         if len(first) >= count or len(at) == len(finite):
@@ -404,7 +392,7 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
     return at[sizes[at] < faster_bytes]
 
 
-def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
+def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> Columns:
     """Chosen plans of a product as columns, each without ties."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
@@ -413,7 +401,7 @@ def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> dict[str, np.nda
     return columns | {"ties": 0 * chosen}
 
 
-def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.ndarray]:
+def _joined(parts: list[Columns], *order: str) -> Columns:
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
     if not filled:
@@ -425,7 +413,5 @@ def _joined(parts: list[dict[str, np.ndarray]], *order: str) -> dict[str, np.nda
     return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
-def _rows(
-    table: dict[str, np.ndarray], rows: np.ndarray | slice
-) -> dict[str, np.ndarray]:
+def _rows(table: Columns, rows: np.ndarray | slice) -> Columns:
     return {name: column[rows] for name, column in table.items()}

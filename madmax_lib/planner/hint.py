@@ -43,28 +43,27 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
     world = case.cluster.world_size
     step_s = different["step_s"].min()
     small = _small(problem, different)
-    gains = {}
-    for near in [*_neighbours(batch, world), 2 * batch]:
-        gains[near] = step_s / batch / (_least_s(small, near, nodes) / near)
-    twice = gains.pop(2 * batch)
-    best = max(gains, key=gains.get, default=batch)
-    if gains.get(best, 1.0) > _WORTH:
+    batches = _neighbours(batch, world)
+    *gains, twice = (
+        step_s / batch / (_least_s(small, near, nodes) / near)
+        for near in [*batches, 2 * batch]
+    )
+    gain, best = max(zip(gains, batches, strict=True), default=(1.0, batch))
+    if gain > _WORTH:
         return (
-            f"batch {best:,} would be {gains[best]:.2f}x faster per sample: it shares "
+            f"batch {best:,} would be {gain:.2f}x faster per sample: it shares "
             f"the divisor {math.gcd(best, world):,} with the devices, {batch:,} only "
             f"{math.gcd(batch, world):,}"
         )
     # more nodes would of course be faster: only fewer are a finding
-    gains = {}
-    for near in _neighbours(nodes, 1 << nodes.bit_length()):
-        if near < nodes:
-            gains[near] = step_s / _least_s(small, batch, near)
-    best = max(gains, key=gains.get, default=nodes)
-    if gains.get(best, 1.0) > _WORTH:
+    near_nodes = _neighbours(nodes, 1 << nodes.bit_length())
+    fewer = [near for near in near_nodes if near < nodes]
+    gains = [step_s / _least_s(small, batch, near) for near in fewer]
+    gain, best = max(zip(gains, fewer, strict=True), default=(1.0, nodes))
+    if gain > _WORTH:
         devices = best * case.cluster.devices_per_node
         return (
-            f"{devices:,} devices would be {gains[best]:.2f}x faster: more "
-            "degrees divide them"
+            f"{devices:,} devices would be {gain:.2f}x faster: more degrees divide them"
         )
     if twice > _WORTH_TWICE:
         why = "fixed costs for more samples"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.legal import legal
-from madmax_lib.plan.plan import DEFAULTS, Plan
-from madmax_lib.plan.rule import FIELDS
+from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 
 __all__ = [
@@ -71,8 +71,6 @@ _PASS = (
 # columns that are left out where stages are equal, as in most plans: formulas then
 # stay with numbers instead of arrays
 _ENDS = _Schedule._fields[2:]
-# choices that None leaves to all that divide
-_ANY = ("tp", "cp", "pp", "ep", "micro_batch", "interleave", "hybrid")
 
 # fields of a Plan that a search sets
 SEARCHED = ("tp", "cp", "pp", "ep", "dp", *_PASS, *_Sharding._fields)
@@ -142,9 +140,10 @@ class Space:
 
     def __post_init__(self):
         for name, values in vars(self).items():
-            if name in ("quantised", "tp_beyond_node", "usual_interleave"):
+            default = getattr(Space, name)
+            if isinstance(default, bool):
                 require_type(name, values, bool)
-            elif values is not None or name not in _ANY:
+            elif values is not None or default is not None:
                 object.__setattr__(self, name, _checked(name, values))
 
     @classmethod
@@ -182,8 +181,7 @@ def _checked(name: str, values) -> tuple:
     return values
 
 
-@dataclass(frozen=True, order=True)
-class Degrees:
+class Degrees(NamedTuple):
     """Degrees of parallelism that fill a cluster: dp x tp x pp x cp devices, ep laid
     over them.
     """
@@ -204,23 +202,24 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     space to stay inside a node.
     """
     filling = _filling(space, case)
-    columns = {
-        field.name: np.array([getattr(degrees, field.name) for degrees in filling], int)
-        for field in fields(Degrees)
-    }
+    table = np.array(filling, int).reshape(-1, len(Degrees._fields))  # a row each
+    columns = dict(zip(Degrees._fields, table.T, strict=True))
     # (contexts, 1) beside columns of (degrees,): all pairs are judged, and degrees are
     # dropped where no way to exchange keys and values goes with them
     contexts = np.array(space.context)[:, None]
     plans = Plans(**columns, context=contexts)
+    stay_inside = Rule(
+        "tp must stay inside a node",
+        lambda p, c: (p.tp > c.cluster.devices_per_node) & (not space.tp_beyond_node),
+        "tp={p.tp} leaves the node",
+    )
     # what a software does not run is dropped later, with the choices
-    verdict = legal(replace(case, software=None, plan=plans))
+    verdict = legal(replace(case, software=None, plan=plans), (stay_inside,))
     allowed = verdict.mask.any(axis=0)
-    dropped = Counter(verdict.rules[rule].name for rule in verdict.first_broken_rule[0, ~allowed])
-    leaves_node = columns["tp"] > case.cluster.devices_per_node
-    leaves_node &= allowed & (not space.tp_beyond_node)
-    if leaves_node.any():
-        dropped["tp must stay inside a node"] = int(leaves_node.sum())
-    return [filling[i] for i in np.flatnonzero(allowed & ~leaves_node)], dropped
+    # of the way that gets farthest, the rule that stops it
+    broken = verdict.first_broken_rule.max(axis=0)[~allowed]
+    dropped = Counter(verdict.rules[rule].name for rule in broken)
+    return [filling[i] for i in np.flatnonzero(allowed)], dropped
 
 
 def _filling(space: Space, case: Case) -> list[Degrees]:
@@ -286,7 +285,7 @@ def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
     if degrees.cp == 1:
         return ["ring"]
     contexts = np.array(space.context)
-    plans = Plans(**vars(degrees), context=contexts)
+    plans = Plans(**degrees._asdict(), context=contexts)
     return contexts[legal(replace(case, software=None, plan=plans)).mask].tolist()
 
 
@@ -400,15 +399,14 @@ def _full_shardings(
 
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
-    plan = {}
-    for name in Plan.__dataclass_fields__:
-        if name in row:
-            # numpy's numbers become Python's; a default of None is that of a flag which
-            # follows from other fields
-            default = DEFAULTS.get(name)
-            kind = bool if default is None else type(default)
-            plan[name] = kind(row[name])
-    return Plan(**plan)
+    # .item(): numpy's numbers and flags become Python's
+    return Plan(
+        **{
+            name: np.asarray(row[name]).item()
+            for name in Plan.__dataclass_fields__
+            if name in row
+        }
+    )
 
 
 def _divisors(number: int) -> list[int]:

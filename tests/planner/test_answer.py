@@ -10,12 +10,12 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib import plan_flags
+from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
-from madmax_lib.catalog.software import STACKS
 from madmax_lib.planner import Space, plan_of
 from madmax_lib.planner.answer import _chances, _limits, _reasons
 from madmax_lib.planner.evaluate import LAYOUT_KEY

@@ -10,9 +10,9 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
+from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.catalog.software import STACKS
 from madmax_lib.planner import Goodput, campaign, practice, published_totals
 from madmax_lib.planner.money.campaign import _Job, _left
 

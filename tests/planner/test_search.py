@@ -247,11 +247,9 @@ def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
 def test_slurm_workers_are_asked_for_as_the_docs_say():
     """The lines of the page make a job script; nothing is submitted."""
     jobqueue = pytest.importorskip("dask_jobqueue")
-    asked = re.search(
-        r"SLURMCluster\((.*), n_workers=32\)",
-        (PROJECT / "docs" / "which-plan-is-best.md").read_text(),
-    )[1]
-    options = dict(part.split("=") for part in asked.split(", "))
+    page = (PROJECT / "docs" / "which-plan-is-best.md").read_text()
+    asked = re.search(r"SLURMCluster\((.*?)n_workers=32", page, re.DOTALL)[1]
+    options = dict(re.findall(r"(\w+)=([^,]+),", asked))
     with jobqueue.SLURMCluster(**{name: ast.literal_eval(value) for name, value in options.items()},
                                scheduler_options={"dashboard_address": ":0"}) as cluster:  # fmt: skip
         script = cluster.job_script()

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.models import Cluster, Link, Model, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
@@ -218,7 +219,7 @@ def _memory_bytes(
     )
 
     def stage(number: int, layers: int) -> np.ndarray:
-        parts = stage_bytes(case, number, {"*-": layers})
+        parts = stage_bytes(case, number, {Blocks("*-"): layers})
         sums = by_phase(parts.items())
         peak = (
             sums["always"] + sums["pass"] + np.maximum(sums["loss"], sums["backward"])

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from madmax_lib.base.units import format_s
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.plan import Plan
-from madmax_lib.planner.money.compare import EXPOSED
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import (
     fullest_stage,
@@ -22,13 +21,14 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
+from madmax_lib.simulator.steady.step_time import COMMUNICATION
 from madmax_lib.view.drawing import COLORS, DASHED, BarStyle, bars, patch_key
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
 
 _TIME = {  # parts of the step: columns of `estimate`
     "compute": ["gemm_s", "attention_s", "pointwise_s", "head_s"],
-    "exposed communication": EXPOSED,
+    "exposed communication": list(COMMUNICATION),
     "pipeline bubble": ["bubble_s"],
     "optimizer and host": ["optimizer_s", "launch_s", "overhead_s"],
 }
