@@ -51,7 +51,7 @@ def fields_of(
         framework_named(framework) if framework is not None else _framework_of(values)
     )
     fields, keys = _READERS[name](values, world_size, layers)
-    keys.judge()
+    keys.check_unused()
     return name, fields, keys
 
 

@@ -1,5 +1,5 @@
-"""What does each key of a configuration mean? The rows of `data/plan_flags.csv`,
-applied to the values of a source.
+"""The meaning of each key of a configuration: the rows of `data/plan_flags.csv`, applied
+to the values of a source.
 
 A row: framework, key (between slashes a pattern), means, values, note. means is a field
 of `Plan`, or global_batch, sequence or dtype, with the words of `values` for those of
@@ -29,17 +29,13 @@ FRAMEWORKS = {  # and their other names
 
 def framework_named(name: str) -> str:
     """A framework by one of its names. Raises ValueError with the list for another."""
-    plain = (
-        re.sub(r"[ _]", "-", str(name).lower())
-        .removesuffix("-compiled")
-        .removesuffix("-graph")
-    )
-    for known, others in FRAMEWORKS.items():
-        if plain in (known, *others):
-            return known
-    raise ValueError(
-        f"framework={short_repr(name)} is not one of {', '.join(FRAMEWORKS)}"
-    )
+    plain = re.sub(r"[ _]", "-", str(name).lower())
+    plain = re.sub("(-compiled)?(-graph)?$", "", plain)  # ways to run the same software
+    for framework, others in FRAMEWORKS.items():
+        if plain in (framework, *others):
+            return framework
+    choices = ", ".join(FRAMEWORKS)
+    raise ValueError(f"framework={short_repr(name)} is not one of {choices}")
 
 
 @lru_cache(maxsize=8)
@@ -52,69 +48,72 @@ def rows_of(framework: str) -> tuple[dict, ...]:
 class Keys:
     """The keys of a configuration, of which a reader takes those that it understands.
 
-    harmless: keys that say nothing about the plan. notes: what a plan cannot say and
-    what stands elsewhere.
+    values: by key, other names of a key resolved. source_names: of each key, the name
+    in the file. consumed: keys that a reader asked for. harmless: keys that say nothing
+    about the plan. notes: what a plan cannot say and what stands elsewhere.
     """
 
     def __init__(self, framework: str, source: Source):
         self.framework = framework
         self.form = source.form
-        self.twice = source.twice
+        self.duplicates = source.duplicates
         self.expanded = source.expanded
-        self.names = {
+        self.values: dict = {}
+        self.source_names: dict[str, str] = {}
+        self.consumed: set[str] = set()
+        self.harmless: list[str] = []
+        self.notes: list[str] = []
+        aliases = {
             row["key"]: row["means"][1:]
             for row in rows_of(framework)
             if row["means"].startswith("@")
         }
-        self.values: dict = {}
-        self.given: dict[str, str] = {}  # the name in the file of each key
-        self.taken: set[str] = set()
-        self.harmless: list[str] = []
-        self.notes: list[str] = []
         for key, value in source.values.items():
-            self.put(self.names.get(key, key), value, key)
+            self.set(aliases.get(key, key), value, key)
 
-    def put(self, key: str, value, given: str) -> None:
-        """Another value; one that is None does not count beside another."""
+    def set(self, key: str, value, source_name: str) -> None:
+        """Add a value; one that is None does not count beside another. Raises
+        ValueError for two that differ.
+        """
         if value is None and key in self.values:
             return
-        if self.values.get(key) is not None and self.values[key] != value:
-            raise ValueError(
-                f"{self.given[key]}={self.values[key]} and {given}={value} differ"
-            )
+        before = self.values.get(key)
+        if before is not None and before != value:
+            first = f"{self.source_names[key]}={before}"
+            raise ValueError(f"{first} and {source_name}={value} differ")
         self.values[key] = value
-        self.given[key] = given
+        self.source_names[key] = source_name
 
-    def say(self, key: str) -> str:
+    def describe(self, key: str) -> str:
         """A key with its value, as an error names it."""
-        name = self.given.get(key, key)
-        return f"{'--' * (self.form == 'flags' or '-' in name)}{name.lstrip('-')}={self.values.get(key)}"
+        name = self.source_names.get(key, key)
+        dashes = "--" if self.form == "flags" or "-" in name else ""
+        return f"{dashes}{name.lstrip('-')}={self.values.get(key)}"
 
     def get(self, key: str, default=None):
         """The value of a key that is understood, the default if it is not given or
         null.
         """
-        self.taken.add(key)
-        if key in self.twice:
-            raise ValueError(f"--{key} is given twice, as {self.twice[key]}")
+        self.consumed.add(key)
+        if key in self.duplicates:
+            raise ValueError(f"--{key} is given twice, as {self.duplicates[key]}")
         value = self.values.get(key)
         return default if value is None else value
 
-    def on(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         """Whether a flag is set."""
         return self.get(key, default) not in (False, 0)
 
     def count(self, key: str, default: int = 1, least: int = 1) -> int:
         """A whole number."""
         value = self.get(key, default)
-        value = (
-            scalar(value.split()[0]) if isinstance(value, str) and value else value
-        )  # a program may follow
+        if isinstance(value, str) and value:
+            value = scalar(value.split()[0])  # the program may follow the last flag
         if not is_whole(value, -(2**62)):
-            raise ValueError(f"{self.say(key)} is not a whole number")
+            raise ValueError(f"{self.describe(key)} is not a whole number")
         if value < least:
             raise ValueError(
-                f"{self.say(key)} must be a whole number of at least {least}"
+                f"{self.describe(key)} must be a whole number of at least {least}"
             )
         return int(value)
 
@@ -122,81 +121,72 @@ class Keys:
         """A number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{self.say(key)} is not a number")
+            raise ValueError(f"{self.describe(key)} is not a number")
         return value
 
-    def word(self, key: str, words: dict, default=None):
-        """What the value of a key, in any case, stands for in `words`."""
+    def word(self, key: str, meanings: dict, default=None):
+        """The meaning of a key's value, in any case. Raises ValueError for a word that
+        has none.
+        """
         value = str(self.get(key, default)).lower()
-        if value not in words:
-            name = self.say(key).partition("=")[0]
-            raise ValueError(
-                f"{name}={value}: a plan knows {', '.join(map(str, words))}"
-            )
-        return words[value]
+        if value not in meanings:
+            name = self.describe(key).partition("=")[0]
+            words = ", ".join(map(str, meanings))
+            raise ValueError(f"{name}={value}: a plan knows {words}")
+        return meanings[value]
 
     def fields(self) -> dict:
         """Fields of the plan and the run that stand for themselves."""
-        found = {}
+        fields = {}
         for row in rows_of(self.framework):
             means = row["means"]
-            if (
-                means.isidentifier()
-                and means not in ("code", "unknown")
-                and self.get(row["key"]) is not None
-            ):
-                found[means] = self._value(row)
-        return found
+            is_field = means.isidentifier() and means not in ("code", "unknown")
+            if is_field and self.get(row["key"]) is not None:
+                fields[means] = self._value(row)
+        return fields
 
     def _value(self, row: dict):
+        """The value of a row's key, of the kind that its column `values` says."""
         key = row["key"]
-        words = dict(pair.split("=") for pair in row["values"].split() if "=" in pair)
-        if words:
-            return self.word(
-                key, {word: scalar(value) for word, value in words.items()}
-            )
-        if row["values"] == "number":
+        kind = row["values"]
+        if "=" in kind:
+            pairs = [pair.split("=") for pair in kind.split()]
+            return self.word(key, {word: scalar(meaning) for word, meaning in pairs})
+        if kind == "number":
             return self.number(key, 0.0)
-        return (
-            self.on(key)
-            if row["values"] == "flag"
-            else self.count(key, least=0 if row["values"] else 1)
-        )
+        if kind == "flag":
+            return self.flag(key)
+        return self.count(key, least=0 if kind else 1)  # "or 0", or from 1 on
 
     def refuse_unknown(self) -> None:
         """Raises ValueError for a key that no row knows, where it could change the
         plan.
         """
         for key, value in self.values.items():
-            if _row(self.framework, key)["means"] == "unknown" and value not in (
-                None,
-                False,
-                "",
-            ):
+            is_off = value in (None, False, "")
+            if not is_off and _row(self.framework, key)["means"] == "unknown":
                 raise ValueError(
-                    f"{self.say(key)}: not known, and it could change the plan"
+                    f"{self.describe(key)}: not known, and it could change the plan"
                 )
 
-    def judge(self) -> None:
+    def check_unused(self) -> None:
         """List the keys that nobody took; raises ValueError for one that changes what a
         plan cannot say.
         """
         self.refuse_unknown()
         for key, value in self.values.items():
             row = _row(self.framework, key)
-            if key in self.taken and row["means"]:
+            is_consumed = key in self.consumed
+            if is_consumed and row["means"]:
                 continue
-            if (
-                row["values"]
-                and not row["means"]
-                and value is not None
-                and not _among(value, row["values"])
-            ):
-                raise ValueError(f"{self.say(key)}: {row['note']}")
-            if key not in self.taken and key in self.given:
-                self.harmless.append(self.given[key])
-            if row["note"] and not row["values"] and value not in (None, False, 0, ""):
-                self.notes.append(f"{self.say(key)}: {row['note']}")
+            allowed = row["values"]
+            is_judged = allowed and not row["means"] and value is not None
+            if is_judged and not _is_among(value, allowed):
+                raise ValueError(f"{self.describe(key)}: {row['note']}")
+            if not is_consumed and key in self.source_names:
+                self.harmless.append(self.source_names[key])
+            if row["note"] and not allowed and value not in (None, False, 0, ""):
+                self.notes.append(f"{self.describe(key)}: {row['note']}")
 
 
 def is_known(framework: str, key: str) -> bool:
@@ -204,23 +194,22 @@ def is_known(framework: str, key: str) -> bool:
     return _row(framework, key) is not _SILENT
 
 
-_SILENT = {"means": "", "values": "", "note": ""}
+_SILENT = {"means": "", "values": "", "note": ""}  # of a key that no row speaks of
 
 
 @lru_cache(maxsize=4096)
 def _row(framework: str, key: str) -> dict:
-    """The first row that fits a key."""
-    return next((row for row in rows_of(framework) if _fits(row["key"], key)), _SILENT)
+    """The first row that fits a key; a pattern stands between slashes."""
+    for row in rows_of(framework):
+        pattern = row["key"]
+        if pattern == key:
+            return row
+        if pattern.startswith("/") and re.search(pattern[1:-1], key):
+            return row
+    return _SILENT
 
 
-def _fits(pattern: str, key: str) -> bool:
-    return (
-        bool(re.search(pattern[1:-1], key))
-        if pattern.startswith("/")
-        else pattern == key
-    )
-
-
-def _among(value, words: str) -> bool:
-    known = words.removeprefix("!").split()
-    return (str(value).lower() in known) != words.startswith("!")
+def _is_among(value, words: str) -> bool:
+    """Whether a value is one of the words, or after `!` none of them."""
+    is_word = str(value).lower() in words.removeprefix("!").split()
+    return is_word != words.startswith("!")

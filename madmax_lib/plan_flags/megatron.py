@@ -80,7 +80,7 @@ def bridge(
             False,
             -1,
         ):  # which Bridge writes for none
-            keys.put(plain if is_known("megatron-lm", plain) else key, value, key)
+            keys.set(plain if is_known("megatron-lm", plain) else key, value, key)
     wide = [
         value
         for key, value in values.items()
@@ -97,7 +97,7 @@ def bridge(
     if (
         not whole
         and any(key.startswith("comm_overlap") for key in values)
-        and keys.on("use-distributed-optimizer")
+        and keys.flag("use-distributed-optimizer")
     ):
         for name, value in _AUTOMATIC.items():  # where it is null, Bridge turns it on
             if (
@@ -126,20 +126,20 @@ def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict,
     plan = keys.fields()
     tp, pp, cp, ep = (plan.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
     for name, field in _ENDS.items():
-        plan |= {field: True} if keys.on(name) else {}
+        plan |= {field: True} if keys.flag(name) else {}
     etp = keys.count("expert-tensor-parallel-size", tp)
-    plan |= {"etp": etp} if etp != tp and (ep > 1 or keys.on("num-experts")) else {}
+    plan |= {"etp": etp} if etp != tp and (ep > 1 or keys.flag("num-experts")) else {}
     plan["dp"] = _data_parallel(
         keys, tp * pp * cp, ep, cp * tp // max(etp, 1), world_size
     )
     plan["sequence_parallel"] = (
-        keys.on("sequence-parallel") and tp > 1
+        keys.flag("sequence-parallel") and tp > 1
     )  # Megatron-LM turns it off with tp=1
     layers = keys.count("num-layers", layers or 0, 0)
     plan |= _stages(keys, plan, layers)
     plan |= _sharding(keys, plan["dp"] * cp)
     plan |= _gradients(keys, plan["dp"] * cp) | {"recompute": _recompute(keys)}
-    plan["overlap_gather"] |= keys.on("overlap-param-gather") and plan["zero"] < 3
+    plan["overlap_gather"] |= keys.flag("overlap-param-gather") and plan["zero"] < 3
     for field in ("tp", "ep"):
         if plan.get(field, 1) == 1:
             plan.pop(f"overlap_{field}", None)
@@ -150,22 +150,24 @@ def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict,
         or keys.get("transformer-impl") == "local"
     )
     plan["attention"] = (
-        "unfused" if unfused and not keys.on("use-flash-attn") else "flash"
+        "unfused" if unfused and not keys.flag("use-flash-attn") else "flash"
     )
     if plan.get("capacity", 0) < 0:
         plan["capacity"] = 0.0
-    if keys.on("optimizer-cpu-offload"):
+    if keys.flag("optimizer-cpu-offload"):
         if (share := keys.get("optimizer-offload-fraction", 1)) != 1:
             raise ValueError(
-                f"{keys.say('optimizer-offload-fraction')}: a plan offloads all of "
+                f"{keys.describe('optimizer-offload-fraction')}: a plan offloads all of "
                 f"it, not {share}"
             )
         plan["offload"] = "optimizer"
-    plan["dtype"] = "bf16" if keys.on("bf16") else "fp16" if keys.on("fp16") else "fp32"
-    if keys.on("step-batch-size-schedule"):
+    plan["dtype"] = (
+        "bf16" if keys.flag("bf16") else "fp16" if keys.flag("fp16") else "fp32"
+    )
+    if keys.flag("step-batch-size-schedule"):
         plan["global_batch"] = None
         keys.notes.append(
-            f"{keys.say('step-batch-size-schedule')}: no single global batch"
+            f"{keys.describe('step-batch-size-schedule')}: no single global batch"
         )
     elif "micro_batch" in plan:
         plan.setdefault("global_batch", plan["micro_batch"] * plan["dp"])
@@ -209,7 +211,7 @@ def _stages(keys: Keys, plan: dict, layers: int) -> dict:
     if layout := keys.get("pipeline-model-parallel-layout"):
         if v > 1 or keys.get("num-layers-per-virtual-pipeline-stage"):
             raise ValueError(
-                f"{keys.say('pipeline-model-parallel-layout')} and virtual stages "
+                f"{keys.describe('pipeline-model-parallel-layout')} and virtual stages "
                 "exclude each other"
             )
         return _layout(str(layout), pp, keys)
@@ -237,7 +239,7 @@ def _stages(keys: Keys, plan: dict, layers: int) -> dict:
     group = keys.count("microbatch-group-size-per-virtual-pipeline-stage", pp)
     if v > 1 and group != pp:
         raise ValueError(
-            f"{keys.say('microbatch-group-size-per-virtual-pipeline-stage')}: a plan "
+            f"{keys.describe('microbatch-group-size-per-virtual-pipeline-stage')}: a plan "
             f"has groups of pp={pp}"
         )
     return {"interleave": v} if v > 1 else {}
@@ -258,7 +260,7 @@ def _layout(layout: str, pp: int, keys: Keys) -> dict:
         )
     stages = text.split("|")
     problem = (
-        f"{keys.say('pipeline-model-parallel-layout')}: its stages of "
+        f"{keys.describe('pipeline-model-parallel-layout')}: its stages of "
         f"{[s.count('t') for s in stages]} layers"
     )
     if set(text) - set("EtL|") or len(stages) % pp:
@@ -288,18 +290,18 @@ def _ends(embedding: int, head: int) -> dict:
 
 
 def _sharding(keys: Keys, replicas: int) -> dict:
-    fsdp = keys.on("use-megatron-fsdp")
-    torch = keys.on("use-torch-fsdp2")
+    fsdp = keys.flag("use-megatron-fsdp")
+    torch = keys.flag("use-torch-fsdp2")
     strategy = keys.word(
         "data-parallel-sharding-strategy", _STRATEGIES, "optim_grads_params"
     )
-    keeps = keys.on("torch-fsdp2-no-reshard-after-forward") and torch
+    keeps = keys.flag("torch-fsdp2-no-reshard-after-forward") and torch
     zero = (
         strategy
         if fsdp
         else (2 if keeps else 3)
         if torch
-        else int(keys.on("use-distributed-optimizer"))
+        else int(keys.flag("use-distributed-optimizer"))
     )
     copies = keys.count("num-distributed-optimizer-instances")
     if replicas % copies:
@@ -315,16 +317,18 @@ def _gradients(keys: Keys, replicas: int) -> dict:
     """Megatron-LM adds bf16 gradients up, and reduces them, in fp32; without overlap in
     one piece at the end.
     """
-    narrow = keys.on("grad-reduce-in-bf16") | (keys.get("main-grads-dtype") in _NARROW)
-    fp32 = keys.on("accumulate-allreduce-grads-in-fp32") or (
-        keys.on("bf16") and not narrow
+    narrow = keys.flag("grad-reduce-in-bf16") | (
+        keys.get("main-grads-dtype") in _NARROW
+    )
+    fp32 = keys.flag("accumulate-allreduce-grads-in-fp32") or (
+        keys.flag("bf16") and not narrow
     )
     fp32 |= keys.get("megatron-fsdp-grad-comm-dtype") == "fp32"
     default = max(
         40_000_000, 1_000_000 * replicas
     )  # parameters; megatron/core/distributed, DistributedDataParallel
     size = keys.count("ddp-bucket-size", default)
-    late = not keys.on("overlap-grad-reduce")
+    late = not keys.flag("overlap-grad-reduce")
     return {
         "reduce_fp32": fp32,
         "bucket_bytes": math.inf if late else (4.0 if fp32 else 2.0) * size,
@@ -333,7 +337,7 @@ def _gradients(keys: Keys, replicas: int) -> dict:
 
 def _recompute(keys: Keys) -> str:
     granularity = keys.get("recompute-granularity", "")
-    short = keys.on("recompute-activations")
+    short = keys.flag("recompute-activations")
     if short and granularity not in ("", "selective"):
         raise ValueError(
             "--recompute-activations is selective, but "
@@ -341,7 +345,7 @@ def _recompute(keys: Keys) -> str:
         )
     if granularity not in ("", "full", "selective"):
         raise ValueError(
-            f"{keys.say('recompute-granularity')} is not full or selective"
+            f"{keys.describe('recompute-granularity')} is not full or selective"
         )
     if granularity == "full":
         if keys.get("recompute-method") is None:
@@ -356,7 +360,7 @@ def _recompute(keys: Keys) -> str:
                 else "recompute-method"
             )
             raise ValueError(
-                f"{keys.say(several)}: a plan recomputes every layer or none, each "
+                f"{keys.describe(several)}: a plan recomputes every layer or none, each "
                 "by itself"
             )
         return "full"

@@ -1,5 +1,5 @@
-"""Which words of a configuration say what is trained? Megatron-LM's flags, torchtitan's
-names, and Hugging Face's.
+"""The words of a configuration that say what is trained: Megatron-LM's flags,
+torchtitan's names, and Hugging Face's.
 
 They stand beside the plan so that a configuration can be launched; a reader lists them
 as harmless.
@@ -10,28 +10,40 @@ from __future__ import annotations
 from madmax_lib import catalog
 from madmax_lib.catalog.models import Transformer
 
-__all__ = ["MADE_UP", "bridge_sizes", "megatron_sizes", "named_sizes", "titan_config"]
+__all__ = [
+    "MADE_UP",
+    "bridge_sizes",
+    "megatron_sizes",
+    "named_sizes",
+    "titan_config",
+    "without_off",
+]
 
-MADE_UP = {
+MADE_UP = {  # until data is given
     "mock-data": True,
     "tokenizer-type": "NullTokenizer",
     "train-iters": 20,
     "lr": 1e-4,
-}  # until data is given
-_TITAN = {
-    f"llama3-{size}": ("llama3", f"llama3_{size}") for size in ("8b", "70b", "405b")
-}  # module, config function
-_TITAN |= {
+}
+_TITAN = {  # module, config function
+    **{f"llama3-{n}": ("llama3", f"llama3_{n}") for n in ("8b", "70b", "405b")},
     "deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b"),
     "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
 }
+# keys of Bridge that are not the flag with underscores
 _BRIDGE = {"swiglu": "gated_linear_unit", "num-experts": "num_moe_experts"}
-_NOT_OF_BRIDGE = (
-    "group-query-attention",
-    "max-position-embeddings",
-)  # it follows from others
-_TURNED = {"disable-bias-linear": "add_bias_linear"}
-_TURNED["untie-embeddings-and-output-weights"] = "share_embeddings_and_output_weights"
+# Bridge works them out from others
+_NOT_OF_BRIDGE = ("group-query-attention", "max-position-embeddings")
+# flags that turn off what the key of Bridge turns on
+_NEGATED = {
+    "disable-bias-linear": "add_bias_linear",
+    "untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
+}
+
+
+def without_off(flags: dict) -> dict:
+    """The flags that are set: neither None nor False."""
+    return {k: v for k, v in flags.items() if v is not None and v is not False}
 
 
 def megatron_sizes(model: Transformer, sequence: int) -> dict:
@@ -44,122 +56,96 @@ def megatron_sizes(model: Transformer, sequence: int) -> dict:
             f"{model.name}: Megatron's flags of layers {' '.join(model.kinds)} are "
             "not written; leave out model"
         )
-    flags: dict = {
+    is_grouped = model.kv_heads < model.heads
+    # of latent attention the widths of heads have flags of their own
+    is_usual_width = model.head_dim * model.heads == model.hidden or model.kv_lora_rank
+    is_rope = model.positions == "rope"
+    flags = {
         "num-layers": model.layers,
         "hidden-size": model.hidden,
         "ffn-hidden-size": model.ffn or None,
-    }
-    flags |= {
         "num-attention-heads": model.heads,
-        "group-query-attention": model.kv_heads < model.heads,
-    }
-    flags |= {
-        "num-query-groups": model.kv_heads if model.kv_heads < model.heads else None
-    }
-    own_width = model.head_dim * model.heads != model.hidden and not model.kv_lora_rank
-    flags |= {
-        "kv-channels": model.head_dim if own_width else None,
+        "group-query-attention": is_grouped,
+        "num-query-groups": model.kv_heads if is_grouped else None,
+        "kv-channels": None if is_usual_width else model.head_dim,
         "max-position-embeddings": sequence,
-    }
-    flags |= {
         "normalization": "RMSNorm" if model.norm == "rms" else None,
         "swiglu": model.gated,
-    }
-    flags |= {
-        "position-embedding-type": "rope"
-        if model.positions == "rope"
-        else "learned_absolute"
-    }
-    flags |= {
+        "position-embedding-type": "rope" if is_rope else "learned_absolute",
         "disable-bias-linear": not model.mlp_bias,
         "add-qkv-bias": model.attention_bias == "qkv",
-    }
-    flags |= {
         "qk-layernorm": model.qk_norm,
-        "untie-embeddings-and-output-weights": not model.tied,
+        "untie-embeddings-and-output-weights": not (model.tied or model.image),
     }
-    flags |= _latent_attention(model) | _mixture(model)
+    if model.kv_lora_rank:
+        flags |= {
+            "multi-latent-attention": True,
+            "q-lora-rank": model.q_lora_rank or None,
+            "kv-lora-rank": model.kv_lora_rank,
+            "qk-head-dim": model.head_dim,
+            "v-head-dim": model.v_head_dim,
+            "qk-pos-emb-head-dim": model.rope_head_dim,
+        }
+    if model.experts:
+        flags |= _mixture(model)
     if model.window:
-        skipped = model.full_every or None
-        flags |= {"window-size": f"{model.window},0", "window-attn-skip-freq": skipped}
-        flags |= {"softmax-type": "learnable" if model.sinks else None}
+        flags |= {
+            "window-size": f"{model.window},0",  # tokens before, tokens after
+            "window-attn-skip-freq": model.full_every or None,
+            "softmax-type": "learnable" if model.sinks else None,
+        }
     if model.image:
-        edges = {
+        flags |= {
             "img-h": model.image,
             "img-w": model.image,
             "patch-dim": model.patch,
             "num-classes": model.classes,
         }
-        flags |= edges | {"untie-embeddings-and-output-weights": False}
     else:
         flags["vocab-size"] = model.vocab
-    return {
-        name: value
-        for name, value in flags.items()
-        if value is not None and value is not False
-    }
-
-
-def _latent_attention(model: Transformer) -> dict:
-    if not model.kv_lora_rank:
-        return {}
-    flags = {"multi-latent-attention": True, "q-lora-rank": model.q_lora_rank or None}
-    flags |= {
-        "kv-lora-rank": model.kv_lora_rank,
-        "qk-head-dim": model.head_dim,
-        "v-head-dim": model.v_head_dim,
-    }
-    return flags | {"qk-pos-emb-head-dim": model.rope_head_dim}
+    return without_off(flags)
 
 
 def _mixture(model: Transformer) -> dict:
-    if not model.experts:
-        return {}
-    flags = {
+    layers = None  # all are mixtures
+    if model.moe_every > 1:
+        layers = f"'{_mixtures(model)}'".replace(" ", "")
+    elif model.dense_layers:
+        layers = f"'([0]*{model.dense_layers}+[1]*{model.moe_layers})'"
+    # by a bias of the choice alone, DeepSeek-V3's way [arXiv 2412.19437, 2.1.2]
+    is_balanced = model.router_bias and not model.mlp_bias
+    return {
         "num-experts": model.experts,
         "moe-router-topk": model.active_experts,
         "moe-grouped-gemm": True,
-    }
-    flags |= {
         "moe-ffn-hidden-size": model.expert_ffn,
         "moe-token-dispatcher-type": "alltoall",
-    }
-    flags |= {
         "moe-shared-expert-intermediate-size": model.shared_experts * model.expert_ffn
-        or None
+        or None,
+        "moe-router-enable-expert-bias": is_balanced,
+        "moe-router-score-function": "sigmoid" if is_balanced else None,
+        "moe-layer-freq": layers,
     }
-    dense = (
-        f"'([0]*{model.dense_layers}+[1]*{model.moe_layers})'"
-        if model.dense_layers
-        else None
-    )
-    dense = f"'{_kinds(model)}'".replace(" ", "") if model.moe_every > 1 else dense
-    balanced = (
-        model.router_bias and not model.mlp_bias
-    )  # by a bias of the choice alone, DeepSeek-V3's way
-    flags |= {
-        "moe-router-enable-expert-bias": balanced,
-        "moe-router-score-function": "sigmoid" if balanced else None,
-    }
-    return flags | {"moe-layer-freq": dense}
 
 
-def _kinds(model: Transformer) -> list[int]:
+def _mixtures(model: Transformer) -> list[int]:
     """1 for each layer that is a mixture, else 0."""
-    return [int(model.is_mixture(layer)) for layer in range(model.layers)]
+    return [int(blocks.has_experts) for blocks in model.layer_kinds]
 
 
 def bridge_sizes(model: Transformer, sequence: int) -> dict:
     """The same as keys of the section of the model in a recipe's overrides."""
     flags = megatron_sizes(model, sequence)
-    sizes = {key: not flags.pop(name, False) for name, key in _TURNED.items()}
-    sizes |= {
-        _BRIDGE.get(n, n.replace("-", "_")): value
-        for n, value in flags.items()
-        if n not in _NOT_OF_BRIDGE
-    }
-    sizes |= {"moe_layer_freq": _kinds(model)} if "moe-layer-freq" in flags else {}
-    return sizes | ({"window_size": [model.window, 0]} if model.window else {})
+    sizes = {key: not flags.pop(name, False) for name, key in _NEGATED.items()}
+    for name, value in flags.items():
+        if name not in _NOT_OF_BRIDGE:
+            sizes[_BRIDGE.get(name, name.replace("-", "_"))] = value
+    # lists, which a command line writes as texts
+    if "moe-layer-freq" in flags:
+        sizes["moe_layer_freq"] = _mixtures(model)
+    if model.window:
+        sizes["window_size"] = [model.window, 0]
+    return sizes
 
 
 def titan_config(model: Transformer) -> dict:
@@ -177,9 +163,8 @@ def named_sizes(model: Transformer) -> dict:
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn or None,
-    }
-    sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
-    sizes |= {
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
         "vocab_size": model.vocab or None,
         "image_size": model.image or None,
         "patch_size": model.patch or None,
@@ -188,8 +173,8 @@ def named_sizes(model: Transformer) -> dict:
         sizes |= {
             "num_experts": model.experts,
             "num_experts_per_tok": model.active_experts,
+            "moe_intermediate_size": model.expert_ffn,
         }
-        sizes |= {"moe_intermediate_size": model.expert_ffn}
     if model.blocks:
-        sizes |= {"blocks": ",".join(model.layer_kinds)}
+        sizes["blocks"] = ",".join(model.layer_kinds)
     return sizes | {"model": "-".join(model.name.split())}

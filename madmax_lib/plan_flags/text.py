@@ -27,12 +27,12 @@ class Source:
     """A configuration: its form (dict, json, toml, yaml or flags) and its values by
     key, dotted where they nest.
 
-    twice: flags that are given with two values. expanded: a script filled in variables.
+    duplicates: flags that are given with two values. expanded: a script filled in variables.
     """
 
     def __init__(self, form: str, values: Mapping, text: str = ""):
         self.form = form
-        self.twice = {}
+        self.duplicates: dict[str, str] = {}
         self.expanded = "$" in text
         self.values = {str(key): scalar(value) for key, value in _flat(values)}
         for words in _SCRIPT.findall(text):
@@ -124,7 +124,7 @@ def _flags(text: str) -> Source:
         for name, values in _given(line.split()):
             value = " ".join(values) if values else True
             if str(source.values.get(name, value)) != str(value):
-                source.twice[name] = f"{source.values[name]} and as {value}"
+                source.duplicates[name] = f"{source.values[name]} and as {value}"
             source.values[name] = value
     for mode in re.findall(
         r"\bactivation.checkpoint[: ](none|selective|full|memory-budget)\b", text

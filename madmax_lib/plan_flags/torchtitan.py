@@ -53,16 +53,16 @@ def torchtitan(
             )
         plan["etp"] = etp
     plan["sequence_parallel"] = (
-        keys.on("parallelism.enable_sequence_parallel", True) and plan["tp"] > 1
+        keys.flag("parallelism.enable_sequence_parallel", True) and plan["tp"] > 1
     )
-    asynchronous = keys.on("parallelism.enable_async_tensor_parallel") | keys.on(
+    asynchronous = keys.flag("parallelism.enable_async_tensor_parallel") | keys.flag(
         "compile.enable_async_tensor_parallel"
     )
     plan |= {"overlap_tp": True} if asynchronous and plan["tp"] > 1 else {}
     plan["reduce_fp32"] = (
         keys.get("training.mixed_precision_reduce", "float32") == "float32"
     )
-    plan |= {"offload": "all"} if keys.on("training.enable_cpu_offload") else {}
+    plan |= {"offload": "all"} if keys.flag("training.enable_cpu_offload") else {}
     listed = keys.get("model_spec.model.layers")
     plan |= _pipeline(
         keys, plan["pp"], len(listed) if isinstance(listed, list) else layers
@@ -126,7 +126,7 @@ def _pipeline(keys: Keys, pp: int, layers: int | None) -> dict:
     ):
         if keys.get(f"parallelism.{name}"):
             raise ValueError(
-                f"{keys.say(f'parallelism.{name}')}: a plan has no stages or "
+                f"{keys.describe(f'parallelism.{name}')}: a plan has no stages or "
                 "schedules of one's own"
             )
     if max(ends) > 1:

@@ -1,5 +1,5 @@
-"""Which words of each framework say a plan? A writer for each, without rules of its
-own: its text is read back.
+"""A plan in the words of each framework: a writer for each, without rules of its own, as
+its text is read back.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from madmax_lib.plan_flags.sizes import (
     megatron_sizes,
     named_sizes,
     titan_config,
+    without_off,
 )
 
 __all__ = ["WRITERS", "StatedRun", "is_moot"]
 
-_MOOT: dict[str, Callable[[Plan], bool]] = {  # where a field changes nothing
+# where a field changes nothing
+_MOOT: dict[str, Callable[[Plan], bool]] = {
     "reduce_fp32": lambda p: p.dp * p.cp == 1,
     "overlap_gather": lambda p: p.dp * p.cp == 1,
     "zero": lambda p: p.dp * p.cp == 1 and not p.offload,
@@ -34,24 +36,25 @@ _MOOT: dict[str, Callable[[Plan], bool]] = {  # where a field changes nothing
     "context": lambda p: p.cp == 1,
     "etp": lambda p: p.ep == 1 or (p.etp or p.tp) == p.tp,
     "capacity": lambda p: p.ep == 1,
-} | dict.fromkeys(
-    ("schedule", "embedding_as_layer", "head_as_layer"), lambda p: p.pp == 1
-)
+    "schedule": lambda p: p.pp == 1,
+    "embedding_as_layer": lambda p: p.pp == 1,
+    "head_as_layer": lambda p: p.pp == 1,
+}
 
 
 @dataclass(frozen=True)
 class StatedRun:
-    """What a configuration says beside the plan; samples, tokens, devices."""
+    """The run that a configuration states beside the plan."""
 
-    global_batch: int | None
-    sequence: int | None
-    dtype: str
-    layers: int | None
+    global_batch: int | None  # samples of a step
+    sequence: int | None  # tokens of a sample
+    dtype: str  # of the products
+    layers: int | None  # of the model, where it is known
     devices_per_node: int
     model: Transformer | None
 
     def sizes(self) -> dict:
-        """Of the model, by the names that a script knows."""
+        """Sizes of the model, by the names that a script knows."""
         return named_sizes(self.model) if self.model else {}
 
     def passes(self, plan: Plan, default: int = 1) -> int:
@@ -62,21 +65,18 @@ class StatedRun:
         batch = require_int("global_batch", self.global_batch, 1)
         if batch % each:
             near = max(round(batch / each), 1) * each
-            rule = f"dp x micro_batch = {plan.dp} x {plan.micro_batch}"
             raise ValueError(
-                f"global_batch={batch} is not a multiple of {rule}; the nearest is "
-                f"{near}"
+                f"global_batch={batch} is not a multiple of dp x micro_batch = "
+                f"{plan.dp} x {plan.micro_batch}; the nearest is {near}"
             )
         return batch // each
 
     def launch(self, plan: Plan) -> dict[str, int]:
-        """torchrun's nodes and processes."""
-        inside = (
-            self.devices_per_node
-            if plan.world_size % self.devices_per_node == 0
-            else plan.world_size
-        )
-        return {"nnodes": plan.world_size // inside, "nproc-per-node": inside}
+        """torchrun's nodes and processes: whole nodes, else one node of all devices."""
+        each = self.devices_per_node
+        if plan.world_size % each:
+            each = plan.world_size
+        return {"nnodes": plan.world_size // each, "nproc-per-node": each}
 
 
 def is_moot(field: str, plan: Plan) -> bool:
@@ -102,142 +102,125 @@ def _megatron_flags(plan: Plan, run: StatedRun) -> dict:
     flags: dict = {
         "tensor-model-parallel-size": plan.tp,
         "micro-batch-size": plan.micro_batch,
-    }
-    for row in rows_of("megatron-lm"):
-        field = row["means"]
-        value = getattr(plan, row["means"], None)
-        if (
-            field in DEFAULTS
-            and value not in (None, False, DEFAULTS[field])
-            and not is_moot(field, plan)
-        ):
-            words = dict(
-                pair.split("=")[::-1] for pair in row["values"].split() if "=" in pair
-            )
-            flags[row["key"]] = words.get(value, value)
-    flags |= {
+        **_by_rows("megatron-lm", plan),
         "global-batch-size": run.global_batch,
         "seq-length": run.sequence,
         "num-layers": run.layers,
-    }
-    flags |= {
         "expert-tensor-parallel-size": plan.etp or None,
         "sequence-parallel": plan.sequence_parallel,
-    }
-    flags |= {"account-for-embedding-in-pipeline-split": plan.embedding_as_layer}
-    flags |= {"account-for-loss-in-pipeline-split": plan.head_as_layer}
-    flags |= {
+        "account-for-embedding-in-pipeline-split": plan.embedding_as_layer,
+        "account-for-loss-in-pipeline-split": plan.head_as_layer,
         "use-distributed-optimizer": plan.zero > 0,
         "overlap-param-gather": plan.overlap_gather,
     }
-    if plan.zero > 1:
-        strategy = "optim_grads" if plan.zero == 2 else "optim_grads_params"
+    if plan.zero > 1:  # which Megatron's own FSDP has alone
         flags |= {
             "use-megatron-fsdp": True,
-            "data-parallel-sharding-strategy": strategy,
+            "data-parallel-sharding-strategy": _STRATEGIES[plan.zero],
             "ckpt-format": "fsdp_dtensor",
         }
     if plan.shard:
         flags["num-distributed-optimizer-instances"] = plan.dp * plan.cp // plan.shard
-    if plan.recompute != "none":
-        flags["recompute-granularity"] = plan.recompute
-    if plan.recompute == "full":
-        flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
-    flags |= {"attention-backend": "unfused"} if plan.attention == "unfused" else {}
-    flags |= {"optimizer-cpu-offload": True} if plan.offload == "optimizer" else {}
-    flags |= {run.dtype: True} if run.dtype != "fp32" else {}
-    narrow = run.dtype == "bf16" and not plan.reduce_fp32
+    is_full = plan.recompute == "full"
     flags |= {
-        "grad-reduce-in-bf16": narrow,
+        "recompute-granularity": plan.recompute if plan.recompute != "none" else None,
+        "recompute-method": "uniform" if is_full else None,
+        "recompute-num-layers": 1 if is_full else None,
+        "attention-backend": "unfused" if plan.attention == "unfused" else None,
+        "optimizer-cpu-offload": plan.offload == "optimizer",
+        run.dtype: run.dtype != "fp32",
+        "grad-reduce-in-bf16": run.dtype == "bf16" and not plan.reduce_fp32,
         "accumulate-allreduce-grads-in-fp32": plan.reduce_fp32,
     }
-    if math.isinf(plan.bucket_bytes):
-        if plan.overlap_gather:
-            raise ValueError(
-                "bucket_bytes=inf: --overlap-param-gather of overlap_gather needs "
-                "--overlap-grad-reduce"
-            )
-    else:
-        size = plan.bucket_bytes / (4 if plan.reduce_fp32 else 2)
-        flags |= {"overlap-grad-reduce": True, "ddp-bucket-size": round(size)}
-    return {
-        name: value
-        for name, value in flags.items()
-        if value is not None and value is not False
-    }
+    if not math.isinf(plan.bucket_bytes):
+        flags |= {"overlap-grad-reduce": True, "ddp-bucket-size": _elements(plan)}
+    elif plan.overlap_gather:
+        raise ValueError(
+            "bucket_bytes=inf: --overlap-param-gather of overlap_gather needs "
+            "--overlap-grad-reduce"
+        )
+    return without_off(flags)
+
+
+_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def _by_rows(framework: str, plan: Plan) -> dict:
+    """Keys of the fields that stand for themselves, from the rows that readers use."""
+    flags = {}
+    for row in rows_of(framework):
+        field = row["means"]
+        value = getattr(plan, field, None)
+        is_stated = field in DEFAULTS and value not in (None, False, DEFAULTS[field])
+        if is_stated and not is_moot(field, plan):
+            pairs = [pair.split("=") for pair in row["values"].split() if "=" in pair]
+            words = {meaning: word for word, meaning in pairs}
+            flags[row["key"]] = words.get(value, value)
+    return flags
 
 
 def _megatron(plan: Plan, run: StatedRun) -> str:
-    launch = " ".join(f"--{name} {value}" for name, value in run.launch(plan).items())
     flags = _megatron_flags(plan, run)
     program = "pretrain_gpt.py"
     if run.model:
         flags |= megatron_sizes(run.model, run.sequence) | MADE_UP
-        program = "pretrain_vision_classify.py" if run.model.image else program
-    return " \\\n    ".join([f"torchrun {launch} {program}", *_words(flags)])
+        if run.model.image:
+            program = "pretrain_vision_classify.py"
+    return " \\\n    ".join([f"{_torchrun(plan, run)} {program}", *_words(flags)])
+
+
+def _torchrun(plan: Plan, run: StatedRun) -> str:
+    return " ".join(["torchrun", *(f"--{k} {v}" for k, v in run.launch(plan).items())])
 
 
 def _words(flags: dict) -> list[str]:
-    return [
-        f"--{name}" if value is True else f"--{name} {value}"
-        for name, value in flags.items()
-    ]
+    return [f"--{k}" if v is True else f"--{k} {v}" for k, v in flags.items()]
 
 
-_OFF = (
-    "sequence-parallel",
-    "use-distributed-optimizer",
-    "overlap-grad-reduce",
-    "overlap-param-gather",
-)
-_OFF += ("use-megatron-fsdp",)
-_NONE = (
-    "num-virtual-stages-per-pipeline-rank",
-    "pipeline-model-parallel-layout",
-    "recompute-granularity",
-)
-_ONE = (
-    "pipeline-model-parallel-size",
-    "context-parallel-size",
-    "expert-model-parallel-size",
-)
+# what a recipe of Bridge could have set otherwise
+_RECIPE = {
+    "pipeline-model-parallel-size": 1,
+    "context-parallel-size": 1,
+    "expert-model-parallel-size": 1,
+    "sequence-parallel": False,
+    "use-distributed-optimizer": False,
+    "overlap-grad-reduce": False,
+    "overlap-param-gather": False,
+    "use-megatron-fsdp": False,
+    "num-virtual-stages-per-pipeline-rank": None,
+    "pipeline-model-parallel-layout": None,
+    "recompute-granularity": None,
+}
+# classes of sections that are objects
+_TARGETS = {
+    "mixed_precision": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
+    "peft": "megatron.bridge.peft.lora.LoRA",
+}
 
 
 def _bridge(plan: Plan, run: StatedRun) -> str:
     """Overrides, which name what a recipe could have set otherwise, too."""
-    flags = (
-        dict.fromkeys(_ONE, 1)
-        | dict.fromkeys(_OFF, False)
-        | dict.fromkeys(_NONE)
-        | _megatron_flags(plan, run)
-    )
-    flags |= {"bf16": run.dtype == "bf16", "fp16": run.dtype == "fp16"}
-    flags |= {"accumulate-allreduce-grads-in-fp32": plan.reduce_fp32}
-    flags |= {"optimizer-offload-fraction": 1.0} if plan.offload else {}
-    names = {
-        row["means"][1:]: row["key"] for row in rows_of("megatron-bridge")
-    }  # the last one: effective
-    sections: dict = {
-        "model": bridge_sizes(run.model, run.sequence) if run.model else {},
-        "ddp": {},
-        "train": {},
+    flags = _RECIPE | _megatron_flags(plan, run)
+    flags |= {
+        "bf16": run.dtype == "bf16",
+        "fp16": run.dtype == "fp16",
+        "accumulate-allreduce-grads-in-fp32": plan.reduce_fp32,
     }
+    if plan.offload:
+        flags["optimizer-offload-fraction"] = 1.0
+    # the last row of a flag: what is in effect
+    names = {row["means"][1:]: row["key"] for row in rows_of("megatron-bridge")}
+    sections: dict = {"model": {}, "ddp": {}, "train": {}}
+    if run.model:
+        sections["model"] = bridge_sizes(run.model, run.sequence)
     for name in flags.keys() - {"grad-reduce-in-bf16", "ckpt-format"}:
-        section, _, key = names.get(name, f"model.{name.replace('-', '_')}").partition(
-            "."
-        )
+        dotted = names.get(name, f"model.{name.replace('-', '_')}")
+        section, _, key = dotted.partition(".")
         sections.setdefault(section, {})[key] = flags[name]
-    kinds = {
-        "mixed_precision": "training.mixed_precision.MixedPrecisionConfig",
-        "peft": "peft.lora.LoRA",
-    }
-    for section in kinds.keys() & sections.keys():
-        sections[section] = {
-            "_target_": f"megatron.bridge.{kinds[section]}"
-        } | sections[section]
-    return _script(
-        {name.replace("-", "_"): n for name, n in run.launch(plan).items()}
-    ) + _yaml(sections)
+    for section in _TARGETS.keys() & sections.keys():
+        sections[section]["_target_"] = _TARGETS[section]
+    launch = {name.replace("-", "_"): n for name, n in run.launch(plan).items()}
+    return _script(launch) + _yaml(sections)
 
 
 def _yaml(values: dict) -> str:
@@ -247,71 +230,51 @@ def _yaml(values: dict) -> str:
 
 
 def _script(words: dict, before: str = "# ", after: str = "\n") -> str:
-    """What the training script does, as a comment."""
-    words = {name: value for name, value in words.items() if value is not None}
-    return (
-        f"{before}script: "
-        f"{' '.join(f'{name}={value}' for name, value in words.items())}{after}"
-        if words
-        else ""
-    )
+    """A comment of what the training script does, empty if that is nothing."""
+    stated = [f"{name}={value}" for name, value in words.items() if value is not None]
+    return f"{before}script: {' '.join(stated)}{after}" if stated else ""
 
 
 def _torchtitan(plan: Plan, run: StatedRun) -> str:
     copies, shards = _shards(plan)
-    flags: dict = {
+    has_pipeline = plan.pp > 1
+    etp = plan.tp if plan.ep > 1 and plan.tp > 1 and plan.etp != 1 else None
+    reshard = "always" if plan.zero == 3 else "never"
+    parallelism: dict = {
         "data_parallel_replicate_degree": copies,
         "data_parallel_shard_degree": shards,
+        "fsdp_reshard_after_forward": reshard if plan.zero else None,
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "pipeline_parallel_degree": plan.pp,
+        "expert_parallel_degree": plan.ep,
+        "expert_tensor_parallel_degree": etp,
+        "no_enable_sequence_parallel": plan.tp > 1 and not plan.sequence_parallel,
     }
-    flags |= (
-        {"fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never"}
-        if plan.zero
-        else {}
-    )
-    flags |= {"tensor_parallel_degree": plan.tp, "context_parallel_degree": plan.cp}
-    flags |= {"pipeline_parallel_degree": plan.pp, "expert_parallel_degree": plan.ep}
-    flags |= (
-        {"expert_tensor_parallel_degree": plan.tp}
-        if plan.ep > 1 and plan.tp > 1 and plan.etp != 1
-        else {}
-    )
-    flags |= (
-        {"no_enable_sequence_parallel": True}
-        if plan.tp > 1 and not plan.sequence_parallel
-        else {}
-    )
-    training: dict = {
-        "local_batch_size": plan.micro_batch,
+    local = plan.micro_batch
+    if has_pipeline:
+        parallelism["pipeline_parallel_microbatch_size"] = plan.micro_batch
+        parallelism |= _titan_stages(plan, run.layers)
+        local *= run.passes(plan, plan.pp)
+    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    training = {
+        "local_batch_size": local,
         "global_batch_size": run.global_batch,
-    }
-    if plan.pp > 1:
-        flags |= {
-            "pipeline_parallel_microbatch_size": plan.micro_batch
-        } | _titan_stages(plan, run.layers)
-        training["local_batch_size"] = plan.micro_batch * run.passes(plan, plan.pp)
-    training |= {
         "seq_len": run.sequence,
-        "enable_cpu_offload": True if plan.offload == "all" else None,
+        "enable_cpu_offload": plan.offload == "all",
+        "mixed_precision_param": dtypes.get(run.dtype, run.dtype),
     }
-    training["mixed_precision_param"] = {"bf16": "bfloat16", "fp32": "float32"}.get(
-        run.dtype, run.dtype
-    )
-    named = {f"parallelism.{name}": value for name, value in flags.items()}
-    named |= {
-        f"training.{name}": value
-        for name, value in training.items()
-        if value is not None
-    }
+    flags = {f"parallelism.{k}": v for k, v in without_off(parallelism).items()}
+    flags |= {f"training.{k}": v for k, v in without_off(training).items()}
     if plan.overlap_tp and plan.tp > 1:
-        named |= {"compile.enable": True, "compile.enable_async_tensor_parallel": True}
-    words = [*_words(named), f"activation-checkpoint:{plan.recompute}"]
+        flags |= {"compile.enable": True, "compile.enable_async_tensor_parallel": True}
+    words = [*_words(flags), f"activation-checkpoint:{plan.recompute}"]
     if run.model is None:
         return " \\\n".join(words)
-    launch = " ".join(f"--{name} {value}" for name, value in run.launch(plan).items())
-    named = titan_config(run.model)
-    return _script({} if named else run.sizes()) + " \\\n    ".join(
-        [f"torchrun {launch} -m torchtitan.train", *_words(named), *words]
-    )
+    config = titan_config(run.model)
+    program = f"{_torchrun(plan, run)} -m torchtitan.train"
+    script = _script({} if config else run.sizes())
+    return script + " \\\n    ".join([program, *_words(config), *words])
 
 
 def _titan_stages(plan: Plan, layers: int | None) -> dict:
@@ -321,26 +284,26 @@ def _titan_stages(plan: Plan, layers: int | None) -> dict:
             f"torchtitan cannot state schedule={plan.schedule}: its own have two "
             "chunks per stage"
         )
-    ends = {"first": plan.embedding_as_layer, "last": plan.head_as_layer}
     flags = {
-        f"pipeline_parallel_{end}_stage_less_layers": int(counts)
-        for end, counts in ends.items()
+        "pipeline_parallel_first_stage_less_layers": int(plan.embedding_as_layer),
+        "pipeline_parallel_last_stage_less_layers": int(plan.head_as_layer),
+        "pipeline_parallel_schedule": "Interleaved1F1B"
+        if plan.interleave > 1
+        else kind,
     }
-    flags["pipeline_parallel_schedule"] = (
-        "Interleaved1F1B" if plan.interleave > 1 else kind
-    )
-    if plan.interleave > 2:
+    if plan.interleave > 2:  # two chunks are its default
         if layers is None:
             raise ValueError(
                 f"interleave={plan.interleave}: torchtitan counts layers of a stage; "
                 "give layers="
             )
-        each = -(-(layers + sum(ends.values())) // (plan.pp * plan.interleave))
         chunks = plan.pp * plan.interleave
-        if -(-(layers + sum(ends.values())) // each) != chunks:
-            rule = f"stages of {each} layers do not make {chunks} of {layers}"
+        counted = layers + plan.ends_as_layers
+        each = -(-counted // chunks)  # rounded up, as torchtitan does
+        if -(-counted // each) != chunks:
             raise ValueError(
-                f"torchtitan cannot state interleave={plan.interleave}: {rule}"
+                f"torchtitan cannot state interleave={plan.interleave}: stages of "
+                f"{each} layers do not make {chunks} of {layers}"
             )
         flags["pipeline_parallel_layers_per_stage"] = each
     return flags
@@ -349,52 +312,58 @@ def _titan_stages(plan: Plan, layers: int | None) -> dict:
 def _deepspeed(plan: Plan, run: StatedRun) -> str:
     steps = run.passes(plan)
     samples = plan.micro_batch * steps * plan.dp
-    values: dict = (
-        {"train_batch_size": samples} if plan.tp == 1 else {}
-    )  # else it follows: see the reader's `_batch`
-    values |= {
+    values = {
+        # with tp it follows: see the reader's `_batch`
+        "train_batch_size": samples if plan.tp == 1 else None,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": steps,
+        run.dtype: {"enabled": True} if run.dtype != "fp32" else None,
+        "communication_data_type": "fp32" if plan.reduce_fp32 else None,
+        "zero_optimization": _deepspeed_zero(plan, run.devices_per_node),
+        "tensor_parallel": {"autotp_size": plan.tp} if plan.tp > 1 else None,
     }
-    values |= {run.dtype: {"enabled": True}} if run.dtype != "fp32" else {}
-    values |= {"communication_data_type": "fp32"} if plan.reduce_fp32 else {}
-    zero: dict = {"stage": plan.zero, "reduce_bucket_size": _elements(plan)}
-    zero |= {"overlap_comm": plan.overlap_dp} if plan.overlap_dp is not None else {}
-    if plan.zero == 3:
-        zero |= {"mics_shard_size": plan.shard} if plan.shard else {}
-        zero |= {"stage3_prefetch_bucket_size": 0} if plan.prefetch == 0 else {}
-        zero |= {"zero_quantized_weights": True} if plan.qwz else {}
-        zero |= {"zero_hpz_partition_size": run.devices_per_node} if plan.hpz else {}
-        zero |= {"zero_quantized_gradients": True} if plan.qgz else {}
-    if plan.offload in ("optimizer", "all", "nvme"):
-        device = {"device": "nvme" if plan.offload == "nvme" else "cpu"}
-        zero |= {"offload_optimizer": device} | (
-            {"offload_param": device} if plan.offload == "all" else {}
-        )
-    values["zero_optimization"] = zero
-    values |= {"tensor_parallel": {"autotp_size": plan.tp}} if plan.tp > 1 else {}
-    values |= (
-        {"sequence_parallel_size": plan.cp, "data_parallel_size": plan.dp}
-        if plan.cp > 1
-        else {}
-    )
+    if plan.cp > 1:
+        values |= {"sequence_parallel_size": plan.cp, "data_parallel_size": plan.dp}
     if plan.ep > 1:
-        spread = {"expert_tensor_parallel_size": plan.etp} if plan.etp else {}
-        values["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep} | spread
+        experts = {"enabled": True, "autoep_size": plan.ep}
+        if plan.etp:
+            experts["expert_tensor_parallel_size"] = plan.etp
+        values["expert_parallel"] = experts
     script = {
         "num_stages": plan.pp if plan.pp > 1 else None,
         "seq_length": run.sequence,
+        "global_batch_size": samples if plan.tp > 1 else None,
+        "gradient_checkpointing": True if plan.recompute == "full" else None,
     }
-    script |= {"global_batch_size": samples if plan.tp > 1 else None}
-    script |= (
-        {"gradient_checkpointing": True} if plan.recompute == "full" else {}
-    ) | run.sizes()
-    comment = _script(script, "", "")
-    return json.dumps(({"_comment": comment} if comment else {}) | values, indent=2)
+    comment = _script(script | run.sizes(), "", "")
+    return json.dumps(without_off({"_comment": comment or None} | values), indent=2)
+
+
+def _deepspeed_zero(plan: Plan, devices_per_node: int) -> dict:
+    """The section of ZeRO, in which what is not set is DeepSpeed's default."""
+    zero: dict = {"stage": plan.zero, "reduce_bucket_size": _elements(plan)}
+    if plan.overlap_dp is not None:
+        zero["overlap_comm"] = plan.overlap_dp
+    if plan.zero == 3:
+        zero |= without_off(
+            {
+                "mics_shard_size": plan.shard or None,
+                "stage3_prefetch_bucket_size": 0 if plan.prefetch == 0 else None,
+                "zero_quantized_weights": plan.qwz,
+                "zero_hpz_partition_size": devices_per_node if plan.hpz else None,
+                "zero_quantized_gradients": plan.qgz,
+            }
+        )
+    if plan.offload in ("optimizer", "all", "nvme"):
+        device = {"device": "nvme" if plan.offload == "nvme" else "cpu"}
+        zero["offload_optimizer"] = device
+        if plan.offload == "all":
+            zero["offload_param"] = device
+    return zero
 
 
 def _elements(plan: Plan) -> int:
-    """Elements of a bucket, which DeepSpeed reckons with."""
+    """Elements of a bucket, which Megatron-LM and DeepSpeed reckon with."""
     if math.isinf(plan.bucket_bytes):
         return int(ONE_BUCKET)
     return round(plan.bucket_bytes / (4 if plan.reduce_fp32 else 2))
@@ -413,48 +382,42 @@ def _accelerate(plan: Plan, run: StatedRun) -> str:
     values: dict = {
         "distributed_type": "MULTI_GPU",
         "mixed_precision": "no" if run.dtype == "fp32" else run.dtype,
-    }
-    values |= {
         "num_processes": plan.world_size,
         "num_machines": run.launch(plan)["nnodes"],
     }
-    late = plan.zero == 1 or (plan.zero == 2 and not plan.overlap_gather)
-    if late and plan.tp * plan.cp == 1 and not plan.shard:
+    # FSDP 2 gathers before each pass, or keeps what it gathered (overlap_gather)
+    gathers_late = plan.zero == 1 or (plan.zero == 2 and not plan.overlap_gather)
+    repeats = plan.recompute == "full"
+    if gathers_late and plan.tp * plan.cp == 1 and not plan.shard:
         offload = {"optimizer": "cpu", "nvme": "nvme"}.get(plan.offload, "none")
         section = {"zero_stage": plan.zero, "offload_optimizer_device": offload}
         values |= {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
     elif plan.zero or plan.tp * plan.cp > 1 or plan.offload:
-        fsdp = {
-            "version": 2,
-            "reshard_after_forward": plan.zero != 2,
-            "offload_params": plan.offload == "all",
-        }
-        fsdp |= {
-            "activation_checkpointing": plan.recompute == "full",
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        }
+        copies, shards = _shards(plan)
+        context = "sp" if plan.context == "ulysses" else "cp"
+        degrees = {"dp_replicate": copies, "dp_shard": shards, "tp": plan.tp}
+        degrees[context] = plan.cp
         values |= {
             "distributed_type": "FSDP",
-            "fsdp_config": {f"fsdp_{name}": v for name, v in fsdp.items()},
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_reshard_after_forward": plan.zero != 2,
+                "fsdp_offload_params": plan.offload == "all",
+                "fsdp_activation_checkpointing": repeats,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            },
+            "parallelism_config": {
+                f"parallelism_config_{axis}_size": n for axis, n in degrees.items()
+            },
         }
-        copies, shards = _shards(plan)
-        sizes = {"dp_replicate": copies, "dp_shard": shards, "tp": plan.tp}
-        sizes["sp" if plan.context == "ulysses" else "cp"] = plan.cp
-        values["parallelism_config"] = {
-            f"parallelism_config_{axis}_size": size for axis, size in sizes.items()
-        }
+        repeats = False  # it is said
     script = {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": run.passes(plan),
+        "seq_length": run.sequence,
+        "gradient_checkpointing": repeats or None,
     }
-    script |= {"seq_length": run.sequence}
-    script |= (
-        {"gradient_checkpointing": True}
-        if plan.recompute == "full" and "fsdp_config" not in values
-        else {}
-    )
-    script |= run.sizes()
-    return _script(script) + _yaml(values)
+    return _script(script | run.sizes()) + _yaml(values)
 
 
 WRITERS = dict(
