@@ -66,7 +66,10 @@ def open_room(name: str) -> list[str]:
             continue  # a wing that was taken off
         for alias in node.names:
             if alias.name == "*":
-                names = _public_names(_source_path(room, node.module))
+                # a pattern finds `__all__`: to parse all modules would slow the import
+                text = _source_path(room, node.module).read_text()
+                lists = re.findall(r"^__all__ \+?= \[(.*?)\]", text, re.M | re.S)
+                names = re.findall(r'"(\w+)"', "".join(lists))
                 calls |= dict.fromkeys(names, node.module)
             elif alias.name == alias.asname:
                 calls[alias.name] = node.module
@@ -79,11 +82,3 @@ def _source_path(room: ModuleType, module: str) -> Path:
     """Source file of a module inside a room, whether it is there or not."""
     inside = module.removeprefix(f"{room.__name__}.").replace(".", "/")
     return Path(room.__file__).parent / f"{inside}.py"
-
-
-def _public_names(path: Path) -> list[str]:
-    """`__all__` of a module, read from its source."""
-    # a pattern, because parsing all modules of all rooms would make the import slow
-    pattern = r"^__all__ \+?= \[(.*?)\]"
-    lists = re.findall(pattern, path.read_text(), re.MULTILINE | re.DOTALL)
-    return re.findall(r'"(\w+)"', "".join(lists))

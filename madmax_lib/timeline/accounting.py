@@ -1,5 +1,5 @@
-"""Where did the time go? Timeline in, tidy tables out: compute, exposed communication,
-overlap, idle.
+"""Accounting of time: Timeline in, tidy tables of compute, exposed communication,
+overlap and idle time out.
 
 A rank is busy while a span of kind compute, comm, memcpy or other runs on it. All
 streams of a rank are merged, so two kernels side by side count once. Definitions as in
@@ -61,34 +61,27 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
     """
     table = rank_breakdown(require_type("timeline", timeline, Timeline))
-    if (
-        timeline.meta.source == "simulated"
-        and timeline.meta.provenance.get("rules") != "hta"
-    ):
-        times = _intervals(timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)])
-        window_s = (
-            int(times[:, 1].max() - times[:, 0].min()) / NS_PER_S if len(times) else 0.0
-        )
-        table = table.assign(
-            idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s
-        )
+    by_hta = timeline.meta.provenance.get("rules") == "hta"
+    if timeline.meta.source == "simulated" and not by_hta:
+        # one window for all ranks: first start to last end of device work anywhere
+        busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+        table = _in_window(table, _window_ns(_intervals(busy)) / NS_PER_S)
     return with_origin(table, timeline)
 
 
 def rank_breakdown(timeline: Timeline) -> pd.DataFrame:
     """`breakdown` with the window of each rank alone, also of a simulated timeline."""
     spans = timeline.spans
-    kind = spans["kind"].cat.codes.to_numpy()
     rank = spans["rank"].to_numpy()
     times = _intervals(spans)
-    of_kind = {
-        name: np.flatnonzero(kind == spans["kind"].cat.categories.get_indexer([name]))
-        for name in BUSY_KINDS
-    }
+    # rows of each kind first: few of millions of spans are busy, and each rank then
+    # looks through those alone
+    of_kind = {name: np.flatnonzero(spans["kind"] == name) for name in BUSY_KINDS}
     rows = []
-    for own in timeline.ranks:
-        of_rank = {name: times[at[rank[at] == own]] for name, at in of_kind.items()}
-        rows.append({"rank": own, **_rank_breakdown(of_rank)})
+    for number in timeline.ranks:
+        of_rank = {name: times[at[rank[at] == number]] for name, at in of_kind.items()}
+        rows.append({"rank": number, **_rank_breakdown(of_rank)})
+    # the columns also where there are no ranks
     nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
     return with_origin(pd.DataFrame(rows, columns=["rank", *nothing]), timeline)
 
@@ -104,25 +97,20 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
         raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     start_ns = spans["start_ns"]
-    end_ns = spans["start_ns"] + spans["dur_ns"]
+    end_ns = start_ns + spans["dur_ns"]
     zero_ns = start_ns.min()
     last_ns = end_ns.max()
-    first = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
-    last = (
-        min(last_ns, zero_ns + round(end_s * NS_PER_S))
-        if math.isfinite(end_s)
-        else last_ns
-    )
-    inside = (end_ns > first) & (start_ns < last)
-    begin = start_ns[inside].clip(lower=first)
-    clipped = spans[inside].assign(
-        start_ns=begin, dur_ns=end_ns[inside].clip(upper=last) - begin
-    )
+    window_start_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
+    window_end_ns = last_ns
+    if math.isfinite(end_s):
+        window_end_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
+    # spans that reach over an edge of the window count up to it
+    inside = (end_ns > window_start_ns) & (start_ns < window_end_ns)
+    begin_ns = start_ns[inside].clip(lower=window_start_ns)
+    dur_ns = end_ns[inside].clip(upper=window_end_ns) - begin_ns
+    clipped = spans[inside].assign(start_ns=begin_ns, dur_ns=dur_ns)
     table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
-    window_s = (last - first) / NS_PER_S
-    return table.assign(
-        idle_s=table["idle_s"] + window_s - table["total_s"], total_s=window_s
-    )
+    return _in_window(table, (window_end_ns - window_start_ns) / NS_PER_S)
 
 
 def exposed_by_collective(
@@ -136,59 +124,54 @@ def exposed_by_collective(
     collective does not tell its size. collective: of each of the communication spans
     (n,); left out, what the names tell.
     """
-    comm, compute = (
-        timeline.spans[timeline.spans["kind"] == kind] for kind in ("comm", "compute")
-    )
-    names = comm["name"].cat.remove_unused_categories()
+    spans = timeline.spans
+    comm = spans[spans["kind"] == "comm"]
+    compute = spans[spans["kind"] == "compute"]
     if collective is None:
-        collective = collectives_of(timeline, list(names.cat.categories))[
-            names.cat.codes
-        ]
+        # a million spans have some dozen names: each name is looked up once
+        names = comm["name"].cat.remove_unused_categories()
+        of_name = collectives_of(timeline, list(names.cat.categories))
+        collective = of_name[names.cat.codes]
     rows = []
     for (rank, name), part in comm.groupby([comm["rank"], collective]):
-        comm_s = total(_intervals(part)) / NS_PER_S
-        size_bytes = part["size_bytes"].sum(skipna=False)
-        rows.append(
-            (int(rank), name, len(part), comm_s, exposed_s(part, compute), size_bytes)
-        )
-    table = pd.DataFrame(
-        rows,
-        columns=["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"],
-    )
-    return with_origin(table, timeline)
+        row = {"rank": int(rank), "collective": name, "count": len(part)}
+        row["comm_s"] = total(_intervals(part)) / NS_PER_S
+        row["exposed_s"] = exposed_s(part, compute)
+        row["size_bytes"] = part["size_bytes"].sum(skipna=False)
+        rows.append(row)
+    columns = ["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"]
+    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
 def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:
     """Seconds of some spans, each instant once per rank, beside which none of the
     others runs on the same rank.
     """
-    of_rank = _by_rank(spans)
-    besides = _by_rank(others)
-    return (
-        sum(
-            total(subtraction(times, besides.get(rank, EMPTY)))
-            for rank, times in of_rank.items()
-        )
-        / NS_PER_S
+    hiding = _by_rank(others)
+    exposed_ns = sum(
+        total(subtraction(times, hiding.get(rank, EMPTY)))
+        for rank, times in _by_rank(spans).items()
     )
+    return exposed_ns / NS_PER_S
 
 
 def exposed_ns(
     timeline: Timeline, rank: pd.Series, start_ns: pd.Series, dur_ns: pd.Series
 ) -> np.ndarray:
-    """How much (n,) of each interval lies under no compute of its rank; intervals side
-    by side each count in full.
+    """Part (n,) of each interval under no compute of its rank, in ns; intervals side by
+    side each count in full.
     """
-    compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    computes = _by_rank(compute)
+    compute = _by_rank(timeline.spans[timeline.spans["kind"] == "compute"])
     exposed = dur_ns.to_numpy().copy()
     start = start_ns.to_numpy()
     end = (start_ns + dur_ns).to_numpy()
     for number, rows in rank.groupby(rank).indices.items():
-        busy = union(computes.get(number, EMPTY))
-        exposed[rows] -= covered_before(busy, end[rows]) - covered_before(
-            busy, start[rows]
-        )
+        # exposed = duration - compute inside = duration - (C(end) - C(start)), where
+        # C(t) is the compute before t
+        busy = union(compute.get(number, EMPTY))
+        before_end = covered_before(busy, end[rows])
+        before_start = covered_before(busy, start[rows])
+        exposed[rows] -= before_end - before_start
     return exposed
 
 
@@ -197,22 +180,14 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     total_s, mean_s, share (0..1).
     """
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    table = (
-        spans.groupby(["name", "kind"], observed=True)["dur_ns"]
-        .agg(["count", "sum", "mean"])
-        .reset_index()
-    )
-    table = table.sort_values(["sum", "name"], ascending=[False, True]).reset_index(
-        drop=True
-    )
-    table["share"] = table["sum"] / max(table["sum"].sum(), 1)
-    table = table.assign(
-        total_s=table["sum"] / NS_PER_S, mean_s=table["mean"] / NS_PER_S
-    )
-    return with_origin(
-        table[["name", "kind", "count", "total_s", "mean_s", "share"]].head(count),
-        timeline,
-    )
+    groups = spans.groupby(["name", "kind"], observed=True)["dur_ns"]
+    table = groups.agg(count="count", total_s="sum", mean_s="mean").reset_index()
+    # names break ties, so that the same trace always gives the same table
+    order = {"by": ["total_s", "name"], "ascending": [False, True]}
+    table = table.sort_values(**order, ignore_index=True)
+    table["share"] = table["total_s"] / max(table["total_s"].sum(), 1)
+    table[["total_s", "mean_s"]] /= NS_PER_S
+    return with_origin(table.head(count), timeline)
 
 
 def _by_rank(spans: pd.DataFrame) -> dict[int, np.ndarray]:
@@ -225,16 +200,28 @@ def _intervals(spans: pd.DataFrame) -> np.ndarray:
     return pack(spans["start_ns"], spans["dur_ns"])
 
 
+def _window_ns(times: np.ndarray) -> int:
+    """Time from the first start to the last end of intervals (n, 2)."""
+    return int(times[:, 1].max() - times[:, 0].min()) if len(times) else 0
+
+
+def _in_window(table: pd.DataFrame, window_s: float) -> pd.DataFrame:
+    """`breakdown` in a window that is wider than that of each rank: the rest is idle."""
+    idle_s = table["idle_s"] + window_s - table["total_s"]
+    return table.assign(idle_s=idle_s, total_s=window_s)
+
+
 def _rank_breakdown(times: dict[str, np.ndarray]) -> dict[str, float]:
     """One row of `breakdown` from the intervals of each busy kind."""
-    every = np.concatenate(list(times.values()))
-    compute = times["compute"]
-    comm = times["comm"]
-    span_ns = int(every[:, 1].max() - every[:, 0].min()) if len(every) else 0
-    busy_ns = total(every)
-    compute_ns = total(compute)
-    comm_ns = total(comm)
-    hidden_ns = total(intersection(comm, compute))
+    all_kinds = np.concatenate(list(times.values()))
+    span_ns = _window_ns(all_kinds)
+    busy_ns = total(all_kinds)
+    compute_ns = total(times["compute"])
+    comm_ns = total(times["comm"])
+    # Of unions of intervals, as Holistic Trace Analysis' breakdown:
+    #   overlap = |comm & compute| / |comm|,  exposed = |comm| - |comm & compute|
+    #   idle = window - |all kinds|,  non_compute = |all kinds| - |compute|
+    hidden_ns = total(intersection(times["comm"], times["compute"]))
     return {
         "total_s": span_ns / NS_PER_S,
         "compute_s": compute_ns / NS_PER_S,

@@ -1,4 +1,4 @@
-"""What does a kernel's name say about its work? One table, `data/kernel_kinds.csv`,
+"""Kinds of kernels and collectives by name: one table, `data/kernel_kinds.csv`, whose
 first matching row wins.
 
 `rules="exact"` patterns are searched anywhere in the name, ignoring case, and so are
@@ -29,17 +29,15 @@ __all__ = [
 ]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
-_RULES = {
-    "exact": ("exact", "device"),
-    "annotation": ("exact",),
-    "hta": ("hta",),
-}  # rules and their rows
-_LONGEST = 4096  # letters of a name that patterns see; theirs is not linear
-POINT_TO_POINT = (
-    "send",
-    "recv",
-    "send_recv",
-)  # what collectives of two ranks are called
+# a rule of callers, and the rules of the table's rows that it follows
+_RULES = {"exact": ("exact", "device"), "annotation": ("exact",), "hta": ("hta",)}
+# Letters of a name that patterns see. Templated kernels have names of 100 kB, and the
+# time of a search with backtracking grows faster than their length.
+_LONGEST = 4096
+POINT_TO_POINT = ("send", "recv", "send_recv")  # between two ranks of a group
+# All collectives that the library knows, by the names it uses everywhere. Where a name
+# contains another (reduce_scatter, reduce) it comes first: searches in this order find
+# the longer one.
 COLLECTIVES = (
     "all_reduce",
     "reduce_scatter",
@@ -65,16 +63,14 @@ def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
     `comm,^Memcpy PtoP`. Raises ValueError for a missing column, an unknown kind or a
     pattern that is not a regular expression.
     """
-    own = _own_kinds()
-    return (
-        own
-        if user_table is None
-        else pd.concat([_read_csv(Path(user_table)), own], ignore_index=True)
-    )
+    shipped = _shipped_kinds()
+    if user_table is None:
+        return shipped
+    return pd.concat([_read_csv(Path(user_table)), shipped], ignore_index=True)
 
 
 @lru_cache(maxsize=1)
-def _own_kinds() -> pd.DataFrame:
+def _shipped_kinds() -> pd.DataFrame:
     return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
 
 
@@ -105,12 +101,12 @@ def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
     """Collective of each communication name, (n,) of str: by its timeline's own table
     of kinds, by ours, or generic.
     """
-    own = timeline.meta.provenance.get("collectives", {})
-    pairs = zip(names, collective_names(names), strict=True)
-    return np.array(
-        [own.get(name) or collective or "generic" for name, collective in pairs],
-        dtype=object,
-    )
+    user_names = timeline.meta.provenance.get("collectives", {})
+    collectives = [
+        user_names.get(name) or collective or "generic"
+        for name, collective in zip(names, collective_names(names), strict=True)
+    ]
+    return np.array(collectives, dtype=object)
 
 
 def _first_match(
@@ -120,24 +116,25 @@ def _first_match(
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
     table = table[table["rules"].isin(_RULES[rules])]
-    place_of = _matcher(tuple(table["pattern"]), rules == "hta")
-    return table.iloc[list(map(place_of, names))]
+    first_row = _matcher(tuple(table["pattern"]), rules == "hta")
+    return table.iloc[[first_row(name) for name in names]]
 
 
 @lru_cache(maxsize=8)
 def _matcher(patterns: tuple[str, ...], hta: bool) -> Callable[[str], int]:
-    """The place of the first pattern that matches a name; kept, as all ranks run the
-    same kernels.
-    """
-    compiled = [
-        re.compile(p).match if hta else re.compile(p, re.IGNORECASE).search
-        for p in patterns
-    ]
-    return lru_cache(1 << 15)(
-        lambda name: next(
-            i for i, match in enumerate(compiled) if match(name[:_LONGEST])
-        )
-    )
+    """Function from a name to the row of the first pattern that matches it."""
+    if hta:
+        matches = [re.compile(pattern).match for pattern in patterns]
+    else:
+        matches = [re.compile(pattern, re.IGNORECASE).search for pattern in patterns]
+
+    # all ranks run the same kernels: 32,768 names are remembered across files
+    @lru_cache(1 << 15)
+    def first_row(name: str) -> int:
+        # the last pattern of each rule is empty and matches everything
+        return next(i for i, match in enumerate(matches) if match(name[:_LONGEST]))
+
+    return first_row
 
 
 def _read_csv(path: Path | Traversable) -> pd.DataFrame:
@@ -153,15 +150,13 @@ def _read_csv(path: Path | Traversable) -> pd.DataFrame:
         )
     table = table.reindex(columns=_COLUMNS, fill_value="")
     table["rules"] = table["rules"].replace("", "exact")
+    allowed = {"kind": BUSY_KINDS, "rules": ("exact", "device", "hta")}
     for row in table.itertuples():
-        for name, known in (
-            ("kind", BUSY_KINDS),
-            ("rules", ("exact", "device", "hta")),
-        ):
-            if getattr(row, name) not in known:
+        for name, words in allowed.items():
+            word = getattr(row, name)
+            if word not in words:
                 raise ValueError(
-                    f"{path}: {name} {getattr(row, name)!r} is not one of "
-                    f"{', '.join(known)}"
+                    f"{path}: {name} {word!r} is not one of {', '.join(words)}"
                 )
         try:
             re.compile(row.pattern)

@@ -1,5 +1,4 @@
-"""Which tables stand beside the spans of a timeline? Those that only some analyses
-need, read when one first asks.
+"""Side tables of a timeline: what only some analyses need, read when one first asks.
 
 Measured timelines read them from their files on first use, so that a breakdown does not
 pay for them.
@@ -87,12 +86,9 @@ class SideTables(Mapping):
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in SIDE_TABLES:
             raise KeyError(f"{name!r} is not one of {', '.join(SIDE_TABLES)}")
-        table = self.present().get(name)
-        return (
-            conform(name, {column: [] for column in SIDE_TABLES[name]})
-            if table is None
-            else table
-        )
+        if name in self.present():
+            return self.present()[name]
+        return conform(name, {column: [] for column in SIDE_TABLES[name]})
 
     def present(self) -> dict[str, pd.DataFrame]:
         """The tables that the timeline has."""
@@ -146,15 +142,13 @@ def _select(
             table = table.assign(row=new_row[table["row"]])
             table = table[table["row"] >= 0]
         else:
-            ends_ns = (
-                {rank: window[end] for rank, window in windows_ns.items()}
-                for end in (0, 1)
-            )
-            table = table[
-                table["time_ns"].between(
-                    *(table["rank"].map(end_ns) for end_ns in ends_ns)
-                )
-            ]
+            # allocator events belong to no span, but to a time; a rank that is left out
+            # has no window, and nothing is between NaN and NaN
+            first_ns = {rank: window[0] for rank, window in windows_ns.items()}
+            last_ns = {rank: window[1] for rank, window in windows_ns.items()}
+            rank = table["rank"]
+            inside = table["time_ns"].between(rank.map(first_ns), rank.map(last_ns))
+            table = table[inside]
         tables[name] = table.reset_index(drop=True)
     return tables
 
@@ -162,20 +156,15 @@ def _select(
 def _join(parts: list[tuple[SideTables, int]]) -> dict[str, pd.DataFrame]:
     tables = {}
     for name, schema in SIDE_TABLES.items():
-        own = [
-            (tables_of.present()[name], before)
-            for tables_of, before in parts
-            if name in tables_of.present()
-        ]
-        if not own:
-            continue
-        own = [
-            table.assign(row=table["row"] + before) if "row" in schema else table
-            for table, before in own
-        ]
-        tables[name] = pd.DataFrame(
-            {column: joined([table[column] for table in own]) for column in schema}
-        )
+        pieces = []
+        for side_tables, spans_before in parts:
+            table = side_tables.present().get(name)
+            if table is not None and "row" in schema:
+                table = table.assign(row=table["row"] + spans_before)
+            pieces += [] if table is None else [table]
+        if pieces:
+            columns = {c: joined([table[c] for table in pieces]) for c in schema}
+            tables[name] = pd.DataFrame(columns)
     return tables
 
 

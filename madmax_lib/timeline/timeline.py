@@ -1,5 +1,5 @@
-"""What happened when, on which rank and stream? The one type that measured and
-simulated steps share.
+"""`Timeline`: what happened when, on which rank and stream. The one type that measured
+and simulated steps share.
 
 `Timeline.spans` has one row per span of time. Everything that analyses, plots, compares
 or exports starts from it.
@@ -37,12 +37,8 @@ __all__ = [
 _Tables = TypeVar("_Tables", pd.DataFrame, tuple)
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")
-BUSY_KINDS = (
-    "compute",
-    "comm",
-    "memcpy",
-    "other",
-)  # a device (or, on CPU-only traces, a worker thread) is at work
+# a device (or, on CPU-only traces, a worker thread) is at work
+BUSY_KINDS = ("compute", "comm", "memcpy", "other")
 
 SPANS = {
     "rank": "int32",  # global rank
@@ -61,26 +57,23 @@ SPANS = {
     "group": "category",  # process group of a collective, missing otherwise
     "size_bytes": "float64",  # bytes moved, NaN where unknown
 }
-_ENCODING = {  # times and ids that grow row by row are small and fast as differences
-    "use_dictionary": [
-        column for column, dtype in SPANS.items() if dtype == "category"
-    ],
-    "column_encoding": {
-        column: "DELTA_BINARY_PACKED"
-        for column, dtype in SPANS.items()
-        if dtype.startswith("int")
-    },
+# row numbers of spans: target waits for source
+_EDGES = {"source": "int64", "target": "int64", "why": "category"}
+_INTEGERS = [column for column, dtype in SPANS.items() if dtype.startswith("int")]
+# Parquet: times and ids that grow row by row are small and fast as differences
+_ENCODING = {
+    "use_dictionary": [c for c, dtype in SPANS.items() if dtype == "category"],
+    "column_encoding": dict.fromkeys(_INTEGERS, "DELTA_BINARY_PACKED"),
 }
-_EDGES = {
-    "source": "int64",
-    "target": "int64",
-    "why": "category",
-}  # row numbers of spans: target waits for source
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Where a timeline comes from."""
+    """Origin of a timeline.
+
+    >>> Meta(source="simulated", world_size=8).clock
+    'relative'
+    """
 
     source: str = "measured"  # or "simulated"
     world_size: int = 1  # ranks of the whole job, also those not in the timeline
@@ -89,24 +82,24 @@ class Meta:
     represents: dict[int, list[int]] = field(default_factory=dict)
     device: str = ""  # name as the trace or the catalog writes it; empty: unknown
     clock: str = "relative"  # or "unix" (ns since 1970)
-    provenance: dict = field(
-        default_factory=dict
-    )  # files with sha256, reader rules, warnings; free-form but JSON
+    # files with sha256, reader rules, warnings: JSON; `traces.read.readers.Provenance`
+    # lists the keys that readers set
+    provenance: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        for name, known in (
-            ("source", ("measured", "simulated")),
-            ("clock", ("unix", "relative")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is neither {' nor '.join(known)}"
-                )
+        words = {"source": ("measured", "simulated"), "clock": ("unix", "relative")}
+        for name, allowed in words.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is neither {' nor '.join(allowed)}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """Spans, dependencies between them and their origin; checked when it is made.
+
+        timeline = mm.read_trace("rank0.json.gz")
+        timeline.select(steps=[3]).spans[["name", "start_ns", "dur_ns"]]
 
     spans: one row per span, with the columns of SPANS.
     meta: where it comes from. Default: measured, nothing else known.
@@ -125,13 +118,11 @@ class Timeline:
 
     def __post_init__(self):
         object.__setattr__(self, "spans", _conform(self.spans, SPANS, "spans"))
-        edges = (
-            self.edges
-            if self.edges is not None
-            else pd.DataFrame({c: [] for c in _EDGES})
-        )
+        edges = self.edges
+        if edges is None:
+            edges = pd.DataFrame({column: [] for column in _EDGES})
         object.__setattr__(self, "edges", _conform(edges, _EDGES, "edges"))
-        if not self.meta.represents:
+        if not self.meta.represents:  # each rank stands for itself
             ranks = {r: [r] for r in sorted(self.spans["rank"].unique().tolist())}
             object.__setattr__(self, "meta", replace(self.meta, represents=ranks))
         _check(self)
@@ -141,10 +132,8 @@ class Timeline:
 
     def __repr__(self) -> str:
         shape = f"{len(self.ranks)} ranks, {len(self.steps)} steps, {len(self):,} spans"
-        return (
-            f"Timeline({self.meta.source}, {shape}, "
-            f"{self.meta.device or 'no device named'})"
-        )
+        device = self.meta.device or "no device named"
+        return f"Timeline({self.meta.source}, {shape}, {device})"
 
     @property
     def ranks(self) -> list[int]:
@@ -163,17 +152,18 @@ class Timeline:
         part are dropped.
         """
         keep = np.ones(len(self.spans), dtype=bool)
-        represents = self.meta.represents
+        meta = self.meta
         if ranks is not None:
             if unknown := set(ranks) - set(self.ranks):
                 raise ValueError(
                     f"rank {min(unknown)} is not in the timeline; it has {self.ranks}"
                 )
             keep &= self.spans["rank"].isin(ranks).to_numpy()
-            represents = {r: v for r, v in represents.items() if r in set(ranks)}
+            represents = {r: v for r, v in meta.represents.items() if r in ranks}
+            meta = replace(meta, represents=represents)
         if steps is not None:
             keep &= self.spans["step"].isin(steps).to_numpy()
-        return self._part(keep, replace(self.meta, represents=represents))
+        return self._part(keep, meta)
 
     def one_step(self, step: int | None = None) -> list[int]:
         """The step, or if none is given the first with device work, as `select` takes
@@ -185,8 +175,10 @@ class Timeline:
             raise ValueError(
                 f"step {step} is not in the timeline; it has {self.steps or 'no steps'}"
             )
+        if step is not None:
+            return [step]
         busy = self.spans.loc[self.spans["kind"].isin(BUSY_KINDS), "step"]
-        return [step] if step is not None else sorted(set(busy) - {-1})[:1]
+        return sorted(set(busy) - {-1})[:1]
 
     def where(self, keep: np.ndarray) -> Timeline:
         """The spans that a mask (n,) keeps, with all ranks; edges that leave the part
@@ -197,19 +189,16 @@ class Timeline:
     def _part(self, keep: np.ndarray, meta: Meta) -> Timeline:
         if keep.all() and meta.represents == self.meta.represents:
             return self
+        # (n,) row of each span in the part, -1 where it is left out
         new_row = np.where(keep, np.cumsum(keep) - 1, -1)
-        edges = self.edges.assign(
-            source=new_row[self.edges["source"]], target=new_row[self.edges["target"]]
-        )
-        edges = edges[(edges["source"] >= 0) & (edges["target"] >= 0)].reset_index(
-            drop=True
-        )
+        source = new_row[self.edges["source"]]
+        target = new_row[self.edges["target"]]
+        edges = self.edges.assign(source=source, target=target)
+        edges = edges[(source >= 0) & (target >= 0)].reset_index(drop=True)
         spans = self.spans[keep].reset_index(drop=True)
+        windows_ns = self._windows_ns(keep, meta)
         return Timeline(
-            spans,
-            meta,
-            edges,
-            self.side_tables.select(new_row, self._windows_ns(keep, meta)),
+            spans, meta, edges, self.side_tables.select(new_row, windows_ns)
         )
 
     def _windows_ns(
@@ -220,13 +209,10 @@ class Timeline:
         """
         rank = self.spans["rank"].to_numpy()
         windows = dict.fromkeys(meta.represents, (-np.inf, np.inf))
-        for cut in np.unique(rank[~keep]).tolist():
-            part = self.spans[keep & (rank == cut)]
-            if cut in windows:
-                windows[cut] = (
-                    part["start_ns"].min(),
-                    (part["start_ns"] + part["dur_ns"]).max(),
-                )
+        for number in set(rank[~keep].tolist()) & set(windows):
+            part = self.spans[keep & (rank == number)]
+            end_ns = part["start_ns"] + part["dur_ns"]
+            windows[number] = (part["start_ns"].min(), end_ns.max())
         return windows
 
     def save(self, path: str | Path) -> Path:
@@ -236,16 +222,14 @@ class Timeline:
 
         path = Path(path)
         table = pa.Table.from_pandas(self.spans, preserve_index=False)
-        tables = {"edges": self.edges} | {
-            name: t for name, t in self.side_tables.present().items() if len(t)
-        }
-        extra = {
-            f"madmax.{name}".encode(): _pack(frame) for name, frame in tables.items()
-        }
-        extra[b"madmax.meta"] = json.dumps(asdict(self.meta)).encode()
-        table = table.replace_schema_metadata(
-            {**(table.schema.metadata or {}), **extra}
-        )
+        # spans are the table of the file; all else is text in its metadata
+        present = self.side_tables.present()
+        tables = {name: frame for name, frame in present.items() if len(frame)}
+        tables["edges"] = self.edges
+        extra = {f"madmax.{name}": _pack(frame) for name, frame in tables.items()}
+        extra["madmax.meta"] = json.dumps(asdict(self.meta))
+        metadata = table.schema.metadata or {}
+        table = table.replace_schema_metadata({**metadata, **extra})
         with replacing(path) as temporary:
             pq.write_table(
                 table,
@@ -278,9 +262,9 @@ class Timeline:
             }
         except (pa.ArrowInvalid, KeyError, ValueError) as error:
             raise ValueError(f"{path}: not a saved timeline ({error})") from None
-        meta["represents"] = {
-            int(rank): ranks for rank, ranks in meta["represents"].items()
-        }
+        # JSON has only text as keys
+        represents = meta["represents"].items()
+        meta["represents"] = {int(rank): ranks for rank, ranks in represents}
         return cls(
             table.to_pandas(split_blocks=True),
             Meta(**meta),
@@ -295,9 +279,8 @@ def _pack(frame: pd.DataFrame) -> bytes:
 
     sink = pa.BufferOutputStream()
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    with pa.ipc.new_stream(
-        sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
-    ) as writer:
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
         writer.write_table(table)
     return base64.b64encode(sink.getvalue())
 
@@ -321,20 +304,19 @@ def with_origin(
     adds as `more`.
     """
     if isinstance(origin, Timeline):
-        table.attrs.update(
-            provenance=_Provenance(origin.meta.provenance), source=origin.meta.source
-        )
+        provenance = _Uncopied(origin.meta.provenance)
+        attributes = {"provenance": provenance, "source": origin.meta.source}
+    elif isinstance(origin, pd.DataFrame):
+        attributes = origin.attrs
     else:
-        table.attrs.update(
-            origin.attrs if isinstance(origin, pd.DataFrame) else {"provenance": origin}
-        )
-    table.attrs.update(more)
+        attributes = {"provenance": origin}
+    table.attrs.update({**attributes, **more})
     return table
 
 
-class _Provenance(dict):
-    """Never copied: pandas copies `.attrs` in every operation, and this one has an
-    entry per file.
+class _Uncopied(dict):
+    """A provenance that is never copied: pandas copies `.attrs` in every operation, and
+    this one has an entry per file.
     """
 
     def __deepcopy__(self, _memo):
@@ -344,8 +326,8 @@ class _Provenance(dict):
 def cached_per_timeline(
     analysis: Callable[[Timeline], _Tables],
 ) -> Callable[[Timeline], _Tables]:
-    """An analysis that others build on: its tables are kept as long as its timeline
-    lives, and copies are given out.
+    """Decorate an analysis that others build on: it runs once per timeline, whose tables
+    stay as long as the timeline lives; callers get copies, which they may change.
     """
     tables: WeakKeyDictionary = WeakKeyDictionary()
 
@@ -354,11 +336,9 @@ def cached_per_timeline(
         if require_type("timeline", timeline, Timeline) not in tables:
             tables[timeline] = analysis(timeline)
         result = tables[timeline]
-        return (
-            tuple(table.copy() for table in result)
-            if isinstance(result, tuple)
-            else result.copy()
-        )
+        if isinstance(result, tuple):
+            return tuple(table.copy() for table in result)
+        return result.copy()
 
     return remembered
 
@@ -381,29 +361,29 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
     timelines = sorted(timelines, key=lambda t: t.ranks)
     if len(timelines) == 1:
         return timelines[0]
-    spans = {c: joined([t.spans[c] for t in timelines]) for c in SPANS}
-    offsets = np.cumsum([0] + [len(t) for t in timelines[:-1]])
-    parts = [
-        (t, int(before)) for t, before in zip(timelines, offsets, strict=True)
-    ]  # with the number of spans before
-    edges = [
-        t.edges.assign(source=t.edges["source"] + o, target=t.edges["target"] + o)
-        for t, o in parts
-    ]
+    # rows of edges and side tables move by the number of spans of the timelines before
+    edges = []
+    side_tables = []
+    spans_before = 0
+    for timeline in timelines:
+        rows = timeline.edges[["source", "target"]] + spans_before
+        edges.append(rows.assign(why=timeline.edges["why"]))
+        side_tables.append((timeline.side_tables, spans_before))
+        spans_before += len(timeline)
     return Timeline(
-        pd.DataFrame(spans),
+        pd.DataFrame({c: joined([t.spans[c] for t in timelines]) for c in SPANS}),
         _joined_meta([t.meta for t in timelines]),
         pd.DataFrame({c: joined([e[c] for e in edges]) for c in _EDGES}),
-        SideTables.join([(t.side_tables, before) for t, before in parts]),
+        SideTables.join(side_tables),
     )
 
 
 def _joined_meta(metas: list[Meta]) -> Meta:
-    represents = {
-        rank: ranks for meta in metas for rank, ranks in meta.represents.items()
-    }
+    """Origin of timelines that are put together; entries by rank are merged."""
+    represents: dict = {}
     provenance: dict = {}
     for meta in metas:
+        represents |= meta.represents
         for key, value in meta.provenance.items():
             if isinstance(value, dict):
                 provenance[key] = {**provenance.get(key, {}), **value}
@@ -411,55 +391,53 @@ def _joined_meta(metas: list[Meta]) -> Meta:
                 provenance[key] = provenance.get(key, []) + value
             else:
                 provenance.setdefault(key, value)
-    clock = "unix" if all(meta.clock == "unix" for meta in metas) else "relative"
+    # times are since 1970 only if those of all are
+    clock = min(meta.clock for meta in metas)
     world_size = max(len(represents), *(meta.world_size for meta in metas))
-    return replace(
-        metas[0],
-        world_size=world_size,
-        represents=represents,
-        clock=clock,
-        provenance=provenance,
-    )
+    changes = {"represents": represents, "clock": clock, "provenance": provenance}
+    return replace(metas[0], world_size=world_size, **changes)
 
 
 def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataFrame:
+    """The columns of a schema, of its types and in its order; the frame itself where it
+    is right, as millions of rows are not copied for nothing.
+    """
     if missing := [c for c in schema if c not in frame.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
-    wrong = {c: d for c, d in schema.items() if str(frame[c].dtype) != d}
-    given = frame
+    original = frame
+    wrong = {c: dtype for c, dtype in schema.items() if str(frame[c].dtype) != dtype}
     try:
-        frame = frame if list(frame.columns) == list(schema) else frame[list(schema)]
+        if list(frame.columns) != list(schema):
+            frame = frame[list(schema)]
         frame = frame.astype(wrong) if wrong else frame
     except (ValueError, TypeError) as error:
         raise ValueError(f"{what} do not fit the schema: {error}") from None
-    for column in [c for c, d in wrong.items() if d.startswith("int")]:
-        if (changed := frame[column] != given[column]).any():
+    for column, dtype in wrong.items():
+        # a cast to fewer bits or from a fraction loses without a word
+        values = original[column]
+        if dtype.startswith("int") and (lost := frame[column] != values).any():
             raise ValueError(
-                f"{what}: {column}={given[column][changed].iloc[0]} does not fit "
-                f"{schema[column]}"
+                f"{what}: {column}={values[lost].iloc[0]} does not fit {dtype}"
             )
-    for column in [
-        c
-        for c, d in schema.items()
-        if d == "category" and frame[c].cat.categories.dtype != object
-    ]:
-        text = pd.Index(list(map(str, frame[column].cat.categories)), dtype=object)
-        frame = frame.assign(**{column: frame[column].cat.rename_categories(text)})
+    for column, dtype in schema.items():
+        # names are text: categories may be numbers, as in a table read from CSV
+        if dtype == "category" and frame[column].cat.categories.dtype != object:
+            texts = [str(category) for category in frame[column].cat.categories]
+            index = pd.Index(texts, dtype=object)
+            frame = frame.assign(**{column: frame[column].cat.rename_categories(index)})
     return frame
 
 
 def _check(timeline: Timeline) -> None:
     spans = timeline.spans
-    edges = timeline.edges
     if unknown := set(spans["kind"].cat.categories) - set(KINDS):
         raise ValueError(
             f"kind {sorted(unknown)[0]!r} is not one of {', '.join(KINDS)}"
         )
     if spans["kind"].isna().any() or spans["name"].isna().any():
         raise ValueError("every span needs a kind and a name")
-    by_hta = (
-        timeline.meta.provenance.get("rules") == "hta"
-    )  # whose rounding turns short spans around
+    # HTA rounds starts up and ends down, which turns the shortest spans around
+    by_hta = timeline.meta.provenance.get("rules") == "hta"
     if len(spans) and spans["dur_ns"].min() < 0 and not by_hta:
         row = int(spans["dur_ns"].argmin())
         raise ValueError(
@@ -468,6 +446,6 @@ def _check(timeline: Timeline) -> None:
         )
     if lost := set(spans["rank"].unique().tolist()) - set(timeline.meta.represents):
         raise ValueError(f"rank {min(lost)} has spans but is not in meta.represents")
-    ends = edges.loc[:, ["source", "target"]].to_numpy()
+    ends = timeline.edges[["source", "target"]].to_numpy()
     if ends.size and not (ends.min() >= 0 and ends.max() < len(spans)):
         raise ValueError(f"an edge points outside of the {len(spans)} spans")
