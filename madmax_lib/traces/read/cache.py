@@ -1,5 +1,4 @@
-"""Has this very file been read before? A Parquet cache of what the reader made of a
-trace, in the user's cache folder.
+"""A Parquet cache of what the reader made of a trace, in the user's cache folder.
 
 An entry is named by the content of the file, the reader's own source and the options of
 the call, so it never goes stale. Entries appear whole or not at all, carry checksums,
@@ -25,8 +24,8 @@ __all__ = ["cached", "content_sha256"]
 
 _PACKAGE = Path(str(files("madmax_lib")))
 
-_WORTH_REMEMBERING_BYTES = 16 << 20
-_SETTLED_S = 5
+_WORTH_REMEMBERING_BYTES = 16 << 20  # smaller files are hashed in some 10 ms
+_SETTLED_S = 5  # file systems tell times of change in ticks of up to 2 s (FAT)
 
 
 def content_sha256(path: Path) -> str:
@@ -40,14 +39,14 @@ def content_sha256(path: Path) -> str:
         state = os.fstat(file.fileno())
         if _turned_off() or state.st_size < _WORTH_REMEMBERING_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        stamp = (
-            f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} "
-            f"{state.st_ctime_ns}"
-        )
+        identity = (state.st_dev, state.st_ino, state.st_size)
+        changed = (state.st_mtime_ns, state.st_ctime_ns)
+        stamp = " ".join(map(str, (*identity, *changed)))
         note = cache_folder() / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
         with contextlib.suppress(OSError):
-            if re.fullmatch("[0-9a-f]{64}", noted := note.read_text()):
-                return noted
+            text = note.read_text()
+            if re.fullmatch("[0-9a-f]{64}", text):  # else a note that was damaged
+                return text
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if time.time() - state.st_ctime > _SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as temporary:
@@ -56,26 +55,23 @@ def content_sha256(path: Path) -> str:
 
 
 def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
-    """What `make` gives, from the cache if it is there.
+    """Result of `make`, from the cache if it is there.
 
     sha256: of the trace file. options: text that tells apart what can be made of one
     file.
     """
     if _turned_off():
         return make()
-    name = hashlib.sha256(
-        f"{sha256} {_own_fingerprint()} {options}".encode()
-    ).hexdigest()
+    key = f"{sha256} {_own_fingerprint()} {options}"
+    name = hashlib.sha256(key.encode()).hexdigest()
     entry = cache_folder() / "timelines" / f"{name}.parquet"
     if entry.exists():
-        with contextlib.suppress(
-            Exception
-        ):  # whatever damage does to an entry, it is made anew
+        # whatever damage does to an entry, it is made anew
+        with contextlib.suppress(Exception):
             return Timeline.load(entry)
     timeline = make()
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk or a read-only home costs the cache, not the result
+    # a full disk or a read-only home costs the cache, not the result
+    with contextlib.suppress(OSError):
         timeline.save(entry)
     return timeline
 
@@ -85,16 +81,13 @@ def _turned_off() -> bool:
 
 
 def _reader_sources(package: Path) -> list[Path]:
-    """Files that decide what is read: the core modules, all of traces/ and the table of
-    kernel kinds.
+    """Files that decide what is read: all modules that reading imports, with their
+    rooms, and the table of kernel kinds.
     """
-    return sorted(
-        [
-            *package.glob("*.py"),
-            *(package / "traces").rglob("*.py"),
-            package / "data" / "kernel_kinds.csv",
-        ]
-    )
+    sources = [*package.glob("*.py"), package / "data" / "kernel_kinds.csv"]
+    for room in ("base", "catalog", "timeline", "traces"):
+        sources += (package / room).rglob("*.py")
+    return sorted(sources)
 
 
 def _fingerprint(package: Path) -> str:

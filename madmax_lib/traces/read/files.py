@@ -1,4 +1,4 @@
-"""Which files hold the traces of a run? Files, patterns, lists, directories and
+"""Files that hold the traces of a run: by name, pattern, list, directory or
 torchtitan's `iteration_N` folders.
 """
 
@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from madmax_lib.traces.read.events import TraceWarning
+from madmax_lib.traces.read.readers import TRACE_SUFFIXES, reader_of
 
 __all__ = [
-    "EXPORT_SUFFIX",
     "find_traces",
     "iteration_folder",
     "iterations",
     "rank_in_name",
 ]
 
-EXPORT_SUFFIX = ".sqlite"  # of Nsight Systems
-_TRACE_SUFFIXES = (".json", ".gz", EXPORT_SUFFIX)
 _ITERATION = re.compile(r"iteration_(\d+)$")
 
 
@@ -37,12 +35,11 @@ def find_traces(
     if not str(source):
         raise ValueError("no trace: the path is empty")
     path = Path(source).expanduser()
-    root = Path(path.anchor)
-    if not path.exists() and (
-        matches := sorted(root.glob(str(path.relative_to(root))))
-    ):
-        return find_traces(matches, iteration)
     if not path.exists():
+        # a pattern; pathlib globs below a folder, here below / or the working directory
+        root = Path(path.anchor)
+        if matches := sorted(root.glob(str(path.relative_to(root)))):
+            return find_traces(matches, iteration)
         raise FileNotFoundError(f"{path}: no such file or directory")
     if path.suffix == ".nsys-rep":
         raise ValueError(
@@ -55,11 +52,8 @@ def find_traces(
     if (not traces or iteration is not None) and iterations(path):
         traces = _in_folder(iteration_folder(path, iteration))
     if not traces:
-        inside = [
-            folder.name
-            for folder in sorted(path.iterdir())
-            if folder.is_dir() and _in_folder(folder)
-        ]
+        folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+        inside = [folder.name for folder in folders if _in_folder(folder)]
         hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
         raise ValueError(
             f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory{hint}"
@@ -82,19 +76,21 @@ def rank_in_name(path: Path) -> int | None:
 
 def _in_folder(folder: Path) -> list[Path]:
     files = [
-        p
-        for p in folder.iterdir()
-        if p.is_file() and p.suffix in _TRACE_SUFFIXES and not p.name.startswith(".")
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and path.suffix in TRACE_SUFFIXES
+        and not path.name.startswith(".")
     ]
-    files = [
-        p for p in files if p.suffix != EXPORT_SUFFIX
-    ] or files  # a database beside traces is not one of them
-    return sorted(
-        files,
-        key=lambda p: [
-            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", p.name)
-        ],
-    )
+    # a database beside the profiler's traces is not one of them
+    traces = [path for path in files if reader_of(path) is None]
+    return sorted(traces or files, key=_natural_order)
+
+
+def _natural_order(path: Path) -> list:
+    # numbers count as numbers: rank2 before rank10
+    parts = re.split(r"(\d+)", path.name)
+    return [int(part) if part.isdigit() else part for part in parts]
 
 
 def iterations(folder: Path) -> dict[int, Path]:
@@ -111,23 +107,19 @@ def iteration_folder(folder: Path, iteration: int | None = None) -> Path:
     """Folder of one iteration: the newest unless one is asked for, with a TraceWarning
     where there are several.
 
-    Raises ValueError, listing the known ones, for an iteration that is not there.
+    Raises ValueError, listing those that are there, for an iteration that is not.
     """
     folders = iterations(folder)
+    newest = max(folders)
     if iteration is None and len(folders) > 1:
-        text = (
-            f"{len(folders)} iterations are recorded; read is the newest, "
-            f"{max(folders)}"
-        )
+        text = f"{len(folders)} iterations are recorded; read is the newest, {newest}"
         warnings.warn(
             f"{folder}: {text}; iteration= or its folder takes another",
             TraceWarning,
-            stacklevel=4,
+            stacklevel=4,  # the line that called read_trace
         )
-    iteration = max(folders) if iteration is None else iteration
+    iteration = newest if iteration is None else iteration
     if iteration not in folders:
-        raise ValueError(
-            f"{folder}: no iteration_{iteration}; found "
-            f"{', '.join(map(str, sorted(folders)))}"
-        )
+        numbers = ", ".join(map(str, sorted(folders)))
+        raise ValueError(f"{folder}: no iteration_{iteration}; found {numbers}")
     return folders[iteration]

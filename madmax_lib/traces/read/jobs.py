@@ -1,5 +1,5 @@
-"""Which traces of a folder belong together? Those of one job, and of one of the cycles
-that its profiler recorded.
+"""Traces of a folder that belong together: of one job, and of one of the cycles that
+its profiler recorded.
 
 A schedule with repeat=2 leaves two files per rank, of the same process and one after
 the other: two cycles. Files of another world size, device, set of operators or process,
@@ -19,17 +19,15 @@ from madmax_lib.traces.read.events import TraceWarning
 
 __all__ = ["one_job"]
 
-_ALIKE = (
-    0.5  # of the operators of the one with fewer: less in common is another program
-)
-_FEW = 10  # operators, of which nothing follows
-_APART_NS = (
-    10 * 10**9
-)  # between traces of one cycle: more than clocks of one cluster differ
+# share of the operators of the trace with fewer that two traces of one program have in
+# common; pipeline stages differ, but most of what they call is the same
+_SAME_PROGRAM_SHARE = 0.5
+_FEW_OPERATORS = 10  # from fewer nothing follows
+_APART_NS = 10 * 10**9  # more than clocks of one cluster differ
 
 
 class _File(NamedTuple):
-    """What tells the job of a trace; 0 or empty where it is not known."""
+    """Marks of the job of a trace; 0 or empty where they are not known."""
 
     path: Path
     rank: int
@@ -53,29 +51,18 @@ def one_job(
     a warning.
     """
     files = [_file(path, timeline) for path, timeline in timelines.items()]
-    of_rank = defaultdict(list)
-    for file in files:
-        if reason := _apart(files[0], file) or next(
-            filter(None, (_apart(file, o) for o in of_rank[file.rank])), ""
-        ):
-            raise ValueError(
-                f"traces of more than one job, {reason}; give the files of one of them"
-            )
-        of_rank[file.rank].append(file)
-    cycles = max(
-        (sorted(each, key=lambda f: f.start_ns) for each in of_rank.values()),
-        key=len,
-        default=[],
-    )
+    of_rank = _by_rank(files)
+    # cycles are counted on the rank that has most of them
+    cycles = max(of_rank.values(), key=len, default=[])
     if cycle is not None and not 0 <= cycle < len(cycles):
-        raise ValueError(
-            f"no cycle {cycle}; found {', '.join(map(str, range(len(cycles))))}"
-        )
+        numbers = ", ".join(map(str, range(len(cycles))))
+        raise ValueError(f"no cycle {cycle}; found {numbers}")
     if not cycles:
         return {}
-    at = cycles[-1 if cycle is None else cycle]
+    # of the other ranks, the file that began closest to it
+    leader = cycles[-1 if cycle is None else cycle]
     chosen = [
-        min(each, key=lambda f: abs(f.start_ns - at.start_ns))
+        min(each, key=lambda file: abs(file.start_ns - leader.start_ns))
         for each in of_rank.values()
     ]
     if len(cycles) > 1 and cycle is None:
@@ -84,13 +71,13 @@ def one_job(
             f"{len(cycles) - 1} from 0"
         )
         warnings.warn(
-            f"{at.path.parent}: {text}; iteration= takes another",
+            f"{leader.path.parent}: {text}; iteration= takes another",
             TraceWarning,
-            stacklevel=4,
+            stacklevel=4,  # the line that called read_trace
         )
     for file in chosen:
-        if reason := _other_moment(at, file):
-            text = f"{at.path} and {file.path} {reason}"
+        if reason := _other_moment(leader, file):
+            text = f"{leader.path} and {file.path} {reason}"
             if not listed:
                 raise ValueError(
                     f"{text}: not one job; give a list of the files to read them "
@@ -98,6 +85,24 @@ def one_job(
                 )
             warnings.warn(text, TraceWarning, stacklevel=4)
     return {file.path: timelines[file.path] for file in chosen}
+
+
+def _by_rank(files: list[_File]) -> dict[int, list[_File]]:
+    """Files of each rank in order of time. Raises ValueError for those of two jobs."""
+    of_rank = defaultdict(list)
+    for file in files:
+        # each against the first file, and against all of its rank
+        for other in (files[0], *of_rank[file.rank]):
+            if reason := _apart(other, file):
+                raise ValueError(
+                    f"traces of more than one job, {reason}; give the files of one "
+                    "of them"
+                )
+        of_rank[file.rank].append(file)
+    return {
+        rank: sorted(each, key=lambda file: file.start_ns)
+        for rank, each in of_rank.items()
+    }
 
 
 def _file(path: Path, timeline: Timeline) -> _File:
@@ -109,27 +114,25 @@ def _file(path: Path, timeline: Timeline) -> _File:
     if len(spans) and meta.clock == "unix":
         start_ns = spans["start_ns"].min()
         end_ns = (spans["start_ns"] + spans["dur_ns"]).max()
-    host = (
-        -1
-        - spans["stream"].to_numpy()[(spans["kind"] == "cpu") & (spans["stream"] < 0)]
-    )
-    threads = meta.provenance["threads"][str(rank)]
-    process = threads[np.bincount(host).argmax()].split(" tid")[0] if len(host) else ""
-    operators = frozenset(
-        name for name in spans["name"].cat.categories if name.startswith("aten::")
-    )
-    steps = frozenset(timeline.steps) - {0}
-    world = meta.world_size if meta.world_size > 1 else 0
+    # the process of the busiest host thread: stream -1 is thread 0 of the provenance
+    on_host = (spans["kind"] == "cpu") & (spans["stream"] < 0)
+    thread = -1 - spans["stream"].to_numpy()[on_host]
+    threads = meta.provenance.get("threads", {}).get(str(rank), [])
+    process = ""
+    if len(thread) and threads:
+        process = threads[np.bincount(thread).argmax()].split(" tid")[0]
+    names = spans["name"].cat.categories
+    operators = frozenset(name for name in names if name.startswith("aten::"))
     return _File(
         path,
         rank,
-        world,
-        meta.device,
-        process,
-        operators,
-        steps,
-        int(start_ns),
-        int(end_ns),
+        world_size=meta.world_size if meta.world_size > 1 else 0,
+        device=meta.device,
+        process=process,
+        operators=operators,
+        steps=frozenset(timeline.steps) - {0},  # without annotations all is step 0
+        start_ns=int(start_ns),
+        end_ns=int(end_ns),
     )
 
 
@@ -138,33 +141,30 @@ def _apart(a: _File, b: _File) -> str:
     if a is b:
         return ""
     names = f"{a.path} and {b.path}"
-    fewer = min(len(a.operators), len(b.operators))
     for field in ("world_size", "device"):
-        values = getattr(a, field), getattr(b, field)
-        if all(values) and values[0] != values[1]:
-            return (
-                f"{names} have the {field.replace('_', ' ')}s {values[0]} and "
-                f"{values[1]}"
-            )
-    if fewer >= _FEW and len(a.operators & b.operators) < _ALIKE * fewer:
+        first, second = getattr(a, field), getattr(b, field)
+        if first and second and first != second:
+            return f"{names} have the {field.replace('_', ' ')}s {first} and {second}"
+    fewer = min(len(a.operators), len(b.operators))
+    common = len(a.operators & b.operators)
+    if fewer >= _FEW_OPERATORS and common < _SAME_PROGRAM_SHARE * fewer:
         return f"{names} have hardly an operator in common"
-    if a.rank == b.rank and (
-        a.process != b.process
-        or (a.start_ns < b.end_ns and b.start_ns < a.end_ns)
-        or not a.start_ns
-    ):
+    # two files of a rank are two cycles only of one process, one after the other
+    overlap = a.start_ns < b.end_ns and b.start_ns < a.end_ns
+    cycles = a.process == b.process and a.start_ns and not overlap
+    if a.rank == b.rank and not cycles:
         return f"{names} are both rank {a.rank}"
     return ""
 
 
 def _other_moment(a: _File, b: _File) -> str:
+    """Why two traces are not of one moment, in words; "" where they may be."""
+    # negative where they overlap
     gap_ns = max(a.start_ns, b.start_ns) - min(a.end_ns, b.end_ns)
     if not (a.start_ns and b.start_ns) or gap_ns <= 0:
         return ""
     if gap_ns > _APART_NS:
         return f"were recorded {format_s(gap_ns / 1e9)} apart"
-    return (
-        "have no step in common"
-        if a.steps and b.steps and not a.steps & b.steps
-        else ""
-    )
+    if a.steps and b.steps and not a.steps & b.steps:
+        return "have no step in common"
+    return ""

@@ -1,5 +1,5 @@
-"""What did every rank do, according to its PyTorch-profiler trace? Kineto/Chrome JSON
-in, one `Timeline` out.
+"""`read_trace`: traces of all ranks in, one `Timeline` out. Kineto/Chrome JSON here,
+other formats by `readers`.
 
 `timeline_rows` says what the rows mean; here files are found, read once (then from the
 cache), in parallel where that pays, and put together. `hta_compatible=True` follows HTA
@@ -21,7 +21,6 @@ from madmax_lib.timeline.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
 from madmax_lib.traces.read.files import (
-    EXPORT_SUFFIX,
     find_traces,
     iteration_folder,
     iterations,
@@ -29,6 +28,7 @@ from madmax_lib.traces.read.files import (
 )
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
+from madmax_lib.traces.read.readers import Reader, reader_of
 from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
@@ -64,92 +64,99 @@ def read_trace(
     mm.plot_timeline, mm.compare, mm.traces.advise, mm.dataset.
     """
     require_type("source", source, str | Path | list | tuple)
+    paths = find_traces(source, iteration)
+    # the first file of another format decides; files of two formats are refused
+    reader = next(filter(None, map(reader_of, paths)), None)
+    if reader:
+        return _read_others(reader, paths, hta_compatible, kinds)
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
-    in_folder = not listed and Path(source).expanduser().is_dir()
-    paths = find_traces(source, iteration)
-    if exports := [path for path in paths if path.suffix == EXPORT_SUFFIX]:
-        return _read_exports(exports, paths, hta_compatible, kinds)
+    folder = None if listed else Path(source).expanduser()
+    in_folder = folder is not None and folder.is_dir()
     timelines, failures = _read_files(paths, read, client)
-    below = in_folder and iterations(Path(source).expanduser())
-    if not timelines and below:
-        newest = iteration_folder(Path(source).expanduser(), iteration)
+    iteration_folders = in_folder and iterations(folder)
+    if not timelines and iteration_folders:
+        # what lay beside torchtitan's iteration folders was configuration, no trace
+        newest = iteration_folder(folder, iteration)
         timelines, failures = _read_files(find_traces(newest), read, client)
     if failures and not (in_folder and timelines):
         raise next(iter(failures.values()))
-    timelines = one_job(timelines, None if below else iteration, listed=listed)
-    unread = {}
-    for path, reason in failures.items():
-        if not isinstance(
-            reason, OtherContent
-        ):  # a run directory may hold configurations and metrics too
-            unread[path.name] = str(reason) or type(reason).__name__
-            warnings.warn(
-                f"{path}: left out, the others were read: {unread[path.name]}",
-                TraceWarning,
-                stacklevel=2,
-            )
+    # `iteration` numbers either folders or cycles of the profiler
+    cycle = None if iteration_folders else iteration
+    timelines = one_job(timelines, cycle, listed=listed)
+    unread = _warn_of_failures(failures)
     for path, timeline in timelines.items():
-        for text in timeline.meta.provenance.get("warnings", {}).get(
-            str(timeline.ranks[0]), []
-        ):
+        # stored with the timeline, because one from the cache warns as well
+        by_rank = timeline.meta.provenance.get("warnings", {})
+        for text in by_rank.get(str(timeline.ranks[0]), []):
             warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=2)
-    by_rank = {timeline.ranks[0]: timeline for timeline in timelines.values()}
-    whole = concat(list((hta_rows(by_rank) if hta_compatible else by_rank).values()))
-    return (
-        _with_provenance(whole, whole.side_tables, unread=unread) if unread else whole
-    )
+    of_rank = {timeline.ranks[0]: timeline for timeline in timelines.values()}
+    if hta_compatible:
+        of_rank = hta_rows(of_rank)
+    joined = concat(list(of_rank.values()))
+    if unread:
+        return _with_provenance(joined, joined.side_tables, unread=unread)
+    return joined
 
 
-def _read_exports(
-    exports: list[Path], paths: list[Path], hta: bool, kinds: str | Path | None
+def _read_others(
+    reader: Reader, paths: list[Path], hta: bool, kinds: str | Path | None
 ) -> Timeline:
-    from madmax_lib.traces.nsys import read_exports
-
+    """Timeline of files of another format."""
+    own_paths = [path for path in paths if path.suffix == reader.suffix]
     if hta:
         raise ValueError(
-            f"{exports[0]}: hta_compatible is of PyTorch's traces; HTA reads no "
-            "exports of Nsight Systems"
+            f"{own_paths[0]}: hta_compatible is of PyTorch's traces; HTA reads no "
+            f"exports of {reader.program}"
         )
-    if len(exports) < len(paths):
-        other = next(path for path in paths if path not in exports)
+    if len(own_paths) < len(paths):
+        other = next(path for path in paths if path not in own_paths)
         raise ValueError(
-            f"{exports[0]} of Nsight Systems beside {other}: give the files of one "
+            f"{own_paths[0]} of {reader.program} beside {other}: give the files of one "
             "of them"
         )
-    return read_exports(exports, kinds)
+    return reader.load()(own_paths, kinds)
 
 
 def _read_files(
     paths: list[Path], read, client
 ) -> tuple[dict[Path, Timeline], dict[Path, Exception]]:
     """Timeline of each file, and what is wrong with the others."""
-    results = read_all(read, paths, client)
-    failures = {
-        path: result
-        for path, result in results.items()
-        if isinstance(result, Exception)
-    }
-    return {
-        path: result for path, result in results.items() if path not in failures
-    }, failures
+    timelines = {}
+    failures = {}
+    for path, result in read_all(read, paths, client).items():
+        kind = failures if isinstance(result, Exception) else timelines
+        kind[path] = result
+    return timelines, failures
+
+
+def _warn_of_failures(failures: dict[Path, Exception]) -> dict[str, str]:
+    """Reason for each file that should have been a trace, after a warning; a run
+    directory may hold configurations and metrics too.
+    """
+    unread = {}
+    for path, reason in failures.items():
+        if isinstance(reason, OtherContent):
+            continue
+        unread[path.name] = str(reason) or type(reason).__name__
+        warnings.warn(
+            f"{path}: left out, the others were read: {unread[path.name]}",
+            TraceWarning,
+            stacklevel=3,
+        )
+    return unread
 
 
 def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
     sha256 = content_sha256(path)
-    options = (
-        f"rules {hta} name {rank_in_name(path)} kinds "
-        f"{content_sha256(Path(user_kinds)) if user_kinds else ''}"
-    )
-    timeline = cached(
-        sha256,
-        options,
-        partial(read_file, path, sha256, hta=hta, user_kinds=user_kinds),
-    )
+    # all that decides what is made of the bytes: the name may tell the rank
+    kinds_sha256 = content_sha256(Path(user_kinds)) if user_kinds else ""
+    options = f"rules {hta} name {rank_in_name(path)} kinds {kinds_sha256}"
+    make = partial(read_file, path, sha256, hta=hta, user_kinds=user_kinds)
+    timeline = cached(sha256, options, make)
     (rank,) = timeline.ranks
-    files = {
-        str(rank): {"name": path.name, "sha256": sha256}
-    }  # a cached one may have had another name
+    # the same bytes may have been cached under another name
+    files = {str(rank): {"name": path.name, "sha256": sha256}}
     return _with_provenance(timeline, side_tables_of(path, sha256, rank), files=files)
 
 

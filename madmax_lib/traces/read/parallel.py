@@ -1,5 +1,5 @@
-"""How are the traces of many ranks read at once? In local processes, or by the workers
-of a dask cluster.
+"""Traces of many ranks read at once, in local processes or by the workers of a dask
+cluster.
 
 One code path: the executor is a process pool bounded by cores and memory, or the
 client's. A file that fails, or whose process dies, costs its own rank only.
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["read_all"]
 
 Result = TypeVar("Result")
-_WORTH_A_PROCESS_BYTES = (
-    192 << 20
-)  # of JSON text for each; to start one costs as much as to read half of that
+# of JSON text for each process; to start one costs as much as to read half of that
+_WORTH_A_PROCESS_BYTES = 192 << 20
 _GZIP_RATIO = 18  # of profiler traces, seen 11 to 30
 _PEAK_BYTES = 250 << 20  # of a reading process: imports and one piece
 _PEAK_PER_BYTE = 0.3  # and what it keeps, per byte of JSON text
@@ -41,7 +40,7 @@ class _LostError(TimeoutError):
 def read_all(
     read: Callable[[Path], Result], paths: Sequence[Path], client: Client | None = None
 ) -> dict[Path, Result | Exception]:
-    """What `read` gives for each path, or the exception that it raised, in order of the
+    """Result of `read` for each path, or the exception that it raised, in order of the
     paths.
 
     read: a function that can be pickled. client: a dask.distributed client whose
@@ -53,9 +52,8 @@ def read_all(
     if client is not None:
         executor = client.get_executor(retries=_RETRIES, pure=False)
         results = _gather(executor, read, paths, client)
-        for path in _whose_process_died(
-            results
-        ):  # dask blames every task of a worker that dies, and may lose one
+        # dask blames every task of a worker that dies, and may lose one
+        for path in _whose_process_died(results):
             results |= _gather(executor, read, [path], client)
         return results
     # unlike multiprocessing it neither forks a threaded process nor runs the caller's
@@ -66,54 +64,48 @@ def read_all(
         results = _gather(pool, read, paths)
     for _ in range(_RETRIES):
         for path in _whose_process_died(results):
-            with loky.ProcessPoolExecutor(
-                1
-            ) as own:  # one process that dies takes its whole pool along
-                results |= _gather(own, read, [path])
+            # one process that dies takes its whole pool along: each file gets a pool
+            with loky.ProcessPoolExecutor(1) as single:
+                results |= _gather(single, read, [path])
     return results
 
 
 def _whose_process_died(results: dict) -> list[Path]:
-    def died(result) -> bool:
-        return (
-            isinstance(result, (BrokenProcessPool, _LostError))
-            or type(result).__name__ == "KilledWorker"
-        )  # dask's
-
-    return [path for path, result in results.items() if died(result)]
+    # dask's error by name, because dask is not imported here
+    deaths = {BrokenProcessPool.__name__, _LostError.__name__, "KilledWorker"}
+    return [
+        path
+        for path, result in results.items()
+        if deaths & {kind.__name__ for kind in type(result).__mro__}
+    ]
 
 
 def _gather(
     executor: Executor, read, paths: Sequence[Path], client: Client | None = None
 ) -> dict:
     futures = {executor.submit(_outcome, read, path): path for path in paths}
-    results = dict.fromkeys(paths)
+    results = dict.fromkeys(paths)  # in order of the paths, not in that of their ends
     for future in _progress(_as_they_end(set(futures), client), len(paths)):
         try:
-            results[futures[future]] = future.result()
+            result = future.result()
         except CancelledError:
-            none = not client.scheduler_info()["workers"]
-            kind, what = (
-                (TimeoutError, "no dask worker")
-                if none
-                else (_LostError, "no dask worker at work")
-            )
-            results[futures[future]] = kind(f"{what} for {_PATIENCE_S} s")
-        except (
-            Exception
-        ) as reason:  # the process is gone, or its result does not travel
-            results[futures[future]] = reason
+            if client.scheduler_info()["workers"]:
+                result = _LostError(f"no dask worker at work for {_PATIENCE_S} s")
+            else:
+                result = TimeoutError(f"no dask worker for {_PATIENCE_S} s")
+        except Exception as reason:
+            # the process is gone, or its result does not travel
+            result = reason
+        results[futures[future]] = result
     return results
 
 
 def _as_they_end(pending: set, client: Client | None) -> Iterator:
     """Futures in the order in which they end; those that no worker does are cancelled."""
     while pending:
-        done, pending = wait(
-            pending,
-            timeout=_PATIENCE_S if client else None,
-            return_when="FIRST_COMPLETED",
-        )
+        # a local pool always ends: its processes finish or break it
+        timeout = _PATIENCE_S if client else None
+        done, pending = wait(pending, timeout, return_when="FIRST_COMPLETED")
         if not done and not _at_work(client):
             for future in pending:
                 future.cancel()
@@ -126,16 +118,15 @@ def _at_work(client: Client) -> bool:
     """Whether a worker is executing anything: dask may wait for ever for a task whose
     worker died and came back.
     """
-    counts = [
-        worker["metrics"].get("task_counts", {})
-        for worker in client.scheduler_info()["workers"].values()
-    ]
+    workers = client.scheduler_info()["workers"].values()
+    counts = [worker["metrics"].get("task_counts", {}) for worker in workers]
     return any(
         count.get(state) for count in counts for state in ("executing", "long-running")
     )
 
 
 def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
+    # returned, not raised: what a pool raises is then its own trouble alone
     try:
         return read(path)
     except Exception as reason:
@@ -145,17 +136,15 @@ def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
 def _local_workers(paths: Sequence[Path]) -> int:
     """Processes that cores and free memory allow, 1 where starting them would not pay."""
     sizes = [_text_bytes(path) for path in paths]
+    # a daemon, such as a worker of multiprocessing, may not have children
     if len(paths) < 2 or multiprocessing.current_process().daemon:
         return 1
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    room = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes))
-    return max(
-        min(cores, len(paths), int(room), sum(sizes) // _WORTH_A_PROCESS_BYTES), 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # fewer in a container or a job of Slurm
+        cores = len(os.sched_getaffinity(0))
+    in_memory = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes))
+    worthwhile = sum(sizes) // _WORTH_A_PROCESS_BYTES
+    return max(min(cores, len(paths), int(in_memory), worthwhile), 1)
 
 
 def _text_bytes(path: Path) -> int:
@@ -167,22 +156,16 @@ def _text_bytes(path: Path) -> int:
 
 def _free_bytes() -> float:
     """Free memory of the machine, unlimited where it does not tell."""
+    # MemAvailable counts the page cache that can be dropped; in kiB. Linux only.
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        text = Path("/proc/meminfo").read_text()
-        return 1024.0 * int(
-            next(
-                line.split()[1]
-                for line in text.splitlines()
-                if line.startswith("MemAvailable")
-            )
-        )
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        return 1024.0 * int(line.split()[1])
     return float("inf")
 
 
 def _progress(items, count: int):
     """The items, of several behind a bar."""
-    return (
-        items
-        if count < 2
-        else bar(items, total=count, desc="reading traces", unit="rank")
-    )
+    if count < 2:
+        return items
+    return bar(items, total=count, desc="reading traces", unit="rank")
