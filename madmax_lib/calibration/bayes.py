@@ -21,7 +21,7 @@ from madmax_lib.calibration.judge.identifiability import scaled
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import step_s
-from madmax_lib.simulator.uncertainty import places_of
+from madmax_lib.simulator.uncertainty import constant_index
 
 __all__ = ["StackPrior", "gradient"]
 
@@ -72,7 +72,7 @@ def _occurs(
     ]
     result = np.zeros((count, len(places)), bool)
     for name, field in [*fields, ("gemm_efficiency", "head")]:
-        result[np.arange(count), places_of(steps, name, places, field)] = True
+        result[np.arange(count), constant_index(steps, name, places, field)] = True
     return result[:, [places[name] for name in names]]
 
 

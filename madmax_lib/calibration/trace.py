@@ -26,7 +26,7 @@ from madmax_lib.calibration.fit import SCALE, posterior
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.catalog.measured_collectives import KINDS, MeasuredCollectives
 from madmax_lib.plan.case import Case
-from madmax_lib.simulator.costs.inputs import Coded, Steps
+from madmax_lib.simulator.costs.inputs import ClassColumn, Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
@@ -124,7 +124,7 @@ def fit_timeline(
             "gemm_efficiency": steps.machine.gemm,
             "attention_efficiency": steps.machine.attention,
         }
-        classes |= dict.fromkeys(_OF_KERNELS, steps.habits.kernels)
+        classes |= dict.fromkeys(_OF_KERNELS, steps.traits.kernels)
         names |= {
             coded.keys(name, bounds().index)[0]: None for name, coded in classes.items()
         }
@@ -364,7 +364,7 @@ def _patterns() -> list[tuple[str, re.Pattern]]:
     return [(cause, re.compile(text, re.IGNORECASE)) for cause, text in texts.items()]
 
 
-def _link_share(timeline: Timeline, case: Case, near: Coded) -> dict[str, float]:
+def _link_share(timeline: Timeline, case: Case, near: ClassColumn) -> dict[str, float]:
     """Share of the link that large all-reduces reach, where all devices of the run are
     one group inside a node.
     """

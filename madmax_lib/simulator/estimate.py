@@ -1,14 +1,14 @@
-"""How long does a step take, in closed form? Model, cluster and one plan or a table of
-plans in, a row per plan out.
+"""Seconds of a step in closed form: model, cluster and one plan or a table of plans in,
+a row per plan out.
 
-The formulas are those of `step_time`, with the shipped constants unless others are
-given; no Python loop over plans.
+The formulas are those of `steady.step_time`, with the shipped constants unless others
+are given; no Python loop over plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -21,30 +21,35 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.rows import unique_rows
 from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
-from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
     shipped,
     software_of,
 )
-from madmax_lib.simulator.steady.alike import kinds_of
-from madmax_lib.simulator.steady.step_time import PARTS, bodies_of, step_time
+from madmax_lib.simulator.steady.step_time import PARTS, pipelines_of, step_time
 from madmax_lib.simulator.uncertainty import log_width
 
 __all__ = ["estimate"]
 
 _CHUNK = 1 << 15  # plans at a time: their arrays stay in the cache
 _BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
-_SAMPLE = 1024
-_STEP = ("step_s", "low_s", "high_s")
-_COLUMNS = (*_STEP, *PARTS)
-_SUMS = ("mfu", "tokens_per_s", "memory_bytes")
+_SAMPLE = 1024  # rows that tell whether a table repeats itself
 # rows of a table whose memory is counted unasked, in less than a fifth of a second
 _COUNTED = 100_000
+_SECONDS = ("step_s", "low_s", "high_s", *PARTS)
+# rows of the array of results: all but the last as columns of the table
+_COLUMNS = (*_SECONDS, "mfu", "tokens_per_s", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """What offload adds to a table."""
+
+    columns: dict[str, np.ndarray]  # offload_s and offload_share
+    refused: dict[int, str]  # reason of each row that cannot offload
 
 
 def estimate(
@@ -59,7 +64,7 @@ def estimate(
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
-    policy: Policy | None = None,
+    policy=None,
     fits: bool | None = None,
 ) -> pd.DataFrame:
     """Seconds of a training step and its parts, one row per plan.
@@ -85,204 +90,177 @@ def estimate(
     for such a Plan, an unknown column or dtype, or a recommendation model. See also:
     mm.simulate, mm.search, mm.fits, mm.memory, mm.expect.
 
-    >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # three devices of eight are no layout
+    >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # 3 of 8 is no layout
     >>> steps = estimate("gpt2-large", "dgx-a100", table, global_batch=64)
     >>> (steps["low_s"] < steps["high_s"]).tolist(), steps["step_s"].isna().tolist()
     ([True, True, False], [False, False, True])
     """
-    (plan, index) = plans_of(plan_or_table)
+    plan, index = plans_of(plan_or_table)
+    is_table = index is not None
     parameters = constants_of(cluster, parameters)
-    many = index is not None
-    further = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
-    case = Case.of_step(model, cluster, plan, global_batch, *further)
+    step = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
+    case = Case.of_step(model, cluster, plan, global_batch, *step)
     if isinstance(case.model, DLRM):
         raise ValueError(
             f"{case.model.name}: recommendation models have no closed form; use "
             "simulate"
         )
     parameters = require_type("parameters", parameters, Parameters, shipped)
-    policy = require_type("policy", policy, Policy, Policy)
-    if not many:
-        enforce(rules_of(case), case.plan, case)
-    counted = (
-        not many or len(index) <= _COUNTED
-        if fits is None
-        else require_type("fits", fits, bool)
-    )
-    if many:
-        values = _rows_of_table(case, parameters, counted)
+    counted = not is_table or len(index) <= _COUNTED
+    if fits is not None:
+        counted = require_type("fits", fits, bool)
+    if is_table:
+        values = _values_of_table(case, parameters, counted)
     else:
-        values = _rows(
-            case, parameters, counted, np.empty((len(_COLUMNS) + len(_SUMS), 1))
-        )
-    further, refused = (
-        ({}, {})
-        if case.plan.offload is None
-        else _with_offload(values, case, parameters, policy)
-    )
-    reasons = (
-        _reasons(case, np.isnan(values[0]), refused)
-        if many and np.isnan(values[0]).any()
-        else None
-    )
-    return _as_table(values, case, index, counted, further, reasons)
-
-
-def _as_table(
-    values: np.ndarray, case: Case, index, counted: bool, further: dict, reasons
-) -> pd.DataFrame:
-    """The table of `estimate`, of rows of `_COLUMNS`, further columns of offload and
-    why rows are NaN, if any is.
-    """
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    values[-3] = flops / (
-        values[0] * case.cluster.world_size * case.cluster.device.peak(case.dtype)
-    )
-    values[-2] = case.global_batch * case.sequence / values[0]
-    width = values.shape[0] - (not counted)
-    table = pd.DataFrame(
-        values[:width].T, columns=[*_COLUMNS, *_SUMS][:width], index=index, copy=False
-    )
-    for name, column in reversed(further.items()):
-        table.insert(len(_COLUMNS), name, column)
-    if reasons is not None:
-        table["reason"] = reasons
-    if counted:
-        away = np.isnan(values[-1]) & ~np.isnan(values[0])
-        table["fits"] = (values[-1] <= usable_bytes(case.cluster.device)) | away
+        enforce(rules_of(case), case.plan, case)
+        values = np.empty((len(_COLUMNS), 1))
+        _fill(values, case, parameters, counted)
+    offloaded = _Offloaded({}, {})
+    if case.plan.offload is not None or policy is not None:
+        offloaded = _with_offload(values, case, parameters, policy)
+    table = _as_table(values, case, index, counted, offloaded.columns)
+    is_wrong = np.isnan(values[0])
+    if is_table and is_wrong.any():
+        reasons = _reasons(case, is_wrong, offloaded.refused)
+        table.insert(table.shape[1] - counted, "reason", reasons)
     return table
 
 
-def _reasons(case: Case, wrong: np.ndarray, refused: dict[int, str]) -> np.ndarray:
+def _as_table(
+    values: np.ndarray, case: Case, index, counted: bool, offload: dict
+) -> pd.DataFrame:
+    """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
+    step_s = values[0]
+    peak_flops = case.cluster.world_size * case.cluster.device.peak(case.dtype)
+    # 3: a backward pass has twice the FLOPs of a forward one
+    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+    values[-3] = flops / (step_s * peak_flops)
+    values[-2] = case.global_batch * case.sequence / step_s
+    width = len(_COLUMNS) - (not counted)
+    table = pd.DataFrame(
+        values[:width].T, columns=_COLUMNS[:width], index=index, copy=False
+    )
+    for name, column in reversed(offload.items()):
+        table.insert(len(_SECONDS), name, column)
+    if counted:
+        memory_bytes = values[-1]
+        # that of plans with offload is not counted; a share was found that fits
+        is_away = np.isnan(memory_bytes) & ~np.isnan(step_s)
+        usable = usable_bytes(case.cluster.device)
+        table["fits"] = (memory_bytes <= usable) | is_away
+    return table
+
+
+def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]) -> np.ndarray:
     """The rule that each plan of a table breaks where it is wrong (n,), or why its
     offload was refused; else empty.
     """
-    verdict = legal(replace(case, plan=case.plan[wrong]))
-    reasons = np.full(len(wrong), "", dtype=object)
-    reasons[wrong] = np.array(
-        [*(rule.name for rule in verdict.rules), ""], dtype=object
-    )[verdict.first_broken_rule]
+    verdict = legal(replace(case, plan=case.plan[is_wrong]))
+    names = np.array([*(rule.name for rule in verdict.rules), ""], dtype=object)
+    reasons = np.full(len(is_wrong), "", dtype=object)
+    reasons[is_wrong] = names[verdict.first_broken_rule]
     reasons[list(refused)] = list(refused.values())
     return reasons
 
 
-def _rows_of_table(case: Case, parameters: Parameters, counted: bool) -> np.ndarray:
-    """`_rows` of a table, NaN where a plan is not legal; equal rows are worked out
-    once.
+def _values_of_table(case: Case, parameters: Parameters, counted: bool) -> np.ndarray:
+    """Values (columns, n) of a table, NaN where a plan is not legal; equal rows are
+    worked out once.
     """
     plan = case.plan
-    (size,) = case.plan.shape
+    (size,) = plan.shape
     if size > _BLOCK:
-        blocks = (plan[start : start + _BLOCK] for start in range(0, size, _BLOCK))
-        return np.hstack(
-            [
-                _rows_of_table(replace(case, plan=block), parameters, counted)
-                for block in blocks
-            ]
-        )
-    if (
-        size > _SAMPLE
-        and kinds_of(plan[:: size // _SAMPLE], vars(plan))
-        and (kinds := kinds_of(plan, vars(plan)))
-    ):
-        rows, index = kinds
-        return _rows_of_table(replace(case, plan=plan[rows]), parameters, counted).take(
-            index, axis=1
-        )
+        parts = (plan[start : start + _BLOCK] for start in range(0, size, _BLOCK))
+        cases = (replace(case, plan=part) for part in parts)
+        return np.hstack([_values_of_table(c, parameters, counted) for c in cases])
+    if size > _SAMPLE and unique_rows(plan[:: size // _SAMPLE], vars(plan)):
+        kinds = unique_rows(plan, vars(plan))
+        if kinds:
+            once = replace(case, plan=plan[kinds.rows])
+            values = _values_of_table(once, parameters, counted)
+            return values.take(kinds.inverse, axis=1)
     mask = legal(case).mask
-    values = np.empty((len(_COLUMNS) + len(_SUMS), size))
+    values = np.empty((len(_COLUMNS), size))
     if mask.all():
-        return _rows(case, parameters, counted, values)
+        _fill(values, case, parameters, counted)
+        return values
     values.fill(np.nan)
-    return _rows(
-        replace(case, plan=plan[mask]),
-        parameters,
-        counted,
-        values,
-        np.flatnonzero(mask),
-    )
+    legal_case = replace(case, plan=plan[mask])
+    _fill(values, legal_case, parameters, counted, np.flatnonzero(mask))
+    return values
 
 
-def _rows(
+def _fill(
+    values: np.ndarray,
     case: Case,
     parameters: Parameters,
     counted: bool,
-    values: np.ndarray,
-    places: np.ndarray | None = None,
-) -> np.ndarray:
-    """`_COLUMNS` of legal plans, and their memory if it is counted, put in their places
-    among values (all if None).
+    columns: np.ndarray | None = None,
+) -> None:
+    """Fill in seconds of legal plans, and their memory if it is counted, in these
+    columns of values (all if None).
     """
+    size = values.shape[1] if columns is None else len(columns)
+    everywhere = slice(None) if columns is None else columns
     if counted and case.plan.shape != (0,):
-        values[-1, slice(None) if places is None else places] = _device_bytes(case)
+        values[-1, everywhere] = _device_bytes(case)
     steps = Steps.of(case)
-    size = values.shape[1] if places is None else len(places)
-    bodies = bodies_of(steps, parameters) if size > _CHUNK else None
+    is_large = size > _CHUNK
+    pipelines = pipelines_of(steps, parameters) if is_large else None
     for start in range(0, size, _CHUNK):
         rows = slice(start, start + _CHUNK)
-        part = steps[rows] if size > _CHUNK else steps
-        times = step_time(part, parameters, bodies and bodies(rows))
+        part = steps[rows] if is_large else steps
+        times = step_time(part, parameters, pipelines and pipelines(rows))
         factor = np.exp(log_width(part, times, parameters))
-        times |= {"low_s": times["step_s"] / factor, "high_s": times["step_s"] * factor}
-        for row, name in zip(values, _COLUMNS, strict=False):
-            row[rows if places is None else places[rows]] = times[name]
-    return values
+        times["low_s"] = times["step_s"] / factor
+        times["high_s"] = times["step_s"] * factor
+        into = rows if columns is None else columns[rows]
+        for row, name in zip(values, _SECONDS, strict=False):
+            row[into] = times[name]
 
 
 def _device_bytes(case: Case) -> np.ndarray:
     """Peak bytes of a device, NaN for plans with offload."""
+    peak_bytes = table_peak_bytes(case)
     if case.plan.offload is None:
-        return table_peak_bytes(case)
-    return np.where(np.equal(case.plan.offload, None), table_peak_bytes(case), np.nan)
+        return peak_bytes
+    return np.where(np.equal(case.plan.offload, None), peak_bytes, np.nan)
 
 
 def _with_offload(
-    values: np.ndarray, case: Case, parameters: Parameters, policy: Policy
-) -> tuple[dict, dict]:
-    """Columns offload_s and offload_share, with values of the rows that offload timed
-    one by one; none without them.
+    values: np.ndarray, case: Case, parameters: Parameters, policy
+) -> _Offloaded:
+    """Offload of the rows that have it, timed one by one; their values are replaced."""
+    # offload is a wing: imported where a step needs it
+    from madmax_lib.simulator.offload.rows import offload_row, policy_of
 
-    Beside them, by row, why it cannot offload.
-    """
+    policy = policy_of(policy)
     size = values.shape[1]
-    rows = np.flatnonzero(
-        [offload is not None for offload in np.broadcast_to(case.plan.offload, size)]
-    )
+    kinds = np.broadcast_to(np.asarray(case.plan.offload, dtype=object), size)
+    rows = np.flatnonzero([kind is not None for kind in kinds])
     refused: dict[int, str] = {}
     if not rows.size:
-        return {}, refused
-    single = isinstance(case.plan, Plan)
-    further = {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
-    columns = dict(zip(_COLUMNS, values, strict=False)) | further
+        return _Offloaded({}, refused)
+    is_single = isinstance(case.plan, Plan)
+    added = {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
+    columns = dict(zip(_SECONDS, values, strict=False)) | added
     for row in rows:
         try:
-            plan = case.plan if single else Plan(**vars(case.plan[row]))
-            seconds = _offloaded(replace(case, plan=plan), parameters, policy)
+            plan = case.plan if is_single else Plan(**vars(case.plan[row]))
+            one = replace(case, plan=plan)
+            seconds = offload_row(one, parameters, policy, _row_of)
         except ValueError as error:
-            if single:
+            if is_single:
                 raise
-            seconds = dict.fromkeys(_STEP, np.nan)
+            seconds = dict.fromkeys(("step_s", "low_s", "high_s"), np.nan)
             refused[row] = str(error)
         for name, value in seconds.items():
             columns[name][row] = value
-    return further, refused
+    return _Offloaded(added, refused)
 
 
-def _offloaded(case: Case, parameters: Parameters, policy: Policy) -> dict[str, float]:
-    """A row of one plan with offload."""
-    enforce(rules_of(case), case.plan, case)
-    case = normalised(case)
-    row = dict(
-        zip(
-            _COLUMNS,
-            _rows(case, parameters, False, np.empty((len(_COLUMNS), 1)))[:, 0].tolist(),
-            strict=True,
-        )
-    )
-    factor = row["high_s"] / row["step_s"]
-    (_, times) = best_offload(case, parameters, policy)
-    row["optimizer_s"] = float(times.update_s[0])
-    row["offload_s"] = float(times.total_s[0]) - row["optimizer_s"]
-    row["step_s"] = sum(row[name] for name in (*PARTS, "offload_s"))
-    row["low_s"], row["high_s"] = row["step_s"] / factor, row["step_s"] * factor
-    return row | {"offload_share": float(times.share[0])}
+def _row_of(case: Case, parameters: Parameters) -> dict[str, float]:
+    """Seconds of one plan, without what offload adds."""
+    values = np.empty((len(_SECONDS), 1))
+    _fill(values, case, parameters, counted=False)
+    return dict(zip(_SECONDS, values[:, 0].tolist(), strict=True))

@@ -20,17 +20,15 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.events.engine import (
     Program,
-    received,
-    run_apart,
-    share,
+    apply_core_sharing,
+    run_with_stragglers,
     to_timeline,
+    with_receive_kernels,
 )
 from madmax_lib.simulator.events.layout import StepBuilder
 from madmax_lib.simulator.events.passes import MicroBatch
+from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.layers.transformer import chunk_blocks
-from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -62,7 +60,7 @@ def simulate(
     jitter: float | str = 0.0,
     seed: int = 0,
     collectives: pd.DataFrame | None = None,
-    policy: Policy | None = None,
+    policy=None,
 ) -> Timeline:
     """One training step of a model on a cluster under a plan, or of what their names
     and its text say.
@@ -75,7 +73,7 @@ def simulate(
     ranks are, as in `Case`; seed: of the delays drawn.
     collectives: measured seconds that replace the formulas, and those of parameters, as
     in `MeasuredCollectives`.
-    policy: how states leave the device under offload; the share that makes the step
+    policy: how states leave the device under offload, a `Policy`; the share that makes the step
     shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage
     (meta.represents); all ranks of up to 64 devices. Streams, and with offload threads
@@ -103,21 +101,20 @@ def simulate(
     parameters = require_type(
         "parameters", parameters, Parameters, partial(_default, case)
     )
-    policy = require_type("policy", policy, Policy, Policy)
     plan = case.plan
     if collectives is not None:
         parameters = replace(
             parameters, collectives=MeasuredCollectives(collectives).curves, links=()
         )
     step, program = _lay_out(case, parameters, policy=policy)
-    meta = _meta(case, seed, step.offloaded)
-    if (alone := float(step.batch.prices.alone)) != 1 and plan.pp > 1:
-        share(program, alone)
+    meta = _meta(case, seed, getattr(step.sharding, "offloaded", None))
+    if (alone := float(step.batch.prices.solo_time_ratio)) != 1 and plan.pp > 1:
+        apply_core_sharing(program, alone)
     timeline = to_timeline(program, meta)
     if not case.jitter:
-        return _with_device_ranks(received(timeline), plan, step.groups)
+        return _with_device_ranks(with_receive_kernels(timeline), plan, step.groups)
     timeline = _with_device_ranks(timeline, plan, step.groups)
-    return received(_delayed(timeline, program, case, step.groups, seed))
+    return with_receive_kernels(_delayed(timeline, program, case, step.groups, seed))
 
 
 def _meta(case: Case, seed: int, offloaded) -> Meta:
@@ -148,20 +145,23 @@ def _meta(case: Case, seed: int, offloaded) -> Meta:
 
 
 def _lay_out(
-    case: Case, parameters: Parameters | None = None, *, policy: Policy | None = None
+    case: Case, parameters: Parameters | None = None, *, policy=None
 ) -> tuple[StepBuilder, Program]:
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
     enforce(rules_of(case), case.plan, case)
-    offloaded = None
-    if case.plan.offload is not None:
-        case = normalised(case)
-        offloaded, _ = best_offload(case, parameters or shipped(), policy)
+    sharding_of = Sharding
+    if policy is not None or case.plan.offload is not None:
+        # offload is a wing: imported where a step needs it
+        from madmax_lib.simulator.offload.staging import staged
+
+        case, sharding_of = staged(case, parameters or shipped(), policy)
     plan = case.plan
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
     batches = [_micro_batch(case, samples, parameters) for samples in sizes]
-    step = StepBuilder(case, batches[0], batches[-1], offloaded)
+    sharding = sharding_of(batches[0].prices)
+    step = StepBuilder(case, batches[0], batches[-1], sharding)
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
@@ -237,7 +237,7 @@ def _delayed(
         name: (int(groups[name].ranks), int(groups[name].stride))
         for name in {*program.group} - {"", "pp"}
     }
-    times_s = run_apart(
+    times_s = run_with_stragglers(
         program, 1 + delays - delays.min(), members, len(timeline) // len(program)
     )
     start_ns, end_ns = (

@@ -20,14 +20,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.simulator.costs.inputs import Coded, Steps
+from madmax_lib.simulator.costs.inputs import ClassColumn, Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
 __all__ = [
     "COMPONENTS",
     "components",
+    "constant_index",
     "log_width",
-    "places_of",
     "shared_errors",
     "width_of",
 ]
@@ -84,7 +84,7 @@ def components(
     }
 
 
-def places_of(
+def constant_index(
     steps: Steps, name: str, places: Mapping[str, int], field: str | None = None
 ) -> int | np.ndarray:
     """Of the constant of that name which each step has, by the field that says so.
@@ -93,8 +93,8 @@ def places_of(
     field = _fields()[name] if field is None else field
     if not field:
         return places[name]
-    coded: Coded = getattr(
-        steps.machine if hasattr(steps.machine, field) else steps.habits, field
+    coded: ClassColumn = getattr(
+        steps.machine if hasattr(steps.machine, field) else steps.traits, field
     )
     known = [places[key] for key in coded.keys(name, places)]
     return known[0] if len(known) == 1 else np.array(known)[coded.code]
@@ -102,7 +102,7 @@ def places_of(
 
 @lru_cache(maxsize=1)
 def _fields() -> dict[str, str]:
-    """Field of `Hardware` or `Habits` that says which constant of a name a step has;
+    """Field of `Hardware` or `SoftwareTraits` that says which constant of a name a step has;
     empty where there is one alone.
     """
     return dict(zip(bounds()["name"], bounds()["field"], strict=True))
@@ -117,7 +117,7 @@ def _open_variance(
         return np.zeros(np.shape(times["step_s"]))
     places, covariance = parameters.uncertainty
     shares = np.array([times[part] for part in parts]) / times["step_s"]
-    which = [places_of(steps, name, places) for name in parameters.sensitivities]
+    which = [constant_index(steps, name, places) for name in parameters.sensitivities]
     result = np.empty(shares.shape[1])
     kind = np.zeros(1, np.int64)
     for place in which:
@@ -149,7 +149,9 @@ def shared_errors(
     pulls = np.zeros((count, len(covariance)))
     for name, of_parts in zip(parameters.sensitivities, slopes, strict=True):
         np.add.at(
-            pulls, (np.arange(count), places_of(steps, name, places)), of_parts @ shares
+            pulls,
+            (np.arange(count), constant_index(steps, name, places)),
+            of_parts @ shares,
         )
     return parameters.residuals["constants"] ** 2 * (pulls @ covariance @ pulls.T)
 

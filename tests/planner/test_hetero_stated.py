@@ -18,7 +18,7 @@ from madmax_lib.planner.hetero.profiles import LayerProfile
 from madmax_lib.planner.hetero.stated import _cases, _prices
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.steady.pieces import pieces_of
+from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 ROW = {"model": "tiny", "layers": 6, "hidden": 512, "heads": 8, "vocab": 32000, "seq_len": 512, "n_gpus": 8,
        "software": "megatron-deepspeed", "precision": "fp16", "recompute": "none", "tp": 1, "pp": 4, "dp": 2,
@@ -144,7 +144,7 @@ def measured(row, slower=1.0):
     """Profiles that hold what the simulator says of a row's GPUs, times a factor."""
     cases = _cases(row)
     pieces = {
-        one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases
+        one.cluster.device.name: layer_costs(Steps.of(one), shipped()) for one in cases
     }
     prices, table = _prices(cases[0], pieces, None), {}
     for (device, tp, _, batch), price in prices.table.items():

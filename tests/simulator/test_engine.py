@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 import madmax_lib as mm
-from madmax_lib.simulator.events.engine import Program, run, share, to_timeline
+from madmax_lib.simulator.events.engine import (
+    Program,
+    apply_core_sharing,
+    run,
+    to_timeline,
+)
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Meta
@@ -154,7 +159,7 @@ def test_ranks_that_share_cores_compute_faster_alone(beside, first_s, last_s):
     first = program.op(0, "compute", "x", 1.0)
     half = program.op(0, "compute", "x", 1.0) if beside == 0.5 else None
     program.op(0, "compute", "y", 1.0, [] if beside else [first], rank=1)
-    share(program, 0.6)
+    apply_core_sharing(program, 0.6)
     start_s, end_s = run(program)
     if half is not None:  # y lies beside the first x alone
         assert end_s[half] - start_s[half] == pytest.approx(0.6, rel=1e-3) and end_s[

@@ -13,7 +13,7 @@ from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.costs.layer_time import beside_exchanges
+from madmax_lib.simulator.costs.layer_time import with_spare_compute
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.rates.compute import attention_flops
 from madmax_lib.simulator.rates.parameters import Parameters, load, save, start
@@ -169,8 +169,8 @@ def test_tables_that_cannot_be_read(table, message):
         ([3.0, 1.0, 2.0], [0.0, 0.0, 4.0], [1.5, 0.5, 4.0]),  # others give alike
     ],
 )
-def test_compute_beside_exchanges(computed, hidden, expected):
-    moved = beside_exchanges(computed, hidden)
+def test_compute_with_spare_compute(computed, hidden, expected):
+    moved = with_spare_compute(computed, hidden)
     assert [float(part) for part in moved] == pytest.approx(expected) and sum(
         moved
     ) == pytest.approx(sum(computed))

@@ -209,7 +209,7 @@ def test_a_token_crosses_once_to_a_node(once, share):
         )
     )
     prices = Prices(
-        replace(steps, habits=replace(steps.habits, send_once=once)), Parameters()
+        replace(steps, traits=replace(steps.traits, send_once=once)), Parameters()
     )
     assert prices.comm_s("all_to_all", 16.0, prices.groups["ep"]) == pytest.approx(
         8 * share

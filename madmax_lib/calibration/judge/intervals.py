@@ -22,7 +22,7 @@ from madmax_lib.calibration.judge.identifiability import scaled
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import PARTS, step_time
-from madmax_lib.simulator.uncertainty import COMPONENTS, places_of, width_of
+from madmax_lib.simulator.uncertainty import COMPONENTS, constant_index, width_of
 
 __all__ = [
     "class_of",
@@ -141,7 +141,7 @@ def sensitivities(
     fitted = {places[name] for name in names}
     result = {}
     for name in dict.fromkeys(name.partition(":")[0] for name in names):
-        own = np.broadcast_to(places_of(steps, name, places), len(rows))
+        own = np.broadcast_to(constant_index(steps, name, places), len(rows))
         rest = np.isin(own, list(fitted))
         pull = np.vstack([shares[rest], np.sqrt(_RIDGE) * np.eye(len(PARTS))])
         of_steps = np.r_[slopes[rest, own[rest]], np.zeros(len(PARTS))]

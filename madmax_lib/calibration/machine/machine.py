@@ -236,8 +236,8 @@ def _priors(
     """Constants where a fit begins, and the standard deviations of the logarithms of
     those that may move.
     """
-    on_host = np.any(steps.habits.on_host)
-    (machine, habits) = (steps.machine, steps.habits)
+    on_host = np.any(steps.traits.on_host)
+    (machine, habits) = (steps.machine, steps.traits)
     classes = {
         "gemm_efficiency": machine.gemm,
         "attention_efficiency": machine.attention,

@@ -2,7 +2,7 @@
 model in place of profiles.
 
 A model is an embedding, its layers and a head. Times are those of
-`simulator.step.pieces` with the shipped constants, a layer's no less than its kernels
+`simulator.steady.layer_costs` with the shipped constants, a layer's no less than its kernels
 take the host to launch. Memory is that of `simulator.memory.memory.stage_bytes` with
 Megatron's habits (18 bytes per parameter, nothing sharded) in a pipeline: what a stage
 of two layers needs beyond one of one is a layer's. A single stage is so charged twice
@@ -25,7 +25,7 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
-from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
+from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
 __all__ = [
     "clusters_of",
@@ -81,7 +81,7 @@ def simulated_prices(
         tp, way, batch = map(np.array, zip(*rows, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         case = Case(model, cluster, plans, 1, sequence, cluster.device.nearest(dtype))
-        pieces = pieces_of(Steps.of(case), parameters)
+        pieces = layer_costs(Steps.of(case), parameters)
         seconds = passes_s(pieces)
         base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
         for i, (degree, recomputed, samples) in enumerate(rows):
@@ -97,7 +97,7 @@ def simulated_prices(
     return PriceList(table, *gradients_of(model, pieces.prices), optimizer_s)
 
 
-def passes_s(pieces: Pieces) -> np.ndarray:
+def passes_s(pieces: LayerCosts) -> np.ndarray:
     """(n, 3) forward and backward of embedding, layer and head; a layer takes no less
     than the host to launch it.
     """
@@ -127,7 +127,7 @@ def gradients_of(model: Transformer, prices: Prices) -> tuple[np.ndarray, float]
     gradient_bytes = float(prices.gradient_bytes)
     tied_bytes = (
         prices.steps.work.width.storage_bytes
-        if np.any(prices.habits.buckets)
+        if np.any(prices.traits.buckets)
         else gradient_bytes
     )
     counts = per_layer(model, model.embedding_parameters, layer, head)
@@ -152,7 +152,7 @@ def nodes_of(
         prices = Prices(Steps.of(case), parameters or shipped())
         pairs = [prices.groups[name] for name in ("same node", "other node")]
         byte_s, message_s = zip(
-            *(prices.rate("send_recv", pair) for pair in pairs), strict=True
+            *(prices.links.rate("send_recv", pair) for pair in pairs), strict=True
         )
         gpus = cluster.devices_per_node
         sharing = max(gpus // (cluster.nics_per_node or gpus), 1)

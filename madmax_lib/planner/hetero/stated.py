@@ -39,7 +39,7 @@ from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
+from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
 __all__ = ["predict"]
 
@@ -92,7 +92,7 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
     case = cases[0]
     plan = cases[0].plan
     pieces = {
-        one.cluster.device.name: pieces_of(Steps.of(one), shipped()) for one in cases
+        one.cluster.device.name: layer_costs(Steps.of(one), shipped()) for one in cases
     }
     fleet = Fleet(nodes_of([one.cluster for one in cases]))
     if plan.world_size != fleet.size:
@@ -209,7 +209,7 @@ def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
 
 
 def _prices(
-    case: Case, pieces: dict[str, Pieces], profiles: Profiles | None
+    case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None
 ) -> PriceList:
     """Of each GPU type: the simulator's, or those of its profiles; gradients as model
     and software have them.
@@ -237,7 +237,7 @@ def _prices(
         else:
             layer_s = per_layer(model, *passes_s(own)[0])
             stop_s = float(
-                prices.habits.blocking_sends
+                prices.traits.blocking_sends
                 * prices.constants["send_stop_s"]
                 * (plan.pp > 1)
             )

@@ -1,5 +1,5 @@
-"""What is a training step to the machine that runs it? Work, machine and habits of the
-software, of one step or many.
+"""A training step as the machine that runs it sees it: work, hardware and what the
+software does, of one step or many.
 
 `Steps.of` takes a case, whose plan may be the columns of many plans; `Steps.stack`
 takes many cases, each of its own model, machine and software. All entries broadcast, so
@@ -17,177 +17,174 @@ import numpy as np
 from madmax_lib.catalog.models import Device, Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
+from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Precision, precision
 from madmax_lib.simulator.layers.work import HABITS, Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.alike import mapped
 
-__all__ = ["Coded", "Habits", "Hardware", "Steps"]
+__all__ = ["ClassColumn", "Hardware", "SoftwareTraits", "Steps"]
 
 
 @dataclass(frozen=True)
-class Coded:
-    """A class of constants for each step: the names that occur, and the number of each
-    step's name.
-    """
+class ClassColumn:
+    """Which class of fitted constants each step uses."""
 
-    names: tuple[str, ...]
-    code: np.ndarray | int = 0
+    names: tuple[str, ...]  # classes that occur
+    code: np.ndarray | int = 0  # (n,) index into `names` of each step
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Coded:
-        """Of a text per step."""
+    def of(cls, texts: Sequence[str]) -> ClassColumn:
+        """Column of a class name per step."""
         names, code = np.unique(np.asarray(texts, dtype=str), return_inverse=True)
+        # numpy 2.0 shapes the inverse like its input, later ones flatten it
         return cls(tuple(names.tolist()), code.reshape(-1))
 
-    def keys(self, name: str, known: Container[str]) -> list[str]:
-        """`name:class` of each class, or that of other classes, of its width in bits
-        where they differ.
+    def keys(self, name: str, constants: Container[str]) -> list[str]:
+        """Key `name:class` of each class; of a class without one that of others, where
+        they differ by width that of its width in bits (`ampere-16` -> `other-16`).
         """
         keys = []
-        for own in self.names:
-            classes = (own, "other", f"other-{own.rpartition('-')[2]}", "other-8")
-            keys.append(
-                next(key for key in (f"{name}:{of}" for of in classes) if key in known)
-            )
+        for class_name in self.names:
+            bits = class_name.rpartition("-")[2]
+            nearest = (class_name, "other", f"other-{bits}", "other-8")
+            options = (f"{name}:{option}" for option in nearest)
+            keys.append(next(key for key in options if key in constants))
         return keys
 
     def constant(self, parameters: Parameters, name: str) -> Number:
-        """For each step, the constant of that name of its class."""
-        values = [
-            parameters.constants[key] for key in self.keys(name, parameters.constants)
-        ]
+        """Value for each step of the constant of that name."""
+        constants = parameters.constants
+        values = [constants[key] for key in self.keys(name, constants)]
         if len(values) == 1:
             return values[0]
-        return np.concatenate(
-            np.broadcast_arrays(*map(np.atleast_1d, values)), axis=-1
-        )[..., self.code]
+        # constants of shape (p, 1) are p machines: classes side by side, (p, classes),
+        # then one per step, (p, n)
+        columns = np.broadcast_arrays(*map(np.atleast_1d, values))
+        return np.concatenate(columns, axis=-1)[..., self.code]
 
 
 @dataclass(frozen=True)
 class Hardware:
     """Data-sheet rates of the devices and links of a step, and the classes of constants
-    that say what is reached.
+    that say which share of them is reached.
     """
 
-    peak_gemm: Number  # FLOP/s of the products
-    peak_wide: Number  # of heads and attention
-    memory: Number  # bytes/s
-    link: Number  # bytes/s inside a node
+    peak_gemm: Number  # FLOP/s of products in the dtype of the step
+    peak_wide: Number  # FLOP/s of heads and attention, which stay in 16 bits
+    memory: Number  # bytes/s of the device's memory
+    link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
     node: Number  # devices on one fast link
-    leaf: Number  # devices under one switch
-    oversubscription: Number  # beyond which this divides the network's rate
+    leaf: Number  # devices under one leaf switch
+    oversubscription: Number  # divides the network's rate above a leaf switch
     in_network: Number  # 1 where switches reduce
-    near_hop: Number  # seconds inside a node, 0 for those of its class of links
-    far_hop: Number  # of the network likewise
+    near_hop: Number  # seconds of a hop in a node; 0: those of its class of links
+    far_hop: Number  # the same of the network
     mx: Number  # 1 for block scaling (MXFP8)
-    family: Coded
-    rate: Coded
-    gemm: Coded
-    head: Coded
-    attention: Coded
-    near: Coded  # link inside a node
-    network: Coded
+    family: ClassColumn
+    rate: ClassColumn
+    gemm: ClassColumn
+    head: ClassColumn
+    attention: ClassColumn
+    near: ClassColumn  # link inside a node
+    network: ClassColumn
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What the software of a step does where the plan does not say, as in `Software`; 1
-    or 0 where it is a question.
+class SoftwareTraits:
+    """What the software of a step does where the plan does not say, as in `Software`.
+
+    A question is answered by 1 or 0.
     """
 
-    kernels: Coded  # how they are made
-    stack: Coded  # the software itself
-    forward_kernels: Number  # that a layer launches in a forward pass
-    hides_tp: Coded  # the way in which tensor-parallel collectives run beside products
-    overlap_tp: Number  # whether they do
-    hides_ep: Number  # whether exchanges of experts do
-    hides_dp: Number  # whether gradients do
-    tensorwise: Number  # FSDP gathers tensor by tensor
-    reduces_each: (
-        Number  # a pipeline without ZeRO reduces gradients with every micro-batch
-    )
-    legacy: Number  # products of 2021
-    score_bytes: Number  # that unfused attention moves per score, forward
-    buckets: Number  # ZeRO-3 reduces gradients in buckets, not layer by layer
-    # share of the products that selective recompute repeats instead of attention's
-    # scores
-    repeated: Number
-    send_once: Number  # a token goes once to a rank with several of its experts
-    sums_tied: Number  # first and last stage add up the gradients of a tied table
-    blocking_sends: Number  # messages between stages stop the host
-    meets: Number  # a message waits for its receiver, and for what that one sends back
-    by_flops: Number  # stages are cut at equal FLOPs, the head's among them
-    # the host computes itself (CPU devices), and waits for what it has not issued
-    # asynchronously
-    on_host: Number
-    fsdp_blocks: Number  # among that collectives of FSDP
-    counts: Number  # the host stops in mixture layers to read how many tokens come
-    wire_bytes: Number  # of a gradient in reductions, where the plan does not say fp32
-    mixture: Coded
+    kernels: ClassColumn  # eager, fused, graph ...: how kernels are made
+    stack: ClassColumn  # the software itself
+    mixture: ClassColumn  # how mixture layers learn the counts of their tokens
+    forward_kernels: Number  # launched by a layer in a forward pass
+    hides_tp: ClassColumn  # how tensor-parallel collectives run beside products
+    overlap_tp: Number  # do they?
+    hides_ep: Number  # do exchanges of experts overlap?
+    hides_dp: Number  # do reductions of gradients overlap?
+    tensorwise: Number  # does FSDP gather tensor by tensor?
+    reduces_each: Number  # does each micro-batch reduce, in a pipeline without ZeRO?
+    era_2021: Number  # products as slow as in 2021
+    score_bytes: Number  # moved by unfused attention per score, forward
+    buckets: Number  # does ZeRO-3 reduce in buckets, not layer by layer?
+    recomputed_gemm_share: Number  # of products repeated by selective recompute
+    send_once: Number  # is a token sent once to a rank with several of its experts?
+    sums_tied: Number  # do both ends of a pipeline sum a tied table's gradients?
+    blocking_sends: Number  # do messages between stages stop the host?
+    rendezvous_sends: Number  # does a message wait for its receiver (Gloo)?
+    balances_flops: Number  # are stages cut at equal FLOPs, the head's included?
+    on_host: Number  # is the device a CPU, which issues its own kernels?
+    fsdp_blocks: Number  # does the host wait in FSDP's collectives?
+    syncs_token_counts: Number  # does the host stop to read how many tokens come?
+    wire_bytes: Number  # of a gradient in reductions, unless the plan says fp32
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One training step or many."""
+    """One training step or many, and the machine that runs them.
 
-    work: Work  # what is computed
-    machine: Hardware  # where
-    habits: Habits  # by which software
+    >>> steps = Steps.of(Case("gpt2", "dgx-a100", Plans(dp=8), 64))
+    >>> float(steps.micro_batches)
+    8.0
+    """
+
+    work: Work
+    machine: Hardware
+    traits: SoftwareTraits
     global_batch: Number  # samples per step over all devices
-    jitter: Number = 0.0  # mean delay of a rank over the time it computes, as in `Case`
+    jitter: Number = 0.0  # mean delay of a rank over the time it computes
     slower: Number = 1.0  # seconds of compute over those at the prices
 
     @classmethod
     def of(cls, case: Case) -> Steps:
-        """Of one case, with one plan or the columns of many."""
-        machine, habits = (_coded(row) for row in (_machine(case), _habits(case)))
-        return cls(
-            Work.of(case),
-            Hardware(**machine),
-            Habits(**habits),
-            case.global_batch,
-            case.jitter,
-        )
+        """Step of one case, with one plan or the columns of many."""
+        machine = Hardware(**_with_columns(_hardware(case)))
+        traits = SoftwareTraits(**_with_columns(_traits(case)))
+        return cls(Work.of(case), machine, traits, case.global_batch, case.jitter)
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:
-        """Of many cases of transformers; arrays of shape (n,)."""
-        plans = Plans(
-            **{
-                f.name: np.array([getattr(case.plan, f.name) for case in cases])
-                for f in fields(Plans)
-            }
-        )
+        """Steps of many cases of transformers; arrays of shape (n,)."""
+
+        def column(name: str) -> np.ndarray:
+            return np.array([getattr(case, name) for case in cases])
+
+        plans = {
+            field.name: np.array([getattr(case.plan, field.name) for case in cases])
+            for field in fields(Plans)
+        }
         widths = [precision(case.dtype) for case in cases]
         width = Precision(
-            *(np.array([getattr(w, name) for w in widths]) for name in _WIDTHS)
+            np.array([one.operand_bytes for one in widths]),
+            np.array([one.storage_bytes for one in widths]),
         )
-        sequence, batch, imbalance, jitter = (
-            np.array([getattr(case, name) for case in cases]) for name in _NUMBERS
-        )
-        habits = (
+        software = (
             np.array([float(getattr(case.software, name)) for case in cases])
             for name in HABITS
         )
         work = Work(
             Shape.stack([case.model for case in cases]),
-            plans,
-            sequence,
+            Plans(**plans),
+            column("sequence"),
             width,
-            imbalance,
-            *habits,
+            column("imbalance"),
+            *software,
         )
-        machine, habits = (
-            _stacked([read(case) for case in cases]) for read in (_machine, _habits)
+        return cls(
+            work,
+            Hardware(**_stacked([_hardware(case) for case in cases])),
+            SoftwareTraits(**_stacked([_traits(case) for case in cases])),
+            column("global_batch"),
+            column("jitter"),
         )
-        return cls(work, Hardware(**machine), Habits(**habits), batch, jitter)
 
     def __getitem__(self, rows: np.ndarray) -> Steps:
         """Some of stacked steps."""
-        return mapped(lambda part: part[rows] if np.ndim(part) else part, self)
+        return map_leaves(lambda part: part[rows] if np.ndim(part) else part, self)
 
     @property
     def is_table(self) -> bool:
@@ -196,37 +193,33 @@ class Steps:
 
     @cached_property
     def micro_batches(self) -> Number:
-        """Per step and pipeline, the last one perhaps short."""
-        return np.ceil(
-            self.global_batch / (self.work.plan.dp * self.work.plan.micro_batch)
-        )
+        """Micro-batches per step and pipeline, the last one perhaps short."""
+        plan = self.work.plan
+        return np.ceil(self.global_batch / (plan.dp * plan.micro_batch))
 
     @cached_property
-    def in_round(self) -> Number:
+    def round_size(self) -> Number:
         """Micro-batches that go through a chunk in a row on average, as
         `schedules.order` groups them; pp at least.
         """
         pp = np.asarray(self.work.plan.pp)
         count = self.micro_batches
-        return np.maximum(count / np.maximum(np.floor(count / pp), 1), pp)
+        rounds = np.maximum(np.floor(count / pp), 1)
+        return np.maximum(count / rounds, pp)
 
 
-_NUMBERS = ("sequence", "global_batch", "imbalance", "jitter")
-_WIDTHS = ("operand_bytes", "storage_bytes")
-
-
-def _machine(case: Case) -> dict[str, float | str]:
+def _hardware(case: Case) -> dict[str, float | str]:
     """Fields of `Hardware` of a case."""
     cluster = case.cluster
-    device = case.cluster.device
-    family = (
-        "other" if device.family == "cpu" else device.family
-    )  # no constants are fitted
-    wide = case.dtype in ("fp32", "tf32", "fp64")
+    device = cluster.device
+    # no constants are fitted to CPUs: a user's own calibration brings them
+    family = "other" if device.family == "cpu" else device.family
+    is_unlisted = (family, device.rate_class) == ("other", "other")
+    is_wide = case.dtype in ("fp32", "tf32", "fp64")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return {
         "peak_gemm": device.peak(case.dtype),
-        "peak_wide": device.peak(case.dtype if wide else device.nearest("bf16")),
+        "peak_wide": device.peak(case.dtype if is_wide else device.nearest("bf16")),
         "memory": device.memory_bandwidth_bytes_per_s,
         "link": cluster.intra.bandwidth_bytes_per_s,
         "nic": cluster.inter.bandwidth_bytes_per_s,
@@ -238,81 +231,81 @@ def _machine(case: Case) -> dict[str, float | str]:
         "far_hop": cluster.inter.latency_s,
         "mx": float(case.dtype == "mxfp8"),
         "family": family,
-        "rate": "unlisted"
-        if (family, device.rate_class) == ("other", "other")
-        else device.rate_class,
-        "gemm": f"{family}-{_bits(device, case.dtype)}",
+        "rate": "unlisted" if is_unlisted else device.rate_class,
+        "gemm": f"{family}-{_gemm_bits(device, case.dtype)}",
         "head": f"{family}-16",
         "attention": f"hopper-{release}" if family == "hopper" else family,
-        "near": _kind(cluster.intra),
-        "network": _kind(cluster.inter),
+        "near": _link_class(cluster.intra),
+        "network": _link_class(cluster.inter),
     }
 
 
-def _kind(link: Link) -> str:
+def _link_class(link: Link) -> str:
     """Class of constants of a link: the first word of its name, such as nvlink4, pcie,
     ib or efa.
 
-    >>> _kind(Link("pcie4-per-gpu", 1.0)), _kind(Link("ib-ndr-400-per-gpu", 1.0))
+    >>> _link_class(Link("pcie4-per-gpu", 1.0)), _link_class(Link("ib-ndr-400-per-gpu", 1.0))
     ('pcie', 'ib')
     """
     word = link.name.partition("-")[0]
+    if word.startswith("nvlink"):  # generations differ in what they reach
+        return word
     through_host = "-host-" in link.name
-    return (
-        word
-        if word.startswith("nvlink")
-        else word.rstrip("0123456789") + "-host" * through_host
-    )
+    return word.rstrip("0123456789") + "-host" * through_host
 
 
-def _bits(device: Device, dtype: str) -> int:
+def _gemm_bits(device: Device, dtype: str) -> int:
     """8 and 4 where the device multiplies such numbers, 16 for all others."""
-    if dtype == "nvfp4" and "nvfp4" in device.peak_flops:
+    peaks = device.peak_flops
+    if dtype == "nvfp4" and "nvfp4" in peaks:
         return 4
-    return (
-        8 if dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in device.peak_flops else 16
-    )
+    is_low = dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in peaks
+    return 8 if is_low else 16
 
 
-def _habits(case: Case) -> dict[str, float | str | np.ndarray]:
-    """Fields of `Habits` of a case: what the plan sets, else what the software does."""
+def _traits(case: Case) -> dict[str, float | str | np.ndarray]:
+    """Fields of `SoftwareTraits` of a case: what the plan sets, else what the software
+    does.
+    """
     plan = case.plan
     software = case.software
     on_host = float(case.cluster.device.family == "cpu")
+    # a CPU process waits in collectives that it does not issue asynchronously
     blocks = {way: on_host * (way not in software.cpu_async) for way in ("ddp", "fsdp")}
-    plain = (np.asarray(plan.zero) < 2) & (
-        np.asarray(plan.tp) * plan.ep == 1
-    )  # DDP, else FSDP's own way of copies
-    reduced = np.where(plain, 1 - blocks["ddp"], 1 - blocks["fsdp"]) if on_host else 1.0
+    # below ZeRO-2 and without tp and ep it is DDP that reduces, else FSDP's replicas
+    is_ddp = (np.asarray(plan.zero) < 2) & (np.asarray(plan.tp) * plan.ep == 1)
+    free = 1.0
+    if on_host:
+        free = np.where(is_ddp, 1 - blocks["ddp"], 1 - blocks["fsdp"])
+    in_turn = np.not_equal(plan.schedule, "zero-bubble") & np.equal(plan.interleave, 1)
     return {
         "kernels": software.kernels,
         "stack": software.name,
+        "mixture": _mixture_class(case),
         "forward_kernels": software.forward_kernels,
         "hides_tp": software.overlap_tp_way,
         "overlap_tp": plan.overlaps("tp", software) * (1 - on_host),
         "hides_ep": plan.overlaps("ep", software) * (1 - on_host),
-        "hides_dp": plan.overlaps("dp", software) * reduced,
+        "hides_dp": plan.overlaps("dp", software) * free,
         "tensorwise": float(software.gathers_tensorwise),
         "reduces_each": float(software.reduces_every_micro_batch),
-        "legacy": float(software.legacy),
+        "era_2021": float(software.legacy),
         "score_bytes": software.score_bytes,
         "buckets": float(software.engine),
-        "repeated": software.selective_products,
+        "recomputed_gemm_share": software.selective_products,
         "send_once": float(software.send_once),
         "sums_tied": float(software.sums_tied),
         "blocking_sends": float(software.sends_block),
-        "meets": on_host
-        * (np.not_equal(plan.schedule, "zero-bubble") & np.equal(plan.interleave, 1)),
-        "by_flops": float(software.stages_by_flops),
+        "rendezvous_sends": on_host * in_turn,
+        "balances_flops": float(software.stages_by_flops),
         "on_host": on_host,
         "fsdp_blocks": blocks["fsdp"],
-        "counts": (1 - on_host) * software.counts_on_host,
+        "syncs_token_counts": (1 - on_host) * software.counts_on_host,
         "wire_bytes": software.wire_bytes,
-        "mixture": _mixture(case),
     }
 
 
-def _mixture(case: Case) -> str | Coded:
+def _mixture_class(case: Case) -> str | ClassColumn:
     """Class of constants of mixture layers: how their software learns the counts of
     their tokens.
     """
@@ -320,24 +313,27 @@ def _mixture(case: Case) -> str | Coded:
         return "none"
     software = case.software
     capacity = case.plan.capacity
-    usual = (
-        "graph" if software.name == "none" or software.kernels == "graph" else "early"
-    )
+    has_graph = software.name == "none" or software.kernels == "graph"
+    usual = "graph" if has_graph else "early"
+    # with a capacity, tokens beyond it are dropped and no count is needed
     if np.ndim(capacity):
-        return Coded.of(np.where(capacity > 0, "dropped", usual))
+        return ClassColumn.of(np.where(capacity > 0, "dropped", usual))
     return "dropped" if capacity else usual
 
 
-def _coded(row: dict) -> dict:
+def _with_columns(row: dict) -> dict:
+    """Fields of one case, class names as a column of one class."""
     return {
-        name: Coded((value,)) if isinstance(value, str) else value
+        name: ClassColumn((value,)) if isinstance(value, str) else value
         for name, value in row.items()
     }
 
 
 def _stacked(rows: list[dict]) -> dict:
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {
-        name: (Coded.of if isinstance(values[0], str) else np.array)(values)
-        for name, values in columns.items()
-    }
+    """Fields of many cases as arrays and class columns, (n,)."""
+    result = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        is_class = isinstance(first, str)
+        result[name] = ClassColumn.of(values) if is_class else np.array(values)
+    return result

@@ -1,10 +1,12 @@
-"""How long does a layer compute and wait for its own collectives, forward and backward,
-and why?
+"""Seconds for which a layer computes and waits for its own collectives, forward and
+backward, by cause.
 
 Blocks of a layer follow each other. Their collectives run beside their products as far
-as software can; what is left shows, and so do exchanges of tokens, keys and values.
-Traffic of weights and gradients is not in here (`traffic`).
+as software can (`overlap`); what is left shows, and so do exchanges of tokens, keys and
+values. Traffic of weights and gradients is not in here (`traffic`).
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +14,29 @@ from functools import cached_property
 
 import numpy as np
 
+from madmax_lib.simulator.costs.overlap import RULES, Under, Work, work_of
 from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
+from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Block, Comm
 from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.steady.alike import mapped
 
-__all__ = ["LAYER_PARTS", "LayerTime", "beside_exchanges", "layer_time", "mean"]
+__all__ = [
+    "LAYER_PARTS",
+    "LayerTime",
+    "hidden_share",
+    "layer_time",
+    "mean",
+    "with_spare_compute",
+]
 
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
-_PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
+_PARTS = {
+    Work.TENSOR: "tp_s",
+    Work.EXPERT_TENSOR: "tp_s",
+    Work.EXPERT: "ep_s",
+    Work.CONTEXT: "cp_s",
+}
 
 
 @dataclass(frozen=True)
@@ -30,122 +45,139 @@ class LayerTime:
 
     forward: dict[str, Number]  # by part (`LAYER_PARTS`)
     backward: dict[str, Number]  # with recompute
-    weight_s: (
-        Number  # of gradients of weights, which zero-bubble schedules compute apart
-    )
+    weight_s: Number  # wgrad, which zero-bubble schedules compute apart
 
     @cached_property
     def passes_s(self) -> tuple[Number, Number]:
-        """Forward and backward."""
+        """Forward and backward pass."""
         return sum(self.forward.values()), sum(self.backward.values())
+
+
+@dataclass(frozen=True)
+class _BlockTime:
+    """Seconds of compute of a block beside which its collectives may run."""
+
+    forward_s: Number
+    recompute_s: Number
+    backward_s: Number  # dgrad, and wgrad where it is not computed apart
+
+    @property
+    def phases(self) -> tuple[Number, Number, Number]:
+        return self.forward_s, self.recompute_s, self.backward_s
+
+
+def hidden_share(group: str, prices: Prices) -> Number:
+    """Share of a block's collectives of a group that software runs beside compute of
+    the block or its layer.
+    """
+    work = work_of(group)
+    if work is None or RULES[work].under not in (Under.BLOCK, Under.LAYER):
+        return 0.0  # keys and values on a ring wait in `_ring_s`
+    return prices.overlap.hidden_share(work)
 
 
 def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     """Time of a layer made of these blocks, or of an end of the model."""
-    forward, backward = (dict.fromkeys(LAYER_PARTS, 0.0) for _ in range(2))
-    waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
+    forward = dict.fromkeys(LAYER_PARTS, 0.0)
+    backward = dict.fromkeys(LAYER_PARTS, 0.0)
     priced = [prices.block_s(block) for block in blocks]
-    totals = [
-        [sum(causes.values()) for causes in seconds.values()] for seconds in priced
-    ]
-    beside = [
-        (ahead_s, again_s, back_s + (1 - prices.split) * late_s)
-        for ahead_s, again_s, back_s, late_s in totals
-    ]
-    weight_s = sum(total[-1] for total in totals)
-    if has(prices.habits.hides_ep):
-        hidden = [prices.hidden_shares["ep"] * of.get("ep", 0.0) for of in waits]
-        beside = [
-            *zip(
-                *(
-                    beside_exchanges(phase, hidden)
-                    for phase in zip(*beside, strict=True)
-                ),
-                strict=True,
-            )
-        ]
-    for block, seconds, waits_s, (ahead_s, again_s, beside_s) in zip(
-        blocks, priced, waits, beside, strict=True
+    waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
+    computed, weight_s = _computed(priced, waits, prices)
+    for block, seconds, waits_s, beside in zip(
+        blocks, priced, waits, computed, strict=True
     ):
-        back_waits_s = (
-            _collectives_s(sum(block.reverse, ()), prices) if block.reverse else waits_s
-        )
+        back_waits_s = waits_s
+        if block.reverse:
+            back_waits_s = _collectives_s(sum(block.reverse, ()), prices)
         add(forward, seconds["forward"])
         for phase in ("backward", "weight", "recompute"):
             add(backward, seconds[phase])
-        add(forward, _exposed(waits_s, prices, ahead_s))
-        add(backward, _exposed(back_waits_s, prices, beside_s))
-        if has(prices.repeats):
-            add(backward, _exposed(waits_s, prices, again_s), prices.repeats)
+        add(forward, _exposed(waits_s, prices, beside.forward_s))
+        add(backward, _exposed(back_waits_s, prices, beside.backward_s))
+        if has(prices.repeats):  # full recompute repeats collectives too
+            again = _exposed(waits_s, prices, beside.recompute_s)
+            add(backward, again, prices.repeats)
         if has(block.ring_bytes):
-            repeated_s = np.where(
-                again_s > 0, _ring_wait_s(block, prices, again_s), 0.0
-            )
-            add(forward, {"cp_s": _ring_wait_s(block, prices, ahead_s)})
-            add(
-                backward,
-                {
-                    "cp_s": _ring_wait_s(block, prices, beside_s, returns=True)
-                    + repeated_s
-                },
-            )
+            again_s = beside.recompute_s
+            repeated_s = np.where(again_s > 0, _ring_s(block, prices, again_s), 0.0)
+            back_s = _ring_s(block, prices, beside.backward_s, returns=True)
+            add(forward, {"cp_s": _ring_s(block, prices, beside.forward_s)})
+            add(backward, {"cp_s": back_s + repeated_s})
     _add_host(forward, backward, blocks, prices)
     return LayerTime(forward, backward, weight_s)
 
 
-def beside_exchanges(
-    computed_s: Sequence[Number], hidden_s: Sequence[Number]
-) -> list[Number]:
-    """Seconds that the blocks of a layer compute, where exchanges of so many seconds
-    run beside another micro-batch.
+def _computed(
+    priced: list[dict], waits: list[dict[str, Number]], prices: Prices
+) -> tuple[list[_BlockTime], Number]:
+    """Compute of each block beside which its collectives run, and wgrad of the layer."""
+    times = []
+    weight_s = 0.0
+    joint = 1 - prices.overlap.splits_backward  # wgrad follows dgrad at once
+    for seconds in priced:
+        total = {phase: sum(causes.values()) for phase, causes in seconds.items()}
+        weight_s = weight_s + total["weight"]
+        back_s = total["backward"] + joint * total["weight"]
+        times.append(_BlockTime(total["forward"], total["recompute"], back_s))
+    if not has(prices.traits.hides_ep):
+        return times, weight_s
+    share = prices.overlap.hidden_share(Work.EXPERT)
+    exchanges_s = [share * waits_s.get("ep", 0.0) for waits_s in waits]
+    phases = zip(*(time.phases for time in times), strict=True)
+    lent = [with_spare_compute(phase, exchanges_s) for phase in phases]
+    return [_BlockTime(*phases_s) for phases_s in zip(*lent, strict=True)], weight_s
 
-    All its compute serves, attention's too [DeepSeek-V3, arXiv 2412.19437, section
-    3.2.1], so a block whose exchanges take longer than it computes is lent what others
-    have to spare. The sum stays.
+
+def with_spare_compute(
+    computed_s: Sequence[Number], exchanges_s: Sequence[Number]
+) -> list[Number]:
+    """Compute beside which the exchanges of each block of a layer run, of another
+    micro-batch.
+
+    All of the layer's compute serves, attention's too [DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.1], so a block whose exchanges take longer than it computes borrows what
+    others have to spare. The sum stays.
     """
-    spare_s = [
-        np.maximum(own - other, 0.0)
-        for own, other in zip(computed_s, hidden_s, strict=True)
-    ]
-    lacks_s = [
-        np.maximum(other - own, 0.0)
-        for own, other in zip(computed_s, hidden_s, strict=True)
-    ]
-    moved_s = np.minimum(sum(spare_s), sum(lacks_s))
-    given, got = (moved_s / np.maximum(sum(part), 1e-30) for part in (spare_s, lacks_s))
+    pairs = [*zip(computed_s, exchanges_s, strict=True)]
+    spare_s = [np.maximum(compute - comm, 0.0) for compute, comm in pairs]
+    lacks_s = [np.maximum(comm - compute, 0.0) for compute, comm in pairs]
+    spare, lack = sum(spare_s), sum(lacks_s)
+    moved_s = np.minimum(spare, lack)
+    lends = moved_s / np.maximum(spare, 1e-30)  # share of what each can spare
+    borrows = moved_s / np.maximum(lack, 1e-30)
     return [
-        own + got * lack - given * more
-        for own, lack, more in zip(computed_s, lacks_s, spare_s, strict=True)
+        compute_s + borrows * lack_s - lends * more_s
+        for compute_s, lack_s, more_s in zip(computed_s, lacks_s, spare_s, strict=True)
     ]
 
 
 def _add_host(
     forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices
 ) -> None:
-    """Launches on a CPU, which computes itself; on a GPU waits for a host that counts
-    of tokens have stopped.
+    """Add launches on a CPU, which computes itself; on a GPU waits for a host that
+    counts of tokens have stopped.
     """
     launches_s = prices.launches_s(blocks)
     stop_s = prices.stop_s(blocks)
-    on_host = prices.habits.on_host
+    on_host = prices.traits.on_host
+    # dgrad and wgrad launch once each, recompute once more
     ways = (
         (forward, launches_s, stop_s),
         (backward, (2 + prices.repeats) * launches_s, prices.repeats * stop_s),
     )
     for times, host_s, stopped_s in ways:
-        behind_s = (
-            np.maximum(host_s - sum(times.values()), stopped_s)
-            if np.any(stop_s)
-            else 0.0
-        )
-        times["launch_s"] = on_host * prices.slower * host_s + np.where(
-            np.asarray(stop_s) > 0, behind_s, 0.0
-        )
+        behind_s = 0.0
+        if np.any(stop_s):  # a host that has stopped is not ahead of its device
+            behind_s = np.maximum(host_s - sum(times.values()), stopped_s)
+            behind_s = np.where(np.asarray(stop_s) > 0, behind_s, 0.0)
+        times["launch_s"] = on_host * prices.slower * host_s + behind_s
 
 
 def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
     """(1 - share) of one layer and a share of another."""
-    return mapped(lambda one, other: (1 - share) * one + share * other, first, second)
+    return map_leaves(
+        lambda one, other: (1 - share) * one + share * other, first, second
+    )
 
 
 def _collectives_s(comms: tuple[Comm, ...], prices: Prices) -> dict[str, Number]:
@@ -153,48 +185,39 @@ def _collectives_s(comms: tuple[Comm, ...], prices: Prices) -> dict[str, Number]
     result: dict[str, Number] = {}
     for comm in comms:
         if comm.kind != "copy":
-            add(
-                result,
-                {
-                    comm.group: prices.comm_s(
-                        comm.kind, comm.size_bytes, prices.groups[comm.group]
-                    )
-                },
-            )
+            group = prices.groups[comm.group]
+            add(result, {comm.group: prices.comm_s(comm.kind, comm.size_bytes, group)})
     return result
 
 
 def _exposed(
-    waits_s: dict[str, Number], prices: Prices, computed_s: Number
+    waits_s: dict[str, Number], prices: Prices, compute_s: Number
 ) -> dict[str, Number]:
-    """Seconds of a block's collectives that no compute of it hides, by part."""
+    """Seconds of a block's collectives that no compute of it hides, by part:
+
+    exposed = T - min(hidden_share T, T_compute)
+    """
     result: dict[str, Number] = {}
     for group, whole_s in waits_s.items():
-        hidden = prices.hidden_shares.get(group)
-        add(
-            result,
-            {
-                _PARTS[group]: whole_s
-                if hidden is None
-                else whole_s - np.minimum(hidden * whole_s, computed_s)
-            },
-        )
+        hidden_s = np.minimum(hidden_share(group, prices) * whole_s, compute_s)
+        add(result, {_PARTS[work_of(group)]: whole_s - hidden_s})
     return result
 
 
-def _ring_wait_s(
-    block: Block, prices: Prices, computed_s: Number, *, returns: bool = False
+def _ring_s(
+    block: Block, prices: Prices, compute_s: Number, *, returns: bool = False
 ) -> Number:
-    """Seconds for which attention in cp steps waits for keys and values on their way,
-    whose gradients return.
+    """Seconds for which attention in cp steps waits for keys and values on their way
+    round the ring; returns: their gradients travel too.
     """
     steps = prices.plan.cp
     hop_s = prices.comm_s("send_recv", block.ring_bytes, prices.groups["cp"])
-    step_s = computed_s / steps
-    if not returns:
-        return np.where(hop_s > 0, np.maximum((steps - 1) * (hop_s - step_s), 0.0), 0.0)
-    ends_s = 2 * np.maximum(hop_s - step_s, 0.0)
-    between_s = np.maximum(2 * hop_s - step_s, 0.0)
-    return np.where(
-        hop_s > 0, ends_s + np.maximum(steps - 2, 0) * between_s + hop_s, 0.0
-    )
+    step_s = compute_s / steps
+    if returns:
+        # keys and gradients share the link: two hops a step, one alone at either end
+        ends_s = 2 * np.maximum(hop_s - step_s, 0.0)
+        between_s = np.maximum(2 * hop_s - step_s, 0.0)
+        waits_s = ends_s + np.maximum(steps - 2, 0) * between_s + hop_s
+    else:
+        waits_s = np.maximum((steps - 1) * (hop_s - step_s), 0.0)
+    return np.where(hop_s > 0, waits_s, 0.0)

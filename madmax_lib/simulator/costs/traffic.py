@@ -1,15 +1,20 @@
-"""What moves because data parallelism replicates or shards weights and gradients, and
-for how long?
+"""Collectives of weights and gradients: what data parallelism, ZeRO, HSDP and ZeRO++
+move, told once for both forms.
 
-Per device, ZeRO-3 gathers the weights of a layer for both passes and scatters its
-gradients; the other stages reduce gradients in buckets beside the last backward pass,
-and ZeRO-1/2 gather the updated weights [arXiv 1910.02054]. Compute beside communication
-is slowed [arXiv 2507.03114].
+Per device and step, P parameters of w bytes: DDP all-reduces P w; ZeRO-1/2
+reduce-scatter the gradients and gather the updated weights; ZeRO-3 gathers P w for
+every forward and every backward pass and scatters the gradients [arXiv 1910.02054].
+HSDP does so inside a shard and all-reduces the shards of its copies once a step. ZeRO++
+gathers 8-bit weights (qwz), gathers inside the node for the backward pass (hpz), and
+exchanges 4-bit gradients inside the node, then across (qgz) [arXiv 2306.10209].
+
+A `Transfer` applies to some plans of an array: the event engine issues those that apply
+to its plan, one after another, the steady form sums what they cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,285 +22,238 @@ import numpy as np
 from madmax_lib.plan.columns import owned
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.layers.ops import Block
+from madmax_lib.simulator.layers.work import has
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = [
-    "Gradients",
-    "Held",
-    "Sharded",
-    "beside_s",
-    "gradients",
-    "held",
-    "reduced_s",
-    "sharded",
-    "slowed_s",
+    "Gathers",
+    "ParameterCount",
+    "ReducedTime",
+    "Transfer",
+    "copies_transfer",
+    "gather_transfers",
+    "gathers_of",
+    "overlapped_s",
+    "parameter_count",
+    "reduce_transfers",
+    "reduced_time",
+    "shard_group",
+    "tied_s",
+    "transfers_s",
 ]
 
-# bytes
-_INT8 = 1.0
-_INT4 = 0.5
+_INT8_BYTES = 1.0
+_INT4_BYTES = 0.5
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parameters of some blocks on a device, before data parallelism shards them: all
-    but experts, and experts.
-    """
+class ParameterCount:
+    """Parameters of some blocks on a device, before data parallelism shards them."""
 
-    dense: Number
+    dense: Number  # all but those of experts
     experts: Number
 
     @property
     def parts(self) -> tuple[tuple[bool, Number], ...]:
-        """(whether experts, parameters), where there are any."""
-        return tuple(
-            (kind, count)
-            for kind, count in ((False, self.dense), (True, self.experts))
-            if np.any(count)
-        )
+        """(whether of experts, parameters), where there are any."""
+        both = ((False, self.dense), (True, self.experts))
+        return tuple((experts, count) for experts, count in both if np.any(count))
 
     def owned(self, prices: Prices) -> Number:
         """Those of them whose optimizer states a device owns; none that are frozen."""
         p = prices.plan
         sharing = np.where(np.asarray(p.zero) >= 1, p.sharing, 1)
-        return prices.trained * owned(
-            self.dense, self.experts, sharing, p.ep, p.expert_spread
-        )
+        count = owned(self.dense, self.experts, sharing, p.ep, p.expert_spread)
+        return prices.trained * count
+
+
+def parameter_count(blocks: Sequence[Block]) -> ParameterCount:
+    """Parameters of blocks; looked-up tables are not among them."""
+    counts = [0.0, 0.0]
+    for block in blocks:
+        if not block.table:
+            counts[block.expert] = counts[block.expert] + block.parameters
+    return ParameterCount(*counts)
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """Seconds of the traffic of ZeRO-3 for some blocks: gathers for forward and
-    backward pass, and reductions.
+class Transfer:
+    """A collective of weights or gradients."""
+
+    kind: str
+    group: str  # name of `Groups`
+    bytes_: Number  # of a parameter; of ZeRO++'s exchanges, a share of it
+    applies: Number = True  # plans that have it
+    calls: Number = 1.0
+
+
+def transfers_s(
+    transfers: Iterable[Transfer], parameters: Number, prices: Prices
+) -> Number:
+    """Seconds of transfers of so many parameters, one after another."""
+    seconds = 0.0
+    for one in transfers:
+        if has(one.applies):
+            size = one.bytes_ * parameters
+            part_s = prices.comm_s(one.kind, size, prices.groups[one.group], one.calls)
+            seconds = seconds + np.where(one.applies, part_s, 0.0)
+    return seconds
+
+
+def shard_group(prices: Prices, *, experts: bool) -> str:
+    """Group that shards weights: HSDP's shard, or all replicas."""
+    if has(prices.plan.shard):
+        return "expert-shard" if experts else "shard"
+    return "edp" if experts else "dp"
+
+
+def gather_transfers(
+    prices: Prices, *, experts: bool, backward: bool
+) -> list[Transfer]:
+    """Gather of sharded weights before a pass: of ZeRO-3, and of ZeRO-1/2 after the
+    update.
     """
+    plan = prices.plan
+    storage = prices.steps.work.width.storage_bytes
+    full = np.asarray(plan.zero) >= 3
+    # tensor by tensor in more calls, at a share of the rate
+    slowdown = np.where(full, prices.gather_slowdown(), 1.0)
+    calls = np.where(full, prices.gather_calls(), 1.0)
+    quantised = np.minimum(_INT8_BYTES, storage)
+    width = np.where(plan.qwz, quantised, storage) * slowdown
+    group = shard_group(prices, experts=experts)
+    if experts or not backward or not has(plan.hpz):
+        return [Transfer("all_gather", group, width, True, calls)]
+    # hpz keeps a second copy of the weights inside the node for the backward pass
+    in_node = np.asarray(plan.hpz)
+    return [
+        Transfer("all_gather", group, width, np.logical_not(in_node), calls),
+        Transfer("all_gather", "node", storage, in_node),
+    ]
+
+
+def reduce_transfers(
+    prices: Prices, *, experts: bool, calls: Number = 1.0
+) -> list[Transfer]:
+    """Reduction of gradients among the devices that share their states, in so many
+    calls; HSDP's copies follow (`copies_transfer`).
+    """
+    plan = prices.plan
+    zero = np.asarray(plan.zero)
+    group = shard_group(prices, experts=experts)
+    width = prices.gradient_bytes
+    quantised = np.asarray(plan.qgz) if not experts else np.False_
+    halves = (zero > 0) & np.logical_not(quantised)
+    transfers = [
+        Transfer("all_reduce", group, width, zero == 0, calls),
+        Transfer("reduce_scatter", group, width, halves, calls),
+    ]
+    if has(quantised):
+        int4 = np.minimum(_INT4_BYTES, width)
+        in_node = prices.groups["node"].ranks
+        transfers += [
+            Transfer("all_to_all", "node", int4, quantised),
+            Transfer("all_to_all", "across", int4 / in_node, quantised),
+        ]
+    return transfers
+
+
+def copies_transfer(prices: Prices, *, experts: bool, calls: Number = 1.0) -> Transfer:
+    """All-reduce of a shard's gradients between HSDP's copies, once a step."""
+    ranks = prices.groups[shard_group(prices, experts=experts)].ranks
+    group = "expert-replicate" if experts else "replicate"
+    hybrid = np.asarray(prices.plan.shard) > 0
+    width = prices.gradient_bytes / ranks
+    return Transfer("all_reduce", group, width, hybrid, calls)
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Seconds of the traffic of ZeRO-3 for some blocks and micro-batch."""
 
     forward_s: Number
     backward_s: Number
     reduce_s: Number
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Seconds of the gradient traffic of a stage."""
-
-    reduce_s: Number  # of all its gradients, bucket by bucket
-    whole_s: Number  # of all at once
-    # without HSDP's copies, which are reduced once a step, on their own stream
-    each_s: Number
-    last_s: Number  # of the last bucket
-    ready: Number  # layers whose gradients fill the first bucket
-    gather_s: Number  # of its updated weights (ZeRO-1/2)
-
-
-def held(blocks: Sequence[Block]) -> Held:
-    """Parameters of blocks; looked-up tables are not among them."""
-    dense, experts = (
-        sum(
-            (
-                block.parameters
-                for block in blocks
-                if block.expert == kind and not block.table
-            ),
-            0.0,
-        )
-        for kind in (False, True)
-    )
-    return Held(dense, experts)
-
-
-def sharded(count: Held, prices: Prices) -> Sharded:
-    """Traffic of ZeRO-3 for weights in each micro-batch; none for other stages."""
-    plan = prices.plan
-    full = np.asarray(plan.zero) >= 3
+def gathers_of(count: ParameterCount, prices: Prices) -> Gathers:
+    """Traffic of ZeRO-3 for weights in each micro-batch; none of other stages."""
+    full = np.asarray(prices.plan.zero) >= 3
     if not np.any(full):
-        return Sharded(0.0, 0.0, 0.0)
-    storage = prices.steps.work.width.storage_bytes
-    width = np.where(plan.qwz, np.minimum(_INT8, storage), storage)
-    slow = prices.gather_slowdown()
-    calls = prices.gather_calls()
+        return Gathers(0.0, 0.0, 0.0)
     forward_s = 0.0
     backward_s = 0.0
     reduce_s = 0.0
-    for expert, parameters in count.parts:
-        group = prices.groups[prices.shard_name(expert)]
-        size = full * parameters
-        gather_s = prices.comm_s("all_gather", slow * width * size, group, calls)
-        again_s = gather_s
-        scatter_s = prices.comm_s(
-            "reduce_scatter", prices.gradient_bytes * size, group, calls
-        )
-        if not expert and np.any(plan.hpz):
-            again_s = np.where(
-                plan.hpz,
-                prices.comm_s("all_gather", storage * size, prices.groups["node"]),
-                again_s,
-            )
-        if not expert and np.any(plan.qgz):
-            scatter_s = np.where(plan.qgz, _quantised_s(prices, size), scatter_s)
-        forward_s = forward_s + gather_s
-        backward_s = backward_s + again_s
-        reduce_s = reduce_s + scatter_s
-    return Sharded(forward_s, backward_s, prices.trained * reduce_s)
+    calls = prices.gather_calls()
+    for experts, parameters in count.parts:
+        moved = full * parameters
+        ahead = gather_transfers(prices, experts=experts, backward=False)
+        back = gather_transfers(prices, experts=experts, backward=True)
+        reductions = reduce_transfers(prices, experts=experts, calls=calls)
+        forward_s = forward_s + transfers_s(ahead, moved, prices)
+        backward_s = backward_s + transfers_s(back, moved, prices)
+        reduce_s = reduce_s + transfers_s(reductions, moved, prices)
+    return Gathers(forward_s, backward_s, prices.trained * reduce_s)
 
 
-def gradients(
-    layer: Held, layers: Number, ends: tuple[Number, Number], prices: Prices
-) -> Gradients:
-    """Gradient traffic of a stage of so many layers, with the parameters of an
-    embedding and of a head.
-
-    ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies,
-    which ZeRO-1/2 have too. The head's gradients come first, the embedding's last. Each
-    chunk of a stage has buckets of its own.
-    """
-    plan = prices.plan
-    zero = np.asarray(prices.plan.zero)
-    chunks = prices.plan.interleave
-    full = zero >= 3
-    split = (zero == 1) | (zero == 2)
-    within_s = 0.0
-    across_s = 0.0
-    last_s = 0.0
-    gather_s = 0.0
-    ready = 0.0
-    buckets = 1.0
-    for expert, count in layer.parts:
-        replicas = prices.groups[prices.shard_name(expert)]
-        share = prices.gradient_bytes / np.where(full, replicas.ranks, 1)
-        calls, number, last = _bucket_calls(
-            share * count, plan.bucket_bytes, layers / chunks, full
-        )
-        buckets = np.maximum(buckets, number)
-        first_bytes = np.where(full, 1.0, plan.bucket_bytes)
-        parts = [(layers, last, share * count, calls)]
-        for in_last, end in () if expert else ((1.0, ends[0]), (number <= 1, ends[1])):
-            if np.any(end):
-                parts.append(
-                    (
-                        1.0,
-                        in_last,
-                        share * end,
-                        np.maximum(np.ceil(share * end / plan.bucket_bytes), 1.0),
-                    )
-                )
-        for times, in_last, size_bytes, calls in parts:
-            one_s = reduced_s(size_bytes, calls, expert, prices)
-            within_s = within_s + times * one_s[0]
-            across_s = across_s + times * one_s[1]
-            last_s = last_s + in_last * sum(one_s)
-        first_bytes = first_bytes if expert else first_bytes - share * ends[1]
-        together = np.where(
-            np.asarray(count) > 0,
-            np.ceil(first_bytes / np.maximum(share * count, 1.0)),
-            0.0,
-        )
-        ready = np.maximum(ready, together)  # no experts wait for nothing
-        if np.any(split):
-            bytes_ = prices.steps.work.width.storage_bytes * (
-                layers * count + (0.0 if expert else sum(ends))
-            )
-            gather_s = gather_s + split * prices.comm_s(
-                "all_gather", bytes_, replicas, layers
-            )
-    whole_s = within_s + across_s
-    reduce_s = np.maximum(within_s, across_s) + np.minimum(within_s, across_s) / (
-        buckets * chunks
-    )
-    return Gradients(
-        reduce_s,
-        whole_s,
-        within_s,
-        np.minimum(last_s, whole_s / chunks),
-        ready,
-        gather_s,
-    )
-
-
-def reduced_s(
-    size_bytes: Number, calls: Number, expert: bool, prices: Prices
-) -> tuple[Number, Number]:
-    """Seconds in which gradients are reduced, below ZeRO-3 among those that shard the
-    states, and by HSDP's copies.
-    """
-    zero = np.asarray(prices.plan.zero)
-    name = prices.shard_name(expert)
-    group = prices.groups[name]
-    copies = prices.groups[name.replace("shard", "replicate")]
-    halves_s = (
-        prices.comm_s("reduce_scatter", size_bytes, group, calls)
-        if np.any(zero > 0)
-        else 0.0
-    )
-    whole_s = (
-        prices.comm_s("all_reduce", size_bytes, group, calls)
-        if np.any(zero == 0)
-        else 0.0
-    )
-    within_s = np.where(zero == 0, whole_s, np.where(zero < 3, halves_s, 0.0))
-    hybrid = np.asarray(prices.plan.shard) > 0
-    if not np.any(hybrid):
-        return within_s, 0.0
-    part_bytes = size_bytes / np.where(zero < 3, group.ranks, 1)
-    return within_s, np.where(
-        hybrid, prices.comm_s("all_reduce", part_bytes, copies, calls), 0.0
-    )
-
-
-def beside_s(
-    busy_s: Number, gather_s: Number, reduce_s: Number, prices: Prices
+def overlapped_s(
+    compute_s: Number, gather_s: Number, reduce_s: Number, prices: Prices
 ) -> Number:
-    """Seconds of compute with traffic of weights beside it: they slow each other down,
-    the longer one counts.
+    """Duration of compute that overlaps FSDP traffic: they slow each other down, the
+    longer one counts.
 
-    Gathers tensor by tensor, or not ahead, are beside nothing, nor are reductions then,
-    which come before them.
+    Gathers tensor by tensor, or not ahead, overlap nothing; nor do reductions then,
+    which come before them on the stream.
     """
-    moved_s = gather_s + reduce_s
-    together_s = np.maximum(busy_s + slowed_s(busy_s, moved_s, prices), moved_s)
-    if not np.any(prices.gathers_late):
+    comm_s = gather_s + reduce_s
+    slowed_s = compute_s + prices.contention_s(compute_s, comm_s)
+    together_s = np.maximum(slowed_s, comm_s)
+    late = prices.overlap.gathers_late
+    if not np.any(late):
         return together_s
-    return np.where(
-        prices.gathers_late & (np.asarray(gather_s) > 0), busy_s + moved_s, together_s
-    )
+    in_turn = late & (np.asarray(gather_s) > 0)
+    return np.where(in_turn, compute_s + comm_s, together_s)
 
 
-def slowed_s(busy_s: Number, moved_s: Number, prices: Prices) -> Number:
-    """Seconds that so much communication beside it adds to compute."""
-    slow = prices.constants["contention"]
-    return np.minimum(slow / (1 + slow) * moved_s, slow * busy_s)
-
-
-def _quantised_s(prices: Prices, parameters: Number) -> Number:
-    """ZeRO++'s exchange of 4-bit gradients: inside the node, then across [arXiv
-    2306.10209].
+@dataclass(frozen=True)
+class ReducedTime:
+    """Seconds in which gradients are reduced below ZeRO-3, and of HSDP's copies, which
+    have a stream of their own.
     """
-    node = prices.groups["node"]
-    size = _INT4 * parameters
-    across_s = prices.comm_s("all_to_all", size / node.ranks, prices.groups["across"])
-    return prices.comm_s("all_to_all", size, node) + across_s
+
+    within_s: Number  # among those that share the states
+    across_s: Number  # between copies
 
 
-def _bucket_calls(
-    layer_bytes: Number, bucket_bytes: Number, layers: Number, full: Number
-) -> tuple[Number, ...]:
-    """Calls that reduce the gradients of a layer, buckets of so many layers, and layers
-    in the last of them.
-
-    Buckets close at the end of a layer, under ZeRO-3 (full) of each, and at last; one
-    is reduced in several calls where it is larger.
-
-    >>> one, other = _bucket_calls(100.0, 30.0, 8, False), _bucket_calls(10.0, 25.0, 8, False)
-    >>> [float(part) for part in (*one, *other)]
-    [4.0, 8.0, 1.0, 0.75, 3.0, 2.0]
+def reduced_time(
+    parameters: Number, calls: Number, prices: Prices, *, experts: bool
+) -> ReducedTime:
+    """Reductions of the gradients of so many parameters; those of ZeRO-3 within a shard
+    are part of its micro-batches (`gathers_of`).
     """
-    bytes_ = np.maximum(layer_bytes, 1.0)
-    together = np.where(
-        full, 1.0, np.minimum(np.ceil(bucket_bytes / bytes_), np.maximum(layers, 1))
+    below = np.asarray(prices.plan.zero) < 3
+    within_s = 0.0
+    if has(below):
+        transfers = reduce_transfers(prices, experts=experts, calls=calls)
+        within_s = np.where(below, transfers_s(transfers, parameters, prices), 0.0)
+    copies = copies_transfer(prices, experts=experts, calls=calls)
+    return ReducedTime(within_s, transfers_s([copies], parameters, prices))
+
+
+def tied_s(prices: Prices) -> Number:
+    """Seconds in which both ends of a pipeline sum the gradients of a tied table, after
+    the passes, where software does so.
+    """
+    p = prices.plan
+    shape = prices.steps.work.shape
+    is_tied = np.equal(shape.head_parameters, 0) * (np.asarray(p.pp) > 1)
+    sums = prices.traits.sums_tied * prices.trained * is_tied
+    if not np.any(sums):
+        return 0.0
+    table = np.where(np.asarray(shape.image) > 0, 0, shape.table_parameters)
+    size = sums * prices.gradient_bytes * table / p.tp
+    near_s, far_s = (
+        prices.comm_s("all_reduce", size, prices.groups[name])
+        for name in ("same node", "other node")
     )
-    buckets = np.maximum(np.ceil(layers / together), 1)
-    calls = (
-        np.maximum(np.ceil(together * bytes_ / bucket_bytes), 1.0)
-        * buckets
-        / np.maximum(layers, 1)
-    )
-    return calls, buckets, layers - (buckets - 1) * together
+    return np.where(p.world_size > prices.machine.node, far_s, near_s)

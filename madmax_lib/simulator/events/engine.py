@@ -20,7 +20,14 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import KINDS, Meta, Timeline
 
-__all__ = ["Program", "received", "run", "run_apart", "share", "to_timeline"]
+__all__ = [
+    "Program",
+    "apply_core_sharing",
+    "run",
+    "run_with_stragglers",
+    "to_timeline",
+    "with_receive_kernels",
+]
 
 _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
 
@@ -123,7 +130,7 @@ def run(program: Program) -> tuple[list[float], list[float]]:
     return start_s, end_s
 
 
-def share(program: Program, alone: float) -> None:
+def apply_core_sharing(program: Program, alone: float) -> None:
     """Make compute shorter while other ranks do not compute: `alone` of its duration
     beside none of them.
 
@@ -155,7 +162,7 @@ def share(program: Program, alone: float) -> None:
         program.duration_s = durations_s.tolist()
 
 
-def run_apart(
+def run_with_stragglers(
     program: Program,
     slower: np.ndarray,
     groups: Mapping[str, tuple[int, int]],
@@ -235,7 +242,7 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
     return Timeline(spans, meta, _edges(program))
 
 
-def received(timeline: Timeline) -> Timeline:
+def with_receive_kernels(timeline: Timeline) -> Timeline:
     """With what ranks do while they wait for messages of others: as in a trace, a
     kernel that receives spins.
 

@@ -63,9 +63,12 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
             kinds[kind] = layer_blocks(work, layer, *kind, exchanged=case.plan.ep > 1)
         return [
             replace(
-                block, name=f"{block.name.split()[0]} {layer}", unit=f"layer {layer}"
+                block,
+                name=f"{block.name.split()[0]} {layer}",
+                unit=f"layer {layer}",
+                cost_key=(*kind, number),
             )
-            for block in kinds[kind]
+            for number, block in enumerate(kinds[kind])
         ]
 
     stages = chunk_layers(case.model.layers, case.plan)

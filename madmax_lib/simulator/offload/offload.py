@@ -21,7 +21,7 @@ from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
 from madmax_lib.simulator.offload.placement import Policy, split_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.pieces import Pieces, pieces_of
+from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
 __all__ = ["OffloadTimes", "best_offload", "offload_times"]
 
@@ -78,7 +78,7 @@ def offload_times(
     plan = case.plan
     offloaded = _offloaded(case, shares, policy or Policy())
     batches = offloaded.micro_batches
-    pieces = pieces_of(Steps.of(case), parameters)
+    pieces = layer_costs(Steps.of(case), parameters)
     stage = _first_stage(case, pieces, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
@@ -227,7 +227,7 @@ class _Stage:
         return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
-def _first_stage(case: Case, pieces: Pieces, offloaded: Offloaded) -> _Stage:
+def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded) -> _Stage:
     model = case.model
     plan = case.plan
     forward, backward = map(float, pieces.layer.passes_s)

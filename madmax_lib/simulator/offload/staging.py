@@ -1,5 +1,5 @@
-"""What moves between device, host and drives in an offloaded step? Sharding with
-copies, CPU Adam and drives.
+"""Sharding with copies between device and host, CPU Adam and drives, for the event
+engine.
 
 Weights come down the chain drive, host, device and are then gathered, each link one
 unit further ahead than the next [arXiv 2104.07857, section 6.2]; gradients go up it as
@@ -7,16 +7,41 @@ they are reduced; the host updates its states tile by tile, finished tiles are c
 back meanwhile, and the device updates its own share beside it (hybrid Adam).
 """
 
+from collections.abc import Callable
+from functools import partial
+
+from madmax_lib.base.fields import require_type
+from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.prices import Prices
+from madmax_lib.simulator.costs.traffic import shard_group
 from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.passes import BEFORE, Pass
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block
+from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded
-from madmax_lib.simulator.offload.placement import streams_gradients
+from madmax_lib.simulator.offload.offload import best_offload
+from madmax_lib.simulator.offload.placement import Policy, streams_gradients
+from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "staged"]
+
+
+def staged(
+    case: Case, parameters: Parameters, policy: Policy | None
+) -> tuple[Case, Callable[[Prices], Sharding]]:
+    """The case as it is laid out, and what makes its traffic from prices: without
+    offload `Sharding`, else `Staging` with the share that makes the step shortest.
+
+    Raises ValueError for a policy that is none, and where no share fits.
+    """
+    policy = require_type("policy", policy, Policy, Policy)
+    if case.plan.offload is None:
+        return case, Sharding
+    case = normalised(case)
+    offloaded, _ = best_offload(case, parameters, policy)
+    return case, partial(Staging, offloaded=offloaded)
 
 
 class Staging(Sharding):
@@ -26,32 +51,26 @@ class Staging(Sharding):
         super().__init__(prices)
         self.offloaded = offloaded
         self.every_batch = streams_gradients(prices.plan)
-        self.kept = 1 - float(offloaded.split.states)
+        self.device_share = 1 - float(offloaded.split.states)
 
     def gather(
-        self,
-        pass_: Pass,
-        unit: list[Block],
-        phase: str,
-        after: list[int],
-        name: str = "",
+        self, pass_: Pass, blocks: list[Block], phase: str, after: list[int]
     ) -> list[int]:
-        """Weights of a unit from where they lie, then gathered."""
-        if name or not self.offloaded.split.weights:
-            return super().gather(pass_, unit, phase, after, name)
-        size_bytes = self.offloaded.split.weights * self.width * self.owned(unit)
-        pass_.gathers.append(after)
-        one_ahead, two_ahead = (
-            pass_.gathers[max(len(pass_.gathers) - back, 0)] for back in (2, 3)
-        )
-        what = f"weights {unit[0].unit} {phase}"
+        """Issue copies of a unit's weights from where they lie, then their gather."""
+        if not self.offloaded.split.weights:
+            return super().gather(pass_, blocks, phase, after)
+        size_bytes = self.offloaded.split.weights * self.width * self.owned(blocks)
+        gathers = pass_.gathers
+        gathers.append(after)
+        # drives read two units ahead of what is gathered, the host's link copies one
+        one_ahead = gathers[max(len(gathers) - 2, 0)]
+        two_ahead = gathers[max(len(gathers) - 3, 0)]
+        what = f"weights {blocks[0].unit} {phase}"
         if self.offloaded.drives:
-            one_ahead = [
-                *one_ahead,
-                self._drive(pass_, f"read {what}", size_bytes, two_ahead),
-            ]
+            read = self._drive(pass_, f"read {what}", size_bytes, two_ahead)
+            one_ahead = [*one_ahead, read]
         copy = self._copy(pass_, Stream.DOWN, what, size_bytes, one_ahead)
-        return super().gather(pass_, unit, phase, [*after, copy]) or [copy]
+        return super().gather(pass_, blocks, phase, [*after, copy]) or [copy]
 
     def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
         """Checkpoint of a layer to the host, once its input is there."""
@@ -135,18 +154,18 @@ class Staging(Sharding):
     def _reduce(
         self,
         pass_: Pass,
-        expert: bool,
+        experts: bool,
         what: str,
-        size_bytes: float,
+        parameters: float,
         op: int,
         last: bool,
     ) -> list[int]:
-        done = super()._reduce(pass_, expert, what, size_bytes, op, last)
+        done = super()._reduce(pass_, experts, what, parameters, op, last)
         o = self.offloaded
-        sharded = (
-            self.groups[self.prices.shard_name(expert)].ranks if self.plan.zero else 1
-        )
-        count = size_bytes / self.gradient_width / sharded * o.split.states
+        sharing = 1
+        if self.plan.zero:
+            sharing = self.groups[shard_group(self.prices, experts=experts)].ranks
+        count = parameters / sharing * o.split.states
         if not count:
             return done
         copied_bytes = count * self.width
@@ -162,12 +181,10 @@ class Staging(Sharding):
                 )
             )
         if o.drives:
-            passes = (
-                2 if o.micro_batches > 1 else 1
-            )  # sums are read before they are written
-            ends.append(
-                self._drive(pass_, f"write {what}", copied_bytes * passes, ends[-1:])
-            )
+            # sums of several micro-batches are read before they are written
+            passes = 2 if o.micro_batches > 1 else 1
+            moved_bytes = copied_bytes * passes
+            ends.append(self._drive(pass_, f"write {what}", moved_bytes, ends[-1:]))
         return [*done, *ends]
 
     def _copy(

@@ -1,0 +1,87 @@
+"""Waits of ranks that differ: each computes behind the fastest one by a random delay.
+
+With exponential delays of mean j the slowest of n ranks is behind the fastest of N by
+
+    j (1 + 1/2 + ... + 1/n - 1/N)
+
+Groups nest: tp ranks wait in each layer, those of cp, ep and ZeRO-3 too, replicas at the
+end of the step, and a pipeline waits for its slowest stage, of those that are alike for
+the slowest of all. Stages that only fill and drain it are as slow as they are
+themselves. Parts grow on a line up to the delay of the slowest rank.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from scipy.special import digamma
+
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.rates.compute import Number
+
+__all__ = ["Parts", "longest_delay", "with_waits"]
+
+Parts = dict[str, Number]  # seconds by part of a step
+_WAITING = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "bubble_s")
+_NEVER = 1e-300  # keeps a quotient of two zeros at zero
+
+
+def longest_delay(steps: Steps) -> Number:
+    """Expected delay of the slowest rank over the time that it computes."""
+    longest = steps.jitter * _harmonic(steps.work.plan.world_size)
+    # plans of one case have as many ranks
+    return longest if np.ndim(steps.work.shape.layers) else np.max(longest)
+
+
+def with_waits(
+    steps: Steps, times: Parts, slow: Parts, parts: tuple[str, ...]
+) -> Parts:
+    """Parts of the mean rank with its expected waits for the slowest of each group.
+
+    times: of equal ranks. slow: of ranks that are all as slow as the slowest. parts:
+    names of those whose sum is the step.
+    """
+    plan = steps.work.plan
+    world = plan.world_size
+    longest = np.maximum(longest_delay(steps), _NEVER)
+    growth = {
+        part: steps.jitter * (slow[part] - times[part]) / longest for part in times
+    }
+    behind = [_harmonic(count) - 1 / world for count in _nested_ranks(steps, times)]
+    delay = behind[-1] - behind[0]  # of the step beyond the mean rank's
+    # fill and drain pass through each stage once, at its own speed
+    once_s = growth["bubble_s"] + growth["launch_s"]
+    once_s = np.clip(once_s, 0.0, growth["step_s"]) * (behind[-1] - behind[4])
+    waits_s = growth["step_s"] * delay - once_s
+    result = {part: times[part] + growth[part] * behind[0] for part in parts}
+    for part, (inner, outer) in zip(_WAITING, pairwise(behind), strict=True):
+        share = (outer - inner) / np.maximum(delay, 1e-9)
+        result[part] = result[part] + waits_s * share
+    return result
+
+
+def _nested_ranks(steps: Steps, times: Parts) -> tuple[Number, ...]:
+    """Ranks of groups that wait for each other, each inside the next: one, tp, cp, ep,
+    ZeRO-3, a stage, all stages as far as they are alike.
+    """
+    plan = steps.work.plan
+    pp = np.asarray(plan.pp)
+    # seconds of the bottleneck stage, and of a mean other one, in a micro-batch
+    body = ("gemm_s", "attention_s", "pointwise_s", "head_s")
+    waits = ("tp_s", "cp_s", "ep_s", "fsdp_s")
+    stage_s = sum(times[part] for part in (*body, *waits)) / steps.micro_batches
+    other_s = times["bubble_s"] * plan.interleave / (pp - (pp > 1))
+    other_s = np.where(np.equal(plan.schedule, "zero-bubble"), stage_s, other_s)
+    lag = np.minimum(other_s / stage_s - 1, 0.0) / np.maximum(steps.jitter, 1e-9)
+    alike = np.exp(lag)  # probability that another stage may be the slowest
+    in_layer = np.maximum(plan.tp * plan.cp, plan.ep * plan.tp // plan.expert_spread)
+    sharded = (np.asarray(plan.zero) >= 3) * plan.tp * plan.sharing
+    of_stage = plan.world_size / pp
+    ranks = [1, plan.tp, plan.tp * plan.cp, in_layer, np.maximum(in_layer, sharded)]
+    return (*ranks, of_stage, of_stage * (1 + (pp - 1) * alike))
+
+
+def _harmonic(count: Number) -> Number:
+    """1 + 1/2 + ... + 1/count."""
+    return digamma(np.asarray(count) + 1.0) + np.euler_gamma

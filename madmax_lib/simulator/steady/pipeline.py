@@ -1,0 +1,199 @@
+"""Bubble and messages of a pipeline: seconds for which its bottleneck stage waits.
+
+m micro-batches through stages of T_s seconds, the slowest of T_max, take
+
+    T = m T_max + (sum of T_s - T_max) + messages      [Narayanan et al. 2021]
+
+and the bracket is the bubble: the other stages compute once while the pipeline fills
+and drains.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.layer_time import LayerTime
+from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.steady.layer_costs import LayerCosts
+from madmax_lib.simulator.steady.stages import Stages
+
+__all__ = ["bubble_s", "messages_s", "short_batch_s"]
+
+
+def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
+    """Seconds for which the slowest stage waits while the pipeline fills and drains.
+
+    The other stages pass once; where chunks interleave, a chunk of each does, with
+    embedding and head. Gradients of weights fill the bubble of ZB-H1 as long as there
+    are backward passes to wait for: with F, B and W of a stage (forward, dgrad, wgrad)
+    it lasts (pp - 1)(F + B) - min(pp - 1, m - 1) min(F, B, W) [arXiv 2401.10241].
+    """
+    plan = steps.work.plan
+    count = steps.micro_batches
+    pp = np.asarray(plan.pp)
+    hidden_s = (pp - 1) * stages.overlapped_by_peers_s
+    bubble = stages.sum_s - stages.slowest_s - hidden_s
+    several = np.asarray(plan.interleave) > 1
+    if np.any(several):
+        bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
+    split = costs.prices.overlap.splits_backward > 0
+    if not np.any(split):
+        return bubble
+    all_layers = np.asarray(steps.work.shape.layers)
+    fills = np.minimum(pp - 1, count - 1)
+    longest = []
+    for stage, head in zip(stages.three, (None, None, costs.head), strict=True):
+        others = all_layers - stage.layers
+        mean_other = others / np.maximum(pp - 1, 1)
+        least_s = _least_pass_s(stages, stage.layers, mean_other, head)
+        filled_s = others * stages.passes.wgrad_s + fills * least_s
+        lag_s = (count - 1) * (stage.seconds - stages.slowest_s)
+        longest.append(lag_s - filled_s)
+    filled = np.maximum(bubble + reduce(np.maximum, longest), 0.0)
+    return np.where(split, filled, bubble)
+
+
+def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number) -> Number:
+    """Bubble where chunks interleave, from that of whole stages: it fills and drains
+    through the first chunks.
+
+    With fewer micro-batches than stages the first goes through all chunks, and the
+    others follow behind the longest.
+    """
+    plan = steps.work.plan
+    count = steps.micro_batches
+    layers = np.asarray(steps.work.shape.layers)
+    pp = np.asarray(plan.pp)
+    chunks = plan.interleave
+    layer_s = stages.passes.both_s
+    # layers of a first chunk beyond those of a mean one: a remainder lies in the middle
+    parts = pp * chunks
+    rest = layers % parts
+    more = np.clip(pp - (parts - rest) / 2, 0, pp) / pp - rest / parts
+    # the longest chunk: a full one, or that with an end of the model
+    end_s = np.maximum(stages.embedding_s, stages.head_s)
+    end_s = end_s + np.floor(stages.layers.last / chunks) * layer_s
+    full_s = np.ceil(layers / parts) * layer_s + stages.excess.longest_chunk_s
+    longest_s = np.maximum(full_s, end_s) + stages.exposed_gather_s / chunks
+    by_peers_s = (pp - 1 / chunks) * stages.overlapped_by_peers_s
+    one_round_s = stages.sum_s - by_peers_s + (count - 1) * longest_s
+    # ends of the model that the bottleneck stage does not compute itself
+    ends_s = np.where(stages.has_embedding, 0.0, stages.embedding_s)
+    ends_s = ends_s + np.where(stages.has_head, 0.0, stages.head_s)
+    in_turn_s = (bubble - ends_s) / chunks + ends_s + more * (pp - 1) * layer_s
+    return np.maximum(one_round_s - count * stages.slowest_s, in_turn_s)
+
+
+def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
+    """Seconds that a short last micro-batch adds to the bubble; stages of the others
+    and of that one.
+
+    Under 1F1B the last stage takes it while the one before drains the pipeline, under
+    zero-bubble it fills less. With chunks the one before it comes round no sooner.
+    """
+    plan = steps.work.plan
+    pp = np.asarray(plan.pp)
+    chunks = np.asarray(plan.interleave)
+    shorter_s = usual.first_backward_s - short.first_backward_s
+    added_s = -np.minimum((pp - 1) * shorter_s, short.first_forward_s)
+    split = np.equal(plan.schedule, "zero-bubble")
+    if np.any(split):
+        mean = np.asarray(steps.work.shape.layers) / pp
+        usual_s = _least_pass_s(usual, mean, mean)
+        less_s = usual_s - _least_pass_s(short, mean, mean)
+        added_s = np.where(split, (steps.micro_batches <= pp) * less_s, added_s)
+    extra = np.floor(steps.round_size) - pp  # of a round beyond one of each stage
+    waited_s = np.maximum(shorter_s - extra * usual.first_backward_s, 0.0)
+    in_rounds_s = (1 - 1 / chunks) * waited_s
+    added_s = np.where(chunks > 1, in_rounds_s, added_s)
+    return np.where(np.equal(plan.schedule, "gpipe"), 0.0, added_s)
+
+
+def _least_pass_s(
+    stages: Stages, layers: Number, others: Number, head: LayerTime | None = None
+) -> Number:
+    """Least of F and W of a stage with so many layers and B of a stage with others."""
+    passes = stages.passes
+    head_forward_s, head_wgrad_s = 0.0, 0.0
+    if head:
+        head_forward_s = head.passes_s[0]
+        head_wgrad_s = head.weight_s
+    forward_s = layers * passes.forward_s + head_forward_s
+    wgrad_s = layers * passes.wgrad_s + head_wgrad_s
+    return np.minimum(np.minimum(forward_s, wgrad_s), others * passes.dgrad_s)
+
+
+def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
+    """Seconds of messages between stages on the longest path.
+
+    1F1B: pp micro-batches are between the forward and the backward pass of the first
+    stage, so a micro-batch takes at least 1/pp of the way there and back. GPipe and
+    interleaved schedules wait only while the pipeline fills and drains, with every
+    chunk where no more micro-batches than stages go through it in a row. Software whose
+    messages stop the host waits for each of them. Where messages wait for their
+    receiver no pass hides them.
+    """
+    plan = steps.work.plan
+    prices = costs.prices
+    traits = prices.traits
+    pp = np.asarray(plan.pp)
+    chunks = np.asarray(plan.interleave)
+    count = steps.micro_batches
+    if not np.any(pp > 1):
+        return 0.0
+    one_s = _message_s(steps, costs)
+    both_ways_s = 2 * (pp - 1) * one_s
+    period_s = (stages.sum_s + both_ways_s) / pp
+    wait_s = np.maximum(period_s - stages.slowest_s, 0.0)
+    steady_s = count * wait_s + 2 * np.maximum(pp - 2, 0) * one_s
+    # chunks come round after round_size passes, which hide what they take
+    spare_s = (steps.round_size - pp) * stages.slowest_s / chunks
+    rounds_s = (chunks - 1) * np.maximum(2 * pp * one_s - spare_s, 0.0)
+    only_fills = (chunks > 1) | (np.asarray(plan.schedule) == "gpipe")
+    exposed_s = np.where(only_fills, both_ways_s + rounds_s, steady_s)
+    if np.any(traits.rendezvous_sends):
+        met_s = _rendezvous_s(steps, stages, one_s)
+        exposed_s = np.where(traits.rendezvous_sends, met_s, exposed_s)
+    if np.any(traits.blocking_sends):
+        stop_s = traits.blocking_sends * (2 * one_s + prices.constants["send_stop_s"])
+        exposed_s = np.maximum(exposed_s, stop_s * count * chunks)
+    return np.where(pp > 1, exposed_s, 0.0)
+
+
+def _message_s(steps: Steps, costs: LayerCosts) -> Number:
+    """Seconds of a message between neighbouring stages, of which some lie on one node."""
+    plan = steps.work.plan
+    prices = costs.prices
+    pp = np.asarray(plan.pp)
+    # each tensor rank sends its part, gathered on arrival [arXiv 2104.04473]
+    size_bytes = steps.work.moved_bytes / plan.tp
+    near_s, far_s = (
+        prices.comm_s("send_recv", size_bytes, prices.groups[name])
+        for name in ("same node", "other node")
+    )
+    on_node = np.maximum(prices.machine.node * pp // plan.world_size, 1)  # stages
+    crossing = (np.ceil(pp / on_node) - 1) / np.maximum(pp - 1, 1)
+    return near_s + crossing * (far_s - near_s)
+
+
+def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number) -> Number:
+    """Messages that travel when both stages wait for them, on the longest path
+    (`events.messages`).
+
+    GPipe: one before each pass. 1F1B: two with each neighbour between the passes of a
+    micro-batch, one to fill and one to drain.
+    """
+    plan = steps.work.plan
+    pp = np.asarray(plan.pp)
+    neighbours = (1, 2, 1)  # of the first, a middle and the last stage
+    periods_s = [
+        (stage.layers > 0) * (stage.seconds + 2 * count * one_s)
+        for stage, count in zip(stages.three, neighbours, strict=True)
+    ]
+    period_s = reduce(np.maximum, periods_s)
+    is_gpipe = np.asarray(plan.schedule) == "gpipe"
+    between_s = np.where(is_gpipe, 2 * one_s, period_s - stages.slowest_s)
+    return 2 * (pp - 1) * one_s + (steps.micro_batches - 1) * between_s
