@@ -1,4 +1,4 @@
-"""Which span is inside of which, and what is open on a thread at a time?
+"""Nesting of host spans: which is inside of which, and what is open at a time.
 
 Host spans of one thread nest like calls; a few from different clocks may not, then the
 one that began last counts.
@@ -28,81 +28,87 @@ class Nest:
         thread = thread_of(spans)[rows]
         start = spans["start_ns"].to_numpy()[rows]
         end = start + spans["dur_ns"].to_numpy()[rows] + int(closed)
+        # by thread, then start; of those that start together the longest is outside
         self.order = np.lexsort((-end, start, thread))
-        self.rows, self.thread = rows[self.order], thread[self.order]
-        self.start, self.end = start[self.order], end[self.order]
+        self.rows = rows[self.order]
+        self.thread = thread[self.order]
+        self.start = start[self.order]
+        self.end = end[self.order]
+        # a span is inside of the one before it, or of one that that is inside of: begin
+        # with the one before, none for the first of a thread, and walk outwards
         self.parent = np.arange(-1, len(rows) - 1)
-        self.parent[np.r_[True, self.thread[1:] != self.thread[:-1]][: len(rows)]] = -1
+        is_first = np.r_[True, self.thread[1:] != self.thread[:-1]][: len(rows)]
+        self.parent[is_first] = -1
         self._up_to_open(self.parent, self.start)
-        self._stop = np.maximum(
-            self._spans_before(self.thread, self.end, "left"), np.arange(len(rows)) + 1
-        )
+        # position after the last span that starts before the end: those inside of
+        # position i are i + 1 ... stop - 1
+        before_end = self._spans_before(self.thread, self.end, "left")
+        self._stop = np.maximum(before_end, np.arange(len(rows)) + 1)
 
     def at(self, thread: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
         """Position of the innermost span that is open on a thread at a time, -1
         without.
         """
-        place = self._spans_before(thread, time_ns, "right") - 1
+        position = self._spans_before(thread, time_ns, "right") - 1
         if len(self.rows):
-            place[self.thread[place] != thread] = -1
-        return self._up_to_open(place, time_ns)
+            position[self.thread[position] != thread] = -1
+        return self._up_to_open(position, time_ns)
 
-    def sums(self, place: np.ndarray, values) -> np.ndarray:
-        """Values (m,) that belong to places (m,), -1 to none, added up by place."""
-        inside = place >= 0
+    def sums(self, position: np.ndarray, values) -> np.ndarray:
+        """Values (m,) that belong to positions (m,), -1 to none, added up by position."""
+        inside = position >= 0
         values = np.asarray(values)
-        total = np.bincount(
-            place[inside], values[inside].astype(float), minlength=len(self.rows)
-        )
+        weights = values[inside].astype(float)
+        total = np.bincount(position[inside], weights, minlength=len(self.rows))
         return total if values.dtype.kind == "f" else total.astype(np.int64)
 
-    def inclusive(self, own: np.ndarray) -> np.ndarray:
+    def inclusive(self, values: np.ndarray) -> np.ndarray:
         """Values (n,) of each span with those inside of it."""
-        running = np.r_[0, np.cumsum(own)]
+        # a span and all inside of it stand together: a difference of running sums
+        running = np.r_[0, np.cumsum(values)]
         return running[self._stop] - running[:-1]
 
     def within(self, outer: np.ndarray, names: np.ndarray | None = None) -> np.ndarray:
-        """Which spans (n,) are inside of an outer one (mask), of their own name if
+        """Mask (n,) of the spans inside of an outer one (mask), of their own name if
         names are given.
         """
         keys = [self.thread] if names is None else [self.thread, names]
-        reach = (
-            pd.Series(np.where(outer, self.end, np.iinfo(np.int64).min))
-            .groupby(keys, sort=False)
-            .cummax()
-        )
-        return (
-            reach.groupby(keys, sort=False).shift(fill_value=np.iinfo(np.int64).min)
-            > self.start
-        ).to_numpy()
+        # a span is inside if an outer one of the same keys that begins earlier ends
+        # after it has begun: the running maximum of their ends, without the span itself
+        never = np.iinfo(np.int64).min
+        ends = pd.Series(np.where(outer, self.end, never))
+        latest_end = ends.groupby(keys, sort=False).cummax()
+        before = latest_end.groupby(keys, sort=False).shift(fill_value=never)
+        return (before > self.start).to_numpy()
 
     def _spans_before(
         self, thread: np.ndarray, time_ns: np.ndarray, side: str
     ) -> np.ndarray:
-        """How many spans come before each (thread, time): np.searchsorted on two keys."""
+        """Number of spans before each (thread, time): np.searchsorted on two keys."""
+        # spans and queries are sorted together; a query then counts the spans before it
         is_query = np.repeat([False, True], [len(self.rows), len(thread)])
         last = is_query if side == "right" else ~is_query
-        order = np.lexsort(
-            (last, np.r_[self.start, time_ns], np.r_[self.thread, thread])
-        )
+        times = np.r_[self.start, time_ns]
+        threads = np.r_[self.thread, thread]
+        order = np.lexsort((last, times, threads))
         count = np.empty(len(order), dtype=np.int64)
         count[order] = np.cumsum(~is_query[order])
         return count[len(self.rows) :]
 
-    def _up_to_open(self, place: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-        """From each place outwards to the first span that is still open at a time;
-        works on parents in the making.
-        """
-        late = np.flatnonzero(place >= 0)
-        while len(
-            late := late[(place[late] >= 0) & (self.end[place[late]] <= time_ns[late])]
-        ):
-            place[late] = self.parent[place[late]]
-        return place
+    def _up_to_open(self, position: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
+        """Move each position outwards to the first span that is still open at a time."""
+        # All at once, one level a round: rounds are as many as the deepest nesting. Also
+        # for the parents themselves: those of earlier positions are right first.
+        late = np.flatnonzero(position >= 0)
+        while len(late):
+            at = position[late]
+            late = late[(at >= 0) & (self.end[at] <= time_ns[late])]
+            position[late] = self.parent[position[late]]
+        return position
 
 
 def thread_of(spans: pd.DataFrame) -> np.ndarray:
     """One number (n,) for rank and stream of each span."""
-    return (
-        spans["rank"].to_numpy().astype(np.int64) * 2**32 + spans["stream"].to_numpy()
-    )
+    # both are int32: the rank takes the upper half of 64 bits
+    rank = spans["rank"].to_numpy().astype(np.int64)
+    return rank * 2**32 + spans["stream"].to_numpy()

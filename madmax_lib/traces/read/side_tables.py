@@ -1,5 +1,5 @@
-"""What do a trace's events say beyond their times? Collective metadata, allocator
-events, shapes, graphs and waits.
+"""Side tables of a trace: what its events say beyond their times. Collective metadata,
+allocator events, shapes, graphs and waits.
 
 A second pass over the file with every field, made when an analysis first asks
 (`Timeline.side_tables`).
@@ -8,7 +8,7 @@ A second pass over the file with every field, made when an analysis first asks
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
+from madmax_lib.timeline.kinds import COLLECTIVES, POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline.timeline import SPANS, Timeline
 from madmax_lib.traces.read.cache import cached, content_sha256
@@ -26,20 +27,17 @@ from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
 __all__ = ["read_side_tables", "side_tables_of"]
 
-# in this order: a reduce-scatter is neither a reduce nor a scatter
-_COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "barrier",
-)
-_COLLECTIVES += ("reduce", "scatter", "gather")
-_BATCH = 4000  # events whose columns are made at once
+# allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
+# COLLECTIVES, in which a reduce-scatter is found before reduce and scatter
+_SPELLINGS = {
+    re.compile(collective.replace("_", ".?"), re.IGNORECASE): collective
+    for collective in COLLECTIVES
+    if collective not in POINT_TO_POINT
+}
+_BATCH = 4000  # events whose columns are made at once: an array costs as much as 100
 _NULL = (b"", b"null")
 _OPERATORS = ("cpu_op", "operator")
-# by c10::DeviceType
+# by c10::DeviceType (c10/core/DeviceType.h)
 _DEVICES = {
     0: "cpu",
     1: "cuda",
@@ -101,56 +99,49 @@ def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
 
 
 def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
-    """Tables of a file, from the cache if they are there: as side tables of a timeline
-    without spans.
-    """
+    """Tables of a file, from the cache if they are there."""
 
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        return Timeline(
-            _nothing(),
-            side_tables=SideTables(partial(dict, read_side_tables(path, rank))),
-        )
+        tables = read_side_tables(path, rank)
+        # the cache holds timelines: one without spans carries the tables
+        no_spans = {column: pd.Series([], dtype=d) for column, d in SPANS.items()}
+        side_tables = SideTables(partial(dict, tables))
+        return Timeline(pd.DataFrame(no_spans), side_tables=side_tables)
 
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
-
-
-@cache
-def _nothing() -> pd.DataFrame:
-    return pd.DataFrame({column: pd.Series([], dtype=d) for column, d in SPANS.items()})
 
 
 def read_side_tables(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
     return {
-        name: conform(name, _whole(parts[name])) for name in SIDE_TABLES if parts[name]
+        name: conform(name, _joined(parts[name])) for name in SIDE_TABLES if parts[name]
     }
 
 
 def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
+    """Columns of each table, in pieces; rows are counted as `read_columns` counts."""
     parts: dict[str, list[dict]] = {name: [] for name in SIDE_TABLES}
     threads = Codes()
-    first = 0
+    rows_before = 0
     for events in _batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
         rows = _with_times(complete(events), exact)
         threads.pairs([e.pid for e in rows], [e.tid for e in rows])
         for name, chosen in _chosen(rows).items():
             if chosen:
-                parts[name].append(
-                    {
-                        "row": first + np.array(chosen),
-                        **_COLUMNS[name]([rows[i] for i in chosen]),
-                    }
-                )
-        first += len(rows)
-        if instants := [
+                columns = _COLUMNS[name]([rows[i] for i in chosen])
+                parts[name].append({"row": rows_before + np.array(chosen), **columns})
+        rows_before += len(rows)
+        # allocator events are instants, without a duration: they are no rows
+        instants = [
             e for e in events if e.ph == "i" and e.name == "[memory]" and e.args
-        ]:
-            parts["memory"].append(
-                _memory(_with_times(instants, exact), exact, threads, rank)
-            )
+        ]
+        if instants:
+            instants = _with_times(instants, exact)
+            parts["memory"].append(_memory(instants, exact, threads, rank))
+    # the file's zero may stand behind its events, so it is added last
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
@@ -168,24 +159,24 @@ def _batches(pieces: Iterator[list]) -> Iterator[list]:
 
 
 def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
-    """Which of the rows belong to each table."""
+    """Numbers of the rows that belong to each table."""
+    # a batch has few spellings of categories and thousands of rows
     forms = {e.cat: e.cat.strip().lower() for e in rows if isinstance(e.cat, str)}
     operators = {category for category, form in forms.items() if form in _OPERATORS}
     syncs = {category for category, form in forms.items() if form == "cuda_sync"}
-    told = [(i, e.args) for i, e in enumerate(rows) if e.args is not None]
-    shaped = {i for i, args in told if args.shapes and bytes(args.shapes) not in _NULL}
     named = [(i, e.cat) for i, e in enumerate(rows) if isinstance(e.cat, str)]
+    with_args = [(i, e.args) for i, e in enumerate(rows) if e.args is not None]
+    # gloo's annotations tell shapes as operators do
+    shaped = {
+        i for i, args in with_args if args.shapes and bytes(args.shapes) not in _NULL
+    }
+    waits = [i for i, category in named if category in syncs] if syncs else []
     return {
-        "operators": sorted(
-            shaped.union(i for i, category in named if category in operators)
-        ),
-        "syncs": [i for i, category in named if category in syncs and i not in shaped]
-        if syncs
-        else [],
-        "calls": [i for i, args in told if args.collective is not None],
-        "graphs": [
-            i for i, args in told if args.graph is not None and args.graph != 0
-        ],  # 0: not in a graph
+        "operators": sorted(shaped.union(i for i, cat in named if cat in operators)),
+        "syncs": [i for i in waits if i not in shaped],
+        "calls": [i for i, args in with_args if args.collective is not None],
+        # None: not told; 0: not in a graph
+        "graphs": [i for i, args in with_args if args.graph not in (None, 0)],
     }
 
 
@@ -193,22 +184,13 @@ def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
     times = [e.ts for e in events]
-    if (
-        {*map(type, times), *map(type, durations)} <= {int, float}
-        and _near(times)
-        and _near(durations)
-    ):
-        return events
+    # the usual case without a conversion: plain numbers, none out of bounds
+    if {*map(type, times), *map(type, durations)} <= {int, float}:
+        values = times + durations
+        if not values or (min(values) > -FAR_US and max(values) < FAR_US):
+            return events
     sound = nanoseconds(times, exact)[1] & nanoseconds(durations, exact)[1]
-    return (
-        events
-        if sound.all()
-        else [e for e, good in zip(events, sound, strict=True) if good]
-    )
-
-
-def _near(us: list) -> bool:
-    return not us or (min(us) > -FAR_US and max(us) < FAR_US)
+    return [event for event, good in zip(events, sound, strict=True) if good]
 
 
 def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
@@ -240,12 +222,8 @@ def _collective(name: str) -> str:
     >>> _collective("_reduce_scatter_base"), _collective("send")
     ('reduce_scatter', 'send')
     """
-    patterns = {
-        collective.replace("_", ".?"): collective for collective in _COLLECTIVES
-    }
-    return next(
-        (patterns[p] for p in patterns if re.search(p, name, re.IGNORECASE)), name
-    )
+    matches = (each for pattern, each in _SPELLINGS.items() if pattern.search(name))
+    return next(matches, name)
 
 
 def _memory(
@@ -265,11 +243,9 @@ def _memory(
 
 
 def _device(kind, number) -> str:
-    name = (
-        _DEVICES.get(kind, f"device type {kind}")
-        if isinstance(kind, int)
-        else str(kind)
-    )
+    name = str(kind)
+    if isinstance(kind, int):
+        name = _DEVICES.get(kind, f"device type {kind}")
     return name if name == "cpu" or number in (None, -1) else f"{name}:{number}"
 
 
@@ -290,22 +266,13 @@ def _texts(values: list[msgspec.Raw]) -> list[str]:
     is decoded once.
     """
     raw = list(map(bytes, values))
-    texts = {text: _compact(text) for text in set(raw)}
+    texts = {}
+    for text in set(raw):
+        texts[text] = ""
+        if text not in _NULL:
+            with contextlib.suppress(msgspec.DecodeError):  # such as NaN
+                texts[text] = msgspec.json.encode(msgspec.json.decode(text)).decode()
     return [texts[text] for text in raw]
-
-
-def _compact(text: bytes) -> str:
-    with contextlib.suppress(msgspec.DecodeError):
-        return (
-            ""
-            if text in _NULL
-            else msgspec.json.encode(msgspec.json.decode(text)).decode()
-        )
-    return ""
-
-
-def _graphs(rows: list[_FullEvent]) -> dict[str, Any]:
-    return {"graph": integers([e.args.graph for e in rows])}
 
 
 def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
@@ -321,20 +288,18 @@ _NO_ARGS = _FullArgs()
 _COLUMNS: dict[str, Callable[[list], dict]] = {
     "calls": _calls,
     "operators": _operators,
-    "graphs": _graphs,
+    "graphs": lambda rows: {"graph": integers([e.args.graph for e in rows])},
     "syncs": _syncs,
 }
 
 
-def _whole(parts: list[dict]) -> dict[str, Any]:
-    """Columns of a table from its pieces; texts stay objects, an array of text is as
-    wide as its longest item.
-    """
+def _joined(parts: list[dict]) -> dict[str, Any]:
+    """Columns of a table from its pieces."""
 
     def array(values) -> np.ndarray:
-        return np.asarray(
-            values, dtype=object if len(values) and isinstance(values[0], str) else None
-        )
+        # an array of text is as wide as its longest item: texts stay objects
+        is_text = len(values) > 0 and isinstance(values[0], str)
+        return np.asarray(values, dtype=object if is_text else None)
 
     return {
         key: np.concatenate([array(part[key]) for part in parts]) for key in parts[0]

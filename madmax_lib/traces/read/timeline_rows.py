@@ -1,4 +1,4 @@
-"""What do the rows of a trace mean? EventColumns of one file in, its `Timeline` out.
+"""Meaning of the rows of a trace: EventColumns of one file in, its `Timeline` out.
 
 Rows of the device are recognised by category, never by the presence of a stream. On
 traces without a device (CPU with gloo) see `cpu_kinds`. The rules "hta" follow HTA
@@ -20,6 +20,7 @@ from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.kernel_names import original_name
+from madmax_lib.traces.read.readers import Provenance
 from madmax_lib.traces.read.steps import assign_steps
 
 __all__ = ["read_file"]
@@ -27,11 +28,9 @@ __all__ = ["read_file"]
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")
-_EPOCH_NS = (
-    10**18
-    # a time beyond this is counted from 1970 even without baseTimeNanoseconds (2001 and
-    # later)
-)
+# September 2001: a time beyond it is counted from 1970, also without
+# baseTimeNanoseconds; one that counts from the start of a machine would need 31 years
+_EPOCH_NS = 10**18
 
 
 def read_file(
@@ -46,9 +45,9 @@ def read_file(
     (rank,) = map(str, meta.represents)
     more = {"files": {rank: {"name": path.name, "sha256": sha256}}}
     if caught:
-        more["warnings"] = {
-            rank: [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
-        }
+        # without the path, which may be another when the cache gives the timeline
+        texts = [str(each.message).removeprefix(f"{path}: ") for each in caught]
+        more["warnings"] = {rank: texts}
     return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
 
 
@@ -59,32 +58,36 @@ def _read(
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
     spans = _spans(columns, trace, rank, hta, table)
+    provenance = _provenance(columns, trace, rank)
+    provenance["rules"] = "hta" if hta else "exact"
+    if user_kinds:
+        # kept with the timeline, because its user's table is not there later
+        names = collective_names(columns.names, table=table)
+        pairs = zip(columns.names, names, strict=True)
+        provenance["collectives"] = {name: each for name, each in pairs if each}
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size") if isinstance(info, dict) else None
+    is_simulated = trace.envelope.get(SOURCE_KEY) == "simulated"
+    is_unix = len(spans) and spans["start_ns"].min() > _EPOCH_NS
     meta = Meta(
-        source="simulated"
-        if trace.envelope.get(SOURCE_KEY) == "simulated"
-        else "measured",
+        source="simulated" if is_simulated else "measured",
         world_size=world_size if _is_rank(world_size) else 1,
         represents={rank: [rank]},
-        device=_device_name(trace.envelope.get("deviceProperties")),
-        clock="unix"
-        if len(spans) and spans["start_ns"].min() > _EPOCH_NS
-        else "relative",
-        provenance={
-            "rules": "hta" if hta else "exact",
-            "threads": {
-                str(rank): [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
-            },
-            **(
-                {"collectives": _user_collectives(columns, table)} if user_kinds else {}
-            ),
-            **({"damaged": {str(rank): trace.damage}} if trace.damage else {}),
-        },
+        device=_device_name(trace),
+        clock="unix" if is_unix else "relative",
+        provenance=provenance,
     )
-    del columns  # its arrays are spans now, and the steps need room
+    del columns  # its arrays are spans now, and the steps need memory
     spans["step"] = assign_steps(spans)
     return spans, meta
+
+
+def _provenance(columns: EventColumns, trace: RawTrace, rank: int) -> Provenance:
+    threads = [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
+    provenance: Provenance = {"threads": {str(rank): threads}}
+    if trace.damage:
+        provenance["damaged"] = {str(rank): trace.damage}
+    return provenance
 
 
 def _rank(columns: EventColumns, trace: RawTrace) -> int:
@@ -112,80 +115,62 @@ def _spans(
     """
     if trace.events == 0:
         trace.warn("the trace holds no events")
-    start_ns, dur_ns = (
-        _hta_times(columns) if hta else (columns.start_ns, columns.dur_ns)
-    )
-    kind, stream = _hta_kinds(columns, table) if hta else _exact_kinds(columns, table)
-    if trace.events and not hta:
-        _warn_of_absence(columns, trace, kind, stream)
-    if not hta and (negative := int((dur_ns < 0).sum())):
-        trace.warn(f"{negative} negative durations taken as 0")
-        np.maximum(dur_ns, 0, out=dur_ns)
+    if hta:
+        start_ns, dur_ns = _hta_times(columns)
+        kind, stream = _hta_kinds(columns, table)
+    else:
+        start_ns = columns.start_ns
+        dur_ns = columns.dur_ns
+        kind, stream = _exact_kinds(columns, table)
+        if trace.events:
+            _warn_of_absence(columns, trace, kind, stream)
+        if negative := int((dur_ns < 0).sum()):
+            trace.warn(f"{negative} negative durations taken as 0")
+            np.maximum(dur_ns, 0, out=dur_ns)
     start_ns += trace.base_ns
-    return pd.DataFrame(
-        {
-            "rank": np.full(len(columns), rank, dtype=np.int32),
-            "stream": stream,
-            "kind": pd.Categorical.from_codes(kind, KINDS),
-            "name": pd.Categorical([original_name(name) for name in columns.names])[
-                columns.name
-            ],
-            "start_ns": start_ns,
-            "dur_ns": dur_ns,
-            "step": np.full(len(columns), -1, dtype=np.int32),
-            "correlation": columns.correlation,
-            "op": columns.op,
-            "group": pd.Categorical.from_codes(
-                columns.group - 1, columns.groups[1:]
-            ),  # code 0: none
-            "size_bytes": columns.size_bytes,
-        },
-        copy=False,
-    )
+    names = pd.Categorical([original_name(name) for name in columns.names])
+    # group code 0 is none, which a Categorical writes as -1
+    group = pd.Categorical.from_codes(columns.group - 1, columns.groups[1:])
+    spans = {
+        "rank": np.full(len(columns), rank, dtype=np.int32),
+        "stream": stream,
+        "kind": pd.Categorical.from_codes(kind, KINDS),
+        "name": names[columns.name],
+        "start_ns": start_ns,
+        "dur_ns": dur_ns,
+        "step": np.full(len(columns), -1, dtype=np.int32),
+        "correlation": columns.correlation,
+        "op": columns.op,
+        "group": group,
+        "size_bytes": columns.size_bytes,
+    }
+    return pd.DataFrame(spans, copy=False)
 
 
 def _warn_of_absence(
     columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray
 ) -> None:
     """Warn where a device was at work, or something was, and no row tells."""
-    busy, marks = (
-        np.isin(kind, [KINDS.index(k) for k in kinds])
-        for kinds in (BUSY_KINDS, ("annotation",))
-    )
-    left_out = (
-        f"; {trace.nameless} rows without a category are left out"
-        if trace.nameless
-        else ""
-    )
-    launches = any(
-        re.search("runtime|driver", columns.categories[code])
-        for code in np.unique(columns.category)
-    )
-    device = _device_name(trace.envelope.get("deviceProperties"))
-    if (
-        not (busy | marks).any()
-        and not launches
-        and not device
-        and (len(columns) or left_out)
-    ):
-        trace.warn(f"no row of a known category: nothing is at work{left_out}")
+    busy = np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS])
+    annotated = kind == KINDS.index("annotation")
+    left_out = ""
+    if trace.nameless:
+        left_out = f"; {trace.nameless} rows without a category are left out"
+    # calls of the CUDA or HIP runtime launch work for a device
+    categories = [columns.categories[code] for code in np.unique(columns.category)]
+    launches = any(re.search("runtime|driver", category) for category in categories)
+    device = _device_name(trace)
+    if not ((busy | annotated).any() or launches or device):
+        if len(columns) or left_out:
+            trace.warn(f"no row of a known category: nothing is at work{left_out}")
     elif not (busy & (stream >= 0)).any() and (launches or device or left_out):
         times = "all times are the host's" if busy.any() else "nothing is at work"
-        trace.warn(
-            f"no row of a device{f', {device},' if device else ''} is recorded: "
-            f"{times}{left_out}"
-        )
+        name = f", {device}," if device else ""
+        trace.warn(f"no row of a device{name} is recorded: {times}{left_out}")
 
 
-def _user_collectives(columns: EventColumns, table: pd.DataFrame) -> dict[str, str]:
-    """Collectives that a user's table names, for `exposed_by_collective`."""
-    collectives = dict(
-        zip(columns.names, collective_names(columns.names, table=table), strict=True)
-    )
-    return {name: collective for name, collective in collectives.items() if collective}
-
-
-def _device_name(properties) -> str:
+def _device_name(trace: RawTrace) -> str:
+    properties = trace.envelope.get("deviceProperties")
     first = properties[0] if isinstance(properties, list) and properties else None
     return str(first.get("name", "")) if isinstance(first, dict) else ""
 
@@ -203,23 +188,22 @@ def _exact_kinds(
     on_device = np.isin(category, _DEVICE)
     copies = np.isin(category, _COPY)
     has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
+    # categories have few values: (categories,) flags become (n,) by indexing
     kind = of_category[columns.category]
-    kind[begins(columns, "ProfilerStep")] = KINDS.index(
-        "annotation"
-    )  # operators until 2021 and of torch_npu
+    # the category of steps is that of operators until 2021 and in torch_npu
+    kind[begins(columns, "ProfilerStep")] = KINDS.index("annotation")
     stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
     stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
     device = on_device[columns.category]
     if device.any():
         kind[device] = _kind_of_name(columns, device, "exact", table)
-        kind[copies[columns.category] & (kind == KINDS.index("compute"))] = KINDS.index(
-            "memcpy"
-        )
+        # a copy whose name says nothing is told by its category
+        unnamed = copies[columns.category] & (kind == KINDS.index("compute"))
+        kind[unnamed] = KINDS.index("memcpy")
     else:
         comm = kind == KINDS.index("annotation")
-        comm[comm] = _kind_of_name(columns, comm, "annotation", table) == KINDS.index(
-            "comm"
-        )
+        of_name = _kind_of_name(columns, comm, "annotation", table)
+        comm[comm] = of_name == KINDS.index("comm")
         classify_cpu(columns, kind, comm)
     return kind, stream
 
@@ -231,12 +215,9 @@ def _hta_kinds(
     the device.
     """
     device = columns.stream >= 0
-    annotation = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)[
-        columns.category
-    ]
-    kind = np.where(annotation, KINDS.index("annotation"), KINDS.index("cpu")).astype(
-        np.int8
-    )
+    kind = np.full(len(columns), KINDS.index("cpu"), dtype=np.int8)
+    of_category = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)
+    kind[of_category[columns.category]] = KINDS.index("annotation")
     if device.any():
         kind[device] = _kind_of_name(columns, device, "hta", table)
     return kind, np.where(device, columns.stream, -1 - columns.thread)
@@ -245,13 +226,13 @@ def _hta_kinds(
 def _kind_of_name(
     columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame
 ) -> np.ndarray:
+    """Kind codes of some rows by their names, each name looked up once."""
     names = columns.name[rows]
-    used = np.zeros(len(columns.names), dtype=bool)
-    used[names] = True
-    used_names = [columns.names[code] for code in np.flatnonzero(used)]
-    kinds = kernel_kinds(used_names, rules=rules, table=table)
-    of_name = np.zeros(len(used), dtype=np.int8)
-    of_name[used] = [KINDS.index(kind) for kind in kinds]
+    codes = np.flatnonzero(np.bincount(names, minlength=len(columns.names)))
+    texts = [columns.names[code] for code in codes]
+    kinds = kernel_kinds(texts, rules=rules, table=table)
+    of_name = np.zeros(len(columns.names), dtype=np.int8)
+    of_name[codes] = [KINDS.index(kind) for kind in kinds]
     return of_name[names]
 
 
@@ -270,8 +251,9 @@ def _stream_of_thread(columns: EventColumns) -> np.ndarray:
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
     number or as `stream 7`.
     """
-    digits = [re.search(r"(?<![-\d])\d+$", str(tid)) for _, tid in columns.threads]
-    streams = np.array(
-        [int(d[0]) if d and len(d[0]) < 10 else 0 for d in digits], dtype=np.int32
-    )
+    streams = np.zeros(len(columns.threads), dtype=np.int32)
+    for thread, (_, tid) in enumerate(columns.threads):
+        # up to nine digits fit into int32; -7 is no stream
+        digits = re.search(r"(?<![-\d])\d{1,9}$", str(tid))
+        streams[thread] = int(digits[0]) if digits else 0
     return streams[columns.thread]

@@ -1,5 +1,5 @@
-"""What do the values of a trace mean? Times in exact nanoseconds, numbers that may be
-text, names of types.
+"""Values of a trace: times in exact nanoseconds, numbers that may be text, names of
+types.
 
 Collectives say bfloat16, operators c10::BFloat16 and long int: here they are one.
 """
@@ -23,10 +23,11 @@ __all__ = [
     "recorded_dtype",
 ]
 
-_FLOAT_IS_EXACT_US = (
-    2.0**43
-)  # below, the spacing of float64 is under 1 ns, so three decimals can be recovered
+# float64 has 53 bits: below 2**43 us its spacing is at most 2**-10 us, under 1 ns, so
+# that three decimals can be recovered
+_FLOAT_IS_EXACT_US = 2.0**43
 FAR_US = FAR_NS // 1000
+# by the names that collectives record, those of c10::ScalarType in lower case
 _BYTES = {
     "float": 4,
     "int": 4,
@@ -41,6 +42,7 @@ _BYTES = {
     "complexfloat": 8,
     "complexdouble": 16,
 }
+# other names of them: C++ types of operators, numpy types
 _AS_COLLECTIVES = {
     "unsigned char": "byte",
     "signed char": "char",
@@ -70,9 +72,8 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     Splitting off the whole microseconds first keeps the product below 2**53, so
     rounding gives back the decimals.
     """
-    types = set(
-        map(type, us)
-    )  # a text would make every item of an array as long as it is
+    # types first: one text would make every item of an array as long as it is
+    types = set(map(type, us))
     with contextlib.suppress(OverflowError):  # an integer of many digits
         if types <= {int}:
             values = np.fromiter(us, dtype=np.int64, count=len(us))
@@ -82,21 +83,23 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
             values = np.fromiter(us, dtype=np.float64, count=len(us))
             if np.abs(values).max() >= _FLOAT_IS_EXACT_US:
                 raise NeedsDecimal
-            whole = np.floor(values)
-            ns = whole.astype(np.int64) * 1000 + np.rint(
-                (values - whole) * 1000
-            ).astype(np.int64)
+            whole_us = np.floor(values)
+            decimals_ns = np.rint((values - whole_us) * 1000).astype(np.int64)
+            ns = whole_us.astype(np.int64) * 1000 + decimals_ns
             return ns, np.ones(len(us), dtype=bool)
     if not exact and any(
         isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us
     ):
         raise NeedsDecimal
+    # text or many digits: one by one, as decimals
     converted = [_decimal_ns(value) for value in us]
     sound = np.array([ns is not None for ns in converted], dtype=bool)
     return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
 
 
 def _decimal_ns(us) -> int | None:
+    """Nanoseconds of a number or its text; None for what is none, or out of bounds."""
+    # not isinstance: True is no time
     if type(us) not in (int, float, str, Decimal):
         return None
     with contextlib.suppress(InvalidOperation):  # not a number
@@ -108,25 +111,21 @@ def _decimal_ns(us) -> int | None:
 
 def floats(us: list) -> np.ndarray:
     """(n,) float64 of numbers, some of which may be text."""
-    plain = set(map(type, us)) <= {int, float}
-    return np.fromiter(
-        us if plain else (float(EXACT(v)) for v in us), dtype=np.float64, count=len(us)
-    )
+    is_plain = set(map(type, us)) <= {int, float}
+    numbers = us if is_plain else [float(EXACT(value)) for value in us]
+    return np.fromiter(numbers, dtype=np.float64, count=len(us))
 
 
 def integers(values: list, missing: int = -1) -> np.ndarray:
     """(n,) int64, `missing` where there is none or no integer."""
-    try:
-        numbers = np.array(
-            [missing if v is None else v for v in values], dtype=np.int64
-        )
-    except (ValueError, TypeError, OverflowError):
-        numbers = np.empty(0)
-    return (
-        numbers
-        if numbers.shape == (len(values),)
-        else np.array([integer(v, missing) for v in values], np.int64)
-    )
+    numbers = None
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        plain = [missing if value is None else value for value in values]
+        numbers = np.array(plain, dtype=np.int64)
+    # lists among the values would make it (n, k)
+    if numbers is None or numbers.shape != (len(values),):
+        numbers = np.array([integer(value, missing) for value in values], np.int64)
+    return numbers
 
 
 def integer(value, missing: int = -1) -> int:
