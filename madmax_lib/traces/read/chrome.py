@@ -1,5 +1,5 @@
-"""How do the bytes of a Chrome trace become columns? Streaming, typed, and forgiving to
-damaged files.
+"""Events of a Chrome trace from its bytes: streaming, typed, and forgiving to damaged
+files.
 
 The file is decompressed in blocks (isal) and cut between events; each piece is decoded
 by msgspec into a typed struct that keeps only the fields we use, so memory stays
@@ -29,6 +29,7 @@ from madmax_lib.traces.read.salvage import (
     BETWEEN,
     EVENT_START,
     BreaksOff,
+    Decoded,
     decode_final,
     decode_json,
     decode_piece,
@@ -36,17 +37,13 @@ from madmax_lib.traces.read.salvage import (
 
 __all__ = ["decode_pieces"]
 
-_BLOCK = (
-    1 << 16
-)  # bytes of JSON text per piece: its memory is used again, not asked for anew
+# bytes of JSON text per piece: small enough that the allocator uses its memory again
+_BLOCK = 1 << 16
 _READ = 1 << 16  # bytes of a packed file
-_LONGEST = (
-    1 << 23
-    # bytes of an event, and of the keys before or after the events: what is longer is not
-    # kept
-)
-_OVERLAP = 1 << 12
-_KEYS = 100  # places to try as the start of the events
+# bytes of an event, and of the keys before or after the events; a longer one is skipped
+_LONGEST = 1 << 23
+_OVERLAP = 1 << 12  # bytes in which the start of an event may be cut by a block
+_KEYS = 100  # positions to try as the start of the events
 _MAGIC = b"\x1f\x8b"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
@@ -54,8 +51,7 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 def decode_pieces(
     trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None
 ) -> Iterator[list]:
-    """The events of a trace file, in lists of some hundred; `trace` is filled on the
-    way.
+    """Events of a trace file, in lists of some hundred; `trace` is filled on the way.
 
     event: what to make of each, Event or a class derived from it; without it complete
     events get the attributes of Event and the others may be nothing but counted.
@@ -67,48 +63,42 @@ def decode_pieces(
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
     with contextlib.closing(_text_blocks(trace)) as blocks:
-        buffer = _find_events(trace, blocks)
-        rest = None
-        enough = 0
-        while more := _at_least(blocks, enough - len(buffer)):
-            buffer += more
+        text = _find_events(trace, blocks)
+        piece = Decoded([])
+        wanted_bytes = 0
+        while more := _at_least(blocks, wanted_bytes - len(text)):
+            text += more
             try:
-                events, rest, buffer = _next_piece(trace, decoder, buffer, quick)
-                enough = 0
-            except (
-                BreaksOff
-            ):  # twice as much each time, so that all attempts together stay linear
-                enough = min(2 * len(buffer), _LONGEST)
-                if len(buffer) < _LONGEST:
+                piece = _next_piece(trace, decoder, text, quick)
+                wanted_bytes = 0
+            except BreaksOff:
+                # twice as much each time, so that all attempts together stay linear
+                wanted_bytes = min(2 * len(text), _LONGEST)
+                if len(text) < _LONGEST:
                     continue
-                events, rest, buffer = decode_final(trace, decoder, buffer)
-                buffer = (
-                    _skip_event(trace, blocks, buffer)
-                    if rest is None and buffer
-                    else buffer
-                )
-            trace.events += len(events)
-            yield events
-            if rest is not None:
+                piece = decode_final(trace, decoder, text)
+                if piece.rest is None and piece.tail:
+                    tail = _skip_event(trace, blocks, piece.tail)
+                    piece = piece._replace(tail=tail)
+            text = piece.tail
+            trace.events += len(piece.events)
+            yield piece.events
+            if piece.rest is not None:
                 break
-        if rest is None:
-            events, rest, lost = decode_final(trace, decoder, buffer)
-            if rest is None:
-                trace.damage, trace.lost_bytes = (
-                    trace.damage or "truncated JSON",
-                    trace.lost_bytes + len(lost),
-                )
-            trace.events += len(events)
-            yield events
-        _read_rest(trace, blocks, rest or b"")
+        if piece.rest is None:  # the text ends, and the list with it or not
+            piece = decode_final(trace, decoder, text)
+            if piece.rest is None:
+                trace.damage = trace.damage or "truncated JSON"
+                trace.lost_bytes += len(piece.tail)
+            trace.events += len(piece.events)
+            yield piece.events
+        _read_rest(trace, blocks, piece.rest or b"")
 
 
 def _at_least(blocks: Iterator[bytes], length: int) -> bytes:
     """The next block, or as many as have a length together; fewer at the end, and
-    nothing behind it.
+    nothing after it.
     """
-    if length <= 0:
-        return next(blocks, b"")
     parts = []
     for part in blocks:
         parts.append(part)
@@ -121,21 +111,21 @@ def _at_least(blocks: Iterator[bytes], length: int) -> bytes:
 def _next_piece(
     trace: RawTrace,
     decoder: msgspec.json.Decoder,
-    buffer: bytes,
+    text: bytes,
     quick: msgspec.json.Decoder | None,
-) -> tuple[list, bytes | None, bytes]:
-    """Events of a text without the last one, what follows their list if it ends, and
-    the text that is left.
+) -> Decoded:
+    """Events of a text without the last one, which may go on in the next block.
 
     Raises BreaksOff where the last but one has no end that can be told: it stands
     inside a string or a nested list.
     """
-    if not (cut := _last_cut(buffer)):
+    if not (cut := _last_cut(text)):
         raise BreaksOff
-    events, rest = decode_piece(trace, decoder, buffer[: cut.start() + 1], quick)
-    if rest is None:
-        return events, None, buffer[cut.end() :]
-    return events, rest + buffer[cut.start() + 1 :], b""
+    until = cut.start() + 1  # the } of the last but one
+    piece = decode_piece(trace, decoder, text[:until], quick)
+    if piece.rest is None:
+        return Decoded(piece.events, tail=text[cut.end() :])
+    return Decoded(piece.events, rest=piece.rest + text[until:])
 
 
 def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes) -> bytes:
@@ -169,21 +159,23 @@ def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
 
 def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Blocks none of which is very small: each costs as much as some thousand events."""
-    held = []
+    small = []
     size = 0
     for part in parts:
         if part:
-            held.append(part)
+            small.append(part)
             size += len(part)
         if size > _BLOCK // 4:
-            yield b"".join(held)
-            held = []
+            yield b"".join(small)
+            small = []
             size = 0
-    if held:
-        yield b"".join(held)
+    if small:
+        yield b"".join(small)
 
 
 def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
+    """Text of a gzip file of one or more members, of at most a block each."""
+    # wbits: 15 for the window, 16 for the header and checksum of gzip
     stream = isal_zlib.decompressobj(wbits=31)
     data = b""
     done = 0
@@ -217,11 +209,9 @@ def _up_to_damage(file, done: int) -> Iterator[bytes]:
     file.seek(0)
     with contextlib.suppress(isal_zlib.error):
         for bite in iter(lambda: file.read(8), b""):
-            if stream.eof:
-                stream, bite = (
-                    isal_zlib.decompressobj(wbits=31),
-                    stream.unused_data + bite,
-                )
+            if stream.eof:  # the next member begins in what the last one left
+                bite = stream.unused_data + bite
+                stream = isal_zlib.decompressobj(wbits=31)
             part = stream.decompress(bite)
             yield part[done:]
             done -= min(done, len(part))
@@ -241,15 +231,14 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
         for match in itertools.islice(
             _EVENTS_KEY.finditer(text, searched), _KEYS - tried
         ):
-            tried = tried + 1
+            tried += 1
             searched = match.end()
             try:
                 trace.envelope = decode_json(text[:searched] + b"]}")
                 trace.envelope.pop("traceEvents")
             except msgspec.DecodeError as error:
-                if "truncated" in str(error) or text.startswith(
-                    b"["
-                ):  # the words stand inside a string or an object
+                # the words stand inside a string or an object
+                if "truncated" in str(error) or text.startswith(b"["):
                     continue
                 trace.lost_keys = True
             return text[searched:]
@@ -259,22 +248,18 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
         raise NotATrace(
             f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace"
         )
-    reason = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}.get(
-        text[:1], "not JSON"
-    )
-    reason = (
-        "a packed Nsight export: unpack it first"
-        if text.startswith(b"SQLite format 3")
-        else reason
-    )
+    reasons = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}
+    reason = reasons.get(text[:1], "not JSON")
+    if text.startswith(b"SQLite format 3"):
+        reason = "a packed Nsight export: unpack it first"
     raise _kind_of(trace, text)(
         f"{trace.path}: not a profiler trace ({trace.damage or reason})"
     )
 
 
 def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
-    """Whether a file holds something else, or what was to be a trace: it has a rank or
-    its JSON breaks off.
+    """OtherContent for a sound file of another kind, NotATrace for what was to be a
+    trace: it has a rank in its name or its JSON breaks off.
     """
     if trace.damage:
         return NotATrace
@@ -286,14 +271,15 @@ def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
     return NotATrace
 
 
-def _last_cut(buffer: bytes) -> re.Match | None:
-    """What stands between the last event that has begun and the one before it, if there
-    are two.
+def _last_cut(text: bytes) -> re.Match | None:
+    """Text between the last event that has begun and the one before it, if there are
+    two.
     """
+    # from the end backwards, in growing steps: an event has some hundred bytes
     reach = 1 << 12
     while True:
-        low = max(0, len(buffer) - reach)
-        cuts = list(BETWEEN.finditer(buffer, low))
+        low = max(0, len(text) - reach)
+        cuts = list(BETWEEN.finditer(text, low))
         if cuts or not low:
             return cuts[-1] if cuts else None
         reach *= 8

@@ -1,5 +1,5 @@
-"""What do the rows of a trace without a device mean? Which are communication, which
-compute, which wait for it?
+"""Kinds of rows in a trace without a device: communication, compute, and waiting for
+communication.
 
 Communication is what annotations of a backend name, on the threads of gloo. Compute is
 operators, but an operator that waits for a collective does not compute while it waits:
@@ -27,37 +27,37 @@ _ANNOTATION, _COMM, _COMPUTE = map(KINDS.index, ("annotation", "comm", "compute"
 
 
 def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> None:
-    """Set in kind (n,) what is communication and compute. comm: (n,) annotations that a
-    kind of communication names.
+    """Set in kind (n,) which rows are communication and compute. comm: (n,) annotations
+    that a kind of communication names.
     """
-    operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)[
-        columns.category
-    ] & (kind != _ANNOTATION)
+    is_operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)
+    operator = is_operator[columns.category] & (kind != _ANNOTATION)
     kind[comm] = _COMM
-    c10d = begins(columns, _CALLS[0])
-    in_flight = np.isin(
-        columns.thread, columns.thread[operator & c10d]
-    )  # the span of an asynchronous send or receive
+    # on a thread that calls c10d, an annotation of communication is the span of an
+    # asynchronous send or receive, in flight beside the operators: nothing is inside it
+    calls_c10d = operator & begins(columns, _CALLS[0])
+    in_flight = np.isin(columns.thread, columns.thread[calls_c10d])
     rows = np.flatnonzero(operator | (comm & ~in_flight))
-    spans = pd.DataFrame(
-        {"rank": 0, "stream": columns.thread, "start_ns": columns.start_ns}
-    )
-    nest = Nest(spans.assign(dur_ns=np.maximum(columns.dur_ns, 0)), rows)
+    spans = pd.DataFrame({"start_ns": columns.start_ns, "stream": columns.thread})
+    spans["rank"] = 0
+    spans["dur_ns"] = np.maximum(columns.dur_ns, 0)
+    nest = Nest(spans, rows)
     calls = begins(columns, *_CALLS)[nest.rows]
     annotation = comm[nest.rows]
-    waits = calls | _woken(columns, nest, comm, ~begins(columns, _WORKS)[nest.rows])
-    split = (
-        nest.inclusive(waits & ~annotation) > 0
-    ) & ~calls  # it waits, or something inside of it does
+    may_wait = ~begins(columns, _WORKS)[nest.rows]
+    waits = calls | _woken(columns, nest, comm, may_wait)
+    # an operator that waits, or in which something waits, is not compute itself; what is
+    # inside of it may be, and inside of any other nothing counts a second time
+    waiting_inside = nest.inclusive(waits & ~annotation)
+    split = (waiting_inside > 0) & ~calls
     compute = ~(split | calls | annotation | nest.within(~split))
     kind[nest.rows[compute]] = _COMPUTE
 
 
 def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
     """Whether the name of each row (n,) begins with a prefix."""
-    return np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)[
-        columns.name
-    ]
+    of_name = [name.startswith(prefixes) for name in columns.names]
+    return np.array(of_name, dtype=bool)[columns.name]
 
 
 def _woken(
@@ -66,9 +66,10 @@ def _woken(
     """Spans (n,) of the nest, of those that may wait, that are the innermost when a
     collective ends.
     """
-    ends = columns.start_ns[comm] + np.maximum(columns.dur_ns[comm], 0)
+    durations = np.maximum(columns.dur_ns[comm], 0)
+    ends = columns.start_ns[comm] + durations
     woken = np.zeros(len(nest.rows), dtype=bool)
     for thread in np.unique(nest.thread):
-        places = nest.at(np.full(len(ends), thread), ends)
-        woken[places[places >= 0]] = True
+        open_then = nest.at(np.full(len(ends), thread), ends)
+        woken[open_then[open_then >= 0]] = True
     return woken & may_wait

@@ -1,5 +1,5 @@
-"""How do typed events become arrays? One array per column, exact nanoseconds, names and
-threads as codes.
+"""Typed events as arrays: one per column, exact nanoseconds, names and threads as
+codes.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ __all__ = ["Codes", "EventColumns", "complete", "read_columns", "with_exact_time
 
 Result = TypeVar("Result")
 
-_PIECES_TOGETHER = 256
-_BATCH = 2000  # events whose columns are made at once
+_PIECES_TOGETHER = 256  # some 500,000 events, 30 MB
+_BATCH = 2000  # events whose columns are made at once: each array costs some 10 us
 _NO_ARGS = Args()
 
 
@@ -83,7 +83,7 @@ class EventColumns:
     correlation: np.ndarray  # int64, -1 where there is none
     op: np.ndarray  # int64 operator id, -1 where there is none
     size_bytes: np.ndarray  # float64, NaN where unknown
-    name: np.ndarray  # int32 code, place in names; category, thread and group likewise
+    name: np.ndarray  # int32 code, index of names; category, thread and group likewise
     category: np.ndarray
     thread: np.ndarray
     group: np.ndarray
@@ -92,9 +92,8 @@ class EventColumns:
     threads: list[tuple]  # pid, tid
     groups: list[str]  # the first is "", none
     group_rank: int | None  # global rank by the metadata of a collective
-    ts_us: np.ndarray | None = (
-        None  # float64 as HTA sees it; this and the next two only on request
-    )
+    # float64 as HTA sees it; this and the next two only on request
+    ts_us: np.ndarray | None = None
     dur_us: np.ndarray | None = None
     whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
@@ -116,8 +115,8 @@ def read_columns(
 def with_exact_times(
     path: str | Path, gather: Callable[[RawTrace, bool], Result]
 ) -> tuple[RawTrace, Result]:
-    """A trace and what `gather` makes of it, told whether numbers are decoded to
-    decimals: where floats lose ns.
+    """A trace and what `gather` makes of it: with floats, and where they would lose
+    nanoseconds once more with decimals.
     """
 
     def read(exact: bool) -> tuple[RawTrace, Result]:
@@ -141,15 +140,15 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     for rows in _batches(trace, decode_pieces(trace, exact=exact)):
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
-            group_rank = next(
-                (r for e in rows if e.args and (r := _global_rank(e.args)) is not None),
-                None,
-            )
+            ranks = (_global_rank(event.args) for event in rows if event.args)
+            group_rank = next((rank for rank in ranks if rank is not None), None)
         piece = _piece(rows, codes, exact, hta)
         parts.append(piece)
+        # those whose times are no numbers count as unreadable
         lost = len(rows) - len(piece["start_ns"])
-        trace.events, trace.skipped = trace.events - lost, trace.skipped + lost
-    arrays = parts.whole()
+        trace.events -= lost
+        trace.skipped += lost
+    arrays = parts.columns()
     return EventColumns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
@@ -165,9 +164,8 @@ def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Ev
     rows: list[Event] = []
     for events in pieces:
         rows += complete(events)
-        trace.nameless += len(
-            [1 for event in events if event.cat is None and event.dur is not None]
-        )
+        nameless = [e for e in events if e.cat is None and e.dur is not None]
+        trace.nameless += len(nameless)
         if len(rows) >= _BATCH:
             yield rows
             rows = []
@@ -188,36 +186,35 @@ class _Parts:
         if len(self._small) == _PIECES_TOGETHER:
             self._join()
 
-    def whole(self) -> dict[str, np.ndarray]:
+    def columns(self) -> dict[str, np.ndarray]:
         """The columns; at no time does more than one of them exist twice."""
         self._join()
         return {key: np.concatenate(self._large.pop(key)) for key in list(self._large)}
 
     def _join(self) -> None:
         for key in self._small[0] if self._small else ():
-            self._large.setdefault(key, []).append(
-                np.concatenate([piece[key] for piece in self._small])
-            )
+            joined = np.concatenate([piece[key] for piece in self._small])
+            self._large.setdefault(key, []).append(joined)
         self._small = []
 
 
 def complete(events: list[Event]) -> list[Event]:
-    """The events that last some time; one span each, if their times are numbers.
+    """Events that last some time; one span each, if their times are numbers.
 
     Ascend's profiler names no category: its tasks have a type and belong to the host's
     call with their connection.
     """
-    for e in [e for e in events if e.cat is None and e.dur is not None]:
-        if e.args is not None and e.args.connection is not None:
-            e.cat = "runtime" if e.args.task is None else "kernel"
-            e.args = type(e.args)(correlation=e.args.connection)
+    lasting = [event for event in events if event.dur is not None]
+    for event in lasting:
+        args = event.args
+        if event.cat is None and args is not None and args.connection is not None:
+            event.cat = "runtime" if args.task is None else "kernel"
+            event.args = type(args)(correlation=args.connection)
+    # "Trace" are the profiler's own marks of when it recorded
     return [
-        e
-        for e in events
-        if e.dur is not None
-        and e.cat is not None
-        and e.cat != "Trace"
-        and e.ph in ("X", None)
+        event
+        for event in lasting
+        if event.cat is not None and event.cat != "Trace" and event.ph in ("X", None)
     ]
 
 
@@ -226,17 +223,12 @@ def _piece(
 ) -> dict[str, np.ndarray]:
     ts = [e.ts for e in rows]
     dur = [e.dur for e in rows]
-    start_ns, sound = nanoseconds(ts, exact)
-    dur_ns, sound_dur = nanoseconds(dur, exact)
-    if not (
-        sound & sound_dur
-    ).all():  # a time that is no number: the event cannot be placed
-        return _piece(
-            [e for e, good in zip(rows, sound & sound_dur, strict=True) if good],
-            codes,
-            exact,
-            hta,
-        )
+    start_ns, start_is_number = nanoseconds(ts, exact)
+    dur_ns, dur_is_number = nanoseconds(dur, exact)
+    sound = start_is_number & dur_is_number
+    if not sound.all():  # an event without times cannot be placed: again without it
+        rows = [event for event, good in zip(rows, sound, strict=True) if good]
+        return _piece(rows, codes, exact, hta)
     args = [e.args or _NO_ARGS for e in rows]
     size_bytes, group = _notes(args, codes["group"])
     piece = {
@@ -262,22 +254,20 @@ def _streams(values: list) -> np.ndarray:
     bits.
     """
     streams = integers(values)
-    return np.where(streams < 2**31, np.maximum(streams, -1), streams % 2**31).astype(
-        np.int32
-    )
+    lower_bits = streams % 2**31
+    small = np.where(streams < 2**31, np.maximum(streams, -1), lower_bits)
+    return small.astype(np.int32)
 
 
 def _external_ids(args: list[Args]) -> np.ndarray:
     """(n,) operator ids, whichever way their key is written."""
     ids = integers([a.external_id for a in args])
+    # few rows lack "External id", most of them because they have none at all
     for row in np.flatnonzero(ids == -1).tolist():
-        arg = args[row]
-        if arg.external_id_new is not None or arg.external_id_old is not None:
-            ids[row] = integer(
-                arg.external_id_old
-                if arg.external_id_new is None
-                else arg.external_id_new
-            )
+        spellings = (args[row].external_id_new, args[row].external_id_old)
+        value = next((each for each in spellings if each is not None), None)
+        if value is not None:
+            ids[row] = integer(value)
     return ids
 
 
@@ -290,10 +280,15 @@ def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
         for row, a in enumerate(args)
         if a.size_bytes is not None or a.collective is not None or a.group is not None
     ]
+    names = {}
     for row in with_notes:
         sizes[row] = _size_bytes(args[row])
-    grouped = [row for row in with_notes if args[row].group is not None]
-    codes[grouped] = groups.of([_group(args[row]) for row in grouped])
+        if args[row].group is not None:
+            # with its ranks, as far as they are listed: groups of one name may differ
+            name = str(args[row].group)
+            ranks = args[row].group_ranks
+            names[row] = f"{name} {ranks}" if ranks else name
+    codes[list(names)] = groups.of(list(names.values()))
     return sizes, codes
 
 
@@ -316,17 +311,10 @@ def _size_bytes(args: Args) -> float:
         if args.size_bytes is not None:
             size = float(args.size_bytes)
         elif args.collective is not None:
-            size = max(
-                int(args.in_elements or 0), int(args.out_elements or 0)
-            ) * dtype_bytes(str(args.dtype))
+            # of all-gather and reduce-scatter one side is the shard, the other all of it
+            elements = max(int(args.in_elements or 0), int(args.out_elements or 0))
+            size = elements * dtype_bytes(str(args.dtype))
     return size if abs(size) < 2**63 else float("nan")
-
-
-def _group(args: Args) -> str:
-    """Name of a process group with its ranks, as far as the event lists them: groups of
-    one name may differ.
-    """
-    return f"{args.group} {args.group_ranks}" if args.group_ranks else str(args.group)
 
 
 def _global_rank(args: Args) -> int | None:

@@ -1,6 +1,4 @@
-"""What does a trace file hold? Its events as typed structs, and what it says beside
-them.
-"""
+"""Events of a trace file as typed structs, and what the file says beside them."""
 
 import functools
 import operator
@@ -30,11 +28,9 @@ EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
 """Text of a number to Decimal; what is none becomes NaN and what is beyond all bounds Infinity, which costs no time."""
 
 
-FAR_NS = (
-    3 * 10**18
-    # no time is as large, and the sum of three fits into int64: zero of the file, start and
-    # duration
-)
+# no time is as large (the year 2065), and the sum of three fits into int64: zero of the
+# file, start and duration
+FAR_NS = 3 * 10**18
 
 
 # top-level key of an exported simulation: it is never taken for a measurement
@@ -71,9 +67,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     group: Any = msgspec.field(default=None, name="Process Group Name")
     group_rank: Any = msgspec.field(default=None, name="Rank")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-    connection: Any = msgspec.field(
-        default=None, name="connection_id"
-    )  # this and the next: Ascend's, without category
+    # this and the next: of Ascend's profiler, whose events have no category
+    connection: Any = msgspec.field(default=None, name="connection_id")
     task: Any = msgspec.field(default=None, name="Task Type")
 
 
@@ -120,22 +115,20 @@ QUICK = functools.reduce(
 
 @dataclass
 class RawTrace:
-    """What a file says beside its events, filled while `chrome.decode_pieces` runs."""
+    """Facts of a file beside its events, filled while `chrome.decode_pieces` runs."""
 
     path: Path
     envelope: dict = field(default_factory=dict)  # every top-level key but traceEvents
     events: int = 0
     skipped: int = 0  # events that could not be read
-    nameless: int = (
-        0  # events with a duration and without a category, which could be anything
-    )
+    nameless: int = 0  # events with a duration and no category: could be anything
     lost_bytes: int = 0  # text after the last complete event of a truncated file
     damage: str = ""  # why the file ended early
     lost_keys: bool = False  # what stands before the events could not be read
 
     @property
     def base_ns(self) -> int:
-        """What the file counts its times from, in ns since 1970; 0 if it does not say."""
+        """Zero of the file's times, in ns since 1970; 0 if it does not say."""
         base_ns = self.envelope.get("baseTimeNanoseconds", 0)
         return base_ns if isinstance(base_ns, int) and abs(base_ns) < FAR_NS else 0
 

@@ -1,4 +1,4 @@
-"""Under which name is a span written, so that every reader gives it the kind it has?
+"""Names under which spans are written, so that every reader gives them their kind.
 
 A kernel's kind is told by its name, for HTA 0.5.0 (hta/utils/utils.py) as for
 `read_trace`. A name that both would classify as the span's kind is written as it is;
@@ -21,11 +21,9 @@ __all__ = ["collective_of", "original_name", "written_names"]
 _WRAPPED = re.compile(
     r"(?:ncclDevKernel_\w+|kernel|Memcpy|Memset) madmax\((.*)\)", re.DOTALL
 )
-_ESCAPED = (
-    r"%",
-    r"(?i)[%cmny]",
-    r"(?s).",
-)  # characters to escape; the second breaks up Sync, Memcpy, nccl, shmem, ...
+# characters to escape, in three attempts; the second breaks up Sync, Memcpy, nccl,
+# shmem, ..., the last leaves no letter
+_ESCAPED = (r"%", r"(?i)[%cmny]", r"(?s).")
 
 
 def original_name(name: str) -> str:
@@ -43,32 +41,26 @@ def written_names(spans: pd.DataFrame, on_device: bool) -> np.ndarray:
     """Names under which the spans are written, (n,) of str."""
     names = spans["name"].cat.categories
     kinds = spans["kind"].cat.categories
-    codes = (
-        spans["name"].cat.codes.to_numpy().astype(np.int64) * len(KINDS)
-        + spans["kind"].cat.codes.to_numpy()
-    )
+    # a million spans have some hundred pairs of name and kind: one code for each pair,
+    # (n,) the number of its pair
+    codes = spans["name"].cat.codes.to_numpy().astype(np.int64) * len(KINDS)
+    codes += spans["kind"].cat.codes.to_numpy()
     codes, pair = np.unique(codes, return_inverse=True)
-    pairs = [
-        (names[code // len(KINDS)], kinds[code % len(KINDS)]) for code in codes.tolist()
-    ]
-    wrapped = [
-        kind in BUSY_KINDS or (kind == "annotation" and not on_device)
-        for _, kind in pairs
-    ]
-    labels = [
-        original_name(name) if wrap else name
-        for (name, _), wrap in zip(pairs, wrapped, strict=True)
-    ]
+    labels = []
+    kinds_of_labels = []
+    may_wrap = []
+    for name_code, kind_code in zip(*np.divmod(codes, len(KINDS)), strict=True):
+        kind = kinds[kind_code]
+        wraps = kind in BUSY_KINDS or (kind == "annotation" and not on_device)
+        name = names[name_code]
+        labels.append(original_name(name) if wraps else name)
+        kinds_of_labels.append(kind)
+        may_wrap.append(wraps)
     for level in _ESCAPED:
-        keeps = _keeps_kind(labels, [kind for _, kind in pairs], on_device)
-        labels = [
-            _wrapped_name(original_name(name), kind, level)
-            if wrap and not kept
-            else label
-            for label, (name, kind), wrap, kept in zip(
-                labels, pairs, wrapped, keeps, strict=True
-            )
-        ]
+        is_right = _keeps_kind(labels, kinds_of_labels, on_device)
+        for i in np.flatnonzero(~is_right & np.array(may_wrap, dtype=bool)):
+            name = original_name(labels[i])
+            labels[i] = _wrapped_name(name, kinds_of_labels[i], level)
     return np.array(labels, dtype=object)[pair]
 
 
@@ -78,23 +70,24 @@ def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool) -> np.ndar
     """
     ours = kernel_kinds(labels)
     theirs = kernel_kinds(labels, rules="hta")
+    # HTA's kinds are three: memsets are memory to it
     kind = np.where(np.isin(kinds, "other"), "memcpy", kinds)
     if not on_device:
         return (ours == "comm") == (kind == "comm")
-    return ((ours == kind) | (kind == "memcpy") & (ours == "compute")) & (
-        theirs == kind
-    )
+    our_kind = (ours == kind) | ((kind == "memcpy") & (ours == "compute"))
+    return our_kind & (theirs == kind)
 
 
 def _wrapped_name(name: str, kind: str, level: str) -> str:
     prefix = {"memcpy": "Memcpy", "other": "Memset"}.get(kind, "kernel")
     if kind == "comm":
-        prefix = "ncclDevKernel_" + "".join(
-            word.capitalize() for word in collective_of(name).split("_")
-        )
-    text = re.sub(
-        level, lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), name
-    )
+        words = collective_of(name).split("_")
+        prefix = "ncclDevKernel_" + "".join(word.capitalize() for word in words)
+
+    def percent_encoded(match: re.Match) -> str:
+        return "".join(f"%{byte:02x}" for byte in match[0].encode())
+
+    text = re.sub(level, percent_encoded, name)
     return f"{prefix} madmax({text})"
 
 
@@ -104,9 +97,8 @@ def collective_of(name: str) -> str:
     """
     if collective := collective_names([name])[0]:
         return collective
+    # all_reduce, all-reduce, AllReduce: letters alone
     letters = re.sub(r"[^a-z]", "", name.lower())
-    words = [(collective.replace("_", ""), collective) for collective in COLLECTIVES]
-    words += [("send", "send_recv"), ("recv", "send_recv")]
-    return next(
-        (collective for word, collective in words if word in letters), "generic"
-    )
+    words = {collective.replace("_", ""): collective for collective in COLLECTIVES}
+    words |= {"send": "send_recv", "recv": "send_recv"}
+    return next((words[word] for word in words if word in letters), "generic")

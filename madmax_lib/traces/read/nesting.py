@@ -27,7 +27,8 @@ class Nest:
         rows = np.asarray(rows, dtype=np.int64)
         thread = thread_of(spans)[rows]
         start = spans["start_ns"].to_numpy()[rows]
-        end = start + spans["dur_ns"].to_numpy()[rows] + int(closed)
+        duration = spans["dur_ns"].to_numpy()[rows]
+        end = start + duration + int(closed)
         # by thread, then start; of those that start together the longest is outside
         self.order = np.lexsort((-end, start, thread))
         self.rows = rows[self.order]
@@ -37,13 +38,14 @@ class Nest:
         # a span is inside of the one before it, or of one that that is inside of: begin
         # with the one before, none for the first of a thread, and walk outwards
         self.parent = np.arange(-1, len(rows) - 1)
-        is_first = np.r_[True, self.thread[1:] != self.thread[:-1]][: len(rows)]
-        self.parent[is_first] = -1
+        changes = np.flatnonzero(np.diff(self.thread)) + 1
+        self.parent[changes] = -1
         self._up_to_open(self.parent, self.start)
         # position after the last span that starts before the end: those inside of
         # position i are i + 1 ... stop - 1
         before_end = self._spans_before(self.thread, self.end, "left")
-        self._stop = np.maximum(before_end, np.arange(len(rows)) + 1)
+        itself = np.arange(len(rows)) + 1
+        self._stop = np.maximum(before_end, itself)
 
     def at(self, thread: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
         """Position of the innermost span that is open on a thread at a time, -1
@@ -59,8 +61,11 @@ class Nest:
         inside = position >= 0
         values = np.asarray(values)
         weights = values[inside].astype(float)
-        total = np.bincount(position[inside], weights, minlength=len(self.rows))
-        return total if values.dtype.kind == "f" else total.astype(np.int64)
+        count = len(self.rows)
+        total = np.bincount(position[inside], weights, minlength=count)
+        if values.dtype.kind == "f":
+            return total
+        return total.astype(np.int64)
 
     def inclusive(self, values: np.ndarray) -> np.ndarray:
         """Values (n,) of each span with those inside of it."""
@@ -77,23 +82,26 @@ class Nest:
         # after it has begun: the running maximum of their ends, without the span itself
         never = np.iinfo(np.int64).min
         ends = pd.Series(np.where(outer, self.end, never))
-        latest_end = ends.groupby(keys, sort=False).cummax()
-        before = latest_end.groupby(keys, sort=False).shift(fill_value=never)
-        return (before > self.start).to_numpy()
+        of_keys = ends.groupby(keys, sort=False)
+        latest_end = of_keys.cummax().groupby(keys, sort=False)
+        before = latest_end.shift(fill_value=never)
+        is_inside = before > self.start
+        return is_inside.to_numpy()
 
     def _spans_before(
         self, thread: np.ndarray, time_ns: np.ndarray, side: str
     ) -> np.ndarray:
         """Number of spans before each (thread, time): np.searchsorted on two keys."""
         # spans and queries are sorted together; a query then counts the spans before it
-        is_query = np.repeat([False, True], [len(self.rows), len(thread)])
+        spans = len(self.rows)
+        is_query = np.repeat([False, True], [spans, len(thread)])
         last = is_query if side == "right" else ~is_query
         times = np.r_[self.start, time_ns]
         threads = np.r_[self.thread, thread]
         order = np.lexsort((last, times, threads))
         count = np.empty(len(order), dtype=np.int64)
         count[order] = np.cumsum(~is_query[order])
-        return count[len(self.rows) :]
+        return count[spans:]
 
     def _up_to_open(self, position: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
         """Move each position outwards to the first span that is still open at a time."""
@@ -102,7 +110,8 @@ class Nest:
         late = np.flatnonzero(position >= 0)
         while len(late):
             at = position[late]
-            late = late[(at >= 0) & (self.end[at] <= time_ns[late])]
+            has_ended = self.end[at] <= time_ns[late]
+            late = late[(at >= 0) & has_ended]
             position[late] = self.parent[position[late]]
         return position
 
@@ -111,4 +120,5 @@ def thread_of(spans: pd.DataFrame) -> np.ndarray:
     """One number (n,) for rank and stream of each span."""
     # both are int32: the rank takes the upper half of 64 bits
     rank = spans["rank"].to_numpy().astype(np.int64)
-    return rank * 2**32 + spans["stream"].to_numpy()
+    stream = spans["stream"].to_numpy()
+    return rank * 2**32 + stream

@@ -1,5 +1,4 @@
-"""Which events can be read from a piece of trace text, also where it is damaged or
-breaks off?
+"""Events of a piece of trace text, also where it is damaged or breaks off.
 
 A piece that does not decode is repaired (control characters, invalid UTF-8, stray
 backslashes, NaN), then read event by event without the bad ones. The standard library's
@@ -8,11 +7,11 @@ text alone, whatever is wrong with it.
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import json
 import re
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,15 +21,17 @@ __all__ = [
     "BETWEEN",
     "EVENT_START",
     "BreaksOff",
+    "Decoded",
     "decode_final",
     "decode_json",
     "decode_piece",
 ]
 
-_CONTROL = bytes(
-    32 if i < 32 else i for i in range(256)
-)  # control characters to spaces, valid inside and outside text
+# control characters to spaces, which are valid inside and outside of text
+_CONTROL = bytes(32 if i < 32 else i for i in range(256))
 _KEY = rb'"(?:ph|cat|name|pid|tid|ts|dur|args|bp|s)"\s*:'  # of an event
+# what follows the list of events: another key of the file, the end of the object or of
+# the text; a list inside of an event is followed by keys of events
 _BEHIND = rb'(?=\s*(?:,\s*"(?!' + _KEY[1:] + rb")|\}\s*\Z|\Z))"
 BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 EVENT_START = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEY + rb")")
@@ -45,9 +46,8 @@ _PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _STRAY_BACKSLASH = re.compile(
     rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|' + _PAIR + rb")|)"
 )
-_ITEM = json.JSONDecoder(
-    strict=False, parse_int=str, parse_float=str
-)  # tells where an item ends, unlike msgspec
+# tells where an item ends, unlike msgspec; numbers are not needed, and take long
+_ITEM = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
 _LIST_ENDS = 50  # places to try as the end of the events
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -56,10 +56,18 @@ class BreaksOff(Exception):
     """A piece of text breaks off inside an event."""
 
 
+class Decoded(NamedTuple):
+    """Events of a piece of text and what is left of it."""
+
+    events: list[Event]
+    rest: bytes | None = None  # after the ] of their list; None: the list goes on
+    tail: bytes = b""  # an event that has begun and not ended
+
+
 def _decode(decoder: msgspec.json.Decoder, text: bytes) -> list:
-    """The list whose brackets the text lacks; a comma after its last item does no harm."""
+    """The list whose brackets the text lacks."""
     if not text.endswith(b"}"):
-        text = text.rstrip().removesuffix(b",")
+        text = text.rstrip().removesuffix(b",")  # a comma after the last item
     collecting = gc.isenabled()
     gc.disable()  # millions of small objects and not one cycle
     try:
@@ -74,42 +82,36 @@ def decode_piece(
     decoder: msgspec.json.Decoder,
     text: bytes,
     quick: msgspec.json.Decoder | None = None,
-) -> tuple[list[Event], bytes | None]:
-    """Readable events of a text, and what follows the ] if the list ends inside it.
-    Raises BreaksOff.
+) -> Decoded:
+    """Readable events of a text, inside of which the list may end. Raises BreaksOff.
 
     quick: a decoder to try first, that refuses what it does not know.
     """
     if quick is not None:
         with contextlib.suppress(*_UNREADABLE):
-            return _decode(quick, text), None
+            return Decoded(_decode(quick, text))
     events = _decode_repaired(decoder, text)
-    return (
-        (events, None) if events is not None else _one_by_one(trace, decoder, text)[:2]
-    )
+    if events is not None:
+        return Decoded(events)
+    return _one_by_one(trace, decoder, text)
 
 
 def decode_final(
     trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes
-) -> tuple[list[Event], bytes | None, bytes]:
-    """Readable events of a text that nothing follows, what stands after their ], and an
-    event that has no end.
-    """
-    ends = [
-        match.end() - 1
-        for match in _LIST_END.finditer(text, max(0, len(text) - (1 << 16)))
-    ]
+) -> Decoded:
+    """Readable events of a text that nothing follows."""
+    # a sound file: the last ] that may be the list's, near the end
+    near_end = max(0, len(text) - (1 << 16))
+    ends = [match.end() - 1 for match in _LIST_END.finditer(text, near_end)]
     if ends:
         with contextlib.suppress(*_UNREADABLE):
-            return _decode(decoder, text[: ends[-1]]), text[ends[-1] + 1 :], b""
+            return Decoded(_decode(decoder, text[: ends[-1]]), text[ends[-1] + 1 :])
     events = None
     with contextlib.suppress(BreaksOff):
         events = _decode_repaired(decoder, text)
-    return (
-        (events, None, b"")
-        if events is not None
-        else _one_by_one(trace, decoder, text, final=True)
-    )
+    if events is not None:
+        return Decoded(events)
+    return _one_by_one(trace, decoder, text, final=True)
 
 
 def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes) -> list[Event] | None:
@@ -128,51 +130,53 @@ def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes) -> list[Event] 
 
 def _one_by_one(
     trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, final: bool = False
-) -> tuple[list[Event], bytes | None, bytes]:
-    """Events of a damaged text without the bad ones, what follows the ] of their list,
-    and an event without end.
+) -> Decoded:
+    """Events of a damaged text without the bad ones.
 
     final: no text follows, so an event without end is lost. Otherwise it raises
     BreaksOff.
     """
     text = _repaired(text)
-    letters = text.decode("latin-1")  # one for each byte
+    letters = text.decode(
+        "latin-1"
+    )  # one for each byte, so that positions are the same
     events: list[Event] = []
     skipped = 0
     at = 0
     rest = None
-    lost = b""
+    tail = b""
     while (at := _APART.match(text, at).end()) < len(text):
         if _LIST_CLOSES.match(text, at):
             rest = text[at + 1 :]
             break
-        end, trouble = _end_of_item(letters, at)
+        end, broken = _end_of_item(letters, at)
         if end:
+            # sound JSON, which may still be no event
             valid = _valid(decoder, text[at:end])
             events += valid
-            skipped = skipped + (not valid)
+            skipped += not valid
             at = end
-        elif after := EVENT_START.search(text, max(trouble - 1, 0)):
-            skipped = skipped + 1
-            at = after.end()
-        elif (behind := _behind_last(text, max(trouble - 1, 0))) is not None:
-            skipped = skipped + 1
-            rest = text[behind:]
+        elif next_event := EVENT_START.search(text, max(broken - 1, 0)):
+            skipped += 1
+            at = next_event.end()
+        elif (list_end := _end_after_last(text, max(broken - 1, 0))) is not None:
+            skipped += 1
+            rest = text[list_end:]
             break
         elif final:
-            lost = text[at:]
+            tail = text[at:]
             break
         else:
             raise BreaksOff
     trace.skipped += skipped
-    return events, rest, lost
+    return Decoded(events, rest, tail)
 
 
 def _end_of_item(text: str, at: int) -> tuple[int, int]:
-    """Where the JSON that begins at a place ends, or 0 and where it is broken: at the
-    end of the text if it breaks off.
+    """End of the JSON that begins at a position, or 0 and the position where it is
+    broken: the end of the text if it breaks off.
 
-    What is nested too deep is broken where it begins.
+    An item that is nested too deep is broken where it begins.
     """
     try:
         return _ITEM.raw_decode(text, at)[1], 0
@@ -182,29 +186,26 @@ def _end_of_item(text: str, at: int) -> tuple[int, int]:
         return 0, len(text) if error.msg.startswith("Unterminated") else error.pos
 
 
-def _behind_last(text: bytes, at: int) -> int | None:
-    """Where the ] of the events ends, if the last of them is unreadable; lists inside
-    of its args end otherwise.
+def _end_after_last(text: bytes, at: int) -> int | None:
+    """Position after the ] of the events, if the last of them is unreadable; lists
+    inside of its args end otherwise.
     """
-    for end in itertools.islice(_LIST_END.finditer(text, at), _LIST_ENDS):
+    for match in itertools.islice(_LIST_END.finditer(text, at), _LIST_ENDS):
+        # what follows must be keys and the } of the file; Raw checks without decoding
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            tail = text[end.end() :].lstrip(b" ,\r\n\t")
-            msgspec.json.decode(b"{" + (tail or b"}"), type=msgspec.Raw)
-            return end.end()
+            keys = text[match.end() :].lstrip(b" ,\r\n\t")
+            msgspec.json.decode(b"{" + (keys or b"}"), type=msgspec.Raw)
+            return match.end()
     return None
 
 
 def _valid(decoder: msgspec.json.Decoder, text: bytes) -> list[Event]:
     """The event of a text; none where it is sound JSON of another shape."""
-    for kind in (decoder, _exact(decoder.type)):  # which takes numbers beyond 1e308
+    # the second takes numbers beyond 1e308, which float cannot hold
+    for each in (decoder, msgspec.json.Decoder(decoder.type, float_hook=EXACT)):
         with contextlib.suppress(*_UNREADABLE):
-            return _decode(kind, text)
+            return _decode(each, text)
     return []
-
-
-@functools.cache
-def _exact(events: type) -> msgspec.json.Decoder:
-    return msgspec.json.Decoder(events, float_hook=EXACT)
 
 
 def _repaired(text: bytes) -> bytes:
@@ -212,13 +213,14 @@ def _repaired(text: bytes) -> bytes:
     backslashes, NaN.
     """
     text = text.translate(_CONTROL).decode("utf-8", "replace").encode()
+    # group 1 is a sound escape; any other backslash is meant as one
     text = _STRAY_BACKSLASH.sub(lambda match: match[0] if match[1] else rb"\\", text)
     return _NOT_JSON_NUMBER.sub(rb"\1null", text)
 
 
 def decode_json(text: bytes) -> dict:
-    """JSON of a text, repaired if need be; DecodeError for what is none or nested too
-    deep.
+    """Object of a JSON text, repaired if need be; DecodeError for what is none or
+    nested too deep.
     """
     for repair in (bytes, _repaired):
         try:

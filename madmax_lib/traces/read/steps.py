@@ -1,4 +1,4 @@
-"""Which training step does a span belong to?
+"""Training step of each span.
 
 Steps are the ProfilerStep#N annotations, else annotations that look like an iteration,
 else those of an engine that serves (vLLM, SGLang, ATOM: batches, numbered in their
@@ -24,6 +24,7 @@ _ITERATION = re.compile(
     re.IGNORECASE,
 )
 
+# batches of vLLM, then of SGLang and ATOM; the empty group stands for a number
 _SERVED = (
     re.compile(r"^execute_(?:\w*_)?(?:context|generation|new|cached)_\d()"),
     re.compile(r"^(?:step\[\w+ |(?:prefill|decode)\[)bs=\d()"),
@@ -41,25 +42,27 @@ def assign_steps(spans: pd.DataFrame) -> np.ndarray:
     stream = spans["stream"].to_numpy()
     correlation = spans["correlation"].to_numpy()
     launches = np.flatnonzero((stream < 0) & (correlation >= 0))
-    if len(launches):
-        launches = launches[np.argsort(correlation[launches], kind="stable")]
-        kernels = np.flatnonzero((stream >= 0) & (correlation >= 0))
-        place = np.searchsorted(correlation[launches], correlation[kernels])
-        launch = launches[np.minimum(place, len(launches) - 1)]
-        launched = correlation[launch] == correlation[kernels]
-        step[kernels[launched]] = step[launch[launched]]
-        lost = kernels[~launched]
-        begins = spans["start_ns"].iloc[kernels[launched]]
-        first_ns = (
-            begins.groupby(stream[kernels[launched]])
-            .min()
-            .reindex(stream[lost])
-            .to_numpy(dtype=float)
-        )
-        before = spans["start_ns"].to_numpy()[lost] < np.where(
-            np.isnan(first_ns), begins.min(), first_ns
-        )
-        step[lost[before | (correlation[lost] < correlation[launches[0]])]] = -1
+    if not len(launches):
+        return step
+    # each kernel takes the step of the launch with its correlation: a join by search in
+    # the sorted correlations of the launches
+    launches = launches[np.argsort(correlation[launches], kind="stable")]
+    kernels = np.flatnonzero((stream >= 0) & (correlation >= 0))
+    index = np.searchsorted(correlation[launches], correlation[kernels])
+    launch = launches[np.minimum(index, len(launches) - 1)]
+    is_launched = correlation[launch] == correlation[kernels]
+    step[kernels[is_launched]] = step[launch[is_launched]]
+    # The others were launched before the recording, or their launch was lost: left over
+    # if they start before the first launched kernel of their stream (of any, on a stream
+    # without one), or their correlation is before that of every launch
+    lost = kernels[~is_launched]
+    begins = spans["start_ns"].iloc[kernels[is_launched]]
+    first_of_stream = begins.groupby(stream[kernels[is_launched]]).min()
+    first_ns = first_of_stream.reindex(stream[lost]).to_numpy(dtype=float)
+    first_ns = np.where(np.isnan(first_ns), begins.min(), first_ns)
+    left_over = spans["start_ns"].to_numpy()[lost] < first_ns
+    left_over |= correlation[lost] < correlation[launches[0]]
+    step[lost[left_over]] = -1
     return step
 
 
@@ -70,12 +73,10 @@ def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
     A device row stays if a host row that stays has its correlation; one without
     correlation counts as a host row.
     """
-    names = {
-        n
-        for t in timelines.values()
-        for n in t.spans["name"].unique()
-        if "ProfilerStep" in n
-    }
+    names = set()
+    for timeline in timelines.values():
+        names.update(timeline.spans["name"].unique())
+    names = {name for name in names if "ProfilerStep" in name}
     if len(names) < 2:
         return timelines
     return {
@@ -85,6 +86,7 @@ def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
 
 def _before_last_step(timeline: Timeline, step_names: set[str]) -> Timeline:
     spans = timeline.spans
+    # HTA counts these two among the rows of the device, also without a stream
     sync = spans["name"].isin(["Event Sync", "Context Sync"])
     device = ((spans["stream"] >= 0) & (spans["correlation"] >= 0)) | sync
     starts = spans.loc[~device & spans["name"].isin(step_names), "start_ns"]
@@ -99,29 +101,33 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """
     annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
+    if not len(annotations):
+        return None
     for pattern in (_PROFILER_STEP, _ITERATION, *_SERVED):
-        number = np.array(
-            [int(m[1] or 0) if (m := pattern.search(name)) else -1 for name in names],
-            dtype=np.int64,
-        )
-        of_row = (
-            number[annotations["name"].cat.codes.to_numpy()]
-            if len(annotations)
-            else number[:0]
-        )
-        if (is_step := of_row >= 0).any():
+        # number of each name, -1 for those that are no step; each name is searched once
+        number = np.full(len(names), -1, dtype=np.int64)
+        for code, name in enumerate(names):
+            if match := pattern.search(name):
+                number[code] = int(match[1] or 0)
+        of_row = number[annotations["name"].cat.codes.to_numpy()]
+        is_step = of_row >= 0
+        if is_step.any():
             start = annotations["start_ns"].to_numpy()[is_step]
             end = start + annotations["dur_ns"].to_numpy()[is_step]
             table = np.stack([start, end, of_row[is_step]], axis=1)
-            table = table[np.argsort(table[:, 0], kind="stable")]
-            table[:, 2] = np.arange(len(table)) if pattern in _SERVED else table[:, 2]
+            table = table[np.argsort(start, kind="stable")]
+            if pattern in _SERVED:  # their names have no number of the batch
+                table[:, 2] = np.arange(len(table))
             return table
     return None
 
 
 def _by_time(start_ns: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Step number (n,) int32 at each time, -1 outside of all."""
-    place = np.searchsorted(steps[:, 0], start_ns, side="right").astype(np.int32) - 1
-    number = np.append(steps[:, 2], -1).astype(np.int32)[place]
-    number[start_ns >= np.append(steps[:, 1], 0)[place]] = -1
+    # the last step that has begun; before the first, -1 takes the appended item: number
+    # -1, end 0. int32, because there are as many as spans
+    index = np.searchsorted(steps[:, 0], start_ns, side="right").astype(np.int32) - 1
+    number = np.append(steps[:, 2], -1).astype(np.int32)[index]
+    end_ns = np.append(steps[:, 1], 0)[index]
+    number[start_ns >= end_ns] = -1
     return number
