@@ -1,6 +1,4 @@
-"""What does a step look like in MAD-Max, and how far is the model from measurements?
-Figures 7 to 9.
-"""
+"""Pictures of a MAD-Max step and of its model beside measurements: figures 7 to 9."""
 
 from collections.abc import Mapping
 
@@ -12,7 +10,7 @@ from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_prefetch", "plot_validation", "plot_vit"]
 
-_REDUCE = "#b8561a"
+_REDUCE = "#b8561a"  # darker than other communication, which it stands beside
 _PIECES = {  # of figure 7: name and colour
     "gemm_ms": ("GEMM", "compute"),
     "emb_ms": ("lookup", "#9dbede"),
@@ -33,55 +31,39 @@ def plot_validation(table: pd.DataFrame) -> Axes:
     names = {"measured": "measured", "paper": "paper's model", "ours": "ours"}
     groups = dict(iter(table.groupby(["gpus", "who", "bar"], sort=False)))
     order = sorted(groups, key=lambda key: (-key[0], list(names).index(key[1])))
-    for place, (_, who, _) in enumerate(order):
-        part = groups[order[place]]
-        total = part["value_ms"].sum()
-        theirs = part["published_ms"].sum(min_count=1)
-        error = (
-            f"; released {theirs:.2f}, error {total / theirs - 1:+.2%}"
-            if theirs > 0
-            else ""
-        )
-        draw.note(ax, total, place, f"{total:.2f} ms{error}")
+    for row, (_, who, _) in enumerate(order):
+        part = groups[order[row]]
+        total_ms = part["value_ms"].sum()
+        theirs_ms = part["published_ms"].sum(min_count=1)  # NaN without any
+        text = f"{total_ms:.2f} ms"
+        if theirs_ms > 0:
+            error = total_ms / theirs_ms - 1
+            text += f"; released {theirs_ms:.2f}, error {error:+.2%}"
+        draw.note(ax, total_ms, row, text)
         if who != "ours":
-            draw.bars(
-                ax,
-                [total],
-                draw.BarStyle(
-                    draw.THEIRS if who == "paper" else draw.DARK, places=[place]
-                ),
-            )
+            fill = draw.THEIRS if who == "paper" else draw.DARK
+            draw.bars(ax, [total_ms], draw.BarStyle(fill, places=[row]))
             continue
         end = 0.0
         for piece, value in zip(part["piece"], part["value_ms"], strict=True):
             name, color = _PIECES[piece]
-            draw.bars(
-                ax,
-                [value],
-                draw.BarStyle(color, source="simulated", places=[place], left=end),
-            )
+            at = {"source": "simulated", "places": [row], "left": end}
+            draw.bars(ax, [value], draw.BarStyle(color, **at))
+            # below 8 ms there is no room for the name
             text = f"{name}\n{value:.2f}" if value > 8 else f"{value:.2f}"
-            ax.text(end + value / 2, place, text, **_TEXT)
+            ax.text(end + value / 2, row, text, **_TEXT)
             end += value
-    serial = (
-        table[(table["gpus"] == 128) & (table["bar"] == "serialized")]
-        .groupby("who")["value_ms"]
-        .sum()
-    )
+    bars = table[(table["gpus"] == 128) & (table["bar"] == "serialized")]
+    serial = bars.groupby("who")["value_ms"].sum()
     off = serial["ours"] / serial["measured"] - 1
     title = (
         f"DLRM-A on 128 GPUs: serialized {serial['ours']:.2f} ms, {off:+.1%} "
         "from measured"
     )
     rows = [f"{gpus} GPUs · {names[who]}\n{bar}" for gpus, who, bar in order]
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x="time of one step [ms]", rows=rows, reach=1.5 * table["value_ms"].max()
-        ),
-    )
+    x = "time of one step [ms]"
+    reach = 1.5 * table["value_ms"].max()
+    return draw.finish(ax, table, title, draw.Frame(x=x, rows=rows, reach=reach))
 
 
 def plot_vit(table: pd.DataFrame) -> Axes:
@@ -97,37 +79,27 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         "paper": draw.THEIRS,
         best: draw.fill_of("compute", "simulated"),
     }
+    errors = {}
     for slot, (who, fill) in enumerate(fills.items()):
-        texts = (
-            None if who == "measured" else table[f"{who}_error"].map("{:+.0%}".format)
-        )
-        draw.bars(
-            ax, table[who] * 100, draw.BarStyle(fill, slot=(slot, 3), notes=texts)
-        )
-    errors = {
-        who: table[f"{who}_error"].abs().mean() for who in ("paper", "ours", best)
+        texts = None
+        if who != "measured":
+            error = table[f"{who}_error"]
+            errors[who] = error.abs().mean()
+            texts = error.map("{:+.0%}".format)
+        style = draw.BarStyle(fill, slot=(slot, 3), notes=texts)
+        draw.bars(ax, table[who] * 100, style)
+    names = {
+        "measured": "measured",
+        "paper": f"paper's prediction, mean relative error {errors['paper']:.1%}",
+        best: f"ours, fitted to the other runs: {errors[best]:.1%}",
     }
-    key = [
-        draw.patch_key("measured", fills["measured"]),
-        draw.patch_key(
-            f"paper's prediction, mean relative error {errors['paper']:.1%}",
-            fills["paper"],
-        ),
-        draw.patch_key(
-            f"ours, fitted to the other runs: {errors[best]:.1%}", fills[best]
-        ),
-    ]
+    key = [draw.patch_key(name, fills[who]) for who, name in names.items()]
     if best == "fitted":
-        ax.plot(
-            table["ours"] * 100,
-            range(len(table)),
-            "|",
-            color=draw.COLORS["compute"],
-            ms=14,
-            mew=2,
-        )
-        constant = f"ours, constant utilisation of the release: {errors['ours']:.0%}"
-        key.append(draw.mark_key(constant, "|", draw.COLORS["compute"], ms=12, mew=2))
+        blue = draw.COLORS["compute"]
+        ax.plot(table["ours"] * 100, range(len(table)), "|", color=blue, ms=14, mew=2)
+        error = table["ours_error"].abs().mean()
+        constant = f"ours, constant utilisation of the release: {error:.0%}"
+        key.append(draw.mark_key(constant, "|", blue, ms=12, mew=2))
     rows = [
         f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}"
         for row in table.itertuples()
@@ -136,12 +108,9 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         f"ViT: predictions miss the measured MFU by {errors['paper']:.1%} "
         f"(paper), {errors[best]:.1%} (ours)"
     )
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(x="MFU [% of 312 TFLOP/s]", rows=rows, reach=80, key=key, columns=2),
-    )
+    x = "MFU [% of 312 TFLOP/s]"
+    frame = draw.Frame(x=x, rows=rows, reach=80, key=key, columns=2)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_prefetch(
@@ -175,30 +144,23 @@ def plot_prefetch(
     width_ms = width_s * 1e3
     for ax, timeline in zip(axes, timelines.values(), strict=True):
         spans = timeline.spans
-        first_ns = (
-            spans.loc[spans["name"].str.contains("backward"), "start_ns"].min()
-            + 3 * int(width_s * 1e9) // 4
-        )
+        backward = spans["name"].str.contains("backward")
+        backward_ns = spans.loc[backward, "start_ns"].min()
+        # three quarters of a window later the first layers, which differ, are through
+        first_ns = backward_ns + 3 * int(width_s * 1e9) // 4
         begin_ms = (spans["start_ns"] - first_ns) / 1e6
         end_ms = (begin_ms + spans["dur_ns"] / 1e6).clip(upper=width_ms)
-        window = spans.assign(begin=begin_ms.clip(0), end=end_ms)[
-            (end_ms > 0) & (begin_ms < width_ms)
-        ]
-        for span in window.itertuples():
+        window = spans.assign(begin=begin_ms.clip(0), end=end_ms)
+        for span in window[(end_ms > 0) & (begin_ms < width_ms)].itertuples():
             word, part, *_ = span.name.split()
             text, kind = short.get(word, ("", "compute"))
             fill = draw.fill_of(kind, "simulated") | {"linewidth": 0.3}
-            ax.broken_barh(
-                [(span.begin, span.end - span.begin)], (span.stream - 0.4, 0.8), **fill
-            )
-            if span.end - span.begin > 0.022 * width_ms:
+            wide_ms = span.end - span.begin
+            ax.broken_barh([(span.begin, wide_ms)], (span.stream - 0.4, 0.8), **fill)
+            if wide_ms > 0.022 * width_ms:  # wide enough for a word
                 text = part.replace("attention", "att.") if word == "gemm" else text
-                ax.text(
-                    (span.begin + span.end) / 2,
-                    span.stream,
-                    text,
-                    **_TEXT | {"fontsize": 6},
-                )
+                middle_ms = (span.begin + span.end) / 2
+                ax.text(middle_ms, span.stream, text, **_TEXT | {"fontsize": 6})
         ax.set_yticks([0, 1], ["compute", "communication"])
         ax.set(ylim=(1.5, -0.5), xlim=(0, width_ms))
     axes[-1].set_xlabel("time in the backward pass [ms]")

@@ -274,11 +274,9 @@ def scaling_study(factors: Sequence[float] = (1, 2, 4, 8)) -> pd.DataFrame:
         tables.append(table.assign(part=part, factor=factor))
     table = pd.concat(tables, ignore_index=True).query("limit == 'memory'")
     table = table.reset_index(drop=True)
-    # over the first factor, row by row of the same model and part
-    same = ["model", "part"]
-    first = table[table["factor"] == factors[0]].set_index(same)[_RATE]
-    base = first.loc[pd.MultiIndex.from_frame(table[same])].to_numpy()
-    return released(table.assign(speedup=table[_RATE] / base))
+    # rows of a model and part begin with the first factor
+    first = table.groupby(["model", "part"])[_RATE].transform("first")
+    return released(table.assign(speedup=table[_RATE] / first))
 
 
 def hardware_study(

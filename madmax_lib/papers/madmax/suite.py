@@ -187,11 +187,12 @@ def steps(
     table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
     hidden_share = table["overlapped_comm_ms"] / comm_ms
     table["overlapped_share"] = hidden_share.where(comm_ms > 0)
-    # gain = throughput over that of fsdp, the paper's baseline
-    rate = "throughput_samples_per_s"
-    fsdp = table[table["dense_strategy"] == "fsdp"].set_index(_SAME)[rate]
-    base = fsdp.reindex(pd.MultiIndex.from_frame(table[_SAME])).to_numpy()
-    table["gain"] = table[rate] / base
+    # gain = throughput over that of fsdp, the paper's baseline; NaN in other rows, so
+    # the first of a group is the one of fsdp
+    rate = table["throughput_samples_per_s"]
+    fsdp = rate.where(table["dense_strategy"] == "fsdp")
+    same = [table[column] for column in _SAME]
+    table["gain"] = rate / fsdp.groupby(same).transform("first")
     return released(table)
 
 

@@ -1,15 +1,16 @@
-"""How does Metis spread layers over stages of unequal speed?
+"""The layer balancer of Metis: layers over stages of unequal speed.
 
-The layer balancer of Metis [Um et al., USENIX ATC 2024] as its public release behaves
-(recorded): every layer is cut into seven pieces, pieces are given to stages by
-remaining capacity, and a layer belongs to the stage that has more than half of its
-pieces. A layer without such a stage vanishes, and a stage may end without layers; both
-are kept here. Subtractions run piece by piece as there: results depend on the last bit
-where stages tie.
+As the public release of Metis [Um et al., USENIX ATC 2024] behaves (recorded): every
+layer is cut into seven pieces, pieces are given to stages by remaining capacity, and a
+layer belongs to the stage that has more than half of its pieces. A layer without such a
+stage vanishes, and a stage may end without layers; both are reproduced here.
+Subtractions run piece by piece as there: results depend on the last bit where stages
+tie.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
 from operator import sub
@@ -20,13 +21,29 @@ from madmax_lib.planner.hetero.profiles import plain_sum
 __all__ = ["Balancer", "shift_capacity"]
 
 PIECES = 7
-_KEEPS = 0.9  # share that an overfull stage keeps beyond what its memory allows
-_DONE = 0.01
-_SPARE = 0.001
+# Constants of the release, recorded: other values change its counts.
+_OVERFULL_SHARE = 0.9  # of what its memory allows, an overfull stage is left with
+_LEAST_REQUIRED = 0.01  # capacity that need not be spread any more
+_LEAST_SPARE = 0.001  # capacity below which a stage takes nothing
+_MOVES = 3
+
+
+@dataclass
+class _Assignment:
+    """Pieces of layers on their way to stages."""
+
+    room: list[float]  # capacity left on each stage
+    owner: list[int] = field(default_factory=list)  # stage of each piece, -1 for none
+    first: list[int] = field(default_factory=list)  # piece of each stage, -1 for none
+    waiting: list[int] = field(default_factory=list)  # pieces without owner, ascending
 
 
 class Balancer:
-    """Partitions of layers with these demands, which sum to 1."""
+    """Partitions of layers with these demands, which sum to 1.
+
+    >>> Balancer([0.25] * 4).partition([0.5, 0.5])
+    (0, 2, 4)
+    """
 
     def __init__(self, demand: Sequence[float]):
         self.demand = list(demand)
@@ -41,143 +58,139 @@ class Balancer:
 
         The last boundary is below the number of layers where layers vanished.
         """
-        left = list(capacity)
-        owner, starts, waiting = self._in_order(left)
-        self._fill_gaps(left, owner, starts, waiting)
-        held = self._majority(owner, len(left))
-        self._even_out(capacity, held)
-        return tuple(accumulate(map(len, held), initial=0))
+        pieces = _Assignment(list(capacity))
+        self._in_order(pieces)
+        self._fill_gaps(pieces)
+        layers = self._majority(pieces.owner, len(capacity))
+        self._even_out(capacity, layers)
+        return tuple(accumulate(map(len, layers), initial=0))
 
-    def _in_order(self, left: list[float]) -> tuple[list[int], list[int], list[int]]:
-        """First to last stage until each is full, then the last stage from the end on.
-
-        Returns the owner of each piece, the first piece of each stage (none: -1) and
-        the pieces without owner.
-        """
+    def _in_order(self, pieces: _Assignment) -> None:
+        """First to last stage until each is full, then the last stage from the end on."""
         piece = self._piece
-        bound = len(piece) - PIECES - 1
+        owner = pieces.owner
         count = len(piece)
-        last = len(left) - 1
-        owner = []
-        starts = []
-        waiting = []
-        at = 0
+        last = len(pieces.room) - 1
+        # Forward: stages but the last take pieces up to 7L - 1 - 7; a stage is full at
+        # the first piece that does not fit, and that piece is left waiting.
+        bound = count - PIECES - 1
+        start = 0
         for stage in range(last):
-            if at >= bound:
-                starts.append(-1)
-                continue
-            end, left[stage] = self._fits(left[stage], at, bound)
-            starts.append(at if end > at else -1)
-            owner += [stage] * (end - at)
-            at = end
+            end = start
+            if start < bound:
+                end = self._take_until_full(pieces.room, stage, start, bound)
+            pieces.first.append(start if end > start else -1)
+            owner += [stage] * (end - start)
             if end < bound:
-                waiting.append(end)
+                pieces.waiting.append(end)
                 owner.append(-1)
-                at += 1
-        owner += [last] * (count - at)
-        room = reduce(sub, reversed(piece[count - PIECES :]), left[last])
+                end += 1
+            start = end
+        # Backward: the last stage takes the last layer's pieces in any case, then as
+        # many before it, without a gap, as fit.
+        owner += [last] * (count - start)
         lowest = count - PIECES
-        waiting += range(at, lowest)
+        room = reduce(sub, reversed(piece[lowest:]), pieces.room[last])
+        waiting = pieces.waiting
+        waiting += range(start, lowest)
         while waiting and waiting[-1] == lowest - 1 and room > piece[lowest - 1]:
             lowest = waiting.pop()
             owner[lowest] = last
             room -= piece[lowest]
-        left[last] = room
-        starts.append(lowest)
-        return owner, starts, waiting
+        pieces.room[last] = room
+        pieces.first.append(lowest)
 
-    def _fits(self, room: float, at: int, bound: int) -> tuple[int, float]:
-        """First piece from `at` on that does not fit any more (at most bound), and the
-        room that is left.
+    def _take_until_full(
+        self, room: list[float], stage: int, start: int, bound: int
+    ) -> int:
+        """First piece from `start` on, at most `bound`, that does not fit into a stage,
+        whose room is reduced by those before.
 
         Bisection on rounded sums guesses it, subtraction piece by piece settles it.
         """
         piece = self._piece
-        end = min(
-            max(bisect_left(self._before, room + self._before[at], at) - 1, at), bound
-        )
-        rest = reduce(sub, piece[at:end], room)
+        guess = bisect_left(self._before, room[stage] + self._before[start], start) - 1
+        end = min(max(guess, start), bound)
+        rest = reduce(sub, piece[start:end], room[stage])
         if rest <= 0:  # rounding put the guess too far
-            end = at
-            rest = room
+            end = start
+            rest = room[stage]
         while end < bound and rest > piece[end]:
             rest -= piece[end]
             end += 1
-        return end, rest
+        room[stage] = rest
+        return end
 
-    def _fill_gaps(
-        self, left: list[float], owner: list[int], starts: list[int], waiting: list[int]
-    ) -> None:
+    def _fill_gaps(self, pieces: _Assignment) -> None:
         """Each piece without owner, ascending, to the stage with most room among those
-        around it.
+        around it, the first of equals.
 
         Around: from the stage that ends last before the piece to the stage that begins
         first after it. Stages begin in order and all pieces before have owners, so both
         are found by moving on.
         """
         piece = self._piece
-        last = len(left) - 1
-        follows = [stage for stage, start in enumerate(starts) if start >= 0]
-        # joined: owner of the piece given last
+        owner = pieces.owner
+        first = pieces.first
+        room = pieces.room
+        follows = [stage for stage, start in enumerate(first) if start >= 0]
         ahead = 0
         lower = 0
-        joined = -1
-        for place in waiting:
-            if place and starts[owner[place - 1]] < place:
-                lower = owner[place - 1]
+        joined = -1  # owner of the piece given last: its range reaches this one at once
+        for number in pieces.waiting:
+            if number and first[owner[number - 1]] < number:
+                lower = owner[number - 1]
             while ahead < len(follows) and (
-                starts[follows[ahead]] < place or follows[ahead] == joined
+                first[follows[ahead]] < number or follows[ahead] == joined
             ):
                 ahead += 1
-            upper = follows[ahead] if ahead < len(follows) else last
+            upper = follows[ahead] if ahead < len(follows) else len(room) - 1
             if upper == lower + 1:
-                stage = lower if left[lower] >= left[upper] else upper
+                stage = lower if room[lower] >= room[upper] else upper
             else:
-                room = left[lower : upper + 1]
-                stage = lower + room.index(max(room))
-            owner[place] = stage
-            left[stage] -= piece[place]
+                around = room[lower : upper + 1]
+                stage = lower + around.index(max(around))
+            owner[number] = stage
+            room[stage] -= piece[number]
             joined = stage
 
     def _majority(self, owner: list[int], stages: int) -> list[list[int]]:
         """Layers of each stage: those of which it has more than half of the pieces."""
-        held: list[list[int]] = [[] for _ in range(stages)]
+        layers: list[list[int]] = [[] for _ in range(stages)]
         for layer in range(self.layers):
             pieces = owner[PIECES * layer : PIECES * (layer + 1)]
+            # a stage with at least 4 of 7 pieces owns the middle one, once sorted
             stage = pieces[PIECES // 2]
             if 2 * pieces.count(stage) < PIECES:
                 stage = sorted(pieces)[PIECES // 2]
                 if 2 * pieces.count(stage) < PIECES:
-                    continue
-            held[stage].append(layer)
-        return held
+                    continue  # spread 3/2/2 or the like: the layer vanishes
+            layers[stage].append(layer)
+        return layers
 
-    def _even_out(self, capacity: Sequence[float], held: list[list[int]]) -> None:
+    def _even_out(self, capacity: Sequence[float], layers: list[list[int]]) -> None:
         """Up to three times a layer moves to the stage with most room from its fuller
         neighbour, in place.
         """
-        if len(held) == 1:
+        if len(layers) == 1:
             return
-        room = [
-            value - self._slices[layers[0]][layers[-1] + 1 - layers[0]]
-            if layers
-            else value
-            for value, layers in zip(capacity, held, strict=True)
-        ]
+        # room = capacity - demand of first to last layer of a stage
+        room = list(capacity)
+        for stage, inside in enumerate(layers):
+            if inside:
+                count = inside[-1] + 1 - inside[0]
+                room[stage] -= self._slices[inside[0]][count]
         most = max(room)
-        for _ in range(3):
+        for _ in range(_MOVES):
             taker = room.index(most)
-            before = taker - 1
-            after = taker + 1
-            giver = (
-                before
-                if after == len(room) or (taker and room[before] <= room[after])
-                else after
-            )
-            if len(held[giver]) <= 1:
+            giver = taker + 1
+            at_end = giver == len(room)
+            if at_end or (taker and room[taker - 1] <= room[giver]):  # left on ties
+                giver = taker - 1
+            if len(layers[giver]) <= 1:
                 return
             side = -1 if giver < taker else 0
-            layer = held[giver][side]
+            layer = layers[giver][side]
             moved = list(room)
             moved[taker] -= self.demand[layer]
             moved[giver] += self.demand[layer]
@@ -185,7 +198,8 @@ class Balancer:
                 return
             room = moved
             most = moved_most
-            held[taker].insert(0 if side else len(held[taker]), held[giver].pop(side))
+            layers[giver].pop(side)
+            layers[taker].insert(0 if side else len(layers[taker]), layer)
 
 
 def shift_capacity(
@@ -196,32 +210,35 @@ def shift_capacity(
 
     None where there is not enough to spare.
     """
-    shifted = []
+    base = []
     spare = []
     required = 0.0
     for value, memory, demand in zip(capacity, memory_mb, demand_mb, strict=True):
+        # capacity whose layers fill the memory, as demand grows with capacity
         allowed = value * memory / demand
         if memory > demand:
-            shifted.append(value)
+            base.append(value)
             spare.append(allowed - value)
         else:
-            shifted.append(allowed * _KEEPS)
+            base.append(allowed * _OVERFULL_SHARE)
             spare.append(0.0)
-            required += value - shifted[-1]
+            required += value - base[-1]
     if plain_sum(spare) < required:
         return None
-    kept = list(shifted)
-    while required > _DONE:
-        takers = [stage for stage, room in enumerate(spare) if room > _SPARE]
-        total = plain_sum(kept[stage] for stage in takers)
+    shifted = list(base)
+    while required > _LEAST_REQUIRED:
+        takers = [stage for stage, room in enumerate(spare) if room > _LEAST_SPARE]
+        # Shares follow the capacity before anything was taken, the same in each pass,
+        # while `required` shrinks inside a pass; sums are not made 1 again.
+        total = plain_sum(base[stage] for stage in takers)
         before = required
         if not total:
             return None
         for stage in takers:
-            taken = min(spare[stage], required * (kept[stage] / total))
-            spare[stage] -= taken
-            shifted[stage] += taken
-            required -= taken
+            amount = min(spare[stage], required * (base[stage] / total))
+            spare[stage] -= amount
+            shifted[stage] += amount
+            required -= amount
         if required == before:
             return None
     return shifted

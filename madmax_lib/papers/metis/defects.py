@@ -1,4 +1,4 @@
-"""What does each defect of Metis do to the cost of a plan?
+"""Cost of a plan with each defect of Metis alone.
 
 The correct cost is that of `planner.hetero`. Each class below overrides one term of it
 as the public release of Metis [Um et al., USENIX ATC 2024] counts, so that a defect can
@@ -21,6 +21,7 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
 __all__ = ["DEFECTS", "defect_table", "first_listed"]
 
+# of the release: weights to states, and what even an empty stage demands
 _MEMORY_FACTOR = 5.0
 _LEAST_BYTES = 0.001 * MB_BYTES
 
@@ -40,16 +41,16 @@ class _MetisCost(PlanCost):
         problem: HeteroProblem,
         first_listed: LayerProfile,
     ):
-        read = HeteroPlan.read(plan)
-        self.counted = (
-            1 if plan is read else int(plan.get("num_stage_used_for_cost", 1))
-        )
+        parsed = HeteroPlan.read(plan)
+        self.counted = 1
+        if plan is not parsed:  # a row that Metis printed
+            self.counted = int(plan.get("num_stage_used_for_cost", 1))
         self.first_listed = first_listed
-        super().__init__(self.accepted(read, problem.prices.layers), problem)
+        super().__init__(self.accepted(parsed, problem.prices.layers), problem)
 
     @staticmethod
     def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
-        """The plan that is charged."""
+        """Plan that is charged."""
         return plan.repaired(layers)
 
 
@@ -66,6 +67,7 @@ class _LostLayers(_MetisCost):
 
     @staticmethod
     def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
+        # as many layers as the plan has; an empty stage still gets one
         return plan.repaired(max(plan.layer_partition[-1], len(plan.device_groups)))
 
     def check_layers(self) -> None:
@@ -78,6 +80,7 @@ class _EmptyStages(_MetisCost):
 
     @staticmethod
     def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
+        # lost layers go to the last stage, empty stages stay
         return replace(plan, layer_partition=(*plan.layer_partition[:-1], layers))
 
     def check_layers(self) -> None:
@@ -99,6 +102,7 @@ class _FirstListedProfile(_MetisCost):
         return self.first_listed.batch_generator_ms / 1e3
 
     def whole_optimizer_s(self, stage: PlacedStage) -> float:
+        # Metis stores the time twice
         return 2 * self.first_listed.optimizer_ms / 1e3
 
 
@@ -106,8 +110,8 @@ class _FirstListedProfile(_MetisCost):
 class _LinksInside(_FirstListedProfile):
     what = "links between nodes are as fast as inside, sends count elements for bytes"
 
-    def __init__(self, *given):
-        super().__init__(*given)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         nodes = [
             replace(node, inter_bytes_per_s=node.intra_bytes_per_s)
             for node in self.fleet.nodes
@@ -126,9 +130,10 @@ class _MemoryOfFirstType(_MetisCost):
 
     def fits(self) -> bool:
         kinds = self.fleet.type_of(np.arange(self.fleet.size))
+        gpu_bytes = self.fleet.of_runs("memory_bytes")[kinds]
         return all(
             _LEAST_BYTES + self._needed_bytes(stage, kinds)
-            <= self.fleet.of_runs("memory_bytes")[kinds[stage.start : stage.end]].sum()
+            <= gpu_bytes[stage.start : stage.end].sum()
             for stage in self.stages
         )
 
@@ -136,19 +141,21 @@ class _MemoryOfFirstType(_MetisCost):
         samples = self.rules.global_batch // self.plan.batches
         if len(stage.distinct_types) == 1:
             pieces = [max(samples // stage.dp, 1)]
-        else:  # the batch is split over replicas as if the whole cluster were one stage
+        else:
+            # The batch is split over replicas as if the whole cluster were one stage:
+            # one block of GPUs per replica, by the speed of its first GPU.
             first = kinds[:: len(kinds) // stage.dp][: stage.dp]
-            weights = [
+            speeds = [
                 1 / self.pieces(stage, kind, 1)[0].layer_s.sum() for kind in first
             ]
+            # profiles exist for powers of two: the set bits of a replica's batch
             pieces = [
-                piece for held in shares(samples, weights) for piece in bits(held)
+                piece for batch in shares(samples, speeds) for piece in bits(batch)
             ]
-        tables = [
-            self.pieces(stage, 0, piece)[0].memory_bytes[stage.layers]
+        return _MEMORY_FACTOR * sum(
+            self.pieces(stage, 0, piece)[0].memory_bytes[stage.layers].sum()
             for piece in pieces
-        ]
-        return _MEMORY_FACTOR * sum(table.sum() for table in tables)
+        )
 
 
 DEFECTS = {
@@ -183,10 +190,10 @@ def defect_table(
 
 
 def first_listed(profiles: Profiles) -> list[LayerProfile]:
-    """The profiles a folder may list first, one of all with the same optimizer and
+    """Profiles that a folder may list first, one of all with the same optimizer and
     batch generator.
     """
-    distinct: dict[tuple[float, float], LayerProfile] = {}
+    distinct = {}
     for profile in profiles.table.values():
         distinct.setdefault((profile.optimizer_ms, profile.batch_generator_ms), profile)
     return list(distinct.values())

@@ -1,5 +1,5 @@
-"""What do profiles look like for more layers, larger batches, higher degrees and slower
-GPUs than were measured?
+"""Profiles for more layers, larger batches, higher degrees and slower GPUs than were
+measured.
 
 Nine measured files of an A100 (`data/profiles.csv`) scaled as the script of Metis' fork
 does (github.com/livingshade/Metis, behaviour recorded): in its order of operations, so
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
 from madmax_lib.planner.hetero.nodes import Node
@@ -19,7 +21,7 @@ from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, pl
 
 __all__ = ["generate_profiles", "write_cluster", "write_profiles"]
 
-_IN_FILE = {
+_IN_FILE = {  # key of the cluster file: field of a node
     "memory": "memory_gb",
     "intra_bandwidth": "intra_gb_per_s",
     "inter_bandwidth": "inter_gb_per_s",
@@ -50,6 +52,7 @@ def generate_profiles(
     scaled = {
         (profile.tp, profile.batch): profile for profile in _measured(layers, memory)
     }
+    # 1, 2 and 4 are measured; first batches double the work, then degrees halve it
     for tp in (1, 2, 4):
         batch = 4
         while batch < most:
@@ -61,18 +64,21 @@ def generate_profiles(
             scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
             tp *= 2
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
-    every = [
-        _slower(profile, device, factor)
-        for device, factor in factors.items()
-        for profile in scaled.values()
-    ]
-    return Profiles(
-        {(p.device, p.tp, p.batch): p for p in sorted(every, key=lambda p: p.name)}
-    )
+    every = []
+    for device, factor in factors.items():
+        for profile in scaled.values():
+            # a slower GPU takes longer for all, its memory and weights stay
+            times = {
+                name: getattr(profile, name) * factor for name in (*TIMES, "between_ms")
+            }
+            times["layer_ms"] = tuple(value * factor for value in profile.layer_ms)
+            every.append(replace(profile, device=device, **times))
+    every.sort(key=lambda profile: profile.name)
+    return Profiles({(p.device, p.tp, p.batch): p for p in every})
 
 
 def write_profiles(profiles: Profiles, directory: str | Path) -> None:
-    """One file per profile, as `load_profiles` reads it."""
+    """Write one file per profile, as `load_profiles` reads it."""
     for profile in profiles.table.values():
         sizes = profile.parameters_bytes
         content = {
@@ -103,86 +109,65 @@ def write_profiles(profiles: Profiles, directory: str | Path) -> None:
 def write_cluster(
     nodes: Iterable[Node], hostfile: str | Path, clusterfile: str | Path
 ) -> None:
-    """The host file and the cluster file of nodes, as `load_cluster` reads them."""
+    """Write the host file and the cluster file of nodes, as `load_cluster` reads them."""
     hosts = ""
     types = {}
     for node in nodes:
-        hosts = f"{hosts}{node.address} slots={node.gpus}\n"
+        hosts += f"{node.address} slots={node.gpus}\n"
         about = node.in_file()
-        types[node.address] = {"instance_type": node.device} | {
-            key: about[name] for key, name in _IN_FILE.items()
-        }
+        values = {key: about[name] for key, name in _IN_FILE.items()}
+        types[node.address] = {"instance_type": node.device, **values}
     write_text(hostfile, hosts)
     write_text(clusterfile, json.dumps(types, indent=4))
 
 
 def _measured(layers: int, memory: str) -> Iterable[LayerProfile]:
     """The nine measured files with their middle layer repeated."""
-    for row in catalog.table("papers/metis/profiles").to_dict("records"):
-        key = {
-            "device": row.pop("device"),
-            "tp": int(row.pop("tp")),
-            "batch": int(row.pop("batch")),
-        }
-        source_layers = int(row.pop("layers"))
-        _ = row.pop("source")
-        value = {name: float(text) for name, text in row.items()}
-        layer_ms = _stretch(value, "layer_ms", layers)
-        between_ms = value["forward_backward_ms"] - plain_sum(
-            _stretch(value, "layer_ms", source_layers)
-        )
+    # texts, read by `float`: the parser of pandas is off in the last bit
+    for texts in catalog.table("papers/metis/profiles").to_dict("records"):
+        device = texts.pop("device")
+        del texts["source"]
+        row = {name: float(text) for name, text in texts.items()}
+        layer_ms = _stretch(row, "layer_ms", layers)
+        # time outside of layers, which more layers do not lengthen
+        measured_ms = plain_sum(_stretch(row, "layer_ms", int(row["layers"])))
+        between_ms = row["forward_backward_ms"] - measured_ms
         times = {
             "forward_backward_ms": between_ms + plain_sum(layer_ms),
-            "batch_generator_ms": value["batch_generator_ms"],
-            "layernorm_ms": value["layernorm_all_reduce_ms"] / source_layers * layers,
-            "embedding_ms": value["embedding_all_reduce_ms"],
-            "optimizer_ms": value["optimizer_ms"] / source_layers * layers,
+            "batch_generator_ms": row["batch_generator_ms"],
+            "layernorm_ms": row["layernorm_all_reduce_ms"] / row["layers"] * layers,
+            "embedding_ms": row["embedding_all_reduce_ms"],
+            "optimizer_ms": row["optimizer_ms"] / row["layers"] * layers,
         }
         yield LayerProfile(
-            **key,
+            device=device,
+            tp=int(row["tp"]),
+            batch=int(row["batch"]),
             **times,
             layer_ms=layer_ms,
-            memory_mb=_stretch(value, f"memory_{memory}_mb", layers),
-            parameters_bytes=_stretch(value, "parameters_bytes", layers),
+            memory_mb=_stretch(row, f"memory_{memory}_mb", layers),
+            parameters_bytes=_stretch(row, "parameters_bytes", layers),
             total_ms=plain_sum(times.values()),
             between_ms=between_ms,
         )
 
 
-def _stretch(value: Mapping[str, float], name: str, layers: int) -> tuple[float, ...]:
-    return (
-        value[f"first_{name}"],
-        *[value[f"middle_{name}"]] * (layers - 2),
-        value[f"last_{name}"],
-    )
+def _stretch(row: Mapping[str, float], name: str, layers: int) -> tuple[float, ...]:
+    """Values of all layers from those of the first, a middle and the last one."""
+    values = [row[f"{where}_{name}"] for where in ("first", "middle", "last")]
+    return tuple(np.repeat(values, [1, layers - 2, 1]).tolist())
 
 
 def _scaled(profile: LayerProfile, factor: float, **key: int) -> LayerProfile:
-    """A profile of another batch or degree: the work scales, the rest of the step
+    """Profile of another batch or degree: the work scales, the rest of the step
     stays.
     """
-    forward_backward_ms = profile.forward_backward_ms * factor
-    rest = (
-        profile.batch_generator_ms,
-        profile.layernorm_ms,
-        profile.embedding_ms,
-        profile.optimizer_ms,
-    )
-    return replace(
-        profile,
-        **key,
-        layer_ms=tuple(value * factor for value in profile.layer_ms),
-        forward_backward_ms=forward_backward_ms,
-        between_ms=profile.between_ms * factor,
-        total_ms=plain_sum((forward_backward_ms, *rest)),
-    )
-
-
-def _slower(profile: LayerProfile, device: str, factor: float) -> LayerProfile:
-    times = {name: getattr(profile, name) * factor for name in (*TIMES, "between_ms")}
-    return replace(
-        profile,
-        device=device,
-        layer_ms=tuple(value * factor for value in profile.layer_ms),
-        **times,
-    )
+    work = {
+        "layer_ms": tuple(value * factor for value in profile.layer_ms),
+        "forward_backward_ms": profile.forward_backward_ms * factor,
+        "between_ms": profile.between_ms * factor,
+    }
+    # the sum in this order, to the last bit
+    rest = ("batch_generator_ms", "layernorm_ms", "embedding_ms", "optimizer_ms")
+    times = [work["forward_backward_ms"], *(getattr(profile, name) for name in rest)]
+    return replace(profile, **key, **work, total_ms=plain_sum(times))

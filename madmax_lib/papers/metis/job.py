@@ -1,8 +1,5 @@
-"""What does Metis plan for: which model, batch and limits, from which profiles, on
-which nodes?
-
-The inputs of Metis [Um et al., USENIX ATC 2024], checked, with sums over layers from
-left to right.
+"""Inputs of Metis [Um et al., USENIX ATC 2024], checked: model, batch, limits, profiles
+and nodes, with sums over layers from left to right.
 """
 
 from collections.abc import Sequence
@@ -20,15 +17,14 @@ _MOST_SLOTS = 9
 
 @dataclass(frozen=True)
 class MetisJob:
-    """What is trained, from which profiles, on which nodes, within which limits.
+    """Model, profiles, nodes and limits of a search.
 
     Raises ValueError for values outside of the rules and GPU types without a profile.
     """
 
     profiles: Profiles = field(repr=False)  # of all GPU types, batches and degrees
-    model: LayerProfile = field(
-        repr=False
-    )  # the profile that gives parameters, optimizer and batch generator
+    # the profile that gives parameters, optimizer and batch generator
+    model: LayerProfile = field(repr=False)
     nodes: tuple[Node, ...]  # in the order of the host file
     order: tuple[str, ...]  # GPU types in the order enumerated first
     layers: int  # of the model, ends included
@@ -57,16 +53,15 @@ class MetisJob:
                 "middle layer"
             )
         types = sorted({node.device for node in self.nodes})
-        there = self.profiles.devices
-        if missing := [device for device in types if device not in there]:
+        profiled = self.profiles.devices
+        if missing := [device for device in types if device not in profiled]:
             raise ValueError(
-                f"no profile for {missing[0]}; there are types {', '.join(there)}"
+                f"no profile for {missing[0]}; there are types {', '.join(profiled)}"
             )
         if sorted(self.order) != types:
-            order = ",".join(self.order)
             raise ValueError(
-                f"node_order={order} is not an order of the cluster's types "
-                f"{', '.join(types)}"
+                f"node_order={','.join(self.order)} is not an order of the cluster's "
+                f"types {', '.join(types)}"
             )
         for node in self.nodes:
             if node.gpus > _MOST_SLOTS:
@@ -91,25 +86,24 @@ class MetisJob:
         """
         first, middle, *_, last = self.model.parameters_bytes
         bounds = range(self.layers + 1)
-
-        def between(x: int, y: int) -> float:
-            has_first = x == 0
-            has_last = y == self.layers
-            return (
-                has_first * first
-                + has_last * last
-                + middle * (y - x - has_first - has_last)
-            )
-
-        return [[between(x, y) for y in bounds] for x in bounds]
+        # A slice that begins at 0 has the first layer, one that ends at L the last one;
+        # (x == 0) and (y == L) count as 0 or 1.
+        return [
+            [
+                (x == 0) * first
+                + (y == self.layers) * last
+                + middle * (y - x - (x == 0) - (y == self.layers))
+                for y in bounds
+            ]
+            for x in bounds
+        ]
 
     def slices(self, what: str, device: str, tp: int, batch: int) -> list[list[float]]:
         """`layer_sums` of layer_ms or memory_mb."""
         key = (what, device, tp, batch)
         if key not in self._slices:
-            self._slices[key] = layer_sums(
-                getattr(self.profiles.get(device, tp, batch), what)
-            )
+            profile = self.profiles.get(device, tp, batch)
+            self._slices[key] = layer_sums(getattr(profile, what))
         return self._slices[key]
 
     def full_ms(self, device: str, tp: int, batch: int) -> float:
@@ -123,4 +117,5 @@ def layer_sums(values: Sequence[float]) -> list[list[float]]:
     >>> layer_sums([1, 2, 4])
     [[0, 1, 3, 7], [0, 2, 6], [0, 4], [0]]
     """
+    # not differences of one prefix sum: those round differently in the last bit
     return [list(accumulate(values[x:], initial=0)) for x in range(len(values) + 1)]

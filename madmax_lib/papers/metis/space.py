@@ -1,7 +1,7 @@
-"""Which stages of which sizes does Metis look at, and in which order?
+"""Inter-stage plans of Metis: stages of which sizes it looks at, in which order.
 
-Inter-stage plans of Metis [Um et al., USENIX ATC 2024] as its public release enumerates
-them (behaviour recorded): orders of the GPU types > numbers of stages > sizes of the
+As the public release of [Um et al., USENIX ATC 2024] enumerates them (behaviour
+recorded): orders of the GPU types > numbers of stages > sizes of the
 stages > micro-batches. Sizes are powers of two; every distinct permutation of their
 multiset is taken in cool-lex order [Williams, SODA 2009]. The order decides ties.
 """
@@ -14,13 +14,11 @@ __all__ = ["GroupList", "group_lists"]
 
 
 class GroupList(NamedTuple):
-    """Device groups tried for one order of the GPU types; `costed_stages` is the number
-    that the cost counts.
-    """
+    """Device groups tried for one order of the GPU types."""
 
     sequence: tuple[str, ...]
-    costed_stages: int
-    groups: list[tuple[int, ...]]
+    costed_stages: int  # stages that the cost counts
+    groups: list[tuple[int, ...]]  # GPUs of each stage
 
 
 def group_lists(
@@ -36,22 +34,16 @@ def group_lists(
     For the second and later orders the release never tries one stage: instead the first
     list of more stages comes twice, and its first time it is costed as one stage.
     """
-    stages = range(1, min(gpus, layers) + 1)
-    lists = {
-        n: groups
-        for n in stages
-        if (groups := _device_groups(gpus, n, variance, max_permute_len))
-    }
-    several = {n: groups for n, groups in lists.items() if n > 1}
+    lists = {}
+    for stages in range(1, min(gpus, layers) + 1):
+        if groups := _device_groups(gpus, stages, variance, max_permute_len):
+            lists[stages] = groups
+    several = {stages: groups for stages, groups in lists.items() if stages > 1}
     for number, sequence in enumerate(permutations(node_order)):
-        if number:
-            yield from (
-                GroupList(sequence, 1, groups) for groups in list(several.values())[:1]
-            )
-        yield from (
-            GroupList(sequence, n, groups)
-            for n, groups in (several if number else lists).items()
-        )
+        if number and several:
+            yield GroupList(sequence, 1, next(iter(several.values())))
+        for stages, groups in (several if number else lists).items():
+            yield GroupList(sequence, stages, groups)
 
 
 def _device_groups(
@@ -63,12 +55,12 @@ def _device_groups(
     >>> _device_groups(8, 3, 1, 6)
     [(4, 2, 2), (2, 4, 2), (2, 2, 4)]
     """
+    # floor = max(N // S, S // N) x variance
     least = max(gpus // stages, stages // gpus) * variance
     shapes = [2**k for k in range(gpus.bit_length()) if 2**k >= least]
-    every = _non_decreasing(shapes, stages, gpus)
     return [
         tuple(chain(*order))
-        for sizes in every
+        for sizes in _non_decreasing(shapes, stages, gpus)
         for order in _cool_lex(_merged(sizes, max_permute_len))
     ]
 
@@ -80,10 +72,11 @@ def _non_decreasing(
     if count == 0:
         yield from [()] if total == 0 else []
         return
-    for place, shape in enumerate(shapes):
+    for number, shape in enumerate(shapes):
+        # even the smallest shapes sum to more, or the largest to less
         if shape * count > total or shapes[-1] * count < total:
             return
-        for rest in _non_decreasing(shapes[place:], count - 1, total - shape):
+        for rest in _non_decreasing(shapes[number:], count - 1, total - shape):
             yield (shape, *rest)
 
 
@@ -96,26 +89,29 @@ def _merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
     """
     groups = [(size,) for size in sizes]
     while (excess := len(groups) - limit) > 0:
-        equal = next(
-            (place for place, group in enumerate(groups, 1) if group != groups[0]),
-            len(groups),
-        )
-        pairs = max(excess, equal // 2)
+        # m, the 1-based index of the first group that differs from the first one
+        different = len(groups)
+        for index, group in enumerate(groups, 1):
+            if group != groups[0]:
+                different = index
+                break
+        pairs = max(excess, different // 2)
         groups = _join_pairs(groups, pairs)
+        # the release stops here too, with more groups than the limit
         if len(groups) - limit == pairs:
             break
     return groups
 
 
 def _join_pairs(groups: list[tuple[int, ...]], pairs: int) -> list[tuple[int, ...]]:
+    """Groups with the first pairs joined where both have the smallest sum."""
     smallest = min(map(sum, groups))
     joined: list[tuple[int, ...]] = []
-    for place in range(0, min(2 * pairs, len(groups)), 2):
-        pair = groups[place : place + 2]
+    for start in range(0, min(2 * pairs, len(groups)), 2):
+        pair = groups[start : start + 2]
         if len(pair) == 2 and all(sum(group) == smallest for group in pair):
-            joined.append(pair[0] + pair[1])
-        else:
-            joined.extend(pair)
+            pair = [pair[0] + pair[1]]
+        joined += pair
     return joined + groups[2 * pairs :]
 
 
@@ -123,22 +119,20 @@ def _cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...
     """All distinct permutations by prefix shifts, from the non-increasing arrangement
     on.
 
-    >>> ["".join(str(group[0]) for group in order) for order in _cool_lex([(1,), (1,), (2,)])]
-    ['211', '121', '112']
+    >>> [[size for (size,) in order] for order in _cool_lex([(1,), (1,), (2,)])]
+    [[2, 1, 1], [1, 2, 1], [1, 1, 2]]
     """
     order = sorted(groups, reverse=True)
     start = list(order)
     last = len(order) - 1
     while True:
         yield list(order)
-        end = next(
-            (i for i in range(last) if order[i + 1] > order[i]), last
-        )  # of the longest non-increasing prefix
-        moved = (
-            end + 2
-            if end + 2 <= last and order[end + 2] <= order[end]
-            else min(end + 1, last)
-        )
+        # i, the last index of the longest non-increasing prefix
+        i = next((i for i in range(last) if order[i + 1] > order[i]), last)
+        # element i + 2 moves to the front if it is not above the prefix, else i + 1
+        moved = i + 2
+        if moved > last or order[moved] > order[i]:
+            moved = min(i + 1, last)
         order.insert(0, order.pop(moved))
         if order == start:
             return

@@ -1,5 +1,4 @@
-"""What does a pipeline stage take in Metis' model: speed, memory, and each term of the
-cost?
+"""A pipeline stage in Metis' model: speed, memory, and each term of the cost.
 
 Stage performance, memory demand and costs of Metis [Um et al., USENIX ATC 2024] as its
 public release computes them (behaviour recorded), defects included: a mixed replica
@@ -20,9 +19,8 @@ from madmax_lib.planner.hetero.profiles import plain_sum
 
 __all__ = ["NotProfiled", "RankOrder", "Stage", "cost_ms"]
 
-# MB that even an empty stage demands
-_MEMORY_FACTOR = 5.0
-_MEMORY_LEAST = 0.001
+_MEMORY_FACTOR = 5.0  # of the release, over the table's memory
+_LEAST_MB = 0.001  # that even an empty stage demands, so that nothing divides by 0
 # of GPT-3 6.7B, which the release takes for every model
 _HIDDEN = 4096
 _SEQUENCE = 1024
@@ -41,52 +39,44 @@ class RankOrder:
     another, node by node.
 
     The release takes the size of the first node in the host file for that of all.
-    stage(start, gpus, dp, batches), bandwidth(start, end, stride) and split(...) keep
-    what they returned.
+    stage(start, gpus, dp, batches), bandwidth(start, end, stride) and split(...) cache
+    their results.
     """
 
     def __init__(self, job: MetisJob, order: Sequence[str]):
         self.job = job
         self.order = tuple(order)
-        of_type = {
-            device: [node for node in job.nodes if node.device == device]
-            for device in order
-        }
+        nodes = [
+            node for device in order for node in job.nodes if node.device == device
+        ]
         self._per_node = job.nodes[0].gpus
-        self.types = tuple(
-            device
-            for device in order
-            for node in of_type[device]
-            for _ in range(node.gpus)
-        )
-        self._node_types = [device for device in order for _ in of_type[device]]
+        self._node_types = [node.device for node in nodes]
+        # type of each rank, and as the memory check counts: all nodes like the first
+        self.types = tuple(node.device for node in nodes for _ in range(node.gpus))
         self.checked_types = tuple(
             device for device in self._node_types for _ in range(self._per_node)
         )
-        in_file = {
-            device: [node.in_file() for node in of_type[device]] for device in order
-        }
-        self._intra = {
-            device: [node["intra_gb_per_s"] for node in in_file[device]]
-            for device in order
-        }
-        self._memory_mb = {
-            device: in_file[device][0]["memory_gb"] * 1024 for device in order
-        }
+        # bandwidth inside all nodes of a type, memory of its first one
+        self._intra = {device: [] for device in order}
+        self._memory_mb = {}
+        for node in nodes:
+            values = node.in_file()
+            self._intra[node.device].append(values["intra_gb_per_s"])
+            self._memory_mb.setdefault(node.device, values["memory_gb"] * 1024)
         self.stage = cache(partial(Stage, self))
         self.bandwidth = cache(self._bandwidth)
         self.split = cache(self._split)
 
     def memory_mb(self, start: int, gpus: int) -> float:
         """Memory of all GPUs of a stage together."""
-        return plain_sum(
-            self._memory_mb[device] for device in self.types[start : start + gpus]
-        )
+        types = self.types[start : start + gpus]
+        return plain_sum(self._memory_mb[device] for device in types)
 
     def _bandwidth(self, start: int, end: int, stride: int = 1) -> float:
         """GB/s of a group of ranks; beyond a node the release takes the least bandwidth
         inside the nodes involved.
         """
+        # node of a rank = rank // (GPUs of node 0), whatever the real sizes
         nodes = {rank // self._per_node for rank in range(start, end, stride)}
         if max(nodes) >= len(self._node_types):
             sizes = sorted({node.gpus for node in self.job.nodes})
@@ -105,6 +95,8 @@ class RankOrder:
         """Samples of each replica, proportional to the speed of the first GPU of its
         block; largest remainders.
         """
+        # weight_j = 1 / full-model time at batch 1; h_j = floor(m x share_j); what is
+        # left goes one each to the largest fractions, ties by index
         if (dp - 1) * block >= len(types):
             raise ValueError(
                 f"nodes differ in size: {len(types)} GPUs by the size of the first, "
@@ -115,11 +107,11 @@ class RankOrder:
         ]
         total = plain_sum(speeds)
         exact = [samples * (speed / total) for speed in speeds]
-        whole = [int(value) for value in exact]
-        by_rest = sorted(range(dp), key=lambda replica: whole[replica] - exact[replica])
-        for replica in by_rest[: samples - sum(whole)]:
-            whole[replica] += 1
-        return whole
+        counts = [int(value) for value in exact]
+        by_rest = sorted(range(dp), key=lambda j: counts[j] - exact[j])
+        for replica in by_rest[: samples - sum(counts)]:
+            counts[replica] += 1
+        return counts
 
 
 class Stage:
@@ -149,16 +141,15 @@ class Stage:
     @cached_property
     def halved(self) -> Stage | None:
         """The same ranks with half the replicas, twice the tensor parallel degree."""
-        return (
-            self.ranks.stage(self.start, self.gpus, self.dp // 2, self.batches)
-            if self.dp > 1
-            else None
-        )
+        if self.dp == 1:
+            return None
+        return self.ranks.stage(self.start, self.gpus, self.dp // 2, self.batches)
 
     @cached_property
     def performance(self) -> float:
         """Micro-batches per ms if the stage had all layers."""
         full_ms = self._job.full_ms
+        # performance = 1 / max_j time_j, a replica's time the sum over its batches
         return 1 / max(
             plain_sum(full_ms(device, self.tp, part) for part in parts)
             for device, parts in self._replicas
@@ -171,13 +162,12 @@ class Stage:
         """
         if self._one_type:
             return [(self._types[0], [self.micro_batch])]
-        samples = self.ranks.split(
-            self._types, self.tp, self.dp, self.tp, self._samples
-        )
+        split = self.ranks.split(self._types, self.tp, self.dp, self.tp, self._samples)
+        # a replica has the type of its first GPU
         return [
-            (self._types[number * self.tp], bits(count))
-            for number, count in enumerate(samples)
-            if count
+            (self._types[number * self.tp], bits(samples))
+            for number, samples in enumerate(split)
+            if samples
         ]
 
     @cached_property
@@ -185,25 +175,27 @@ class Stage:
         """Memory tables that add up to the demand: one, or of every part of a batch
         split over the whole cluster.
         """
-        types = self.ranks.checked_types
+        ranks = self.ranks
+        types = ranks.checked_types
         batches = [self.micro_batch]
         if len(set(types[self.start : self.start + self.gpus])) != 1:
-            split = self.ranks.split(
-                types, len(self.ranks.types) // self.dp, self.dp, self.tp, self._samples
-            )
+            # as released over the types of all ranks, not of the stage's own
+            block = len(ranks.types) // self.dp
+            split = ranks.split(types, block, self.dp, self.tp, self._samples)
             batches = [part for count in split for part in bits(count)]
+        # every table is that of rank 0's type
         return [
-            self._job.slices("memory_mb", self.ranks.order[0], self.tp, batch)
+            self._job.slices("memory_mb", ranks.order[0], self.tp, batch)
             for batch in batches
         ]
 
     def demand_mb(self, x: int, y: int) -> float:
         """Memory that Metis expects for layers x to y."""
         if len(self._memory) == 1:
-            return _MEMORY_LEAST + _MEMORY_FACTOR * self._memory[0][x][y - x]
+            return _LEAST_MB + _MEMORY_FACTOR * self._memory[0][x][y - x]
         if (x, y) not in self._demand_mb:
             parts_mb = (_MEMORY_FACTOR * table[x][y - x] for table in self._memory)
-            self._demand_mb[x, y] = plain_sum([_MEMORY_LEAST, *parts_mb])
+            self._demand_mb[x, y] = plain_sum([_LEAST_MB, *parts_mb])
         return self._demand_mb[x, y]
 
     @cached_property
@@ -219,9 +211,11 @@ class Stage:
         if (x, y) not in self._compute_ms:
             if max(parts[0] for _, parts in self._replicas) > self._job.max_bs:
                 raise NotProfiled
+            slices = self._job.slices
+            # the slowest replica of a mixed stage
             self._compute_ms[x, y] = max(
                 plain_sum(
-                    self._job.slices("layer_ms", device, self.tp, part)[x][y - x]
+                    slices("layer_ms", device, self.tp, part)[x][y - x]
                     for part in parts
                 )
                 for device, parts in self._replicas
@@ -230,7 +224,8 @@ class Stage:
 
     @cached_property
     def all_reduce_ms_per_byte(self) -> float:
-        """Of the ring all-reduce of gradients over the dp replicas."""
+        """Time per byte of the ring all-reduce of gradients over the dp replicas."""
+        # T = 2 (dp-1) / (dp x bw); group j has the ranks j, j + dp, ... of the stage
         end = self.start + self.gpus
         bandwidth = min(
             self.ranks.bandwidth(first, end, self.dp)
@@ -260,37 +255,32 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
     pipeline transfers + batch generator.
     """
     ranks = stages[0].ranks
-    job = stages[0].ranks.job
+    job = ranks.job
     batches = stages[0].batches
-    compute = []
-    transfers = 0
-    reduces = []
-    optimizers = []
-    optimizer_ms = 2 * job.model.optimizer_ms
-    for number in range(costed):
-        stage = stages[number]
+    compute_ms = []
+    optimizer_ms = []
+    reduce_ms = []
+    transfers_ms = 0
+    for number, stage in enumerate(stages[:costed]):
         x = partition[number]
         y = partition[number + 1]
-        compute.append(stage.compute_ms(x, y))
-        reduces.append(
-            stage.all_reduce_ms_per_byte * (job.parameters_bytes[x][y] / stage.tp)
-        )
-        optimizers.append(optimizer_ms / stage.tp * ((y - x) / job.layers))
+        compute_ms.append(stage.compute_ms(x, y))
+        share = (y - x) / job.layers
+        # stored twice, and over tp though the profile's time has fallen with tp
+        optimizer_ms.append(2 * job.model.optimizer_ms / stage.tp * share)
+        gradient_bytes = job.parameters_bytes[x][y] / stage.tp
+        reduce_ms.append(stage.all_reduce_ms_per_byte * gradient_bytes)
         if number < costed - 1:
+            # micro-batch x seq x hidden, or x vocab / tp before the last layer:
+            # elements, which the release takes for bytes
             width = _VOCAB / stage.tp if y == job.layers - 1 else _HIDDEN
-            bandwidth = ranks.bandwidth(
-                stage.start, stage.start + stage.gpus + stages[number + 1].gpus
-            )
-            transfers += (
-                stage.micro_batch * _SEQUENCE * width / (bandwidth * _PER_GB_PER_MS)
-            )
-    execution = (batches - 1) * max(compute) + plain_sum(compute)
-    sync = stages[costed - 1].sync_ms * batches
-    return (
-        execution
-        + sync
-        + max(optimizers)
-        + max(reduces)
-        + transfers
-        + job.model.batch_generator_ms * batches
-    )
+            end = stage.start + stage.gpus + stages[number + 1].gpus
+            rate = ranks.bandwidth(stage.start, end) * _PER_GB_PER_MS
+            transfers_ms += stage.micro_batch * _SEQUENCE * width / rate
+    # execution = (b - 1) max c + sum c; terms are added in this order, to the last bit
+    execution_ms = (batches - 1) * max(compute_ms) + plain_sum(compute_ms)
+    cost = execution_ms + stages[costed - 1].sync_ms * batches
+    cost += max(optimizer_ms)
+    cost += max(reduce_ms)
+    cost += transfers_ms
+    return cost + job.model.batch_generator_ms * batches

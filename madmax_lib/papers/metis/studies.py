@@ -1,4 +1,4 @@
-"""What of the Metis fork's paper follows from its public code and data?
+"""Tables of the Metis fork's paper beside what follows from its public code and data.
 
 Table 1 and figure 1 of the report in github.com/livingshade/Metis (Shong, Liu, Yu),
 typed in `data/`, beside our own runs of the search. Base is Metis, strategy is the
@@ -27,11 +27,13 @@ __all__ = [
     "nodes_of",
     "published",
     "run_row",
+    "run_rows",
+    "table1_errors",
 ]
-__all__ += ["run_rows", "table1_errors"]
 
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH = 128
+_LIMIT = 128  # of permuted groups, tp and batch: never reached in the table
 _MODEL_PROFILE = "A100_tp4_bs4"
 
 
@@ -46,6 +48,7 @@ def nodes_of(gpus: int) -> list[Node]:
     """The table's cluster: half V100, half A100 in nodes of four, the V100 first in the
     host file.
     """
+    # address, type, GPUs, memory GB, GB/s inside a node and between nodes
     v100 = Node.of_file("0.0.0.1", "V100", 4, 16, 50, 10)
     a100 = Node.of_file("0.0.0.4", "A100", 4, 80, 46, 10)
     return [v100] * (gpus // 8) + [a100] * (gpus // 8)
@@ -67,9 +70,9 @@ def run_row(
         node_order=node_order,
         model_profile=model_profile,
         strategy=mode == "strategy",
-        max_permute_len=128,
-        max_tp=128,
-        max_bs=128,
+        max_permute_len=_LIMIT,
+        max_tp=_LIMIT,
+        max_bs=_LIMIT,
     )
 
 
@@ -107,22 +110,19 @@ def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
     The errors are relative; node_order is the order that gives the published cost.
     """
     error = (runs["our_cost_ms"] / runs["cost_ms"] - 1).abs()
-    near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()].reset_index(
-        drop=True
-    )
+    near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()]
+    near = near.reset_index(drop=True)
     near["steps_error"] = near["our_steps"] / near["steps"] - 1
     near["cost_error"] = near["our_cost_ms"] / near["cost_ms"] - 1
-    for ratio, name in (
-        ("time_ratio", "search_ms"),
-        ("our_time_ratio", "our_search_ms"),
-    ):
-        times_ms = near.pivot(index="row", columns="mode", values=name)
-        near[ratio] = near["row"].map(times_ms["base"] / times_ms["strategy"])
-    names = (
-        "row layers gpus mode steps our_steps steps_error cost_ms our_cost_ms "
-        "cost_error node_order"
-    )
-    return near[[*names.split(), "time_ratio", "our_time_ratio"]]
+    # times are of different machines, so only base over strategy can be compared
+    for who in ("", "our_"):
+        times_ms = near.pivot(index="row", columns="mode", values=f"{who}search_ms")
+        ratio = times_ms["base"] / times_ms["strategy"]
+        near[f"{who}time_ratio"] = near["row"].map(ratio)
+    case = ["row", "layers", "gpus", "mode"]
+    steps = ["steps", "our_steps", "steps_error"]
+    costs = ["cost_ms", "our_cost_ms", "cost_error"]
+    return near[[*case, *steps, *costs, "node_order", "time_ratio", "our_time_ratio"]]
 
 
 def defect_shares(result: MetisResult, layers: int) -> pd.DataFrame:
@@ -130,16 +130,13 @@ def defect_shares(result: MetisResult, layers: int) -> pd.DataFrame:
     plans = result.plans
     cuts = plans["layer_partition"]
     stages = plans["device_groups"].map(len)
-    has_defect = {
+    empty = cuts.map(lambda cuts: any(x == y for x, y in pairwise(cuts)))
+    flags = {
         "stages left out of the cost (E1)": plans["num_stage_used_for_cost"] < stages,
         "layers in no stage (E2)": cuts.map(lambda cuts: cuts[-1] < layers),
-        "stages without layers (E3)": cuts.map(
-            lambda cuts: any(x == y for x, y in pairwise(cuts))
-        ),
+        "stages without layers (E3)": empty,
     }
-    rows = [
-        (name, int(flags.sum()), flags.mean()) for name, flags in has_defect.items()
-    ]
+    rows = [(name, int(flag.sum()), flag.mean()) for name, flag in flags.items()]
     return pd.DataFrame(rows, columns=["defect", "plans", "share"])
 
 
@@ -152,56 +149,41 @@ def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.Da
         name = profile.name.removeprefix("DeviceType.")
         best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
         rows.append((name, profile.optimizer_ms, best_ms, f"{node_order[0]} first"))
-    table = pd.DataFrame(
-        rows, columns=["model_profile", "optimizer_ms", "cost_ms", "node_order"]
-    )
+    columns = ["model_profile", "optimizer_ms", "cost_ms", "node_order"]
+    table = pd.DataFrame(rows, columns=columns)
     return table.sort_values("cost_ms", ignore_index=True)
 
 
 def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
-    """Which of Metis' plans looks best with one defect alone, and what it really costs.
+    """Plan of Metis that looks best with one defect alone, and what it really costs.
 
     Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms
     (without; infinite where a GPU lacks memory) and best_correct_ms (of the best plan
     in the list). Memory counts for E6 only, by the profiles' own table.
     """
     profiles = _profiles(layers)
+    listed = profiles.named(None)  # the first in sorted order
     rows = []
     for name, cost in DEFECTS.items():
-        given = hetero.problem(
+        problem = hetero.problem(
             profiles=profiles,
             cluster=nodes_of(gpus),
             global_batch=_BATCH,
             memory_factor=float(name == "E6"),
         )
-        believed_s = [
-            cost(plan, given, profiles.named(None)).total_s()
+        table = pd.DataFrame(
+            {
+                "believed_ms": 1e3 * cost(plan, problem, listed).total_s(),
+                "correct_ms": hetero.cost(plan, problem),
+            }
             for _, plan in plans.iterrows()
-        ]
-        correct_ms = [hetero.cost(plan, given) for _, plan in plans.iterrows()]
-        chosen = believed_s.index(min(believed_s))
-        text = _plan_text(plans.iloc[chosen])
-        rows.append(
-            (
-                name,
-                cost.what,
-                text,
-                1e3 * believed_s[chosen],
-                correct_ms[chosen],
-                min(correct_ms),
-            )
         )
-    return pd.DataFrame(
-        rows,
-        columns=[
-            "defect",
-            "what",
-            "chosen",
-            "believed_ms",
-            "correct_ms",
-            "best_correct_ms",
-        ],
-    )
+        chosen = table["believed_ms"].argmin()
+        about = {"defect": name, "what": cost.what}
+        about["chosen"] = _plan_text(plans.iloc[chosen])
+        best_ms = table["correct_ms"].min()
+        rows.append(about | {**table.iloc[chosen], "best_correct_ms": best_ms})
+    return pd.DataFrame(rows)
 
 
 @lru_cache

@@ -1,5 +1,5 @@
-"""Which plan does Metis choose for a cluster of several GPU types, after how many
-steps?
+"""The search of Metis: plans for a cluster of several GPU types, with its counts of
+steps.
 
 Metis [Um et al., USENIX ATC 2024] and its fork (github.com/livingshade/Metis,
 "strategy") as their public releases behave (recorded), every quirk included: counts,
@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,26 +35,21 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class MetisResult:
-    """What a search came to.
+    """Result of a search.
 
-    count: moves and failed attempts up to the last accepted plan of each inter-stage
-    plan, as Metis counts.
-    count_total: all moves and failed attempts.
-    inter_stage_plans: device groups with a number of micro-batches that were tried.
-    dropped: accepted plans that could not be costed.
     plans: one row per costed plan, by cost (ms) and then in order of enumeration;
     strategies are [dp, tp] per stage.
-    seconds: CPU time without reading files.
-    reason: why there is no plan, else empty.
     """
 
+    # moves and failed attempts up to the last accepted plan of each inter-stage plan,
+    # as Metis counts: what comes after is dropped
     count: int
-    count_total: int
-    inter_stage_plans: int
-    dropped: int
+    count_total: int  # all moves and failed attempts
+    inter_stage_plans: int  # device groups with a number of micro-batches
+    dropped: int  # accepted plans that could not be costed
     plans: pd.DataFrame = field(repr=False)
-    seconds: float
-    reason: str = ""
+    seconds: float  # CPU time without reading files
+    reason: str = ""  # why there is no plan
 
     @property
     def costed_plans(self) -> int:
@@ -95,14 +91,15 @@ def search(
         if clusterfile is None:
             raise ValueError(f"hostfile={hostfile} needs a clusterfile")
         hostfile = load_cluster(hostfile, clusterfile)
-    profiles = profiles if isinstance(profiles, Profiles) else load_profiles(profiles)
+    if not isinstance(profiles, Profiles):
+        profiles = load_profiles(profiles)
+    if isinstance(node_order, str):
+        node_order = node_order.split(",")
     job = MetisJob(
         profiles,
         profiles.named(model_profile),
         nodes=tuple(hostfile),
-        order=tuple(
-            node_order.split(",") if isinstance(node_order, str) else node_order
-        ),
+        order=tuple(node_order),
         layers=layers,
         global_batch=global_batch,
         max_tp=max_tp,
@@ -114,16 +111,16 @@ def search(
     walk = _Walk(job, strategy)
     walk.all_lists()
     seconds = time.process_time() - began
+    # stable: plans of equal cost stay in order of enumeration
+    plans = sorted(walk.plans, key=lambda plan: plan.cost)
     return MetisResult(
         walk.count,
         walk.count_total,
         walk.inter_stage_plans,
         walk.dropped,
-        pd.DataFrame(
-            sorted(walk.plans, key=lambda plan: plan.cost), columns=_CostedPlan._fields
-        ),
+        pd.DataFrame(plans, columns=_CostedPlan._fields),
         seconds,
-        "" if walk.plans else walk.reason(),
+        "" if plans else walk.reason(),
     )
 
 
@@ -141,15 +138,13 @@ class _CostedPlan(NamedTuple):
     num_stage_used_for_cost: int
 
 
-class _Placed(NamedTuple):
-    """Layers of stages. attempt: 0 where none of them passed; free: MB of each stage,
-    of the last and of the first.
-    """
+class _Placement(NamedTuple):
+    """Layers of stages."""
 
-    attempt: int
+    attempt: int  # that passed the memory check, 0 if none did
     partition: tuple[int, ...]
-    free_mb: list[float]
-    first_free_mb: list[float]
+    free_mb: list[float]  # of each stage, in the last attempt
+    first_free_mb: list[float]  # in the first one
     failures: int
 
 
@@ -162,6 +157,7 @@ class _Walk:
         self._balancer = Balancer(job.demand)
         self.count = self.count_total = self.inter_stage_plans = self.dropped = 0
         self.plans: list[_CostedPlan] = []
+        # (free MB of the fullest stage, the stage, number of stages), nearest to fitting
         self._least_missing: tuple = (-math.inf,)
 
     def all_lists(self) -> None:
@@ -169,26 +165,23 @@ class _Walk:
         micro-batches, the largest first.
         """
         job = self._job
-        batch_counts = [
-            count
-            for count in range(job.global_batch, 0, -1)
-            if job.global_batch % count == 0
-        ]
-        gpus = sum(node.gpus for node in job.nodes)
+        counts = range(job.global_batch, 0, -1)
+        batch_counts = [count for count in counts if job.global_batch % count == 0]
+        total = sum(node.gpus for node in job.nodes)
         ranks = RankOrder(job, job.order)
         for sequence, costed, lists in group_lists(
-            job.order, gpus, job.layers, job.variance, job.max_permute_len
+            job.order, total, job.layers, job.variance, job.max_permute_len
         ):
             if sequence != ranks.order:
                 ranks = RankOrder(job, sequence)
             for groups in lists:
-                placed = list(zip(accumulate(groups, initial=0), groups, strict=False))
-                memory_mb = [ranks.memory_mb(start, gpus) for start, gpus in placed]
+                runs = list(zip(accumulate(groups, initial=0), groups, strict=False))
+                memory_mb = [ranks.memory_mb(start, gpus) for start, gpus in runs]
                 for batches in batch_counts:
                     self.inter_stage_plans += 1
+                    # the walk begins with dp = GPUs, tp = 1 on every stage
                     stages = [
-                        ranks.stage(start, gpus, gpus, batches)
-                        for start, gpus in placed
+                        ranks.stage(start, gpus, gpus, batches) for start, gpus in runs
                     ]
                     self._from_data_to_tensor(stages, memory_mb, costed)
 
@@ -198,27 +191,31 @@ class _Walk:
         """Halve dp of one stage after the other until a plan is accepted at once or no
         stage has dp > 1.
         """
-        steps = 0
+        steps = 0  # since the last accepted plan
         invalid = sum(not stage.valid for stage in stages)
-        # order: stages by free memory, once it is known
         dp = [stage.dp for stage in stages]
-        order = []
+        order = []  # stages by free memory, once that was computed
         while True:
             if not invalid:
                 placed = self._place(stages, memory_mb)
                 steps += placed.failures
-                free_mb = placed.free_mb if placed.attempt else []
+                free_mb = []
                 if placed.attempt:
+                    free_mb = placed.free_mb
                     self.count += steps
                     self.count_total += steps
                     steps = 0
                     self._record(stages, placed, costed)
                     if placed.attempt == 1:
                         return
+                # All that the fork changes: after a failed first attempt its free
+                # memory, the most negative first, orders the stages.
                 if self._strategy and placed.failures:
                     free_mb = placed.first_free_mb
                 order = sorted(range(len(free_mb)), key=free_mb.__getitem__)
-            number = _next_to_halve(dp, order)
+            # Without an order the stage with the largest dp is next.
+            following = order or [dp.index(max(dp))]
+            number = next((number for number in following if dp[number] > 1), None)
             if number is None:
                 self.count_total += steps
                 return
@@ -228,10 +225,11 @@ class _Walk:
             dp[number] //= 2
             invalid += before.valid - before.halved.valid
 
-    def _place(self, stages: list[Stage], memory_mb: list[float]) -> _Placed:
+    def _place(self, stages: list[Stage], memory_mb: list[float]) -> _Placement:
         """Layers for stages by speed; where memory is short, by a capacity that avoids
         it, up to three attempts.
         """
+        # capacity = performance of the stages, normalised to sum 1
         speed = [stage.performance for stage in stages]
         total = plain_sum(speed)
         capacity = [value / total for value in speed]
@@ -244,24 +242,22 @@ class _Walk:
                 stage.demand_mb(x, y)
                 for stage, x, y in zip(stages, partition, partition[1:], strict=False)
             ]
-            free_mb = [
-                has - needs for has, needs in zip(memory_mb, demand_mb, strict=True)
-            ]
+            free_mb = list(map(sub, memory_mb, demand_mb))
             first_free_mb = first_free_mb or free_mb
             if (least := min(free_mb)) >= 0:
-                return _Placed(attempt, partition, free_mb, first_free_mb, attempt - 1)
+                return _Placement(
+                    attempt, partition, free_mb, first_free_mb, attempt - 1
+                )
             if least > self._least_missing[0]:
                 self._least_missing = (least, stages[free_mb.index(least)], len(stages))
-            shifted = (
-                shift_capacity(capacity, memory_mb, demand_mb)
-                if attempt < _ATTEMPTS
-                else None
-            )
+            shifted = None
+            if attempt < _ATTEMPTS:
+                shifted = shift_capacity(capacity, memory_mb, demand_mb)
             if shifted is None:
-                return _Placed(0, partition, free_mb, first_free_mb, attempt)
+                return _Placement(0, partition, free_mb, first_free_mb, attempt)
             capacity = shifted
 
-    def _record(self, stages: list[Stage], placed: _Placed, costed: int) -> None:
+    def _record(self, stages: list[Stage], placed: _Placement, costed: int) -> None:
         try:
             cost = cost_ms(stages, placed.partition, costed)
         except NotProfiled:
@@ -281,7 +277,7 @@ class _Walk:
         self.plans.append(plan)
 
     def reason(self) -> str:
-        """Why no plan was found."""
+        """Reason why there is no plan."""
         if self.dropped:
             return (
                 f"no feasible plan: the cost of all {self.dropped} accepted plans "
@@ -298,13 +294,3 @@ class _Walk:
             f"no feasible plan: at least {-missing_mb * 2**20:.0f} bytes are "
             f"missing, on {where} of {count} stages"
         )
-
-
-def _next_to_halve(dp: list[int], order: list[int]) -> int | None:
-    """The first stage of the order with dp > 1, without an order the one with the
-    largest dp; None if all have dp 1.
-    """
-    for number in order or [dp.index(max(dp))]:
-        if dp[number] > 1:
-            return number
-    return None
