@@ -293,10 +293,7 @@ def pieces_one_by_one(demand, capacity):
 def test_pieces_go_where_comparing_all_stages_puts_them(demand, speed, share):
     demand = [value / sum(demand) for value in demand]
     capacity = [share * value / sum(speed) for value in speed]
-    balancer, left = Balancer(demand), list(capacity)
-    owner, starts, waiting = balancer._in_order(left)
-    balancer._fill_gaps(left, owner, starts, waiting)
-    assert owner == pieces_one_by_one(demand, capacity)
+    assert Balancer(demand)._owners(capacity) == pieces_one_by_one(demand, capacity)
 
 
 def test_capacity_moves_to_stages_with_memory_to_spare():

@@ -58,12 +58,16 @@ class Balancer:
 
         The last boundary is below the number of layers where layers vanished.
         """
+        layers = self._majority(self._owners(capacity), len(capacity))
+        self._even_out(capacity, layers)
+        return tuple(accumulate(map(len, layers), initial=0))
+
+    def _owners(self, capacity: Sequence[float]) -> list[int]:
+        """Stage of each piece."""
         pieces = _Assignment(list(capacity))
         self._in_order(pieces)
         self._fill_gaps(pieces)
-        layers = self._majority(pieces.owner, len(capacity))
-        self._even_out(capacity, layers)
-        return tuple(accumulate(map(len, layers), initial=0))
+        return pieces.owner
 
     def _in_order(self, pieces: _Assignment) -> None:
         """First to last stage until each is full, then the last stage from the end on."""

@@ -50,16 +50,17 @@ def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Figure 3: time of an iteration. summary: the published table dp_tp."""
     times_s = summary["median_ms"] / 1e3
     kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
+    ratio = times_s[1] / times_s[0]
     title = (
-        f"Two P100: tensor parallelism takes {times_s[1] / times_s[0]:.2f}x as "
-        "long as data parallelism"
+        f"Two P100: tensor parallelism takes {ratio:.2f}x as long as data parallelism"
     )
     rows = summary["strategy"] + " on 2 GPUs"
     # the second iteration of both logs is an outlier, hence the median
     x = "measured time of an iteration, median [s]"
     style = draw.BarStyle(kinds, notes=times_s.map("{:.1f} s".format))
     table = _from_files(summary, "dp_tp")
-    return draw.bar_chart(ax, table, times_s, title, draw.Frame(x=x, rows=rows), style)
+    frame = draw.Frame(x=x, rows=rows)
+    return draw.bar_chart(ax, table, times_s, title, frame, style)
 
 
 def _from_files(table: pd.DataFrame, *files: str) -> pd.DataFrame:

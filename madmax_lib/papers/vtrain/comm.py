@@ -1,5 +1,5 @@
-"""How long do vTrain's collectives take? Tables of measured all-reduces inside a node,
-bandwidths beyond.
+"""Times of vTrain's collectives: tables of measured all-reduces inside a node, bandwidths
+beyond.
 
 A tensor-parallel group reduces its activations twice in each pass of a layer, a
 data-parallel group the whole fp16 gradient of a pipeline stage once. As vTrain [Bang et
@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from madmax_lib.papers.vtrain.config import Config, Sizes, VTrainRules, parse_ru
 
 __all__ = [
     "RINGS",
+    "GradientTimes",
     "Nccl",
     "communication_s",
     "gradient_s",
@@ -40,15 +42,23 @@ _GPUS_PER_NIC = 2
 class Nccl:
     """Measured all-reduces of one kind of GPU, by group size.
 
-    duration_s: in place, seconds (sizes,) at 1, 2, 3, ... MiB.
-    bus_gb_per_s: bus bandwidth at the largest size.
+    >>> RINGS.duration_s  # no tables: all-reduces inside a node are rings
+    {}
     """
 
-    duration_s: Mapping[int, np.ndarray]
-    bus_gb_per_s: Mapping[int, float]
+    duration_s: Mapping[int, np.ndarray]  # in place, (sizes,) at 1, 2, 3, ... MiB
+    bus_gb_per_s: Mapping[int, float]  # bus bandwidth at the largest size
 
 
 RINGS = Nccl({}, {})  # no tables: all-reduces inside a node are rings at its bandwidth
+
+
+class GradientTimes(NamedTuple):
+    """Seconds of the gradient all-reduce by pipeline stage, NaN where there is none."""
+
+    first_s: np.ndarray
+    middle_s: np.ndarray  # of each stage between them
+    last_s: np.ndarray
 
 
 def load_nccl(directory: str | Path) -> Nccl:
@@ -59,22 +69,20 @@ def load_nccl(directory: str | Path) -> Nccl:
     other columns or sizes.
     """
     directory = Path(directory)
-    paths = {
-        int(m[1]): path
-        for path in sorted(directory.glob("AR_GPU*"))
-        if (m := _NAME.fullmatch(path.name))
-    }
-    if not paths:
+    tables = {}
+    for path in sorted(directory.glob("AR_GPU*")):
+        if match := _NAME.fullmatch(path.name):
+            tables[int(match[1])] = _read(path)
+    if not tables:
         inner = sorted(
             path.name for path in directory.glob("*") if any(path.glob("AR_GPU*"))
         )
         hint = f"; it has folders of GPUs: {', '.join(inner)}" if inner else ""
         raise FileNotFoundError(f"{directory}: no AR_GPU<n>_1M_<m>M_LUT tables{hint}")
-    tables = {ranks: _read(path) for ranks, path in paths.items()}
+    # vTrain reads the in-place columns, as gradients are reduced in place
     duration_s = {ranks: table[:, 5] / NS_PER_S for ranks, table in tables.items()}
-    return Nccl(
-        duration_s, {ranks: float(table[-1, 6]) for ranks, table in tables.items()}
-    )
+    bus = {ranks: float(table[-1, 6]) for ranks, table in tables.items()}
+    return Nccl(duration_s, bus)
 
 
 def _read(path: Path) -> np.ndarray:
@@ -99,27 +107,28 @@ def _read(path: Path) -> np.ndarray:
 def tensor_s(shape: Sizes, nccl: Nccl, rules: VTrainRules):
     """Seconds of one all-reduce of a tensor-parallel group."""
     leaves_node = rules.node_aware & (np.asarray(shape.tp) > shape.node_size)
-    return _all_reduce_s(
-        shape, nccl, rules, shape.tp, shape.activation_bytes, 1, leaves_node
-    )
+    group = _Group(shape.tp, 1, leaves_node)
+    return _all_reduce_s(shape, nccl, rules, group, shape.activation_bytes)
 
 
-def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> tuple:
-    """Seconds of the gradient all-reduce of the first, a middle and the last stage, NaN
-    where there is none.
-    """
+def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> GradientTimes:
+    """Seconds of the gradient all-reduce of the first, a middle and the last stage."""
     tp = np.asarray(shape.tp)
     pp = np.asarray(shape.pp)
-    leaves_node = (
-        tp * shape.dp > shape.node_size if rules.node_aware else tp >= shape.node_size
-    )
+    # As released the network counts only from tp >= node_size on, even if the
+    # data-parallel group spans nodes. Its ranks are tp GPUs apart.
+    leaves_node = tp >= shape.node_size
+    if rules.node_aware:
+        leaves_node = tp * shape.dp > shape.node_size
+    # (first, last): a single stage is both
     ends = ((True, pp == 1), (False, False), (False, True))
-    sizes = (shape.gradient_bytes(first=first, last=last) for first, last in ends)
-    first, middle, last = (
-        _all_reduce_s(shape, nccl, rules, shape.dp, size, tp, leaves_node)
-        for size in sizes
+    sizes = [shape.gradient_bytes(first=first, last=last) for first, last in ends]
+    group = _Group(shape.dp, tp, leaves_node)
+    first_s, middle_s, last_s = (
+        _all_reduce_s(shape, nccl, rules, group, size_bytes) for size_bytes in sizes
     )
-    return first, np.where(pp > 2, middle, np.nan), np.where(pp > 1, last, np.nan)
+    middle_s = np.where(pp > 2, middle_s, np.nan)
+    return GradientTimes(first_s, middle_s, np.where(pp > 1, last_s, np.nan))
 
 
 def send_s(shape: Sizes, rules: VTrainRules):
@@ -128,11 +137,12 @@ def send_s(shape: Sizes, rules: VTrainRules):
     """
     node_rate = shape.inter_gbit_per_s * rules.giga / 8
     if not rules.node_aware:
+        # P = 2 x (2 b s h) / (W / 8 / 4): one of four NICs, which two GPUs share; as
+        # released inside a node too
         return _GPUS_PER_NIC * shape.activation_bytes / (node_rate / _NICS)
     inside = np.asarray(shape.tp) * shape.dp * shape.pp <= shape.node_size
-    rate = np.where(
-        inside, shape.intra_gbyte_per_s * rules.giga, node_rate / shape.node_size
-    )
+    intra_rate = shape.intra_gbyte_per_s * rules.giga
+    rate = np.where(inside, intra_rate, node_rate / shape.node_size)
     return shape.activation_bytes / rate
 
 
@@ -148,37 +158,40 @@ def communication_s(
     """
     rules = parse_rules(rules)
     shape = (config if isinstance(config, Config) else Config.of(config)).shape
-    first, middle, last = (
-        float(np.nan_to_num(part)) for part in gradient_s(shape, nccl, rules)
-    )
-    of_tensor = (
-        4 * shape.layers * shape.micro_batches * float(tensor_s(shape, nccl, rules))
-    )
-    return of_tensor + first + max(shape.pp - 2, 0) * middle + last
+    gradients = gradient_s(shape, nccl, rules)
+    first_s, middle_s, last_s = (float(np.nan_to_num(part_s)) for part_s in gradients)
+    # comm = 4 L m AR(t, 2 b s h) + sum over stages of AR(d, G)
+    calls = 4 * shape.layers * shape.micro_batches
+    activations_s = calls * float(tensor_s(shape, nccl, rules))
+    return activations_s + first_s + max(shape.pp - 2, 0) * middle_s + last_s
+
+
+class _Group(NamedTuple):
+    """Group of an all-reduce: numbers, or arrays (n,)."""
+
+    ranks: int
+    stride: int  # GPUs from one rank to the next
+    leaves_node: bool
 
 
 def _all_reduce_s(
-    shape: Sizes, nccl: Nccl, rules: VTrainRules, ranks, size_bytes, stride, leaves_node
+    shape: Sizes, nccl: Nccl, rules: VTrainRules, group: _Group, size_bytes
 ):
-    """Seconds of an all-reduce of ranks that are `stride` GPUs apart, by the network if
-    it leaves the node.
-    """
-    ranks, size_bytes, stride, leaves_node = np.broadcast_arrays(
-        ranks, size_bytes, stride, leaves_node
-    )
+    """Seconds of an all-reduce, by the network if its group leaves the node."""
+    *group, size_bytes = np.broadcast_arrays(*group, size_bytes)
+    ranks, stride, leaves_node = group
+    # ring: T = 2(n-1)/n x bytes / bandwidth
     ring = 2 * (ranks - 1) / ranks
-    inside_s = ring * size_bytes / (shape.intra_gbyte_per_s * rules.giga)
+    intra_rate = shape.intra_gbyte_per_s * rules.giga
+    inside_s = ring * size_bytes / intra_rate
     for n in nccl.duration_s:
         inside_s = np.where(ranks == n, _table_s(nccl, n, size_bytes, rules), inside_s)
     rate = shape.inter_gbit_per_s * rules.giga / 8
-    if rules.node_aware:  # the groups that leave a node side by side share its network
-        rate = np.minimum(
-            rate / np.minimum(stride, shape.node_size),
-            shape.intra_gbyte_per_s * rules.giga,
-        )
-    return np.where(
-        ranks > 1, np.where(leaves_node, ring * size_bytes / rate, inside_s), 0.0
-    )
+    if rules.node_aware:
+        # the groups that leave a node side by side share its network
+        rate = np.minimum(rate / np.minimum(stride, shape.node_size), intra_rate)
+    outside_s = ring * size_bytes / rate
+    return np.where(ranks > 1, np.where(leaves_node, outside_s, inside_s), 0.0)
 
 
 def _table_s(
@@ -189,13 +202,15 @@ def _table_s(
     """
     table_s = nccl.duration_s[ranks]
     mib = size_bytes / _MIB
+    # As released bytes / bus bandwidth beyond the table, without the ring factor: up to
+    # 1.75 times too fast for 8 ranks.
     ring = 2 * (ranks - 1) / ranks if rules.ring_factor else 1.0
     beyond = ring / (nccl.bus_gb_per_s[ranks] * rules.giga)
     if not rules.whole_mib:
         inside = np.interp(mib, np.arange(1, len(table_s) + 1), table_s)
         return np.where(mib > len(table_s), size_bytes * beyond, inside)
+    # entry k holds k + 1 MiB; what rounds to 0 MiB is free
     mib = np.rint(mib)
     entry = np.clip(mib, 1, len(table_s)).astype(int) - 1
-    return np.where(
-        mib > len(table_s), mib * _MIB * beyond, np.where(mib < 1, 0.0, table_s[entry])
-    )
+    inside = np.where(mib < 1, 0.0, table_s[entry])
+    return np.where(mib > len(table_s), mib * _MIB * beyond, inside)

@@ -1,5 +1,5 @@
-"""What does a vTrain configuration file say, by which rules is it read, and which rows
-of tables can be computed?
+"""Configurations of vTrain: its files, the rules by which they are read, and rows of its
+tables.
 
 Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] as
 released (behaviour recorded). `Sizes` is what the formulas need, of one configuration
@@ -67,6 +67,9 @@ class VTrainRules:
     """Switches where the released vTrain deviates from what one would expect; the
     defaults are corrected.
 
+    >>> VTrainRules(binary_units=True).giga
+    1073741824.0
+
     recompute: what use_checkpoint repeats before a backward pass. "all": the forward
         pass of every stage with its all-reduces. "not last", as released: that of all
         stages but the last, without all-reduces, beside the wait for the gradient.
@@ -81,7 +84,7 @@ class VTrainRules:
     one_micro_batch: without a pipeline, micro_batch is what a data-parallel rank gets.
     """
 
-    recompute: str = "all"
+    recompute: str = "all"  # or "not last", "none"
     ring_factor: bool = True
     whole_mib: bool = False
     binary_units: bool = False
@@ -96,7 +99,7 @@ class VTrainRules:
 
     @property
     def giga(self) -> float:
-        """What G stands for in GB/s and Gb/s."""
+        """Factor of the G in GB/s and Gb/s."""
         return 2.0**30 if self.binary_units else 1e9
 
 
@@ -112,8 +115,8 @@ RELEASED = VTrainRules(
 
 
 def parse_rules(rules: str | VTrainRules) -> VTrainRules:
-    """The rules called "corrected" or "released", or the given ones. Raises ValueError
-    for another name.
+    """Rules by name, "corrected" or "released"; `VTrainRules` pass through. Raises
+    ValueError for another name.
     """
     if isinstance(rules, VTrainRules):
         return rules
@@ -123,7 +126,7 @@ def parse_rules(rules: str | VTrainRules) -> VTrainRules:
 
 
 class Sizes(NamedTuple):
-    """A training step to the formulas of vTrain: numbers, or arrays (n,) of a table's
+    """Training step to the formulas of vTrain: numbers, or arrays (n,) of a table's
     rows.
 
     Bandwidths are in the units of the files; what G stands for is a rule.
@@ -132,12 +135,12 @@ class Sizes(NamedTuple):
     tp: int
     dp: int
     pp: int
-    micro_batch: int
-    micro_batches: int
-    layers: int
-    hidden: int
-    sequence: int
-    vocab: int = 50257
+    micro_batch: int  # b, samples
+    micro_batches: int  # m = B / (d b)
+    layers: int  # L
+    hidden: int  # h
+    sequence: int  # s, tokens
+    vocab: int = 50257  # V, of GPT-2
     inter_gbit_per_s: float = 800.0  # of a node
     intra_gbyte_per_s: float = 150.0  # of a GPU
     node_size: int = 8
@@ -156,19 +159,27 @@ class Sizes(NamedTuple):
         >>> Sizes(1, 2, 4, 1, 2, 16, 1024, 1024).gradient_bytes(first=True, last=False) / 2**20
         196.259765625
         """
+        # E_layer = weights and biases of query, key and value, projection and the two
+        # feed-forward products, each over t, and two layer norms of 2h: about 12 h^2/t.
+        # The embedding of positions is not split over t.
         h = self.hidden
         t = self.tp
         attention = 3 * h * (h // t) + (3 * h) // t + h * (h // t) + h
         feed_forward = h * (4 * h // t) + (4 * h) // t + 4 * h * (h // t) + h
         vocabulary = (self.vocab // t) * h
         ends = first * (vocabulary + self.sequence * h) + last * vocabulary
-        return 2 * (self.layers // self.pp * (4 * h + attention + feed_forward) + ends)
+        layer = 4 * h + attention + feed_forward
+        return 2 * (self.layers // self.pp * layer + ends)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of a configuration file with vTrain's defaults. Raises ValueError
-    naming field, value and rule.
+    """Fields of a configuration file with vTrain's defaults.
+
+    >>> Config(tensor_parallel_size=8, data_parallel_size=12, pipeline_parallel_size=35).num_gpus
+    3360
+
+    Raises ValueError naming field, value and rule.
     """
 
     num_gpus: int = 0  # 0 follows from the degrees
@@ -183,9 +194,7 @@ class Config:
     num_attention_heads: int = 128
     max_length: int = 2048  # tokens of a sample
     use_gradient_bucket: bool = False
-    use_checkpoint: bool = (
-        True  # recompute the forward pass, see `VTrainRules.recompute`
-    )
+    use_checkpoint: bool = True  # recompute forward, see `VTrainRules.recompute`
     pipeline_scheduling: str = "1f1b"
     inter_node_bandwidth: float = 800.0  # Gb/s of a node
     intra_node_bandwidth: float = 150.0  # GB/s of a GPU
@@ -197,25 +206,22 @@ class Config:
 
     def __post_init__(self):
         for field in fields(self):
-            object.__setattr__(
-                self,
-                field.name,
-                _typed(field.name, str(field.type), getattr(self, field.name)),
-            )
+            value = _typed(field.name, str(field.type), getattr(self, field.name))
+            object.__setattr__(self, field.name, value)  # frozen
         _fill_in(self)
         _check(self)
 
     @classmethod
     def of(cls, row: Mapping) -> Config:
-        """The configuration of a row of vTrain's or seed 000's tables, or with fields
-        by name; the rest is ignored.
+        """Configuration of a row of vTrain's or seed 000's tables, or with fields by
+        name; the rest is ignored.
         """
         row = {_ALIASES.get(name, name): value for name, value in dict(row).items()}
         return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
 
     @property
     def shape(self) -> Sizes:
-        """What the formulas need."""
+        """Sizes that the formulas need."""
         t, d, p = (getattr(self, name) for name in _DEGREES)
         micro_batches = self.global_batch_size // (d * self.micro_batch_size)
         size = self.num_layers, self.hidden_size, self.max_length, self.vocab_size
@@ -225,27 +231,28 @@ class Config:
     @property
     def plan(self) -> Plan:
         """How the model is split, in the words of this library."""
-        t, d, p = (getattr(self, name) for name in _DEGREES)
-        options = {
-            "recompute": "full" if self.use_checkpoint else "none",
-            "sequence_parallel": False,
-        }
-        return Plan(dp=d, tp=t, pp=p, micro_batch=self.micro_batch_size, **options)
+        return Plan(
+            dp=self.data_parallel_size,
+            tp=self.tensor_parallel_size,
+            pp=self.pipeline_parallel_size,
+            micro_batch=self.micro_batch_size,
+            recompute="full" if self.use_checkpoint else "none",
+            sequence_parallel=False,
+        )
 
     @property
     def model(self) -> Transformer:
         """The model in the words of this library: a GPT with its own output matrix."""
-        h = self.hidden_size
-        layers = self.num_layers
-        size = (
-            layers,
-            h,
+        return Transformer(
+            f"gpt-h{self.hidden_size}-l{self.num_layers}",
+            self.num_layers,
+            self.hidden_size,
             self.num_attention_heads,
-            4 * h,
+            4 * self.hidden_size,
             self.max_length,
             self.vocab_size,
+            tied=False,
         )
-        return Transformer(f"gpt-h{h}-l{layers}", *size, tied=False)
 
 
 def load_config(
@@ -254,7 +261,7 @@ def load_config(
     derive_gpus: bool = False,
     rules: str | VTrainRules = "corrected",
 ) -> Config:
-    """A configuration from vTrain's JSON.
+    """Read a configuration from vTrain's JSON.
 
     derive_gpus: num_gpus becomes the product of the degrees; 285 of the 295 files of
     vTrain's case study need it.
@@ -272,8 +279,8 @@ def load_config(
 
 
 def shape_of(table: pd.DataFrame) -> Sizes:
-    """The rows of a table in the columns of vTrain's ground truth, as arrays; the
-    network of its configuration files.
+    """Rows of a table in the columns of vTrain's ground truth, as arrays; the network
+    of its configuration files.
 
     Raises ValueError for a missing column and for a row that is no valid configuration.
     """
@@ -299,6 +306,7 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Con
     if derive_gpus:
         content.pop("num_gpus", None)
     if rules.one_micro_batch and content.get("pipeline_parallel_size") == 1:
+        # b = B / d: without a pipeline vTrain accumulates no gradients
         first = Config(**content | {"micro_batch_size": 1})
         content["micro_batch_size"] = (
             first.global_batch_size // first.data_parallel_size
@@ -307,24 +315,22 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Con
 
 
 def _typed(name: str, kind: str, value: object) -> object:
-    """The value as its field wants it; a whole float is an int."""
-    if type(value).__name__ == kind in ("bool", "str") or (
-        value is None and kind == "int | None"
-    ):
+    """Value as its field wants it; a whole float is an int."""
+    if type(value).__name__ == kind in ("bool", "str"):
+        return value
+    if value is None and kind == "int | None":
         return value
     if isinstance(value, Real) and not isinstance(value, bool):
         if kind == "float" and value > 0:
             return float(value)
         if kind.startswith("int") and value >= 0 and value == int(value):
             return int(value)
-    raise ValueError(
-        f"{name}={value!r} is not a "
-        f"{'positive number' if kind in ('int', 'float') else kind}"
-    )
+    wanted = "positive number" if kind in ("int", "float") else kind
+    raise ValueError(f"{name}={value!r} is not a {wanted}")
 
 
 def _fill_in(config: Config) -> None:
-    """The one of num_gpus and the degrees that is 0; the degrees must multiply to
+    """Set the one of num_gpus and the degrees that is 0; the degrees must multiply to
     num_gpus.
     """
     degrees = {name: getattr(config, name) for name in _DEGREES}
@@ -350,12 +356,12 @@ def _check(config: Config) -> None:
     for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
-    for whole, *parts in _MULTIPLES:
-        size = getattr(config, whole)
+    for field, *parts in _MULTIPLES:
+        size = getattr(config, field)
         part = math.prod(getattr(config, name) for name in parts)
         if size % part:
             raise ValueError(
-                f"{whole}={size} is not a multiple of {' x '.join(parts)}={part}"
+                f"{field}={size} is not a multiple of {' x '.join(parts)}={part}"
             )
     if (config.pipeline_scheduling, config.model_arch) != ("1f1b", "ShardedGptModel"):
         choice = (
