@@ -1,5 +1,5 @@
-"""What was a table made from? Files that lie with the code, with the hashes that a
-figure carries on.
+"""Origins of tables: files that lie with the code, with the hashes that a figure carries
+on.
 
 A name with a slash is a paper's own: `studies/gelu` is papers/studies/data/gelu.csv.
 Others are in the data folder of the library: `devices`, or `parameters.json`.
@@ -17,8 +17,8 @@ __all__ = ["provenance", "read_table", "with_origin"]
 
 @lru_cache
 def read_table(name: str) -> pd.DataFrame:
-    """A table, numbers as numbers. It is read once for all: take a copy to change it."""
-    return catalog.table(_place(name).removesuffix(".csv"), numbers=True)
+    """Table, numbers as numbers. It is read once for all: take a copy to change it."""
+    return catalog.table(_path(name).removesuffix(".csv"), numbers=True)
 
 
 def provenance(*names: str, rules: str) -> dict:
@@ -31,14 +31,14 @@ def provenance(*names: str, rules: str) -> dict:
 
 
 def with_origin(table: pd.DataFrame, *names: str, rules: str) -> pd.DataFrame:
-    """The table itself, with the `provenance` of these files."""
+    """Table with the `provenance` of these files."""
     return timeline.with_origin(table, provenance(*names, rules=rules))
 
 
-def _place(name: str) -> str:
+def _path(name: str) -> str:
     return f"papers/{name}" if "/" in name else name
 
 
 @lru_cache
 def _sha256(file: str) -> str:
-    return hashlib.sha256(catalog.data_file(_place(file)).read_bytes()).hexdigest()
+    return hashlib.sha256(catalog.data_file(_path(file)).read_bytes()).hexdigest()

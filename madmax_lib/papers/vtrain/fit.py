@@ -1,5 +1,5 @@
-"""Which operator times reproduce vTrain's own predictions? Five constants per group,
-found by linear least squares.
+"""Operator times that reproduce vTrain's own predictions: five constants per group, found
+by linear least squares.
 
 vTrain's table `ground_truth_single` is output of the simulator, so it can be taken
 apart exactly. For a step of m micro-batches, L layers on p stages (n = L/p each),
@@ -45,12 +45,11 @@ _SPAN = 1e-9  # singular values and residues below this share count as zero
 
 @dataclass(frozen=True)
 class OperatorFit:
-    """What the rows of one group tell about its operators."""
+    """Operators of one group, as far as its rows determine them."""
 
     rows: int  # number of rows
-    values: (
-        np.ndarray
-    )  # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
+    # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
+    values: np.ndarray
     scale: np.ndarray  # by which the columns were divided (5,)
     span: np.ndarray  # orthonormal basis of what is determined (rank, 5)
     worst_s: float  # largest residual of a row, in seconds
@@ -62,6 +61,7 @@ class OperatorFit:
 
     def covers(self, terms: np.ndarray) -> np.ndarray:
         """Does each row (n, 5) follow from what is determined?"""
+        # it does if nothing is left of it beside its projection on the span
         scaled = terms / self.scale
         rest = scaled - scaled @ self.span.T @ self.span
         return np.linalg.norm(rest, axis=1) <= _SPAN * np.linalg.norm(scaled, axis=1)
@@ -84,22 +84,14 @@ class Profile:
         """
         rows = []
         for key, group in self.groups.items():
-            values = (
-                group.values if group.determined else np.full(len(CONSTANTS), np.nan)
-            )
-            rows.append(
-                (
-                    *key,
-                    group.rows,
-                    len(group.span),
-                    group.determined,
-                    *values,
-                    group.worst_s,
-                )
-            )
-        return pd.DataFrame(
-            rows, columns=[*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"]
-        )
+            row = dict(zip(GROUP, key, strict=True))
+            row |= {"rows": group.rows, "rank": len(group.span)}
+            row["determined"] = group.determined
+            # single constants mean nothing below rank 5
+            values = group.values if group.determined else np.full(5, np.nan)
+            row |= dict(zip(CONSTANTS, values, strict=True))
+            rows.append(row | {"worst_s": group.worst_s})
+        return pd.DataFrame(rows)
 
 
 def fit(
@@ -117,10 +109,8 @@ def fit(
         raise ValueError(f"the table lacks the column {TIME}")
     time_s = pd.to_numeric(table[TIME], errors="coerce").to_numpy(float) / 1e3
     if not (time_s > 0).all():
-        raise ValueError(
-            f"{TIME} of row {table.index[int(np.argmin(time_s > 0))]} is not a "
-            "positive number"
-        )
+        row = table.index[int(np.argmin(time_s > 0))]
+        raise ValueError(f"{TIME} of row {row} is not a positive number")
     rest_s = time_s - network_s(shape, nccl, rules)
     columns = terms(shape)
     groups = {
@@ -149,19 +139,18 @@ def network_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     """Seconds of a step (n,) that need no constant: all-reduces and sends on its
     longest path.
     """
+    # (m+p-1) n 4A + D + (m+2p-3) P [p > 1]; fmax skips the NaN of stages that are not
     m = shape.micro_batches
     pp = np.asarray(shape.pp)
     reductions = 4 * (m + pp - 1) * (shape.layers // pp) * tensor_s(shape, nccl, rules)
     gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
-    return (
-        reductions
-        + gradients
-        + np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
-    )
+    sends = np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
+    return reductions + gradients + sends
 
 
 def terms(shape: Sizes) -> np.ndarray:
-    """How often each of CONSTANTS is on the longest path of a step (n, 5)."""
+    """Count of each of CONSTANTS on the longest path of a step (n, 5)."""
+    # l: (m+p-1) n, e: 1, or m without a pipeline, g: m, w: n, w0: 1
     m = shape.micro_batches
     pp = np.asarray(shape.pp)
     layers = shape.layers // pp
@@ -180,14 +169,11 @@ def _solve(columns: np.ndarray, rest_s: np.ndarray) -> OperatorFit:
     """Least squares with columns scaled to length 1; the smallest solution where the
     rank is not full.
     """
+    # pseudo-inverse by singular values: y = U S V' c, c = V S^-1 U' y over the rank
     scale = np.linalg.norm(columns, axis=0)
     left, size, span = np.linalg.svd(columns / scale, full_matrices=False)
-    kept = size > _SPAN * size[0]
-    values = (left[:, kept].T @ rest_s / size[kept]) @ span[kept] / scale
-    return OperatorFit(
-        len(rest_s),
-        values,
-        scale,
-        span[kept],
-        float(np.abs(columns @ values - rest_s).max()),
-    )
+    nonzero = size > _SPAN * size[0]
+    span = span[nonzero]
+    values = (left[:, nonzero].T @ rest_s / size[nonzero]) @ span / scale
+    worst_s = float(np.abs(columns @ values - rest_s).max())
+    return OperatorFit(len(rest_s), values, scale, span, worst_s)

@@ -1,4 +1,4 @@
-"""How far are operator times from first principles from those that vTrain profiles?
+"""Operator times from first principles, beside those that vTrain profiles.
 
 Roofline formulas, attention's scores in memory as in Megatron until 2022, give the five
 constants of `vtrain.fit` for a GPT on a device; the order of the operators and their
@@ -53,8 +53,11 @@ _LOGIT_BYTES = 32
 
 @dataclass(frozen=True)
 class Formulas:
-    """What the operator formulas leave open; the defaults are fitted to vTrain's
-    single-node table (A100).
+    """Numbers that the operator formulas leave open; the defaults are fitted to
+    vTrain's single-node table (A100).
+
+    >>> Formulas(gemm_efficiency=0.8).traffic
+    4.2
     """
 
     gemm_efficiency: float = 0.9  # of the 16-bit peak
@@ -62,8 +65,7 @@ class Formulas:
     # seconds of a layer's kernels, forward and backward, however small they are
     floor_s: float = 3.2e-3
     update_traffic: float = 1.6  # over 30 bytes per parameter
-    # FLOPs with a vocabulary whose share is no multiple of 8, over those of an aligned
-    # one
+    # FLOPs of logits whose vocabulary is no multiple of 8, over those of aligned ones
     unaligned: float = 3.1
 
 
@@ -77,26 +79,31 @@ def operator_s(shape: Sizes, heads, formulas: Formulas, machine: Device) -> np.n
     h = np.asarray(shape.hidden, dtype=float)
     tp = np.asarray(shape.tp)
     tokens = shape.micro_batch * shape.sequence
-    weights = 12 * h * h / tp
     vocabulary = shape.vocab // tp
+    # products: 2 FLOPs for each of 12 h^2/t weights and token; 16-bit operands
+    weights = 12 * h * h / tp
     operands = 2 * (tokens * (6 * h + 10 * h / tp) + weights)
     products = 2 * tokens * weights / rate + operands / memory
+    # scores: 4 b s^2 h / t FLOPs, which reach 0.4 of the rate of large products, and
+    # b s^2 a / t scores, which unfused attention writes and reads
     squares = tokens * shape.sequence / tp
-    scores = (
-        4 * squares * h * misfit(h / heads) / (0.4 * rate)
-        + f.traffic / 2 * SCORE_BYTES * squares * heads / memory
-    )
+    score_flops = 4 * squares * h * misfit(h / heads)
+    score_bytes = f.traffic / 2 * SCORE_BYTES * squares * heads
+    scores = score_flops / (0.4 * rate) + score_bytes / memory
     pointwise = f.traffic * tokens * (12 * h + 20 * h / tp) / memory
+    # forward and backward: 3 x forward
     layer = _longer_of(3 * (products + scores + pointwise), f.floor_s)
     flops = 6 * tokens * vocabulary * h * np.where(vocabulary % 8 > 0, f.unaligned, 1.0)
     output = flops / rate + _LOGIT_BYTES * tokens * vocabulary / memory
     embedding = (f.traffic * 12 * tokens * h + 4 * vocabulary * h) / memory
+    embedding_weights = (vocabulary + shape.sequence) * h
+    # a layer has six times the kernels of an embedding and 3/2 of those of the output
     columns = np.broadcast_arrays(
         layer,
         embedding + f.floor_s / 6,
         _longer_of(output, f.floor_s * 2 / 3),
         f.update_traffic * optimizer_bytes(weights) / memory,
-        f.update_traffic * optimizer_bytes((vocabulary + shape.sequence) * h) / memory,
+        f.update_traffic * optimizer_bytes(embedding_weights) / memory,
     )
     return np.stack(columns, axis=-1)
 
@@ -105,6 +112,7 @@ def _longer_of(first_s, second_s):
     """Duration of two things that overlap, smooth where they are alike: their norm of
     order 6.
     """
+    # (a^6 + b^6)^(1/6), the longer one taken out so that nothing overflows
     longest = np.maximum(first_s, second_s)
     shortest = np.minimum(first_s, second_s)
     return longest * (1 + (shortest / longest) ** 6) ** (1 / 6)
@@ -135,16 +143,20 @@ def step_s(
         raise ValueError("recompute='not last' has no closed form; use iteration_s")
     columns = terms(shape)
     result = network_s(shape, nccl, rules) + (columns * times_s).sum(axis=-1)
+    if rules.recompute == "none":
+        return result
+    # column 0 counts the layers: l/3 + 2A is a forward pass
     repeated_s = times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules)
-    return result + columns[..., 0] * repeated_s if rules.recompute == "all" else result
+    return result + columns[..., 0] * repeated_s
 
 
 def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
-    """The open numbers from step times in the columns of vTrain's ground truth (A100),
+    """Fit the open numbers to step times in the columns of vTrain's ground truth (A100),
     by the released rules.
     """
     predicted_s = _predictor(table, nccl)
     time_s = table[TIME].to_numpy(float) / 1e3
+    # logarithms keep the numbers positive and their steps relative
     low, high = np.log(list(_BOUNDS.values())).T
     begin = np.clip(np.log(astuple(Formulas())), low + 1e-3, high - 1e-3)
     solution = least_squares(
@@ -167,8 +179,8 @@ def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
 
 
 def _predictor(table: pd.DataFrame, nccl: Nccl) -> Callable[[Formulas], np.ndarray]:
-    """Seconds of the rows' steps (n,) as a function of the formulas; what they have no
-    part in is computed once.
+    """Seconds of the rows' steps (n,) as a function of the formulas; the rest is
+    computed once.
     """
     shape = shape_of(table)
     heads = table[TABLE["heads"]].to_numpy()

@@ -1,11 +1,11 @@
-"""When does each piece of a vTrain step run, and how long is the step?
+"""The operator graph of vTrain: when each piece of a step runs, and how long it takes.
 
-The operator graph of vTrain [Bang et al., MICRO 2024] as released (behaviour recorded),
-issued to `simulator.schedule.engine` in the 1F1B order of
-`simulator.schedule.schedules`. A pipeline stage is one rank that does one thing at a
-time: the layers of a micro-batch, their tensor-parallel all-reduces, then the message
-to the next stage, which blocks it. When the first stage has done its last backward pass
-each stage reduces its gradient, and after all of those it updates its weights.
+As released with [Bang et al., MICRO 2024] (behaviour recorded), issued to
+`simulator.events.engine` in the 1F1B order of `simulator.events.schedules`. A pipeline
+stage is one rank that does one thing at a time: the layers of a micro-batch, their
+tensor-parallel all-reduces, then the message to the next stage, which blocks it. When
+the first stage has done its last backward pass each stage reduces its gradient, and
+after all of those it updates its weights.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ class Operators:
         update_s: float,
         embedding_update_s: float,
     ) -> Operators:
-        """From times of forward and backward together: a third is forward."""
-        parts = (
-            share * total_s
-            for total_s in (layer_s, embedding_s, output_s)
-            for share in (1 / 3, 2 / 3)
-        )
+        """Split times of forward and backward together: a third is forward."""
+        totals_s = (layer_s, embedding_s, output_s)
+        parts = [share * total for total in totals_s for share in (1 / 3, 2 / 3)]
         return cls(*parts, update_s, embedding_update_s)
 
 
@@ -109,16 +106,16 @@ class _Step:
         self.gradient_s = [float(part) for part in gradient_s(shape, nccl, rules)]
         self.message_bytes = float(shape.activation_bytes)
         self.result = Program()
-        self._last: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # by stage
 
     def program(self) -> Program:
         """All passes in an order in which nothing waits for something later, then
         gradients and updates.
         """
         pp = self.shape.pp
-        orders = [
-            order("1f1b", stage, pp, self.shape.micro_batches) for stage in range(pp)
-        ]
+        m = self.shape.micro_batches
+        # min(p-1-r, m) warm-up forwards on stage r, then one forward, one backward
+        orders = [order("1f1b", stage, pp, m) for stage in range(pp)]
         done: dict[tuple[int, Slot], int] = {}
         for stage, slot in in_order(orders):
             message = dependency(slot, stage, pp, 1)
@@ -138,10 +135,12 @@ class _Step:
         *,
         size_bytes=float("nan"),
     ) -> None:
-        own = (self._last[stage],) if stage in self._last else ()
+        # A stage does one thing at a time: each op waits for the one before it on the
+        # stage, whatever its stream.
+        before = (self._last[stage],) if stage in self._last else ()
         kind = "compute" if stream == Stream.COMPUTE else "comm"
         where = {"rank": stage * self.width, "group": ("", "tp", "dp", "pp")[stream]}
-        inputs = (*own, *after)
+        inputs = (*before, *after)
         self._last[stage] = self.result.op(
             stream, kind, name, duration_s, inputs, **where, size_bytes=size_bytes
         )
@@ -156,14 +155,11 @@ class _Step:
         what = f"{direction} {number}"
         self._op(stage, Stream.COMPUTE, what, self._compute_s(stage, direction), after)
         self._reduce(stage, what)
-        if stage != (self.shape.pp - 1 if direction == "forward" else 0):
-            self._op(
-                stage,
-                Stream.PIPELINE,
-                f"send {what}",
-                self.send_s,
-                size_bytes=self.message_bytes,
-            )
+        last = self.shape.pp - 1 if direction == "forward" else 0
+        if stage != last:
+            # P, a blocking send: it delays the sender's own next op too
+            size = {"size_bytes": self.message_bytes}
+            self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, **size)
 
     def _recompute(
         self, stage: int, number: int, after: tuple[int, ...]
@@ -171,22 +167,14 @@ class _Step:
         """The forward pass repeated; returns what the backward pass still has to wait
         for.
         """
+        what = f"recompute {number}"
         if self.recompute == "not last" and stage < self.shape.pp - 1:
-            self._op(
-                stage,
-                Stream.COMPUTE,
-                f"recompute {number}",
-                self._compute_s(stage, "forward"),
-            )
+            # hangs on the stage alone, so it overlaps the wait for the gradient
+            self._op(stage, Stream.COMPUTE, what, self._compute_s(stage, "forward"))
         elif self.recompute == "all":
-            self._op(
-                stage,
-                Stream.COMPUTE,
-                f"recompute {number}",
-                self.layers * self.operators.forward_s,
-                after,
-            )
-            self._reduce(stage, f"recompute {number}")
+            forward_s = self.layers * self.operators.forward_s
+            self._op(stage, Stream.COMPUTE, what, forward_s, after)
+            self._reduce(stage, what)
             return ()
         return after
 
@@ -194,23 +182,18 @@ class _Step:
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             count = 2 * self.layers
-            size_bytes = count * self.message_bytes
-            self._op(
-                stage,
-                Stream.TENSOR,
-                f"all_reduce {what}",
-                count * self.tensor_s,
-                size_bytes=size_bytes,
-            )
+            size = {"size_bytes": count * self.message_bytes}
+            duration_s = count * self.tensor_s
+            self._op(stage, Stream.TENSOR, f"all_reduce {what}", duration_s, **size)
 
     def _compute_s(self, stage: int, direction: str) -> float:
-        fields = (f"{part}{direction}_s" for part in ("", "embedding_", "output_"))
-        layer_s, embedding_s, output_s = (
-            getattr(self.operators, field) for field in fields
-        )
+        operators = self.operators
+        parts = ("", "embedding_", "output_")
+        times_s = [getattr(operators, f"{part}{direction}_s") for part in parts]
         first = stage == 0
         last = stage == self.shape.pp - 1
-        return self.layers * layer_s + first * embedding_s + last * output_s
+        # n f [+ e_f on the first stage] [+ g_f on the last], backward likewise
+        return self.layers * times_s[0] + first * times_s[1] + last * times_s[2]
 
     def _finish(self) -> None:
         """Gradients of all stages side by side once the first stage is through, then
@@ -218,24 +201,20 @@ class _Step:
         """
         pp = self.shape.pp
         barrier = (self._last[0],)
-        if self.shape.dp > 1:
-            for stage in range(pp):
-                first = stage == 0
-                last = stage == pp - 1
-                duration_s = self.gradient_s[0 if first else 2 if last else 1]
-                size_bytes = float(self.shape.gradient_bytes(first=first, last=last))
-                self._op(
-                    stage,
-                    Stream.DATA,
-                    "all_reduce gradient",
-                    duration_s,
-                    barrier,
-                    size_bytes=size_bytes,
-                )
+        first_s, middle_s, last_s = self.gradient_s
+        for stage in range(pp if self.shape.dp > 1 else 0):
+            first = stage == 0
+            last = stage == pp - 1
+            duration_s = last_s if last else middle_s
+            if first:  # a single stage is both and counts as the first
+                duration_s = first_s
+            size_bytes = float(self.shape.gradient_bytes(first=first, last=last))
+            name = "all_reduce gradient"
+            size = {"size_bytes": size_bytes}
+            self._op(stage, Stream.DATA, name, duration_s, barrier, **size)
         barrier = tuple(self._last.values())
         for stage in range(pp):
-            update_s = (
-                self.layers * self.operators.update_s
-                + (stage == 0) * self.operators.embedding_update_s
-            )
+            # n w, and w0 on the first stage; the output matrix has no update
+            update_s = self.layers * self.operators.update_s
+            update_s += (stage == 0) * self.operators.embedding_update_s
             self._op(stage, Stream.COMPUTE, "update", update_s, barrier)

@@ -1,6 +1,4 @@
-"""What do vTrain's tables and case studies show? Pictures of `51_vtrain`; published
-numbers are hollow diamonds.
-"""
+"""Pictures of vTrain's tables and case studies; published numbers are hollow diamonds."""
 
 import numpy as np
 import pandas as pd
@@ -28,13 +26,9 @@ _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 def _finish(
     ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options
 ) -> Axes:
-    """With a legend of all that was drawn with a label."""
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(key=ax.get_legend_handles_labels()[0], where=where, **options),
-    )
+    """Finish a picture with a legend of all that was drawn with a label."""
+    key = ax.get_legend_handles_labels()[0]
+    return draw.finish(ax, table, title, draw.Frame(key=key, where=where, **options))
 
 
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
@@ -184,22 +178,18 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
     beside; table: of `layouts`.
     """
     ax = draw.new_axes(height=4.0)
-    ends = (
-        table.sort_values("layers")
-        .groupby("layout", sort=False)
-        .tail(1)
-        .sort_values("step_s")
-    )
-    place = -np.inf
-    gap = ends["step_s"].max() / 24
+    deepest = table.sort_values("layers").groupby("layout", sort=False).tail(1)
+    ends = deepest.sort_values("step_s")
+    label_s = -np.inf
+    gap = ends["step_s"].max() / 24  # the height of a label
     for end, color in zip(ends.itertuples(), draw.SERIES, strict=False):
         part = table[table["layout"] == end.layout].sort_values("layers")
         draw.lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
         draw.published(
             ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3
         )
-        place = max(end.step_s, place + gap)  # labels keep their distance
-        draw.note(ax, end.layers, place, end.layout, dx=8, color=color)
+        label_s = max(end.step_s, label_s + gap)  # labels keep their distance
+        draw.note(ax, end.layers, label_s, end.layout, dx=8, color=color)
     limits = {
         "xticks": sorted(table["layers"].unique()),
         "xlim": (10, 150),

@@ -1,5 +1,4 @@
-"""What do vTrain's case studies show, computed anew, and how far is that from what was
-published?
+"""vTrain's case studies computed anew, beside what was published.
 
 MT-NLG over (t, d, p), the cost of its plans, the compute-optimal model under a time
 budget, and what seed 000, a student project on a fork of vTrain [CSCE-614 Group 2,
@@ -43,8 +42,10 @@ __all__ = [
     "layouts",
     "optional_local",
     "plan_table",
+    "published",
+    "rule_effects",
+    "seed_steps",
 ]
-__all__ += ["published", "rule_effects", "seed_steps"]
 
 SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
     tensor_parallel_size=8,
@@ -60,13 +61,13 @@ SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
 )
 _MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
 _GPU = "a100-80"
-_BATCH = 1920
-_GPUS = 3360
+_BATCH = 1920  # of MT-NLG, samples
+_GPUS = 3360  # of the compute-optimal study
 _DAY_S = 86_400
 # per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv
 # 1910.02054]
 _STATE_BYTES = 16
-_LAYOUTS = (
+_LAYOUTS = (  # (tp, dp, pp) of seed 000 on 2,048 GPUs
     (4, 128, 4),
     (8, 32, 8),
     (8, 16, 16),
@@ -75,6 +76,7 @@ _LAYOUTS = (
     (16, 8, 16),
     (32, 8, 8),
 )
+_NETWORK = ("inter_gbit_per_s", "intra_gbyte_per_s")
 _SWITCHES = {
     "recompute": "all stages recompute",
     "binary_units": "GB/s are 1e9",
@@ -95,7 +97,7 @@ def _published() -> pd.Series:
 
 
 def optional_local(relative: str, what: str) -> Path | None:
-    """A file or folder of the data directories, or None after saying what is skipped."""
+    """File or folder of the data directories, or None after saying what is skipped."""
     try:
         return local_data(relative)
     except FileNotFoundError as reason:
@@ -135,6 +137,9 @@ def _steps(
     flops = 3 * model.forward_flops(global_batch, model.sequence)
     gpus = tp * dp * pp
     tokens = b * model.sequence
+    # One 16-bit input for each layer of the first stage and micro-batch in flight,
+    # min(p, m) of them; a recomputed layer holds s b h (34 + 5 a s / h) / t bytes
+    # [arXiv 2205.05198, eq. 2].
     stored = 2 * tokens * model.hidden * model.layers / pp * np.minimum(pp, m)
     layer = tokens * (34 * model.hidden + 5 * model.heads * model.sequence) / tp
     return plans.assign(
@@ -173,25 +178,20 @@ def design_space() -> pd.DataFrame:
 
 def _priced(plans: pd.DataFrame) -> pd.DataFrame:
     table = _steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
-    days = (
-        published("mtnlg_tokens")
-        / (_BATCH * _MTNLG.sequence)
-        * table["step_s"]
-        / _DAY_S
-    )
-    return table.assign(
-        days=days,
-        cost_usd=days * 24 * table["gpus"] / 8 * published("node_usd_per_hour"),
-    )
+    # days = tokens / tokens of a step x step; a node of the price has 8 GPUs
+    steps = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence)
+    days = steps * table["step_s"] / _DAY_S
+    node_hours = days * 24 * table["gpus"] / 8
+    return table.assign(days=days, cost_usd=node_hours * published("node_usd_per_hour"))
 
 
 def plan_table() -> pd.DataFrame:
     """The given and the found plan of MT-NLG: ours, published, error; and the change
     between them.
     """
-    both = _priced(
-        pd.DataFrame([(8, 8, 35), (8, 12, 21)], columns=["tp", "dp", "pp"])
-    ).set_axis(["given", "found"])
+    # the only two plans with which the published time, days and cost are consistent
+    plans = pd.DataFrame([(8, 8, 35), (8, 12, 21)], columns=["tp", "dp", "pp"])
+    both = _priced(plans).set_axis(["given", "found"])
     columns = {"step_s": "step_s", "days": "days", "cost": "cost_usd"}
     ours = {
         f"plan_{plan}_{name}": both.at[plan, column]
@@ -200,10 +200,8 @@ def plan_table() -> pd.DataFrame:
     }
     change = both.loc["found"] / both.loc["given"] - 1
     columns = {"time": "step_s", "cost": "cost_usd", "util": "utilisation"}
-    return _beside(
-        ours
-        | {f"plan_{name}_change": change[column] for name, column in columns.items()}
-    )
+    ours |= {f"plan_{name}_change": change[column] for name, column in columns.items()}
+    return _with_published(ours)
 
 
 def compute_optimal(days: float = 30.0) -> pd.DataFrame:
@@ -216,35 +214,23 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
     """
     machine = device(_GPU)
     rows = []
+    sequence = 2048
     sizes = product(range(6144, 14_337, 2048), range(40, 101, 20))
-    for hidden, layers in ((h, n) for h, n in sizes if 100 <= h / n <= 200):
-        model = Transformer(
-            f"gpt-{hidden}-{layers}",
-            layers,
-            hidden,
-            hidden // 128,
-            4 * hidden,
-            2048,
-            50257,
-        )
+    for hidden, layers in sizes:
+        if not 100 <= hidden / layers <= 200:
+            continue
+        # heads of 128 channels
+        shape = (layers, hidden, hidden // 128, 4 * hidden, sequence, 50257)
+        model = Transformer(f"gpt-{hidden}-{layers}", *shape)
         table = _steps(model, _plan_grid(model, _GPUS, _GPUS), global_batch=_GPUS)
-        best = table[table["memory_bytes"] <= machine.memory_bytes].nsmallest(
-            1, "step_s"
-        )
-        rows.append(
-            best.assign(
-                hidden=hidden,
-                layers=layers,
-                parameters=model.parameters,
-                sequence=model.sequence,
-            )
-        )
+        fitting = table[table["memory_bytes"] <= machine.memory_bytes]
+        about = {"hidden": hidden, "layers": layers, "parameters": model.parameters}
+        rows.append(fitting.nsmallest(1, "step_s").assign(**about))
     table = pd.concat(rows).sort_values("parameters", ignore_index=True)
+    # C = 6 N D with D = 20 N: 120 N^2 [arXiv 2203.15556]
     tokens = 20 * table["parameters"]
-    training_days = tokens / (_GPUS * table.pop("sequence")) * table["step_s"] / _DAY_S
-    flops = (
-        120 * table["parameters"].astype(float) ** 2
-    )  # C = 6 N D, D = 20 N [arXiv 2203.15556]
+    training_days = tokens / (_GPUS * sequence) * table["step_s"] / _DAY_S
+    flops = 120 * table["parameters"].astype(float) ** 2
     naive = flops <= _GPUS * machine.peak("fp16") * _DAY_S * days
     table = table.assign(
         tokens=tokens, days=training_days, feasible=training_days <= days, naive=naive
@@ -263,23 +249,13 @@ def layouts(
     On nodes of a DGX A100 by the corrected rules, which is what it meant to configure.
     """
     dgx = as_meant(SEED).shape
+    network = {name: getattr(dgx, name) for name in _NETWORK}
     parts = []
-    network = {
-        "inter_gbit_per_s": dgx.inter_gbit_per_s,
-        "intra_gbyte_per_s": dgx.intra_gbyte_per_s,
-    }
     for depth in layers:
-        plans = pd.DataFrame(
-            [plan for plan in _LAYOUTS if depth % plan[2] == 0],
-            columns=["tp", "dp", "pp"],
-        )
+        rows = [(*plan, 1) for plan in _LAYOUTS if depth % plan[2] == 0]
+        plans = pd.DataFrame(rows, columns=["tp", "dp", "pp", "micro_batch"])
         model = replace(SEED, num_layers=depth, hidden_size=hidden).model
-        part = _steps(
-            model,
-            plans.assign(micro_batch=1),
-            global_batch=SEED.global_batch_size,
-            **network,
-        )
+        part = _steps(model, plans, global_batch=SEED.global_batch_size, **network)
         parts.append(part.assign(hidden=hidden, layers=depth))
     table = pd.concat(parts, ignore_index=True)
     keys = [
@@ -287,20 +263,10 @@ def layouts(
     ]
     table["published_s"] = _published().reindex(keys).to_numpy()
     table["layout"] = [f"({r.tp}, {r.dp}, {r.pp})" for r in table.itertuples()]
-    columns = [
-        "hidden",
-        "layers",
-        "layout",
-        "tp",
-        "dp",
-        "pp",
-        "step_s",
-        "utilisation",
-        "published_s",
-    ]
-    return with_origin(
-        table[columns], "vtrain/published", rules="vTrain corrected, units as meant"
-    )
+    results = ["step_s", "utilisation", "published_s"]
+    table = table[["hidden", "layers", "layout", "tp", "dp", "pp", *results]]
+    rules = "vTrain corrected, units as meant"
+    return with_origin(table, "vtrain/published", rules=rules)
 
 
 def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
@@ -313,34 +279,33 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
     """
     rows = []
     for key, theirs_s in _published().filter(like="seed_").items():
+        # the key spells the case: seed, layers, hidden, tp, dp, pp
         layers, hidden, t, d, p = map(int, key.split("_")[1:])
-        plan = {
-            "tensor_parallel_size": t,
-            "data_parallel_size": d,
-            "pipeline_parallel_size": p,
-        }
-        config = replace(SEED, num_layers=layers, hidden_size=hidden, **plan)
+        config = replace(
+            SEED,
+            num_layers=layers,
+            hidden_size=hidden,
+            tensor_parallel_size=t,
+            data_parallel_size=d,
+            pipeline_parallel_size=p,
+        )
         half = replace(config, max_length=config.max_length // 2)
-        own_s, shared_s = (
-            iteration_s(config, formula_operators(c), nccl, "released")
-            for c in (config, half)
-        )
-        flops = 3 * config.model.forward_flops(
-            config.global_batch_size, config.max_length
-        )
-        mfu = flops / (
-            theirs_s * config.num_gpus * device(config.gpu_name).peak("fp16")
-        )
-        rows.append((key, f"({t}, {d}, {p})", theirs_s, own_s, shared_s, mfu))
-    return pd.DataFrame(
-        rows, columns=["key", "layout", "theirs_s", "ours_s", "shared_s", "mfu"]
-    )
+        ours_s = iteration_s(config, formula_operators(config), nccl, "released")
+        shared_s = iteration_s(config, formula_operators(half), nccl, "released")
+        model = config.model
+        flops = 3 * model.forward_flops(config.global_batch_size, config.max_length)
+        peak = config.num_gpus * device(config.gpu_name).peak("fp16")
+        row = {"key": key, "layout": f"({t}, {d}, {p})", "theirs_s": theirs_s}
+        row |= {"ours_s": ours_s, "shared_s": shared_s}
+        rows.append(row | {"mfu": flops / (theirs_s * peak)})
+    return pd.DataFrame(rows)
 
 
 def as_meant(config: Config) -> Config:
-    """The configuration with the GPUs and the network of a DGX A100, the link of one
-    GPU inside it.
+    """Configuration with the GPUs and the network of a DGX A100, the link of one GPU
+    inside it.
     """
+    # vTrain wants Gb/s of a whole node and GB/s of a GPU
     node = cluster("dgx-a100")
     inter = node.devices_per_node * node.inter.bandwidth_bytes_per_s * 8 / 1e9
     intra = node.intra.bandwidth_bytes_per_s / 1e9
@@ -353,8 +318,8 @@ def as_meant(config: Config) -> Config:
 
 
 def rule_effects() -> pd.DataFrame:
-    """What correcting one deviation of the release at a time does to a step: switch,
-    what, step_s, change (relative).
+    """Step with one deviation of the release corrected at a time: switch, what, step_s,
+    change (relative).
 
     MT-NLG on 3,360 GPUs with 16 GPUs per tensor-parallel group, so that groups leave
     their node. The switches of the NCCL tables have no effect there.
@@ -363,15 +328,11 @@ def rule_effects() -> pd.DataFrame:
         tensor_parallel_size=16, data_parallel_size=30, pipeline_parallel_size=7
     )
     operators = formula_operators(config)
-    single = [
-        (name, what, replace(RELEASED, **{name: getattr(CORRECTED, name)}))
-        for name, what in _SWITCHES.items()
-    ]
-    cases = [
-        ("", "as released", RELEASED),
-        *single,
-        ("all", "all corrected", CORRECTED),
-    ]
+    cases = [("", "as released", RELEASED)]
+    for name, what in _SWITCHES.items():
+        single = replace(RELEASED, **{name: getattr(CORRECTED, name)})
+        cases.append((name, what, single))
+    cases.append(("all", "all corrected", CORRECTED))
     rows = [
         (name, what, iteration_s(config, operators, RINGS, rules))
         for name, what, rules in cases
@@ -390,12 +351,12 @@ def claims() -> pd.DataFrame:
     )
     wide_s = iteration_s(wide, formula_operators(wide), RINGS, "released")
     flops = 3 * _MTNLG.forward_flops(_BATCH, _MTNLG.sequence)
+    peak = wide.num_gpus * device(_GPU).peak("fp16")
     optimal = compute_optimal()
     naive = optimal[optimal["naive"]].iloc[-1]
     largest = optimal[optimal["feasible"]].iloc[-1]
     ours = {
-        "mtnlg_util_16_16_105": flops
-        / (wide_s * wide.num_gpus * device(_GPU).peak("fp16")),
+        "mtnlg_util_16_16_105": flops / (wide_s * peak),
         **plan_table().set_index("key")["ours"],
         "chinchilla_naive_params": naive["parameters"],
         "chinchilla_naive_days": naive["days"],
@@ -405,27 +366,16 @@ def claims() -> pd.DataFrame:
         "chinchilla_overestimate": 1 - largest["parameters"] / naive["parameters"],
         **seed_steps().set_index("key")["ours_s"],
     }
-    return _beside(ours, every=True)
+    return _with_published(ours, every=True)
 
 
-def _beside(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
+def _with_published(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
     rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
-    rows = rows[
-        (rows["follows"] != "input") & (every | rows["key"].isin(ours))
-    ].reset_index(drop=True)
+    wanted = every | rows["key"].isin(ours)
+    rows = rows[(rows["follows"] != "input") & wanted].reset_index(drop=True)
     rows["ours"] = rows["key"].map(ours)
     rows["error"] = rows["ours"] / rows["theirs"] - 1
-    columns = [
-        "key",
-        "item",
-        "claim",
-        "unit",
-        "theirs",
-        "ours",
-        "error",
-        "follows",
-        "note",
-    ]
-    return with_origin(
-        rows[columns], "vtrain/published", rules="vTrain on analytical operators"
-    )
+    about = ["key", "item", "claim", "unit"]
+    rows = rows[[*about, "theirs", "ours", "error", "follows", "note"]]
+    rules = "vTrain on analytical operators"
+    return with_origin(rows, "vtrain/published", rules=rules)
