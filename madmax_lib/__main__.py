@@ -32,13 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: print(
-                f"madmax: warning: {message}", file=sys.stderr
-            )
+            warnings.showwarning = _print_warning
             status = options.command(options)
             sys.stdout.flush()
             return status
     except BrokenPipeError:  # `| head` has read what it wants
+        # else Python complains once more when it closes standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, ImportError) as error:
@@ -46,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)
-        return 130
+        return 130  # 128 + SIGINT, as shells have it
+
+
+def _print_warning(message: Warning | str, *_) -> None:
+    print(f"madmax: warning: {message}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,6 +57,7 @@ class _Parser(argparse.ArgumentParser):
     is asked for.
     """
 
+    # argparse makes the parsers of commands itself: this one is shared by all of them
     json = False
 
     def error(self, message: str) -> NoReturn:
@@ -63,69 +67,56 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {line}\n")
 
 
-def _parser(named: list[str]) -> argparse.ArgumentParser:
-    _Parser.json = "--json" in named
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """The parser of a command line; some help depends on the words of it."""
+    _Parser.json = "--json" in words
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    plain = argparse.RawDescriptionHelpFormatter
-    run = commands.add_parser(
-        "run",
-        help="run notebooks headless",
-        epilog=_parameters(named),
-        formatter_class=plain,
-    )
-    run.add_argument(
-        "notebook",
-        nargs="?",
-        help="such as 20_overlap; with --help its parameters; left out: all",
-    )
-    run.add_argument(
-        "--list", action="store_true", help="name the notebooks and what each answers"
-    )
-    run.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a parameter",
-    )
-    run.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="folder for executed notebooks and HTML (default: build)",
-    )
-    run.set_defaults(command=_run)
-    site = commands.add_parser(
-        "site", help="run all notebooks, write them and docs/ as HTML"
-    )
-    site.add_argument(
-        "-o", "--output", type=Path, help="folder for the pages (default: build/site)"
-    )
+    _add_run(commands, words)
+    about = "run all notebooks, write them and docs/ as HTML"
+    site = commands.add_parser("site", help=about)
+    folder = "folder for the pages (default: build/site)"
+    site.add_argument("-o", "--output", type=Path, help=folder)
     site.set_defaults(command=_site)
-    agent = commands.add_parser(
-        "mcp", help="serve the commands that answer in JSON to a coding agent"
-    )
-    agent.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="the only places that it may read",
-    )
-    agent.set_defaults(command=_mcp)
+    about = "serve the commands that answer in JSON to a coding agent"
+    agent = commands.add_parser("mcp", help=about)
+    folders = {"metavar": "FOLDER", "help": "the only places that it may read"}
+    agent.add_argument("folders", nargs="+", type=Path, **folders)
+
+    def serve(options: argparse.Namespace) -> int:
+        from madmax_lib.view.commands.mcp_server import server  # late: a wing
+
+        server(options.folders, main).run("stdio")
+        return 0
+
+    agent.set_defaults(command=serve)
     for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
-    runs_commands.add(commands, named[:1])
+    runs_commands.add(commands, words[:1])
     return parser
 
 
-def _parameters(arguments: list[str]) -> str:
+def _add_run(commands, words: list[str]) -> None:
+    about = {"help": "run notebooks headless", "epilog": _parameters(words)}
+    about["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    run = commands.add_parser("run", **about)
+    which = "such as 20_overlap; with --help its parameters; left out: all"
+    run.add_argument("notebook", nargs="?", help=which)
+    listing = "name the notebooks and what each answers"
+    run.add_argument("--list", action="store_true", help=listing)
+    pairs = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
+    run.add_argument("-p", "--parameter", help="set a parameter", **pairs)
+    folder = "folder for executed notebooks and HTML (default: build)"
+    run.add_argument("-o", "--output", type=Path, help=folder)
+    run.set_defaults(command=_run)
+
+
+def _parameters(words: list[str]) -> str:
     """The parameters of the notebook that `run NAME --help` asks about."""
-    names = [word for word in arguments[1:] if not word.startswith("-")]
-    if arguments[:1] != ["run"] or not {"-h", "--help"} & set(arguments) or not names:
+    names = [word for word in words[1:] if not word.startswith("-")]
+    asks = words[:1] == ["run"] and bool({"-h", "--help"} & set(words))
+    if not asks or not names:
         return "run NAME --help says which parameters a notebook has"
     from madmax_lib.view.notebooks.runner import described, notebook_named
 
@@ -142,38 +133,27 @@ def _run(options: argparse.Namespace) -> int:
     )
 
     if options.list:
-        print(
-            "\n".join(f"{name:<30}{question}" for name, question in questions().items())
-        )
+        for name, question in questions().items():
+            print(f"{name:<30}{question}")
         return 0
-    chosen = (
-        list(notebooks().values())
-        if options.notebook is None
-        else [notebook_named(options.notebook)]
-    )
+    if options.notebook is None:
+        chosen = list(notebooks().values())
+    else:
+        chosen = [notebook_named(options.notebook)]
     if options.parameter and len(chosen) > 1:
         raise ValueError("-p needs the name of one notebook")
-    parameters = (
-        parse_parameters(chosen[0], options.parameter)
-        if options.parameter
-        else {"quick": True}
-    )
+    parameters = {"quick": True}
+    if options.parameter:
+        parameters = parse_parameters(chosen[0], options.parameter)
     build = _folder(options.output or _build())
-    checkout = (
-        SHIPPED == PROJECT
-    )  # only a default run there redraws the committed figures
-    default = checkout and not options.parameter and not options.output
-    figures = PROJECT / "figures" if default else build / "figures"
+    # only a default run in a checkout redraws the committed figures
+    is_default = not options.parameter and not options.output
+    figures = build / "figures"
+    if is_default and SHIPPED == PROJECT:
+        figures = PROJECT / "figures"
     results = _execute(chosen, parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
     return 1 if any(result.error for result in results) else 0
-
-
-def _mcp(options: argparse.Namespace) -> int:
-    from madmax_lib.view.commands.mcp_server import server
-
-    server(options.folders, main).run("stdio")
-    return 0
 
 
 def _site(options: argparse.Namespace) -> int:
@@ -190,6 +170,7 @@ def _site(options: argparse.Namespace) -> int:
 
 def _build() -> Path:
     """Folder of what notebooks write: of the checkout, else of the working folder."""
+    # an installed package ships its notebooks elsewhere than beside itself
     from madmax_lib.catalog.datasets import PROJECT, SHIPPED
 
     return (PROJECT if SHIPPED == PROJECT else Path.cwd()) / "build"
@@ -198,9 +179,8 @@ def _build() -> Path:
 def _folder(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file, give the name of a folder")
-    path.mkdir(
-        parents=True, exist_ok=True
-    )  # what cannot be written to is said before anything runs
+    # made at once: what cannot be written to is said before anything runs
+    path.mkdir(parents=True, exist_ok=True)
     return path.resolve()
 
 
@@ -211,28 +191,24 @@ def _execute(
     from madmax_lib.base.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook
 
-    one = len(paths) == 1
+    # of one notebook the bar counts cells, of several notebooks
+    is_single = len(paths) == 1
+    folders = {"build": build, "figures": figures}
+    folders["progress"] = is_single and sys.stderr.isatty()
     results = []
-    watched = bar(paths, desc="notebooks", unit="nb", show=not one)
-    for path in watched:
-        watched.set_postfix_str(path.stem)
-        progress = one and sys.stderr.isatty()
-        results.append(
-            run_notebook(
-                path, parameters, build=build, figures=figures, progress=progress
-            )
-        )
+    notebooks = bar(paths, desc="notebooks", unit="nb", show=not is_single)
+    for path in notebooks:
+        notebooks.set_postfix_str(path.stem)
+        results.append(run_notebook(path, parameters, **folders))
     width = max(len(path.stem) for path in paths)
     print(f"{'notebook':<{width}}  seconds  figures  status")
     for result in results:
         status = f"failed: {result.error}" if result.error else "ok"
-        status += (
-            f", as {result.output.stem}" if result.output.stem != result.name else ""
-        )
-        print(
-            f"{result.name:<{width}}  {result.seconds:7.1f}  "
-            f"{len(result.figures):7d}  {status}"
-        )
+        # the copy has a number where another run wrote to the same folder
+        if result.output.stem != result.name:
+            status += f", as {result.output.stem}"
+        numbers = f"{result.seconds:7.1f}  {len(result.figures):7d}"
+        print(f"{result.name:<{width}}  {numbers}  {status}")
     return results
 
 

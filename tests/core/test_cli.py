@@ -9,7 +9,7 @@ import pytest
 from madmax_lib.__main__ import main
 from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.view.notebooks.page import Result
-from madmax_lib.view.notebooks.runner import _own, notebooks, run_notebook
+from madmax_lib.view.notebooks.runner import _locked_copy, notebooks, run_notebook
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_site_runs_every_notebook_and_leaves_the_committed_figures(
 
 def test_runs_side_by_side_have_names_of_their_own(tmp_path):
     with (
-        _own(tmp_path, "00_tour") as first,
-        _own(tmp_path, "00_tour") as second,
-        _own(tmp_path, "01_explore") as other,
+        _locked_copy(tmp_path, "00_tour") as first,
+        _locked_copy(tmp_path, "00_tour") as second,
+        _locked_copy(tmp_path, "01_explore") as other,
     ):
         assert first == (tmp_path / "00_tour.ipynb", 1) and second == (
             tmp_path / "00_tour-2.ipynb",
             2,
         )
         assert other[1] == 1
-    with _own(tmp_path, "00_tour") as again:
+    with _locked_copy(tmp_path, "00_tour") as again:
         assert again == first
 
 

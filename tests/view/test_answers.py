@@ -222,7 +222,7 @@ def test_an_envelope_is_short_and_says_what_it_leaves_out(seed):
     )
     caught = ["lost"] * int(draw.integers(0, 500))
     short, whole = (
-        envelope("x", answer, caught, whole=whole) for whole in (False, True)
+        envelope("x", answer, caught, complete=complete) for complete in (False, True)
     )
     assert tokens(short) <= 2000
     short, whole = json.loads(short), json.loads(whole)

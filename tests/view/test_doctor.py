@@ -40,7 +40,7 @@ def test_needs_are_read_from_the_cells(monkeypatch, tmp_path, cells, packages, r
     path = notebook(tmp_path / "a.ipynb", *cells)
     for gpu, absent in ((False, rest), (True, rest.removesuffix(", a GPU"))):
         verdict = f"quick only, for the full size: {absent}" if absent else "full size"
-        assert _verdict(path, gpu=gpu) == verdict
+        assert _verdict(path, has_gpu=gpu) == verdict
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert (
         _verdict(path, gpu=True) == f"does not run: package {packages} missing"

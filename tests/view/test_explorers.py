@@ -10,7 +10,7 @@ from madmax_lib.__main__ import main
 from madmax_lib.base.units import format_s
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.view.canvas import columns
+from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.explore.explorer import Later, doublings, message_html, slider
 from madmax_lib.view.explore.plan_card import plan_card, plan_card_html
 from madmax_lib.view.explore.space_explorer import SpaceExplorer

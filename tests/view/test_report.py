@@ -17,7 +17,7 @@ from madmax_lib.catalog.datasets import dataset
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.canvas import columns
+from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.report import report as pages
 from madmax_lib.view.report.marks import bars, heat, line, section, table
 from madmax_lib.view.report.report import report, write_report

@@ -5,9 +5,9 @@ import pytest
 from support import make_timeline
 
 from madmax_lib.timeline.accounting import breakdown_between
-from madmax_lib.view.canvas import columns
 from madmax_lib.view.drawing import COLORS
 from madmax_lib.view.explore import widgets
+from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html, view_timeline
 
 MS = 1_000_000

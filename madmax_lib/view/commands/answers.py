@@ -1,4 +1,4 @@
-"""How does a command answer a terminal, a pull request, a spreadsheet or a program? One
+"""Answers of commands to a terminal, a pull request, a spreadsheet or a program: one
 table, four formats.
 
 `--json` prints one envelope with always the same keys, as compact JSON in one line:
@@ -10,8 +10,8 @@ error     null, or with status 2 the line that says what is wrong
 inputs    what was read: name and sha256 of each file; of what the catalog names, name and null
 summary   the headline values of the command, by name
 rows      the table, one object a row, keys in the order of the columns
-left_out  how many inputs, rows and warnings were left out to stay short; `--all` prints
-them warnings  what the terminal would show as warnings
+left_out  how many inputs, rows and warnings were left out to stay short; `--all` prints them
+warnings  what the terminal would show as warnings
 
 Names carry the units: `_s` seconds, `_bytes` bytes, `_per_s`, `_flops`; shares are 0..1
 and bare. Numbers have six digits, what is not finite is null. Without `--all` an
@@ -30,38 +30,62 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "add_command", "envelope", "tokens"]
+__all__ = ["Answer", "Option", "add_command", "add_options", "envelope", "tokens"]
 
 SCHEMA = 1
-_TOKENS = 2000
-_ROWS = 40
-_LETTERS = 100
+_TOKENS = 2000  # of an envelope
+_HEAD_TOKENS = 100  # of its keys, the version and what else is always there
+_ROWS = 40  # that a terminal shows
+_LETTERS = 100  # of a text in a row; texts outside of rows may have four times as many
 _DIGITS = 6
+# lists of an envelope in the order in which they get their share of the tokens left
+_SHARES = {"inputs": 0.25, "warnings": 0.33, "rows": 1.0}
 _PIECES = re.compile(r"\d{1,3}|[A-Za-z]{1,6}|[^\sA-Za-z0-9]")
+_FORMATS = {
+    "json": "one envelope, at most 2,000 tokens",
+    "csv": "all rows",
+    "markdown": "a table",
+}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """Result of a command.
 
-    table: its rows; with `.attrs` of `with_origin` they name the trace files.
-    summary: headline values by name, units in the names; texts, numbers, or lists and
-    dicts of them. Default: none.
-    names: inputs that are no trace files, such as a model of the catalog. Default:
-    none.
-    passed: false where a verdict or a gate failed, which makes the exit status 1.
-    Default: true.
+    >>> Answer(breakdown(timeline), {"steps": 3}, passed=True)      # doctest: +SKIP
     """
 
-    table: pd.DataFrame
+    table: pd.DataFrame  # `.attrs` of `with_origin` name the trace files
+    # headline values by name, units in the names; texts, numbers, or lists and dicts
     summary: Mapping[str, Any] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    passed: bool = True
+    names: Sequence[str] = ()  # inputs that are no trace files: models of the catalog
+    passed: bool = True  # False where a verdict or a gate failed: the exit status is 1
+
+
+class Option(NamedTuple):
+    """Option of a command, or an argument where the name has no dashes.
+
+    >>> Option("--nodes", "how many (default: the catalog's)", int)._replace(default=2)
+    Option(name='--nodes', help="how many (default: the catalog's)", type=<class 'int'>, default=2, metavar=None)
+    """
+
+    name: str
+    help: str
+    type: Callable[[str], Any] = str
+    default: Any = None
+    metavar: str | None = None
+
+
+def add_options(parser, options: Sequence[Option]) -> None:
+    """Add options to a parser or a group of one."""
+    for name, *about in options:
+        values = dict(zip(Option._fields[1:], about, strict=True))
+        parser.add_argument(name, **values)
 
 
 def add_command(
@@ -72,17 +96,10 @@ def add_command(
     """
     parser = commands.add_parser(name, **about)
     formats = parser.add_mutually_exclusive_group()
-    for kind, text in (
-        ("json", "one envelope, at most 2,000 tokens"),
-        ("csv", "all rows"),
-        ("markdown", "a table"),
-    ):
+    flag = {"dest": "format", "action": "store_const"}
+    for kind, text in _FORMATS.items():
         formats.add_argument(
-            f"--{kind}",
-            dest="format",
-            action="store_const",
-            const=kind,
-            help=f"print {kind}: {text}",
+            f"--{kind}", const=kind, help=f"print {kind}: {text}", **flag
         )
     parser.add_argument("--all", action="store_true", help="leave no row out")
     parser.set_defaults(command=partial(_print_answer, name, answer), format="text")
@@ -94,41 +111,29 @@ def envelope(
     answer: Answer | Exception,
     caught: Sequence[str] = (),
     *,
-    whole: bool = False,
+    complete: bool = False,
 ) -> str:
     """JSON of an answer, or of the error in its place, as the module describes it.
     caught: texts of warnings.
     """
     from madmax_lib import __version__
 
-    failed = isinstance(answer, Exception)
+    head = {"schema": SCHEMA, "command": command, "version": __version__}
     lists = {"inputs": [], "rows": [], "warnings": list(caught)}
-    if not failed:
+    summary = {}
+    if isinstance(answer, Exception):
+        head |= {"status": 2, "error": str(answer)}
+    else:
+        head |= {"status": int(not answer.passed), "error": None}
+        summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
         files = answer.table.attrs.get("provenance", {}).get("files", {})
-        lists["inputs"] = [*_inputs(files), *map(_named, answer.names)]
-        names = list(map(str, answer.table.columns))
-        lists["rows"] = [
-            dict(zip(names, row, strict=True))
-            for row in answer.table.itertuples(index=False, name=None)
-        ]
-    head = {
-        "schema": SCHEMA,
-        "command": command,
-        "version": __version__,
-        "status": 2 if failed else int(not answer.passed),
-        "error": str(answer) if failed else None,
-    }
-    summary = (
-        {} if failed else _plain(answer.summary, math.inf if whole else 4 * _LETTERS)
-    )
-    lists, left_out = _short(lists, tokens(_json(summary)), whole)
-    rest = {
-        "inputs": lists["inputs"],
-        "summary": summary,
-        "rows": lists["rows"],
-        "left_out": left_out,
-    }
-    return _json({**head, **rest, "warnings": lists["warnings"]})
+        lists["inputs"] = [*_inputs(files), *map(_input, answer.names)]
+        lists["rows"] = answer.table.rename(columns=str).to_dict("records")
+    short = _short(lists, tokens(_json(summary)), complete)
+    left_out = {name: len(rows) - len(short[name]) for name, rows in lists.items()}
+    # in the order of reading: what was read, the headline, the table, the rest
+    body = {"inputs": short["inputs"], "summary": summary, "rows": short["rows"]}
+    return _json(head | body | {"left_out": left_out, "warnings": short["warnings"]})
 
 
 def tokens(text: str) -> int:
@@ -138,9 +143,9 @@ def tokens(text: str) -> int:
     >>> tokens('{"rank":0,"exposed_comm_s":0.00125}')
     21
     """
-    return sum(
-        1 if piece.isascii() else len(piece.encode()) for piece in _PIECES.findall(text)
-    )
+    pieces = _PIECES.findall(text)
+    # a sign beyond ASCII is a token for each of its bytes at worst
+    return sum(1 if piece.isascii() else len(piece.encode()) for piece in pieces)
 
 
 def _print_answer(
@@ -151,7 +156,7 @@ def _print_answer(
     """
     if options.format != "json":
         result = answer(options)
-        print(_SHOWN[options.format](result, options.all))
+        print(_WRITERS[options.format](result, options.all))
         return int(not result.passed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -159,14 +164,8 @@ def _print_answer(
             result = answer(options)
         except (OSError, ValueError, ImportError) as error:
             result = error
-    print(
-        envelope(
-            command,
-            result,
-            [str(warning.message) for warning in caught],
-            whole=options.all,
-        )
-    )
+    texts = [str(warning.message) for warning in caught]
+    print(envelope(command, result, texts, complete=options.all))
     if isinstance(result, Exception):
         raise result
     return int(not result.passed)
@@ -181,69 +180,78 @@ def _inputs(files: Mapping, side: str = "") -> Iterator[dict]:
             yield from _inputs(file, f"{label}: ")
 
 
-def _named(name: str) -> dict:
-    """A file with its sha256, what is no file without."""
+def _input(name: str) -> dict:
+    """A file with its sha256; a name of the catalog, which is no file, with null."""
     path = Path(name)
-    return {
-        "name": name,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else None,
-    }
+    if not path.is_file():
+        return {"name": name, "sha256": None}
+    return {"name": name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def _plain(value: Any, letters: float = math.inf) -> Any:
-    """As JSON has it: numbers of Python with six digits, null for what is not finite,
-    longer texts cut.
+    """A value as JSON has it: numbers of Python with six digits, null for what is not
+    finite, longer texts cut.
     """
     if isinstance(value, Mapping):
         return {str(name): _plain(inner, letters) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, letters) for inner in value]
-    value = value.item() if hasattr(value, "item") else value
+    value = value.item() if hasattr(value, "item") else value  # a number of numpy
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         value = float(f"{value:.{_DIGITS}g}")
+        # beyond 2^53 a float does not hold every integer
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     text = str(value)
     return text if len(text) <= letters else f"{text[: int(letters) - 1]}…"
 
 
-def _short(
-    lists: dict[str, list], used: int, whole: bool
-) -> tuple[dict[str, list], dict[str, int]]:
-    """As many of each list as fit beside `used` tokens, and how many were left out;
-    rows are the last to go.
+def _short(lists: dict[str, list], used: int, complete: bool) -> dict[str, list]:
+    """As many entries of each list as fit beside `used` tokens, or all; rows are the
+    last to go.
     """
-    kept = {}
-    room = math.inf if whole else _TOKENS - 100 - used
-    for name, share in (("inputs", 0.25), ("warnings", 0.33), ("rows", 1.0)):
-        kept[name] = []
-        part = room * share
+    short = {}
+    room = math.inf if complete else _TOKENS - _HEAD_TOKENS - used
+    for name, share in _SHARES.items():
         letters = _LETTERS if name == "rows" else 4 * _LETTERS
-        for row in lists[name]:
-            row = _plain(row, math.inf if whole else letters)
-            cost = tokens(_json(row)) + 1
+        letters = math.inf if complete else letters
+        part = room * share
+        short[name] = []
+        for entry in lists[name]:
+            entry = _plain(entry, letters)
+            cost = tokens(_json(entry)) + 1  # and the comma
             if cost > part:
                 break
-            kept[name].append(row)
-            part = part - cost
-            room = room - cost
-    return kept, {name: len(rows) - len(kept[name]) for name, rows in lists.items()}
+            short[name].append(entry)
+            part -= cost
+            room -= cost
+    return short
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def _cells(answer: Answer, whole: bool) -> tuple[list[str], list[list[str]], int]:
-    """Names of the columns, the rows as short texts, and how many rows were left out."""
-    table = answer.table if whole else answer.table.head(_ROWS)
-    rows = [list(map(_cell, row)) for row in table.itertuples(index=False, name=None)]
-    return list(map(str, table.columns)), rows, len(answer.table) - len(table)
+class _Column(NamedTuple):
+    cells: list[str]  # its name first
+    is_number: bool
+
+
+def _columns(answer: Answer, complete: bool) -> list[_Column]:
+    """Columns as short texts, of all rows or of as many as a terminal shows."""
+    table = answer.table if complete else answer.table.head(_ROWS)
+    return [
+        _Column([str(name), *map(_cell, column)], column.dtype.kind in "iuf")
+        for name, column in table.items()
+    ]
+
+
+def _rest(answer: Answer, complete: bool) -> list[str]:
+    left_out = 0 if complete else len(answer.table) - _ROWS
+    return [f"... and {left_out:,} rows more (--all)"] if left_out > 0 else []
 
 
 def _cell(value: Any) -> str:
@@ -255,43 +263,34 @@ def _cell(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _text(answer: Answer, whole: bool) -> str:
+def _text(answer: Answer, complete: bool) -> str:
     """The headline values, then the table with numbers to the right."""
-    names, rows, left_out = _cells(answer, whole)
-    columns = [[name, *cells] for name, *cells in zip(names, *rows, strict=True)]
-    numeric = [answer.table[name].dtype.kind in "iuf" for name in answer.table.columns]
-    for column, right in zip(columns, numeric, strict=True):
-        width = max(map(len, column))
-        column[:] = [
-            cell.rjust(width) if right else cell.ljust(width) for cell in column
-        ]
-    lines = (
-        ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-        if rows
-        else []
-    )
-    return "\n".join([*_headlines(answer), *lines, *_rest(left_out)])
+    columns = []
+    for cells, is_number in _columns(answer, complete):
+        width = max(map(len, cells))
+        align = str.rjust if is_number else str.ljust
+        columns.append([align(cell, width) for cell in cells])
+    rows = zip(*columns, strict=True) if len(answer.table) else ()
+    lines = ["  ".join(row).rstrip() for row in rows]
+    return "\n".join([*_headlines(answer), *lines, *_rest(answer, complete)])
 
 
-def _markdown(answer: Answer, whole: bool) -> str:
+def _markdown(answer: Answer, complete: bool) -> str:
     """The headline values as a list, then a table as GitHub draws it."""
-    names, rows, left_out = _cells(answer, whole)
-    numeric = [answer.table[name].dtype.kind in "iuf" for name in answer.table.columns]
-    table = [names, ["---:" if right else "---" for right in numeric], *rows]
-    lines = [
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-        for cells in table
-    ]
+    columns = []
+    for (name, *cells), is_number in _columns(answer, complete):
+        cells = [name, "---:" if is_number else "---", *cells]
+        columns.append([cell.replace("|", r"\|") for cell in cells])
+    lines = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
     head = [f"- {line}" for line in _headlines(answer)]
-    return "\n".join(
-        [
-            *head,
-            *([""] if head else []),
-            *lines,
-            *([""] if left_out else []),
-            *_rest(left_out),
-        ]
-    )
+    rest = _rest(answer, complete)
+    # an empty line before and behind the table, without which it is none
+    parts = ["\n".join(part) for part in (head, lines, rest) if part]
+    return "\n\n".join(parts)
+
+
+def _csv(answer: Answer, complete: bool) -> str:
+    return answer.table.to_csv(index=False).rstrip("\n")
 
 
 def _headlines(answer: Answer) -> list[str]:
@@ -304,23 +303,14 @@ def _headlines(answer: Answer) -> list[str]:
 
 
 def _line(value: Any) -> str:
-    if isinstance(value, dict) and {*value} == {"middle", "low", "high"}:
-        return "{middle} ({low} to {high})".format(
-            **{name: _line(inner) for name, inner in value.items()}
-        )
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_line(inner)}" for name, inner in value.items())
+        texts = {name: _line(inner) for name, inner in value.items()}
+        if {*value} == {"middle", "low", "high"}:
+            return "{middle} ({low} to {high})".format(**texts)
+        return ", ".join(f"{name} {text}" for name, text in texts.items())
     if isinstance(value, list):
         return "; ".join(map(_line, value))
     return " ".join(value.split()) if isinstance(value, str) else _cell(value)
 
 
-def _rest(left_out: int) -> list[str]:
-    return [f"... and {left_out:,} rows more (--all)"] if left_out else []
-
-
-def _csv(answer: Answer, whole: bool) -> str:
-    return answer.table.to_csv(index=False).rstrip("\n")
-
-
-_SHOWN = {"text": _text, "markdown": _markdown, "csv": _csv}
+_WRITERS = {"text": _text, "markdown": _markdown, "csv": _csv}

@@ -1,5 +1,5 @@
-"""What do `check`, `doctor`, `train`, `bench` and `calibrate` of `python -m madmax_lib`
-say? Lines or JSON.
+"""`check`, `doctor`, `train`, `bench` and `calibrate` of `python -m madmax_lib`: lines
+or JSON about this machine and what it runs.
 """
 
 import json
@@ -10,113 +10,73 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from madmax_lib.view.commands.answers import Option, add_options
+
 __all__ = ["add"]
 
-_TYPES = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "int | None": int,
-}  # others are given as JSON
-_BESIDE = ("predicted", "measured")
-_ASIDE = [
-    "machine",
-    "threads",
-    "low_s",
-    "high_s",
-    "backend",
-]  # columns of a bench that only its files have
+# others are given as JSON
+_TYPES = {"int": int, "float": float, "str": str, "int | None": int}
+# columns of a bench that only its files have
+_ONLY_IN_FILES = ["machine", "threads", "low_s", "high_s", "backend"]
+_RESULTS = ["run", "strategy", "predicted_s", "measured_s", "error"]
+_RESULTS += ["predicted_exposed_comm", "measured_exposed_comm"]
+_MOST_RANKS = 1024
+_CALIBRATE = (
+    Option("--hosts", "namespaces of a testbed (default: 1)", int, 1),
+    Option("--network", "rate of their uplinks, such as 300mbit", default=""),
+    Option("--minutes", "after which no further run starts (default: 5)", float, 5.0),
+    Option("--device", "cpu, cuda, or auto (default)", default="auto"),
+    Option("--ranks", "default: all GPUs, or two processes and one a host", int, 0),
+)
 
 
-def add(commands, named: list[str]) -> None:
-    """Add these commands. named: the one that is asked for; only then `train` reads the
-    fields of a run.
+def add(commands, words: list[str]) -> None:
+    """Add these commands. words: those of the command line; only where they ask for
+    `train` its fields of a run are read.
     """
-    doctor = commands.add_parser(
-        "doctor", help="what works here, and which notebooks run at full size"
-    )
-    doctor.set_defaults(command=_doctor)
-    check = commands.add_parser(
-        "check", help="does this machine work? a line per item, status 1 if one fails"
-    )
-    train = commands.add_parser(
-        "train", help="train a model in a layout: train gpt-tiny dp2.z3 --steps 20"
-    )
-    bench = commands.add_parser(
-        "bench", help="time kernels, copies, launches and collectives of this machine"
-    )
-    calibrate = commands.add_parser(
-        "calibrate",
-        help="fit the simulator to this machine, and test it on further runs",
-    )
-    calibrate.add_argument(
-        "--hosts", type=int, default=1, help="namespaces of a testbed (default: 1)"
-    )
-    calibrate.add_argument(
-        "--network", default="", help="rate of their uplinks, such as 300mbit"
-    )
-    calibrate.add_argument(
-        "--minutes",
-        type=float,
-        default=5.0,
-        help="after which no further run starts (default: 5)",
-    )
-    calibrate.add_argument(
-        "--device", default="auto", help="cpu, cuda, or auto (default)"
-    )
-    calibrate.add_argument(
-        "--ranks",
-        type=int,
-        default=0,
-        help="default: all GPUs, or two processes and one a host",
-    )
-    calibrate.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("machine"),
-        help="directory (default: machine)",
-    )
-    for parser, command in (
-        (check, _check),
-        (train, _train),
-        (bench, _bench),
-        (calibrate, _calibrate),
-    ):
-        parser.set_defaults(command=command)
-        parser.add_argument("--json", action="store_true", help="print JSON")
-    if "train" in named:
+    about = "what works here, and which notebooks run at full size"
+    commands.add_parser("doctor", help=about).set_defaults(command=_doctor)
+    about = "does this machine work? a line per item, status 1 if one fails"
+    _add_json(commands.add_parser("check", help=about), _check)
+    about = "train a model in a layout: train gpt-tiny dp2.z3 --steps 20"
+    train = commands.add_parser("train", help=about)
+    _add_json(train, _train)
+    if "train" in words:
         _add_fields(train)
-    train.add_argument(
-        "--offload",
-        choices=("optimizer", "all"),
-        help="what the host holds (optimizer: on @deepspeed)",
-    )
-    train.add_argument(
-        "--dry-run", action="store_true", help="check everything and start nothing"
-    )
-    train.add_argument(
-        "-o", "--output", type=Path, help="run directory (default: runs/NAME)"
-    )
-    size = {"action": "store_const", "dest": "size", "default": "normal"}
+    offload = "what the host holds (optimizer: on @deepspeed)"
+    train.add_argument("--offload", choices=("optimizer", "all"), help=offload)
+    dry = "check everything and start nothing"
+    train.add_argument("--dry-run", action="store_true", help=dry)
+    _add_output(train, None, "run directory (default: runs/NAME)")
+    _add_bench(commands)
+    about = "fit the simulator to this machine, and test it on further runs"
+    calibrate = commands.add_parser("calibrate", help=about)
+    add_options(calibrate, _CALIBRATE)
+    _add_output(calibrate, Path("machine"), "directory (default: machine)")
+    _add_json(calibrate, _calibrate)
+
+
+def _add_bench(commands) -> None:
+    about = "time kernels, copies, launches and collectives of this machine"
+    bench = commands.add_parser("bench", help=about)
+    _add_json(bench, _bench)
     sizes = bench.add_mutually_exclusive_group()
+    size = {"action": "store_const", "dest": "size", "default": "normal"}
     sizes.add_argument("--quick", const="quick", help="less than a minute", **size)
-    sizes.add_argument(
-        "--detailed", const="detailed", help="more and larger sizes", **size
-    )
-    ranks = {"type": _ranks, "default": 0, "metavar": "N"}
-    bench.add_argument(
-        "--ranks",
-        help="of the collectives (default: all GPUs, or 2 processes)",
-        **ranks,
-    )
-    bench.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("bench"),
-        help="folder of two CSVs (default: bench)",
-    )
+    more = "more and larger sizes"
+    sizes.add_argument("--detailed", const="detailed", help=more, **size)
+    ranks = "of the collectives (default: all GPUs, or 2 processes)"
+    add_options(bench, [Option("--ranks", ranks, _ranks, 0, "N")])
+    _add_output(bench, Path("bench"), "folder of two CSVs (default: bench)")
+
+
+def _add_json(parser: ArgumentParser, command) -> None:
+    parser.set_defaults(command=command)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_output(parser: ArgumentParser, default: Path | None, text: str) -> None:
+    parser.add_argument("-o", "--output", type=Path, default=default, help=text)
 
 
 def _add_fields(train: ArgumentParser) -> None:
@@ -125,36 +85,29 @@ def _add_fields(train: ArgumentParser) -> None:
     from madmax_lib.runs.model.models import MODELS
     from madmax_lib.runs.spec import RunSpec
 
-    text = "".join(
-        kind.__doc__ or "" for kind in RunSpec.__mro__[-2::-1]
-    )  # its own lines stand before those of a base
-    about = dict(
-        re.findall(r"^    (\w+): (.*)$", text.replace("%", "%%"), re.MULTILINE)
-    )
-    about |= {
-        "model": f"one of {', '.join(MODELS)}",
-        "data": f"one of {', '.join(NAMES)}; generated if left out",
-    }
-    for name in ("model", "strategy"):
-        train.add_argument(name, help=about.get(name))
-    for field in [
-        field for field in fields(RunSpec) if field.name not in ("model", "strategy")
-    ]:
-        how = (
-            {"action": BooleanOptionalAction}
-            if field.type == "bool"
-            else {"type": _TYPES.get(field.type, _json)}
-        )
-        names = [
-            f"--{field.name.replace('_', '-')}",
-            *(["--batch"] if field.name == "global_batch" else []),
-        ]
-        train.add_argument(*names, dest=field.name, help=about.get(field.name), **how)
+    # bases first, so that a class's own line about a field is the one that counts
+    text = "".join(kind.__doc__ or "" for kind in RunSpec.__mro__[-2::-1])
+    lines = re.findall(r"^    (\w+): (.*)$", text, re.MULTILINE)
+    about = {name: line.replace("%", "%%") for name, line in lines}  # for argparse
+    about["model"] = f"one of {', '.join(MODELS)}"
+    about["data"] = f"one of {', '.join(NAMES)}; generated if left out"
+    for field in fields(RunSpec):
+        name = field.name
+        if name in ("model", "strategy"):
+            train.add_argument(name, help=about.get(name))
+            continue
+        how = {"type": _TYPES.get(field.type, _json)}
+        if field.type == "bool":
+            how = {"action": BooleanOptionalAction}
+        names = [f"--{name.replace('_', '-')}"]
+        if name == "global_batch":
+            names.append("--batch")
+        train.add_argument(*names, dest=name, help=about.get(name), **how)
 
 
 def _ranks(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 1024):
-        raise ArgumentTypeError(f"{text!r} is not a number of 1 to 1024")
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_RANKS):
+        raise ArgumentTypeError(f"{text!r} is not a number of 1 to {_MOST_RANKS}")
     return int(text)
 
 
@@ -162,86 +115,86 @@ def _json(text: str):
     try:
         return json.loads(text)
     except ValueError:
-        raise ArgumentTypeError(
-            f"{text!r} is not JSON, such as '{{\"layers\": 2}}' or '[0.5, 1]'"
-        ) from None
+        examples = "such as '{\"layers\": 2}' or '[0.5, 1]'"
+        raise ArgumentTypeError(f"{text!r} is not JSON, {examples}") from None
 
 
 def _doctor(options: Namespace) -> int:
     from madmax_lib.view.notebooks.doctor import report
 
-    print(text := report())
+    text = report()
+    print(text)
     return int("\n  fails " in text)
 
 
 def _check(options: Namespace) -> int:
     from madmax_lib.view.notebooks.doctor import check
 
-    found = []
-    for answer in check():
-        found.append(dict(zip(("name", "status", "text"), answer, strict=True)))
-        print(
-            "" if options.json else "{status:<8}{name}: {text}\n".format(**found[-1]),
-            end="",
-            flush=True,
-        )
-    print(json.dumps(found, indent=1) + "\n" if options.json else "", end="")
-    return int(any(answer["status"] == "fails" for answer in found))
+    rows = []
+    for name, status, text in check():
+        rows.append({"name": name, "status": status, "text": text})
+        if not options.json:  # each line as soon as it is known
+            print(f"{status:<8}{name}: {text}", flush=True)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    return int(any(row["status"] == "fails" for row in rows))
 
 
 def _train(options: Namespace) -> int:
-    from madmax_lib.runs.launch import RunError, launch, resolve, train_command
-    from madmax_lib.runs.read import read_json, read_run
+    from madmax_lib.runs.launch import resolve, train_command
     from madmax_lib.runs.spec import RunSpec
 
-    plan, at, engine = options.strategy.partition("@")
-    options.strategy = (
-        f"{plan}.offload-{options.offload}{at}{engine}"
-        if options.offload
-        else options.strategy
-    )
-    given = {field.name: getattr(options, field.name) for field in fields(RunSpec)}
-    spec = RunSpec(
-        **{name: value for name, value in given.items() if value is not None}
-    )
+    if options.offload:  # a word of the plan, which stands before its engine
+        plan, at, engine = options.strategy.partition("@")
+        options.strategy = f"{plan}.offload-{options.offload}{at}{engine}"
+    values = {field.name: getattr(options, field.name) for field in fields(RunSpec)}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    spec = RunSpec(**chosen)
     directory = options.output or Path("runs") / spec.name
-    about = asdict(resolve(spec, directory)) | {
-        "parameters": spec.shapes.parameters,
-        "directory": str(directory),
-    }
+    about = asdict(resolve(spec, directory))
+    about |= {"parameters": spec.shapes.parameters, "directory": str(directory)}
     if options.dry_run:
         about["command"] = shlex.join(train_command(spec, directory))
     else:
-        before = read_json(directory / "summary.json").get("status")
-        way = (
-            f"goes on at step {about['starts'][-1]}"
-            if any(about["starts"])
-            else "is replaced"
-        )
-        told = f"; the {before} run there {way}" if before else ""
-        print(
-            f"{about['ranks']} rank(s), a row of {directory / 'steps.csv'} per "
-            f"step{told}",
-            file=sys.stderr,
-        )
-        try:
-            launch(spec, directory)
-        except RunError as error:
-            print(f"madmax: {error}", file=sys.stderr)
-            about["status"] = error.status
-        about |= read_run(directory).summary  # which warns of a peak that is too low
-    shown = about | {"step_s": (about.get("step_s") or {}).get("median")}
-    texts = {
-        name: f"{value:,.6g}" if isinstance(value, float) else value
-        for name, value in shown.items()
-    }
-    lines = [
-        f"{name:<24}{text}"
-        for name, text in texts.items()
-        if isinstance(text, (str, int)) and text != ""
-    ]
-    print(json.dumps(about, indent=1) if options.json else "\n".join(lines))
+        _launch(spec, directory, about)
+    if options.json:
+        print(json.dumps(about, indent=1))
+    else:
+        _print_run(about)
     return int(about.get("status", "completed") != "completed")
+
+
+def _launch(spec, directory: Path, about: dict) -> None:
+    """Train; `about` gets the summary of the run."""
+    from madmax_lib.runs.launch import RunError, launch
+    from madmax_lib.runs.read import read_json, read_run
+
+    text = f"{about['ranks']} rank(s), a row of {directory / 'steps.csv'} per step"
+    before = read_json(directory / "summary.json").get("status")
+    if before:
+        goes_on = any(about["starts"])
+        way = f"goes on at step {about['starts'][-1]}" if goes_on else "is replaced"
+        text += f"; the {before} run there {way}"
+    print(text, file=sys.stderr)
+    try:
+        launch(spec, directory)
+    except RunError as error:
+        print(f"madmax: {error}", file=sys.stderr)
+        about["status"] = error.status
+    about |= read_run(directory).summary  # which warns of a peak that is too low
+
+
+def _print_run(about: dict) -> None:
+    """A line for each number and text; of the times of steps the median."""
+    about = about | {"step_s": (about.get("step_s") or {}).get("median")}
+    for name, value in about.items():
+        text = f"{value:,.6g}" if isinstance(value, float) else value
+        if isinstance(text, (str, int)) and text != "":
+            print(f"{name:<24}{text}")
+
+
+def _records(table) -> list[dict]:
+    return json.loads(table.to_json(orient="records"))  # what is not finite is null
 
 
 def _bench(options: Namespace) -> int:
@@ -251,25 +204,22 @@ def _bench(options: Namespace) -> int:
     from madmax_lib.runs.measure.bench import bench
 
     options.output.mkdir(parents=True, exist_ok=True)
-    paths = {
-        name: options.output / f"{name}.csv" for name in ("kernels", "collectives")
-    }
+    kernels = options.output / "kernels.csv"
+    links = options.output / "collectives.csv"
     print(
-        f"each row is added to {' or '.join(map(str, paths.values()))} when it is timed",
-        file=sys.stderr,
+        f"each row is added to {kernels} or {links} when it is timed", file=sys.stderr
     )
-    tables = {"kernels": bench(size=options.size, path=paths["kernels"])}
-    if measure_links(paths["collectives"], options.size, ranks=options.ranks) > 1:
-        tables["collectives"] = pd.read_csv(paths["collectives"])
+    tables = {"kernels": bench(size=options.size, path=kernels)}
+    if measure_links(links, options.size, ranks=options.ranks) > 1:
+        tables["collectives"] = pd.read_csv(links)
+    if options.json:
+        print(json.dumps({name: _records(table) for name, table in tables.items()}))
+        return 0
     texts = [
-        table.drop(columns=_ASIDE, errors="ignore").to_string(index=False)
+        table.drop(columns=_ONLY_IN_FILES, errors="ignore").to_string(index=False)
         for table in tables.values()
     ]
-    rows = {
-        name: json.loads(table.to_json(orient="records"))
-        for name, table in tables.items()
-    }
-    print(json.dumps(rows) if options.json else "\n\n".join(texts))
+    print("\n\n".join(texts))
     return 0
 
 
@@ -279,42 +229,16 @@ def _calibrate(options: Namespace) -> int:
     from madmax_lib.calibration.machine.calibrate import calibrate
 
     names = ("hosts", "network", "minutes", "device", "ranks")
-    machine = calibrate(
-        options.output, **{name: getattr(options, name) for name in names}
-    )
+    asked = {name: getattr(options, name) for name in names}
+    machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
-        print(
-            json.dumps(
-                {
-                    **machine.provenance,
-                    "results": json.loads(results.to_json(orient="records")),
-                },
-                indent=1,
-            )
-        )
+        about = machine.provenance | {"results": _records(results)}
+        print(json.dumps(about, indent=1))
         return 0
-    columns = [
-        "run",
-        "strategy",
-        "predicted_s",
-        "measured_s",
-        "error",
-        "predicted_exposed_comm",
-        "measured_exposed_comm",
-    ]
-    print(
-        results[columns].to_string(index=False, float_format="{:.3f}".format)
-        if len(results)
-        else "no further run"
-    )
-    print(
-        "\n".join(
-            [
-                "",
-                *machine.provenance["notes"],
-                f"all of it: {options.output / 'page.html'}",
-            ]
-        )
-    )
+    text = "no further run"
+    if len(results):
+        text = results[_RESULTS].to_string(index=False, float_format="{:.3f}".format)
+    page = f"all of it: {options.output / 'page.html'}"
+    print("\n".join([text, "", *machine.provenance["notes"], page]))
     return 0

@@ -1,5 +1,5 @@
-"""What do the commands of `python -m madmax_lib` answer about traces, snapshots of
-memory and flight recorders?
+"""Commands of `python -m madmax_lib` about traces, snapshots of memory and flight
+recorders.
 """
 
 from __future__ import annotations
@@ -10,124 +10,90 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.view.commands.answers import Answer, add_command
+from madmax_lib.view.commands.answers import Answer, Option, add_command, add_options
 
 if TYPE_CHECKING:
     from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["add"]
+__all__ = ["add", "read"]
 
-_BASELINES = Path(
-    ".madmax"
-)  # in the folder where the command runs: for the cache of a CI
+# in the folder where the command runs: for the cache of a CI
+_BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
-_LATE = """Which rank arrives last at collectives, over the steps that are neither warm-up nor cut: cost_s is what the
-others waited for it, waited_s what it waited. slowdown: the kernels replayed without launch gaps as measured, over the
-same with average times (replayed_s over without_s); left out where measured_over_replayed, the measured step over
-replayed_s, exceeds 1.05. repaired_worst_ranks, repaired_last_stage: the share of replayed_s - without_s that average
-times of the worst 3 %% of the ranks, or of the last stage, give back."""
+_MOST_OPERATIONS = 3  # that differ most
+_LATE = (
+    "Which rank arrives last at collectives, over the steps that are neither warm-up "
+    "nor cut: cost_s is what the\nothers waited for it, waited_s what it waited. "
+    "slowdown: the kernels replayed without launch gaps as measured, over the\nsame "
+    "with average times (replayed_s over without_s); left out where "
+    "measured_over_replayed, the measured step over\nreplayed_s, exceeds 1.05. "
+    "repaired_worst_ranks, repaired_last_stage: the share of replayed_s - without_s "
+    "that average\ntimes of the worst 3 %% of the ranks, or of the last stage, give "
+    "back."
+)
+_GATE = (
+    "status 1 if B is slower by this, such as 3%%; an operation only if it also costs a "
+    "third of that of a step"
+)
 _TRACES = {
     "nargs": "+",
     "metavar": "TRACE",
     "help": "traces, one per rank: files, directories, patterns",
 }
+_SNAPSHOT_KEYS = ("site", "module", "phase", "metadata")
+_SNAPSHOT_MOMENTS = ("peak", "start", "end", "oom")
 
 
 def add(commands) -> None:
     """Add these commands."""
-    breakdown = add_command(
-        commands,
-        "breakdown",
-        _breakdown,
-        help="compute, communication, idle time of each rank",
-    )
+    about = "compute, communication, idle time of each rank"
+    breakdown = add_command(commands, "breakdown", _breakdown, help=about)
     breakdown.add_argument("traces", **_TRACES)
-    compare = add_command(
-        commands,
-        "compare",
-        _compare,
-        help="what differs between A and B; with --gate a verdict",
-    )
-    compare.add_argument(
-        "traces",
-        nargs="+",
-        metavar="TRACE",
-        help="A, then B: file, directory, pattern, or a baseline",
-    )
+    _add_compare(commands)
+    about = {"help": "which rank is late, and what it costs", "description": _LATE}
+    stragglers = add_command(commands, "stragglers", _stragglers, **about)
+    stragglers.add_argument("traces", **_TRACES)
+    about = "which rank hangs a job, from flight-recorder dumps"
+    flight = add_command(commands, "flight", _flight, help=about)
+    dumps = "directory with one dump per rank, such as nccl_trace_rank_0"
+    add_options(flight, [Option("dumps", dumps)])
+    _add_snapshot(commands)
+    about = "one HTML page about a directory of traces"
+    report = add_command(commands, "report", _report, help=about)
+    report.add_argument("traces", **_TRACES)
+    other = Option("--beside", "another run to compare with", metavar="TRACES")
+    add_options(report, [other])
+    page = Path("report.html")
+    text = "default: report.html"
+    report.add_argument("-o", "--output", type=Path, default=page, help=text)
+
+
+def _add_compare(commands) -> None:
+    about = "what differs between A and B; with --gate a verdict"
+    compare = add_command(commands, "compare", _compare, help=about)
+    paths = "A, then B: file, directory, pattern, or a baseline"
+    compare.add_argument("traces", **_TRACES | {"help": paths})
     what = compare.add_mutually_exclusive_group()
     what.add_argument("--operations", action="store_true", help="a row per operation")
-    what.add_argument(
-        "--gate",
-        type=_share,
-        metavar="SHARE",
-        help="status 1 if B is slower by this, such as 3%%; an "
-        "operation only if it also costs a third of that of a step",
-    )
-    what.add_argument(
-        "--save-baseline",
-        metavar="NAME",
-        help="keep the traces under this name in .madmax/",
-    )
-    stragglers = add_command(
-        commands,
-        "stragglers",
-        _stragglers,
-        help="which rank is late, and what it costs",
-        description=_LATE,
-    )
-    stragglers.add_argument("traces", **_TRACES)
-    flight = add_command(
-        commands,
-        "flight",
-        _flight,
-        help="which rank hangs a job, from flight-recorder dumps",
-    )
-    flight.add_argument(
-        "dumps", help="directory with one dump per rank, such as nccl_trace_rank_0"
-    )
-    snapshot = add_command(
-        commands,
-        "snapshot",
-        _snapshot,
-        help="who holds a GPU's memory: CUDA memory snapshots",
-    )
-    snapshot.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="one per rank, or a directory with them",
-    )
-    snapshot.add_argument(
-        "--by",
-        default="site",
-        choices=["site", "module", "phase", "metadata"],
-        help="default: site",
-    )
-    snapshot.add_argument(
-        "--at",
-        default="peak",
-        choices=["peak", "start", "end", "oom"],
-        help="default: peak",
-    )
-    snapshot.add_argument(
-        "--beside",
-        metavar="FILE",
-        help="an earlier one of the same rank: what has come since",
-    )
-    report = add_command(
-        commands, "report", _report, help="one HTML page about a directory of traces"
-    )
-    report.add_argument("traces", **_TRACES)
-    report.add_argument(
-        "--beside", metavar="TRACES", help="another run to compare with"
-    )
-    report.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        help="default: report.html",
-    )
+    keep = "keep the traces under this name in .madmax/"
+    options = [
+        Option("--gate", _GATE, _share, metavar="SHARE"),
+        Option("--save-baseline", keep, metavar="NAME"),
+    ]
+    add_options(what, options)
+
+
+def _add_snapshot(commands) -> None:
+    about = "who holds a GPU's memory: CUDA memory snapshots"
+    snapshot = add_command(commands, "snapshot", _snapshot, help=about)
+    files = "one per rank, or a directory with them"
+    snapshot.add_argument("files", nargs="+", metavar="FILE", help=files)
+    for name, choices in (("by", _SNAPSHOT_KEYS), ("at", _SNAPSHOT_MOMENTS)):
+        first = choices[0]
+        about = {"choices": choices, "default": first, "help": f"default: {first}"}
+        snapshot.add_argument(f"--{name}", **about)
+    earlier = "an earlier one of the same rank: what has come since"
+    add_options(snapshot, [Option("--beside", earlier, metavar="FILE")])
 
 
 def read(paths: list[str]) -> Timeline:
@@ -141,13 +107,13 @@ def read(paths: list[str]) -> Timeline:
 
 
 def _ranks(timeline: Timeline) -> dict[str, int]:
-    """How many ranks have a trace, and how many of the job have none."""
-    missing = timeline.meta.world_size - sum(
-        map(len, timeline.meta.represents.values())
-    )
-    return {"ranks": len(timeline.ranks)} | (
-        {"ranks_without_trace": missing} if missing > 0 else {}
-    )
+    """Number of ranks that have a trace, and of those of the job that have none."""
+    about = {"ranks": len(timeline.ranks)}
+    # a rank stands for others where a simulation drew one of several alike
+    present = sum(map(len, timeline.meta.represents.values()))
+    if timeline.meta.world_size > present:
+        about["ranks_without_trace"] = timeline.meta.world_size - present
+    return about
 
 
 def _breakdown(options: Namespace) -> Answer:
@@ -155,23 +121,21 @@ def _breakdown(options: Namespace) -> Answer:
     from madmax_lib.traces.waits.step_times import lacks_step_marks
 
     timeline = read(options.traces)
-    about = _ranks(timeline) | {
-        "steps": len(timeline.steps),
-        "device": timeline.meta.device,
-    }
+    about = _ranks(timeline)
+    about |= {"steps": len(timeline.steps), "device": timeline.meta.device}
     if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
     return Answer(breakdown(timeline), about)
 
 
 def _share(text: str) -> float:
+    is_percent = text.endswith("%")
     try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if is_percent else 1)
     except ValueError:
         share = math.nan
-    if math.isnan(share) or (
-        share >= 1 and not text.endswith("%")
-    ):  # a forgotten % would let everything pass
+    # 3 for 3%, a forgotten %, would let everything pass
+    if math.isnan(share) or (share >= 1 and not is_percent):
         raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
     return share
 
@@ -184,17 +148,16 @@ def _recordings(paths: list[str]) -> list[Timeline]:
 
     if len(paths) > 1 and not all(Path(path).is_file() for path in paths):
         return [recording for path in paths for recording in _recordings([path])]
-    if not Path(paths[0]).exists() and (
-        saved := sorted((_BASELINES / paths[0]).glob("*.parquet"))
-    ):
-        return [Timeline.load(path) for path in saved]
+    if not Path(paths[0]).exists():
+        baseline = sorted((_BASELINES / paths[0]).glob("*.parquet"))
+        if baseline:
+            return [Timeline.load(path) for path in baseline]
     try:
         return [read(paths)]
     except FileNotFoundError as error:
-        known = ", ".join(sorted(path.name for path in _BASELINES.glob("*"))) or "none"
-        raise FileNotFoundError(
-            f"{error}, and no baseline of this name in {_BASELINES} ({known})"
-        ) from None
+        names = ", ".join(sorted(path.name for path in _BASELINES.glob("*"))) or "none"
+        there = f"no baseline of this name in {_BASELINES} ({names})"
+        raise FileNotFoundError(f"{error}, and {there}") from None
 
 
 def _save_baseline(options: Namespace) -> Answer:
@@ -203,24 +166,19 @@ def _save_baseline(options: Namespace) -> Answer:
     name = options.save_baseline
     recordings = _recordings(options.traces)
     if not re.fullmatch(r"[\w.-]*\w", name):
-        raise ValueError(
-            f"--save-baseline {name!r}: a name has letters, digits, dots and dashes"
-        )
-    paths = [
-        recording.save(_BASELINES / name / f"{n:03}.parquet")
-        for n, recording in enumerate(recordings)
-    ]
-    for other in set((_BASELINES / name).glob("*.parquet")) - set(paths):
+        rule = "a name has letters, digits, dots and dashes"
+        raise ValueError(f"--save-baseline {name!r}: {rule}")
+    folder = _BASELINES / name
+    files = []
+    rows = []
+    for number, recording in enumerate(recordings):
+        files.append(recording.save(folder / f"{number:03}.parquet"))
+        rows.append((str(files[-1]), len(recording.ranks), len(recording.steps)))
+    # recordings of an earlier baseline of this name
+    for other in set(folder.glob("*.parquet")) - set(files):
         other.unlink()
-    rows = [
-        (str(path), len(one.ranks), len(one.steps))
-        for path, one in zip(paths, recordings, strict=True)
-    ]
-    return Answer(
-        pd.DataFrame(rows, columns=["file", "ranks", "steps"]),
-        {"baseline": name},
-        options.traces,
-    )
+    table = pd.DataFrame(rows, columns=["file", "ranks", "steps"])
+    return Answer(table, {"baseline": name}, options.traces)
 
 
 def _compare(options: Namespace) -> Answer:
@@ -241,12 +199,11 @@ def _compare(options: Namespace) -> Answer:
     if len(b) > 1:
         raise ValueError(f"{others[1]}: only --gate takes several recordings of B")
     labels = f"a {first}", f"b {others[0]}"
-    operations = compare_ops(a[0], b[0], labels=labels)
-    most = operations.head(3)[["name", "kind", "difference_s"]].to_dict("records")
-    return Answer(
-        operations if options.operations else compare(a[0], b[0], labels=labels),
-        {"most": most},
-    )
+    table = operations = compare_ops(a[0], b[0], labels=labels)
+    if not options.operations:
+        table = compare(a[0], b[0], labels=labels)
+    most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
+    return Answer(table, {"most": most.to_dict("records")})
 
 
 def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
@@ -254,23 +211,19 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
 
     result = gate(a, b, threshold)
     table = result.table
+    slower = table["quantity"][table["verdict"] == "slower"]
+    about = {"passed": result.passed, "gate": threshold, "slower": list(slower)}
     columns = ["operation", "kind", "rank", "difference_s", "ratio"]
-    of_step = (table["verdict"] == "cannot tell") & (
-        table["kind"] == ""
-    )  # of operations the table says it
-    unclear = table[of_step].set_index("quantity")["detectable"]
-    about = {
-        "passed": result.passed,
-        "gate": threshold,
-        "slower": list(table["quantity"][table["verdict"] == "slower"]),
-    }
     explanation = result.explanation[columns]
     ranks = explanation["rank"].astype(object).where(explanation["rank"] >= 0, "all")
-    about |= {
-        "explanation": explanation.assign(rank=ranks).to_dict("records"),
-        "cannot_tell_below": dict(unclear),
-    }
-    about |= {"alike": result.alike} if result.alike != 1 else {}
+    about["explanation"] = explanation.assign(rank=ranks).to_dict("records")
+    # quantities of the step alone, which have no kind; of operations the table says it
+    unclear = (table["verdict"] == "cannot tell") & (table["kind"] == "")
+    about["cannot_tell_below"] = dict(
+        table[unclear].set_index("quantity")["detectable"]
+    )
+    if result.alike != 1:
+        about["alike"] = result.alike
     return Answer(table, about, passed=result.passed)
 
 
@@ -278,83 +231,69 @@ def _stragglers(options: Namespace) -> Answer:
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
     from madmax_lib.traces.waits.step_times import steady_state
 
-    timeline, steps = steady_state(whole := read(options.traces))
+    recording = read(options.traces)
+    timeline, steps = steady_state(recording)
     table = stragglers(timeline)
     about = _ranks(timeline) | {"steps": len(steps)}
-    about["last_beyond_chance"] = (
-        ", ".join(map(str, table.attrs["often_last"])) or "no rank"
-    )
-    about["not_counted"] = [f"step {step}" for step in whole.steps if step not in steps]
-    if steps:
-        without = what_if_no_stragglers(timeline)
-        about |= {
-            "replayed_s": without.T_replay,
-            "measured_over_replayed": without.replay_gap,
-        }
-        if without.gaps_rule:
-            rules = (
-                "what a replay leaves out (launch gaps, work of other steps) "
-                "rules this step"
-            )
-            about |= {
-                "slowdown": None,
-                "note": f"{rules}: no slowdown follows from it, go by cost_s",
-            }
-            return Answer(table, about)
-        about |= {"slowdown": without.S, "without_s": without.T_ideal}
-        if without.costs:
-            about |= {
-                "repaired_worst_ranks": without.M_W,
-                "repaired_last_stage": without.M_S,
-            }
-        about["slowdown_by_kind"] = dict(without.by_kind)
-        table.insert(1, "slowdown", table["rank"].map(without.by_rank))
+    often_last = ", ".join(map(str, table.attrs["often_last"]))
+    about["last_beyond_chance"] = often_last or "no rank"
+    not_counted = [step for step in recording.steps if step not in steps]
+    about["not_counted"] = [f"step {step}" for step in not_counted]
+    if not steps:
+        return Answer(table, about)
+    replay = what_if_no_stragglers(timeline)
+    about["replayed_s"] = replay.T_replay
+    about["measured_over_replayed"] = replay.replay_gap
+    if replay.gaps_rule:
+        about["slowdown"] = None
+        about["note"] = (
+            "what a replay leaves out (launch gaps, work of other steps) rules this "
+            "step: no slowdown follows from it, go by cost_s"
+        )
+        return Answer(table, about)
+    about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
+    if replay.costs:
+        about["repaired_worst_ranks"] = replay.M_W
+        about["repaired_last_stage"] = replay.M_S
+    about["slowdown_by_kind"] = dict(replay.by_kind)
+    table.insert(1, "slowdown", table["rank"].map(replay.by_rank))
     return Answer(table, about)
 
 
 def _flight(options: Namespace) -> Answer:
-    from madmax_lib.traces.forensics.flight_recorder import (
-        flight_calls,
-        flight_findings,
-        lateness,
-    )
+    from madmax_lib.traces.forensics import flight_recorder
 
-    calls = flight_calls(options.dumps)
-    findings = flight_findings(calls)
-    late = lateness(calls).head(3)
-    about = {
-        "ranks": len(calls.attrs["dumped"]),
-        "calls": len(calls),
-        "latest": late.to_dict("records"),
-    }
+    calls = flight_recorder.flight_calls(options.dumps)
+    findings = flight_recorder.flight_findings(calls)
+    late = flight_recorder.lateness(calls).head(3)
+    ranks = len(calls.attrs["dumped"])
+    about = {"ranks": ranks, "calls": len(calls), "latest": late.to_dict("records")}
     if findings.empty:
-        about["findings"] = (
-            f"none, {about['ranks']} ranks agree in their {len(calls):,} calls and "
-            "all are done"
-        )
+        agree = f"{ranks} ranks agree in their {len(calls):,} calls and all are done"
+        about["findings"] = f"none, {agree}"
     return Answer(findings, about, passed=findings.empty)
 
 
 def _snapshot(options: Namespace) -> Answer:
-    from madmax_lib.traces.forensics import snapshots as of
+    from madmax_lib.traces.forensics import snapshots
     from madmax_lib.traces.forensics.read_snapshots import read_snapshot
 
-    taken = read_snapshot(options.files)
-    peaks = of.snapshot_peak(taken)
-    free = of.fragmentation(taken)
-    full = of.out_of_memory(taken)
-    peaks = peaks.nlargest(_MOST, "peak_bytes")
-    free = free.merge(peaks[["rank", "device"]][:1])  # of the fullest device
-    about = {"peaks": peaks, "free": free, "out_of_memory": full[-_MOST:]}
-    about = {name: table.to_dict("records") for name, table in about.items()}
+    snapshot = read_snapshot(options.files)
+    peaks = snapshots.snapshot_peak(snapshot).nlargest(_MOST, "peak_bytes")
+    free = snapshots.fragmentation(snapshot)
+    failures = snapshots.out_of_memory(snapshot)
+    tables = {
+        "peaks": peaks,
+        "free": free.merge(peaks[["rank", "device"]][:1]),  # of the fullest device
+        "out_of_memory": failures[-_MOST:],
+    }
+    about = {name: table.to_dict("records") for name, table in tables.items()}
+    how = (options.by, options.at)
     if options.beside:
         before = read_snapshot(options.beside)
-        return Answer(
-            of.snapshot_diff(before, taken, options.by, options.at),
-            about,
-            [options.beside],
-        )
-    return Answer(of.snapshot_held(taken, options.by, options.at, top=None), about)
+        table = snapshots.snapshot_diff(before, snapshot, *how)
+        return Answer(table, about, [options.beside])
+    return Answer(snapshots.snapshot_held(snapshot, *how, top=None), about)
 
 
 def _report(options: Namespace) -> Answer:
@@ -363,34 +302,27 @@ def _report(options: Namespace) -> Answer:
     from madmax_lib.traces.waits.step_times import steady_state
     from madmax_lib.view.report.report import write_report
 
-    if options.output.is_dir():
-        raise IsADirectoryError(
-            f"{options.output}: is a directory, give the name of a file for the report"
-        )
-    timeline = read(options.traces)
-    (first, *more) = options.traces
-    name = Path(first).resolve().name
-    other = options.beside
-    compared = (
-        {"beside": read([other]), "other": Path(other).resolve().name} if other else {}
-    )
-    path = write_report(
-        timeline,
-        options.output,
-        f"{name} and {len(more)} more" if more else name,
-        **compared,
-    )
-    timeline, steps = steady_state(whole := timeline)
-    first = (
-        advise(timeline)[["cause", "where", "gain_s", "share"]]
-        .head(_MOST)
-        .to_dict("records")
-    )
+    output = options.output
+    if output.is_dir():
+        need = "give the name of a file for the report"
+        raise IsADirectoryError(f"{output}: is a directory, {need}")
+    recording = read(options.traces)
+    first, *more = options.traces
+    title = Path(first).resolve().name
+    if more:
+        title += f" and {len(more)} more"
+    other = {}
+    if options.beside:
+        name = Path(options.beside).resolve().name
+        other = {"beside": read([options.beside]), "other": name}
+    path = write_report(recording, output, title, **other)
+    timeline, steps = steady_state(recording)
+    causes = advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {
         "page": str(path),
-        "ranks": len(whole.ranks),
-        "spans": len(whole),
+        "ranks": len(recording.ranks),
+        "spans": len(recording),
         "steps": len(steps),
-        "advice": first,
+        "advice": causes.to_dict("records"),
     }
     return Answer(breakdown(timeline), about)

@@ -1,5 +1,5 @@
-"""Which colours and words do pictures and pages share? Values without matplotlib, so
-that a page is made without it.
+"""Colours and words that pictures and pages share: values without matplotlib, so that
+a page is made without it.
 """
 
 import pandas as pd
@@ -63,25 +63,23 @@ def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
 
     By rank, device before host, computing before communicating, then number.
     """
-    named = (
-        meta is not None and meta.source == "simulated" and "plan" in meta.provenance
+    # only the simulator's own steps have its streams; an imported one may be anybody's
+    simulated = meta is not None and meta.source == "simulated"
+    named = simulated and "plan" in meta.provenance
+    is_comm = spans["kind"].eq("comm")
+    share = is_comm.groupby([spans["rank"], spans["stream"]]).mean().reset_index()
+    order = pd.DataFrame(
+        {
+            "rank": share["rank"],
+            "host": share["stream"] < 0,  # threads of the host have negative numbers
+            "talks": share["kind"] > 0.5,
+            "number": share["stream"].abs(),
+        }
     )
-    rows = (
-        spans.assign(comm=spans["kind"].eq("comm"))
-        .groupby(["rank", "stream"])["comm"]
-        .mean()
-        .reset_index()
-    )
-    rows = rows.assign(
-        host=rows["stream"] < 0, talks=rows["comm"] > 0.5, number=rows["stream"].abs()
-    )
-    rows = rows.sort_values(["rank", "host", "talks", "number"], ignore_index=True)[
-        ["rank", "stream"]
-    ]
-    return rows.assign(
-        place=rows.index,
-        label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],
-    )
+    by_order = order.sort_values(list(order)).index
+    rows = share.loc[by_order, ["rank", "stream"]].reset_index(drop=True)
+    labels = [row_label(*row, named=named) for row in rows.itertuples(index=False)]
+    return rows.assign(place=rows.index, label=labels)
 
 
 def row_label(rank: int, stream: int, *, named: bool = False) -> str:
@@ -92,6 +90,5 @@ def row_label(rank: int, stream: int, *, named: bool = False) -> str:
     """
     if named and stream in set(Stream):
         return f"rank {rank} · {Stream(stream).label}"
-    return f"rank {rank} · " + (
-        f"stream {stream}" if stream >= 0 else f"thread {-stream}"
-    )
+    lane = f"stream {stream}" if stream >= 0 else f"thread {-stream}"
+    return f"rank {rank} · {lane}"

@@ -1,5 +1,5 @@
-"""How do the pages of docs/ look in the site? HTML that needs no network, with links to
-the pages of notebooks.
+"""Pages of docs/ in the site: HTML that needs no network, with links to the pages of
+notebooks.
 """
 
 import base64
@@ -17,7 +17,9 @@ from madmax_lib.view.notebooks.page import page
 __all__ = ["docs_index", "docs_pages"]
 
 _DOCS = PROJECT / "docs"
+# a link within the repository; those with a colon or a # lead elsewhere
 _TARGET = re.compile(r'(href|src)="([^":#]+)')
+_MEDIA_TYPES = {".svg": "svg+xml", ".png": "png"}
 
 
 def docs_pages(style: str) -> dict[str, str]:
@@ -41,25 +43,23 @@ def docs_index() -> str:
 
 def _html(path: Path) -> str:
     text = re.sub(r"<!--.*?-->", "", path.read_text())
+    # pilcrows that nbconvert puts behind headings
     body = re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(text))
     return _TARGET.sub(
-        lambda found: f'{found[1]}="{_address(path.parent, found[2])}', body
+        lambda link: f'{link[1]}="{_address(path.parent, link[2])}', body
     )
 
 
 def _address(folder: Path, link: str) -> str:
-    """Where a link of Markdown leads: a page of the site, a picture in the page, or a
+    """Address of a link of Markdown: a page of the site, a picture in the page, or a
     file of the repository.
     """
     target = Path(os.path.normpath(folder / link))
     if target.parent == _DOCS or target.suffix == ".ipynb":
         return f"{target.stem}.html"
-    if target.suffix in (".svg", ".png"):
-        kind = {".svg": "svg+xml", ".png": "png"}[target.suffix]
-        return (
-            f"data:image/{kind};base64,{base64.b64encode(target.read_bytes()).decode()}"
-        )
-    repository = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"][
-        "urls"
-    ]["Repository"]
-    return f"{repository}/blob/main/{target.relative_to(PROJECT).as_posix()}"
+    if target.suffix in _MEDIA_TYPES:
+        content = base64.b64encode(target.read_bytes()).decode()
+        return f"data:image/{_MEDIA_TYPES[target.suffix]};base64,{content}"
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    path = target.relative_to(PROJECT).as_posix()
+    return f"{project['urls']['Repository']}/blob/main/{path}"

@@ -1,4 +1,4 @@
-"""What works on this machine? Packages, torch and its device, inputs, and which
+"""Doctor's report on this machine: packages, torch and its device, inputs, and which
 notebooks run at full size here.
 """
 
@@ -39,10 +39,8 @@ _PACKAGES = {  # what each is for; the name of the extra that brings it is in br
     "deepspeed": "plans with @deepspeed",
     "wandb": "logs to Weights & Biases",
 }
-_MODULES = {
-    "holistictraceanalysis": "hta",
-    "nvidia-ml-py": "pynvml",
-}  # whose name differs
+# of packages whose module has another name
+_MODULES = {"holistictraceanalysis": "hta", "nvidia-ml-py": "pynvml"}
 _USES = {  # of packages that not everybody has, in the code of a notebook
     "holistictraceanalysis": r"\bhta\.\w+\(",
     "torch": r"\bmadmax_lib.*\bruns\b|\bmm\.(launch|runs)\b",
@@ -54,17 +52,31 @@ def check() -> Iterator[tuple[str, str, str]]:
     """Name of each package, of torch and what it runs on, and of each dataset; works,
     missing or fails; and why.
     """
-    yield from answers({name: partial(_import, name) for name in _PACKAGES})
+
+    def version_of(package: str) -> str:
+        if not (installed := version(package)):
+            raise Missing(f"is not installed: {_PACKAGES[package]}")
+        # installed is not enough: a broken build fails when it is imported
+        with warnings.catch_warnings(action="ignore"):
+            import_module(_MODULES.get(package, package))
+        return installed
+
+    def path_of(name: str) -> str:
+        if not is_here(name):
+            raise Missing("not here; downloaded when first used")
+        return str(dataset(name))
+
+    yield from answers({name: partial(version_of, name) for name in _PACKAGES})
     yield from selftest()
-    yield from answers({name: partial(_find, name) for name in names()})
+    yield from answers({name: partial(path_of, name) for name in names()})
 
 
 def report() -> str:
     """All of it as text, one fact per line."""
     here = environment()
-    found = list(check())
-    kept = cache_folder() / "timelines"
-    kept_mb = sum(path.stat().st_size for path in kept.glob("*.parquet")) / 1e6
+    checks = list(check())
+    cache = cache_folder() / "timelines"
+    cache_mb = sum(path.stat().st_size for path in cache.glob("*.parquet")) / 1e6
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = [
         f"madmax-workbench {__version__}, Python {platform.python_version()}, "
@@ -72,71 +84,39 @@ def report() -> str:
     ]
     lines += [f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory"]
     lines += [f"place: {here.name}, figures go to {here.figures}"]
-    lines += [f"  {status:<8}{name}: {text}" for name, status, text in found]
+    lines += [f"  {status:<8}{name}: {text}" for name, status, text in checks]
     lines += ["datasets are looked for in"]
-    lines += [
-        f"  {folder}{'' if folder.is_dir() else ' (not there)'}" for folder in places()
-    ]
-    lines += [
-        f"traces that were read are kept in {kept} ({kept_mb:,.1f} MB, may be deleted)"
-    ]
+    for folder in places():
+        lines.append(f"  {folder}{'' if folder.is_dir() else ' (not there)'}")
+    size = f"{cache_mb:,.1f} MB, may be deleted"
+    lines += [f"traces that were read are kept in {cache} ({size})"]
     try:
         paths = notebooks()
     except FileNotFoundError as reason:
         return "\n".join([*lines, f"notebooks: {reason}"])
-    gpu = any(answer[:2] == ("driver", "works") for answer in found)
-    return "\n".join(
-        [
-            *lines,
-            "notebooks",
-            *(f"  {name}: {_verdict(path, gpu)}" for name, path in paths.items()),
-        ]
-    )
+    has_gpu = any(row[:2] == ("driver", "works") for row in checks)
+    verdicts = [f"  {name}: {_verdict(path, has_gpu)}" for name, path in paths.items()]
+    return "\n".join([*lines, "notebooks", *verdicts])
 
 
-def _import(package: str) -> str:
-    if not (installed := version(package)):
-        raise Missing(f"is not installed: {_PACKAGES[package]}")
-    with warnings.catch_warnings(action="ignore"):
-        import_module(_MODULES.get(package, package))
-    return installed
-
-
-def _find(name: str) -> str:
-    if not is_here(name):
-        raise Missing("not here; downloaded when first used")
-    return str(dataset(name))
-
-
-def _verdict(path: Path, gpu: bool) -> str:
+def _verdict(path: Path, has_gpu: bool) -> str:
     """Whether a notebook runs here, by what its cells use and name."""
-    cells = [
-        (cell["cell_type"], "".join(cell["source"]))
-        for cell in json.loads(path.read_text())["cells"]
-    ]
-    code = "\n".join(source for kind, source in cells if kind == "code")
-    code = re.sub(
-        r"(?m)^if .*find_spec\(.*(\n .*)*", "", code
-    )  # what a notebook does only with a package
-    absent = [
-        f"input {name}"
-        for name in sorted(set(re.findall(_INPUT, code)))
-        if not is_here(name)
-    ]
-    needed = (
-        re.sub(r"(?m)^ .*", "", code) if absent else code
-    )  # what stands under an `if` waits for an input
-    packages = [
-        name
-        for name, use in _USES.items()
-        if re.search(use, needed) and not version(name)
-    ]
+    cells = json.loads(path.read_text())["cells"]
+    sources = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+    code = "\n".join(source for source, kind in sources if kind == "code")
+    # without what a notebook does only where a package is there
+    code = re.sub(r"(?m)^if .*find_spec\(.*(\n .*)*", "", code)
+    inputs = sorted(set(re.findall(_INPUT, code)))
+    absent = [f"input {name}" for name in inputs if not is_here(name)]
+    if absent:  # what stands under an `if` waits for an input
+        code = re.sub(r"(?m)^ .*", "", code)
+    packages = [name for name, use in _USES.items() if re.search(use, code)]
+    packages = [name for name in packages if not version(name)]
     if packages:
         return f"does not run: package {', '.join(packages)} missing"
-    if not gpu and any(
-        "on gpus run this notebook" in source.lower() for _, source in cells
-    ):
+    text = "\n".join(source for source, _ in sources).lower()
+    if not has_gpu and "on gpus run this notebook" in text:
         absent.append("a GPU")
-    return (
-        f"quick only, for the full size: {', '.join(absent)}" if absent else "full size"
-    )
+    if absent:
+        return f"quick only, for the full size: {', '.join(absent)}"
+    return "full size"

@@ -1,5 +1,5 @@
-"""Where does a notebook run, where does its output go, which inputs and packages are
-here?
+"""Place where a notebook runs, where its output goes, and which inputs and packages
+are here.
 """
 
 import os
@@ -16,7 +16,11 @@ __all__ = ["Environment", "environment", "is_here", "shell", "version"]
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a notebook runs."""
+    """Place where a notebook runs.
+
+    >>> environment().figures                                       # doctest: +SKIP
+    PosixPath('/home/me/madmax/build/figures')
+    """
 
     name: str  # local, ci, colab or kaggle
     output: Path  # folder of what it writes
@@ -39,11 +43,10 @@ def environment() -> Environment:
         name = "kaggle"
     else:
         name = "ci" if os.environ.get("CI") else "local"
-    own = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
-    output = PROJECT / "build" if own else Path.cwd()
-    return Environment(
-        name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
-    )
+    in_checkout = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
+    output = PROJECT / "build" if in_checkout else Path.cwd()
+    figures = Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
+    return Environment(name, output, figures)
 
 
 def is_here(name: str) -> bool:
@@ -51,9 +54,9 @@ def is_here(name: str) -> bool:
     download.
     """
     try:
-        return (
-            dataset(name, download=False) if name in names() else local_data(name)
-        ).exists()
+        if name in names():
+            return dataset(name, download=False).exists()
+        return local_data(name).exists()
     except (OSError, ValueError):
         return False
 
@@ -68,5 +71,6 @@ def version(package: str) -> str | None:
 
 
 def shell():
-    """IPython's, if this runs in one; with a `kernel` in a notebook."""
+    """IPython's shell, if this runs in one; with a `kernel` in a notebook."""
+    # imported already wherever there is a shell; importing it here would take a second
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

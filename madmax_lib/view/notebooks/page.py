@@ -1,6 +1,4 @@
-"""What do all pages of the workbench look like? One frame and one style: no network, no
-scripts.
-"""
+"""Frame and style of all pages of the workbench: no network, no scripts."""
 
 import html
 from dataclasses import dataclass, field
@@ -14,15 +12,13 @@ _HERE = Path(__file__).parent
 
 @dataclass
 class Result:
-    """One executed notebook: its copy in build/, seconds it ran, figures written, the
-    error of a failed cell.
-    """
+    """Executed notebook."""
 
     name: str
-    output: Path
-    seconds: float
-    figures: list[str] = field(default_factory=list)
-    error: str = ""
+    output: Path  # its copy in build/
+    seconds: float  # that it ran
+    figures: list[str] = field(default_factory=list)  # written
+    error: str = ""  # of a failed cell
 
 
 def page(title: str, body: str, style: str = "") -> str:
@@ -37,8 +33,5 @@ def page(title: str, body: str, style: str = "") -> str:
 
 def paragraph(text: str, kind: str = "") -> str:
     """A paragraph of text. kind: its class in the style, such as about or message."""
-    return (
-        f'<p class="{kind}">{html.escape(text)}</p>'
-        if kind
-        else f"<p>{html.escape(text)}</p>"
-    )
+    attribute = f' class="{kind}"' if kind else ""
+    return f"<p{attribute}>{html.escape(text)}</p>"

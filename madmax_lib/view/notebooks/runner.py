@@ -1,4 +1,4 @@
-"""How does a notebook run headless? papermill, with parameters that are checked before
+"""Headless runs of notebooks: papermill, with parameters that are checked before
 anything starts.
 """
 
@@ -25,10 +25,9 @@ __all__ = [
     "run_notebook",
 ]
 
-_THREADS = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-)  # fits solve small systems: more threads get in their way
+# set to 1: fits solve small systems, in whose way more threads get
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_USUAL = ["00_tour", "01_explore"]  # named where nothing is near
 _TYPES = {
     "bool": bool,
     "int": int,
@@ -58,22 +57,20 @@ def notebook_named(text: str) -> Path:
     """
     paths = notebooks()
     stem = Path(text).stem
+    if stem in paths:
+        return paths[stem]
     begin = [name for name in paths if name.startswith(stem)] if stem else []
-    if stem not in paths and len(begin) != 1:
-        near = (
-            begin
-            or difflib.get_close_matches(stem, paths, n=3, cutoff=0.5)
-            or ["00_tour", "01_explore"]
-        )
-        raise ValueError(
-            f"no notebook {text!r}; nearest: {', '.join(near)}; `madmax run --list` "
-            "names them all"
-        )
-    return paths[stem if stem in paths else begin[0]]
+    if len(begin) == 1:
+        return paths[begin[0]]
+    near = begin or difflib.get_close_matches(stem, paths, n=3, cutoff=0.5) or _USUAL
+    raise ValueError(
+        f"no notebook {text!r}; nearest: {', '.join(near)}; `madmax run --list` "
+        "names them all"
+    )
 
 
 def questions() -> dict[str, str]:
-    """What each notebook answers: its bold question, or its title."""
+    """Question that each notebook answers: its bold one, or its title."""
     import nbformat
 
     from madmax_lib.view.notebooks.site import notebook_question
@@ -86,12 +83,11 @@ def questions() -> dict[str, str]:
 
 def described(path: Path) -> str:
     """Lines about the parameters of a notebook: name, type, default and help."""
-    about = _declared_parameters(path).items()
-    lines = [
-        f"  {name}: {p['inferred_type_name']} = {p['default']}  {p['help']}"
-        for name, p in about
-    ]
-    return "\n".join([f"parameters of {path.stem}:", *map(str.rstrip, lines)])
+    lines = [f"parameters of {path.stem}:"]
+    for name, about in _declared_parameters(path).items():
+        default = f"{about['inferred_type_name']} = {about['default']}"
+        lines.append(f"  {name}: {default}  {about['help']}".rstrip())
+    return "\n".join(lines)
 
 
 def _declared_parameters(path: Path) -> dict[str, dict]:
@@ -102,14 +98,10 @@ def _declared_parameters(path: Path) -> dict[str, dict]:
         import papermill
 
         declared = papermill.inspect_notebook(str(path))
-    types = {
-        name: about["inferred_type_name"].strip("'\" ")
-        for name, about in declared.items()
-    }
-    return {
-        name: about | {"inferred_type_name": types[name]}
-        for name, about in declared.items()
-    }
+    for about in declared.values():
+        # a type in quotes, as `"Path"`, keeps them in papermill's answer
+        about["inferred_type_name"] = about["inferred_type_name"].strip("'\" ")
+    return declared
 
 
 def parse_parameters(path: Path, pairs: list[str]) -> dict:
@@ -152,44 +144,44 @@ def run_notebook(
     started = time.perf_counter()
     with (
         _quiet(),
-        _own(build, path.stem) as (output, number),
+        _locked_copy(build, path.stem) as (output, number),
         tempfile.TemporaryDirectory() as folder,
     ):
-        import papermill
-        from nbclient.exceptions import CellTimeoutError, DeadKernelError
-
         from madmax_lib.view.notebooks.site import notebook_page
 
-        log = Path(folder) / "figures.txt"
-        figures = build / f"figures-{number}" if figures and number > 1 else figures
-        env = {
-            "MADMAX_FIGURE_LOG": str(log),
-            **({"MADMAX_FIGURES": str(figures)} if figures else {}),
-        }
-        env |= {name: os.environ.get(name, "1") for name in _THREADS}
-        error = ""
-        kernel = {"kernel_name": "python3", "cwd": str(Path.cwd())}
-        kernel["extra_arguments"] = [
-            "--log-level=ERROR"
-        ]  # the kernel's own start-up remarks
-        try:
-            with _environment(env):
-                papermill.execute_notebook(
-                    str(path), str(output), parameters, progress_bar=progress, **kernel
-                )
-        except papermill.exceptions.PapermillExecutionError as failure:
-            error = f"{failure.ename}: {failure.evalue}"
-        except (
-            DeadKernelError,
-            CellTimeoutError,
-        ) as failure:  # the kernel was killed, for want of memory perhaps
-            error = f"{type(failure).__name__}: {failure}"
+        log = Path(folder) / "figures.txt"  # names of the figures that are saved
+        env = {name: os.environ.get(name, "1") for name in _THREADS}
+        env["MADMAX_FIGURE_LOG"] = str(log)
+        if figures:
+            env["MADMAX_FIGURES"] = str(
+                build / f"figures-{number}" if number > 1 else figures
+            )
+        with _environment(env):
+            error = _execute(path, output, parameters, progress)
         seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
         write_text(output.with_suffix(".html"), notebook_page(output))
-    return Result(
-        path.stem, output, seconds, written, "".join(error.strip().splitlines()[:1])
-    )
+    return Result(path.stem, output, seconds, written, error)
+
+
+def _execute(path: Path, output: Path, parameters: dict, progress: bool) -> str:
+    """Execute a notebook; returns the first line of the error of a failed cell."""
+    import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    kernel = {"kernel_name": "python3", "cwd": str(Path.cwd())}
+    kernel["extra_arguments"] = ["--log-level=ERROR"]  # no remarks at its start
+    options = {"progress_bar": progress, **kernel}
+    try:
+        papermill.execute_notebook(str(path), str(output), parameters, **options)
+    except papermill.exceptions.PapermillExecutionError as failure:
+        error = f"{failure.ename}: {failure.evalue}"
+    except (DeadKernelError, CellTimeoutError) as failure:
+        # the kernel was killed, for want of memory perhaps
+        error = f"{type(failure).__name__}: {failure}"
+    else:
+        return ""
+    return "".join(error.strip().splitlines()[:1])
 
 
 def _typed(name: str, text: str, kind: str):
@@ -208,18 +200,20 @@ def _typed(name: str, text: str, kind: str):
 
 
 @contextmanager
-def _own(build: Path, name: str):
+def _locked_copy(build: Path, name: str):
     """The path of an executed notebook that no other process writes, and its number
     from 1.
     """
     import fcntl  # not on Windows
 
     for number in itertools.count(1):
-        output = build / (f"{name}-{number}.ipynb" if number > 1 else f"{name}.ipynb")
+        stem = f"{name}-{number}" if number > 1 else name
+        output = build / f"{stem}.ipynb"
         with output.open("a") as handle:
             try:
+                # held until the handle is closed, also by a process that dies
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except BlockingIOError:  # another run writes this copy
                 continue
             except OSError:  # a file system without locks
                 pass

@@ -1,5 +1,5 @@
-"""What is the same in every notebook? Theme, seeds, where output goes, and saving a
-figure with its data and origin.
+"""Setup of every notebook: theme, seeds, where output goes, and saving a figure with
+its data and origin.
 """
 
 import io
@@ -29,6 +29,7 @@ from madmax_lib.view.notebooks.environment import (
 
 __all__ = ["optional_dataset", "save_figure", "setup"]
 
+# parameters of a notebook that are the input of a prediction
 _SIMULATED = ("model", "cluster", "nodes", "plan", "software", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")
 
@@ -62,23 +63,27 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
         raise ValueError(f"figure name {name!r} is not of the form topic/name")
     data = figure_data(ax) if data is None else data
+    # a figure without its numbers could not be compared, by CI or by a reader
     if data is None:
         raise ValueError(f"figure {name}: pass the table it shows as data=")
     svg = environment().figures / f"{name}.svg"
     text = data.to_csv(index=False, float_format="%.6g")
     if os.environ.get("MADMAX_REDRAW") or not _same(text, svg):
         origin = json.dumps(_origin(data), indent=1, sort_keys=True)
+        # no date and no random ids: the same figure is the same file
+        undated = {"Date": None, "Creator": None}
         with plt.rc_context({"svg.hashsalt": name}), replacing(svg) as new:
-            ax.figure.savefig(
-                new, format="svg", metadata={"Date": None, "Creator": None}
-            )
-        for suffix, content in ((".csv", text), (".json", f"{origin}\n")):
-            write_text(svg.with_suffix(suffix), content)
+            ax.figure.savefig(new, format="svg", metadata=undated)
+        write_text(svg.with_suffix(".csv"), text)
+        write_text(svg.with_suffix(".json"), f"{origin}\n")
     if log := os.environ.get("MADMAX_FIGURE_LOG"):
         with open(log, "a") as file:
             file.write(f"{name}\n")
     if hasattr(shell(), "kernel"):
-        _show(svg)
+        from IPython.display import display
+
+        text = svg.read_text()  # a notebook wants the element without its XML header
+        display({"image/svg+xml": text[text.index("<svg") :]}, raw=True)
         plt.close(ax.figure)  # else the notebook draws it once more
     return svg
 
@@ -93,17 +98,11 @@ def _same(text: str, svg: Path) -> bool:
     try:
         new = pd.read_csv(io.StringIO(text))
         old = pd.read_csv(table)
+        # the last digit differs between machines, by the order of their sums
         pd.testing.assert_frame_equal(new, old, rtol=1e-5, atol=0, check_dtype=False)
     except (AssertionError, ValueError):
         return False
     return True
-
-
-def _show(svg: Path) -> None:
-    from IPython.display import display
-
-    text = svg.read_text()
-    display({"image/svg+xml": text[text.index("<svg") :]}, raw=True)
 
 
 def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path | None:
@@ -113,41 +112,28 @@ def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path 
     try:
         return dataset(name, download=download)
     except FileNotFoundError as reason:
-        print(
-            f"skipped figure {figure}: {reason}"
-            + ("" if download else "; quick=False downloads it")
-        )
+        hint = "" if download else "; quick=False downloads it"
+        print(f"skipped figure {figure}: {reason}{hint}")
         return None
 
 
 def _origin(data: pd.DataFrame) -> dict:
     provenance = data.attrs.get("provenance", {})
-    parameters = _parameters()
-    simulated = (
-        parameters | provenance
-    )  # a prediction's input is what was asked of the notebook
+    # only the names of the parameters cell are annotated
+    namespace = getattr(shell(), "user_ns", {})
+    annotated = set(namespace.get("__annotations__", {}))
+    parameters = {name: namespace[name] for name in annotated & set(namespace)}
+    # a prediction's input is what was asked of the notebook
+    asked = parameters | provenance
+    asked = {name: asked[name] for name in _SIMULATED if name in asked}
+    versions = {name: version(name) for name in _VERSIONS}
+    versions = {name: text for name, text in versions.items() if text}
     return {
-        "inputs": provenance.get("files")
-        or {key: simulated[key] for key in _SIMULATED if key in simulated},
+        "inputs": provenance.get("files") or asked,
         "rules": provenance.get("rules", ""),
         "parameters": parameters,
-        "versions": {
-            "python": platform.python_version(),
-            **{p: v for p in _VERSIONS if (v := version(p))},
-        },
+        "versions": {"python": platform.python_version()} | versions,
         **_commit(),
-    }
-
-
-def _parameters() -> dict:
-    """Values of the notebook's parameters cell: the annotated names of the notebook's
-    namespace.
-    """
-    namespace = getattr(shell(), "user_ns", {})
-    return {
-        name: namespace[name]
-        for name in namespace.get("__annotations__", {})
-        if name in namespace
     }
 
 
@@ -162,11 +148,10 @@ def _commit() -> dict:
         return {}
     try:
         head = _git("rev-parse", "HEAD")
-        shared = (
-            _git("merge-base", "HEAD", branch)
-            for branch in ("origin/HEAD", "origin/main", "main")
-        )
+        branches = ("origin/HEAD", "origin/main", "main")
+        shared = (_git("merge-base", "HEAD", branch) for branch in branches)
         commit = next(filter(None, shared), head)
+        # figures themselves may differ: this run is drawing them
         clean = commit == head and not _git("status", "--porcelain", "--", ":!figures")
     except OSError:
         return {}
@@ -174,8 +159,6 @@ def _commit() -> dict:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; empty where it fails."""
-    done = subprocess.run(
-        ["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
+    """Output of git; empty where it fails."""
+    how = {"cwd": PROJECT, "capture_output": True, "text": True, "check": False}
+    return subprocess.run(["git", *arguments], **how).stdout.strip()

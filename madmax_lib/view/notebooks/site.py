@@ -1,5 +1,5 @@
-"""What do the notebooks show, to somebody with only a browser? A page for each and an
-index: no network, no scripts.
+"""Site of the notebooks, for somebody with only a browser: a page for each and an
+index, no network, no scripts.
 """
 
 import base64
@@ -21,7 +21,7 @@ from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 __all__ = ["notebook_page", "notebook_question", "write_site"]
 
-_GROUPS = {
+_GROUPS = {  # by the first digit of a notebook's name
     "0": "Tour",
     "1": "Runs",
     "2": "Traces",
@@ -32,8 +32,7 @@ _GROUPS = {
 }
 _SENTENCE = (
     "Run it, trace it, understand it, calibrate a model on it, predict what you "
-    "cannot run, plan it, "
-    "and redraw the paper: every step a notebook."
+    "cannot run, plan it, and redraw the paper: every step a notebook."
 )
 _STYLE = Path(__file__).with_name("site.css")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -46,18 +45,18 @@ def notebook_page(path: Path, links: str = "") -> str:
     links: HTML of the links above and below. Folders of this machine are shortened.
     """
     notebook = _self_contained(nbformat.read(path, as_version=4))
-    left_out = dict.fromkeys(
-        ("exclude_input_prompt", "exclude_output_prompt", "exclude_anchor_links"), True
+    exporter = HTMLExporter(
+        template_name="basic",
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
     )
-    exporter = HTMLExporter(template_name="basic", **left_out)
     body = exporter.from_notebook_node(notebook)[0]
-    style = _STYLE.read_text() + HtmlFormatter(style="default").get_style_defs(
-        ".highlight"
-    )
+    colors = HtmlFormatter(style="default").get_style_defs(".highlight")
     nav = f"<nav>{links}</nav>" if links else ""
-    return _without_places(
-        page(_title(notebook, path.stem), f"{nav}\n{body}\n{nav}", style)
-    )
+    title = _title(notebook, path.stem)
+    body = f"{nav}\n{body}\n{nav}"
+    return _without_folders(page(title, body, _STYLE.read_text() + colors))
 
 
 def write_site(results: Sequence[Result], folder: Path) -> Path:
@@ -68,8 +67,8 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
     """
     names = [result.name for result in results]
     pages = {
-        r.name: notebook_page(r.output, _links(names, place))
-        for place, r in enumerate(results)
+        result.name: notebook_page(result.output, _links(names, number))
+        for number, result in enumerate(results)
     }
     pages |= docs_pages(_STYLE.read_text())
     pages["index"] = _index(results)
@@ -79,34 +78,26 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
 
 
 def _index(results: Sequence[Result]) -> str:
-    failed = [result for result in results if result.error]
-    about = (
-        f"{len(results)} notebooks in {sum(result.seconds for result in results):.0f} s"
-    )
-    about += f", {len(failed)} failed" if failed else ""
+    failed = sum(bool(result.error) for result in results)
+    seconds = sum(result.seconds for result in results)
+    about = f"{len(results)} notebooks in {seconds:.0f} s"
+    about += f", {failed} failed" if failed else ""
     parts = [
         "<h1>MAD-Max Workbench</h1>",
         paragraph(_SENTENCE, "message"),
         paragraph(about, "about"),
+        docs_index(),
     ]
-    parts += [docs_index()]
     groups: dict[str, list[str]] = {}
     for result in results:
-        groups.setdefault(_GROUPS.get(result.name[0], "Others"), []).append(
-            _entry(result)
-        )
-    parts += [
-        f"<h2>{group}</h2>\n" + "\n".join(entries) for group, entries in groups.items()
-    ]
-    parts.append(
-        paragraph(
-            f"MAD-Max Workbench {__version__}. The pictures were drawn by this run.",
-            "about",
-        )
-    )
-    return _without_places(
-        page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text())
-    )
+        group = _GROUPS.get(result.name[0], "Others")
+        groups.setdefault(group, []).append(_entry(result))
+    for group, entries in groups.items():
+        parts.append(f"<h2>{group}</h2>\n" + "\n".join(entries))
+    origin = f"MAD-Max Workbench {__version__}. The pictures were drawn by this run."
+    parts.append(paragraph(origin, "about"))
+    text = page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text())
+    return _without_folders(text)
 
 
 def _entry(result: Result) -> str:
@@ -118,43 +109,39 @@ def _entry(result: Result) -> str:
     if result.error:
         about += f' <strong class="failed">failed</strong> {html.escape(result.error)}'
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    sources = [source for source in map(_source, outputs) if source]
-    figure = (
-        f'<img src="{sources[0]}" alt="First figure of {title}">' if sources else ""
-    )
-    text = (
-        f'<h3><a href="{result.name}.html">{title}</a></h3>{question}<p '
-        f'class="about">{about}</p>'
-    )
+    source = next(filter(None, map(_source, outputs)), "")
+    figure = f'<img src="{source}" alt="First figure of {title}">' if source else ""
+    heading = f'<h3><a href="{result.name}.html">{title}</a></h3>'
+    text = f'{heading}{question}<p class="about">{about}</p>'
     return f'<div class="entry"><div>{figure}</div><div>{text}</div></div>'
 
 
-def _links(names: list[str], place: int) -> str:
+def _links(names: list[str], number: int) -> str:
     """The index, the notebook before and the one after."""
     texts = {"index": "All notebooks"}
-    texts |= {name: f"← {name}" for name in names[max(place - 1, 0) : place]}
-    texts |= {name: f"{name} →" for name in names[place + 1 : place + 2]}
+    # slices, because the first has none before it and the last none after
+    texts |= {name: f"← {name}" for name in names[max(number - 1, 0) : number]}
+    texts |= {name: f"{name} →" for name in names[number + 1 : number + 2]}
     return "".join(f'<a href="{name}.html">{text}</a>' for name, text in texts.items())
 
 
 def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook with pictures in the page, whose `alt` is the text above them."""
     notebook.metadata.pop("widgets", None)
-    heading = text = ""
+    heading = ""
+    text = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(
-                r"!\[([^\]]*)\]\(https?:[^)]*\)", r"\1", cell.source
-            )  # a badge becomes its words
+            # a badge, which is a picture of the network, becomes its words
+            cell.source = re.sub(r"!\[([^\]]*)\]\(https?:[^)]*\)", r"\1", cell.source)
             if title := re.search(r"^#+ (.+)", cell.source, re.M):
                 heading = _plain(title[1])
             text = _plain(re.sub(r"^#+ .+", "", cell.source, flags=re.M))
         for output in list(cell.get("outputs", [])):
-            if output.get("data", {}).pop(_WIDGET, None) and set(output.data) <= {
-                "text/plain"
-            }:
-                cell.outputs.remove(
-                    output
-                )  # a progress bar, halted where the kernel last told of it
+            is_widget = output.get("data", {}).pop(_WIDGET, None)
+            if is_widget and set(output.data) <= {"text/plain"}:
+                # a progress bar, halted where the kernel last told of it
+                cell.outputs.remove(output)
             elif figure := _source(output):
                 sentence = re.split(r"(?<=[.?])\s", text)[0]
                 alt = html.escape(f"{sentence} ({heading})" if sentence else heading)
@@ -166,12 +153,11 @@ def _source(output: nbformat.NotebookNode) -> str:
     """The picture of an output as the source of an <img>; empty where it has none."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
-        return f"data:image/svg+xml;base64,{base64.b64encode(data['image/svg+xml'].encode()).decode()}"
-    return (
-        f"data:image/png;base64,{data['image/png'].strip()}"
-        if "image/png" in data
-        else ""
-    )
+        content = base64.b64encode(data["image/svg+xml"].encode()).decode()
+        return f"data:image/svg+xml;base64,{content}"
+    if "image/png" in data:  # which notebooks hold in base64 already
+        return f"data:image/png;base64,{data['image/png'].strip()}"
+    return ""
 
 
 def _first_text(notebook: nbformat.NotebookNode) -> str:
@@ -183,15 +169,16 @@ def _first_text(notebook: nbformat.NotebookNode) -> str:
 
 
 def notebook_question(notebook: nbformat.NotebookNode) -> str:
-    """What a notebook answers: the bold sentence of its first text, or its title."""
+    """Question that a notebook answers: the bold sentence of its first text, or its
+    title.
+    """
     question = re.search(r"\*\*(.+?)\*\*", _first_text(notebook), re.DOTALL)
     return _plain(question[1]) if question else _title(notebook, "")
 
 
 def _title(notebook: nbformat.NotebookNode, otherwise: str) -> str:
-    return (
-        _plain(_first_text(notebook).partition("\n")[0].removeprefix("# ")) or otherwise
-    )
+    first_line = _first_text(notebook).partition("\n")[0]
+    return _plain(first_line.removeprefix("# ")) or otherwise
 
 
 def _plain(markdown: str) -> str:
@@ -199,11 +186,14 @@ def _plain(markdown: str) -> str:
     return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", markdown).split())
 
 
-def _without_places(text: str) -> str:
-    """The checkout is "." and the home folder "~": what a traceback or a printed path
-    tells of a machine.
+def _without_folders(text: str) -> str:
+    """The text with "." for the checkout and "~" for the home folder: what a traceback
+    or a printed path tells of a machine.
     """
-    for place, name in ((PROJECT, "."), (Path(os.path.expanduser("~")), "~")):  # noqa: PTH111 - never raises
-        if len(place.parts) > 1:
-            text = re.sub(rf"(?<![\w+/.-]){re.escape(str(place))}(?![\w-])", name, text)
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - never raises
+    for folder, name in ((PROJECT, "."), (home, "~")):
+        if len(folder.parts) > 1:  # "/" is no secret
+            # only as a whole path, not inside of a longer word or of an address
+            whole_path = rf"(?<![\w+/.-]){re.escape(str(folder))}(?![\w-])"
+            text = re.sub(whole_path, name, text)
     return text

@@ -18,7 +18,7 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steady_state
-from madmax_lib.view.canvas import busy_spans, columns
+from madmax_lib.view.explore.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.page import page
 from madmax_lib.view.report import views
 from madmax_lib.view.report.marks import section, text
