@@ -43,7 +43,7 @@ def test_needs_are_read_from_the_cells(monkeypatch, tmp_path, cells, packages, r
         assert _verdict(path, has_gpu=gpu) == verdict
     monkeypatch.setattr(doctor, "version", lambda name: None)
     assert (
-        _verdict(path, gpu=True) == f"does not run: package {packages} missing"
+        _verdict(path, has_gpu=True) == f"does not run: package {packages} missing"
     ) == bool(packages)
 
 

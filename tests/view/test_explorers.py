@@ -276,7 +276,7 @@ def test_explorers_as_pictures(step, space):
 
 def test_traces_are_chosen_by_set_rank_and_step():
     traces = TraceExplorer(trace="vit-ddp")
-    whole = traces.whole
+    whole = traces.recording
     assert len(traces.view.timelines[0]) == len(whole)
     traces.set(ranks=[1], step=whole.steps[-1])
     (chosen,) = traces.view.timelines
@@ -298,11 +298,11 @@ def test_trace_controls_offer_what_the_trace_has():
     traces = TraceExplorer(trace="vit-ddp")
     assert traces.widget.children[0].children[2].options == (0, 1)
     traces.controls["ranks"].value = (0,)
-    traces.controls["step"].value = traces.whole.steps[0]
+    traces.controls["step"].value = traces.recording.steps[0]
     assert traces.parameters == {
         "trace": "vit-ddp",
         "ranks": [0],
-        "step": traces.whole.steps[0],
+        "step": traces.recording.steps[0],
     }
     assert traces.numbers.value.count("<tr") == 2
     traces.controls["trace"].value = "gpt-fsdp"

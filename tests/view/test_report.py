@@ -69,7 +69,7 @@ def test_report_is_one_self_contained_page(step, tmp_path):
 
 
 def test_a_recorded_run_has_every_view(run):
-    page = report(run, "new", beside=run, other="old").html
+    page = report(run, "new", other_run=run, other="old").html
     names = [
         "Overview",
         "Beside old",

@@ -1,7 +1,7 @@
-"""What may a coding agent ask? The commands that answer in JSON, as tools of an MCP
-server on standard input.
+"""Tools of an MCP server on standard input, for coding agents: the commands that answer
+in JSON.
 
-Every answer is the envelope of `view.answers`. The tools read traces, dumps,
+Every answer is the envelope of `view.commands.answers`. The tools read traces, dumps,
 configurations and calibrations below the folders that the server was started with, and
 write nothing. Needs the package `mcp` (extra `mcp`).
 """
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["server"]
 
-_ONE_AT_A_TIME = (
-    Lock()
-)  # what a command prints is taken from the process's own standard output
+# what a command prints is taken from the process's own standard output
+_ONE_AT_A_TIME = Lock()
 
 
 def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPServer:
@@ -46,12 +45,14 @@ def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPSe
         "Distributed-training performance: traces analysed, steps predicted, "
         "plans searched. Files are read below "
     )
-    made = MCPServer("madmax", instructions=f"{about}{', '.join(map(str, roots))}.")
+    places = ", ".join(map(str, roots))
+    mcp = MCPServer("madmax", instructions=f"{about}{places}.")
     folders = _Folders(roots)
     ask = partial(_ask, main)
     for tool in (*_trace_tools(folders, ask), *_step_tools(folders, ask)):
-        made.add_tool(tool, structured_output=False)
-    return made
+        # the envelope is text: as structured output it would be sent twice
+        mcp.add_tool(tool, structured_output=False)
+    return mcp
 
 
 class _Folders:
@@ -63,6 +64,7 @@ class _Folders:
     def inside(self, text: str) -> str:
         """A path below one of the folders; others are refused."""
         path = Path(text).expanduser()
+        # links are followed before the check, so that none leads outside
         path = (path if path.is_absolute() else self.roots[0] / path).resolve()
         if not any(path.is_relative_to(root) for root in self.roots):
             raise _refusal(f"{text}: outside of {', '.join(map(str, self.roots))}")
@@ -70,15 +72,12 @@ class _Folders:
 
     def named(self, text: str) -> str:
         """A name of the catalog as it is, a file only inside."""
-        return (
-            self.inside(text)
-            if Path(text).suffix == ".json" or Path(text).exists()
-            else text
-        )
+        is_file = Path(text).suffix == ".json" or Path(text).exists()
+        return self.inside(text) if is_file else text
 
 
 def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
-    """What was recorded."""
+    """Tools about recordings; an agent reads their docstrings."""
 
     def breakdown(traces: list[str]) -> str:
         """Compute, communication, exposed communication, idle time and overlap of each
@@ -87,43 +86,35 @@ def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         return ask("breakdown", *map(folders.inside, traces))
 
     def compare(a: str, b: str, operations: bool = False) -> str:
-        """What differs between two runs: by rank and step, or by operation, the largest
+        """Differences between two runs: by rank and step, or by operation, the largest
         difference first.
         """
-        return ask(
-            "compare",
-            folders.inside(a),
-            folders.inside(b),
-            *["--operations"] * operations,
-        )
+        flags = ["--operations"] if operations else []
+        return ask("compare", folders.inside(a), folders.inside(b), *flags)
 
     def stragglers(traces: list[str]) -> str:
-        """Which rank arrives last at collectives, what it costs the others, and the
+        """Rank that arrives last at collectives, what it costs the others, and the
         step without stragglers.
         """
         return ask("stragglers", *map(folders.inside, traces))
 
     def flight(dumps: str) -> str:
-        """Which rank hangs a job, by a directory of flight-recorder dumps, one per
-        rank.
-        """
+        """Rank that hangs a job, by a directory of flight-recorder dumps, one per rank."""
         return ask("flight", folders.inside(dumps))
 
     return [breakdown, compare, stragglers, flight]
 
 
 def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
-    """What is predicted."""
+    """Tools about predictions; an agent reads their docstrings."""
 
     def step(
         model: str, cluster: str, plans: list[str], global_batch: int, **options
     ) -> list[str]:
-        given = {
-            "--global-batch": global_batch,
-            **{f"--{name}": value for name, value in options.items()},
-        }
+        options = {"global-batch": global_batch} | options
+        # with "=", so that a value that begins with a dash is no flag
         flags = [
-            f"{flag}={value}" for flag, value in given.items() if value is not None
+            f"--{name}={value}" for name, value in options.items() if value is not None
         ]
         return [folders.named(model), folders.named(cluster), *plans, *flags]
 
@@ -144,12 +135,8 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         the catalog (dgx-h100) or a machine.json. software: that trains, such as
         megatron-core or torchtitan.
         """
-        options = {
-            "nodes": nodes,
-            "sequence": sequence,
-            "dtype": dtype,
-            "software": software,
-        }
+        options = {"nodes": nodes, "sequence": sequence}
+        options |= {"dtype": dtype, "software": software}
         return ask("estimate", *step(model, cluster, plans, global_batch, **options))
 
     def fits(
@@ -178,18 +165,18 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
 def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str:
     """The envelope that a command prints; a usage error is refused with its line."""
     printed = io.StringIO()
-    said = io.StringIO()
-    with _ONE_AT_A_TIME, redirect_stdout(printed), redirect_stderr(said):
+    errors = io.StringIO()
+    with _ONE_AT_A_TIME, redirect_stdout(printed), redirect_stderr(errors):
         try:
             main([command, *arguments, "--json"])
-        except SystemExit:
-            raise _refusal(said.getvalue().strip().splitlines()[-1]) from None
+        except SystemExit:  # argparse has printed what is wrong
+            raise _refusal(errors.getvalue().strip().splitlines()[-1]) from None
     return printed.getvalue().strip()
 
 
 def _refusal(text: str) -> Exception:
-    """What the agent is told; of other exceptions the server says no more than that
-    there was one.
+    """An exception whose text the agent gets; of others the server says no more than
+    that there was one.
     """
     from mcp.server.mcpserver.exceptions import ToolError
 

@@ -314,7 +314,7 @@ def _report(options: Namespace) -> Answer:
     other = {}
     if options.beside:
         name = Path(options.beside).resolve().name
-        other = {"beside": read([options.beside]), "other": name}
+        other = {"other_run": read([options.beside]), "other": name}
     path = write_report(recording, output, title, **other)
     timeline, steps = steady_state(recording)
     causes = advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)

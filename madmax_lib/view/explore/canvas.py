@@ -1,5 +1,5 @@
-"""What does the canvas draw? The spans of timelines as binary columns, in rows by rank
-and stream.
+"""Spans of timelines as the binary columns that the canvas draws, in rows by rank and
+stream.
 
 The columns are start, duration (ticks of about["tick_s"]) and name (index) as int32,
 with `hosts` the place of the launch too (-1 without), and kind as uint8: all spans of a
@@ -10,6 +10,7 @@ many rows as their calls are deep.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -45,36 +46,36 @@ def columns(
         raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
     placed = [_placed(timeline, hosts) for timeline in timelines]
     rows, row = _rows(timelines, titles, placed)
-    spans = [spans for _, spans in placed]
-    start_ns = np.concatenate(
-        [part["start_ns"] - part["start_ns"].min() for part in spans]
-    )
+    spans = [part.spans for part in placed]
+    # each timeline from its own first work
+    starts_ns = [part["start_ns"] - part["start_ns"].min() for part in spans]
+    start_ns = np.concatenate(starts_ns)
     end_ns = start_ns + np.concatenate([part["dur_ns"].clip(lower=0) for part in spans])
-    name, kind = (
-        union_categoricals([part[column] for part in spans])
-        for column in ("name", "kind")
-    )
+    name = union_categoricals([part["name"] for part in spans])
     name = name.remove_unused_categories()
+    kind = union_categoricals([part["kind"] for part in spans])
     kinds = [each for each in (*BUSY_KINDS, *_HOST) if (kind == each).any()]
-    tick_ns = max(1, math.ceil(int(end_ns.max()) / _LARGEST))
-    about = {"rows": rows, "names": list(name.categories), "count": len(row)}
-    about |= {
+    looks = {each: (LABELS[each], COLORS[each]) for each in BUSY_KINDS} | _HOST
+    last_ns = int(end_ns.max())
+    # a nanosecond, or what lets the last end fit into an int32
+    tick_ns = max(1, math.ceil(last_ns / _LARGEST))
+    about = {
+        "rows": rows,
+        "names": list(name.categories),
+        "count": len(row),
         "tick_s": tick_ns / NS_PER_S,
-        "reach": max(int(end_ns.max()) // tick_ns, 1),
+        "reach": max(last_ns // tick_ns, 1),
         "links": hosts,
+        "kinds": [{"label": looks[each][0], "color": looks[each][1]} for each in kinds],
     }
-    about["kinds"] = [
-        dict(zip(("label", "color"), _look(each), strict=True)) for each in kinds
-    ]
-    order = np.lexsort((start_ns, row))
+    order = np.lexsort((start_ns, row))  # by row, then by start
     start = start_ns // tick_ns
     numbers = [start[order], (end_ns // tick_ns - start)[order], name.codes[order]]
     if hosts:
         numbers.append(_launched_at(timelines, spans, order))
     codes = kind.set_categories(kinds).codes[order].astype(np.uint8)
-    return about, b"".join(
-        [*(column.astype(np.int32).tobytes() for column in numbers), codes.tobytes()]
-    )
+    data = [column.astype(np.int32).tobytes() for column in numbers]
+    return about, b"".join([*data, codes.tobytes()])
 
 
 def busy_spans(timeline: Timeline) -> pd.DataFrame:
@@ -82,40 +83,37 @@ def busy_spans(timeline: Timeline) -> pd.DataFrame:
     return timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
 
 
-def _look(kind: str) -> tuple[str, str]:
-    return _HOST[kind] if kind in _HOST else (LABELS[kind], COLORS[kind])
+class _Placed(NamedTuple):
+    """Rows of a timeline from the top, and its spans."""
+
+    rows: pd.DataFrame  # rank, stream, level (-1: at work), label, place
+    spans: (
+        pd.DataFrame
+    )  # with the place of their row, and `at`: their row in the timeline
 
 
-def _placed(timeline: Timeline, hosts: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows (rank, stream, level, label) from the top, and the spans with the place of
-    their row; level -1: at work.
-    """
+def _placed(timeline: Timeline, hosts: bool) -> _Placed:
     busy = busy_spans(timeline)
     rows = lanes(busy, timeline.meta)[["rank", "stream", "label"]].assign(level=-1)
     spans = busy.assign(level=-1, at=busy.index)
     if hosts:
         calls = _nested(timeline)
         levels = calls[["rank", "stream", "level"]].drop_duplicates()
-        levels = levels.assign(thread=-levels["stream"]).sort_values(
-            ["rank", "thread", "level"]
+        # threads have negative numbers: the first one, -1, comes first
+        levels = levels.sort_values(
+            ["rank", "stream", "level"], ascending=[True, False, True]
         )
-        text = (
-            "rank "
-            + levels["rank"].astype(str)
-            + " · calls "
-            + levels["thread"].astype(str)
-        )
-        rows = pd.concat(
-            [rows, levels.assign(label=text.where(levels["level"] == 0, ""))]
-        ).drop(columns="thread")
+        labels = [
+            f"rank {rank} · calls {-stream}" if level == 0 else ""
+            for rank, stream, level in levels.itertuples(index=False)
+        ]
+        rows = pd.concat([rows, levels.assign(label=labels)])
+        # host threads below the streams of their rank
         rows = rows.sort_values("rank", kind="stable", ignore_index=True)
         spans = pd.concat([spans, calls], ignore_index=True)
     rows = rows.assign(place=range(len(rows)))
-    return rows, spans.merge(
-        rows[["rank", "stream", "level", "place"]],
-        on=["rank", "stream", "level"],
-        how="left",
-    )
+    keys = ["rank", "stream", "level"]
+    return _Placed(rows, spans.merge(rows[[*keys, "place"]], on=keys, how="left"))
 
 
 def _nested(timeline: Timeline) -> pd.DataFrame:
@@ -123,11 +121,11 @@ def _nested(timeline: Timeline) -> pd.DataFrame:
     it.
     """
     spans = timeline.spans
-    nest = Nest(
-        spans, np.flatnonzero(spans["kind"].isin(_HOST) & (spans["stream"] < 0))
-    )
+    of_host = spans["kind"].isin(_HOST) & (spans["stream"] < 0)
+    nest = Nest(spans, np.flatnonzero(of_host))
     level = np.zeros(len(nest.rows), dtype=np.int64)
     around = nest.parent
+    # all calls climb at once, a level a turn, until none is inside of another
     while (inside := around >= 0).any():
         level += inside
         around = np.where(inside, nest.parent[around], -1)
@@ -135,46 +133,44 @@ def _nested(timeline: Timeline) -> pd.DataFrame:
     return calls[level < _DEEPEST]
 
 
-def _rows(timelines, titles, placed) -> tuple[list[dict], np.ndarray]:
+def _rows(
+    timelines: Sequence[Timeline], titles: Sequence[str], placed: list[_Placed]
+) -> tuple[list[dict], np.ndarray]:
     """The rows of all timelines with the range of their spans, and the row of each
     span.
     """
     rows = []
-    places = []
-    for panel, (timeline, title, (drawn, spans)) in enumerate(
-        zip(timelines, titles, placed, strict=True)
-    ):
-        places.append(len(rows) + spans["place"].to_numpy())
-        about = {
-            "title": "",
-            "panel": panel,
-            "simulated": timeline.meta.source == "simulated",
-        }
-        rows += [
-            row | about
-            for row in drawn[["label", "rank", "stream", "level"]].to_dict("records")
-        ]
+    row_numbers = []
+    panels = zip(timelines, titles, placed, strict=True)
+    for panel, (timeline, title, (drawn, spans)) in enumerate(panels):
+        row_numbers.append(len(rows) + spans["place"].to_numpy())
+        simulated = timeline.meta.source == "simulated"
+        about = {"title": "", "panel": panel, "simulated": simulated}
+        columns = drawn[["label", "rank", "stream", "level"]]
+        rows += [row | about for row in columns.to_dict("records")]
         rows[-len(drawn)]["title"] = title
-    row = np.concatenate(places)
+    row = np.concatenate(row_numbers)
+    # spans are sent row by row: those of row i are first[i] to end[i]
     ends = np.bincount(row, minlength=len(rows)).cumsum().tolist()
-    ranges = [{"first": first, "end": end} for first, end in pairwise([0, *ends])]
-    return [about | place for about, place in zip(rows, ranges, strict=True)], row
+    for about, (first, end) in zip(rows, pairwise([0, *ends]), strict=True):
+        about |= {"first": first, "end": end}
+    return rows, row
 
 
 def _launched_at(
     timelines: Sequence[Timeline], spans: list[pd.DataFrame], order: np.ndarray
 ) -> np.ndarray:
-    """Where the launch of each span (n,) is drawn, -1 without."""
-    place = np.empty(len(order), dtype=np.int64)
-    before = 0
-    place[order] = np.arange(len(order))
+    """Position of the launch of each span (n,) among the spans as drawn, -1 without."""
+    # the inverse of the order: position[i] is where span i is drawn
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    before = 0  # spans of the timelines before
     launch = np.full(len(order), -1, dtype=np.int64)
     for timeline, part in zip(timelines, spans, strict=True):
         work = device_work(timeline)
-        of_row = np.full(
-            len(timeline) + 1, -1, dtype=np.int64
-        )  # the last one: no launch
-        of_row[part["at"].to_numpy()] = place[before : before + len(part)]
+        # one more, which -1 (no launch) finds at the end
+        of_row = np.full(len(timeline) + 1, -1, dtype=np.int64)
+        of_row[part["at"].to_numpy()] = position[before : before + len(part)]
         launch[of_row[work["row"].to_numpy()]] = of_row[work["launch_row"].to_numpy()]
         before += len(part)
     return launch

@@ -1,4 +1,4 @@
-"""What do explorers share? Controls that are turned, numbers that follow, and a picture
+"""Base of all explorers: controls that are turned, numbers that follow, and a picture
 where no widget can be shown.
 
 An explorer takes a notebook's papermill parameters by their names; its controls carry
@@ -36,12 +36,10 @@ class Explorer:
     html: str  # the numbers, as a line of HTML or a table
     error: str = ""  # why the last change was not possible, empty where it was
     figure: Callable[[], plt.Figure]  # draws the static picture
-    turn: Callable[
-        [str, object], None
-    ]  # takes over the value of a control, by its name, that was turned by hand
-    follow: Callable[
-        [], None
-    ]  # brings controls and views to the parameters as they stand
+    # takes over the value of a control, by its name, that was turned by hand
+    turn: Callable[[str, object], None]
+    # brings controls and views to the parameters as they stand
+    follow: Callable[[], None]
     # while controls are brought to the parameters, their changes are not requests
     _following = False
 
@@ -70,21 +68,20 @@ class Explorer:
         for name, control in self.controls.items():
             control.description = name
             control.style = {"description_width": "6.5em"}
-            control.observe(
-                lambda change, name=name: self._turned(name, change["new"]), "value"
-            )
+            # the name is bound as a default, or all would have the last one
+            on_change = lambda change, name=name: self._turned(name, change["new"])  # noqa: E731
+            control.observe(on_change, "value")
         explorer = w.VBox([w.GridBox(list(self.controls.values())), *views])
         return explorer.add_class("madmax-explorer")
 
     def _turned(self, name: str, value) -> None:
-        own = name.startswith("own ")  # a box for the path of one's own model or trace
-        if self._following or (own and not value.strip()):
+        if self._following:
             return
-        name, value = (
-            (name.removeprefix("own "), str(Path(value.strip()).expanduser()))
-            if own
-            else (name, value)
-        )
+        if name.startswith("own "):  # a box for the path of one's own model or trace
+            if not value.strip():
+                return
+            name = name.removeprefix("own ")
+            value = str(Path(value.strip()).expanduser())
         self.attempt(lambda: self.turn(name, value))
         if not self.error:
             self._following = True
@@ -113,7 +110,7 @@ class Later:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return self.function()
-        if self.waiting is not None:
+        if self.waiting is not None:  # of several requests in a row the last counts
             self.waiting.cancel()
         self.waiting = loop.call_later(self.delay_s, self.function)
 
@@ -151,10 +148,8 @@ def offer(control, value) -> None:
 
 def command_html(words: list) -> str:
     """A command that gives the same numbers; a click selects it whole."""
-    return (
-        '<pre title="the same numbers; a click selects the '
-        f'line">{escape(shlex.join(map(str, words)))}</pre>'
-    )
+    line = escape(shlex.join(map(str, words)))
+    return f'<pre title="the same numbers; a click selects the line">{line}</pre>'
 
 
 def message_html(text: str) -> str:

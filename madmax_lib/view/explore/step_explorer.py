@@ -1,5 +1,4 @@
-"""What if I turn this knob? The explorer of one step: model, cluster and plan to
-numbers, bars and a timeline.
+"""Explorer of one step: model, cluster and plan to numbers, bars and a timeline.
 
 Numbers follow a control at once; the timeline comes a moment after the last change.
 """
@@ -37,9 +36,8 @@ from madmax_lib.view.plots.breakdown import plot_timeline
 __all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
 
 _DELAY_S = 0.01  # after the last change, before a timeline is laid out
-_DRAWN = (
-    8  # micro-batches of a drawn step, or one per stage where there are more stages
-)
+# micro-batches of a drawn step, or one per stage where there are more stages
+_DRAWN = 8
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
 _CHOICES = {
     "zero": [0, 1, 2, 3],
@@ -68,8 +66,9 @@ class WorkloadExplorer(Explorer):
             "cluster": cluster,
             "nodes": nodes,
             "global_batch": global_batch,
+            "sequence": sequence,
+            "software": software,
         }
-        self.parameters |= {"sequence": sequence, "software": software}
 
     @property
     def model(self) -> Transformer:
@@ -121,28 +120,18 @@ class StepExplorer(WorkloadExplorer):
         dp becomes what the other degrees leave, unless the plan is given as a whole. A
         plan that cannot be laid out leaves its reason in `error`.
         """
-        of_plan = {
-            name: value
-            for name, value in changes.items()
-            if name not in self.parameters
-        }
+        names = set(changes) & set(self.parameters)
+        fields = {name: changes[name] for name in set(changes) - names}
         try:
-            model = catalog.model(
-                changes.get("model", self.parameters["model"])
-            )  # one that is none is not taken over
+            # checked first: a model that is none is not taken over
+            model = catalog.model(changes.get("model", self.parameters["model"]))
             if not isinstance(model, Transformer):
-                raise ValueError(
-                    f"{model.name}: recommendation models have no closed form; use "
-                    "mm.simulate"
-                )
-            self.parameters |= {
-                name: value
-                for name, value in changes.items()
-                if name in self.parameters
-            }
+                why = "recommendation models have no closed form; use mm.simulate"
+                raise ValueError(f"{model.name}: {why}")
+            self.parameters |= {name: changes[name] for name in names}
             self.plan = Plan.parse(self.parameters["plan"])
             if changes and "plan" not in changes:
-                self.plan = _filling(self.plan, self.cluster.world_size, of_plan)
+                self.plan = _filling(self.plan, self.cluster.world_size, fields)
                 self.parameters["plan"] = str(self.plan)
             self.card: PlanCard = plan_card(
                 self.model, self.cluster, self.plan, **self.batch
@@ -159,16 +148,10 @@ class StepExplorer(WorkloadExplorer):
     def _timeline(self):
         plan = self.plan
         batch = self.batch
-        batch["global_batch"] = min(
-            batch["global_batch"], self._drawn[0] * plan.dp * plan.micro_batch
-        )
-        return _stages(
-            self.model,
-            self.parameters["cluster"],
-            self.parameters["nodes"],
-            plan,
-            **batch,
-        )
+        few_samples = self._drawn[0] * plan.dp * plan.micro_batch
+        batch["global_batch"] = min(batch["global_batch"], few_samples)
+        where = (self.parameters["cluster"], self.parameters["nodes"])
+        return _stages(self.model, *where, plan, **batch)
 
     @property
     def _drawn(self) -> tuple[int, int]:
@@ -176,8 +159,9 @@ class StepExplorer(WorkloadExplorer):
         schedules want it, and of the step.
         """
         stages = self.plan.pp
-        whole = self.plan.micro_batches(self.parameters["global_batch"])
-        return min(whole, stages * math.ceil(_DRAWN / stages)), whole
+        micro_batches = self.plan.micro_batches(self.parameters["global_batch"])
+        few = stages * math.ceil(_DRAWN / stages)
+        return min(micro_batches, few), micro_batches
 
     @property
     def _caption(self) -> str:
@@ -198,29 +182,17 @@ class StepExplorer(WorkloadExplorer):
     def command(self) -> list[str]:
         """The command line that prints these numbers, word by word."""
         p = self.parameters
-        words = [
-            "madmax",
-            "estimate",
-            p["model"],
-            p["cluster"],
-            p["plan"],
-            "--nodes",
-            p["nodes"],
-        ]
-        optional = {
-            "sequence": p["sequence"],
-            "software": p["software"] != "none" and p["software"],
+        options = {
+            "--nodes": p["nodes"],
+            "--global-batch": p["global_batch"],
+            "--dtype": self.batch["dtype"],
+            "--sequence": p["sequence"],
+            "--software": "" if p["software"] == "none" else p["software"],
         }
-        given = {
-            "global-batch": p["global_batch"],
-            "dtype": self.batch["dtype"],
-        } | optional
-        return words + [
-            word
-            for name, value in given.items()
-            if value
-            for word in (f"--{name}", value)
-        ]
+        words = ["madmax", "estimate", p["model"], p["cluster"], p["plan"]]
+        for name, value in options.items():
+            words += [name, value] if value else []  # 0 and "" stand for the default
+        return words
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
@@ -243,33 +215,27 @@ class StepExplorer(WorkloadExplorer):
         import ipywidgets as w
 
         p = self.parameters
-        plan = self.plan
-        turned = {name: getattr(plan, name) for name in (*_DEGREES, *_CHOICES)}
-        return {
-            "model": w.Dropdown(
-                options=sorted({p["model"], *transformers()}), value=p["model"]
-            ),
+        # a path of one's own is no name of the catalog, and joins the names
+        models = sorted({p["model"], *transformers()})
+        clusters = sorted({p["cluster"], *catalog.names("clusters")})
+        stacks = list(catalog.table("software")["name"].unique())
+        sequence = p["sequence"] or self.model.sequence
+        controls = {
+            "model": w.Dropdown(options=models, value=p["model"]),
             "own model": path_box("path of a config.json"),
-            "cluster": w.Dropdown(
-                options=sorted({p["cluster"], *catalog.names("clusters")}),
-                value=p["cluster"],
-            ),
+            "cluster": w.Dropdown(options=clusters, value=p["cluster"]),
             "nodes": slider(doublings(1, 1024), p["nodes"]),
             "global_batch": slider(doublings(1, 8192), p["global_batch"]),
-            "sequence": slider(
-                doublings(512, 131072), p["sequence"] or self.model.sequence
-            ),
-            "software": w.Dropdown(
-                options=[*catalog.table("software")["name"].unique()],
-                value=p["software"],
-            ),
-            **{name: slider(doublings(1, 64), turned[name]) for name in _DEGREES},
-            **{
-                name: w.Dropdown(options=values, value=turned[name])
-                for name, values in _CHOICES.items()
-            },
-            "plan": w.Text(value=p["plan"], continuous_update=False),
+            "sequence": slider(doublings(512, 131072), sequence),
+            "software": w.Dropdown(options=stacks, value=p["software"]),
         }
+        for name in _DEGREES:
+            controls[name] = slider(doublings(1, 64), getattr(self.plan, name))
+        for name, values in _CHOICES.items():
+            value = getattr(self.plan, name)
+            controls[name] = w.Dropdown(options=values, value=value)
+        controls["plan"] = w.Text(value=p["plan"], continuous_update=False)
+        return controls
 
     @cached_property
     def widget(self):
@@ -320,6 +286,7 @@ def _stages(
     once.
     """
     timeline = simulate(model, catalog.cluster(cluster, nodes=nodes), plan, **batch)
+    # ranks are numbered stage by stage: the first of each
     return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
 
@@ -329,6 +296,7 @@ def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
     """
     if "tp" in changes and plan.sequence_parallel == (plan.tp > 1):
         changes = {**changes, "sequence_parallel": None}  # stays the default
+    # the devices of one replica, of which dp fill the cluster
     degrees = {
         name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")
     }

@@ -1,6 +1,4 @@
-"""What is in this trace? The explorer of trace sets: ranks and steps chosen, their
-timeline and breakdown.
-"""
+"""Explorer of trace sets: ranks and steps chosen, their timeline and breakdown."""
 
 from functools import cached_property, lru_cache
 
@@ -31,12 +29,9 @@ class TraceExplorer(Explorer):
     def set(self, **changes) -> None:
         """Change parameters; another trace begins with all its ranks and steps."""
         before = self.parameters
-        fresh = (
-            {"ranks": [], "step": -1}
-            if changes.get("trace", before["trace"]) != before["trace"]
-            else {}
-        )
-        self.parameters = before | fresh | changes
+        if changes.get("trace", before["trace"]) != before["trace"]:
+            changes = {"ranks": [], "step": -1} | changes
+        self.parameters = before | changes
         try:
             self.view.show(self._chosen())
         except (OSError, ValueError):
@@ -44,25 +39,22 @@ class TraceExplorer(Explorer):
             raise
 
     @property
-    def whole(self) -> Timeline:
+    def recording(self) -> Timeline:
         """The trace with all ranks and steps."""
         return _read(self.parameters["trace"])
 
     def _chosen(self) -> Timeline:
-        ranks = self.parameters["ranks"]
         step = self.parameters["step"]
-        return self.whole.select(
-            ranks=ranks or None, steps=None if step < 0 else self.whole.one_step(step)
-        )
+        steps = None if step < 0 else self.recording.one_step(step)
+        ranks = self.parameters["ranks"] or None
+        return self.recording.select(ranks=ranks, steps=steps)
 
     @property
     def html(self) -> str:
         """Breakdown of what is chosen, as a table."""
-        return (
-            message_html(self.error)
-            if self.error
-            else breakdown_html(self.view.breakdown)
-        )
+        if self.error:
+            return message_html(self.error)
+        return breakdown_html(self.view.breakdown)
 
     def figure(self) -> plt.Figure:
         """The static picture: one step of what is chosen."""
@@ -75,11 +67,10 @@ class TraceExplorer(Explorer):
 
         here = self.parameters["trace"]
         local = [name for name in names() if is_here(name)]
-        trace = w.Dropdown(options=list(dict.fromkeys([here, *local])), value=here)
-        own = path_box("path of a file or folder")
+        traces = list(dict.fromkeys([here, *local]))  # each once, this one first
         return {
-            "trace": trace,
-            "own trace": own,
+            "trace": w.Dropdown(options=traces, value=here),
+            "own trace": path_box("path of a file or folder"),
             "ranks": w.SelectMultiple(rows=4),
             "step": w.Dropdown(),
         }
@@ -99,9 +90,10 @@ class TraceExplorer(Explorer):
         offer(self.controls["trace"], self.parameters["trace"])
         ranks = self.controls["ranks"]
         step = self.controls["step"]
-        ranks.options = self.whole.ranks
+        ranks.options = self.recording.ranks
         ranks.value = tuple(self.parameters["ranks"])
-        step.options = [("all", -1), *((str(step), step) for step in self.whole.steps)]
+        steps = [(str(number), number) for number in self.recording.steps]
+        step.options = [("all", -1), *steps]
         step.value = self.parameters["step"]
 
 

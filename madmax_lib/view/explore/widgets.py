@@ -1,5 +1,5 @@
-"""What happened when, to be looked at closely? A canvas of timelines in the notebook,
-and the brush's breakdown.
+"""Canvas of timelines in the notebook, to look closely at what happened when, and the
+brush's breakdown.
 
 The browser gets the spans as binary columns (13 bytes each) and draws them by columns
 of pixels (`widgets.js`), so a million are as quick as a thousand. Where no widget can
@@ -70,6 +70,9 @@ class TimelineView:
 
     `widget` is the live canvas, made when it is first shown; `show` puts other
     timelines into it.
+
+    >>> view = TimelineView(measured, simulated)                    # doctest: +SKIP
+    >>> view.breakdown                                              # doctest: +SKIP
     """
 
     def __init__(self, *timelines: Timeline, titles: Sequence[str] = ()):
@@ -84,7 +87,8 @@ class TimelineView:
         self.timelines = timelines
         self.titles = titles
         self.rows = len(about["rows"])  # by rank and stream, of all timelines together
-        if "widget" in vars(self):
+        if "widget" in vars(self):  # it was made already
+            # both in one message: a canvas never has the rows of one, the spans of another
             with self.widget.hold_sync():
                 self.widget.selection = []
                 self.widget.set_trait("_about", about)
@@ -98,10 +102,10 @@ class TimelineView:
         not installed.
         """
         empty = {"_about": {}, "_data": b"", "_report": "", "selection": []}
-        canvas = widget_class("widgets.js", "widgets.css", **empty)(
-            _about=self._columns[0], _data=self._columns[1]
-        )
-        del self._columns
+        make = widget_class("widgets.js", "widgets.css", **empty)
+        about, data = self._columns
+        canvas = make(_about=about, _data=data)
+        del self._columns  # the widget holds them now
         canvas.observe(self._report, "selection")
         return canvas
 
@@ -121,32 +125,25 @@ class TimelineView:
         tables = [breakdown_between(timeline, *window) for timeline in self.timelines]
         if len(tables) == 1:
             return tables[0]
-        named = [
-            table.assign(timeline=title)
-            for table, title in zip(tables, self.titles, strict=True)
-        ]
-        return pd.concat(named, ignore_index=True)[["timeline", *tables[0]]]
+        titles = zip(tables, self.titles, strict=True)
+        with_title = [table.assign(timeline=title) for table, title in titles]
+        columns = ["timeline", *tables[0]]
+        return pd.concat(with_title, ignore_index=True)[columns]
 
     def _report(self, _change) -> None:
-        self.widget.set_trait(
-            "_report", breakdown_html(self.breakdown) if self.selection else ""
-        )
+        text = breakdown_html(self.breakdown) if self.selection else ""
+        self.widget.set_trait("_report", text)
 
     def static(self) -> plt.Figure:
         """The static picture: one step of each timeline, one above the other over one
         axis.
         """
         rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
-        shape = {
-            "figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)),
-            "height_ratios": rows,
-        }
-        figure, axes = plt.subplots(
-            len(rows), 1, sharex=True, squeeze=False, layout="constrained", **shape
-        )
-        for ax, timeline, title in zip(
-            axes[:, 0], self.timelines, self.titles, strict=True
-        ):
+        shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows))}
+        shape |= {"height_ratios": rows, "layout": "constrained"}
+        figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, **shape)
+        panels = zip(axes[:, 0], self.timelines, self.titles, strict=True)
+        for ax, timeline, title in panels:
             plot_timeline(timeline, ax)
             step = ax.get_title(loc="left") or ax.get_title()
             ax.set_title(f"{title}: {step[0].lower()}{step[1:]}")
@@ -174,18 +171,19 @@ def interactive() -> bool:
 
 
 def view_bundle(widget, draw) -> tuple[dict, dict]:
-    """What a notebook shows: the live widget (None: none), and the static picture of
-    draw() (None: none) beside it.
+    """MIME bundle of a notebook's output: the live widget (None: none), and the static
+    picture of draw() (None: none) beside it.
     """
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
-        bundle["image/png"] = _png(draw())
+        figure = draw()
+        with io.BytesIO() as file:
+            figure.savefig(file, format="png", dpi=110)
+            bundle["image/png"] = base64.b64encode(file.getvalue()).decode()
+        plt.close(figure)
     if widget is not None:
-        bundle[_VIEW] = {
-            "version_major": 2,
-            "version_minor": 0,
-            "model_id": widget.model_id,
-        }
+        version = {"version_major": 2, "version_minor": 0}
+        bundle[_VIEW] = version | {"model_id": widget.model_id}
     return bundle, {}
 
 
@@ -204,30 +202,20 @@ def widget_class(script: str, style: str = "", **values):
         dict: traitlets.Dict,
         float: traitlets.Float,
         int: traitlets.Int,
+        list: traitlets.List,
+        str: traitlets.Unicode,
     }
-    kinds |= {list: traitlets.List, str: traitlets.Unicode}
     folder = Path(__file__).parent
-    traits = {
-        name: kinds[type(value)](value).tag(sync=True) for name, value in values.items()
-    }
+    traits = {}
+    for name, value in values.items():
+        traits[name] = kinds[type(value)](value).tag(sync=True)
     files = {"_esm": folder / script} | ({"_css": folder / style} if style else {})
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
 
-def _png(figure: plt.Figure) -> str:
-    """A figure as PNG in base64; it is closed."""
-    with io.BytesIO() as file:
-        figure.savefig(file, format="png", dpi=110)
-        plt.close(figure)
-        return base64.b64encode(file.getvalue()).decode()
-
-
 def _title(timeline: Timeline) -> str:
-    names = [
-        timeline.meta.source,
-        timeline.meta.device,
-        timeline.meta.provenance.get("plan", ""),
-    ]
+    meta = timeline.meta
+    names = [meta.source, meta.device, meta.provenance.get("plan", "")]
     return " · ".join(filter(None, names))
 
 
@@ -239,15 +227,11 @@ def breakdown_html(table: pd.DataFrame) -> str:
     if len(table) > _MANY_RANKS:
         by = table.assign(rank="mean").groupby(keys, sort=False)
         table = by[[*_TIMES, "overlap"]].mean().reset_index()
-    shown = table[keys].copy()
+    texts = table[keys].copy()
     for name, label in _TIMES.items():
-        shares = table[name] / table["total_s"]
-        shown[label] = [
-            f"{format_s(value)} ({share:.0%})"
-            for value, share in zip(table[name], shares, strict=True)
-        ]
-    shown["window"] = table["total_s"].map(format_s)
-    shown["overlap"] = [
-        "" if math.isnan(value) else f"{value:.0%}" for value in table["overlap"]
-    ]
-    return shown.to_html(index=False, border=0, justify="left", col_space=70)
+        shares = (table[name] / table["total_s"]).map(" ({:.0%})".format)
+        texts[label] = table[name].map(format_s) + shares
+    texts["window"] = table["total_s"].map(format_s)  # of which it has all
+    overlap = table["overlap"]
+    texts["overlap"] = overlap.map("{:.0%}".format).where(overlap.notna(), "")
+    return texts.to_html(index=False, border=0, justify="left", col_space=70)

@@ -1,5 +1,5 @@
-"""What is a page of numbers made of? Tables, bars, lines and heat maps as HTML and SVG,
-in the colours of the browser.
+"""Marks of a page of numbers: tables, bars, lines and heat maps as HTML and SVG, in the
+colours of the browser.
 
 All of it stands in the page as text, so it is read, searched and printed where no
 script runs.
@@ -27,12 +27,12 @@ _FILLS |= {kind: LABELS[kind] for kind in ("memcpy", "other", "idle")}
 _COLORS = COLORS | {"idle": "var(--idle)"}  # grey on either paper
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SHARES = ("share", "overlap", "mfu", "coverage", "roof")
-# letters that a cell keeps, and of some columns shows
-_LONGEST = 400
-_SHOWN = {"name": 90, "shapes": 60}
+_LONGEST = 400  # letters that a cell keeps
+_VISIBLE = {"name": 90, "shapes": 60}  # letters that it shows, by column
 _WRAPS = 24  # letters of a text that may go on in another line, after a comma or colons
 _POINTS = 1200  # of a line
 _SEEN = 1e-3  # of the longest bar: what is shorter is less than a pixel
+_SEARCHED = 10  # rows up to which a table needs no filter
 _LONG = 20  # rows from which a table scrolls on its own
 
 
@@ -41,10 +41,8 @@ def section(title: str, *parts: str) -> str:
     if not any(parts):
         return ""
     anchor = title.lower().replace(" ", "-")
-    return (
-        "<section "
-        f'id="{anchor}"><h2>{escape(title)}</h2>\n{"".join(filter(None, parts))}</section>'
-    )
+    body = f"<h2>{escape(title)}</h2>\n{''.join(parts)}"
+    return f'<section id="{anchor}">{body}</section>'
 
 
 def text(sentence: str) -> str:
@@ -70,24 +68,20 @@ def bars(rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
     if not reach > 0:
         return ""
     lines = []
-    for label, parts, said in rows:
+    for label, parts, note in rows:
         pieces = "".join(
             f'<i style="width:{value / reach:.3%};background:{_COLORS[fill]}" '
             f'title="{_FILLS[fill]}"></i>'
             for fill, value in parts.items()
             if value > 0
         )
-        lines.append(
-            f"<tr><th>{escape(label)}</th><td>{pieces}</td><td>{escape(said)}</td></tr>"
-        )
-    seen = [
-        fill
-        for fill in _FILLS
-        if any(parts.get(fill, 0) > _SEEN * reach for _, parts, _ in rows)
-    ]
-    legend = "".join(
-        f'<i style="background:{_COLORS[fill]}"></i>{_FILLS[fill]} ' for fill in seen
-    )
+        cells = f"<th>{escape(label)}</th><td>{pieces}</td><td>{escape(note)}</td>"
+        lines.append(f"<tr>{cells}</tr>")
+    legend = ""
+    for fill, name in _FILLS.items():
+        # a fill that is nowhere as wide as a pixel has no entry
+        if any(parts.get(fill, 0) > _SEEN * reach for _, parts, _ in rows):
+            legend += f'<i style="background:{_COLORS[fill]}"></i>{name} '
     return f'<p class="legend">{legend}</p><table class="bars">{"".join(lines)}</table>'
 
 
@@ -97,27 +91,31 @@ def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") 
     """
     if not len(x) or not np.nanmax(y) > 0 or x[-1] <= x[0]:
         return ""
+    share = (x - x[0]) / (x[-1] - x[0])  # of the time, 0 to 1
     if len(x) > _POINTS:
-        stretch = np.minimum(
-            ((x - x[0]) / (x[-1] - x[0]) * _POINTS).astype(int), _POINTS - 1
-        )
+        # the last point is at 1, and belongs to the last stretch
+        stretch = np.minimum((share * _POINTS).astype(int), _POINTS - 1)
         highest = pd.Series(y).groupby(stretch).idxmax().to_numpy()
         x = x[highest]
         y = y[highest]
+        share = (x - x[0]) / (x[-1] - x[0])
     top = float(np.nanmax(y))
-    across = (x - x[0]) / (x[-1] - x[0]) * 1000
-    up = 200 - y / top * 190
-    path = "M" + "".join(
-        f"H{a:.1f}V{b:.1f}" for a, b in zip(across, up, strict=True)
-    ).replace("H", "", 1).replace("V", ",", 1)
+    # in a box of 1000 by 200 whose y axis points down, with some room above the top
+    across = share * 1000
+    down = 200 - y / top * 190
+    steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
+    # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
+    steps[0] = steps[0].replace("H", "M").replace("V", ",")
     size = format_bytes(top) if unit == "bytes" else f"{top:,.3g} {unit}"
+    caption = f"{escape(title)}: at most {size}, over {format_s(x[-1] - x[0])}"
+    path = (
+        f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["compute"]}" '
+        'vector-effect="non-scaling-stroke"/>'
+    )
     return (
-        f"<figure><figcaption>{escape(title)}: at most {size}, over "
-        f"{format_s(x[-1] - x[0])}</figcaption>"
+        f"<figure><figcaption>{caption}</figcaption>"
         '<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)}">'
-        f'<path d="{path}" fill="none" stroke="{COLORS["compute"]}" '
-        'vector-effect="non-scaling-stroke"/></svg></figure>'
+        f'aria-label="{escape(title)}">{path}</svg></figure>'
     )
 
 
@@ -156,40 +154,29 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
         return ""
     left_out = len(frame) - most
     frame = frame.head(most)
-    frame = frame[
-        [
-            name
-            for name in frame
-            if frame[name].notna().any() and not (frame[name].astype(str) == "").all()
-        ]
-    ]
-    head = "".join(
-        f"<th{'' if _numeric(frame[name]) else ' class=text'}>{escape(_label(name))}</th>"
-        for name in frame
-    )
-    columns = [_cells(name, frame[name]) for name in frame]
-    lines = "".join(
-        f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)
-    )
-    find = (
-        '<input type="search" placeholder="filter rows">'
-        if search and len(frame) > 10
-        else ""
-    )
-    rest = (
-        f"<p class=about>{left_out:,} more rows are left out.</p>"
-        if left_out > 0
-        else ""
-    )
+    head = ""
+    columns = []
+    for name, values in frame.items():
+        if values.isna().all() or (values.astype(str) == "").all():
+            continue
+        kind = "" if _numeric(values) else " class=text"
+        head += f"<th{kind}>{escape(_label(name))}</th>"
+        columns.append(_cells(name, values))
+    rows = [f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True)]
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    find = ""
+    if search and len(frame) > _SEARCHED:
+        find = '<input type="search" placeholder="filter rows">'
+    rest = ""
+    if left_out > 0:
+        rest = f"<p class=about>{left_out:,} more rows are left out.</p>"
     scroll = "scroll long" if len(frame) > _LONG else "scroll"
-    return (
-        f'{find}<div class="{scroll}"><table '
-        f'class="data"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>{rest}"
-    )
+    table_html = f'<table class="data">{body}</table>'
+    return f'{find}<div class="{scroll}">{table_html}</div>{rest}'
 
 
 def _label(name: str) -> str:
+    # without the unit, which the cells have: idle_s is idle, flops_per_s is flops
     name = re.sub(
         r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name
     )
@@ -198,17 +185,21 @@ def _label(name: str) -> str:
 
 def _cells(name: str, values: pd.Series) -> list[str]:
     if not _numeric(values):
-        return [_text_cell(str(value), _SHOWN.get(name, _LONGEST)) for value in values]
+        most = _VISIBLE.get(name, _LONGEST)
+        return [_text_cell(str(value), most) for value in values]
     say = _format(name)
-    return [
-        "<td></td>"
-        if value != value
-        else (
-            "<td "
-            f'data-v="{value:.6g}"{_bar(name, value)}>{say(value) if value else 0}</td>'
-        )
-        for value in values.tolist()
-    ]
+    cells = []
+    for value in values.tolist():
+        if math.isnan(value):
+            cells.append("<td></td>")
+            continue
+        bar = ""
+        if name in _SHARES:  # its background is a bar
+            width = min(max(value, 0), 1)
+            bar = f' class="share" style="--w:{width:.2%}"'
+        # data-v is what a click sorts by
+        cells.append(f'<td data-v="{value:.6g}"{bar}>{say(value) if value else 0}</td>')
+    return cells
 
 
 def _numeric(values: pd.Series) -> bool:
@@ -216,18 +207,12 @@ def _numeric(values: pd.Series) -> bool:
 
 
 def _text_cell(value: str, most: int) -> str:
-    whole = f' title="{escape(value[:_LONGEST])}"' if len(value) > most else ""
-    shown = escape(shorten(value, most))
-    shown = re.sub(r"(,|::)(?=\S)", r"\1<wbr>", shown) if len(value) > _WRAPS else shown
-    return f'<td class="text"{whole}>{shown}</td>'
-
-
-def _bar(name: str, value: float) -> str:
-    return (
-        f' class="share" style="--w:{min(max(value, 0), 1):.2%}"'
-        if name in _SHARES
-        else ""
-    )
+    visible = escape(shorten(value, most))
+    if len(value) > _WRAPS:
+        visible = re.sub(r"(,|::)(?=\S)", r"\1<wbr>", visible)
+    # of a shortened text the rest is there for the mouse
+    title = f' title="{escape(value[:_LONGEST])}"' if len(value) > most else ""
+    return f'<td class="text"{title}>{visible}</td>'
 
 
 def _format(name: str):

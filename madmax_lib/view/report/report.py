@@ -1,5 +1,5 @@
-"""What does a performance engineer want to know first? One HTML file about a timeline,
-which needs no network.
+"""Report of a timeline: what a performance engineer wants to know first, as one HTML
+file that needs no network.
 """
 
 import base64
@@ -18,7 +18,6 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steady_state
-from madmax_lib.view.explore.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.page import page
 from madmax_lib.view.report import views
 from madmax_lib.view.report.marks import section, text
@@ -26,6 +25,7 @@ from madmax_lib.view.report.marks import section, text
 __all__ = ["Report", "report", "write_report"]
 
 _HERE = Path(__file__).parent
+_EXPLORE = _HERE.parent / "explore"
 _SPANS = 600_000  # that the canvas holds; one takes some 4 bytes of the page
 _RANKS = 8  # on the canvas
 _LONGEST = 300  # letters of a name
@@ -38,13 +38,15 @@ _DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """A page about a timeline; in a notebook it shows itself.
+    """Page about a timeline; in a notebook it shows itself.
 
-    title: what was recorded. html: the whole page.
+    >>> page = report(timeline, "my run")                           # doctest: +SKIP
+    >>> page.html[:15]                                              # doctest: +SKIP
+    '<!DOCTYPE html>'
     """
 
-    title: str
-    html: str = field(repr=False)
+    title: str  # names what was recorded
+    html: str = field(repr=False)  # the complete page
 
     def _repr_html_(self) -> str:
         return (
@@ -56,122 +58,122 @@ class Report:
 def report(
     timeline: Timeline,
     title: str = "trace",
-    beside: Timeline | None = None,
+    other_run: Timeline | None = None,
     other: str = "other",
 ) -> Report:
     """The views of a timeline as one page: overview, steps, operators, kernels,
     modules, memory, ranks, the trace.
 
-    beside: another run to compare with, called `other`. Raises ValueError for a
+    other_run: another run to compare with, called `other`. Raises ValueError for a
     timeline without a span.
     """
     if not len(require_type("timeline", timeline, Timeline)):
         raise ValueError("nothing to report: the timeline has no spans")
-    whole = timeline
-    (timeline, _) = steady_state(timeline)
+    recording = timeline
+    timeline, _ = steady_state(recording)
+    # of few ranks the calls are looked at one by one: all of them would fill the page
     detail = timeline.select(ranks=views.detail_ranks(timeline))
     parts = [
-        views.overview(timeline, detail, peak(whole)),
-        views.comparison(whole, beside, (title, other)) if beside is not None else "",
+        views.overview(timeline, detail, peak(recording)),
+        _compared(recording, other_run, (title, other)),
         views.advice(timeline),
-        views.step_view(whole),
-        views.distributed(timeline, whole),
-        _trace(whole),
+        views.step_view(recording),
+        views.distributed(timeline, recording),
+        _trace(recording),
         views.operator_view(detail, timeline),
         views.kernel_view(timeline),
         views.module_view(detail, timeline),
-        views.memory(whole.select(ranks=detail.ranks), whole),
+        views.memory(recording.select(ranks=detail.ranks), recording),
     ]
-    links = "".join(
-        f'<a href="#{anchor}">{name}</a>'
-        for part in parts
-        for anchor, name in re.findall(
-            r'<section id="([^"]+)"><h2>(.*?)</h2>', part[:200]
-        )
-    )
+    links = "".join(map(_link, parts))
     head = f"<header><h1>{html.escape(title)}</h1><nav>{links}</nav></header>"
-    body = "\n".join(
-        [head, text(views.told(timeline, whole)), *parts, text(_DEFINITIONS), _script()]
-    )
-    style = (_HERE / "report.css").read_text() + (
-        _HERE.parent / "explore" / "widgets.css"
-    ).read_text()
+    summary = text(views.recording_summary(timeline, recording))
+    # the canvas of the explorers, and what fills it from the page
+    canvas = (_EXPLORE / "widgets.js").read_text()
+    script = f"{canvas}\n{(_HERE / 'report.js').read_text()}"
+    script = f'<script type="module">\n{script}</script>'
+    body = "\n".join([head, summary, *parts, text(_DEFINITIONS), script])
+    style = (_HERE / "report.css").read_text()
+    style += (_EXPLORE / "widgets.css").read_text()
     return Report(title, page(f"Trace report: {title}", body, style))
+
+
+def _compared(
+    recording: Timeline, other_run: Timeline | None, labels: tuple[str, str]
+) -> str:
+    return "" if other_run is None else views.comparison(recording, other_run, labels)
+
+
+def _link(part: str) -> str:
+    """A link to a section, which begins with its anchor and its heading."""
+    heading = re.match(r'<section id="([^"]+)"><h2>(.*?)</h2>', part)
+    return f'<a href="#{heading[1]}">{heading[2]}</a>' if heading else ""
 
 
 def write_report(
     timeline: Timeline,
     path: str | Path,
     title: str,
-    beside: Timeline | None = None,
+    other_run: Timeline | None = None,
     other: str = "other",
 ) -> Path:
     """Write the `report` of a timeline; the file appears whole or not at all."""
-    write_text(Path(path), report(timeline, title, beside, other).html)
+    write_text(Path(path), report(timeline, title, other_run, other).html)
     return Path(path)
-
-
-def _script() -> str:
-    """The canvas of the explorers, and what fills it from the page."""
-    canvas = (_HERE.parent / "explore" / "widgets.js").read_text()
-    return (
-        "<script "
-        f'type="module">\n{canvas}\n{(_HERE / "report.js").read_text()}</script>'
-    )
 
 
 def _trace(timeline: Timeline) -> str:
     """The canvas with its spans: device and host, of as many ranks and steps as a page
     can hold.
     """
+    from madmax_lib.view.explore.canvas import busy_spans, columns  # late: a wing
+
     if not len(busy_spans(timeline)):
         return ""
-    drawn, said = _drawn(timeline)
+    drawn = _part(timeline)
     about, data = columns([drawn], [""], hosts=True)
     about["names"] = [name[:_LONGEST] for name in about["names"]]
-    blobs = (
-        _packed(json.dumps(about).encode()),
-        _packed(_planes(data, about["count"])),
-    )
-    spans = f'<div id="canvas" data-about="{blobs[0]}" data-spans="{blobs[1]}"></div>'
-    return section("Trace", text(said), spans)
+    packed_about = _packed(json.dumps(about).encode())
+    packed_spans = _packed(_planes(data, about["count"]))
+    attributes = f'data-about="{packed_about}" data-spans="{packed_spans}"'
+    canvas = f'<div id="canvas" {attributes}></div>'
+    return section("Trace", text(_drawn_text(drawn, timeline)), canvas)
 
 
-def _drawn(timeline: Timeline) -> tuple[Timeline, str]:
-    """The part that the canvas draws, and a line that says what it is."""
+def _part(timeline: Timeline) -> Timeline:
+    """The part that the canvas draws: a page can hold 600,000 spans of eight ranks."""
     loses = views.detail_ranks(timeline)
-    ranks = sorted(
-        [*loses, *[rank for rank in timeline.ranks if rank not in loses]][:_RANKS]
-    )
+    others = [rank for rank in timeline.ranks if rank not in loses]
+    ranks = sorted([*loses, *others][:_RANKS])
     part = timeline.select(ranks=ranks)
     steps = part.steps
-    while (
-        len(part) > _SPANS and len(steps) > 1
-    ):  # the steps around the middle one are like most
+    while len(part) > _SPANS and len(steps) > 1:
+        # half of the steps, around the middle one: they are like most
         steps = steps[(len(steps) + 1) // 4 :][: max(len(steps) // 2, 1)]
         part = part.select(steps=steps)
     while len(part) > _SPANS and len(ranks) > 1:
-        ranks = (
-            sorted(loses)[:1]
-            if len(ranks) <= 2
-            else sorted([*loses, *ranks])[: max(len(ranks) // 2, 1)]
-        )
+        half = max(len(ranks) // 2, 1)
+        few = len(ranks) <= 2
+        ranks = sorted(loses)[:1] if few else sorted([*loses, *ranks])[:half]
         part = part.select(ranks=sorted(set(ranks)))
     if len(part) > _SPANS:
+        # one rank and one step are still too many: those that start first
+        order = np.argsort(part.spans["start_ns"].to_numpy(), kind="stable")
         first = np.zeros(len(part), dtype=bool)
-        first[np.argsort(part.spans["start_ns"].to_numpy(), kind="stable")[:_SPANS]] = (
-            True
-        )
+        first[order[:_SPANS]] = True
         part = part.where(first)
+    return part
+
+
+def _drawn_text(part: Timeline, timeline: Timeline) -> str:
+    """A line that says which part is drawn; empty for all of it."""
     if len(part) == len(timeline):
-        return part, ""
-    ranks, steps = (
-        ", ".join(map(str, numbers)) for numbers in (part.ranks, part.steps)
-    )
+        return ""
+    ranks = ", ".join(map(str, part.ranks))
+    steps = ", ".join(map(str, part.steps))
     return (
-        part,
         f"Drawn: ranks {ranks} of {len(timeline.ranks)}, steps {steps} of "
-        f"{len(timeline.steps)}.",
+        f"{len(timeline.steps)}."
     )
 
 
@@ -179,9 +181,12 @@ def _planes(data: bytes, count: int) -> bytes:
     """The columns so that they pack well: start and launch as differences, then all
     first bytes, all second, ...
     """
+    # four int32 columns: start, duration, name, launch; what follows is kinds, bytes
     numbers = np.frombuffer(data[: 16 * count], np.int32).reshape(4, count).copy()
     for column in (0, 3):
         numbers[column] = np.diff(numbers[column], prepend=np.int32(0))
+    # (4 columns, count, 4 bytes) to (4 columns, 4 bytes, count): the high bytes of
+    # neighbours are alike, and gzip finds runs of them
     planes = numbers.view(np.uint8).reshape(4, count, 4).transpose(0, 2, 1)
     return planes.tobytes() + data[16 * count :]
 

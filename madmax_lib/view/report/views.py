@@ -1,5 +1,5 @@
-"""What does each view of the report show? Tables of `traces` as HTML, a view that has
-nothing to say as an empty text.
+"""Views of the report: tables of `traces` as HTML, a view that has nothing to say as an
+empty text.
 
 The views are those of PyTorch's TensorBoard plugin (overview, operators, kernels,
 trace, memory, modules, distributed), and steps, stragglers and a comparison with
@@ -36,8 +36,10 @@ __all__ = [
     "memory",
     "module_view",
 ]
-__all__ += ["operator_view", "overview", "step_view", "told"]
+__all__ += ["operator_view", "overview", "recording_summary", "step_view"]
 
+_MOST_CAUSES = 12
+_MOST_DIFFERENCES = 30
 _FEW = 16  # rows that are all shown; of more, some along the order of what they lose
 _QUANTILES = {
     0.0: "least",
@@ -52,84 +54,85 @@ _UNMARKED = "no step marks: the whole recording counts as one step"
 _WIDEST = 60  # steps of a heat map
 
 
-def told(timeline: Timeline, whole: Timeline) -> str:
-    """What was recorded: ranks, steps, spans, device, and what is missing."""
-    steps_text = plural(len(whole.steps), "step") if whole.steps != [0] else _UNMARKED
-    missing = timeline.meta.world_size - sum(
-        map(len, timeline.meta.represents.values())
-    )
-    absent = (
-        f" ({missing} of {timeline.meta.world_size} ranks have no trace here)"
-        if missing > 0
-        else ""
-    )
+def recording_summary(timeline: Timeline, recording: Timeline) -> str:
+    """One sentence about a recording: ranks, steps, spans, device, and what is missing.
+
+    timeline: the part of it that is steady.
+    """
+    ranks = plural(len(timeline.ranks), "rank")
+    world_size = timeline.meta.world_size
+    missing = world_size - sum(map(len, timeline.meta.represents.values()))
+    if missing > 0:
+        ranks += f" ({missing} of {world_size} ranks have no trace here)"
+    marked = recording.steps != [0]
+    steps_text = plural(len(recording.steps), "step") if marked else _UNMARKED
     device = timeline.meta.device or "no device named"
-    busy_s = [
-        (table["total_s"] - table["idle_s"]).mean()
-        for table in map(breakdown, (whole, timeline))
-    ]
-    outside_s = busy_s[0] - busy_s[1] if whole is not timeline else 0.0
-    left_out = ", ".join(
-        str(step) for step in whole.steps if step not in timeline.steps
-    )
-    where = (
-        f"in steps that are warm-up or cut ({left_out}) or outside all"
-        if left_out
-        else "outside all steps"
-    )
-    left = (
-        f". {format_s(outside_s)} of work per rank lie {where} and are not in the "
-        "numbers"
-        if outside_s
-        else ""
-    )
-    return (
-        f"{plural(len(timeline.ranks), 'rank')}{absent}, {steps_text}, "
-        f"{len(whole):,} spans, {device}{left}."
-    )
+    outside_s = 0.0
+    if recording is not timeline:
+        outside_s = _mean_busy_s(recording) - _mean_busy_s(timeline)
+    rest = ""
+    if outside_s:
+        others = [step for step in recording.steps if step not in timeline.steps]
+        where = "outside all steps"
+        if others:
+            numbers = ", ".join(map(str, others))
+            where = f"in steps that are warm-up or cut ({numbers}) or outside all"
+        work = f"{format_s(outside_s)} of work per rank"
+        rest = f". {work} lie {where} and are not in the numbers"
+    return f"{ranks}, {steps_text}, {len(recording):,} spans, {device}{rest}."
+
+
+def _mean_busy_s(timeline: Timeline) -> float:
+    table = breakdown(timeline)
+    return (table["total_s"] - table["idle_s"]).mean()
 
 
 def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     """The numbers to see first, and where the time goes on each rank."""
-    each = breakdown(timeline)
-    total_s = max(each["total_s"].sum(), 1e-12)
-    worst = each.loc[each["exposed_comm_s"].idxmax()]
-    said = (
-        f"{percent(each['exposed_comm_s'].sum() / total_s)} of the device time is "
-        "exposed communication, "
-        f"{percent(each['idle_s'].sum() / total_s)} is idle; rank "
+    ranks = breakdown(timeline)
+    sums_s = ranks[["compute_s", "comm_s", "exposed_comm_s", "idle_s"]].sum()
+    total_s = max(ranks["total_s"].sum(), 1e-12)
+    worst = ranks.loc[ranks["exposed_comm_s"].idxmax()]
+    summary = (
+        f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
+        f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
         f"{int(worst['rank'])} exposes most "
         f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown device: then there is no card
-        used = mfu(detail)["mfu"].median()
-    hidden_s = each["comm_s"].sum() - each["exposed_comm_s"].sum()
+        median_mfu = mfu(detail)["mfu"].median()
+    wall_s = steps(timeline)["wall_s"].median()
+    comm_s = sums_s["comm_s"]
+    hidden_s = comm_s - sums_s["exposed_comm_s"]
+    # a number that is not known has no card
     numbers = [
-        ("computing", percent(each["compute_s"].sum() / total_s)),
+        ("a step, median", "" if np.isnan(wall_s) else format_s(wall_s)),
+        ("computing", percent(sums_s["compute_s"] / total_s)),
         (
             "of communication under compute",
-            percent(hidden_s / comm_s) if (comm_s := each["comm_s"].sum()) > 0 else "",
+            percent(hidden_s / comm_s) if comm_s else "",
         ),
-        ("MFU of the recorded shapes", "" if np.isnan(used) else percent(used)),
+        (
+            "MFU of the recorded shapes",
+            "" if np.isnan(median_mfu) else percent(median_mfu),
+        ),
         (
             "memory at the peak",
             format_bytes(peaks["peak_bytes"].max()) if len(peaks) else "",
         ),
     ]
-    wall_s = steps(timeline)["wall_s"].median()
-    numbers.insert(0, ("a step, median", "" if np.isnan(wall_s) else format_s(wall_s)))
-    chosen, note = _some(
-        each.assign(lost_s=each["exposed_comm_s"] + each["idle_s"]), "rank", "lost_s"
-    )
+    lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
+    chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
     rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
-    return section("Overview", text(said), cards(numbers), text(note), bars(rows))
+    return section("Overview", text(summary), cards(numbers), text(note), bars(rows))
 
 
 def _parts(row: dict) -> dict[str, float]:
     """Total time of a row of `breakdown` in parts: what is busy and neither computes
     nor communicates is other.
     """
+    # total = compute + exposed communication + idle + other, copies among the last
     other_s = row["total_s"] - row["compute_s"] - row["exposed_comm_s"] - row["idle_s"]
     copies_s = min(row["memory_s"], other_s)
     times = {
@@ -141,15 +144,14 @@ def _parts(row: dict) -> dict[str, float]:
 
 
 def _busy(row: dict) -> str:
-    shares = (
-        (row[f"{name}_s"] / max(row["total_s"], 1e-12), word) for name, word in _WORDS
-    )
-    return f"{format_s(row['total_s'])}: " + ", ".join(
-        f"{percent(share)} {word}" for share, word in shares if share
-    )
-
-
-_WORDS = (("compute", "compute"), ("exposed_comm", "exposed"), ("idle", "idle"))
+    """Total time of a row of `breakdown`, and what it consists of."""
+    words = {"compute_s": "compute", "exposed_comm_s": "exposed", "idle_s": "idle"}
+    texts = [
+        f"{percent(row[name] / row['total_s'])} {word}"
+        for name, word in words.items()
+        if row[name]
+    ]
+    return f"{format_s(row['total_s'])}: {', '.join(texts)}"
 
 
 def _some(frame: pd.DataFrame, key: str, by: str) -> tuple[list[tuple[str, dict]], str]:
@@ -159,28 +161,27 @@ def _some(frame: pd.DataFrame, key: str, by: str) -> tuple[list[tuple[str, dict]
     if len(frame) <= _FEW:
         return [(f"{key} {row[key]}", row) for row in frame.to_dict("records")], ""
     order = frame.sort_values([by, key]).reset_index(drop=True)
-    at = {round(q * (len(order) - 1)): name for q, name in _QUANTILES.items()}
+    # rows that lie nearest to the quantiles; two of these may be one row
+    names = {round(q * (len(order) - 1)): name for q, name in _QUANTILES.items()}
     rows = [
         (f"{key} {order[key][row]} · {name}", order.iloc[row].to_dict())
-        for row, name in at.items()
+        for row, name in names.items()
     ]
     what = by.removesuffix("_s").replace("_", " ")
-    return (
-        rows,
-        f"{len(rows)} of {len(frame):,} {key}s, in order of the time {what}, at "
-        "quantiles of it.",
-    )
+    note = f"in order of the time {what}, at quantiles of it."
+    return rows, f"{len(rows)} of {len(frame):,} {key}s, {note}"
 
 
 def advice(timeline: Timeline) -> str:
     """Causes of lost time, largest gain first."""
     about = (
         "What each fix would gain at most, per step and mean over the ranks; "
-        "causes overlap. "
+        "causes overlap. The evidence counts all ranks and steps together."
     )
-    about += "The evidence counts all ranks and steps together."
-    found = advise(timeline).head(12)
-    return section("What to fix first", text(about), table(found)) if len(found) else ""
+    causes = advise(timeline).head(_MOST_CAUSES)
+    if not len(causes):
+        return ""
+    return section("What to fix first", text(about), table(causes))
 
 
 def step_view(timeline: Timeline) -> str:
@@ -188,58 +189,41 @@ def step_view(timeline: Timeline) -> str:
     every = steps(timeline)
     if not len(every) or timeline.steps == [0]:
         return ""
-    waits = (
-        input_wait(timeline)
-        .groupby(["rank", "step"])["wait_s"]
-        .sum()
-        .rename("input_wait_s")
-    )
-    every = every.join(waits, on=["rank", "step"]).fillna({"input_wait_s": 0.0})
-    quantities = [
-        "total_s",
-        "compute_s",
-        "memory_s",
-        "exposed_comm_s",
-        "idle_s",
-        "input_wait_s",
-    ]
+    waits_s = input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum()
+    every = every.join(waits_s.rename("input_wait_s"), on=["rank", "step"])
+    every = every.fillna({"input_wait_s": 0.0})
+    quantities = ["total_s", "compute_s", "memory_s", "exposed_comm_s", "idle_s"]
+    quantities.append("input_wait_s")
     by_step = every.groupby("step")[quantities].mean()
     wall = every.groupby("step")["wall_s"]
     by_step = by_step.assign(wall_s=wall.median(), slowest_s=wall.max())
     by_step["slowest_rank"] = every.loc[wall.idxmax(), "rank"].to_numpy()
-    by_step["note"] = (
-        every.groupby("step")[["cut", "warmup"]].any().apply(_note, axis=1)
-    )
+    flags = every.groupby("step")[["cut", "warmup"]].any()
+    by_step["note"] = np.where(flags["warmup"], "warm-up", "")
+    by_step.loc[flags["cut"], "note"] = "cut off"
     by_step = by_step.reset_index()
     chosen, note = _some(by_step, "step", "wall_s")
     columns = ["step", "wall_s", "slowest_s", "slowest_rank", *quantities[1:], "note"]
-    shown = by_step[
-        columns
-        if by_step["input_wait_s"].any()
-        else [c for c in columns if c != "input_wait_s"]
-    ]
+    input_share = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
+    input_text = ""
+    if input_share > 0:
+        share = percent(input_share)
+        input_text = f"The host waits for input in {share} of the steps' time."
+    else:
+        columns.remove("input_wait_s")
     about = (
-        "Means over the ranks; wall is the median of the ranks on the host. The "
-        "bars run from the first to the last "
-    )
-    about += (
-        "work of a step: where steps overlap, idle here is another step's work, "
-        "which the overview counts as busy."
-    )
-    fed = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
-    waited = (
-        f"The host waits for input in {percent(fed)} of the steps' time."
-        if fed > 0
-        else ""
+        "Means over the ranks; wall is the median of the ranks on the host. The bars "
+        "run from the first to the last work of a step: where steps overlap, idle "
+        "here is another step's work, which the overview counts as busy."
     )
     rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
     parts = [
         text(about),
-        text(waited),
+        text(input_text),
         text(note),
         bars(rows),
         table(_phases(timeline)),
-        table(shown, most=100),
+        table(by_step[columns], most=100),
     ]
     return section("Steps", *parts)
 
@@ -247,37 +231,23 @@ def step_view(timeline: Timeline) -> str:
 def _phases(timeline: Timeline) -> pd.DataFrame:
     """The batches of an engine that serves, by phase."""
     every = batches(timeline)
-    every = every.assign(period_s=every["period_s"].fillna(every["wall_s"])).groupby(
-        "phase", as_index=False
-    )
+    # the last batch has no next one, and so no period
+    period_s = every["period_s"].fillna(every["wall_s"])
+    by_phase = every.assign(period_s=period_s).groupby("phase", as_index=False)
     quantities = ["requests", "tokens", "period_s", "device_s", "tokens_per_s"]
-    return every.agg(
-        batches=("step", "size"), **{name: (name, "median") for name in quantities}
-    )
+    medians = {name: (name, "median") for name in quantities}
+    return by_phase.agg(batches=("step", "size"), **medians)
 
 
-def _note(row: pd.Series) -> str:
-    return "cut off" if row["cut"] else "warm-up" if row["warmup"] else ""
-
-
-def distributed(timeline: Timeline, whole: Timeline) -> str:
+def distributed(timeline: Timeline, recording: Timeline) -> str:
     """Each group's collectives, who waits for whom, and which rank is late in which
     step.
     """
     groups = by_group(timeline)
     if not len(groups):
         return ""
-    columns = [
-        "collective",
-        "group",
-        "group_size",
-        "calls",
-        "size_bytes",
-        "total_s",
-        "exposed_s",
-        "transfer_s",
-    ]
-    groups = groups[[*columns, "wait_s", "skew_max_s", "bus_bytes_per_s"]]
+    columns = ["collective", "group", "group_size", "calls", "size_bytes", "total_s"]
+    columns += ["exposed_s", "transfer_s", "wait_s", "skew_max_s", "bus_bytes_per_s"]
     waits = waiting(timeline)
     late = stragglers(timeline)
     lines = list(map(text, _about_waiting(waits, late)))
@@ -287,55 +257,50 @@ def distributed(timeline: Timeline, whole: Timeline) -> str:
     if len(late) > _FEW:
         note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
     parts = [
-        table(groups, most=50),
+        table(groups[columns], most=50),
         *lines,
         text(note),
         table(worst),
-        _late_heat(whole),
+        _late_heat(recording),
         *_exchanged(timeline),
     ]
     return section("Distributed", *parts)
 
 
 def _late_heat(timeline: Timeline) -> str:
-    """What others waited for each rank in each step."""
-    each = skew(timeline)
-    lost = each.pivot_table(
+    """Heat map of what others waited for each rank in each step."""
+    lost = skew(timeline).pivot_table(
         index="last_rank", columns="step", values="wait_s", aggfunc="sum"
     )
+    # a single rank or step is no map
     if lost.shape[0] < 2 or lost.shape[1] < 2:
         return ""
     worst = lost.sum(axis=1).nlargest(_FEW).index.sort_values()
     lost = lost.loc[worst].iloc[:, :_WIDEST]
     lost.index = [f"rank {rank}" for rank in lost.index]
-    return heat(
-        lost,
-        what="Who is waited for, by step: time that the others wait in collectives",
-    )
+    what = "Who is waited for, by step: time that the others wait in collectives"
+    return heat(lost, what=what)
 
 
 def _exchanged(timeline: Timeline) -> list[str]:
     """Who sends how much to whom, of groups whose all-to-alls are uneven."""
     pairs = exchanges(timeline)
     parts = []
-    for group, about in pairs.attrs["imbalance"].items():
-        if about["worst"] > 1:
-            sent = pairs[pairs["group"] == group].pivot(
-                index="source_rank", columns="target_rank", values="size_bytes"
-            )
-            sent.index = [f"from rank {rank}" for rank in sent.index]
-            uneven = (
-                f"the rank that gets most gets {about['mean']:.3g} times the "
-                f"mean, {about['worst']:.3g} at worst"
-            )
-            parts += [text(f"All-to-all in {group}: {uneven}.")]
-            parts += [
-                heat(
-                    sent.iloc[:_FEW, :_WIDEST],
-                    what="Bytes from each rank to each",
-                    say=format_bytes,
-                )
-            ]
+    for group, imbalance in pairs.attrs["imbalance"].items():
+        if imbalance["worst"] <= 1:  # all ranks get the same
+            continue
+        sent = pairs[pairs["group"] == group].pivot(
+            index="source_rank", columns="target_rank", values="size_bytes"
+        )
+        sent.index = [f"from rank {rank}" for rank in sent.index]
+        uneven = (
+            f"the rank that gets most gets {imbalance['mean']:.3g} times the mean, "
+            f"{imbalance['worst']:.3g} at worst"
+        )
+        parts.append(text(f"All-to-all in {group}: {uneven}."))
+        corner = sent.iloc[:_FEW, :_WIDEST]
+        what = "Bytes from each rank to each"
+        parts.append(heat(corner, what=what, say=format_bytes))
     return parts
 
 
@@ -344,14 +309,10 @@ def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame) -> list[str]:
     all_s = late["cost_s"].sum()
     often = late[late["rank"].isin(late.attrs["often_last"])]
     if len(often):
-        row = next(often.itertuples())
-        wait = (
-            f"the others wait {format_s(row.cost_s)} for it, of {format_s(all_s)} "
-            "in all"
-        )
-        lines.append(
-            f"Rank {row.rank} arrives last in {row.last} of {row.calls} calls: {wait}."
-        )
+        row = next(often.itertuples())  # the table is in order of the cost
+        calls = f"Rank {row.rank} arrives last in {row.last} of {row.calls} calls"
+        cost = f"the others wait {format_s(row.cost_s)} for it"
+        lines.append(f"{calls}: {cost}, of {format_s(all_s)} in all.")
     elif all_s > 0:
         lines.append(
             "No rank arrives last more often than by chance; the ranks wait "
@@ -373,74 +334,52 @@ def detail_ranks(timeline: Timeline) -> list[int]:
     """Ranks whose calls are looked at one by one: all of two, else the one that loses
     most and the median one.
     """
-    each = breakdown(timeline)
-    order = each.assign(lost_s=each["exposed_comm_s"] + each["idle_s"]).sort_values(
-        "lost_s", kind="stable"
-    )["rank"]
-    return (
-        sorted({int(order.iloc[-1]), int(order.iloc[len(order) // 2])})
-        if len(order) > 2
-        else timeline.ranks
-    )
+    ranks = breakdown(timeline)
+    if len(ranks) <= 2:
+        return timeline.ranks
+    lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
+    by_loss = ranks["rank"].iloc[lost_s.argsort(kind="stable")]
+    return sorted({int(by_loss.iloc[-1]), int(by_loss.iloc[len(ranks) // 2])})
 
 
-def _of(timeline: Timeline, whole: Timeline) -> str:
-    """Which ranks a table is about, if it is not about all."""
-    if len(timeline.ranks) == len(whole.ranks):
+def _ranks_text(detail: Timeline, timeline: Timeline) -> str:
+    """Ranks that a table is about, if it is not about all."""
+    if len(detail.ranks) == len(timeline.ranks):
         return ""
-    ranks = " and ".join(map(str, timeline.ranks))
-    return (
-        f"Of {'ranks' if len(timeline.ranks) > 1 else 'rank'} {ranks}: the one "
-        "that loses most, and the median one."
-    )
+    noun = "ranks" if len(detail.ranks) > 1 else "rank"
+    ranks = " and ".join(map(str, detail.ranks))
+    return f"Of {noun} {ranks}: the one that loses most, and the median one."
 
 
-def operator_view(detail: Timeline, whole: Timeline) -> str:
+def operator_view(detail: Timeline, timeline: Timeline) -> str:
     """Operators by the shapes of their inputs, as torch.profiler's
     key_averages(group_by_input_shape=True).
     """
     if not len(detail.side_tables["operators"]):
         return ""
-    columns = [
-        "name",
-        "shapes",
-        "dtype",
-        "count",
-        "self_device_s",
-        "device_s",
-        "self_host_s",
-        "host_s",
-        "share",
-    ]
-    found = operators(detail, by_shape=True)
-    found = found[
-        [
-            *(["rank"] if len(detail.ranks) > 1 else []),
-            *columns,
-            "flops_per_s",
-            "bytes_per_s",
-        ]
-    ]
-    found = (
-        found.drop(columns="shapes")
-        if not found["shapes"].astype(str).str.contains(r"\d").any()
-        else found
-    )
-    return section("Operators", text(_of(detail, whole)), table(found, search=True))
+    ops = operators(detail, by_shape=True)
+    columns = ["rank"] if len(detail.ranks) > 1 else []
+    columns += ["name", "shapes", "dtype", "count", "self_device_s", "device_s"]
+    columns += ["self_host_s", "host_s", "share", "flops_per_s", "bytes_per_s"]
+    # a recording without record_shapes has "[]" everywhere
+    if not ops["shapes"].astype(str).str.contains(r"\d").any():
+        columns.remove("shapes")
+    rows = table(ops[columns], search=True)
+    return section("Operators", text(_ranks_text(detail, timeline)), rows)
 
 
 def kernel_view(timeline: Timeline) -> str:
     """Kernels over all ranks, with the spread of their times."""
-    found = kernels(timeline)
+    by_kernel = kernels(timeline).groupby(["name", "kind"], observed=True)
     how = {"count": "sum", "total_s": "sum", "min_s": "min", "max_s": "max"}
-    found = found.groupby(["name", "kind"], observed=True).agg(how).reset_index()
-    found.insert(4, "mean_s", found["total_s"] / found["count"])
-    found["share"] = found["total_s"] / max(found["total_s"].sum(), 1e-12)
-    found = found.sort_values(["total_s", "name"], ascending=[False, True])
+    rows = by_kernel.agg(how).reset_index()
+    rows.insert(4, "mean_s", rows["total_s"] / rows["count"])
+    rows["share"] = rows["total_s"] / max(rows["total_s"].sum(), 1e-12)
+    rows = rows.sort_values(["total_s", "name"], ascending=[False, True])
+    # a run on CPUs has threads in place of streams, with negative numbers
     on_device = (timeline.spans["stream"] >= 0).any()
-    return section(
-        "Kernels" if on_device else "Work on the host", table(found, search=True)
-    )
+    title = "Kernels" if on_device else "Work on the host"
+    return section(title, table(rows, search=True))
 
 
 def memory(detail: Timeline, timeline: Timeline) -> str:
@@ -448,98 +387,71 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
     peaks = peak(timeline)
     if not len(peaks):
         return ""
-    devices = peaks[peaks["device"].astype(str) != "cpu"]
-    devices = devices if len(devices) else peaks
-    held = held_at_peak(detail)
-    held = held[held["device"].isin(devices["device"].unique())]
-    over = memory_timeline(detail)
-    lines = [
-        line(
-            part["time_s"].to_numpy(),
-            part["allocated_bytes"].to_numpy(float),
-            title=f"rank {rank}, {device}",
-        )
-        for (rank, device), part in over[
-            over["device"].isin(held["device"].unique())
-        ].groupby(["rank", "device"], observed=True)
-    ]
-    shown = peaks.nlargest(_FEW, "peak_bytes")
-    return section(
-        "Memory", *lines, table(shown), text("Held at the peak:"), table(held)
-    )
+    # memory of the host is of interest only where there is no device
+    devices = set(peaks["device"][peaks["device"].astype(str) != "cpu"])
+    devices = devices or set(peaks["device"])
+    holders = held_at_peak(detail)
+    holders = holders[holders["device"].isin(devices)]
+    series = memory_timeline(detail)
+    series = series[series["device"].isin(set(holders["device"]))]
+    lines = []
+    by_device = series.groupby(["rank", "device"], observed=True)
+    for (rank, device), part in by_device:
+        levels = part["allocated_bytes"].to_numpy(float)
+        title = f"rank {rank}, {device}"
+        lines.append(line(part["time_s"].to_numpy(), levels, title=title))
+    top = table(peaks.nlargest(_FEW, "peak_bytes"))
+    return section("Memory", *lines, top, text("Held at the peak:"), table(holders))
 
 
-def module_view(detail: Timeline, whole: Timeline) -> str:
+def module_view(detail: Timeline, timeline: Timeline) -> str:
     """Modules as the model names them; they need with_stack or with_modules."""
-    found = modules(detail)
-    columns = [
-        "module",
-        "type",
-        "inside",
-        "count",
-        "device_s",
-        "self_device_s",
-        "backward_s",
-        "host_s",
-    ]
-    found = found[
-        [*(["rank"] if len(detail.ranks) > 1 else []), *columns, "share", "flops_per_s"]
-    ]
-    return (
-        section("Modules", text(_of(detail, whole)), table(found, search=True))
-        if len(found)
-        else ""
-    )
+    rows = modules(detail)
+    if not len(rows):
+        return ""
+    columns = ["rank"] if len(detail.ranks) > 1 else []
+    columns += ["module", "type", "inside", "count", "device_s", "self_device_s"]
+    columns += ["backward_s", "host_s", "share", "flops_per_s"]
+    about = text(_ranks_text(detail, timeline))
+    return section("Modules", about, table(rows[columns], search=True))
 
 
 def _times(ratio: float) -> str:
+    # beyond twice, a percentage is hard to read
     return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
 
 
-def comparison(timeline: Timeline, beside: Timeline, labels: tuple[str, str]) -> str:
+def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str]) -> str:
     """This run beside another: the parts of a step, and the operations that differ
     most.
     """
-    parts = compare(beside, timeline)
-    moved = compare_ops(beside, timeline).head(30)
-    names = {"a": f"{labels[1]}_s", "b": f"{labels[0]}_s", "difference": "difference_s"}
-    overlap = parts[parts["quantity"] == "overlap"]
-    shown = parts[parts["quantity"] != "overlap"].rename(columns=names)[
-        ["quantity", *names.values(), "ratio"]
-    ]
-    shown["quantity"] = [
-        name.removesuffix("_s").replace("_", " ") for name in shown["quantity"]
-    ]
-    wall_s, other_s = (
-        steps(steady_state(one)[0])["wall_s"].median() for one in (timeline, beside)
+    here, there = labels
+    parts = compare(other_run, timeline)
+    is_overlap = parts["quantity"] == "overlap"  # a share; the others are seconds
+    overlap = parts[is_overlap].iloc[0]
+    names = {"a": f"{there}_s", "b": f"{here}_s", "difference": "difference_s"}
+    quantities = parts[~is_overlap].rename(columns=names)
+    words = quantities["quantity"].str.removesuffix("_s").str.replace("_", " ")
+    quantities = quantities.assign(quantity=words)
+    quantities = quantities[["quantity", *names.values(), "ratio"]]
+    here_s = steps(steady_state(timeline)[0])["wall_s"].median()
+    there_s = steps(steady_state(other_run)[0])["wall_s"].median()
+    summary = (
+        f"A step takes {format_s(here_s)}, in {there} {format_s(there_s)}, "
+        f"medians: {_times(here_s / there_s)}."
     )
-    said = (
-        f"A step takes {format_s(wall_s)}, in {labels[1]} {format_s(other_s)}, "
-        f"medians: {_times(wall_s / other_s)}."
-    )
-    if overlap["a"].notna().any():
-        said += (
-            f" Of the communication {percent(overlap['b'].iloc[0])} is under "
-            "compute, there "
+    if not np.isnan(overlap["a"]):
+        summary += (
+            f" Of the communication {percent(overlap['b'])} is under compute, there "
+            f"{percent(overlap['a'])}."
         )
-        said += f"{percent(overlap['a'].iloc[0])}."
-    columns = [
-        "name",
-        "kind",
-        "count_a",
-        "count_b",
-        "total_a_s",
-        "total_b_s",
-        "difference_s",
-        "status",
-    ]
-    moved = moved[columns].rename(
-        columns={"total_a_s": f"{labels[1]}_s", "total_b_s": f"{labels[0]}_s"}
-    )
+    columns = ["name", "kind", "count_a", "count_b", "total_a_s", "total_b_s"]
+    columns += ["difference_s", "status"]
+    ops = compare_ops(other_run, timeline).head(_MOST_DIFFERENCES)[columns]
+    ops = ops.rename(columns={"total_a_s": f"{there}_s", "total_b_s": f"{here}_s"})
     about = (
         "Means of the ranks and steps that both have, each from the first to the "
         "last work of its step:"
     )
-    return section(
-        f"Beside {labels[1]}", text(said), text(about), table(shown), table(moved)
-    )
+    tables = [table(quantities), table(ops)]
+    return section(f"Beside {there}", text(summary), text(about), *tables)
