@@ -1,4 +1,4 @@
-"""Why did a run fail? The first rank that did, and the end of its log."""
+"""The reason why a run failed: the first rank that did, and the end of its log."""
 
 import re
 import shutil
@@ -8,29 +8,27 @@ from pathlib import Path
 from madmax_lib.runs.read import read_json
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["current", "failure"]
+__all__ = ["current", "failure", "python_error"]
 
 _TAIL_LINES = 15  # of a log that an error shows
 _FULL_BYTES = 2**20  # a disk with less is full
-_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-_SIGNALLED = re.compile(
-    r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)"
-)  # in torchrun's table of failures
-_TORCHRUN = re.compile(
-    r"^[EWI]\d{4} \d\d:", re.MULTILINE
-)  # begins what torchrun itself logs
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")  # last line of a traceback
+# in torchrun's table of failures, where a negative exit code is a signal
+_SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")
+# begins what torchrun itself logs: level, month and day
+_TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)
 
 
 def current(directories: list[Path]) -> Path:
     """The first directory of a start that has no summary: its run is on."""
-    return next(
-        (
-            directory
-            for directory in directories
-            if not (directory / "summary.json").exists()
-        ),
-        directories[-1],
-    )
+    unfinished = (path for path in directories if not (path / "summary.json").exists())
+    return next(unfinished, directories[-1])
+
+
+def python_error(text: str) -> str:
+    """The first line of a log that names an exception, empty if none does."""
+    match = _ERROR.search(text)
+    return match[0] if match else ""
 
 
 def failure(spec: RunSpec, directories: list[Path]) -> tuple[str, str]:
@@ -38,48 +36,44 @@ def failure(spec: RunSpec, directories: list[Path]) -> tuple[str, str]:
     its log.
     """
     logs = current(directories) / "logs"
-    launcher = (directories[0] / "logs" / "launcher.log").read_text(errors="replace")
+    launcher_log = directories[0] / "logs" / "launcher.log"
+    launcher = launcher_log.read_text(errors="replace")
     failures = [read_json(path) for path in logs.glob("failure_rank*.json")]
-    first = min(failures, key=lambda failure: failure["time_s"], default={})
-    signals = [
-        (int(rank), signal.Signals(int(number)))
-        for rank, number in _SIGNALLED.findall(launcher)
-    ]
-    for rank, number in signals[::-1]:
-        if number != signal.SIGTERM:  # torchrun's own
-            want = (
-                ", perhaps by the system for want of memory"
-                if number == signal.SIGKILL
-                else ""
-            )
-            first = {
-                "rank": rank,
-                "status": "failed",
-                "error": f"ended by signal {number.value} ({number.name}){want}",
-            }
+    # ranks that wait for the first one in a collective fail later, by its end
+    first = min(failures, key=lambda failure: failure["time_s"], default=None)
+    first = _killed(launcher) or first
     if not first:
         if shutil.disk_usage(logs).free < _FULL_BYTES:
-            return (
-                "failed",
-                f"{spec.name} failed, and no space is left on the disk of {logs.parent}",
-            )
+            full = f"no space is left on the disk of {logs.parent}"
+            return "failed", f"{spec.name} failed, and {full}"
         output = _TORCHRUN.split(launcher)[0].strip() or launcher
-        reason = (
-            _ERROR.findall(output) or output.strip().splitlines() or ["no reason given"]
-        )[-1]
-        text = _end_of(directories[0] / "logs" / "launcher.log", output)
-        return "failed", f"{spec.name} failed before its ranks began: {reason}\n{text}"
+        lines = _ERROR.findall(output) or output.strip().splitlines()
+        reason = (lines or ["no reason given"])[-1]
+        text = f"{spec.name} failed before its ranks began: {reason}"
+        return "failed", f"{text}\n{_end_of(launcher_log, output)}"
     rank = first["rank"]
     status = first["status"]
     log = logs / f"rank{rank}.log"
-    text = _end_of(log, log.read_text(errors="replace") if log.exists() else launcher)
-    return (
-        status,
-        f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: "
-        f"{first['error']}\n{text}",
-    )
+    output = log.read_text(errors="replace") if log.exists() else launcher
+    text = f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {first['error']}"
+    return status, f"{text}\n{_end_of(log, output)}"
 
 
-def _end_of(log: Path, text: str) -> str:
+def _killed(launcher) -> dict | None:
+    """Failure of the first rank that a signal ended, other than torchrun's own SIGTERM;
+    it could not write one.
+    """
+    for rank, number in _SIGNALLED.findall(launcher):
+        name = signal.Signals(int(number)).name
+        if name == "SIGTERM":
+            continue
+        # Linux kills the largest process where memory runs out
+        want = ", perhaps by the system for want of memory" * (name == "SIGKILL")
+        error = f"ended by signal {number} ({name}){want}"
+        return {"rank": int(rank), "status": "failed", "error": error}
+    return None
+
+
+def _end_of(log, text) -> str:
     lines = text.rstrip().splitlines()[-_TAIL_LINES:]
     return "\n".join([f"end of {log}:", *lines]) if lines else f"{log} is empty"

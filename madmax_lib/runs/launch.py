@@ -1,5 +1,5 @@
-"""How is a run started, watched and ended? torchrun as a subprocess, from a notebook,
-papermill, CI, Slurm or Kaggle.
+"""Start, watch and end of a run: torchrun as a subprocess, from a notebook, papermill, CI,
+Slurm or Kaggle.
 
 `launch` checks, writes spec.json, starts one process per rank (CUDA and NCCL where
 present, else gloo with one thread each) and waits. Whatever happens, the directory
@@ -14,7 +14,6 @@ DIRECTORY`; under Slurm by `srun --ntasks-per-node
 """
 
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -24,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 from madmax_lib.base.fields import require_type
@@ -32,7 +32,7 @@ from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.directory import Occupied, clear, owned, refuse, starts
-from madmax_lib.runs.failures import current, failure
+from madmax_lib.runs.failures import current, failure, python_error
 from madmax_lib.runs.measure.meter import meter
 from madmax_lib.runs.read import Resolved, Run, read_json, read_run, write_json
 from madmax_lib.runs.spec import RunSpec, check
@@ -47,17 +47,19 @@ __all__ = [
     "prepare",
     "resolve",
     "sweep",
+    "train_command",
 ]
-__all__ += ["train_command"]
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
 _ALONE_S = 2.0  # for ranks that lost torchrun to end themselves
-_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-_NOT_PASSED_ON = (
-    "PET_",
-    "MADMAX_TESTBED_",
-)  # defaults of torchrun's options, and what another run is spread over
+# Variables that ranks do not inherit: defaults of torchrun's options, and what another
+# run is spread over.
+_NOT_INHERITED = ("PET_", "MADMAX_TESTBED_")
+# Fields that are equal for runs of the same processes.
+_OF_PROCESSES = ("device", "engine", "hosts", "network", "speed")
+# Files that only a driver makes: NVIDIA's, AMD's, and that of Windows' Linux.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
 class RunError(RuntimeError):
@@ -91,9 +93,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     return _launch(require_type("spec", spec, RunSpec), directory, resolve(spec), check)
 
 
-def _launch(
-    spec: RunSpec, directory: str | Path, resolved: Resolved, check: bool
-) -> Path:
+def _launch(spec, directory, resolved, check) -> Path:
     directory = _absolute(directory)
     with owned(directory) as lock:
         _write_spec(spec, directory, resolved)
@@ -111,40 +111,30 @@ def launch_all(specs: Mapping[Path, RunSpec]) -> None:
     summary.json says why. Raises as `launch` does before a process is started, here
     also for specs that come later.
     """
-    left = {_absolute(directory): spec for directory, spec in specs.items()}
+    specs = {_absolute(directory): spec for directory, spec in specs.items()}
+    waiting = dict(specs)
+
+    def processes(directory: Path) -> list[object]:
+        spec = specs[directory]
+        fields = [getattr(spec, name) for name in _OF_PROCESSES]
+        return [spec.plan.world_size, *fields]
+
     devices = {}
     with ExitStack() as stack:
-        locks = [stack.enter_context(owned(directory)) for directory in left]
-        for directory, spec in left.items():
+        locks = [stack.enter_context(owned(directory)) for directory in waiting]
+        for directory, spec in waiting.items():
             resolved = resolve(spec)
             _write_spec(spec, directory, resolved)
             devices[directory] = resolved.device
-        while left:
-            directories = list(left)
-            spec = next(iter(left.values()))
-            others = (
-                n
-                for n, other in enumerate(left.values())
-                if _processes(other) != _processes(spec)
-            )
-            directories = directories[: next(others, len(left))]
-            _start(spec, directories, devices[directories[0]], locks)
-            for directory in directories:
-                del left[directory]
+        while waiting:
+            # as many as follow each other on the same processes share a start
+            _, same = next(groupby(waiting, processes))
+            together = list(same)
+            _start(specs[together[0]], together, devices[together[0]], locks)
+            for directory in together:
+                del waiting[directory]
                 if read_json(directory / "summary.json").get("status") != "completed":
-                    break
-
-
-def _processes(spec: RunSpec) -> tuple:
-    """What runs of the same processes have in common."""
-    return (
-        spec.plan.world_size,
-        spec.hosts,
-        spec.network,
-        spec.speed,
-        spec.device,
-        spec.engine,
-    )
+                    break  # it ended the start; those behind it have not begun
 
 
 def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
@@ -158,11 +148,8 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
     for spec in specs:
         directory = _absolute(folder) / spec.name
         earlier = read_run(directory) if (directory / "spec.json").exists() else None
-        if (
-            not earlier
-            or earlier.spec != spec
-            or earlier.summary.get("status") != "completed"
-        ):
+        same = earlier and earlier.spec == spec
+        if not (same and earlier.summary.get("status") == "completed"):
             try:
                 resolved = resolve(spec, directory)
             except Occupied:
@@ -189,7 +176,7 @@ def prepare(spec: RunSpec, directory: str | Path, *, nodes: int = 1) -> Path:
     return directory
 
 
-def _write_spec(spec: RunSpec, directory: Path, resolved: Resolved) -> None:
+def _write_spec(spec, directory, resolved):
     """Clear what is in the way of a run, and write its spec.json."""
     resolved = replace(resolved, starts=starts(directory, spec, resolved))
     clear(directory, resolved.starts[-1])
@@ -197,14 +184,14 @@ def _write_spec(spec: RunSpec, directory: Path, resolved: Resolved) -> None:
     write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
 
 
-def _absolute(directory: str | Path) -> Path:
+def _absolute(directory) -> Path:
     return Path(directory).expanduser().resolve()
 
 
 def resolve(
     spec: RunSpec, directory: str | Path | None = None, nodes: int = 1
 ) -> Resolved:
-    """What a launch of a spec, into a directory, would run here.
+    """Values that a launch of a spec, into a directory, would run with here.
 
     Raises as `launch` does before it starts a process; writes nothing.
     """
@@ -212,88 +199,85 @@ def resolve(
     device = check(spec, gpus, nodes)
     if spec.power != "auto":
         meter(spec.power, device, gpus)  # a table that cannot be replayed is said here
-    if gpus and (device, spec.dtype) == (
-        "cuda",
-        "bf16",
-    ):  # where a GPU does not compute in it, torch would emulate it
+    if gpus and (device, spec.dtype) == ("cuda", "bf16"):
         import torch
 
+        # torch would emulate it, and a run would measure the emulation
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name()
             raise ValueError(
                 f"dtype='bf16', but {name} does not compute in it; give dtype='fp16'"
             )
     data = _load_data(spec)
-    tokenizer = "bytes" if data.note else spec.tokenizer
     resolved = Resolved(
-        str(spec.plan), spec.plan.world_size, device, data.name, tokenizer, data.note
+        plan=str(spec.plan),
+        ranks=spec.plan.world_size,
+        device=device,
+        data=data.name,
+        tokenizer="bytes" if data.note else spec.tokenizer,
+        data_note=data.note,
     )
-    return (
-        replace(resolved, starts=starts(_absolute(directory), spec, resolved))
-        if directory
-        else resolved
-    )
+    if directory is None:
+        return resolved
+    return replace(resolved, starts=starts(_absolute(directory), spec, resolved))
 
 
 def gpu_count() -> int:
     """CUDA (or ROCm) devices that a run may use; torch is asked only where the system
     shows a driver.
     """
-    drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
-    if not find_spec("torch") or not any(Path(driver).exists() for driver in drivers):
+    has_driver = any(Path(driver).exists() for driver in _DRIVERS)
+    if not has_driver or not find_spec("torch"):
         return 0
     import torch
 
     return torch.cuda.device_count()
 
 
-def _load_data(spec: RunSpec) -> Data:
+def _load_data(spec) -> Data:
     """The data of a run, loaded once here so that the ranks find it; a fall-back is
-    announced and its reason kept.
+    announced and its reason noted.
     """
     shapes = spec.shapes
     data = spec.get_data(spec.download)
     if data.classes > shapes.classes:
         raise ValueError(
-            f"data {data.name} has {data.classes} classes, {spec.model} tells "
-            f"{shapes.classes} apart"
+            f"data {data.name} has {data.classes} classes, "
+            f"{spec.model} tells {shapes.classes} apart"
         )
     if data.vocab > shapes.vocab:
         raise ValueError(
-            f"data {data.name} has {data.vocab} tokens, {spec.model} knows "
-            f"{shapes.vocab}"
+            f"data {data.name} has {data.vocab} tokens, "
+            f"{spec.model} knows {shapes.vocab}"
         )
     return data
 
 
-def _environment(device: str, scratch: Path) -> dict[str, str]:
-    """Environment of the ranks. Jobs that share a compile cache may read each other's
-    half-written files.
-    """
+def _environment(device, scratch) -> dict[str, str]:
+    """Environment of the ranks, this process's with the run's own variables."""
+    paths = [str(PROJECT), os.environ.get("PYTHONPATH")]
     added = {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "MADMAX_LAUNCHER": str(os.getpid()),
+        # jobs that share a compile cache may read each other's half-written files
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
     }
     if device == "cpu":
         added["OMP_NUM_THREADS"] = "1"
-    others = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_NOT_PASSED_ON)
+        if not name.startswith(_NOT_INHERITED)
     }
-    return {**others, **added}
+    return inherited | added
 
 
 def train_command(spec: RunSpec, *directories: str | Path) -> list[str]:
     """Command that starts the ranks of the runs prepared in directories."""
     spread = {"hosts": spec.hosts, "network": spec.network, "speed": spec.speed}
-    return testbed.command(
-        spec.plan.world_size, "madmax_lib.runs.train", *directories, **spread
-    )
+    ranks = spec.plan.world_size
+    return testbed.command(ranks, "madmax_lib.runs.train", *directories, **spread)
 
 
 def measure_links(
@@ -315,119 +299,107 @@ def measure_links(
     ranks = ranks or gpu_count() or 2
     if path:
         Path(path).unlink(missing_ok=True)
+    module = "madmax_lib.runs.measure.links"
+    arguments = [path, size] if path else []
+    command = testbed.command(ranks, module, *arguments, hosts=hosts, network=network)
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = [path, size] if path else []
-        command = testbed.command(
-            ranks,
-            "madmax_lib.runs.measure.links",
-            *arguments,
-            hosts=hosts,
-            network=network,
-        )
-        environment = _environment(device, Path(scratch))
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout_s
+            command,
+            env=_environment(device, Path(scratch)),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     if done.returncode:
-        raise RuntimeError(
-            f"{ranks} ranks failed: "
-            f"{next(iter(_ERROR.findall(done.stderr)), 'no reason given')}"
-        )
+        reason = python_error(done.stderr) or "no reason given"
+        raise RuntimeError(f"{ranks} ranks failed: {reason}")
     return ranks
 
 
-def _start(
-    spec: RunSpec, directories: list[Path], device: str, locks: list[int]
-) -> tuple[str, str]:
+def _start(spec, directories, device, locks) -> tuple[str, str]:
     """Status and error of a start of prepared runs; if it failed, they are in the
     summary of the run that ended it.
     """
     with _terminable(), tempfile.TemporaryDirectory() as scratch:
-        status, error = _run(
-            spec, directories, _environment(device, Path(scratch)), locks
-        )
+        environment = _environment(device, Path(scratch))
+        status, error = _run(spec, directories, environment, locks)
         if status != "completed":
+            failed = current(directories)
             try:
-                write_summary(current(directories), status, error.splitlines()[0])
+                write_summary(failed, status, error.splitlines()[0])
             except (OSError, ValueError) as lost:  # such as a full disk
                 text = f"{error}\nthere is no summary of it: {lost}"
-                raise RunError(text, current(directories), status) from None
+                raise RunError(text, failed, status) from None
     return status, error
 
 
 def _run(
-    spec: RunSpec,
-    directories: list[Path],
-    environment: dict[str, str],
-    locks: list[int],
+    spec,
+    directories,
+    environment,
+    locks,
 ) -> tuple[str, str]:
     """Status and error of a run, or of the first that ends a start; the processes are
     gone when this returns.
     """
     command = train_command(spec, *directories)
+    steps = [directory / "steps.csv" for directory in directories]
     with (directories[0] / "logs" / "launcher.log").open("wb") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         process = subprocess.Popen(
-            command, env=environment, start_new_session=True, pass_fds=locks, **streams
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+            pass_fds=locks,  # the directories stay locked while a rank lives
         )
         try:
-            stalled = _wait(
-                process,
-                [directory / "steps.csv" for directory in directories],
-                spec.timeout_s,
-            )
+            stalled = _wait(process, steps, spec.timeout_s)
         except BaseException:
             _end(process)
             with suppress(OSError, ValueError):
-                write_summary(
-                    current(directories), "interrupted", "the launcher was interrupted"
-                )
+                reason = "the launcher was interrupted"
+                write_summary(current(directories), "interrupted", reason)
             raise
         if stalled:
             _end(process)
-            stale = ", ".join(
-                map(str, deepspeed_locks() if spec.engine == "deepspeed" else ())
-            )
-            why = (
-                f"; DeepSpeed waits for stale lock files, delete them: {stale}"
-                if stale
-                else ""
-            )
-            return (
-                "stalled",
-                f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s{why}",
-            )
-        if (
-            process.returncode < 0
-        ):  # torchrun itself was killed, its ranks see that within a second
+            error = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
+            if spec.engine == "deepspeed" and (locked := deepspeed_locks()):
+                stale = ", ".join(map(str, locked))
+                error += f"; DeepSpeed waits for stale lock files, delete them: {stale}"
+            return "stalled", error
+        # torchrun itself was killed: its ranks see that within a second
+        if process.returncode < 0:
             time.sleep(_ALONE_S)
+            signal_number = -process.returncode
             return (
                 "failed",
-                f"{spec.name}: torchrun was ended by signal {-process.returncode}",
+                f"{spec.name}: torchrun was ended by signal {signal_number}",
             )
     return ("completed", "") if process.returncode == 0 else failure(spec, directories)
 
 
-def _wait(process: subprocess.Popen, steps: list[Path], timeout_s: float) -> bool:
+def _wait(process, steps, timeout_s) -> bool:
     """Wait for the end of a process; True if it makes no progress: no new step for
     longer than the timeout.
     """
     changed_s = time.monotonic()
     size_bytes = 0
+    # ranks that wait for another one end themselves at timeout_s, so give them time
+    most_s = timeout_s + _GRACE_S
     while process.poll() is None:
         time.sleep(_POLL_S)
         now_bytes = sum(path.stat().st_size for path in steps if path.exists())
         if now_bytes != size_bytes:
             changed_s = time.monotonic()
             size_bytes = now_bytes
-        if (
-            time.monotonic() - changed_s > timeout_s + _GRACE_S
-        ):  # ranks that wait for another end themselves
+        if time.monotonic() - changed_s > most_s:
             return True
     return False
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process):
     """End torchrun, which ends its ranks; ranks that lose it end themselves."""
     if process.poll() is not None:
         return
@@ -441,9 +413,8 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextmanager
 def _terminable():
-    """SIGTERM ends the run first and this process then; only the main thread can be
-    told of it.
-    """
+    """SIGTERM ends the run first and this process then."""
+    # Python hands signals to the main thread alone
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -451,12 +422,12 @@ def _terminable():
     def stop(number, frame):
         raise _Terminated
 
-    before = signal.signal(signal.SIGTERM, stop)
+    earlier_handler = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except _Terminated:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, earlier_handler)
         os.kill(os.getpid(), signal.SIGTERM)
         raise SystemExit(128 + signal.SIGTERM) from None  # where SIGTERM was ignored
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, earlier_handler)

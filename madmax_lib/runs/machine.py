@@ -1,5 +1,5 @@
-"""Where does a run take place? Versions, device and memory, and the peak that MFU is
-measured against.
+"""The machine of a run: versions, device and memory, and the peak that MFU is measured
+against.
 """
 
 import ctypes
@@ -29,50 +29,56 @@ _PACKAGES = (
     "datasets",
     "nvidia-ml-py",
 )
+_STATUS = Path("/proc/self/status")
 
 
 def environment(device: str, dtype: str) -> dict:
-    """What env.json tells; collective over the process group. device: cpu or cuda."""
+    """Content of env.json; collective over the process group. device: cpu or cuda."""
     peak, source = peak_flops(device, dtype)
-    on_gpu = device == "cuda"
-    return {
+    versions = {package.name: package.version for package in distributions()}
+    content = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {
-            found.name: found.version
-            for found in distributions()
-            if found.name in _PACKAGES
-        },
+        "packages": {name: versions[name] for name in _PACKAGES if name in versions},
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl": None,
         "backend": dist.get_backend(),
         "ranks": dist.get_world_size(),
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
-        "device_memory_bytes": torch.cuda.get_device_properties().total_memory
-        if on_gpu
-        else None,
+        "device_memory_bytes": None,
         "peak_flops": peak,
         "peak_source": source,
     }
+    if device == "cuda":
+        content["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        memory_bytes = torch.cuda.get_device_properties().total_memory
+        content["device_memory_bytes"] = memory_bytes
+    return content
 
 
 def memory_bytes(device: str) -> dict[str, int | None]:
     """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of
     its process.
     """
-    names = {
-        "allocated": "memory_allocated",
-        "reserved": "memory_reserved",
-        "peak": "max_memory_allocated",
+    cuda = torch.cuda
+    calls = {
+        "memory_allocated_bytes": cuda.memory_allocated,
+        "memory_reserved_bytes": cuda.memory_reserved,
+        "memory_peak_bytes": cuda.max_memory_allocated,
     }
-    on_gpu = device == "cuda"
-    used = {
-        f"memory_{name}_bytes": getattr(torch.cuda, call)() if on_gpu else None
-        for name, call in names.items()
-    }
-    return used | {"host_rss_bytes": _host_rss_bytes()}
+    used = {name: call() if device == "cuda" else None for name, call in calls.items()}
+    # the most that was resident at once since `begin_memory`, or, beyond Linux, ever
+    try:
+        resident_kib = int(re.search(r"VmHWM:\s+(\d+)", _STATUS.read_text())[1])
+        resident_bytes = 1024 * resident_kib
+    except (OSError, TypeError):
+        unit = (
+            1 if sys.platform == "darwin" else 1024
+        )  # bytes, or KiB [man 2 getrusage]
+        resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return used | {"host_rss_bytes": resident_bytes}
 
 
 def begin_memory() -> None:
@@ -81,19 +87,6 @@ def begin_memory() -> None:
     """
     gc.collect()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the high-water mark of the resident set [man 5 proc]
-
-
-def _host_rss_bytes() -> int:
-    """The most memory of this process that was resident at once since `begin_memory`,
-    or, beyond Linux, ever.
-    """
-    with suppress(OSError, TypeError):
-        return 1024 * int(
-            re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
-        )
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        ctypes.CDLL(None).malloc_trim(0)  # glibc's; others lack it
+        # 5 resets the high-water mark of the resident set [man 5 proc]
+        Path("/proc/self/clear_refs").write_text("5")

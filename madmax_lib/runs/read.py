@@ -1,5 +1,5 @@
-"""What does a run directory hold? spec.json, env.json, steps.csv and summary.json, also
-of a run that was cut short.
+"""Files of a run directory: spec.json, env.json, steps.csv and summary.json, also of a
+run that was cut short.
 
 steps.csv has one row per step, appended as the run goes on; an empty value is one that
 the run cannot tell.
@@ -27,15 +27,13 @@ __all__ = [
     "read_runs",
     "read_spec",
     "read_steps",
+    "runs_table",
+    "with_nulls",
+    "write_json",
 ]
-__all__ += ["runs_table", "with_nulls", "write_json"]
 
-PHASES = (
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-)  # of a step, also the labels in its traces
+# of a step, also the labels in its traces
+PHASES = ("data", "forward", "backward", "optimizer")
 COLUMNS = (
     "step",
     *(f"{name}_s" for name in PHASES),  # of rank 0
@@ -56,8 +54,10 @@ COLUMNS = (
     "energy_j",
     "utilization",  # of them, 0..1, by NVML
 )
-_NEW_COLUMNS = ("validation_accuracy", "utilization")  # that earlier runs do not have
-_ALIKE = (
+_NEW_COLUMNS = {"validation_accuracy", "utilization"}  # that earlier runs do not have
+# Fields of a spec that runs share where their speeds can be compared; ranks and global
+# batch may differ, as throughput is per sample.
+_SAME_WORK = (
     "model",
     "sizes",
     "sequence",
@@ -83,7 +83,7 @@ _QUANTITIES = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a launch works out from a spec before the ranks start; "resolved" in
+    """Values that a launch works out from a spec before the ranks start; "resolved" in
     spec.json.
     """
 
@@ -93,9 +93,8 @@ class Resolved:
     data: str  # that is used, as is the tokenizer
     tokenizer: str
     data_note: str = ""  # why that is not the data asked for, else empty
-    starts: tuple[int, ...] = (
-        0,
-    )  # the steps that the run was and is started at; at the last it goes on
+    # steps that the run was and is started at; at the last it goes on
+    starts: tuple[int, ...] = (0,)
 
     def __post_init__(self):
         object.__setattr__(self, "starts", tuple(self.starts))  # JSON has lists
@@ -104,6 +103,9 @@ class Resolved:
 @dataclass(frozen=True)
 class Run:
     """A run directory.
+
+        run = mm.runs.read_run("runs/gpt-tiny_dp2")
+        run.steps["loss"].plot()
 
     directory: its path.
     spec: what was asked for.
@@ -129,14 +131,14 @@ def read_run(directory: str | Path) -> Run:
     """
     directory = Path(directory)
     spec, resolved = read_spec(directory)
-    env, summary = (
-        read_json(directory / f"{name}.json") for name in ("env", "summary")
-    )
+    env = read_json(directory / "env.json")
+    path = directory / "summary.json"
+    summary = read_json(path)
     for name, kind in {"mfu": float, "step_s": dict, "phases_s": dict}.items():
-        if not isinstance(summary.get(name), (kind, type(None))):
+        value = summary.get(name)
+        if value is not None and not isinstance(value, kind):
             raise ValueError(
-                f"{directory / 'summary.json'}: {name}={summary[name]!r} must be of "
-                f"type {kind.__name__}"
+                f"{path}: {name}={value!r} must be of type {kind.__name__}"
             )
     if (mfu := summary.get("mfu") or 0.0) > 1:
         low = f"a peak that is too low, {env.get('peak_source')}"
@@ -145,7 +147,7 @@ def read_run(directory: str | Path) -> Run:
 
 
 def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
-    """What spec.json of a run directory holds. Raises as `read_run` does."""
+    """Content of spec.json of a run directory. Raises as `read_run` does."""
     path = directory / "spec.json"
     if not path.exists():
         raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
@@ -153,10 +155,7 @@ def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
     resolved = content.pop("resolved", None)
     try:
         return RunSpec.from_dict(content), Resolved(**resolved) if resolved else None
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # the second of what is no field of Resolved
+    except (ValueError, TypeError) as error:  # TypeError: no field of Resolved
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -189,13 +188,12 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
     """
     rows = []
+    work = []
     for name, run in runs.items():
         plan = run.spec.plan
         summary = run.summary
         degrees = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
         step_s = summary.get("step_s") or {}
-        busy_s = (summary.get("phases_s") or {}).values()
-        median_s = step_s.get("median")
         row = {
             "run": name,
             "model": run.spec.model,
@@ -204,27 +202,26 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
             "dimensions": sum(degree > 1 for degree in degrees),
             "status": summary.get("status", "unfinished"),
             "reason": summary.get("error", ""),
-            "step_s": median_s,
+            "step_s": step_s.get("median"),
             "step_p25_s": step_s.get("p25"),
             "step_p75_s": step_s.get("p75"),
-            "bubble": max(1 - sum(busy_s) / median_s, 0.0)
-            if plan.pp > 1 and median_s
-            else nan,
+            "bubble": nan,
         }
+        if plan.pp > 1 and row["step_s"]:
+            # phases are those of rank 0; what is left of its step is waiting for stages
+            busy_s = sum((summary.get("phases_s") or {}).values())
+            row["bubble"] = max(1 - busy_s / row["step_s"], 0.0)
         rows.append(row | {quantity: summary.get(quantity) for quantity in _QUANTITIES})
+        same = [getattr(run.spec, field) for field in _SAME_WORK]
+        work.append(str([run.env.get("device"), *same]))
     numbers = ["step_s", "step_p25_s", "step_p75_s", *_QUANTITIES]
-    table = (
-        pd.DataFrame(rows)
-        .astype(dict.fromkeys(numbers, float))
-        .sort_values(["ranks", "run"])
-    )
+    table = pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
+    # first in a group is the run with the fewest ranks; groupby aligns `work`, which is
+    # in order of `runs`, by the index
+    table = table.sort_values(["ranks", "run"])
     speeds = table["samples_per_s"] / table["ranks"]
-    alike = [
-        str([run.env.get("device"), *(getattr(run.spec, field) for field in _ALIKE)])
-        for run in runs.values()
-    ]
-    table["scaling"] = speeds / speeds.groupby(pd.Series(alike)).transform("first")
-    return table.sort_values(["dimensions", "ranks", "run"]).reset_index(drop=True)
+    table["scaling"] = speeds / speeds.groupby(pd.Series(work)).transform("first")
+    return table.sort_values(["dimensions", "ranks", "run"], ignore_index=True)
 
 
 def read_steps(directory: str | Path) -> pd.DataFrame:
@@ -234,27 +231,23 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     Raises ValueError, naming the file, for another table.
     """
     path = Path(directory) / "steps.csv"
-    text = (
-        path.read_text(errors="replace") if path.exists() else ",".join(COLUMNS) + "\n"
-    )
-    names, *rows = [
-        line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()
-    ] or [[]]
-    if not set(COLUMNS).difference(_NEW_COLUMNS) <= set(names) <= set(COLUMNS):
-        raise ValueError(
-            f"{path}: not a table of steps, its columns must be {','.join(COLUMNS)}"
-        )
-    if bad := [number for number, row in enumerate(rows, 2) if len(row) != len(names)]:
-        raise ValueError(f"{path}: line {bad[0]} has not {len(names)} values")
+    text = ",".join(COLUMNS) + "\n"
+    if path.exists():
+        text = path.read_text(errors="replace")
+    complete = text[: text.rfind("\n") + 1].splitlines()
+    names, *rows = [line.split(",") for line in complete] or [[]]
+    if not set(COLUMNS) - _NEW_COLUMNS <= set(names) <= set(COLUMNS):
+        wanted = f"its columns must be {','.join(COLUMNS)}"
+        raise ValueError(f"{path}: not a table of steps, {wanted}")
+    for number, row in enumerate(rows, 2):  # lines from 1, the first has the names
+        if len(row) != len(names):
+            raise ValueError(f"{path}: line {number} has not {len(names)} values")
     try:
-        table = (
-            pd.DataFrame(rows, columns=names)
-            .reindex(columns=list(COLUMNS))
-            .replace("", "nan")
+        table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS))
+        return (
+            table.replace("", "nan")
             .astype(float)
-        )
-        return table.astype(
-            {"step": int, "samples": int, "tokens": int, "overflow": bool}
+            .astype({"step": int, "samples": int, "tokens": int, "overflow": bool})
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -279,7 +272,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def with_nulls(value):
-    """The same with None for NaN and infinity, which JSON does not have."""
+    """The value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: with_nulls(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -93,7 +93,7 @@ class _Hooks:
     def on_train_batch_end(self, *_, **__) -> None:
         self.on_step_end()
 
-    def _begin(self) -> None:
+    def _begin(self):
         profiler = sys.modules["torch"].profiler
         self._profiler = profiler.profile(
             schedule=profiler.schedule(**_SCHEDULE | self._schedule),
@@ -103,7 +103,7 @@ class _Hooks:
         self._profiler.start()
 
 
-def _callback(base: type, directory: str | Path, schedule: dict[str, int]):
+def _callback(base, directory, schedule):
     names = [*_SCHEDULE, "skip_first"]
     if unknown := schedule.keys() - {*names}:
         raise ValueError(f"{min(unknown)} is not one of {', '.join(names)}")
@@ -112,7 +112,7 @@ def _callback(base: type, directory: str | Path, schedule: dict[str, int]):
     return type("TraceCallback", (_Hooks, base), fields)()
 
 
-def _safely(act: Callable[[], None]) -> None:
+def _safely(act):
     """Call, and print what it raises: a summary is not worth a training run."""
     try:
         act()
@@ -128,7 +128,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _print_summary(path: str | Path) -> None:
+def _print_summary(path):
     # late, and by the front door: analyses and pandas load when a trace is there
     import madmax_lib as mm
 
@@ -153,7 +153,9 @@ def _print_summary(path: str | Path) -> None:
         mfu_text = f"unknown ({(messages or ['few FLOPs are known'])[0]})"
     (row,) = mm.breakdown(timeline).to_dict("records")
     count = max(len(steps), 1)
-    times = _times_text(row, count)
+    times = f"a step of {format_s(max(row['total_s'], 1e-12))}"
+    if count > 1:
+        times = f"{count} steps of {format_s(row['total_s'] / count)}"
     if unmarked:
         times += " (no step marks: the whole recording counts as one step)"
     idle = row["idle_s"] / max(row["total_s"], 1e-12)
@@ -164,12 +166,7 @@ def _print_summary(path: str | Path) -> None:
     )
 
 
-def _times_text(row: dict, steps: int) -> str:
-    step = format_s(max(row["total_s"], 1e-12) / steps)
-    return f"{steps} steps of {step}" if steps > 1 else f"a step of {step}"
-
-
-def _comm_text(row: dict, steps: int) -> str:
+def _comm_text(row, steps) -> str:
     """Communication of a step, the part under compute and the part exposed."""
     if not row["comm_s"]:
         return "no communication"

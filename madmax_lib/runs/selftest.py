@@ -1,5 +1,5 @@
-"""Does training work on this machine? One question after another, each answered in a
-line, also where torch is missing.
+"""Checks that training works on this machine: one question after another, each answered
+in a line, also where torch is missing.
 
 What is not there is told, what is there and does not work fails: a GPU that torch
 cannot use, a card without kernels in this build of torch, a driver too old for its
@@ -28,7 +28,7 @@ _ROUNDING = 0.2  # of sums up to 20 in bf16, which has 8 bits
 
 
 class Missing(Exception):
-    """What is asked for is not on this machine."""
+    """Raised where a question's subject is not on this machine."""
 
 
 def answers(
@@ -43,11 +43,8 @@ def answers(
         except Missing as error:
             yield name, "missing", str(error)
         except Exception as error:  # whatever a broken installation raises
-            yield (
-                name,
-                "fails",
-                f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-            )
+            reason = next(iter(str(error).splitlines()), "")
+            yield name, "fails", f"{type(error).__name__}: {reason}"
 
 
 def selftest() -> Iterator[tuple[str, str, str]]:
@@ -55,35 +52,32 @@ def selftest() -> Iterator[tuple[str, str, str]]:
     yield from answers({"driver": _driver, "topology": _topology})
     yield (torch := next(answers({"torch": _torch})))
     if torch[1] != "missing":
-        yield from answers(
-            {"kernels": _kernels, "all-reduce": _all_reduce, "power meter": _meter}
-        )
+        questions = {"kernels": _kernels, "all-reduce": _all_reduce}
+        yield from answers(questions | {"power meter": _meter})
 
 
-def _smi(*arguments: str) -> list[str]:
+def _smi(*arguments) -> list[str]:
     if not shutil.which("nvidia-smi"):
         raise Missing("nothing of NVIDIA here: runs use the CPU")
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=20, check=True
-    ).stdout.splitlines()
+    options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
+    return subprocess.run(command, **options).stdout.splitlines()
 
 
 def _driver() -> str:
-    return "; ".join(
-        _smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    )
+    fields = "--query-gpu=name,memory.total,driver_version"
+    return "; ".join(_smi(fields, "--format=csv,noheader"))
 
 
 def _topology() -> str:
-    """How the first GPU reaches the others, in nvidia-smi's words: NV is NVLink, PIX to
-    SYS are ways over PCIe.
-    """
-    return next(
-        " ".join(line.split()[1:])
-        for line in _smi("topo", "-m")
-        if line.startswith("GPU0")
-    )
+    """Links of the first GPU to the others, in nvidia-smi's words."""
+    # NV is NVLink, PIX to SYS are ways over PCIe, X is the GPU itself. The table has a
+    # header, which begins with a blank, and rows of network cards after those of GPUs.
+    for line in _smi("topo", "-m"):
+        if line.startswith("GPU0"):
+            links = line.split()[1:]
+            return " ".join(links)
+    raise Missing("nvidia-smi knows no topology")
 
 
 def _torch() -> str:
@@ -94,30 +88,24 @@ def _torch() -> str:
         raise Missing("is not installed: training runs [run]")
     import torch
 
+    version = torch.__version__
     cuda = torch.version.cuda
-    with suppress(Missing):
+    with suppress(Missing):  # without a driver torch need not see a GPU
         driver = int(re.search(r"(\d+)[.\d]*$", _driver())[1])
         if not cuda:
             raise RuntimeError(
-                f"{torch.__version__} is built for CPUs and leaves the GPU idle; "
+                f"{version} is built for CPUs and leaves the GPU idle; "
                 "install one for CUDA"
             )
-        if driver < (least := _LEAST_DRIVERS.get(cuda.split(".")[0], 0)):
-            raise RuntimeError(
-                f"{torch.__version__} with CUDA {cuda} needs driver {least}, this is "
-                f"{driver}"
-            )
+        least = _LEAST_DRIVERS.get(cuda.split(".")[0], 0)
+        if driver < least:
+            needs = f"needs driver {least}, this is {driver}"
+            raise RuntimeError(f"{version} with CUDA {cuda} {needs}")
         if not torch.cuda.is_available():
-            raise RuntimeError(
-                f"{torch.__version__} sees no GPU, though nvidia-smi does"
-            )
-    count = torch.cuda.device_count()
-    devices = (
-        f"{count} x {torch.cuda.get_device_name()}"
-        if count
-        else f"{os.cpu_count()} CPU cores"
-    )
-    return f"{torch.__version__}, {devices}"
+            raise RuntimeError(f"{version} sees no GPU, though nvidia-smi does")
+    if count := torch.cuda.device_count():
+        return f"{version}, {count} x {torch.cuda.get_device_name()}"
+    return f"{version}, {os.cpu_count()} CPU cores"
 
 
 def _kernels() -> str:
@@ -127,36 +115,33 @@ def _kernels() -> str:
     from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    cards = {
-        "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        for device in devices
-    }
-    about = (
-        f"{' '.join(cards)}, torch is built for {' '.join(torch.cuda.get_arch_list())}"
-        if devices
-        else "cpu"
-    )
+    about = "cpu"
+    if devices:
+        capability = torch.cuda.get_device_capability
+        cards = {"sm_{}{}".format(*capability(device)) for device in devices}
+        built = " ".join(torch.cuda.get_arch_list())
+        about = f"{' '.join(cards)}, torch is built for {built}"
     for device, (name, dtype) in product(devices or ["cpu"], TORCH_DTYPES.items()):
+        # a square matrix, so that it can be multiplied by itself
         a = torch.linspace(-1, 1, 64 * 64).reshape(64, 64).to(dtype)
+        exact = a.double() @ a.double()
         try:  # a card that nothing was built for shows it here first
-            error = (
-                ((a.to(device) @ a.to(device)).cpu().double() - a.double() @ a.double())
-                .abs()
-                .max()
-                .item()
-            )
+            result = (a.to(device) @ a.to(device)).cpu().double()
         except RuntimeError as reason:
             raise RuntimeError(f"{name} on {device} ({about}): {reason}") from None
+        error = (result - exact).abs().max().item()
         if not error < _ROUNDING:
             raise RuntimeError(f"a product in {name} on {device} is wrong by {error:g}")
     return f"products in {', '.join(TORCH_DTYPES)} on {about}"
 
 
 def _all_reduce() -> str:
-    return (
-        f"{measure_links(timeout_s=_ANSWER_S)} ranks over "
-        f"{'nccl' if gpu_count() else 'gloo'}"
-    )
+    """Ranks of a start of torchrun that have summed a number."""
+    # one rank per GPU, or two processes on a CPU; a firewall or a name that does not
+    # resolve shows here
+    ranks = measure_links(timeout_s=_ANSWER_S)
+    backend = "nccl" if gpu_count() else "gloo"
+    return f"{ranks} ranks over {backend}"
 
 
 def _meter() -> str:

@@ -1,4 +1,4 @@
-"""How is a model trained, whatever its layout? Batch, precision, optimizer and options,
+"""Settings of training, whatever the layout: batch, precision, optimizer and options,
 without torch.
 """
 
@@ -16,19 +16,14 @@ _TYPES = {
     "int": int,
     "float": (int, float),
 }
-_POSITIVE = (
-    "steps",
-    "global_batch",
-    "learning_rate",
-    "timeout_s",
-    "ranks",
-    "speed",
-)  # others may be zero
+# other numbers may be zero
+_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks", "speed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a model is trained. Raises ValueError naming field, value and rule.
+    """Options of training that hold in any layout. Raises ValueError naming field, value
+    and rule.
 
     global_batch: samples per step over all ranks (8).
     sequence: tokens per sample, 0 for the model's own (0).
@@ -71,9 +66,8 @@ class Settings:
         for item in fields(self):
             check_value(item.name, item.type, getattr(self, item.name))
         if self.dtype not in self._dtypes:
-            raise ValueError(
-                f"dtype={self.dtype!r} is not one of {', '.join(self._dtypes)}"
-            )
+            names = ", ".join(self._dtypes)
+            raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
 
 
 def check_value(name: str, kind: str, value: object) -> None:
@@ -83,19 +77,17 @@ def check_value(name: str, kind: str, value: object) -> None:
     kind, _, optional = kind.partition(" | ")
     if value is None and optional:
         return
-    fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (
-        kind == "bool"
-    )
+    # True is an int to Python, and no number to a user
+    is_bool = isinstance(value, bool)
+    fits = isinstance(value, _TYPES[kind]) and is_bool == (kind == "bool")
     rule = f"of type {kind}"
-    least = int(name in _POSITIVE)
     if kind in ("int", "float"):
-        sign = "positive" if least else "non-negative"
-        rule = (
-            f"a whole number of at least {least} and below 2^40"
-            if kind == "int"
-            else f"a {sign} number below 2^40"
-        )
-        fits = fits and 0 <= value < 2**40 and (value > 0 or not least)
+        positive = name in _POSITIVE
+        sign = "positive" if positive else "non-negative"
+        rule = f"a {sign} number below 2^40"
+        if kind == "int":
+            rule = f"a whole number of at least {int(positive)} and below 2^40"
+        fits = fits and 0 <= value < 2**40 and (value > 0 or not positive)
     if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
         raise ValueError(f"{name}={value!r} must be {rule}")
     for item in value if kind == "tuple" else ():

@@ -1,4 +1,5 @@
-"""What is to be run? `RunSpec`: model, strategy, settings and data, with their checks.
+"""`RunSpec`, a training run to be launched: model, strategy, settings and data, with
+their checks.
 
 Everything that can be refused is refused here or in `check`, in one line and before a
 process starts; torch is not imported. The strategy is the text form of a `Plan`,
@@ -7,7 +8,6 @@ perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -30,6 +30,9 @@ _DEVICES = ("auto", "cpu", "cuda")
 class RunSpec(Settings):
     """One training run; further fields are those of `Settings`. Raises ValueError
     naming field, value and rule.
+
+        spec = mm.RunSpec(model="gpt-tiny", strategy="dp2.z3", steps=12)
+        directory = mm.launch(spec, "runs/first")
 
     model: name of a model that runs here, one of `runs.model.models.MODELS` (gpt-tiny).
     strategy: text form of a Plan, perhaps with @deepspeed (dp1).
@@ -87,35 +90,31 @@ class RunSpec(Settings):
             object.__setattr__(self, "speed", tuple(self.speed))
         super().__post_init__()
         if self.device not in _DEVICES:
-            raise ValueError(
-                f"device={self.device!r} is not one of {', '.join(_DEVICES)}"
-            )
+            names = ", ".join(_DEVICES)
+            raise ValueError(f"device={self.device!r} is not one of {names}")
         if self.engine not in _ENGINES:
-            known = ", ".join(_ENGINES)
             raise ValueError(
                 f"engine {self.engine!r} in strategy {self.strategy!r} is not one of "
-                f"{known}"
+                f"{', '.join(_ENGINES)}"
             )
-        plan, at, engine = self.strategy.lower().replace(" ", "").partition("@")
-        object.__setattr__(
-            self,
-            "strategy",
-            (plan or "dp1") + (at + engine if self.engine != "torch" else ""),
-        )
-        object.__setattr__(self, "network", testbed.canonical(self.network))
-        object.__setattr__(self, "model", models.name(self.model))
-        object.__setattr__(
-            self,
-            "data",
-            batches.canonical(self.data or batches.default_name(self.kind)),
-        )
+        # One spelling of each text, so that equal runs are equal specs.
+        text, at, engine = self.strategy.lower().replace(" ", "").partition("@")
+        spelling = {
+            "strategy": (text or "dp1") + (at + engine) * (self.engine != "torch"),
+            "network": testbed.canonical(self.network),
+            "model": models.name(self.model),
+        }
+        for name, value in spelling.items():
+            object.__setattr__(self, name, value)
+        data = self.data or batches.default_name(self.kind)
+        object.__setattr__(self, "data", batches.canonical(data))
         plan = self.plan
         if self.ranks not in (None, plan.world_size):
-            degrees = (
-                f"dp x tp x pp x cp = {plan.dp} x {plan.tp} x {plan.pp} x "
-                f"{plan.cp} = {plan.world_size}"
+            product = f"{plan.dp} x {plan.tp} x {plan.pp} x {plan.cp}"
+            raise ValueError(
+                f"dp x tp x pp x cp = {product} = {plan.world_size}, "
+                f"but ranks={self.ranks}"
             )
-            raise ValueError(f"{degrees}, but ranks={self.ranks}")
 
     @property
     def shapes(self) -> Transformer:
@@ -129,7 +128,7 @@ class RunSpec(Settings):
 
     @property
     def engine(self) -> str:
-        """What splits the model: torch, or deepspeed."""
+        """Library that splits the model: torch, or deepspeed."""
         return self.strategy.partition("@")[2].strip().lower() or "torch"
 
     @property
@@ -144,10 +143,8 @@ class RunSpec(Settings):
         if any(part.startswith("mb") for part in text.lower().split(".")):
             return plan
         share = max(self.global_batch // plan.dp, 1)
-        count = next(
-            (number for number in range(plan.pp, share) if share % number == 0), share
-        )
-        return replace(plan, micro_batch=share // count)
+        counts = (count for count in range(plan.pp, share) if share % count == 0)
+        return replace(plan, micro_batch=share // next(counts, share))
 
     @property
     def name(self) -> str:
@@ -161,24 +158,18 @@ class RunSpec(Settings):
         spread = f"_{self.hosts}x{self.network or 'host'}" if self.hosts > 1 else ""
         return f"{self.model}_{self.strategy.replace('@', '_')}{adapters}{spread}"
 
-    @property
-    def digest(self) -> str:
-        """Eight letters that differ from those of any other spec."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
-
     def get_data(self, allow_download: bool = False) -> batches.Data:
         """The data of the run, in the shape that the model takes; falls back as
         `batches.get_data` does.
         """
         shapes = self.shapes
-        return batches.get_data(
-            self.data,
-            allow_download,
+        shape = batches.SampleShape(
             image=shapes.image or 32,
             classes=shapes.classes or 10,
             sequence=self.sequence or shapes.sequence,
-            by=self.tokenizer,
-            seed=self.seed,
+        )
+        return batches.get_data(
+            self.data, shape, self.tokenizer, self.seed, allow_download
         )
 
     @classmethod
@@ -209,15 +200,14 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     checks.check(spec.plan, shapes, spec, spec.engine)
     if spec.engine == "deepspeed":
         checks.check_deepspeed()
-    if (kind := batches.kind_of(spec.data)) != spec.kind:
+    kind = batches.kind_of(spec.data)
+    if kind != spec.kind:
         raise ValueError(
             f"data {spec.data} is {kind}, but {spec.model} is trained on {spec.kind}"
         )
     if spec.sequence and spec.kind == "images":
-        raise ValueError(
-            f"sequence={spec.sequence} is for text; {spec.model} has "
-            f"{shapes.sequence} tokens per image"
-        )
+        tokens = f"{spec.model} has {shapes.sequence} tokens per image"
+        raise ValueError(f"sequence={spec.sequence} is for text; {tokens}")
     if spec.power not in ("auto", "none") and not Path(spec.power).is_file():
         raise FileNotFoundError(
             f"power={spec.power!r} is neither auto, none nor a CSV file to replay"
@@ -225,26 +215,30 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     if spec.profile_memory and not spec.profile:
         raise ValueError("profile_memory=True needs profile=True, whose trace it is in")
     if spec.lora_rank > shapes.hidden:
-        raise ValueError(
-            f"lora_rank={spec.lora_rank} exceeds hidden={shapes.hidden} of {spec.model}"
-        )
+        hidden = f"hidden={shapes.hidden} of {spec.model}"
+        raise ValueError(f"lora_rank={spec.lora_rank} exceeds {hidden}")
     if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
-        raise FileNotFoundError(
-            f"weights={spec.weights!r} has no .safetensors file with weights of "
-            f"{spec.model}"
-        )
-    device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
+        lacks = f"has no .safetensors file with weights of {spec.model}"
+        raise FileNotFoundError(f"weights={spec.weights!r} {lacks}")
     testbed.check_hosts(spec.hosts, spec.network, spec.speed, ranks)
+    return _device(spec, ranks, gpus, nodes)
+
+
+def _device(spec, ranks, gpus, nodes) -> str:
+    """The device of a run; refuses GPUs that are not here."""
+    device = spec.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
     if device == "cuda" and (spec.hosts > 1 or spec.speed):
         raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
     if nodes > 1 and not gpus and spec.device == "auto":
+        # a login node prepares runs of others, whose GPUs it cannot see
+        say = "say device='cuda' or 'cpu', as this may be none of them"
+        raise ValueError(f"{nodes} nodes, and no GPU here: {say}")
+    present = gpus * nodes
+    if device == "cuda" and ranks > present and (gpus or nodes == 1):
         raise ValueError(
-            f"{nodes} nodes, and no GPU here: say device='cuda' or 'cpu', as this "
-            "may be none of them"
-        )
-    if device == "cuda" and ranks > gpus * nodes and (gpus or nodes == 1):
-        raise ValueError(
-            f"{spec.strategy} needs {ranks} GPUs, {gpus * nodes} present; "
+            f"{spec.strategy} needs {ranks} GPUs, {present} present; "
             "device='cpu' runs it on a CPU"
         )
     return device

@@ -1,14 +1,15 @@
-"""How fast was a run, really? steps.csv and what is known of the run, to throughput,
-MFU, HFU, memory and energy.
+"""Throughput, MFU, HFU, memory and energy of a run, from its steps.csv and its spec.
 
 Throughput is the real samples of the steps that count over their wall time. Left out
 are warm-up steps, short batches, steps whose optimizer was skipped (overflow) and,
-where at least three others remain, profiled ones. MFU = model FLOPs / (wall time x
-peak) [PaLM, arXiv 2204.02311], HFU counts recomputed work too. Waiting for data is in
-the wall time; `data_share` tells its part.
+where at least three others remain, profiled ones. Waiting for data is in the wall time; `data_share` tells its part.
+
+    MFU = model FLOPs / (wall time x peak)      [PaLM, arXiv 2204.02311, appendix B]
+
+HFU counts recomputed work too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -37,21 +38,16 @@ def counted_steps(
     """
     largest = steps["samples"].max() if len(steps) else 0
     reason = pd.Series("", index=steps.index, dtype=object)
+    # a later line overrules an earlier one
     reason[steps["step"].isin(profiled)] = "profiled"
     reason[steps["samples"] < largest] = "short"
     reason[steps["overflow"].astype(bool)] = "overflow"
     for start in starts:
-        reason[steps["step"].between(start, start + warmup, inclusive="left")] = (
-            "warm-up"
-        )
-    if ((reason == "") | (reason == "profiled")).sum() and (
-        reason == ""
-    ).sum() < _LEAST:
+        reason[steps["step"].between(start, start + warmup - 1)] = "warm-up"
+    if (reason == "").sum() < _LEAST:
         reason[reason == "profiled"] = ""
-    dropped = {
-        name: int((reason == name).sum())
-        for name in ("warm-up", "short", "overflow", "profiled")
-    }
+    causes = ("warm-up", "short", "overflow", "profiled")
+    dropped = {cause: int((reason == cause).sum()) for cause in causes}
     return steps[reason == ""], dropped
 
 
@@ -69,32 +65,32 @@ def flops_per_sample(
     """
     sequence = sequence or shapes.sequence
     forward = shapes.forward_flops(1, sequence)
-    again = {
-        "none": 0.0,
-        "selective": _core_flops(shapes, sequence),
-        "full": forward - _ends_flops(shapes, sequence),
-    }
-    model = (2 if frozen else 3) * forward
-    counted = "2 x forward (frozen weights)" if frozen else "3 x forward"
-    formula = (
-        f"model: {counted}, matrix products only, attention dense; hardware: "
-        f"plus recompute={recompute}"
-    )
+    recomputed = 0.0
+    if recompute == "selective":
+        # scores, and their product with the values: 2 S^2 width each, in every layer
+        recomputed = 4 * sequence**2 * shapes.core_width * shapes.layers
+    elif recompute == "full":
+        recomputed = forward - _ends_flops(shapes, sequence)
+    # the backward pass takes two products for one of the forward pass: the gradient of
+    # its input, and that of a weight, unless the weight is frozen
+    passes = 2 if frozen else 3
+    counted = f"{passes} x forward" + " (frozen weights)" * frozen
+    products = f"model: {counted}, matrix products only, attention dense"
     return {
         "forward": forward,
-        "model": model,
-        "hardware": model + again[recompute],
-        "formula": formula,
+        "model": passes * forward,
+        "hardware": passes * forward + recomputed,
+        "formula": f"{products}; hardware: plus recompute={recompute}",
     }
 
 
 def _summarise(
-    steps: pd.DataFrame,
+    steps,
     *,
-    flops: Mapping[str, float],
-    devices: int,
-    peak_flops: float = nan,
-    power_cap_w: float = nan,
+    flops,
+    devices,
+    peak_flops=nan,
+    power_cap_w=nan,
     **counting,
 ) -> dict:
     """Throughput, times, use of the devices, memory and energy of the steps that count.
@@ -108,27 +104,32 @@ def _summarise(
     if missing := [name for name in needed if name not in steps.columns]:
         raise ValueError(f"steps lack the column(s) {', '.join(missing)}")
     counted, dropped = counted_steps(steps, **counting)
-    wall_s, samples, tokens = (
-        float(counted[name].sum()) for name in ("total_s", "samples", "tokens")
-    )
-    rate = samples / wall_s if wall_s else nan
-    share = rate / (devices * peak_flops)
+    wall_s = float(counted["total_s"].sum()) or nan
+    samples = float(counted["samples"].sum())
+    tokens = float(counted["tokens"].sum())
+    step_s = counted["total_s"]
+    peak = devices * peak_flops
+    rate = samples / wall_s
+    profiled = counted["step"].isin(counting.get("profiled", ()))
     return {
         "steps": len(steps),
         "steps_counted": len(counted),
         "steps_dropped": dropped,
-        "includes_profiled": bool(
-            counted["step"].isin(counting.get("profiled", ())).any()
-        ),
-        "step_s": _quartiles(counted["total_s"]),
+        "includes_profiled": bool(profiled.any()),
+        "step_s": {
+            "median": step_s.median(),
+            "p25": step_s.quantile(0.25),
+            "p75": step_s.quantile(0.75),
+            "mean": step_s.mean(),
+        },
         "phases_s": {
             name: _aggregate(counted, f"{name}_s", "median") for name in PHASES
         },
         "samples_per_s": rate,
-        "tokens_per_s": tokens / wall_s if wall_s else nan,
-        "data_share": _aggregate(counted, "data_s", "sum") / wall_s if wall_s else nan,
-        "mfu": share * flops["model"],
-        "hfu": share * flops["hardware"],
+        "tokens_per_s": tokens / wall_s,
+        "data_share": _aggregate(counted, "data_s", "sum") / wall_s,
+        "mfu": rate * flops["model"] / peak,
+        "hfu": rate * flops["hardware"] / peak,
         "flops_per_sample": dict(flops),
         "peak_flops_per_device": peak_flops,
         "devices": devices,
@@ -139,7 +140,7 @@ def _summarise(
         "validation_accuracy_last": _last(steps, "validation_accuracy"),
         "memory_peak_bytes": _aggregate(steps, "memory_peak_bytes", "max"),
         "host_rss_bytes": _aggregate(steps, "host_rss_bytes", "max"),
-        **_energy(counted, samples, tokens, power_cap_w),
+        **_energy(counted, power_cap_w),
         "utilization": _aggregate(counted, "utilization", "mean"),
     }
 
@@ -153,11 +154,11 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
     run = read_run(directory)
     spec = run.spec
     env = run.env
+    frozen = spec.lora_rank > 0
+    flops = flops_per_sample(spec.shapes, spec.sequence, spec.plan.recompute, frozen)
     figures = _summarise(
         run.steps,
-        flops=flops_per_sample(
-            spec.shapes, spec.sequence, spec.plan.recompute, frozen=spec.lora_rank > 0
-        ),
+        flops=flops,
         devices=spec.plan.world_size,
         peak_flops=env.get("peak_flops") or nan,
         power_cap_w=env.get("power_cap_w") or nan,
@@ -173,58 +174,47 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
         "plan": str(spec.plan),
         "data": env.get("data", spec.data),
         "parameters": spec.shapes.parameters,
-        **{name: env.get(name) for name in ("device", "peak_source", "power_source")},
     }
+    for name in ("device", "peak_source", "power_source"):
+        about[name] = env.get(name)
     summary = about | figures | more
     write_json(directory / "summary.json", summary)
     return summary
 
 
-def _core_flops(shapes: Transformer, sequence: int) -> float:
-    """Scores and their product with the values, of all layers."""
-    return 4 * sequence**2 * shapes.core_width * shapes.layers
-
-
-def _ends_flops(shapes: Transformer, sequence: int) -> float:
+def _ends_flops(shapes, sequence) -> float:
     """Embedding and head, which are not recomputed."""
     if not shapes.image:
-        return shapes.forward_flops(1, sequence) - replace(
-            shapes, vocab=0
-        ).forward_flops(1, sequence)
+        layers_alone = replace(shapes, vocab=0)
+        forward = shapes.forward_flops(1, sequence)
+        return forward - layers_alone.forward_flops(1, sequence)
+    # a patch has patch^2 pixels of three colours; the class token is none
     patches = 2 * (sequence - 1) * 3 * shapes.patch**2 * shapes.hidden
     return patches + 2 * shapes.hidden * shapes.classes
 
 
-def _energy(
-    counted: pd.DataFrame, samples: float, tokens: float, cap_w: float
-) -> dict[str, float]:
-    joule = (
-        counted["energy_j"].sum(min_count=max(len(counted), 1))
-        if "energy_j" in counted
-        else nan
-    )
-    parts = {"power_w": counted["total_s"].sum(), "energy_per_step_j": len(counted)}
-    parts |= {"energy_per_sample_j": samples, "energy_per_token_j": tokens}
+def _energy(counted, cap_w) -> dict[str, float]:
+    """Mean power, and energy by what it is spread over; NaN if a step has none."""
+    joule = nan
+    if len(counted) and "energy_j" in counted:
+        joule = counted["energy_j"].sum(skipna=False)
+    spread_over = {
+        "power_w": counted["total_s"].sum(),
+        "energy_per_step_j": len(counted),
+        "energy_per_sample_j": counted["samples"].sum(),
+        "energy_per_token_j": counted["tokens"].sum(),
+    }
     energy = {
-        name: float(joule / count) if count else nan for name, count in parts.items()
+        name: float(joule / amount) if amount else nan
+        for name, amount in spread_over.items()
     }
     return energy | {"power_cap_w": cap_w, "power_share": energy["power_w"] / cap_w}
 
 
-def _quartiles(values: pd.Series) -> dict[str, float]:
-    """Median, quartiles and mean."""
-    return {
-        "median": values.median(),
-        "p25": values.quantile(0.25),
-        "p75": values.quantile(0.75),
-        "mean": values.mean(),
-    }
-
-
-def _aggregate(table: pd.DataFrame, column: str, how: str) -> float:
+def _aggregate(table, column, how) -> float:
     return float(table[column].agg(how)) if column in table and len(table) else nan
 
 
-def _last(table: pd.DataFrame, column: str) -> float:
+def _last(table, column) -> float:
     values = table[column].dropna() if column in table else ()
     return float(values.iloc[-1]) if len(values) else nan

@@ -1,5 +1,5 @@
-"""How are the ranks of a run spread over hosts that do not exist? Network namespaces of
-Linux, joined at a stated rate.
+"""Ranks of a run spread over hosts that do not exist: network namespaces of Linux, joined
+at a stated rate.
 
 Each host is a namespace with one address. A switch in a further one joins their
 uplinks, and a token bucket shapes each of them both ways; ranks of one host talk over
@@ -38,22 +38,20 @@ _TOOLS = {
     "mount": "mount",
 }
 _MOST_HOSTS = 64
-# that a token bucket keeps
+# rates that a token bucket holds
 _LEAST_BITS_PER_S = 1e4
 _MOST_BITS_PER_S = 1e12
 _POLL_S = 0.05
 _GRACE_S = 15.0
 _PORT = 29500  # each host has ports of its own
-_PACKETS_BYTES = (
-    16 * 1024,
-    64 * 1024,
-)  # that TCP hands over at once, at least and at most
+# that TCP hands over at once, at least and at most
+_PACKETS_BYTES = (16 * 1024, 64 * 1024)
 # what a token bucket may save up, two packets at least, and how long one may wait
 _BURST_S = 2e-4
 _QUEUE_MS = 200
 # whatever the system's own: a link that neither loses nor paces packets
 _TCP = "congctl reno initcwnd 64 initrwnd 64"
-# of a quota: short beside a step; the kernel wants a quota of 1 ms
+# of a quota: short beside a step, and a tenth of it is the 1 ms that the kernel wants
 _PERIOD_US = 10_000
 _LEAST_SPEED = 0.1
 
@@ -69,7 +67,7 @@ def canonical(network: str) -> str:
     return re.sub(r"\s+|/s$", "", network.strip().lower())
 
 
-def _rate_bits_per_s(network: str) -> float:
+def _rate_bits_per_s(network) -> float:
     match = _RATE.fullmatch(network.strip())
     rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
     if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
@@ -92,16 +90,14 @@ def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) 
         raise ValueError(f"{ranks} ranks cannot be spread evenly over hosts={hosts}")
     if canonical(network) and hosts == 1:
         raise ValueError(f"network={network!r} joins hosts, but hosts=1")
-    if speed and (
-        len(speed) != ranks or not all(_LEAST_SPEED <= share <= 1 for share in speed)
-    ):
-        raise ValueError(
-            f"speed={list(speed)} must be shares {_LEAST_SPEED}..1 of a core for "
-            f"each of {ranks} ranks"
-        )
+    shares = f"speed={list(speed)}"
+    in_range = all(_LEAST_SPEED <= share <= 1 for share in speed)
+    if speed and not (len(speed) == ranks and in_range):
+        rule = f"shares {_LEAST_SPEED}..1 of a core for each of {ranks} ranks"
+        raise ValueError(f"{shares} must be {rule}")
     if hosts == 1 and not speed:
         return
-    asked = f"hosts={hosts}" if hosts > 1 else f"speed={list(speed)}"
+    asked = f"hosts={hosts}" if hosts > 1 else shares
     if sys.platform != "linux":
         raise OSError(f"{asked}: network namespaces and quotas need Linux")
     for tool, package in _TOOLS.items():
@@ -111,12 +107,12 @@ def check_hosts(hosts: int, network: str, speed: tuple[float, ...], ranks: int) 
             )
     probe = subprocess.run([*_unshare(), "true"], capture_output=True, text=True)
     if probe.returncode:
+        reason = probe.stderr.strip()
+        raise PermissionError(f"{asked} needs root or user namespaces: {reason}")
+    root = _group_root()
+    if speed and not os.access(root, os.W_OK):
         raise PermissionError(
-            f"{asked} needs root or user namespaces: {probe.stderr.strip()}"
-        )
-    if speed and not os.access(_group_root(), os.W_OK):
-        raise PermissionError(
-            f"{asked} needs the right to make control groups in {_group_root()}"
+            f"{asked} needs the right to make control groups in {root}"
         )
 
 
@@ -132,29 +128,18 @@ def command(
     `check_hosts`.
     """
     if hosts == 1 and not speed:
-        return _torchrun(
-            ["--standalone", "--local-addr", "127.0.0.1"], ranks, module, *arguments
-        )
-    spread = [ranks, hosts, network, ",".join(map(str, speed)), module, *arguments]
-    return [
-        *_unshare(),
-        sys.executable,
-        "-m",
-        "madmax_lib.runs.testbed",
-        *map(str, spread),
-    ]
+        local = ("--standalone", "--local-addr", "127.0.0.1")
+        return _torchrun(local, ranks, module, *arguments)
+    python = [sys.executable, "-m", "madmax_lib.runs.testbed"]
+    shares = ",".join(map(str, speed))
+    values = (ranks, hosts, network, shares, module, *arguments)
+    return [*_unshare(), *python, *map(str, values)]
 
 
-def _torchrun(place: list, ranks: int, module: str, *arguments: object) -> list[str]:
-    agent = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *map(str, place),
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    return [*agent, "-m", module, *map(str, arguments)]
+def _torchrun(rendezvous, ranks, module, *arguments) -> list[str]:
+    python = [sys.executable, "-m", "torch.distributed.run"]
+    options = (*rendezvous, "--nproc-per-node", ranks, "-m", module, *arguments)
+    return [*python, *map(str, options)]
 
 
 def join(rank: int) -> None:
@@ -164,13 +149,11 @@ def join(rank: int) -> None:
 
 
 def spread() -> tuple[int, list[float]]:
-    """Of the run that this process is a rank of: hosts, and share of a core that each
+    """Hosts of the run that this process is a rank of, and share of a core that each
     rank has (all of it if empty).
     """
-    hosts, speed = (
-        os.environ.get(f"MADMAX_TESTBED_{name}", "") for name in ("HOSTS", "SPEED")
-    )
-    return int(hosts or 1), _shares(speed)
+    hosts = os.environ.get("MADMAX_TESTBED_HOSTS") or 1
+    return int(hosts), _shares(os.environ.get("MADMAX_TESTBED_SPEED", ""))
 
 
 def main(
@@ -182,19 +165,13 @@ def main(
     os.environ |= {"MADMAX_TESTBED_HOSTS": hosts, "MADMAX_TESTBED_SPEED": speed}
     with _groups(_shares(speed)) as environment:
         addresses = _join_hosts(int(hosts), network)
+        rendezvous = ("--master-addr", addresses[0], "--master-port", _PORT)
+        rendezvous += ("--nnodes", hosts)
         agents = []
         try:
             for host, address in enumerate(addresses):
-                place = [
-                    "--nnodes",
-                    hosts,
-                    "--node-rank",
-                    host,
-                    "--local-addr",
-                    address,
-                ]
-                place += ["--master-addr", addresses[0], "--master-port", _PORT]
-                agent = _torchrun(place, int(ranks) // int(hosts), module, *arguments)
+                node = (*rendezvous, "--node-rank", host, "--local-addr", address)
+                agent = _torchrun(node, int(ranks) // int(hosts), module, *arguments)
                 inside = ["nsenter", f"--net=/run/netns/host{host}", *agent]
                 agents.append(
                     subprocess.Popen(
@@ -208,18 +185,14 @@ def main(
 
 def _unshare() -> list[str]:
     """Prefix of a command whose mounts and network namespaces nobody else sees."""
-    return [
-        "unshare",
-        "--mount",
-        "--net",
-        *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]),
-        "--",
-    ]
+    # without root, a namespace of users in which this one is
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", "--mount", "--net", *as_root, "--"]
 
 
-def _join_hosts(hosts: int, network: str) -> list[str]:
+def _join_hosts(hosts, network) -> list[str]:
     """Make the hosts and their links; addresses of the hosts."""
-    _call("mount -t tmpfs tmpfs /run")  # where ip keeps the names of its namespaces
+    _call("mount -t tmpfs tmpfs /run")  # where ip names its namespaces
     Path("/run/netns").mkdir()
     _call(
         "ip netns add switch",
@@ -228,35 +201,34 @@ def _join_hosts(hosts: int, network: str) -> list[str]:
     )
     addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
     for host, address in enumerate(addresses):
-        on_host = f"host{host}"
-        on_switch = f"port{host}"
+        port = f"port{host}"  # on the switch
+        ip = f"ip -n host{host}"
         _call(
-            f"ip netns add {on_host}",
-            f"ip -n {on_host} link add eth0 type veth peer name {on_switch} netns "
-            "switch",
-            f"ip -n {on_host} addr add {address}/24 dev eth0",
-            f"ip -n {on_host} link set lo up",
-            f"ip -n {on_host} link set eth0 up",
-            f"ip -n switch link set {on_switch} master joint up",
+            f"ip netns add host{host}",
+            f"{ip} link add eth0 type veth peer name {port} netns switch",
+            f"{ip} addr add {address}/24 dev eth0",
+            f"{ip} link set lo up",
+            f"{ip} link set eth0 up",
+            f"ip -n switch link set {port} master joint up",
         )
         if network:
-            rate = _rate_bits_per_s(network)
-            packet_bytes = int(
-                min(max(_BURST_S * rate / 8 / 2, _PACKETS_BYTES[0]), _PACKETS_BYTES[1])
-            )
-            burst_bytes = int(max(_BURST_S * rate / 8, 2 * packet_bytes))
-            bucket = f"tbf rate {rate:.0f}bit burst {burst_bytes} latency {_QUEUE_MS}ms"
-            _call(f"ip -n {on_host} link set eth0 gso_max_size {packet_bytes}")
+            bytes_per_s = _rate_bits_per_s(network) / 8
+            least, most = _PACKETS_BYTES
+            packet_bytes = int(min(max(_BURST_S * bytes_per_s / 2, least), most))
+            burst_bytes = int(max(_BURST_S * bytes_per_s, 2 * packet_bytes))
+            bucket = f"tbf rate {8 * bytes_per_s:.0f}bit burst {burst_bytes}"
+            bucket += f" latency {_QUEUE_MS}ms"
+            route = f"10.77.0.0/24 dev eth0 src {address}"
             _call(
-                f"ip -n {on_host} route change 10.77.0.0/24 dev eth0 src {address} "
-                f"{_TCP}"
+                f"{ip} link set eth0 gso_max_size {packet_bytes}",
+                f"{ip} route change {route} {_TCP}",
+                f"tc -n host{host} qdisc add dev eth0 root {bucket}",
+                f"tc -n switch qdisc add dev {port} root {bucket}",
             )
-            _call(f"tc -n {on_host} qdisc add dev eth0 root {bucket}")
-            _call(f"tc -n switch qdisc add dev {on_switch} root {bucket}")
     return addresses
 
 
-def _call(*lines: str) -> None:
+def _call(*lines):
     for line in lines:
         done = subprocess.run(line.split(), capture_output=True, text=True)
         if done.returncode:
@@ -269,13 +241,14 @@ def _group_root() -> Path:
 
 
 @contextmanager
-def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
+def _groups(speed) -> Iterator[dict[str, str]]:
     """Environment of the agents, with the control groups of slowed devices while they
     run; stale groups are removed.
     """
     root = _group_root()
+    version_1 = root.name == "cpu"  # of control groups
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
-    for stale in root.glob("madmax-*-*"):
+    for stale in root.glob("madmax-*-*"):  # madmax-PROCESS-RANK
         if not Path("/proc", stale.name.split("-")[1]).exists():
             with suppress(OSError):
                 stale.rmdir()
@@ -285,32 +258,30 @@ def _groups(speed: Sequence[float]) -> Iterator[dict[str, str]]:
     prefix = root / f"madmax-{os.getpid()}-"
     groups = [Path(f"{prefix}{rank}") for rank in range(len(speed))]
     try:
-        if (
-            root.name != "cpu"
-            and "cpu" not in (root / "cgroup.subtree_control").read_text().split()
-        ):
-            (root / "cgroup.subtree_control").write_text("+cpu")
+        control = root / "cgroup.subtree_control"
+        if not version_1 and "cpu" not in control.read_text().split():
+            control.write_text("+cpu")
         for group, share in zip(groups, speed, strict=True):
             group.mkdir()
             quota_us = round(share * _PERIOD_US)
-            if root.name == "cpu":
+            if version_1:
                 (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
                 (group / "cpu.cfs_quota_us").write_text(str(quota_us))
             else:
                 (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
         yield environment | {"MADMAX_TESTBED_GROUPS": str(prefix)}
     finally:
+        until_s = time.monotonic() + _GRACE_S
         for group in groups:
-            for _ in range(int(_GRACE_S / _POLL_S)):  # until the last rank has left
-                if not group.exists():
-                    break
+            # a group can be removed when the last rank has left it
+            while group.exists() and time.monotonic() < until_s:
                 with suppress(OSError):
                     group.rmdir()
                     break
                 time.sleep(_POLL_S)
 
 
-def _first_failure(agents: list[subprocess.Popen]) -> int:
+def _first_failure(agents) -> int:
     """Wait until all agents ended well, or one did not; its status."""
     while True:
         codes = [agent.poll() for agent in agents]
@@ -321,7 +292,7 @@ def _first_failure(agents: list[subprocess.Popen]) -> int:
         time.sleep(_POLL_S)
 
 
-def _end(agents: list[subprocess.Popen]) -> None:
+def _end(agents):
     """End agents, which end their ranks."""
     until_s = time.monotonic() + _GRACE_S
     for agent in agents:
@@ -333,7 +304,7 @@ def _end(agents: list[subprocess.Popen]) -> None:
             agent.kill()
 
 
-def _shares(speed: str) -> list[float]:
+def _shares(speed) -> list[float]:
     return [float(share) for share in speed.split(",") if share]
 
 

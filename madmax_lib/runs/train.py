@@ -1,5 +1,5 @@
-"""What does one rank of a run do? `torchrun -m madmax_lib.runs.train DIRECTORY ...`:
-read spec.json, train, write.
+"""One rank of a run, `torchrun -m madmax_lib.runs.train DIRECTORY ...`: read spec.json,
+train, write.
 
 Every rank draws its own share of the global batch, ahead of the step: its data phase is
 waiting for it, and the copy to the device. Rank 0 appends a row to steps.csv after each
@@ -29,27 +29,26 @@ from torch.profiler import record_function
 
 from madmax_lib.base.atomic import replacing, write_text
 from madmax_lib.runs import read, testbed
-from madmax_lib.runs.data.batches import Data, draw_ahead
+from madmax_lib.runs.data.batches import draw_ahead
 from madmax_lib.runs.directory import last_checkpoint
 from madmax_lib.runs.machine import begin_memory, environment, memory_bytes
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
 from madmax_lib.runs.measure.phases import profiler
 from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
-from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import PROFILED, flops_per_sample, write_summary
 from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
 
-_MOST_DRAWERS = (
-    8  # threads that draw data; each holds a batch, in pinned memory for a GPU
-)
+# threads that draw data; each holds a batch, in pinned memory for a GPU
+_MOST_DRAWERS = 8
+# in the texts of CUDA, of torch's allocator for CPUs and of the system
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
 def main(*directories: Path) -> None:
-    """Train as one rank of the runs prepared in directories, one after another;
+    """Train on one rank of the runs prepared in directories, one after another;
     torchrun's variables say which.
     """
     rank = int(os.environ["RANK"])
@@ -60,7 +59,7 @@ def main(*directories: Path) -> None:
         _train_in(directory, rank, number)
 
 
-def _train_in(directory: Path, rank: int, number: int) -> None:
+def _train_in(directory, rank, number):
     """The run of a directory; what stops it is written there."""
     try:
         _train(directory, rank, number)
@@ -68,56 +67,67 @@ def _train_in(directory: Path, rank: int, number: int) -> None:
         failure = _failure(error, rank)
         with suppress(OSError):  # of a full disk: the error itself tells more
             read.write_json(directory / "logs" / f"failure_rank{rank}.json", failure)
-            if (
-                "MADMAX_LAUNCHER" not in os.environ
-                and not (directory / "summary.json").exists()
-            ):  # nobody else tells
+            summary = directory / "summary.json"
+            if "MADMAX_LAUNCHER" not in os.environ and not summary.exists():
+                # started by hand, nobody else writes it
                 write_summary(directory, failure["status"], failure["error"])
         raise
 
 
-def _train(directory: Path, rank: int, number: int) -> None:
+def _train(directory, rank, number):
     spec, resolved = read.read_spec(directory)
-    spec = replace(spec, data=resolved.data, tokenizer=resolved.tokenizer)
     device = resolved.device
-    first = rank == 0
     begin_memory()
     _join(device, spec.timeout_s, number)
-    spec = replace(spec, dtype=native_dtype(spec.dtype, device))
+    spec = replace(
+        spec,
+        data=resolved.data,
+        tokenizer=resolved.tokenizer,
+        dtype=native_dtype(spec.dtype, device),
+    )
     trainer = _trainer(spec, device)
     data = spec.get_data()
     if resolved.starts[-1]:
         _take_up(trainer, last_checkpoint(directory))
-    env = environment(device, spec.dtype) | {"dtype": spec.dtype}
-    env |= {"data": resolved.data, "data_note": resolved.data_note}
+    env = environment(device, spec.dtype) | {
+        "dtype": spec.dtype,
+        "data": resolved.data,
+        "data_note": resolved.data_note,
+    }
+    first = rank == 0
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     with meter.meter(spec.power if first else "none", device, devices) as power:
         if first:
-            more = {
-                "power_source": power.name,
-                "power_cap_w": power.cap_w,
-                "job": trainer.describe(),
-            }
-            read.write_json(directory / "env.json", env | more)
-            before_s = read.read_steps(directory)[
-                "total_s"
-            ].sum()  # of steps that an earlier start made
+            env |= {"power_source": power.name, "power_cap_w": power.cap_w}
+            env["job"] = trainer.describe()
+            read.write_json(directory / "env.json", env)
+            # time of steps that an earlier start made
+            before_s = read.read_steps(directory)["total_s"].sum()
         start_s = time.perf_counter()
         with _writer(spec, directory) if first else nullcontext() as write:
             _loop(spec, trainer, data, power, directory, write)
         loop_s = time.perf_counter() - start_s
     memory = memory_bytes(device)
-    ranks = _gather(
-        {"rank": rank}
-        | {name: memory[name] for name in ("memory_peak_bytes", "host_rss_bytes")}
-    )
+    entry = {"rank": rank}
+    for name in ("memory_peak_bytes", "host_rss_bytes"):
+        entry[name] = memory[name]
+    entries = [None] * dist.get_world_size() if first else None
+    dist.gather_object(entry, entries)
     if first:
-        _write_power(directory / "power.csv", power.rows(start_s - before_s))
-        write_summary(directory, "completed", loop_s=loop_s, ranks=ranks)
+        # times count from the first step on
+        if rows := power.rows(start_s - before_s):
+            target = directory / "power.csv"
+            with (
+                replacing(target) as temporary,
+                temporary.open("w", newline="") as file,
+            ):
+                table = csv.writer(file, lineterminator="\n")
+                table.writerows([meter.COLUMNS, *rows])
+        write_summary(directory, "completed", loop_s=loop_s, ranks=entries)
     dist.destroy_process_group()
 
 
-def _take_up(trainer, checkpoint: Path) -> None:
+def _take_up(trainer, checkpoint):
     try:
         trainer.load(checkpoint)
     except (Exception, CheckpointException) as error:  # each reader has its own
@@ -128,7 +138,7 @@ def _take_up(trainer, checkpoint: Path) -> None:
         ) from error
 
 
-def _join(device: str, timeout_s: float, number: int) -> None:
+def _join(device, timeout_s, number):
     """Enter the process group, if there is more than one rank, and take a device and a
     share of the cores.
 
@@ -137,31 +147,26 @@ def _join(device: str, timeout_s: float, number: int) -> None:
     """
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     if device == "cuda":
-        os.environ.setdefault(
-            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-        )  # read at the first allocation
+        # read at the first allocation
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_float32_matmul_precision("high")  # TF32
         if threads == 1:  # torchrun's; the CPU updates what is offloaded
             threads = max(int(cores_per_rank()), 1)
     torch.set_num_threads(threads)
-    rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     options = {}
     if number:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-        )
-        options = {
-            "store": dist.PrefixStore(f"run {number}", store),
-            "rank": rank,
-            "world_size": world,
-        }
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)
+        options["store"] = dist.PrefixStore(f"run {number}", store)
+        options |= {"rank": int(os.environ["RANK"]), "world_size": world}
     if world > 1:
         mesh.join(device, timeout=timedelta(seconds=timeout_s), **options)
 
 
-def _trainer(spec: RunSpec, device: str):
+def _trainer(spec, device):
     """The model split over the ranks, by torch or DeepSpeed."""
     if spec.engine == "deepspeed":
         from madmax_lib.runs.parallel import deepspeed as engine
@@ -172,28 +177,19 @@ def _trainer(spec: RunSpec, device: str):
     )
 
 
-def _loop(
-    spec: RunSpec,
-    trainer,
-    data: Data,
-    power: meter.Meter,
-    directory: Path,
-    write: Callable | None,
-) -> None:
+def _loop(spec, trainer, data, power, directory, write):
     """All steps that are left; `write` takes a row of each, on rank 0. A run that was
     taken up is not traced again.
     """
     device = trainer.device.type
     steps = range(trainer.steps_done, spec.steps)
-    trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
     draw = partial(_draw, data, spec, trainer)
     batches = draw_ahead(draw, steps, min(max(int(cores_per_rank()), 1), _MOST_DRAWERS))
-    traced = spec.profile and not trainer.steps_done
-    with (
-        profiler(trace, device, spec.profile_memory)
-        if traced
-        else nullcontext() as recorder
-    ):
+    recording = nullcontext()
+    if spec.profile and not trainer.steps_done:
+        trace = directory / f"trace_rank{os.environ['RANK']}.json.gz"
+        recording = profiler(trace, device, spec.profile_memory)
+    with recording as recorder:
         for step in steps:
             start_s = time.perf_counter()
             with record_function("data"):
@@ -203,12 +199,10 @@ def _loop(
             if device == "cuda":
                 torch.cuda.synchronize()
             end_s = time.perf_counter()
-            # the same samples each time, so that their losses can be compared
-            validation = (
-                trainer.evaluate(draw(0, "validation"))
-                if _is_due(step, spec.validate_every)
-                else {}
-            )
+            validation = {}
+            if _is_due(step, spec.validate_every):
+                # the same samples each time, so that their losses can be compared
+                validation = trainer.evaluate(draw(0, "validation"))
             if recorder:
                 recorder.step()
                 if step == PROFILED[-1]:
@@ -218,136 +212,121 @@ def _loop(
                     dist.barrier()
             if write:
                 result["seconds"]["data"] += waited_s
-                times = {"step": step, "total_s": end_s - start_s}
-                times |= {
-                    f"validation_{name}": validation.get(name)
-                    for name in ("loss", "accuracy")
-                }
-                used = memory_bytes(device) | power.window(start_s, end_s)
-                write(times | _result_columns(result, spec) | used)
+                row = {"step": step, "total_s": end_s - start_s}
+                row |= _result_columns(result, validation, spec)
+                write(row | memory_bytes(device) | power.window(start_s, end_s))
             if _is_due(step, spec.checkpoint_every):
                 _save(trainer, directory / "checkpoints", replace_last=bool(write))
 
 
-def _is_due(step: int, every: int) -> bool:
+def _is_due(step, every) -> bool:
     return every > 0 and (step + 1) % every == 0
 
 
-def _save(trainer, folder: Path, replace_last: bool) -> None:
-    """Save a checkpoint of all ranks; one of them puts it in place of the last."""
+def _save(trainer, folder, replace_last):
+    """Save a checkpoint of all ranks; one of them puts it in the place of the last."""
     name = str(trainer.steps_done)
     trainer.save(folder / name)  # returns on the first rank when all have written
     if replace_last:
+        # only now: whatever ends the run meanwhile, `latest` names a complete one
         write_text(folder / "latest", name)
         for old in folder.iterdir():
             if old.is_dir() and old.name != name:
                 shutil.rmtree(old)
 
 
-def _result_columns(result: dict, spec: RunSpec) -> dict:
-    """Columns of steps.csv that `Trainer.step` tells."""
-    phases = {f"{name}_s": result["seconds"][name] for name in read.PHASES}
-    same = {name: result[name] for name in ("samples", "loss", "accuracy")}
-    tokens = result["samples"] * (spec.sequence or spec.shapes.sequence)
-    return {**phases, **same, "tokens": tokens, "overflow": int(result["overflow"])}
+def _result_columns(result, validation, spec) -> dict:
+    """Columns of steps.csv of what `Trainer.step` and `Trainer.evaluate` return."""
+    columns = {name: result[name] for name in ("samples", "loss", "accuracy")}
+    for name in read.PHASES:
+        columns[f"{name}_s"] = result["seconds"][name]
+    for name in ("loss", "accuracy"):
+        columns[f"validation_{name}"] = validation.get(name)
+    # positions, not targets that count: padding is computed too
+    columns["tokens"] = result["samples"] * (spec.sequence or spec.shapes.sequence)
+    columns["overflow"] = int(result["overflow"])
+    return columns
 
 
-def _draw(
-    data: Data, spec: RunSpec, trainer, step: int, split: str = "train"
-) -> dict[str, Tensor]:
+def _draw(data, spec, trainer, step, split="train") -> dict[str, Tensor]:
     """This rank's share of a global batch, where a GPU copies it from while it
     computes.
     """
     batch = data.batch(step, spec.global_batch, spec.seed, split, trainer.share)
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-    return {
-        name: part.pin_memory() if trainer.device.type == "cuda" else part
-        for name, part in tensors.items()
-    }
+    if trainer.device.type == "cuda":
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return tensors
 
 
 @contextmanager
-def _writer(spec: RunSpec, directory: Path) -> Iterator[Callable[[dict], None]]:
+def _writer(spec, directory) -> Iterator[Callable[[dict], None]]:
     """A function that appends a row to steps.csv, and sends it with rates of the step
     to Weights & Biases.
     """
-    log = None
-    if spec.wandb:
-        import wandb
-
-        peak = read.read_json(directory / "env.json").get("peak_flops") or math.nan
-        flops = flops_per_sample(spec.shapes, spec.sequence, frozen=spec.lora_rank > 0)[
-            "model"
-        ]
-        log = wandb.init(
-            project="madmax-workbench",
-            name=spec.name,
-            dir=str(directory),
-            config=asdict(spec),
-        )
+    log = _wandb_log(spec, directory) if spec.wandb else None
+    # a line is written when it is complete
     with (directory / "steps.csv").open("a", newline="", buffering=1) as file:
         table = csv.writer(file, lineterminator="\n")
         if not file.tell():
             table.writerow(read.COLUMNS)
 
         def write(row: dict) -> None:
-            values = [read.with_nulls(row[name]) for name in read.COLUMNS]
-            table.writerow(values)
+            values = {name: read.with_nulls(row[name]) for name in read.COLUMNS}
+            table.writerow(values.values())
             if log:
-                rates = {
-                    f"{name}_per_s": row[name] / row["total_s"]
-                    for name in ("samples", "tokens")
-                }
-                rates["mfu"] = read.with_nulls(
-                    rates["samples_per_s"] * flops / (spec.plan.world_size * peak)
-                )
-                live = dict(zip(read.COLUMNS, values, strict=True)) | rates
-                log.log(
-                    {name: value for name, value in live.items() if value is not None}
-                )
+                log(values)
 
         yield write
     if log:
-        log.finish()
+        log(None)
 
 
-def _gather(own: dict) -> list[dict]:
-    """The entries of all ranks, on rank 0."""
-    entries = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, entries)
-    return entries or []
+def _wandb_log(spec, directory) -> Callable[[dict | None], None]:
+    """A function that sends a row, or, for None, ends."""
+    import wandb
 
-
-def _failure(error: BaseException, rank: int) -> dict:
-    text = next(iter(str(error).strip().splitlines()), "")
-    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        sign in text for sign in _OUT_OF_MEMORY
+    peak = read.read_json(directory / "env.json").get("peak_flops") or math.nan
+    flops = flops_per_sample(spec.shapes, spec.sequence, frozen=spec.lora_rank > 0)
+    run = wandb.init(
+        project="madmax-workbench",
+        name=spec.name,
+        dir=str(directory),
+        config=asdict(spec),
     )
-    status = "out-of-memory" if no_memory else "failed"
+
+    def send(row: dict | None) -> None:
+        if row is None:
+            run.finish()
+            return
+        rates = {
+            f"{name}_per_s": row[name] / row["total_s"]
+            for name in ("samples", "tokens")
+        }
+        done = rates["samples_per_s"] * flops["model"]
+        rates["mfu"] = read.with_nulls(done / (spec.plan.world_size * peak))
+        live = row | rates
+        run.log({name: value for name, value in live.items() if value is not None})
+
+    return send
+
+
+def _failure(error, rank) -> dict:
+    text = next(iter(str(error).strip().splitlines()), "")
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    no_memory = no_memory or any(sign in text for sign in _OUT_OF_MEMORY)
     return {
         "rank": rank,
-        "status": status,
+        "status": "out-of-memory" if no_memory else "failed",
         "error": f"{type(error).__name__}: {text}",
         "time_s": time.time(),
     }
-
-
-def _write_power(path: Path, rows: list[tuple]) -> None:
-    """The readings of the meter, times from the first step on; no file where there is
-    nothing to read.
-    """
-    if rows:
-        with replacing(path) as temporary, temporary.open("w", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerows([meter.COLUMNS, *rows])
 
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-        # all is written; threads that torch leaves behind have aborted processes that shut
-        # down slowly
-    )
+    # all is written; threads that torch leaves behind have aborted processes that shut
+    # down slowly
+    os._exit(0)

@@ -1,5 +1,5 @@
-"""How does a rank end when nobody is left to end it? It watches torchrun and the
-launcher, and logs to its own file.
+"""End of a rank when nobody is left to end it: it watches torchrun and the launcher, and
+logs to a file of its own.
 
 torchrun puts its ranks into sessions of their own, so that they outlive it if it is
 killed at once.
@@ -21,8 +21,8 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel ends this process with the one that started it, even where it
-    is stopped or stuck.
+    """Have the kernel of Linux end this process with the one that started it, even
+    where it is stopped or stuck.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -37,8 +37,17 @@ def guard() -> None:
     parent = os.getppid()
     launcher = int(os.environ.get("MADMAX_LAUNCHER", 0))
 
+    def lives(process: int) -> bool:
+        try:
+            os.kill(process, 0)  # signal 0 only asks
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it lives, as somebody else's
+            pass
+        return True
+
     def look() -> None:
-        while os.getppid() == parent and (not launcher or _alive(launcher)):
+        while os.getppid() == parent and (not launcher or lives(launcher)):
             time.sleep(_LOOK_S)
         os._exit(_ALONE)  # other threads may be stuck in a collective
 
@@ -56,13 +65,3 @@ def write_to(log: Path) -> None:
         stream.flush()
         os.dup2(handle, stream.fileno())
     os.close(handle)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it lives, as somebody else's
-        return True
-    return True

@@ -24,16 +24,16 @@ BLOCK = (64, 128, 256)
 def small(monkeypatch):
     """One block, one size and few repeats of each."""
     sizes = {
-        "_SIZES": {"quick": (1, 0.0)},
+        "_SIZES": {"quick": benching._Size(1, 0.0)},
         "_BLOCKS": {"cpu": [BLOCK]},
-        "_BYTES": [2**16],
+        "_COPY_BYTES": [2**16],
         "_PARAMETERS": [2**20 + 5],
     }
     for name, value in (sizes | {"_FLUSH_BYTES": {"cpu": 4096}}).items():
         monkeypatch.setattr(benching, name, value)
-    benching._ready.cache_clear()
+    benching._device_peaks.cache_clear()
     yield
-    benching._ready.cache_clear()
+    benching._device_peaks.cache_clear()
 
 
 def test_rows_of_all_parts_agree_with_themselves(small, tmp_path):
@@ -89,11 +89,11 @@ def test_every_way_of_adam_updates_every_parameter(small):
     """The first step of Adam moves each weight by the learning rate against its
     gradient's sign.
     """
-    for _, step, about in benching._adam("cpu adam", "cpu", "quick"):
-        tensors = step.__self__.param_groups[0]["params"]
-        assert sum(tensor.numel() for tensor in tensors) == about["shape"]
+    for work in benching._adam("cpu adam", "cpu", "quick"):
+        tensors = work.run.__self__.param_groups[0]["params"]
+        assert sum(tensor.numel() for tensor in tensors) == work.shape
         before = [tensor.detach().clone() for tensor in tensors]
-        step()
+        work.run()
         for tensor, old in zip(tensors, before, strict=True):
             expected = old * (1 - 1e-4 * 1e-2) - 1e-4 * tensor.grad / (
                 tensor.grad.abs() + 1e-8
@@ -103,7 +103,7 @@ def test_every_way_of_adam_updates_every_parameter(small):
 
 def test_a_part_that_fails_leaves_the_others(small, monkeypatch, tmp_path):
     def fail(*_):
-        yield "copy", partial(torch.ones, 2), {}
+        yield benching._Work("copy", partial(torch.ones, 2), "cpu")
         raise RuntimeError("CUDA out of memory\nmore")
 
     monkeypatch.setitem(benching._PARTS, "copy", fail)

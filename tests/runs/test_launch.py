@@ -32,7 +32,7 @@ from madmax_lib.runs import (
     sweep,
     train,
 )
-from madmax_lib.runs.data.batches import get_data
+from madmax_lib.runs.data.batches import SampleShape, get_data
 from madmax_lib.runs.directory import last_checkpoint, owned
 from madmax_lib.runs.failures import failure
 from madmax_lib.runs.measure import meter
@@ -148,7 +148,7 @@ def test_a_run_writes_all_its_files(run):
 
 
 def test_the_loss_is_that_of_one_process(run):
-    spec, data = run.spec, get_data("arithmetic", sequence=96)
+    spec, data = run.spec, get_data("arithmetic", SampleShape(sequence=96))
     threads = torch.get_num_threads()
     alone = trainer.parallelize("gpt-tiny", Plan(micro_batch=8), spec, sizes=SMALL)
     results = [

@@ -85,7 +85,9 @@ def test_a_window_asks_no_device():
         asked.append(Reading(float(len(asked)), power_w=10.0, utilization=0.5))
         return asked[-1]
 
-    with Meter(read, "test", period_s=60.0) as power:
+    power = Meter(read, "test")
+    power.period_s = 60.0
+    with power:
         assert power.window(0.0, 1.0) == {
             "power_w": 10.0,
             "energy_j": 10.0,

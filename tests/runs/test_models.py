@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from madmax_lib import catalog
 from madmax_lib.runs.model import lora, losses, models
-from madmax_lib.runs.model.layers import _rotate
+from madmax_lib.runs.model.layers import _rotate, _turns
 from madmax_lib.runs.model.network import Network
 
 TOKENS = torch.arange(24).reshape(2, 12) * 11 % 260
@@ -111,7 +111,8 @@ def test_rotary_positions_keep_lengths_and_depend_on_distance():
     query, key = torch.randn(
         2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(2)
     ).expand(2, 1, 1, 9, 16)
-    turned_query, turned_key = _rotate(query), _rotate(key)
+    turns = _turns(9, 16, query.device, query.dtype)
+    turned_query, turned_key = _rotate(query, turns), _rotate(key, turns)
     torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1))
     scores = (turned_query @ turned_key.transpose(-1, -2))[0, 0]
     for distance in range(

@@ -1,5 +1,5 @@
-"""Which batch does step k see? Data by name, offline by default; each rank draws its
-own share of the global batch.
+"""Batches of a step, of data by name, offline by default; each rank draws its own share
+of the global batch.
 
 The samples of a batch follow from (seed, step) alone, whatever the layout: epoch after
 epoch of shuffled ones, cut into batches without remainder, so no batch is short. A
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ __all__ = [
     "NAMES",
     "Data",
     "DataWarning",
+    "SampleShape",
     "canonical",
     "default_name",
     "draw_ahead",
@@ -39,21 +41,23 @@ _GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
 _VALIDATION = 2_000
 _MOST = 50_000  # samples of a real text that are tokenized
 _PROBLEM_BYTES = 96  # of an arithmetic problem in the chat format, at most
-_IMAGES = (
-    "synthetic-images",
-    *(name for name, source in hub.SOURCES.items() if source.classes),
-)
-NAMES = (
-    *_IMAGES,
-    "arithmetic",
-    *(name for name, source in hub.SOURCES.items() if not source.classes),
-)
+_REAL_IMAGES = [name for name, source in hub.SOURCES.items() if source.classes]
+_IMAGES = ("synthetic-images", *_REAL_IMAGES)
+NAMES = (*_IMAGES, "arithmetic", *(name for name in hub.SOURCES if name not in _IMAGES))
 
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class DataWarning(UserWarning):
     """Another dataset than the one asked for is used."""
+
+
+class SampleShape(NamedTuple):
+    """Sizes of a sample, those that its dataset has."""
+
+    image: int = 32  # pixels of a side
+    classes: int = 10  # of generated images
+    sequence: int = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Data:
         number, count = share
         if size % count:
             raise ValueError(f"dp={count} does not divide a batch of {size} samples")
+        # (count, size / count): a rank's samples are a row
         chosen = self.indices(step, size, seed, split).reshape(count, -1)[number]
         inputs, targets = self.read[split](chosen)
         if self.kind == "images":
@@ -100,13 +105,13 @@ class Data:
         """
         count = self.sizes[split]
         numbers = np.arange(step * size, (step + 1) * size)
-        epochs = {
-            epoch: np.random.default_rng([seed, epoch, 3]).permutation(count)
-            for epoch in set(numbers // count)
-        }
-        return np.array(
-            [epochs[number // count][number % count] for number in numbers.tolist()]
-        )
+        samples = np.empty_like(numbers)
+        # a batch may end one epoch and begin the next, each with an order of its own
+        for epoch in set(numbers // count):
+            order = np.random.default_rng([seed, epoch, 3]).permutation(count)
+            inside = numbers // count == epoch
+            samples[inside] = order[numbers[inside] % count]
+        return samples
 
 
 def draw_ahead(
@@ -137,106 +142,92 @@ def canonical(name: str) -> str:
     """The spelling of a dataset's name: CIFAR100 and cifar_100 are cifar-100. Raises
     ValueError with the nearest.
     """
-    names = {re.sub(r"[^a-z0-9]", "", name): name for name in NAMES}
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    if plain in names:
-        return names[plain]
+    for spelling in NAMES:
+        if spelling.replace("-", "") == plain:
+            return spelling
     near = difflib.get_close_matches(name.lower(), NAMES, n=3, cutoff=0.0)
     raise ValueError(f"unknown data {name!r}; nearest: {', '.join(near)}")
 
 
 def get_data(
     name: str,
-    allow_download: bool = False,
-    *,
-    image: int = 32,
-    classes: int = 10,
-    sequence: int = 128,
+    shape: SampleShape = SampleShape(),  # noqa: B008  # immutable
     by: str = "bytes",
     seed: int = 0,
+    allow_download: bool = False,
 ) -> Data:
     """The dataset of a name, without a download unless `allow_download`.
 
-    image: pixels of a side. classes: of generated images. sequence: tokens per sample.
     by: the tokenizer, bytes or one of Hugging Face by name or folder. seed: of
     generated data. What is not on this machine is replaced by generated data of its
     kind, with a DataWarning. Raises ValueError for an unknown name.
     """
     name = canonical(name)
     kind = kind_of(name)
+    fall_back = default_name(kind)
 
-    def generated(by: str) -> Data:
-        if kind == "images":
-            return _endless(
-                "synthetic-images",
-                kind,
-                SyntheticImages(image, classes, seed),
-                classes=classes,
-            )
-        tokens = tokenizer(by, allow_download)
-        return _endless(
-            "arithmetic",
-            kind,
-            partial(_problems, tokens, sequence, seed),
-            vocab=tokens.vocab,
-        )
+    def generated(tokens) -> Data:
+        if kind == "text":
+            return _problems(shape, seed, tokens)
+        read = SyntheticImages(shape.image, shape.classes, seed)
+        return _generated(fall_back, read, classes=shape.classes)
 
-    if name == default_name(kind):
-        return generated(by)
     try:
-        if kind == "images":
-            parts = hub.read(name, allow_download, image)
-            sizes = {split: len(part) for split, part in parts.items()}
-            return Data(name, kind, sizes, parts, classes=hub.SOURCES[name].classes)
-        return _real_text(name, allow_download, sequence, by)
+        tokens = tokenizer(by, allow_download) if kind == "text" else None
+        if name == fall_back:
+            return generated(tokens)
+        if kind == "text":
+            return _real_text(name, allow_download, shape.sequence, tokens)
+        parts = hub.read(name, allow_download, shape.image)
+        sizes = {split: len(part) for split, part in parts.items()}
+        return Data(name, kind, sizes, parts, classes=hub.SOURCES[name].classes)
     except (ModuleNotFoundError, FileNotFoundError) as reason:
-        note = f"{default_name(kind)} in place of {name}: {reason}"
+        if (
+            name == fall_back
+        ):  # it lacks its tokenizer: there is nothing to fall back to
+            raise
+        note = f"{fall_back} in place of {name}: {reason}"
         warnings.warn(note, DataWarning, stacklevel=2)
-        return replace(generated("bytes"), note=note)
+        return replace(generated(tokenizer("bytes")), note=note)
 
 
-def _endless(name: str, kind: str, read: Read, **more) -> Data:
+def _problems(shape, seed, tokens) -> Data:
+    """Arithmetic, as many problems per sample as surely fit."""
+    many = max(shape.sequence // _PROBLEM_BYTES, 1)
+
+    def sample(index: int) -> tuple[np.ndarray, np.ndarray]:
+        numbers = range(many * index, many * (index + 1))
+        problems = [arithmetic_problem(number, seed) for number in numbers]
+        turns = [tokens.chat(*problem) for problem in problems]
+        return example(turns, shape.sequence, tokens.pad)
+
+    def read(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = [sample(index) for index in indices.tolist()]
+        inputs, targets = zip(*rows, strict=True)
+        return np.stack(inputs), np.stack(targets)
+
+    return _generated("arithmetic", read, vocab=tokens.vocab)
+
+
+def _generated(name, read, **more) -> Data:
     """Generated data: samples of validation are those after the ones to train on."""
-    parts = {
-        "train": read,
-        "validation": lambda indices: read(np.asarray(indices) + _GENERATED),
-    }
-    return Data(
-        name, kind, {"train": _GENERATED, "validation": _VALIDATION}, parts, **more
-    )
+    sizes = {"train": _GENERATED, "validation": _VALIDATION}
+    parts = {"train": read, "validation": lambda indices: read(indices + _GENERATED)}
+    return Data(name, "images" if "classes" in more else "text", sizes, parts, **more)
 
 
-def _problems(
-    tokens, sequence: int, seed: int, indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """As many arithmetic problems per sample as surely fit."""
-    many = max(sequence // _PROBLEM_BYTES, 1)
-    rows = []
-    for index in np.asarray(indices).tolist():
-        problems = [
-            arithmetic_problem(many * index + part, seed) for part in range(many)
-        ]
-        rows.append(
-            example(
-                [tokens.chat(*problem) for problem in problems], sequence, tokens.pad
-            )
-        )
-    return tuple(np.stack(part) for part in zip(*rows, strict=True))
-
-
-def _real_text(name: str, allow_download: bool, sequence: int, by: str) -> Data:
-    tokens = tokenizer(by, allow_download)
+def _real_text(name, allow_download, sequence, tokens) -> Data:
     sizes = {}
     read = {}
     for split, texts in hub.read(name, allow_download).items():
-        make = windows if isinstance(texts[0], str) else chat
-        key = chain(
-            [name, split, tokens.name, str(sequence)],
-            texts if make is windows else chain.from_iterable(texts),
-        )
-        parts = cached_tokens(key, partial(make, texts, tokens, sequence, _MOST))
-        sizes[split] = len(parts[0])
-        read[split] = lambda indices, parts=parts: tuple(
-            part[indices] for part in parts
-        )
+        pairs = not isinstance(texts[0], str)
+        make = partial(chat if pairs else windows, texts, tokens, sequence, _MOST)
+        # all that the tokens depend on
+        content = chain.from_iterable(texts) if pairs else texts
+        key = chain([name, split, tokens.name, str(sequence)], content)
+        inputs, targets = cached_tokens(key, make)
+        sizes[split] = len(inputs)
+        # defaults bind the arrays of this split
+        read[split] = lambda indices, x=inputs, y=targets: (x[indices], y[indices])
     return Data(name, "text", sizes, read, vocab=tokens.vocab)

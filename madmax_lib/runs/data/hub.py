@@ -1,5 +1,4 @@
-"""Where do the real datasets come from? `datasets`, from its cache unless a download is
-allowed.
+"""Real datasets, by `datasets` from its cache unless a download is allowed.
 
 Images come as (n, 3, image, image) float32 in -1..1 with labels, text as tokens and
 targets. An image is decoded and resized once, then read from a file in the user's
@@ -19,6 +18,8 @@ from madmax_lib.catalog.datasets import cache_folder
 
 __all__ = ["SOURCES", "read"]
 
+_CUT = 0.02  # share for validation of a dataset that has one split
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -26,35 +27,27 @@ class _Source:
 
     path: str  # its name in Hugging Face's hub
     columns: tuple[str, ...]  # image and label, or text, or question and answer
-    splits: tuple[
-        str, ...
-        # training and validation part; one name alone is cut, the last 2 % are for
-        # validation
-    ]
+    splits: tuple[str, ...]  # training and validation part; one name alone is cut
     classes: int = 0  # labels of images, 0 for text
     config: str | None = None  # variant of the dataset
     files: str | None = None  # one of its files, where all would be too many
     answers: tuple[str, ...] = ()  # texts of the labels, where these are numbers
 
 
+_BOTH = ("train", "validation")
 SOURCES = {
     "cifar-100": _Source(
         "uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100
     ),
-    "food-101": _Source(
-        "ethz/food101", ("image", "label"), ("train", "validation"), 101
-    ),
+    "food-101": _Source("ethz/food101", ("image", "label"), _BOTH, 101),
     "wikitext-103": _Source(
-        "Salesforce/wikitext",
-        ("text",),
-        ("train", "validation"),
-        config="wikitext-103-raw-v1",
+        "Salesforce/wikitext", ("text",), _BOTH, config="wikitext-103-raw-v1"
     ),
     "metamathqa": _Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
     "glue": _Source(
         "nyu-mll/glue",
         ("sentence", "label"),
-        ("train", "validation"),
+        _BOTH,
         config="sst2",
         answers=("negative", "positive"),
     ),
@@ -65,15 +58,15 @@ SOURCES = {
 
 
 class _Images:
-    """Images of a table of `datasets`. what: its name for errors; image: pixels of a
+    """Images of a table of `datasets`. noun: its name for errors; image: pixels of a
     side.
     """
 
-    def __init__(self, what: str, table, source: _Source, image: int):
+    def __init__(self, noun, table, source, image):
         self.table = table
-        self.picture = source.columns[0]
+        self.column, label = source.columns
         self.image = image
-        self.labels = _labels(what, table[source.columns[1]][:], source.classes)
+        self.labels = _labels(noun, table[label][:], source.classes)
         decoded = cache_folder() / "images" / f"{table._fingerprint}-{image}.rgb"
         decoded.parent.mkdir(parents=True, exist_ok=True)
         self.file = os.open(decoded, os.O_RDWR | os.O_CREAT, 0o644)
@@ -84,38 +77,33 @@ class _Images:
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
-        images = np.empty((len(indices), 3, self.image, self.image), dtype=np.float32)
+        side = self.image
+        images = np.empty((len(indices), 3, side, side), dtype=np.float32)
         for image, index in zip(images, indices.tolist(), strict=True):
-            pixels = np.frombuffer(self._record(index), dtype=np.uint8)[:-1].reshape(
-                self.image, self.image, 3
-            )
-            image[:] = pixels.transpose(2, 0, 1) / np.float32(127.5) - 1
+            pixels = np.frombuffer(self._record(index), dtype=np.uint8)[:-1]
+            # a picture is stored by row, column and colour; networks want colour first
+            image[:] = pixels.reshape(side, side, 3).transpose(2, 0, 1)
+        images /= np.float32(127.5)
+        images -= 1
         return images, self.labels[indices]
 
-    def _record(self, index: int) -> bytes:
+    def _record(self, index) -> bytes:
         """Pixels of an image, then a byte that says they are there: the file has holes
         for images not seen yet.
         """
         size = 3 * self.image**2 + 1
         record = os.pread(self.file, size, index * size)
-        if len(record) < size or not record[-1]:
-            try:
-                picture = (
-                    self.table[index][self.picture]
-                    .convert("RGB")
-                    .resize((self.image, self.image))
-                )
-            except (
-                OSError,
-                ValueError,
-                SyntaxError,
-            ) as error:  # of a damaged file, each codec its own
-                raise OSError(
-                    f"image {index} of its dataset cannot be read ({error})"
-                ) from None
-            record = picture.tobytes() + b"\1"
-            with suppress(OSError):  # a full disk is no reason to stop
-                os.pwrite(self.file, record, index * size)
+        if len(record) == size and record[-1]:
+            return record
+        try:
+            picture = self.table[index][self.column].convert("RGB")
+            record = picture.resize((self.image, self.image)).tobytes() + b"\1"
+        except (OSError, ValueError, SyntaxError) as error:  # each codec has its own
+            raise OSError(
+                f"image {index} of its dataset cannot be read ({error})"
+            ) from None
+        with suppress(OSError):  # a full disk is no reason to stop
+            os.pwrite(self.file, record, index * size)
         return record
 
 
@@ -130,94 +118,85 @@ def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images |
             f"{name} needs the package datasets, which is not installed"
         )
     source = SOURCES[name]
-    parts = dict(
-        zip(
-            ("train", "validation"),
-            _from_hub(name, source, allow_download),
-            strict=True,
-        )
-    )
-    whats = {split: f"{split} data of {name}" for split in parts}
-    if empty := [whats[split] for split, part in parts.items() if not len(part)]:
-        raise ValueError(f"{empty[0]}: there are no samples")
-    if source.classes:
-        return {
-            split: _Images(whats[split], part, source, image)
-            for split, part in parts.items()
-        }
-    return {split: _texts(whats[split], part, source) for split, part in parts.items()}
-
-
-def _from_hub(name: str, source: _Source, allow_download: bool) -> list:
-    with _offline(not allow_download):
-        import datasets
-
-        try:
-            parts = [
-                datasets.load_dataset(
-                    source.path, source.config, split=split, data_files=source.files
-                )
-                for split in source.splits
-            ]
-        except Exception as error:  # the package raises a dozen kinds of its own
-            absent = (
-                isinstance(error, (ConnectionError, FileNotFoundError))
-                and not allow_download
-            )
-            what = (
-                "is not on this machine and may not be downloaded"
-                if absent
-                else "could not be read"
-            )
-            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            raise FileNotFoundError(
-                f"{name} {what} ({type(error).__name__}: {reason})"
-            ) from None
-    if len(parts) == 1:
-        cut = parts[0].train_test_split(test_size=0.02, shuffle=False)
-        parts = [cut["train"], cut["test"]]
+    parts = {}
+    for split, table in zip(_BOTH, _tables(name, source, allow_download), strict=True):
+        noun = f"{split} data of {name}"
+        if not len(table):
+            raise ValueError(f"{noun}: there are no samples")
+        if source.classes:
+            parts[split] = _Images(noun, table, source, image)
+        else:
+            parts[split] = _texts(noun, table, source)
     return parts
 
 
-def _texts(what: str, part, source: _Source) -> list:
-    columns = [part[column][:] for column in source.columns]
+def _tables(name, source, allow_download) -> list:
+    with _offline(not allow_download):
+        import datasets
+
+        load = datasets.load_dataset
+        options = {"data_files": source.files}
+        try:
+            tables = [
+                load(source.path, source.config, split=split, **options)
+                for split in source.splits
+            ]
+        except Exception as error:  # the package raises a dozen kinds of its own
+            absent = isinstance(error, (ConnectionError, FileNotFoundError))
+            state = "could not be read"
+            if absent and not allow_download:
+                state = "is not on this machine and may not be downloaded"
+            lines = str(error).strip().splitlines() or ["no reason given"]
+            raise FileNotFoundError(
+                f"{name} {state} ({type(error).__name__}: {lines[0]})"
+            ) from None
+    if len(tables) == 1:
+        cut = tables[0].train_test_split(test_size=_CUT, shuffle=False)
+        tables = [cut["train"], cut["test"]]
+    return tables
+
+
+def _texts(noun, table, source) -> list:
+    columns = [table[column][:] for column in source.columns]
     if source.answers:
-        columns[1] = [
-            source.answers[label]
-            for label in _labels(what, columns[1], len(source.answers))
-        ]
+        labels = _labels(noun, columns[1], len(source.answers))
+        columns[1] = [source.answers[label] for label in labels]
     for name, column in zip(source.columns, columns, strict=True):
-        if empty := [
-            number for number, text in enumerate(column) if not isinstance(text, str)
-        ]:
-            raise ValueError(f"{what}: {name} of sample {empty[0]} is no text")
+        for number, text in enumerate(column):
+            if not isinstance(text, str):
+                raise ValueError(f"{noun}: {name} of sample {number} is no text")
     return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
 
-def _labels(what: str, labels: list, count: int) -> np.ndarray:
+def _labels(noun, labels, count) -> np.ndarray:
     """Labels (n,) int64. Raises ValueError for one that is no class, such as -1 of
     samples that have none.
     """
-    values = np.array(labels, dtype=float)
-    if len(wrong := np.flatnonzero(~((values >= 0) & (values < count)))):
+    values = np.array(
+        labels, dtype=float
+    )  # a missing label is NaN, which is in no range
+    wrong = np.flatnonzero(~((values >= 0) & (values < count)))
+    if len(wrong):
+        first = wrong[0]
         raise ValueError(
-            f"{what}: label {labels[wrong[0]]} of sample {wrong[0]} is not in "
-            f"0..{count - 1}"
+            f"{noun}: label {labels[first]} of sample {first} is not in 0..{count - 1}"
         )
     return values.astype(np.int64)
 
 
 @contextmanager
-def _offline(offline: bool):
-    """Hugging Face's libraries look into their caches only: they keep the switch in
-    these two modules.
-    """
+def _offline(offline):
+    """Hugging Face's libraries look into their caches only."""
     import datasets
     import huggingface_hub.constants as constants
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = offline or before[1]
+    # both read the variable of the environment once and keep the switch in a module
+    switches = (datasets.config, constants)
+    earlier = [module.HF_HUB_OFFLINE for module in switches]
+    for module in switches:
+        module.HF_HUB_OFFLINE = offline or earlier[1]
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        for module, value in zip(switches, earlier, strict=True):
+            module.HF_HUB_OFFLINE = value

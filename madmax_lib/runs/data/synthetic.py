@@ -1,8 +1,8 @@
-"""What can a model learn where no dataset is at hand? Images with a pattern per class,
-and arithmetic word problems.
+"""Generated data where no dataset is at hand: images with a pattern per class, and
+arithmetic word problems.
 
-Both are generated: sample i is always the same for a seed, whoever draws it, so that a
-loss curve can be tested.
+Sample i is always the same for a seed, whoever draws it, so that a loss curve can be
+tested.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ __all__ = ["SyntheticImages", "arithmetic_problem"]
 
 # cosines per class and colour: low frequencies, which patches of any size can see
 _WAVES = 3
-_NOISE = (
-    0.6 / ((2**16 - 1) / 12) ** 0.5
-)  # times a random byte: a standard deviation of 0.6, beside patterns of about 1
+# The noise is a random signed byte, whose variance is (2^16 - 1) / 12, times this: a
+# standard deviation of 0.6, beside patterns of about 1.
+_NOISE = np.float32(0.6 / ((2**16 - 1) / 12) ** 0.5)
 _NAMES = ("Ada", "Ben", "Cem", "Dia", "Eva", "Fei", "Gus", "Ina")
 _THINGS = ("apples", "books", "coins", "eggs", "maps", "pens", "shells", "stamps")
 
@@ -28,14 +28,15 @@ class SyntheticImages:
     def __init__(self, image: int, classes: int, seed: int):
         self.seed = seed
         random = np.random.default_rng([seed, classes])
+        # (classes, colours, waves, rows, columns); the last two stretch over the image
         shape = (classes, 3, _WAVES, 1, 1)
-        rows = random.integers(0, 4, shape)
-        columns = random.integers(0, 4, shape)
+        down = random.integers(0, 4, shape)
+        across = random.integers(0, 4, shape)
         phase = random.uniform(0, 1, shape)
         position = np.arange(image) / image
-        waves = np.cos(
-            2 * np.pi * (rows * position[:, None] + columns * position + phase)
-        )
+        # down a column as (image, 1), along a row as (image,)
+        turns = down * position[:, None] + across * position + phase
+        waves = np.cos(2 * np.pi * turns)
         self.patterns = waves.mean(axis=2).astype(np.float32)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -44,9 +45,8 @@ class SyntheticImages:
         images = self.patterns[labels]
         for image, index in zip(images, indices, strict=True):
             noise = np.random.default_rng([self.seed, 1, index]).bytes(image.size)
-            image += np.float32(_NOISE) * np.frombuffer(noise, dtype=np.int8).reshape(
-                image.shape
-            )
+            # one signed byte per pixel and colour, in the shape of the image
+            image += _NOISE * np.frombuffer(noise, dtype=np.int8).reshape(image.shape)
         return images, labels.astype(np.int64)
 
 
@@ -59,20 +59,16 @@ def arithmetic_problem(index: int, seed: int) -> tuple[str, str]:
     random = np.random.default_rng([seed, 2, index])
     name = _NAMES[random.integers(len(_NAMES))]
     thing = _THINGS[random.integers(len(_THINGS))]
-    a, b = sorted(random.integers(2, 100, 2).tolist(), reverse=True)
-    kind = random.integers(3)
-    if kind == 0:
-        return (
-            f"{name} has {a} {thing} and gets {b} more. How many {thing}?",
-            f"{a} + {b} = {a + b}",
-        )
-    if kind == 1:
-        return (
-            f"{name} has {a} {thing} and gives {b} away. How many {thing}?",
-            f"{a} - {b} = {a - b}",
-        )
-    b = b % 10 + 2
-    return (
-        f"{name} has {b} boxes of {a} {thing}. How many {thing}?",
-        f"{b} * {a} = {b * a}",
-    )
+    b, a = sorted(random.integers(2, 100, 2).tolist())
+    match random.integers(3):
+        case 0:
+            story = f"{a} {thing} and gets {b} more"
+            answer = f"{a} + {b} = {a + b}"
+        case 1:
+            story = f"{a} {thing} and gives {b} away"
+            answer = f"{a} - {b} = {a - b}"
+        case _:
+            b = b % 10 + 2  # products stay below a thousand or so
+            story = f"{b} boxes of {a} {thing}"
+            answer = f"{b} * {a} = {b * a}"
+    return f"{name} has {story}. How many {thing}?", answer

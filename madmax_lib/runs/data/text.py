@@ -1,11 +1,10 @@
-"""How does text become tokens and targets? Bytes or a Hugging Face tokenizer, chat
-template, masks, packing, a cache.
+"""Tokens and targets of text: bytes or a Hugging Face tokenizer, chat template, masks,
+packing, a cache.
 
 Targets are shifted by one: targets[t] is the token that follows tokens[t]. MASKED
-(-100) are the targets that do not
-count: the question and the padding. Byte tokens are the bytes themselves, then the
-padding (256) and the marks of ChatML, the chat format of Qwen2.5 [its
-tokenizer_config.json].
+(-100) are the targets that do not count: the question and the padding. Byte tokens are
+the bytes themselves, then the padding (256) and the marks of ChatML, the chat format of
+Qwen2.5 [its tokenizer_config.json].
 """
 
 import hashlib
@@ -28,10 +27,12 @@ __all__ = [
     "windows",
 ]
 
-MASKED = -100
+MASKED = -100  # torch's cross_entropy leaves it out by default, as all frameworks do
 _PAD = 256
 _START = 257
 _END = 258
+
+Arrays = tuple[np.ndarray, np.ndarray]  # tokens and targets
 
 
 class _BytesTokenizer:
@@ -73,7 +74,7 @@ class _HubTokenizer:
                 f"tokenizer {name!r} needs the package transformers ({error})"
             ) from None
         try:
-            self._own = AutoTokenizer.from_pretrained(
+            theirs = AutoTokenizer.from_pretrained(
                 name, local_files_only=not allow_download
             )
         except (OSError, ValueError) as error:
@@ -81,45 +82,37 @@ class _HubTokenizer:
             raise FileNotFoundError(
                 f"tokenizer {name!r} is not on this machine: {reason}"
             ) from None
-        self.vocab = len(self._own)
-        table = getattr(self._own, "backend_tokenizer", None)
-        parts = table.to_str() if table else sorted(self._own.get_vocab().items())
-        # another may take its folder
-        self.name = f"{name} {_digest([str(parts), str(self._own.chat_template)])}"
-        self.pad = next(
-            (
-                t
-                for t in (self._own.pad_token_id, self._own.eos_token_id)
-                if t is not None
-            ),
-            0,
-        )
+        self._theirs = theirs
+        self.vocab = len(theirs)
+        # the name is a key of the cache of tokens, and another tokenizer may take its
+        # folder: add what it does to a text
+        backend = getattr(theirs, "backend_tokenizer", None)
+        rules = backend.to_str() if backend else sorted(theirs.get_vocab().items())
+        self.name = f"{name} {_digest([str(rules), str(theirs.chat_template)])}"
+        ends = (theirs.pad_token_id, theirs.eos_token_id)
+        self.pad = next((token for token in ends if token is not None), 0)
 
     def encode(self, text: str) -> list[int]:
-        return self._own.encode(text, add_special_tokens=False)
+        return self._theirs.encode(text, add_special_tokens=False)
 
     def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        if self._own.chat_template is None:
-            return self.encode(f"Question: {question}\nAnswer: "), [
-                *self.encode(answer),
-                self.pad,
-            ]
-        turns = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-        prompt = self._own.apply_chat_template(
-            turns[:1], tokenize=False, add_generation_prompt=True
-        )
-        whole = self._own.apply_chat_template(turns, tokenize=False)
-        return self.encode(prompt), self.encode(whole[len(prompt) :])
+        if self._theirs.chat_template is None:
+            prompt = self.encode(f"Question: {question}\nAnswer: ")
+            return prompt, [*self.encode(answer), self.pad]
+        user = {"role": "user", "content": question}
+        assistant = {"role": "assistant", "content": answer}
+        render = self._theirs.apply_chat_template
+        prompt = render([user], tokenize=False, add_generation_prompt=True)
+        dialogue = render([user, assistant], tokenize=False)
+        return self.encode(prompt), self.encode(dialogue[len(prompt) :])
 
 
-def _digest(parts: Iterable[str]) -> str:
-    whole = hashlib.sha256()
+def _digest(parts) -> str:
+    digest = hashlib.sha256()
     for part in parts:
-        whole.update(part.encode(errors="replace") + b"\0")
-    return whole.hexdigest()[:24]
+        # the zero byte ends a part: "a", "bc" is another key than "ab", "c"
+        digest.update(part.encode(errors="replace") + b"\0")
+    return digest.hexdigest()[:24]
 
 
 def tokenizer(name: str, allow_download: bool = False):
@@ -133,7 +126,7 @@ def tokenizer(name: str, allow_download: bool = False):
 
 def example(
     turns: list[tuple[list[int], list[int]]], sequence: int, pad: int = _PAD
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Arrays:
     """Tokens and targets (sequence,) int64 of questions with their answers, questions
     and padding masked.
 
@@ -142,35 +135,28 @@ def example(
     >>> example([([1, 2, 3], [7, 8])], 6)
     (array([  1,   2,   3,   7,   8, 256]), array([-100, -100,    7,    8, -100, -100]))
     """
-    row = np.array(
-        [token for turn in turns for part in turn for token in part], dtype=np.int64
-    )
-    counts = np.array(
-        [answer for turn in turns for answer, part in enumerate(turn) for _ in part],
-        dtype=bool,
-    )
-    row = row[-(sequence + 1) :]
-    counts = counts[-(sequence + 1) :]
-    counted = np.where(counts, row, MASKED)
-    after = (0, sequence + 1 - len(row))
-    return np.pad(row, after, constant_values=pad)[:-1], np.pad(
-        counted, after, constant_values=MASKED
-    )[1:]
+    tokens = []
+    counted = []
+    for question, answer in turns:
+        tokens += question + answer
+        counted += [MASKED] * len(question) + answer
+    # a token more than the sequence, as targets are shifted by one
+    padding = sequence + 1 - len(tokens)
+    tokens = (tokens + [pad] * padding)[-(sequence + 1) :]
+    counted = (counted + [MASKED] * padding)[-(sequence + 1) :]
+    return np.array(tokens[:-1]), np.array(counted[1:])
 
 
-def chat(
-    pairs: Iterable[tuple[str, str]], by, sequence: int, most: int
-) -> tuple[np.ndarray, np.ndarray]:
+def chat(pairs: Iterable[tuple[str, str]], by, sequence: int, most: int) -> Arrays:
     """Tokens and targets (n, sequence) int32 of the first `most` (question, answer)
     pairs, in the format of a chat.
     """
     rows = [example([by.chat(*pair)], sequence, by.pad) for pair in islice(pairs, most)]
-    return tuple(np.stack(part).astype(np.int32) for part in zip(*rows, strict=True))
+    tokens, targets = zip(*rows, strict=True)
+    return np.stack(tokens).astype(np.int32), np.stack(targets).astype(np.int32)
 
 
-def windows(
-    texts: Iterable[str], by, sequence: int, most: int
-) -> tuple[np.ndarray, np.ndarray]:
+def windows(texts: Iterable[str], by, sequence: int, most: int) -> Arrays:
     """Tokens and targets (n, sequence) int32 of running text: one stream, cut into at
     most `most` windows.
 
@@ -188,24 +174,19 @@ def windows(
         raise ValueError(
             f"sequence={sequence} is longer than the text of {length} tokens"
         )
-    stream = np.concatenate(parts)
-    cut = count * sequence
-    return stream[:cut].reshape(count, sequence), stream[1 : cut + 1].reshape(
-        count, sequence
-    )
+    stream = np.concatenate(parts)[: count * sequence + 1]
+    # windows are rows; the targets of a window are the same stream, one token later
+    shape = (count, sequence)
+    return stream[:-1].reshape(shape), stream[1:].reshape(shape)
 
 
-def cached_tokens(
-    key: Iterable[str], make: Callable[[], tuple[np.ndarray, ...]]
-) -> tuple[np.ndarray, ...]:
+def cached_tokens(key: Iterable[str], make: Callable[[], Arrays]) -> Arrays:
     """Result of `make`, from the user's cache where it has been stored under the same
     key: all that it depends on.
     """
     path = cache_folder() / "tokens" / f"{_digest(key)}.npz"
-    with (
-        suppress(Exception),
-        np.load(path) as stored,
-    ):  # a damaged file raises as it likes, and is made anew
+    # a damaged file raises as it likes, and is made anew
+    with suppress(Exception), np.load(path) as stored:
         return stored["tokens"], stored["targets"]
     tokens, targets = make()
     with replacing(path) as temporary, temporary.open("wb") as file:

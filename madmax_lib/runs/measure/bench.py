@@ -1,18 +1,20 @@
-"""How fast are the parts of a transformer block, copies and launches here? Seconds,
-bytes and shares of the peak.
+"""Times of the parts of a transformer block, of copies and launches: seconds, bytes and
+shares of the peak.
 
 Each repeat is timed alone, by device events on a GPU and the clock on a CPU, after
 warm-up and after a buffer larger than the last-level cache was written, so that
-operands come from memory and not from a cache. What ranks send to each other is timed
-by `runs.measure.links`.
+operands come from memory and not from a cache. Messages between ranks are timed by
+`runs.measure.links`.
 """
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import nan
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -32,12 +34,20 @@ from madmax_lib.runs.model.kernels import bias_gelu, unavailable
 
 __all__ = ["append_row", "bench", "timing"]
 
+
+class _Size(NamedTuple):
+    shapes: int  # how many of the lists below
+    repeats_s: float  # time for repeats of one kernel
+
+
 _SIZES = {
-    "quick": (2, 0.05),
-    "normal": (4, 0.4),
-    "detailed": (9, 1.0),
-}  # how many of those below, seconds for repeats
-_BLOCKS = {  # tokens, hidden, ffn: GPT-2 Large with 8 x 1,024 tokens, Llama 8B, ...
+    "quick": _Size(2, 0.05),
+    "normal": _Size(4, 0.4),
+    "detailed": _Size(9, 1.0),
+}
+# Tokens, hidden, ffn: on a GPU GPT-2 Large with 8 x 1,024 tokens, then Llama 8B; a list
+# begins with what is timed in any size.
+_BLOCKS = {
     "cuda": [
         (8192, 1280, 5120),
         (8192, 4096, 14336),
@@ -53,21 +63,32 @@ _BLOCKS = {  # tokens, hidden, ffn: GPT-2 Large with 8 x 1,024 tokens, Llama 8B,
         (8192, 1280, 5120),
     ],
 }
-_BYTES = [2**28, 2**22, 2**25, 2**16, 2**19, 2**30]  # of copies
+_COPY_BYTES = [2**28, 2**22, 2**25, 2**16, 2**19, 2**30]
 _PARAMETERS = [2**20, 2**18, 2**22, 2**25, 2**27]  # of AdamW, 16 bytes of states each
-# of a fused update: weight, gradient and two moments read, all but the gradient written
+# of a fused update: weight, gradient and two moments read, all but the gradient written,
+# 4 bytes each
 _ADAM_BYTES = 28
-_FLUSH_BYTES = {
-    "cuda": 256 * 2**20,
-    "cpu": 64 * 2**20,
-}  # larger than the L2 of an H200 (50 MB), the L3 of a CPU core
+# larger than the L2 of an H200 (50 MB), and than the L3 of a CPU core
+_FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 _SEQUENCE = 1024
-_HEAD = 64
+_HEAD = 64  # channels of an attention head
 _LAUNCHES = 100
-_TENSOR_ELEMENTS = 2**20
-_Work = Iterator[
-    tuple[str, Callable, dict]
-]  # kernels, how to run them, and arguments of `_row`
+_TENSOR_ELEMENTS = 2**20  # a model's parameters come in tensors, not in one
+_REPEATS = (3, 50)  # least for quartiles, most that say more
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A kernel to be timed, and what a row says of it."""
+
+    kernel: str
+    run: Callable[[], object]
+    device: str
+    shape: object = ""
+    how: str = "eager"
+    flops: float = 0.0
+    moved_bytes: float = nan  # between memory and device, at least
+    calls: int = 1  # of the kernel in a run
 
 
 def bench(
@@ -95,29 +116,22 @@ def bench(
     table = []
     if path:
         path.unlink(missing_ok=True)
-    asked = [
-        ("device", device, _BLOCKS),
-        ("size", size, _SIZES),
-        *(("part", part, _PARTS) for part in parts),
-    ]
-    for name, value, choices in asked:
+    wanted = [("device", device, _BLOCKS), ("size", size, _SIZES)]
+    wanted += [("part", part, _PARTS) for part in parts]
+    for name, value, choices in wanted:
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
     torch.set_num_threads(threads or torch.get_num_threads())
     for part in parts:
         try:
-            for kernel, run, about in _PARTS[part](part, device, size):
-                table.append(_row(kernel, run, size, **{"device": device} | about))
+            for work in _PARTS[part](part, device, size):
+                table.append(_timed_row(work, size))
                 if path:
                     append_row(path, table[-1])
-        except (
-            RuntimeError,
-            ImportError,
-        ) as error:  # out of memory and failed compilation among them
-            warnings.warn(
-                f"bench: {part} fails here: {next(iter(str(error).splitlines()), '')}",
-                stacklevel=2,
-            )
+        # out of memory and failed compilation among them
+        except (RuntimeError, ImportError) as error:
+            reason = next(iter(str(error).splitlines()), "")
+            warnings.warn(f"bench: {part} fails here: {reason}", stacklevel=2)
     return pd.DataFrame(table)
 
 
@@ -136,31 +150,31 @@ def timing(
     group=None,
 ) -> dict[str, float]:
     """Median and quartiles of the seconds of 3 to 50 repeats; of a process group's
-    ranks, which repeat alike, the mean.
+    ranks, which repeat as often, the mean.
 
     flush: a buffer to write before each repeat.
     """
-    for _ in range(3):
+    for _ in range(3):  # the first compiles and allocates, the last tells how long
         start_s = time.perf_counter()
         _times_s(run, 1, on_gpu, flush)
     once_s = _of_ranks(time.perf_counter() - start_s, group).max()
-    count = int(min(max(_SIZES[size][1] / once_s, 3), 50))
+    least, most = _REPEATS
+    count = int(min(max(_SIZES[size].repeats_s / once_s, least), most))
     quartiles = np.quantile(_times_s(run, count, on_gpu, flush), [0.25, 0.5, 0.75])
     low_s, median_s, high_s = _of_ranks(quartiles, group).mean(axis=0)
     return {"median_s": median_s, "low_s": low_s, "high_s": high_s, "repeats": count}
 
 
-def _of_ranks(value: object, group) -> np.ndarray:
-    """What each rank of a group has; without a group what this one has."""
-    values = [value] * (dist.get_world_size(group) if group else 1)
-    if group:
-        dist.all_gather_object(values, value, group=group)
+def _of_ranks(value, group) -> np.ndarray:
+    """Values of the ranks of a group (ranks, ...); without a group of this one."""
+    if not group:
+        return np.array([value])
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return np.array(values)
 
 
-def _times_s(
-    run: Callable, count: int, on_gpu: bool, flush: torch.Tensor | None
-) -> np.ndarray:
+def _times_s(run, count, on_gpu, flush) -> np.ndarray:
     """Seconds of each repeat, by device events or the clock."""
     pairs = []
     for _ in range(count):
@@ -174,43 +188,33 @@ def _times_s(
     return np.array([between_s(*pair) for pair in pairs])
 
 
-def _row(
-    kernel: str,
-    run: Callable,
-    size: str,
-    *,
-    device,
-    shape="",
-    how="eager",
-    flops=0.0,
-    moved=nan,
-    calls=1,
-) -> dict:
-    """Time a kernel. moved: bytes. calls: of it in a run."""
+def _timed_row(work, size) -> dict:
+    """Time a kernel; a row of the table."""
+    device = work.device
     dtype = native_dtype("auto", device)
     threads = torch.get_num_threads()
+    peaks, flush = _device_peaks(device, dtype, threads)
     row = {
-        "kernel": kernel,
-        "how": how,
+        "kernel": work.kernel,
+        "how": work.how,
         "machine": device_name(device),
         "threads": threads,
         "dtype": dtype,
+        "shape": work.shape,
+        "flops": float(work.flops),
+        "moved_bytes": float(work.moved_bytes),
+        **timing(work.run, size, device == "cuda", flush),
     }
-    row |= {"shape": shape, "flops": float(flops), "moved_bytes": float(moved)}
-    peaks, flush = _ready(device, dtype, threads)
-    row |= timing(run, size, device == "cuda", flush)
-    row |= {name: row[name] / calls for name in ("median_s", "low_s", "high_s")}
-    rates = np.array([flops, moved]) / row["median_s"]
+    for name in ("median_s", "low_s", "high_s"):
+        row[name] /= work.calls
+    rates = np.array([work.flops, work.moved_bytes]) / row["median_s"]
     np.fmax(peaks, rates, out=peaks)  # a peak measured here while others ran is none
-    return row | {
-        "flops_per_s": rates[0],
-        "bytes_per_s": rates[1],
-        "peak_share": np.fmax(*(rates / peaks)),
-    }
+    row["flops_per_s"], row["bytes_per_s"] = rates
+    return row | {"peak_share": np.fmax(*(rates / peaks))}
 
 
 @lru_cache(maxsize=4)
-def _ready(device: str, dtype: str, threads: int) -> tuple[np.ndarray, torch.Tensor]:
+def _device_peaks(device, dtype, threads) -> tuple[np.ndarray, torch.Tensor]:
     """Peak FLOP/s and bytes/s of a device, which a CPU has by its threads, and a buffer
     that no cache of it holds.
     """
@@ -218,38 +222,30 @@ def _ready(device: str, dtype: str, threads: int) -> tuple[np.ndarray, torch.Ten
     return peaks, torch.empty(_FLUSH_BYTES[device] // 4, device=device)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x, weight.shape, weight, bias)
-
-
-def _mlp(
-    x: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    return functional.dropout(
-        functional.linear(bias_gelu(functional.linear(x, up), bias), down), 0.1
-    )
+def _mlp(x, up, bias, down) -> torch.Tensor:
+    inner = bias_gelu(functional.linear(x, up), bias)
+    return functional.dropout(functional.linear(inner, down), 0.1)
 
 
 _attention = partial(functional.scaled_dot_product_attention, is_causal=True)
+_linear = functional.linear
 # function, shapes of its operands and FLOPs for t tokens, s of a sample, hidden h and
-# ffn f
+# ffn f; a product of (t, h) and (h, h) takes 2 t h h
 _KERNELS = {
-    "linear": (functional.linear, lambda t, s, h, f: ([(t, h), (h, h)], 2 * t * h * h)),
-    "linear up": (
-        functional.linear,
-        lambda t, s, h, f: ([(t, h), (f, h)], 2 * t * h * f),
-    ),
-    "linear down": (
-        functional.linear,
-        lambda t, s, h, f: ([(t, f), (h, f)], 2 * t * h * f),
-    ),
+    "linear": (_linear, lambda t, s, h, f: ([(t, h), (h, h)], 2 * t * h * h)),
+    "linear up": (_linear, lambda t, s, h, f: ([(t, h), (f, h)], 2 * t * h * f)),
+    "linear down": (_linear, lambda t, s, h, f: ([(t, f), (h, f)], 2 * t * h * f)),
+    # QK and its product with V take 4 t s h, of which a causal mask leaves half
     "attention": (
         _attention,
         lambda t, s, h, f: ([(t // s, h // _HEAD, s, _HEAD)] * 3, 2 * t * s * h),
     ),
-    "layer_norm": (_norm, lambda t, s, h, f: ([(t, h), (h,), (h,)], 0)),
+    "layer_norm": (
+        lambda x, weight, bias: functional.layer_norm(x, weight.shape, weight, bias),
+        lambda t, s, h, f: ([(t, h), (h,), (h,)], 0),
+    ),
     "rms_norm": (
-        lambda x, w: functional.rms_norm(x, w.shape, w),
+        lambda x, weight: functional.rms_norm(x, weight.shape, weight),
         lambda t, s, h, f: ([(t, h), (h,)], 0),
     ),
     "bias_gelu": (bias_gelu, lambda t, s, h, f: ([(t, f), (f,)], 0)),
@@ -258,77 +254,87 @@ _KERNELS = {
 }
 
 
-def _kernel(name: str, device: str, size: str) -> _Work:
-    """Forward and backward; shape: of the block. What must move is operands, result and
-    what their gradients take.
+def _kernel(name, device, size) -> Iterator[_Work]:
+    """Forward and backward; shape: of the block. Moved are operands, result and what
+    their gradients take.
     """
     function, layout = _KERNELS[name]
-    ways = {"eager": function}
     dtype = TORCH_DTYPES[native_dtype("auto", device)]
-    if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
-        torch._functorch.config.donated_buffer = (
-            False  # what a backward pass that is repeated cannot give away
-        )
-        ways["compiled"] = torch.compile(function)
-    if name == "bias_gelu" and device != "cpu" and not unavailable("triton", device):
-        ways["triton"] = partial(bias_gelu, how="triton")
-    for block in _BLOCKS[device][: _SIZES[size][0]]:
-        shapes, flops = layout(block[0], min(_SEQUENCE, block[0]), *block[1:])
+    variants = _variants(name, function, device, size)
+    for block in _BLOCKS[device][: _SIZES[size].shapes]:
+        tokens, hidden, ffn = block
+        shapes, flops = layout(tokens, min(_SEQUENCE, tokens), hidden, ffn)
         inputs = [
             torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             for shape in shapes
         ]
-        for how, run in ways.items():
+        read = sum(x.nbytes for x in inputs)
+        for how, run in variants.items():
             y = run(*inputs)
-            about = {"how": how, "shape": "x".join(map(str, block))}
-            backward = partial(
-                torch.autograd.grad, y, inputs, torch.randn_like(y), retain_graph=True
-            )
-            read = sum(x.nbytes for x in inputs)
-            written = y.nbytes
-            forward = torch.no_grad()(partial(run, *inputs))
-            yield (
+            about = {"device": device, "shape": "x".join(map(str, block)), "how": how}
+            yield _Work(
                 f"{name} forward",
-                forward,
-                about | {"flops": flops, "moved": read + written},
+                torch.no_grad()(partial(run, *inputs)),
+                flops=flops,
+                moved_bytes=read + y.nbytes,
+                **about,
             )
-            yield (
+            # the gradients of x and of the weight are a product each
+            yield _Work(
                 f"{name} backward",
-                backward,
-                about | {"flops": 2 * flops, "moved": 2 * read + written},
+                partial(
+                    torch.autograd.grad,
+                    y,
+                    inputs,
+                    torch.randn_like(y),
+                    retain_graph=True,
+                ),
+                flops=2 * flops,
+                moved_bytes=2 * read + y.nbytes,
+                **about,
             )
 
 
-def _copy(name: str, device: str, size: str) -> _Work:
+def _variants(name, function, device, size) -> dict[str, Callable]:
+    """Functions that compute a kernel, by how they do it."""
+    variants = {"eager": function}
+    if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
+        # a backward pass that is repeated cannot give its buffers away
+        torch._functorch.config.donated_buffer = False
+        variants["compiled"] = torch.compile(function)
+    if name == "bias_gelu" and device != "cpu" and not unavailable("triton", device):
+        variants["triton"] = partial(bias_gelu, how="triton")
+    return variants
+
+
+def _copy(name, device, size) -> Iterator[_Work]:
     """Within the memory of the host and of the device, and between them; shape: bytes
     of the buffer.
     """
-    for count in _BYTES[: _SIZES[size][0]]:
-        host, near = (
-            torch.zeros(count, dtype=torch.uint8, device=place)
-            for place in ("cpu", device)
-        )
-        about = {"shape": count, "moved": 2 * count}
-        yield (
-            name,
-            partial(torch.empty_like(host).copy_, host),
-            about | {"how": "host", "device": "cpu"},
-        )
-        if device == "cuda":
-            yield (
-                name,
-                partial(torch.empty_like(near).copy_, near),
-                about | {"how": "device"},
+    for count in _COPY_BYTES[: _SIZES[size].shapes]:
+        host = torch.zeros(count, dtype=torch.uint8)
+        # within a memory every byte is read and written
+        within = {"shape": count, "moved_bytes": 2 * count}
+        yield _Work(name, _copied(host), "cpu", how="host", **within)
+        if device != "cuda":
+            continue
+        near = host.to(device)
+        yield _Work(name, _copied(near), device, how="device", **within)
+        for how, far in {"pinned": host.pin_memory(), "pageable": host}.items():
+            link = {"shape": count, "moved_bytes": count, "how": how, "device": device}
+            yield _Work(
+                "to device", partial(near.copy_, far, non_blocking=True), **link
             )
-            for how, far in {"pinned": host.pin_memory(), "pageable": host}.items():
-                link = {"shape": count, "moved": count, "how": how}
-                yield "to device", partial(near.copy_, far, non_blocking=True), link
-                yield "to host", partial(far.copy_, near, non_blocking=True), link
+            yield _Work("to host", partial(far.copy_, near, non_blocking=True), **link)
 
 
-def _launch(name: str, device: str, size: str) -> _Work:
-    """What a kernel costs the host: enqueued behind others, and waited for. Where a CPU
-    computes, it is both.
+def _copied(source) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _launch(name, device, size) -> Iterator[_Work]:
+    """Time that a kernel costs the host: enqueued behind others, and waited for. Where
+    a CPU computes, it is both.
     """
     x = torch.zeros(1, device=device)
 
@@ -336,41 +342,29 @@ def _launch(name: str, device: str, size: str) -> _Work:
         for _ in range(_LAUNCHES):
             x.add_(1.0)
 
-    yield name, enqueue, {"how": "enqueued", "calls": _LAUNCHES, "device": "cpu"}
+    yield _Work(name, enqueue, "cpu", how="enqueued", calls=_LAUNCHES)
     if device == "cuda":
-        yield name, lambda: x.add_(1.0).item(), {"how": "waited for", "device": "cpu"}
+        yield _Work(name, lambda: x.add_(1.0).item(), "cpu", how="waited for")
 
 
-def _adam(name: str, device: str, size: str) -> _Work:
+def _adam(name, device, size) -> Iterator[_Work]:
     """AdamW on the host, on fp32 states; shape: parameters. Ways that are not fused
     move more and come out slower.
     """
-    for count in _PARAMETERS[: _SIZES[size][0]]:
-        for how in ("fused", "foreach", "for-loop"):
-            switches = (
-                {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
-            )
-            tensors = [
-                torch.nn.Parameter(part)
-                for part in torch.randn(count).split(_TENSOR_ELEMENTS)
-            ]
+    ways = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+    ways["for-loop"] = {"foreach": False}
+    for count in _PARAMETERS[: _SIZES[size].shapes]:
+        for how, switches in ways.items():
+            parts = torch.randn(count).split(_TENSOR_ELEMENTS)
+            tensors = [torch.nn.Parameter(part) for part in parts]
             for tensor in tensors:
                 tensor.grad = torch.randn_like(tensor)
             optimizer = torch.optim.AdamW(tensors, lr=1e-4, **switches)
-            yield (
-                name,
-                optimizer.step,
-                {
-                    "how": how,
-                    "shape": count,
-                    "moved": _ADAM_BYTES * count,
-                    "device": "cpu",
-                },
+            moved_bytes = _ADAM_BYTES * count
+            yield _Work(
+                name, optimizer.step, "cpu", count, how, moved_bytes=moved_bytes
             )
 
 
-_PARTS = dict.fromkeys(_KERNELS, _kernel) | {
-    "copy": _copy,
-    "launch": _launch,
-    "cpu adam": _adam,
-}
+_PARTS = dict.fromkeys(_KERNELS, _kernel)
+_PARTS |= {"copy": _copy, "launch": _launch, "cpu adam": _adam}

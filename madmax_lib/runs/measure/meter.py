@@ -1,5 +1,4 @@
-"""How much power and energy does a run take? NVML on GPUs, RAPL on CPUs, a CSV to
-replay, or nothing.
+"""Power and energy of a run: NVML on GPUs, RAPL on CPUs, a CSV to replay, or nothing.
 
 A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 100 ms
 [Zeus, NSDI 2023], so that the energy of a window is the difference of the counter where
@@ -45,21 +44,23 @@ COLUMNS = Reading._fields
 class Meter:
     """Readings of a source, taken by a thread while it is entered.
 
+        with meter("auto", "cuda", 8) as power:
+            begin_s = time.perf_counter()
+            train()
+            power.window(begin_s, time.perf_counter())["energy_j"]
+
     read: gives a Reading, None for nothing to measure. cap_w: power limit of all
     devices. name: of the source.
     """
 
+    period_s = _PERIOD_S
+
     def __init__(
-        self,
-        read: Callable[[], Reading] | None,
-        name: str,
-        cap_w: float = nan,
-        period_s: float = _PERIOD_S,
+        self, read: Callable[[], Reading] | None, name: str, cap_w: float = nan
     ):
         self.read = read
         self.name = name
         self.cap_w = cap_w
-        self.period_s = period_s
         self.readings: list[Reading] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -75,7 +76,7 @@ class Meter:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _sample(self) -> None:
+    def _sample(self):
         while not self._over.wait(self.period_s):
             self.readings.append(self.read())
 
@@ -83,13 +84,13 @@ class Meter:
         """Mean power, energy and utilization between two times of `time.perf_counter`,
         NaN without readings.
         """
+        # from the last reading before the window on
         first = bisect_left(self.readings, start_s, key=lambda reading: reading.t_s)
         inside = self.readings[max(first - 1, 0) :]
         joule = energy_j(inside, start_s, end_s)
         busy = [reading.utilization for reading in inside]
-        watts = joule / (end_s - start_s) if end_s > start_s else nan
         return {
-            "power_w": watts,
+            "power_w": joule / (end_s - start_s) if end_s > start_s else nan,
             "energy_j": joule,
             "utilization": float(np.mean(busy)) if busy else nan,
         }
@@ -112,21 +113,18 @@ def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
     """
     if not readings or not end_s > start_s:
         return nan
-    t_s, power_w, counter_j = np.array(
-        [reading[:3] for reading in readings], dtype=float
-    ).T
-    known_s = min(
-        end_s, t_s[-1]
-    )  # the counter's last reading is often just before the end
-    if t_s[0] <= start_s and known_s - start_s > (
-        0.0 if np.isnan(power_w).any() else _COUNTER_WINDOW_S
-    ):
-        counted_j = float(np.diff(np.interp([start_s, known_s], t_s, counter_j))[0])
-        last_w = (
-            counted_j / (known_s - start_s) if np.isnan(power_w[-1]) else power_w[-1]
-        )
-        if not np.isnan(counter_j).any():
-            return float(counted_j + last_w * (end_s - known_s))
+    # three columns of the readings, each (n,)
+    t_s, power_w, counter_j = np.array([reading[:3] for reading in readings]).T
+    last_s = min(end_s, t_s[-1])  # the counter's last reading is often before the end
+    counted_s = last_s - start_s
+    least_s = 0.0 if np.isnan(power_w).any() else _COUNTER_WINDOW_S
+    if t_s[0] <= start_s and counted_s > least_s and not np.isnan(counter_j).any():
+        begin_j, last_j = np.interp([start_s, last_s], t_s, counter_j)
+        counted_j = last_j - begin_j
+        # E = counter + P x (what is left of the window)
+        last_w = counted_j / counted_s if np.isnan(power_w[-1]) else power_w[-1]
+        return float(counted_j + last_w * (end_s - last_s))
+    # trapezoids between the readings inside, and the ends of the window
     times_s = np.unique(np.clip([start_s, *t_s, end_s], start_s, end_s))
     watts = np.interp(times_s, t_s, power_w)
     return float(np.sum((watts[1:] + watts[:-1]) / 2 * np.diff(times_s)))
@@ -146,106 +144,86 @@ def meter(source: str, device: str, devices: int) -> Meter:
     return local or Meter(None, "none")
 
 
-def _nvml_meter(devices: int) -> Meter | None:
+def _nvml_meter(devices) -> Meter | None:
     """Meter of the first GPUs, by nvidia-ml-py; None where it or a driver is missing."""
+    # numbers or UUIDs that CUDA leaves, all where the variable is not set
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    visible = [int(text) if text.isdigit() else text for text in listed if text]
+    # no package, no driver, no permission: each has an exception of its own, and none
+    # stops a run
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
+        by_number = nvml.nvmlDeviceGetHandleByIndex
+        by_uuid = nvml.nvmlDeviceGetHandleByUUID
         handles = [
-            nvml.nvmlDeviceGetHandleByUUID(which)
-            if isinstance(which, str)
-            else nvml.nvmlDeviceGetHandleByIndex(which)
-            for which in _visible(devices)
+            by_uuid(which) if isinstance(which, str) else by_number(which)
+            for which in visible[:devices] or range(devices)
         ]
-        cap_w = (
-            sum(nvml.nvmlDeviceGetPowerManagementLimit(handle) for handle in handles)
-            / 1e3
-        )
-    # no package, no driver, no permission: each has a kind of its own, and none stops a
-    # run
+        limits_mw = [nvml.nvmlDeviceGetPowerManagementLimit(one) for one in handles]
     except Exception:
         return None
 
     def query(name: str, *arguments: str) -> np.ndarray:
-        """What each device says, NaN where it or this version of the library does not
-        support it.
+        """A quantity of each device, NaN where it or this version of the library does
+        not support it.
         """
         values = []
         for handle in handles:
+            # AttributeError, and NVMLError, which cannot be named without the package
             try:
-                value = getattr(nvml, f"nvmlDeviceGet{name}")(
-                    handle, *(getattr(nvml, text) for text in arguments)
-                )
+                numbers = [getattr(nvml, argument) for argument in arguments]
+                value = getattr(nvml, f"nvmlDeviceGet{name}")(handle, *numbers)
                 values.append(float(getattr(value, "gpu", value)))
-            # AttributeError, and pynvml.NVMLError, which cannot be named without the
-            # package
             except Exception:
                 values.append(nan)
         return np.array(values)
 
     def read() -> Reading:
-        return Reading(
+        reasons = np.nan_to_num(query("CurrentClocksThrottleReasons")).astype(int)
+        return Reading(  # NVML counts in mW, mJ, MHz and percent
             time.perf_counter(),
             power_w=query("PowerUsage").sum() / 1e3,
             energy_j=query("TotalEnergyConsumption").sum() / 1e3,
             clock_hz=query("ClockInfo", "NVML_CLOCK_SM").min() * 1e6,
             temperature_c=query("Temperature", "NVML_TEMPERATURE_GPU").max(),
-            throttle=int(
-                np.bitwise_or.reduce(
-                    np.nan_to_num(query("CurrentClocksThrottleReasons")).astype(int)
-                )
-            ),
+            throttle=int(np.bitwise_or.reduce(reasons)),
             utilization=query("UtilizationRates").mean() / 100,
         )
 
-    return Meter(read, "nvml", cap_w)
+    return Meter(read, "nvml", sum(limits_mw) / 1e3)
 
 
-def _visible(devices: int) -> list[int | str]:
-    """The first `devices` GPUs that CUDA_VISIBLE_DEVICES leaves, each by its number or
-    by its UUID.
-    """
-    listed = [
-        text.strip()
-        for text in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if text.strip()
-    ]
-    return [int(text) if text.isdigit() else text for text in listed][:devices] or list(
-        range(devices)
-    )
-
-
-def _rapl_meter(folder: Path) -> Meter | None:
+def _rapl_meter(folder) -> Meter | None:
     """Meter of the CPU packages of Linux's powercap; None where they cannot be read.
 
     The counters wrap at max_energy_range_uj; power is the difference of two readings
     over their time.
     """
-    packages = [
-        path
-        for path in sorted(folder.glob("intel-rapl:*"))
-        if path.name.count(":") == 1
-    ]
+    # intel-rapl:0 is a package, intel-rapl:0:1 a part of it
+    domains = sorted(folder.glob("intel-rapl:*"))
+    packages = [path for path in domains if path.name.count(":") == 1]
 
-    def sizes(name: str) -> np.ndarray:
+    def numbers(name: str) -> np.ndarray:
         return np.array([float((path / name).read_text()) for path in packages])
 
     try:
-        before_uj = sizes("energy_uj")
-        wraps_uj = sizes("max_energy_range_uj")
+        before_uj = numbers("energy_uj")
+        wraps_uj = numbers("max_energy_range_uj")
         t_s = time.perf_counter()
         total_j = 0.0
-        limits = all((path / _RAPL_LIMIT).exists() for path in packages)
-        cap_w = float(sizes(_RAPL_LIMIT).sum()) * 1e-6 if limits else nan
+        limited = all((path / _RAPL_LIMIT).exists() for path in packages)
+        cap_w = float(numbers(_RAPL_LIMIT).sum()) * 1e-6 if limited else nan
     except (OSError, ValueError):  # often readable by root alone
         return None
 
     def read() -> Reading:
         nonlocal before_uj, t_s, total_j
         since_s = t_s
-        now_uj = sizes("energy_uj")
+        now_uj = numbers("energy_uj")
         t_s = time.perf_counter()
+        # a counter that has wrapped is below the last reading: the remainder mends it
         joule = float(((now_uj - before_uj) % wraps_uj).sum()) * 1e-6
         before_uj = now_uj
         total_j += joule
@@ -254,7 +232,7 @@ def _rapl_meter(folder: Path) -> Meter | None:
     return Meter(read, "rapl", cap_w) if packages else None
 
 
-def _replay_meter(path: Path) -> Meter:
+def _replay_meter(path) -> Meter:
     """Meter that replays a CSV with columns of `Reading` (t_s and power_w at least) and
     perhaps cap_w.
 
@@ -265,13 +243,13 @@ def _replay_meter(path: Path) -> Meter:
     with path.open(newline="", errors="replace") as file:
         rows = list(DictReader(file))
     if missing := {"t_s", "power_w"} - set(rows[0] if rows else ()):
-        raise ValueError(
-            f"{path}: column(s) {', '.join(sorted(missing))} missing, or no rows"
-        )
+        names = ", ".join(sorted(missing))
+        raise ValueError(f"{path}: column(s) {names} missing, or no rows")
     try:
-        kept = [name for name in (*COLUMNS, "cap_w") if name in rows[0]]
         table = {
-            name: np.array([float(row[name] or "nan") for row in rows]) for name in kept
+            name: np.array([float(row[name] or "nan") for row in rows])
+            for name in (*COLUMNS, "cap_w")
+            if name in rows[0]
         }
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -281,19 +259,21 @@ def _replay_meter(path: Path) -> Meter:
         raise ValueError(
             f"{path}: t_s must grow from row to row, over at least two rows"
         )
-    first_s = None
+    begin_s = None
 
     def read() -> Reading:
-        nonlocal first_s
+        nonlocal begin_s
         now_s = time.perf_counter()
-        first_s = now_s if first_s is None else first_s
-        rounds, at_s = divmod(now_s - first_s, t_s[-1] - t_s[0])
+        begin_s = now_s if begin_s is None else begin_s
+        rounds, into_s = divmod(now_s - begin_s, t_s[-1] - t_s[0])
         values = {
-            name: float(np.interp(t_s[0] + at_s, t_s, column))
+            name: float(np.interp(t_s[0] + into_s, t_s, column))
             for name, column in table.items()
         }
         if "energy_j" in values:
             values["energy_j"] += rounds * float(np.ptp(table["energy_j"]))
-        return Reading(now_s, **values | {"throttle": int(values.get("throttle", 0))})
+        if "throttle" in values:  # bits, not a quantity
+            values["throttle"] = int(values["throttle"])
+        return Reading(now_s, **values)
 
     return Meter(read, "replay", cap_w)

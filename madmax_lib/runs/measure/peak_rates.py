@@ -1,4 +1,4 @@
-"""Which machine is this, and what could it do? A GPU's data-sheet rates; elsewhere what
+"""Peak rates of this machine: of a GPU those of its data sheet, elsewhere the best that
 products and copies reach.
 
 The data sheet is the catalog's, by the name CUDA gives. The peak of an unknown device
@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
 from math import nan
 from pathlib import Path
 
@@ -30,8 +29,10 @@ __all__ = [
 ]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Side of the square product that is timed: large enough to fill the device
 _SIDE = {"cpu": 512, "cuda": 8192}
 _PRODUCTS = 20
+# beyond the caches of a CPU, so that the memory is timed
 _COPY_BYTES = 128 * 2**20
 _COPIES = 5
 
@@ -40,43 +41,38 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the
     number comes from; collective.
     """
-    if device == "cuda" and (
-        sheet := catalog.device_named(torch.cuda.get_device_name())
-    ):
-        asked = (
-            "tf32"
-            if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest"
-            else dtype
-        )
-        peak = sheet.nearest(asked)
-        return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
+    if device == "cuda":
+        torch_dtype = dtype
+        if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
+            torch_dtype = "tf32"
+        if sheet := catalog.device_named(torch.cuda.get_device_name()):
+            peak = sheet.nearest(torch_dtype)
+            return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
     side = _SIDE[device]
-    rate = torch.tensor(
-        [_product_rate(device, TORCH_DTYPES[dtype], side)],
-        dtype=torch.float64,
-        device=device,
-    )
+    factor = torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype])
+    best_s = _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
+    # a square product takes 2 n^3 FLOPs
+    rate = torch.tensor([2 * side**3 / best_s], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(rate, dist.ReduceOp.MAX)
-    share = (
-        min(1.0, cores_per_rank() / torch.get_num_threads()) if device == "cpu" else 1.0
-    )
-    shared = (
-        f", x {share:.3g} since ranks share cores or are slowed" if share < 1 else ""
-    )
-    return float(
-        rate
-    ) * share, f"measured: best {side} x {side} matrix product in {dtype}{shared}"
+    source = f"measured: best {side} x {side} matrix product in {dtype}"
+    if device == "cpu":
+        share = min(1.0, cores_per_rank() / torch.get_num_threads())
+        rate *= share
+        if share < 1:
+            source += f", x {share:.3g} since ranks share cores or are slowed"
+    return rate.item(), source
 
 
 def native_dtype(dtype: str, device: str) -> str:
     """A dtype, or in place of auto bf16 on a GPU that computes in it and fp32
     elsewhere.
     """
-    native = device == "cuda" and torch.cuda.is_bf16_supported(
-        including_emulation=False
-    )
-    return ("bf16" if native else "fp32") if dtype == "auto" else dtype
+    if dtype != "auto":
+        return dtype
+    on_gpu = device == "cuda"
+    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
 
 
 def device_name(device: str) -> str:
@@ -84,11 +80,8 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    match = (
-        re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-        if info.exists()
-        else None
-    )
+    text = info.read_text() if info.exists() else ""
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return match[1] if match else platform.processor() or platform.machine()
 
 
@@ -103,20 +96,11 @@ def memory_bytes_per_s(device: str) -> float:
         return sheet.memory_bandwidth_bytes_per_s if sheet else nan
     source = torch.zeros(_COPY_BYTES // 4)
     target = torch.empty_like(source)
+    # a copy reads every byte and writes it
     return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), _COPIES)
 
 
-def _product_rate(device: str, dtype: torch.dtype, side: int) -> float:
-    """FLOP/s of a square matrix product."""
-    factor = torch.randn(side, side, device=device, dtype=dtype)
-    return (
-        2
-        * side**3
-        / _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
-    )
-
-
-def _best_s(run: Callable[[], object], repeats: int, on_gpu: bool = False) -> float:
+def _best_s(run, repeats, on_gpu=False) -> float:
     """Seconds of the fastest of some repeats: others may use the machine too."""
     times_s = []
     for _ in range(repeats):
@@ -134,11 +118,12 @@ def cores_per_rank() -> float:
 
     A mean of the ranks, on all hosts that the testbed makes here.
     """
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
     hosts, speed = testbed.spread()
-    equal = cores / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * hosts)
-    return sum(min(equal, share) for share in speed) / len(speed) if speed else equal
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * hosts
+    equal = cores / ranks
+    if not speed:
+        return equal
+    return sum(min(equal, share) for share in speed) / len(speed)

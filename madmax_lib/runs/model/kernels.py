@@ -1,10 +1,11 @@
-"""How can bias + GELU be computed? Eager, compiled or as one Triton kernel, forward and
-backward.
+"""Bias + GELU: eager, compiled or as one Triton kernel, forward and backward.
 
-GELU with tanh [arXiv 1606.08415]: y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), u
-= x + bias. It is bound by
-memory: a fused forward pass reads x and writes y, a fused backward pass reads x and dy
-and writes dx. Eager PyTorch writes u and reads it again.
+GELU with tanh [arXiv 1606.08415], where u = x + bias:
+
+    y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3)))
+
+It is bound by memory: a fused forward pass reads x and writes y, a fused backward pass
+reads x and dy and writes dx. Eager PyTorch writes u and reads it again.
 """
 
 from collections.abc import Callable
@@ -27,19 +28,18 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, how: str = "eager") -> torch.
     `how` or shapes that do not fit, ModuleNotFoundError without triton.
     """
     if bias.ndim != 1 or x.shape[-1:] != bias.shape:
+        shape = tuple(x.shape)
         raise ValueError(
-            f"bias of shape {tuple(bias.shape)} does not fit x of shape "
-            f"{tuple(x.shape)}"
+            f"bias of shape {tuple(bias.shape)} does not fit x of shape {shape}"
         )
     if x.dtype != bias.dtype:
         raise ValueError(f"x is {x.dtype}, bias is {bias.dtype}: they must be alike")
-    return (
-        _eager(x, bias) if how == "eager" else _function(how)(x, bias)
-    )  # the first without a cache to trace
+    # a call of the cached function would end a compiled graph around it
+    return _eager(x, bias) if how == "eager" else _function(how)(x, bias)
 
 
 def unavailable(how: str, device: str) -> str:
-    """Why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises
+    """Reason why this way cannot be taken on a device (cpu or cuda), empty if it can. Raises
     ValueError for another `how`.
     """
     if how not in _HOWS:
@@ -50,23 +50,22 @@ def unavailable(how: str, device: str) -> str:
         return "triton is not installed"
     from madmax_lib.runs.model import triton_kernels
 
-    return (
-        ""
-        if device != "cpu" or triton_kernels.INTERPRETED
-        else "Triton needs a GPU, or TRITON_INTERPRET=1"
-    )
+    runs = device != "cpu" or triton_kernels.INTERPRETED
+    return "" if runs else "Triton needs a GPU, or TRITON_INTERPRET=1"
 
 
 def way(fused: bool, device: str) -> str:
-    """How a model computes bias + GELU on a device: triton if asked for, else eager
-    and, if it was asked for, why.
+    """Function that computes a model's bias + GELU on a device: triton if asked for,
+    else eager and, if it was asked for, why.
     """
-    reason = unavailable("triton", device) if fused else ""
-    return f"eager: {reason}" if reason else "triton" if fused else "eager"
+    if not fused:
+        return "eager"
+    reason = unavailable("triton", device)
+    return f"eager: {reason}" if reason else "triton"
 
 
-@lru_cache(maxsize=len(_HOWS))
-def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+@lru_cache(maxsize=len(_HOWS))  # a compiled function remembers what it compiled
+def _function(how) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     if reason := unavailable(how, "cuda"):
         raise ModuleNotFoundError(
             f"bias_gelu(how={how!r}): {reason}; pip install triton"
@@ -78,5 +77,5 @@ def _function(how: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return BiasGelu.apply
 
 
-def _eager(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _eager(x, bias) -> torch.Tensor:
     return torch.nn.functional.gelu(x + bias, approximate="tanh")

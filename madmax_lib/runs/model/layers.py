@@ -1,5 +1,5 @@
-"""What is a transformer layer made of? Norms, attention and feed-forward blocks in
-plain torch, sized by a spec.
+"""Parts of a transformer layer: norms, attention and feed-forward blocks in plain torch,
+sized by a spec.
 
 Pre-norm layers as in GPT-2 [Radford et al. 2019] and LLaMA [arXiv 2302.13971]: layer or
 rms norms, learned or rotary positions [arXiv 2104.09864], grouped heads [arXiv
@@ -22,68 +22,48 @@ from madmax_lib.runs.model.kernels import bias_gelu
 
 __all__ = ["Attention", "FeedForward", "TransformerLayer", "norm"]
 
-_EPSILON = {"layer": 1e-5, "rms": 1e-6}  # GPT-2's and Qwen2.5's own
-_rerun = partial(checkpoint, use_reentrant=False)
+_EPSILON = {"layer": 1e-5, "rms": 1e-6}  # of GPT-2 and of Qwen2.5
+_VIT_EPSILON = 1e-12  # of ViT [arXiv 2010.11929, released code]
 _ROPE_BASE = 1e6  # Qwen2.5 [arXiv 2412.15115]
+_AMPERE = (8, 0)  # first compute capability with flash attention in torch
+_rerun = partial(checkpoint, use_reentrant=False)
 
 
 def norm(spec: Transformer) -> nn.Module:
     """A layer norm or an rms norm over the hidden channels."""
     kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
-    epsilon = (
-        1e-12 if spec.image else _EPSILON[spec.norm]
-    )  # ViT's own [arXiv 2010.11929, released code]
+    epsilon = _VIT_EPSILON if spec.image else _EPSILON[spec.norm]
     return kind(spec.hidden, eps=epsilon)
 
 
 @lru_cache(maxsize=8)
-def _turns(
-    length: int, width: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _turns(length, width, device, dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine (length, width/2) of position x base^(-2i/width); the same in all
     layers and steps.
     """
-    frequency = _ROPE_BASE ** (
-        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
-    )
-    angle = torch.outer(
-        torch.arange(length, device=device, dtype=torch.float32), frequency
-    )
+    options = {"device": device, "dtype": torch.float32}
+    frequency = _ROPE_BASE ** (-torch.arange(0, width, 2, **options) / width)
+    angle = torch.outer(torch.arange(length, **options), frequency)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _rotate(heads: Tensor) -> Tensor:
+def _rotate(heads, turns) -> Tensor:
     """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by
     their position.
     """
-    cosine, sine = _turns(*heads.shape[-2:], heads.device, heads.dtype)
+    cosine, sine = turns
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat(
-        (first * cosine - second * sine, second * cosine + first * sine), dim=-1
-    )
+    turned_first = first * cosine - second * sine
+    turned_second = second * cosine + first * sine
+    return torch.cat((turned_first, turned_second), dim=-1)
 
 
-def _shares_heads(query: Tensor) -> bool:
-    """Whether fused attention itself reads one key head for several query heads.
-
-    Flash attention does: on CPUs, and in 16 bits from Ampere on. On other GPUs torch
-    would put the scores in memory.
-    """
-    if not query.is_cuda:
-        return True
-    return query.itemsize == 2 and torch.cuda.get_device_capability(query.device) >= (
-        8,
-        0,
-    )
-
-
-def _unfused(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """softmax(QK/sqrt(d))V with the scores in memory."""
+def _unfused(query, key, value, causal) -> Tensor:
+    """softmax(Q K^T / sqrt(d)) V [arXiv 1706.03762] with the scores in memory."""
+    # (B, H, S, S): the S^2 numbers that flash attention never writes
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if causal:
-        later = torch.ones(
-            scores.shape[-2:], dtype=torch.bool, device=scores.device
-        ).triu(1)
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ value
 
@@ -99,44 +79,44 @@ class Attention(nn.Module):
     def __init__(self, spec: Transformer, kind: str = "flash"):
         super().__init__()
         inner = spec.heads * spec.head_dim
-        bias = spec.attention_bias
         shared = spec.kv_heads * spec.head_dim
+        bias = spec.attention_bias != "none"
         self.head_dim = spec.head_dim
         self.kind = kind
         self.causal = not spec.image
         self.rope = spec.positions == "rope" and not spec.image
-        self.query = nn.Linear(spec.hidden, inner, bias=bias != "none")
-        self.key = nn.Linear(spec.hidden, shared, bias=bias != "none")
-        self.value = nn.Linear(spec.hidden, shared, bias=bias != "none")
-        self.projection = nn.Linear(inner, spec.hidden, bias=bias == "all")
+        self.query = nn.Linear(spec.hidden, inner, bias=bias)
+        self.key = nn.Linear(spec.hidden, shared, bias=bias)
+        self.value = nn.Linear(spec.hidden, shared, bias=bias)
+        # Qwen2.5 has biases of queries, keys and values only
+        all_biases = spec.attention_bias == "all"
+        self.projection = nn.Linear(inner, spec.hidden, bias=all_biases)
         self.exchange = Exchange()
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden), S being this rank's part of the sequence."""
-        heads = [
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.query, self.key, self.value)
-        ]
-        query, key, value = (
-            part.transpose(1, 2) for part in self.exchange.to_heads(heads)
-        )
-        if self.rope:
-            query = _rotate(query)
-            key = _rotate(key)
-        mixed = (
-            _rerun(self._core, query, key, value)
-            if self.recompute
-            else self._core(query, key, value)
-        )
-        return self.projection(
-            self.exchange.to_sequence(mixed.transpose(1, 2)).flatten(-2)
-        )
+        projected = [project(x) for project in (self.query, self.key, self.value)]
+        # (B, S, heads, d): as many heads as the weights of this tp rank have
+        heads = [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
+        parts = [part.transpose(1, 2) for part in self.exchange.to_heads(heads)]
+        if self.rope:  # after the exchange, where positions are in order
+            turns = _turns(*parts[0].shape[-2:], x.device, parts[0].dtype)
+            parts[:2] = (_rotate(part, turns) for part in parts[:2])
+        mixed = _rerun(self._core, *parts) if self.recompute else self._core(*parts)
+        mixed = self.exchange.to_sequence(mixed.transpose(1, 2))
+        return self.projection(mixed.flatten(-2))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core(self, query, key, value) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         unfused = self.kind == "unfused"
-        if groups > 1 and (unfused or not _shares_heads(query)):
+        # Flash attention itself reads one key head for several query heads: on CPUs, and
+        # in 16 bits from Ampere on. On other GPUs torch would put the scores in memory.
+        shares_heads = not query.is_cuda or (
+            query.itemsize == 2
+            and torch.cuda.get_device_capability(query.device) >= _AMPERE
+        )
+        if groups > 1 and (unfused or not shares_heads):
             key = key.repeat_interleave(groups, 1)
             value = value.repeat_interleave(groups, 1)
             groups = 1
@@ -157,23 +137,24 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=bias)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=bias)
-        # ViT has the exact GELU, GPT-2 its tanh form
         self.fused = False
-        self.exact = bool(spec.image)
+        # ViT has the exact GELU, GPT-2 its tanh form
+        self.approximate = "none" if spec.image else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, S, hidden)."""
         if self.gate is not None:
             return self.down(functional.silu(self.gate(x)) * self.up(x))
-        if self.fused:
-            parts = functional.linear(x, self.up.weight), self.up.bias
-            inner, bias = (
-                part.to_local() if isinstance(part, DTensor) else part for part in parts
-            )
-            return self.down(bias_gelu(inner, bias.to(inner.dtype), "triton"))
-        return self.down(
-            functional.gelu(self.up(x), approximate="none" if self.exact else "tanh")
-        )
+        if not self.fused:
+            inner = functional.gelu(self.up(x), approximate=self.approximate)
+            return self.down(inner)
+        # Triton takes plain tensors; split by columns both are this rank's channels
+        inner = functional.linear(x, self.up.weight)
+        bias = self.up.bias
+        if isinstance(inner, DTensor):
+            inner = inner.to_local()
+            bias = bias.to_local()
+        return self.down(bias_gelu(inner, bias.to(inner.dtype), "triton"))
 
 
 class TransformerLayer(nn.Module):
@@ -201,6 +182,6 @@ class TransformerLayer(nn.Module):
         """x: (B, S, hidden)."""
         return _rerun(self._forward, x) if self.recompute else self._forward(x)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x):
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))

@@ -1,5 +1,5 @@
-"""How is a large model fine-tuned with few parameters? Low-rank updates of queries and
-values [arXiv 2106.09685].
+"""Fine-tuning with few parameters: low-rank updates of queries and values [arXiv
+2106.09685].
 
 All weights are frozen but a head that is not tied; query and value projections gain B A
 x, with A (rank, in) drawn and B (out, rank) zero, so that training starts at the model
@@ -27,20 +27,16 @@ class LowRank(nn.Linear):
         self.out_features = base.out_features
         self.weight = base.weight
         self.bias = base.bias
-        self.down = nn.Parameter(
-            torch.empty(rank, base.in_features, device=base.weight.device)
-        )
-        self.up = nn.Parameter(
-            torch.zeros(base.out_features, rank, device=base.weight.device)
-        )
-        with torch.no_grad():
+        device = base.weight.device
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, device=device))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        with torch.no_grad():  # x of unit length gives A x of unit length
             self.down.normal_(0.0, base.in_features**-0.5, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) to (..., out)."""
-        return super().forward(x) + functional.linear(
-            functional.linear(x, self.down), self.up
-        )
+        update = functional.linear(functional.linear(x, self.down), self.up)
+        return super().forward(x) + update
 
 
 def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
@@ -48,9 +44,8 @@ def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
     layer.requires_grad_(False)
     for part in ("query", "value"):
         base = getattr(layer.attention, part)
-        generator = named_generator(
-            seed, f"{name}.attention.{part}.down", base.weight.device
-        )
+        full_name = f"{name}.attention.{part}.down"
+        generator = named_generator(seed, full_name, base.weight.device)
         setattr(layer.attention, part, LowRank(base, rank, generator))
 
 
@@ -58,10 +53,6 @@ def freeze_ends(network: Network) -> None:
     """Freeze embedding and last norm; the head is trained, unless it is the token
     table.
     """
-    for end in (
-        network.embedding,
-        network.norm,
-        network.head if network.spec.tied else None,
-    ):
-        if end is not None:
+    for name, end in network.ends():
+        if name != "head" or network.spec.tied:
             end.requires_grad_(False)

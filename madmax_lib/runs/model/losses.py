@@ -1,5 +1,5 @@
-"""What is the loss of a micro-batch, as a part of the global mean? Sums of token
-losses, and how many were right.
+"""Loss of a micro-batch as a part of the global mean: sums of token losses, and how many
+targets were right.
 
 Everything is a sum over the targets of the *global* batch, so that micro-batches, dp,
 cp and ep ranks only add up. Targets that are MASKED do not count; how many are left is
@@ -19,7 +19,6 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.data.text import MASKED
 
 __all__ = ["Part", "correct", "means", "split", "sums", "total"]
-
 
 Share = tuple[int, int]  # a rank's number in a dimension, and how many they are
 
@@ -41,21 +40,25 @@ def split(
     dp: int,
     cp: Share = (0, 1),
 ) -> Part:
-    """What a rank of dp x cp trains on: of the samples of its dp rank the tokens of its
-    cp rank, on the device.
+    """The part of a batch that a rank of dp x cp trains on: of the samples of its dp
+    rank the tokens of its cp rank, on the device.
 
     batch: tokens and targets (B/dp, S), or images (B/dp, 3, H, W) and labels (B/dp,).
     """
-    own = [
-        batch[name]
-        for name in (("images", "labels") if spec.image else ("tokens", "targets"))
-    ]
-    samples = dp * len(own[1])
-    positions = dp * own[1].numel()
-    if cp[1] > 1:  # of a sequence, tokens in a row
-        own = [part.chunk(cp[1], dim=1)[cp[0]] for part in own]
-    inputs, targets = (part.to(device, non_blocking=True) for part in own)
-    return Part(inputs, targets, samples, positions)
+    names = ("images", "labels") if spec.image else ("tokens", "targets")
+    inputs, targets = (batch[name] for name in names)
+    samples = dp * len(targets)
+    positions = dp * targets.numel()
+    number, count = cp
+    if count > 1:  # of a sequence, tokens in a row
+        inputs = inputs.chunk(count, dim=1)[number]
+        targets = targets.chunk(count, dim=1)[number]
+    return Part(
+        inputs.to(device, non_blocking=True),
+        targets.to(device, non_blocking=True),
+        samples,
+        positions,
+    )
 
 
 def sums(
@@ -69,9 +72,8 @@ def sums(
     """
     result = torch.zeros(3, dtype=torch.float64, device=part.inputs.device)
     if loss is not None:
-        result = torch.stack(
-            [own.double() for own in (loss, right, (part.targets != MASKED).sum())]
-        )
+        counted = (part.targets != MASKED).sum()
+        result = torch.stack([loss.double(), right.double(), counted.double()])
     dist.all_reduce(result)
     return result / copies
 
@@ -100,18 +102,16 @@ def total(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many targets have the largest logit; the classes may be split over ranks."""
+    """Number of targets that have the largest logit; the classes may be split over ranks."""
     if not isinstance(logits, DTensor):
         return (logits.argmax(-1) == targets).sum()
     group = logits.device_mesh.get_group()
-    classes = logits.shape[-1]
-    part = logits.to_local()
-    value, place = part.max(-1)
+    value, index = logits.to_local().max(-1)  # the best of this rank's classes
     best = value.clone()
     dist.all_reduce(best, dist.ReduceOp.MAX, group)
-    first = (
-        -(-classes // group.size()) * group.rank()
-    )  # DTensor gives all but the last ranks as many
-    right = ((value == best) & (place + first == targets)).sum()
+    # DTensor gives all but the last ranks ceil(classes / ranks)
+    per_rank = -(-logits.shape[-1] // group.size())
+    best_class = per_rank * group.rank() + index
+    right = ((value == best) & (best_class == targets)).sum()
     dist.all_reduce(right, group=group)
     return right

@@ -1,5 +1,5 @@
-"""Which models can be trained here, and with what sizes? Names to specs, without torch,
-and specs to modules.
+"""Models that can be trained here, and their sizes: names to specs, without torch, and
+specs to modules.
 
 vit-base, vit-huge, gpt2-large and qwen2.5-3b are the catalog's entries, so that a run
 and a simulation share one vocabulary; the tiny ones have the same parts and train in
@@ -35,16 +35,10 @@ _DECODER = {
 }
 _DECODER |= {"gated": True, "norm": "rms", "positions": "rope"}
 _DECODER |= {"attention_bias": "none", "mlp_bias": False, "tied": False}
+_VIT = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256}
+_VIT |= {"image": 32, "patch": 4, "classes": 100}
 _TINY = {
-    "vit-tiny": {
-        "layers": 4,
-        "hidden": 64,
-        "heads": 4,
-        "ffn": 256,
-        "image": 32,
-        "patch": 4,
-        "classes": 100,
-    },
+    "vit-tiny": _VIT,
     "gpt-tiny": _DECODER,
     "moe-tiny": {**_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
 }
@@ -82,32 +76,26 @@ def spec(text: str, **sizes) -> Transformer:
     (774030080, 2)
     """
     canonical = name(text)
-    if unknown := set(sizes) - {f.name for f in fields(Transformer)} | set(sizes) & {
-        "name"
-    }:
-        wrong = sorted(unknown)[0]
-        near = get_close_matches(
-            wrong, [f.name for f in fields(Transformer)][1:], n=3, cutoff=0.0
-        )
-        raise ValueError(
-            f"{wrong!r} is not a size of {canonical}; nearest: {', '.join(near)}"
-        )
-    for field in fields(Transformer):
-        if field.name in sizes:
-            check_value(field.name, field.type.__name__, sizes[field.name])
-    model = (
-        Transformer(canonical, **_TINY[canonical])
-        if canonical in _TINY
-        else catalog.model(canonical)
-    )
-    again = {
+    types = {field.name: field.type.__name__ for field in fields(Transformer)}
+    del types["name"]
+    for field, value in sorted(sizes.items()):
+        if field not in types:
+            near = ", ".join(get_close_matches(field, types, n=3, cutoff=0.0))
+            raise ValueError(f"{field!r} is not a size of {canonical}; nearest: {near}")
+        check_value(field, types[field], value)
+    if canonical in _TINY:
+        model = Transformer(canonical, **_TINY[canonical])
+    else:
+        model = catalog.model(canonical)
+    # 0 makes `Transformer` work a size out from the others
+    derived = {
         field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)
     }
     if model.image:
-        again["sequence"] = 0
+        derived["sequence"] = 0
         if "sequence" in sizes:
             raise ValueError(f"sequence of {canonical} follows from image and patch")
-    return replace(model, **{**again, **sizes})
+    return replace(model, **derived | sizes)
 
 
 def build(
@@ -127,10 +115,10 @@ def build(
     flash, or unfused with the scores in memory.
     weights: directory of published ones, see `weights.Weights`.
     """
+    # late: names and sizes are wanted where torch is not
     from madmax_lib.runs.model.network import Network
     from madmax_lib.runs.model.weights import Weights
 
     model = Network(spec(text, **sizes), attention=attention)
-    return model.materialise(
-        seed, device, Weights(weights, model.spec) if weights else None
-    )
+    published = Weights(weights, model.spec) if weights else None
+    return model.materialise(seed, device, published)

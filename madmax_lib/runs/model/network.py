@@ -19,8 +19,9 @@ from madmax_lib.runs.model.weights import Weights
 
 __all__ = ["Network", "PatchEmbedding", "TokenEmbedding", "draw", "named_generator"]
 
+# last weights of the residual branches
 _BRANCH_ENDS = ("projection.weight", "down.weight", "experts.down")
-_SPREAD = 0.02
+_SPREAD = 0.02  # standard deviation of all others
 
 
 class TokenEmbedding(nn.Module):
@@ -33,10 +34,9 @@ class TokenEmbedding(nn.Module):
     def __init__(self, spec: Transformer):
         super().__init__()
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
-        learned = spec.positions == "learned"
-        self.positions = (
-            nn.Parameter(torch.empty(spec.sequence, spec.hidden)) if learned else None
-        )
+        self.positions: nn.Parameter | None = None
+        if spec.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(spec.sequence, spec.hidden))
         self.offset = 0
         self.table: Callable[[Tensor], Tensor] = lambda positions: positions
 
@@ -45,7 +45,8 @@ class TokenEmbedding(nn.Module):
         x = self.tokens(tokens)
         if self.positions is None:
             return x
-        return x + self.table(self.positions)[self.offset : self.offset + x.shape[1]]
+        last = self.offset + x.shape[1]
+        return x + self.table(self.positions)[self.offset : last]
 
 
 class PatchEmbedding(nn.Module):
@@ -61,6 +62,7 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (B, 3, H, W)."""
+        # (B, hidden, H/patch, W/patch) to (B, patches, hidden)
         patches = self.patches(images).flatten(2).transpose(1, 2)
         first = self.first.expand(len(images), 1, -1).to(patches.dtype)
         return torch.cat((first, patches), dim=1) + self.positions
@@ -78,23 +80,19 @@ class Network(nn.Module):
     ):
         super().__init__()
         part = range(spec.layers) if part is None else part
-        first = part.start == 0
-        last = part.stop == spec.layers
         self.spec = spec
+        self.embedding = self.norm = self.head = None
         with torch.device("meta"):
-            self.embedding = (
-                (PatchEmbedding if spec.image else TokenEmbedding)(spec)
-                if first
-                else None
-            )
+            if part.start == 0:
+                embedding = PatchEmbedding if spec.image else TokenEmbedding
+                self.embedding = embedding(spec)
             self.layers = nn.ModuleDict(
-                {str(i): TransformerLayer(spec, attention) for i in part}
+                {str(number): TransformerLayer(spec, attention) for number in part}
             )
-            self.norm = norm(spec) if last else None
-            rows = spec.classes or spec.vocab
-            self.head = (
-                nn.Linear(spec.hidden, rows, bias=bool(spec.image)) if last else None
-            )
+            if part.stop == spec.layers:
+                self.norm = norm(spec)
+                rows = spec.classes or spec.vocab
+                self.head = nn.Linear(spec.hidden, rows, bias=spec.image > 0)
         self.tie()
 
     def tie(self) -> None:
@@ -110,18 +108,18 @@ class Network(nn.Module):
             x = layer(x)
         if self.head is None:
             return x
-        return self.head(self.norm(x[:, 0] if self.spec.image else x))
+        if self.spec.image:
+            x = x[:, 0]  # the class token
+        return self.head(self.norm(x))
 
     def units(self) -> Iterable[tuple[str, nn.Module]]:
         """The layers by their full name."""
         return ((f"layers.{name}", layer) for name, layer in self.layers.items())
 
     def ends(self) -> Iterable[tuple[str, nn.Module]]:
-        """What is not in a layer, by name."""
-        children = (
-            (name, getattr(self, name)) for name in ("embedding", "norm", "head")
-        )
-        return ((name, child) for name, child in children if child is not None)
+        """Modules of this part that are in no layer, by name."""
+        ends = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
+        return ((name, end) for name, end in ends.items() if end is not None)
 
     def materialise(
         self, seed: int, device: Device, weights: Weights | None = None
@@ -148,9 +146,8 @@ def draw(
     """
     module.to_empty(device=device)
     for name, parameter in module.named_parameters():
-        full = f"{prefix}.{name}"
         with torch.no_grad():
-            _draw(parameter, full, spec, seed)
+            _draw(parameter, f"{prefix}.{name}", spec, seed)
     if weights is not None:
         weights.fill(module, prefix)
 
@@ -160,21 +157,18 @@ def named_generator(seed: int, name: str, device: torch.device) -> torch.Generat
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def _draw(parameter: Tensor, name: str, spec: Transformer, seed: int) -> None:
+def _draw(parameter, name, spec, seed):
     if "norm" in name:
         parameter.fill_(float(name.endswith("weight")))
-    elif name.endswith("bias"):
+        return
+    if name.endswith("bias"):
         parameter.zero_()
-    else:
-        # the head of a tied model is the token table, also on a stage that has only one
-        # of them
-        name = (
-            "embedding.tokens.weight" if name == "head.weight" and spec.tied else name
-        )
-        generator = named_generator(seed, name, parameter.device)
-        spread = (
-            _SPREAD / (2 * spec.layers) ** 0.5
-            if name.endswith(_BRANCH_ENDS)
-            else _SPREAD
-        )
-        parameter.normal_(0.0, spread, generator=generator)
+        return
+    # the head of a tied model is the token table, also on a stage that has one of them
+    if name == "head.weight" and spec.tied:
+        name = "embedding.tokens.weight"
+    spread = _SPREAD
+    if name.endswith(_BRANCH_ENDS):  # two branches a layer add up in the residual
+        spread /= (2 * spec.layers) ** 0.5
+    generator = named_generator(seed, name, parameter.device)
+    parameter.normal_(0.0, spread, generator=generator)

@@ -8,6 +8,7 @@ the interpreter of Triton 3.7 and later cannot multiply a constant by a tensor.
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,16 +16,14 @@ import triton.language as tl
 
 __all__ = ["INTERPRETED", "BiasGelu"]
 
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # triton.jit looks at it below, once
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit looks once, below
 _COLUMNS = 1024  # of a tile: 128 threads x 8 16-bit elements, one vector load each
-# a backward program walks over its rows and sums the gradient of the bias on its way
-_ROWS = 4
-_BACKWARD_ROWS = 64
-# sqrt(2 / pi)
+_ROWS = tl.constexpr(4)  # of a tile
+# A backward program walks over so many tiles, and sums the gradient of the bias on its
+# way.
+_TILES = tl.constexpr(16)
 _CUBIC = tl.constexpr(0.044715)
-_SCALE = tl.constexpr(0.7978845608028654)
+_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 
 
 class BiasGelu(torch.autograd.Function):
@@ -34,14 +33,10 @@ class BiasGelu(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """y like x."""
         x = x.contiguous()
-        rows = x.numel() // x.shape[-1]
-        columns = x.shape[-1]
+        bias = bias.contiguous()
         y = torch.empty_like(x)
-        width = min(_COLUMNS, triton.next_power_of_2(columns))
-        grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, width))
-        _forward[grid](
-            x, bias.contiguous(), y, rows, columns, ROWS=_ROWS, COLUMNS=width
-        )
+        tiles = _tiles(x, _ROWS.value)
+        _forward[tiles.grid](x, bias, y, tiles.rows, len(bias), COLUMNS=tiles.width)
         ctx.save_for_backward(x, bias)
         return y
 
@@ -49,65 +44,79 @@ class BiasGelu(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of x and bias."""
         x, bias = ctx.saved_tensors
-        rows = x.numel() // x.shape[-1]
-        columns = x.shape[-1]
         dx = torch.empty_like(x)
-        width = min(_COLUMNS, triton.next_power_of_2(columns))
-        grid = (triton.cdiv(rows, _BACKWARD_ROWS), triton.cdiv(columns, width))
-        partial = torch.empty((grid[0], columns), dtype=torch.float32, device=x.device)
-        tile = {"STEPS": _BACKWARD_ROWS // _ROWS, "ROWS": _ROWS, "COLUMNS": width}
-        _backward[grid](
-            x, bias.contiguous(), dy.contiguous(), dx, partial, rows, columns, **tile
-        )
-        return dx, partial.sum(0).to(bias.dtype)
+        grid, rows, width = _tiles(x, _ROWS.value * _TILES.value)
+        # sums over the rows of each program; adding them up afterwards gives the same
+        # numbers every time, which atomics would not
+        sums = torch.empty((grid[0], len(bias)), dtype=torch.float32, device=x.device)
+        inputs = (x, bias, dy.contiguous())
+        _backward[grid](inputs, (dx, sums), rows, len(bias), COLUMNS=width)
+        return dx, sums.sum(0).to(bias.dtype)
+
+
+class _Tiles(NamedTuple):
+    grid: tuple[int, int]  # programs down the rows and along the columns
+    rows: int  # of the tensor
+    width: int  # columns of a program, a power of two
+
+
+def _tiles(x, rows_per_program) -> _Tiles:
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    width = min(_COLUMNS, triton.next_power_of_2(columns))
+    down = triton.cdiv(rows, rows_per_program)
+    across = triton.cdiv(columns, width)
+    return _Tiles((down, across), rows, width)
 
 
 @triton.jit
-def _forward(
-    x_ptr, bias_ptr, y_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, COLUMNS: tl.constexpr):
+    first_row = tl.program_id(0) * _ROWS
+    first_column = tl.program_id(1) * COLUMNS
+    row = first_row + tl.arange(0, _ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    # (rows, 1) and (1, columns) make the tile; 64 bits, as a tensor may have 2^31 elements
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    u = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-    gate = tl.sigmoid((u + u * u * u * _CUBIC) * (2 * _SCALE))  # (1 + tanh) / 2
-    tl.store(y_ptr + offsets, (u * gate).to(y_ptr.dtype.element_ty), mask=inside)
+    in_rows = row[:, None] < rows
+    inside = in_rows & (column[None, :] < columns)
+    in_row = column < columns
+    bias = tl.load(bias_ptr + column, mask=in_row, other=0.0)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    u = x.to(tl.float32) + bias.to(tl.float32)[None, :]
+    # (1 + tanh(v)) / 2 = sigmoid(2 v)
+    twice = (u + u * u * u * _CUBIC) * (2 * _SCALE)
+    gate = tl.sigmoid(twice)
+    y = (u * gate).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
-def _backward(
-    x_ptr,
-    bias_ptr,
-    dy_ptr,
-    dx_ptr,
-    partial_ptr,
-    rows,
-    columns,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+def _backward(inputs, outputs, rows, columns, COLUMNS: tl.constexpr):
+    x_ptr, bias_ptr, dy_ptr = inputs
+    dx_ptr, sums_ptr = outputs
+    first_column = tl.program_id(1) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    in_row = column < columns
+    bias = tl.load(bias_ptr + column, mask=in_row, other=0.0)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for step in range(STEPS):
-        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    for tile in range(_TILES):
+        first_row = (tl.program_id(0) * _TILES + tile) * _ROWS
+        row = first_row + tl.arange(0, _ROWS)
+        # the tile as in the forward pass
         offsets = row[:, None].to(tl.int64) * columns + column[None, :]
-        inside = (row[:, None] < rows) & (column[None, :] < columns)
-        u = (
-            tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            + bias[None, :]
-        )
-        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.sigmoid((u + u * u * u * _CUBIC) * (2 * _SCALE))
-        slope = gate + u * gate * (1 - gate) * (1 + u * u * (3 * _CUBIC)) * (2 * _SCALE)
-        dx = dy * slope
+        in_rows = row[:, None] < rows
+        inside = in_rows & (column[None, :] < columns)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0)
+        u = x.to(tl.float32) + bias.to(tl.float32)[None, :]
+        twice = (u + u * u * u * _CUBIC) * (2 * _SCALE)
+        gate = tl.sigmoid(twice)
+        # d/du (u gate) = gate + u gate (1 - gate) d(twice)/du
+        #   d(twice)/du = 2 sqrt(2/pi) (1 + 3 x 0.044715 u^2)
+        steepness = (1 + u * u * (3 * _CUBIC)) * (2 * _SCALE)
+        slope = gate + u * gate * (1 - gate) * steepness
+        dx = dy.to(tl.float32) * slope
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         total += tl.sum(dx, axis=0)
-    tl.store(
-        partial_ptr + tl.program_id(0).to(tl.int64) * columns + column,
-        total,
-        mask=column < columns,
-    )
+    program = tl.program_id(0).to(tl.int64)
+    tl.store(sums_ptr + program * columns + column, total, mask=in_row)

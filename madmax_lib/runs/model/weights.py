@@ -1,5 +1,5 @@
-"""How does a run start from published weights? Hugging Face files of GPT-2, Qwen2 and
-ViT under this project's names.
+"""Published weights to start a run from: Hugging Face files of GPT-2, Qwen2 and ViT under
+this project's names.
 
 A directory as downloaded: model.safetensors, or its shards with
 model.safetensors.index.json. The format is read here
@@ -29,6 +29,7 @@ _FAMILIES = {
     "qwen2": ("model.", "layers.{}."),
     "vit": ("vit.", "encoder.layer.{}."),
 }
+# GPT-2's one matrix has the three of them, in this order
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 
@@ -48,7 +49,8 @@ class _Entry:
         with self.file.open("rb") as stream:
             stream.seek(self.begin)
             content = bytearray(stream.read(self.end - self.begin))
-        return torch.frombuffer(content, dtype=_DTYPES[self.dtype]).reshape(self.shape)
+        values = torch.frombuffer(content, dtype=_DTYPES[self.dtype])
+        return values.reshape(self.shape)  # the file has them row by row
 
 
 class Weights:
@@ -57,24 +59,21 @@ class Weights:
     def __init__(self, directory: str | Path, spec: Transformer):
         self.folder = Path(directory)
         self.spec = spec
-        self.family = (
-            "vit" if spec.image else "gpt2" if spec.positions == "learned" else "qwen2"
-        )
+        self.family = "gpt2" if spec.positions == "learned" else "qwen2"
+        if spec.image:
+            self.family = "vit"
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(
                 f"{self.folder}: no .safetensors file with weights of {spec.name}"
             )
         prefix, self._layer = _FAMILIES[self.family]
-        names = catalog.table("published_weights")
-        self._names = (
-            names[names["family"] == self.family].set_index("ours")["theirs"].to_dict()
-        )
-        self._entries = {
-            name.removeprefix(prefix): entry
-            for file in files
-            for name, entry in _header(file).items()
-        }
+        names = catalog.table("published_weights").set_index("family").loc[self.family]
+        self._names = dict(zip(names["ours"], names["theirs"], strict=True))
+        self._entries: dict[str, _Entry] = {}
+        for file in files:
+            for name, entry in _header(file).items():
+                self._entries[name.removeprefix(prefix)] = entry
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Overwrite the parameters of a module named `prefix` in the whole model.
@@ -83,52 +82,50 @@ class Weights:
         as for a new task. Raises ValueError for any other missing or misshapen tensor.
         """
         for name, parameter in module.named_parameters():
-            full = f"{prefix}.{name}"
-            published = self._read(full, parameter)
+            published = self._read(f"{prefix}.{name}", parameter)
             if published is not None:
                 with torch.no_grad():
                     parameter.copy_(published)
 
-    def _read(self, name: str, parameter: Tensor) -> Tensor | None:
-        layer, own = (
-            name.split(".", 2)[1:] if name.startswith("layers.") else ("", name)
-        )
-        part, _, kind = own.rpartition(".")
-        theirs = self._names.get(own) or f"{self._names.get(part, part)}.{kind}"
-        theirs = (self._layer.format(layer) if layer else "") + theirs
+    def _read(self, name, parameter) -> Tensor | None:
+        layer = ""
+        if name.startswith("layers."):
+            _, number, name = name.split(".", 2)
+            layer = self._layer.format(number)
+        part, _, kind = name.rpartition(".")
+        # a row of the table is a parameter, or a module with weight and bias
+        theirs = self._names.get(name) or f"{self._names.get(part, part)}.{kind}"
+        theirs = layer + theirs
+        is_classifier = part == "head" and self.spec.image
         if theirs not in self._entries:
-            if part == "head" and self.spec.image:
+            if is_classifier:
                 return None
-            if own == "head.weight" and self.spec.tied:
+            if name == "head.weight" and self.spec.tied:
                 return self._read("embedding.tokens.weight", parameter)
             raise ValueError(f"{self.folder}: {theirs} is missing")
         tensor = self._entries[theirs].read()
-        if self.family == "gpt2" and tensor.ndim == 2 and layer:
-            tensor = tensor.T
-        if self.family == "gpt2" and part in _THIRD:
-            tensor = tensor.chunk(3)[_THIRD[part]]
-        if part == "head" and self.spec.image and tensor.shape != parameter.shape:
+        if self.family == "gpt2" and layer:
+            if tensor.ndim == 2:  # its layers are convolutions of width 1: (in, out)
+                tensor = tensor.T
+            if part in _THIRD:
+                tensor = tensor.chunk(3)[_THIRD[part]]
+        if is_classifier and tensor.shape != parameter.shape:
             return None
         if tensor.numel() != parameter.numel():
-            raise ValueError(
-                f"{self.folder}: {theirs} is {tuple(tensor.shape)}, not "
-                f"{tuple(parameter.shape)}"
-            )
-        return tensor.reshape(parameter.shape)
+            shapes = f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+            raise ValueError(f"{self.folder}: {theirs} is {shapes}")
+        return tensor.reshape(parameter.shape)  # ViT's class token is (1, 1, hidden)
 
 
-def _header(file: Path) -> dict[str, _Entry]:
+def _header(file) -> dict[str, _Entry]:
     """The tensors of a file by name."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
-    return {
-        name: _Entry(
-            file,
-            tensor["dtype"],
-            tensor["shape"],
-            *(8 + length + at for at in tensor["data_offsets"]),
-        )
-        for name, tensor in header.items()
-    }
+    first = 8 + length  # offsets count from the end of the header
+    entries = {}
+    for name, tensor in header.items():
+        begin, end = (first + offset for offset in tensor["data_offsets"])
+        entries[name] = _Entry(file, tensor["dtype"], tensor["shape"], begin, end)
+    return entries

@@ -1,5 +1,5 @@
-"""How is a run stopped and taken up again? Parameters and AdamW's states, each rank its
-part, by torch's checkpoints.
+"""Checkpoints of a run: parameters and AdamW's states, each rank its part, by torch's
+distributed checkpoints.
 
 Every tensor is stored under its parameter's full name. DTensors know which part they
 are, so a run may be taken up with other degrees of dp, cp, tp, pp or another ZeRO
@@ -52,72 +52,62 @@ def load(
         raise FileNotFoundError(
             f"{directory}: no complete checkpoint (.metadata is missing)"
         )
+    adam = optimizers.adam
     for _, parameter, values in optimizers.states():
-        if not values:
+        if not values:  # states that a first step would make
             part = local(parameter.detach())
             values["step"] = torch.zeros((), device=part.device)
-            empty = getattr(
-                optimizers.adam,
-                "_new_buffer",
-                lambda part, signed: torch.zeros_like(part),
-            )  # of 8 bits
-            values["exp_avg"] = empty(part, True)
-            values["exp_avg_sq"] = empty(part, False)
+            for name, signed in {"exp_avg": True, "exp_avg_sq": False}.items():
+                values[name] = (
+                    adam._new_buffer(part, signed)  # of torchao's 8 bits
+                    if hasattr(adam, "_new_buffer")
+                    else torch.zeros_like(part)
+                )
     state = _state(modules, optimizers, mesh) | {"progress": progress}
     stored = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     if missing := sorted(set(state) - set(stored)):
         raise ValueError(
-            f"{directory}: {missing[0]} is not in the checkpoint; it is one of "
-            "another model or layout"
+            f"{directory}: {missing[0]} is not in the checkpoint; "
+            "it is one of another model or layout"
         )
     dcp.load(state, checkpoint_id=str(directory))
 
 
-def _stored_name(name: str, network: Network) -> str:
-    """The name of a parameter in a checkpoint: a tied head is the token table, also
-    where a stage has only the head.
-    """
-    return (
-        "embedding.tokens.weight"
-        if network.spec.tied and name == "head.weight"
-        else name
-    )
-
-
-def _state(
-    modules: list[Network], optimizers: Optimizers, mesh: Mesh
-) -> dict[str, Tensor]:
+def _state(modules, optimizers, mesh) -> dict[str, Tensor]:
     """All tensors of this rank by name; the values share the storage of the run's own."""
-    names = {
-        p: _stored_name(name, module)
-        for module in modules
-        for name, p in module.named_parameters()
-    }
-    part = f"@ep{mesh.coordinate('ep')}of{mesh.size('ep')}.tp{mesh.coordinate('tp')}of{mesh.size('tp')}"
-    cut = (
-        {names[p] for p in optimizers.experts}
-        if mesh.size("ep") * mesh.size("tp") > 1
-        else set()
+    tied = modules[0].spec.tied
+    part = "@" + ".".join(
+        f"{axis}{mesh.coordinate(axis)}of{mesh.size(axis)}" for axis in ("ep", "tp")
     )
-    state = {
-        name + (part if name in cut else ""): p.detach() for p, name in names.items()
-    }
+    cut = optimizers.experts if mesh.size("ep") * mesh.size("tp") > 1 else set()
+    state = {}
+
+    def add(name: str, parameter: Tensor, values: dict[str, Tensor]) -> None:
+        # a tied head is the token table, also where a stage has only the head
+        if tied and name == "head.weight":
+            name = "embedding.tokens.weight"
+        suffix = part if parameter in cut else ""
+        for key, value in values.items():
+            state[f"{name}{key}{suffix}"] = value
+
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            add(name, parameter, {"": parameter.detach()})
     for name, parameter, values in optimizers.states():
-        name = _stored_name(name, modules[0])
-        suffix = part if name in cut else ""
-        state |= {
-            f"{name}.{key}{suffix}": _like(value, parameter)
-            for key, value in values.items()
-        }
+        moments = {f".{key}": _like(value, parameter) for key, value in values.items()}
+        add(name, parameter, moments)
     return state
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
+def _like(value, parameter) -> Tensor:
     """A state of a parameter's part, split as the parameter is; the same storage."""
     if not value.ndim or not isinstance(parameter, DTensor):
         return value
-    mesh = parameter.device_mesh
-    whole = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(
-        value, mesh, parameter.placements, run_check=False, **whole
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

@@ -1,5 +1,5 @@
-"""What does each data-parallel rank keep? Everything (DDP), or a shard of states,
-gradients, parameters (ZeRO, FSDP2).
+"""Data parallelism: copies of everything (DDP), or shards of states, gradients,
+parameters (ZeRO, FSDP2).
 
 zero=0 and 1 copy the parameters: DistributedDataParallel, or FSDP2's `replicate` where
 DDP cannot go (DTensors of tensor parallelism; experts, which fewer ranks share; the
@@ -9,13 +9,11 @@ are `fully_shard`, gathered once per step or once per pass [arXiv 1910.02054,
 global number of targets, so nothing else needs a factor.
 """
 
-import math
 import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -51,12 +49,10 @@ class DataParallel:
     def __init__(self, plan: Plan, mesh: Mesh, compute: torch.dtype):
         self.plan = plan
         self.mesh = mesh
-        reduce = torch.float32 if plan.reduce_fp32 else None
-        self.policy = MixedPrecisionPolicy(
-            param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=True
-        )
-        if compute == torch.float32:
-            self.policy = MixedPrecisionPolicy()
+        self.policy = MixedPrecisionPolicy()
+        if compute != torch.float32:
+            reduce_dtype = torch.float32 if plan.reduce_fp32 else None
+            self.policy = MixedPrecisionPolicy(compute, reduce_dtype)
         self.kind = self._kind()
 
     def _kind(self) -> str:
@@ -66,11 +62,8 @@ class DataParallel:
             return "hsdp" if self.mesh.dense.ndim == 2 else "fsdp2"
         if ranks == 1:
             return "none"
-        return (
-            "replicate"
-            if plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble"
-            else "ddp"
-        )
+        beyond_ddp = plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble"
+        return "replicate" if beyond_ddp else "ddp"
 
     @property
     def casts(self) -> bool:
@@ -91,58 +84,54 @@ class DataParallel:
         """Shard what is left of a stage; the module to call."""
         if self.kind == "ddp":
             return self._ddp(network)
-        # None: the root is gathered for the forward pass and kept for the backward
+        # None: the root is gathered for the forward pass and stays for the backward
         # pass, which begins with it
         self._wrap(network, self.mesh.dense, reshard=None)
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(
-                    True
-                )  # gloo knows no scaled sum
+                # gloo knows no scaled sum
+                module.set_force_sum_reduction_for_comms(True)
         return network
 
-    def _wrap(
-        self, module: nn.Module, mesh: DeviceMesh, reshard: bool | None = True
-    ) -> None:
+    def _wrap(self, module, mesh, reshard=True):
         if self.kind == "replicate":
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
-            replicate(
-                module,
-                mesh=self.mesh.axes["edp" if isinstance(module, Experts) else "fsdp"],
-            )
+            axis = "edp" if isinstance(module, Experts) else "fsdp"
+            replicate(module, mesh=self.mesh.axes[axis])
         elif self.casts:
-            pinned = self.mesh.dense.device_type == "cuda"
-            offload = (
-                CPUOffloadPolicy(pin_memory=pinned)
-                if self.plan.offload
-                else OffloadPolicy()
-            )
-            kept = False if self.plan.zero == 2 else reshard
+            on_gpu = self.mesh.dense.device_type == "cuda"
+            offload = OffloadPolicy()
+            if self.plan.offload:
+                offload = CPUOffloadPolicy(pin_memory=on_gpu)
             fully_shard(
                 module,
                 mesh=mesh,
-                reshard_after_forward=kept,
+                # zero=2 gathers once a step and leaves the parameters whole until then
+                reshard_after_forward=reshard if self.plan.zero == 3 else False,
                 mp_policy=self.policy,
                 offload_policy=offload,
             )
 
-    def _ddp(self, network: Network) -> DistributedDataParallel:
-        bucket_mb = (
-            self.plan.bucket_bytes / 2**20
-            if math.isfinite(self.plan.bucket_bytes)
-            else 2**20
-        )
+    def _ddp(self, network) -> DistributedDataParallel:
         group = self.mesh.group("fsdp")
+        bucket_bytes = min(self.plan.bucket_bytes, 2**40)  # DDP takes no infinity
         wrapped = DistributedDataParallel(
             network,
             process_group=group,
-            bucket_cap_mb=bucket_mb,
-            init_sync=False,
+            bucket_cap_mb=bucket_bytes / 2**20,
+            init_sync=False,  # seeds have made them equal
             gradient_as_bucket_view=True,
         )
-        wrapped.register_comm_hook(group, _sum_bucket)
+
+        def sum_bucket(group, bucket):
+            # DDP's default divides by the ranks; losses here are parts of the mean
+            buffer = bucket.buffer()
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            return work.get_future().then(lambda _: buffer)
+
+        wrapped.register_comm_hook(group, sum_bucket)
         return wrapped
 
     def before_micro_batch(self, module: nn.Module, last: bool) -> None:

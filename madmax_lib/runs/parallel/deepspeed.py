@@ -1,5 +1,4 @@
-"""How does the same step run on DeepSpeed? An adapter for plans of data parallelism:
-ZeRO-0..3, ZeRO++, CPU offload.
+"""Adapter to DeepSpeed for plans of data parallelism: ZeRO-0..3, ZeRO++, CPU offload.
 
 `config` writes DeepSpeed's configuration of a plan [deepspeed.ai/docs/config-json],
 `parallelize` returns a trainer with the methods of `trainer.Trainer`. DeepSpeed is
@@ -51,12 +50,10 @@ def config(plan: Plan, settings: Settings) -> dict:
     return content
 
 
-def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
-    elements = (
-        int(plan.bucket_bytes / element_bytes)
-        if math.isfinite(plan.bucket_bytes)
-        else 2**62
-    )
+def _zero(plan, element_bytes) -> dict[str, object]:
+    elements = 2**62  # DeepSpeed takes no infinity
+    if math.isfinite(plan.bucket_bytes):
+        elements = int(plan.bucket_bytes / element_bytes)
     zero = {"stage": plan.zero, "overlap_comm": True}
     zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if plan.offload:
@@ -68,9 +65,9 @@ def _zero(plan: Plan, element_bytes: int) -> dict[str, object]:
     if plan.qgz:
         zero["zero_quantized_gradients"] = True
     if plan.hpz:
-        zero["zero_hpz_partition_size"] = int(
-            os.environ.get("LOCAL_WORLD_SIZE", plan.dp)
-        )
+        # the second shard is spread over the ranks of a node
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dp))
+        zero["zero_hpz_partition_size"] = on_node
     return zero
 
 
@@ -82,8 +79,8 @@ def parallelize(
     device: str = "cpu",
     sizes: Mapping[str, object] | None = None,
 ) -> "_DeepSpeedTrainer":
-    """As `trainer.parallelize`, on DeepSpeed; collective over all ranks. Raises as the
-    two checks do.
+    """A trainer of DeepSpeed, as `trainer.parallelize` makes one of torch; collective
+    over all ranks. Raises as the two checks do.
     """
     sizes = dict(sizes or {})
     checks.check(plan, models.spec(model, **sizes), settings, "deepspeed")
@@ -128,16 +125,12 @@ class _DeepSpeedTrainer:
         with self.phases("data"):
             part = losses.split(batch, self.spec, self.device, self.plan.dp)
             count = (part.targets != MASKED).sum()
-            dist.all_reduce(
-                count
-            )  # DeepSpeed clips within its step, so that it must be known before
+            # DeepSpeed clips within its step, so the count must be known before
+            dist.all_reduce(count)
         # DeepSpeed takes means over ranks and micro-batches; losses are sums over the
         # global number of targets
-        factor = (
-            self.plan.dp
-            * self.engine.gradient_accumulation_steps()
-            / max(int(count), 1)
-        )
+        means_of = self.plan.dp * self.engine.gradient_accumulation_steps()
+        factor = means_of / max(int(count), 1)
         optimizer = self.engine.optimizer
         scale = float(getattr(optimizer, "cur_scale", 1.0))
         loss, right = self._run(part, factor)
@@ -174,14 +167,14 @@ class _DeepSpeedTrainer:
         self.steps_done = state["steps_done"]
 
     def describe(self) -> dict[str, object]:
-        """What runs, in words and numbers."""
+        """Numbers and names of what runs."""
         return {
             "parameters": self.spec.parameters,
             "data_parallel": "deepspeed",
             "optimizer": type(self.engine.optimizer).__name__,
         }
 
-    def _run(self, part: losses.Part, factor: float | None) -> tuple[Tensor, Tensor]:
+    def _run(self, part, factor) -> tuple[Tensor, Tensor]:
         """(sum of losses, right targets) of this rank; trains unless factor is None."""
         sums = []
         rights = []

@@ -1,4 +1,4 @@
-"""How long is the gradient, over all ranks? Norm and loss scaling by hand.
+"""Length of the gradient over all ranks, and the loss scale of fp16.
 
 Every rank sums the squares of what it holds; a parameter that `c` ranks hold copies of
 counts 1/c on each. torch's `clip_grad_norm_` refuses parameters on different meshes. No
@@ -25,7 +25,7 @@ __all__ = ["LossScale", "finish", "norm", "sum_tied"]
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before the backward pass."""
+    """Factor of a loss before the backward pass."""
 
     value: float = 1.0
     dynamic: bool = False  # whether it changes
@@ -60,39 +60,34 @@ def finish(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
 
 def sum_tied(modules: Sequence[Network], mesh: Mesh) -> Tensor | None:
-    """Where a tied head and its token table are on different stages, add their
-    gradients on both.
+    """Add the gradients of a tied head and its token table, on both stages, where they
+    are on different ones.
 
     Returns the parameter that must not be counted again: the head, on the last stage.
     """
-    stages = mesh.size("pp")
-    if (
-        stages == 1
-        or not modules[0].spec.tied
-        or mesh.coordinate("pp") not in (0, stages - 1)
-    ):
+    stage = mesh.coordinate("pp")
+    last = mesh.size("pp") - 1
+    if not last or not modules[0].spec.tied or stage not in (0, last):
         return None
-    last = mesh.coordinate("pp") == stages - 1
-    parameter = modules[-1].head.weight if last else modules[0].embedding.tokens.weight
+    is_head = stage == last
+    ends = (modules[-1].head, modules[0].embedding)
+    parameter = ends[0].weight if is_head else ends[1].tokens.weight
     if not parameter.requires_grad:  # adapters alone are trained
         return None
     gradient = local(parameter.grad)
     group = mesh.group("pp")
-    own = gradient.to(
-        mesh.dense.device_type, copy=True
-    )  # NCCL sends nothing that is offloaded
-    other = torch.empty_like(own)
-    peer = dist.get_global_rank(group, 0 if last else stages - 1)
+    # NCCL sends nothing that is offloaded
+    sent = gradient.to(mesh.dense.device_type, copy=True)
+    received = torch.empty_like(sent)
+    peer = dist.get_global_rank(group, 0 if is_head else last)
     # in this order: Gloo says that a buffer is there on the connection on which the
     # other one is sent
-    exchange = [
-        dist.P2POp(dist.irecv, other, peer, group),
-        dist.P2POp(dist.isend, own, peer, group),
-    ]
-    for request in dist.batch_isend_irecv(exchange):
+    receive = dist.P2POp(dist.irecv, received, peer, group)
+    send = dist.P2POp(dist.isend, sent, peer, group)
+    for request in dist.batch_isend_irecv([receive, send]):
         request.wait()
-    gradient.add_(other.to(gradient.device))
-    return parameter if last else None
+    gradient.add_(received.to(gradient.device))
+    return parameter if is_head else None
 
 
 @torch.no_grad()
@@ -101,14 +96,14 @@ def norm(optimizers: Optimizers, mesh: Mesh, skip: Tensor | None = None) -> Tens
     another stage counts.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.dense.device_type)
-    for part, parameters in optimizers.counted.items():
+    # |g|^2 = sum over ranks and parameters of |g_local|^2 / (ranks that hold it)
+    for share, parameters in optimizers.counted.items():
         gradients = [
             local(p.grad) for p in parameters if p.grad is not None and p is not skip
         ]
         if gradients:
-            lengths = torch.stack(
-                torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            )
-            total += (part * lengths.double().square().sum()).to(total.device)
+            lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            squares = torch.stack(lengths).double().square().sum()
+            total += (share * squares).to(total.device)
     dist.all_reduce(total)
     return total.sqrt()

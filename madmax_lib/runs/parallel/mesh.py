@@ -1,5 +1,5 @@
-"""Which ranks work together in which dimension? One DeviceMesh of a plan, and the
-groups derived from it.
+"""Ranks that work together in a dimension: one DeviceMesh of a plan, and the groups
+derived from it.
 
 Ranks are laid out as (pp, dp, cp, tp), tp fastest. dp x cp ranks share parameters
 (`fsdp`) and, where there are experts, split into edp x ep: ep ranks hold different
@@ -26,7 +26,7 @@ class Mesh:
 
     axes: pp, dp, cp, tp, fsdp (dp x cp), edp (copies of an expert) and ep (parts of the
     experts, None for ep=1).
-    dense: what dense parameters are sharded or copied over, 2-D (copies, shards) with
+    dense: ranks that dense parameters are sharded or copied over, 2-D (copies, shards) with
     HSDP.
     """
 
@@ -34,10 +34,9 @@ class Mesh:
     dense: DeviceMesh
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """This rank's number and the ranks of each axis; a DeviceMesh takes as long to
-        tell as several kernels.
-        """
+    def _positions(self) -> dict[str, tuple[int, int]]:
+        """This rank's number and the ranks of each axis."""
+        # read once: a DeviceMesh takes as long to tell as several kernels
         return {
             name: (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)
             for name, mesh in self.axes.items()
@@ -45,11 +44,11 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """Ranks of a dimension."""
-        return self._places[name][1]
+        return self._positions[name][1]
 
     def coordinate(self, name: str) -> int:
         """This rank's number in a dimension."""
-        return self._places[name][0]
+        return self._positions[name][0]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Process group of a dimension; None where it has one rank and needs none."""
@@ -60,12 +59,9 @@ def join(device_type: str, **options) -> None:
     """Enter a process group of gloo, or of NCCL bound to the current GPU: links are
     made, and break, here.
     """
-    bound = (
-        {"device_id": torch.device("cuda", torch.cuda.current_device())}
-        if device_type == "cuda"
-        else {}
-    )
-    dist.init_process_group("nccl" if bound else "gloo", **bound, **options)
+    if device_type == "cuda":
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", **options)
 
 
 def build(plan: Plan, device_type: str) -> Mesh:
@@ -83,25 +79,20 @@ def build(plan: Plan, device_type: str) -> Mesh:
             f"{plan} needs {plan.world_size} ranks, but {world_size} were started"
         )
     names = ("pp", "dp", "cp", "tp")
-    root = init_device_mesh(
-        device_type, tuple(getattr(plan, name) for name in names), mesh_dim_names=names
-    )
+    shape = tuple(getattr(plan, name) for name in names)
+    root = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    axes = {name: root[name] for name in names} | {"ep": None}
     if plan.cp == 1 or plan.dp == 1:
-        fsdp = root["dp"] if plan.cp == 1 else root["cp"]
+        fsdp = root["dp" if plan.cp == 1 else "cp"]
     else:
         fsdp = root["dp", "cp"]._flatten("fsdp")
+    axes |= {"fsdp": fsdp, "edp": fsdp}
+    if plan.ep > 1:  # neighbours hold different experts
+        sizes = (fsdp.size() // plan.ep, plan.ep)
+        both = fsdp._unflatten(0, sizes, ("edp", "ep"))
+        axes |= {"edp": both["edp"], "ep": both["ep"]}
     dense = fsdp
-    edp = fsdp
-    ep = None
-    if plan.ep > 1:
-        both = fsdp._unflatten(0, (fsdp.size() // plan.ep, plan.ep), ("edp", "ep"))
-        edp = both["edp"]
-        ep = both["ep"]
-    if 0 < plan.shard < fsdp.size():
-        dense = fsdp._unflatten(
-            0, (fsdp.size() // plan.shard, plan.shard), ("copies", "shard")
-        )
-    return Mesh(
-        {name: root[name] for name in names} | {"fsdp": fsdp, "edp": edp, "ep": ep},
-        dense,
-    )
+    if 0 < plan.shard < fsdp.size():  # HSDP: copies of shards
+        sizes = (fsdp.size() // plan.shard, plan.shard)
+        dense = fsdp._unflatten(0, sizes, ("copies", "shard"))
+    return Mesh(axes, dense)

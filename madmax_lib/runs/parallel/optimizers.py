@@ -1,5 +1,5 @@
-"""How are AdamW's states held? Whole, or under ZeRO-1 each rank's for the parameters
-that it updates.
+"""AdamW and its states: of all parameters on every rank, or under ZeRO-1 each rank's for
+the parameters that it updates.
 
 ZeRO-1 [arXiv 1910.02054]: a rank updates some of the parameters that it shares with
 others, and sends them in one broadcast. AdamW sees plain tensors, so that one fused
@@ -35,13 +35,8 @@ def at_once(exchange: Callable[[Tensor], object], tensors: list[Tensor]) -> None
         bucket = torch.cat([tensor.flatten() for tensor in tensors])
         exchange(bucket)
         pieces = bucket.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(
-            tensors,
-            [
-                piece.view_as(tensor)
-                for piece, tensor in zip(pieces, tensors, strict=True)
-            ],
-        )
+        shaped = map(Tensor.view_as, pieces, tensors)
+        torch._foreach_copy_(tensors, list(shaped))  # one kernel for all of them
 
 
 class Optimizers:
@@ -57,43 +52,44 @@ class Optimizers:
     def __init__(
         self, modules: list[nn.Module], plan: Plan, mesh: Mesh, settings: Settings
     ):
-        self.names = {
-            p: name
-            for module in modules
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        }
-        self.experts = {
-            p
-            for module in modules
-            for experts in experts_of(module)
-            for p in experts.parameters()
-        }
+        self.names: dict[Tensor, str] = {}
+        self.experts: set[Tensor] = set()
+        for module in modules:
+            for name, p in module.named_parameters():
+                if p.requires_grad:
+                    self.names[p] = name
+            for experts in experts_of(module):
+                self.experts.update(experts.parameters())
+        # Every rank of a stage adds the squares of what it has: a parameter in s shards
+        # is counted (ranks of the stage) / s times. Experts are cut by hand, over ep
+        # and tp, so that no DTensor knows of it.
         self.counted: dict[float, list[Tensor]] = defaultdict(list)
-        split = mesh.size("ep") * mesh.size("tp")
-        holders = plan.world_size // plan.pp
+        cut_by_hand = mesh.size("ep") * mesh.size("tp")
+        stage_ranks = plan.world_size // plan.pp
         for p in self.names:
-            self.counted[
-                _shards(p) * (split if p in self.experts else 1) / holders
-            ].append(p)
+            shards = _shards(p) * (cut_by_hand if p in self.experts else 1)
+            self.counted[shards / stage_ranks].append(p)
         self._twins = {
             p: nn.Parameter(p.detach().to_local()) if isinstance(p, DTensor) else p
             for p in self.names
         }
         self._shared: list[tuple[dist.ProcessGroup, list[list[Tensor]]]] = []
-        own = []
-        for name in ("fsdp", "edp"):
+        updated = []
+        for axis in ("fsdp", "edp"):
             twins = [
                 twin
                 for p, twin in self._twins.items()
-                if (p in self.experts) == (name == "edp")
+                if (p in self.experts) == (axis == "edp")
             ]
-            group = mesh.group(name) if plan.zero == 1 else None
-            parts = _balanced(twins, group.size()) if group else [twins]
-            own += parts[group.rank() if group else 0]
-            if group and twins:
+            group = mesh.group(axis) if plan.zero == 1 else None
+            if not group:
+                updated += twins
+                continue
+            parts = _balanced(twins, group.size())
+            updated += parts[group.rank()]
+            if twins:
                 self._shared.append((group, parts))
-        self.adam = _adam(own, settings)
+        self.adam = _adam(updated, settings)
 
     @torch.no_grad()
     def step(self, factor: Tensor) -> None:
@@ -103,23 +99,15 @@ class Optimizers:
         The host does not wait for the factor, unless the optimizer is none of torch's.
         """
         for parameter, twin in self._twins.items():
-            if (
-                twin is not parameter
-            ):  # FSDP2 moves shards when it pads or pins them, at the first pass
+            # FSDP2 moves shards when it pads or pins them, at the first pass
+            if twin is not parameter:
                 twin.data = local(parameter)
                 twin.grad = local(parameter.grad)
-        gradients = [
-            p.grad
-            for group in self.adam.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        factor = factor.to(
-            gradients[0].device if gradients else factor.device, torch.float32
-        )
-        if hasattr(
-            self.adam, "_step_supports_amp_scaling"
-        ):  # fused: unscales, and skips, as it goes
+        gradients = [p.grad for p in self._updated() if p.grad is not None]
+        device = gradients[0].device if gradients else factor.device
+        factor = factor.to(device, torch.float32)
+        # fused AdamW unscales, and skips, as it goes
+        if hasattr(self.adam, "_step_supports_amp_scaling"):
             self.adam.grad_scale = 1 / factor
             self.adam.found_inf = (~factor.isfinite()).float()
             self.adam.step()
@@ -140,26 +128,32 @@ class Optimizers:
         """(name, parameter, AdamW's state of this rank's part of it) of those that this
         rank updates.
         """
-        own = {p for group in self.adam.param_groups for p in group["params"]}
+        updated = set(self._updated())
         for parameter, twin in self._twins.items():
-            if twin in own:
+            if twin in updated:
                 yield self.names[parameter], parameter, self.adam.state[twin]
 
+    def _updated(self) -> list[Tensor]:
+        """Tensors that this rank updates."""
+        return [p for group in self.adam.param_groups for p in group["params"]]
 
-def _adam(parameters: list[Tensor], settings: Settings) -> torch.optim.Optimizer:
+
+def _adam(parameters, settings) -> torch.optim.Optimizer:
     options = {
         "lr": settings.learning_rate,
         "weight_decay": settings.weight_decay,
-        "betas": (0.9, 0.95),
+        "betas": (0.9, 0.95),  # of GPT-3 and LLaMA
     }
+    # a group, as a bare list may not be empty
+    groups = [{"params": parameters}]
     if settings.adam_8bit:
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit([{"params": parameters}], **options)
-    return torch.optim.AdamW([{"params": parameters}], fused=True, **options)
+        return AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def _shards(parameter: Tensor) -> int:
+def _shards(parameter) -> int:
     """Into how many parts a parameter is split."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -167,11 +161,13 @@ def _shards(parameter: Tensor) -> int:
     return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def _balanced(tensors: list[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Tensors by the rank that updates them: each the next largest to the rank with the
-    fewest elements.
-    """
+def _balanced(tensors, ranks) -> list[list[Tensor]]:
+    """Tensors by the rank that updates them."""
     parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+    elements = [0] * ranks
+    # the next largest goes to the rank with the fewest elements
     for tensor in sorted(tensors, key=Tensor.numel, reverse=True):
-        min(parts, key=lambda part: sum(map(Tensor.numel, part))).append(tensor)
+        rank = elements.index(min(elements))
+        parts[rank].append(tensor)
+        elements[rank] += tensor.numel()
     return parts

@@ -1,22 +1,19 @@
-"""How do stages on different ranks share a step? Schedules of
-torch.distributed.pipelining over stages of one model.
+"""A step of stages on different ranks: schedules of torch.distributed.pipelining over
+stages of one model.
 
 gpipe [arXiv 1811.06965], 1f1b and its interleaved form [arXiv 2104.04473], zero-bubble
 [arXiv 2401.10241]. Stages are told the shapes they exchange; left to find out, they
 would run once on memory that was never written.
 """
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses
 from madmax_lib.runs.model.network import Network
-from madmax_lib.runs.parallel.mesh import Mesh
+from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.settings import Settings
 
 __all__ = ["Pipeline"]
@@ -32,10 +29,9 @@ class _TimedStage(PipelineStage):
     """A stage whose passes are timed, and computed under autocast."""
 
     phases: Phases
-    autocast: AbstractContextManager
 
     def forward_one_chunk(self, *args, **kwargs):
-        with self.phases("forward"), self.autocast:
+        with self.phases("forward"):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args, **kwargs):
@@ -50,56 +46,48 @@ class _TimedStage(PipelineStage):
 class Pipeline:
     """Runs the stages of this rank.
 
-    modules: what to call, networks: what is in them. dtype: of what stages exchange.
+    stages: each with the module to call. dtype: of what stages exchange.
     """
 
     def __init__(
         self,
-        modules: list[nn.Module],
-        networks: list[Network],
-        plan: Plan,
-        mesh: Mesh,
+        stages: list[tuple[Network, nn.Module]],
+        data_parallel: DataParallel,
         settings: Settings,
-        dtype: torch.dtype,
-        device: torch.device,
         phases: Phases,
-        autocast: AbstractContextManager,
+        dtype: torch.dtype,
     ):
+        plan = data_parallel.plan
+        mesh = data_parallel.mesh
         rank = mesh.coordinate("pp")
-        group = mesh.axes["pp"].get_group()
         self.first = rank == 0
         self.last = rank == plan.pp - 1
-        stages = []
-        for chunk, (module, network) in enumerate(zip(modules, networks, strict=True)):
-            inputs, outputs = _shapes(network, plan, settings.sequence, dtype, device)
-            module.register_forward_hook(
-                lambda *call: call[-1].contiguous()
-            )  # torch 2.11 compares strides too
-            number = chunk * plan.pp + rank
-            count = plan.pp * plan.interleave
+        options = {"dtype": dtype, "device": phases.device}
+        timed = []
+        for chunk, (network, module) in enumerate(stages):
+            inputs, outputs = _shapes(network, plan, settings.sequence, options)
+            # torch 2.11 compares strides too
+            module.register_forward_hook(lambda *call: call[-1].contiguous())
             stage = _TimedStage(
                 module,
-                number,
-                count,
-                device,
+                chunk * plan.pp + rank,
+                plan.pp * plan.interleave,
+                phases.device,
                 input_args=inputs,
                 output_args=outputs,
-                group=group,
+                group=mesh.axes["pp"].get_group(),
             )
             stage.phases = phases
-            stage.autocast = autocast
-            stages.append(stage)
-        kind = (
-            schedules.ScheduleInterleaved1F1B
-            if plan.interleave > 1
-            else _SCHEDULES[plan.schedule]
-        )
-        given = (
-            stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
-        )
-        micro_batches = plan.micro_batches(settings.global_batch)
+            timed.append(stage)
+        kind = _SCHEDULES[plan.schedule]
+        if plan.interleave > 1:
+            kind = schedules.ScheduleInterleaved1F1B
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
         self.schedule = kind(
-            given, micro_batches, loss_fn=self._loss, scale_grads=False
+            timed[0] if single else timed,
+            plan.micro_batches(settings.global_batch),
+            loss_fn=self._loss,
+            scale_grads=False,  # losses are parts of the mean already
         )
         self._right: list[Tensor] = []
         self._scale = 1.0
@@ -124,38 +112,30 @@ class Pipeline:
                 self.schedule.eval(*args, return_outputs=False, **ends)
         if not self.last:
             return None, None
-        return torch.stack([loss.detach() for loss in sums]).sum() / scale, torch.stack(
-            self._right
-        ).sum()
+        total = torch.stack([loss.detach() for loss in sums]).sum() / scale
+        return total, torch.stack(self._right).sum()
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, logits, targets) -> Tensor:
         self._right.append(losses.correct(logits, targets))
         return losses.total(logits, targets) * self._scale
 
 
-def _shapes(
-    network: Network,
-    plan: Plan,
-    sequence: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _shapes(network, plan, sequence, options) -> tuple[Tensor, Tensor]:
     """Empty input and output of a stage, as this rank sees them."""
     spec = network.spec
     samples = plan.micro_batch
     tokens = sequence // plan.cp
     between = tokens // plan.tp if plan.tp > 1 and plan.sequence_parallel else tokens
-    inputs = outputs = torch.empty(
-        samples, between, spec.hidden, dtype=dtype, device=device, requires_grad=True
-    )
-    if network.embedding is not None:
-        shape = (
-            (samples, 3, spec.image, spec.image) if spec.image else (samples, tokens)
-        )
+    options = options | {"requires_grad": True}
+    inputs = outputs = torch.empty(samples, between, spec.hidden, **options)
+    if network.embedding is not None and spec.image:
+        side = spec.image
+        inputs = torch.empty(samples, 3, side, side, device=options["device"])
+    elif network.embedding is not None:
         inputs = torch.empty(
-            shape, dtype=torch.float32 if spec.image else torch.int64, device=device
+            samples, tokens, dtype=torch.int64, device=options["device"]
         )
     if network.head is not None:
         shape = (samples, spec.classes) if spec.image else (samples, tokens, spec.vocab)
-        outputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+        outputs = torch.empty(shape, **options)
     return inputs, outputs

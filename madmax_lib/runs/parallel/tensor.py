@@ -1,5 +1,5 @@
-"""How are the matrices of a layer split over tp ranks? By columns, then by rows, with
-DTensors [arXiv 1909.08053].
+"""Split of a layer's matrices over tp ranks: by columns, then by rows, with DTensors
+[arXiv 1909.08053].
 
 Without sequence parallelism a layer takes two all-reduces forward and two backward;
 with it the norms work on parts of the sequence, and each all-reduce becomes a
@@ -43,32 +43,27 @@ def split_layer(
     enter = PrepareModuleInput(
         input_layouts=(between,), desired_input_layouts=(Replicate(),)
     )
-    plan: dict[str, object] = {
-        "attention": enter,
-        "attention.projection": RowwiseParallel(output_layouts=between),
-    }
-    plan |= {
-        f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")
-    }
-    if not isinstance(layer.feed_forward, Mixture):
-        plan |= {
-            "feed_forward": enter,
-            "feed_forward.down": RowwiseParallel(output_layouts=between),
-        }
-        columns = ("up", "gate") if layer.feed_forward.gate is not None else ("up",)
-        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in columns}
+    leave = RowwiseParallel(output_layouts=between)  # sums over the tp ranks
+    plan: dict[str, object] = {"attention": enter, "attention.projection": leave}
+    for name in ("query", "key", "value"):
+        plan[f"attention.{name}"] = ColwiseParallel()
+    is_mixture = isinstance(layer.feed_forward, Mixture)
+    if not is_mixture:
+        plan |= {"feed_forward": enter, "feed_forward.down": leave}
+        plan["feed_forward.up"] = ColwiseParallel()
+        if layer.feed_forward.gate is not None:
+            plan["feed_forward.gate"] = ColwiseParallel()
     if sequence_parallel:
-        plan |= {
-            "attention_norm": SequenceParallel(),
-            "feed_forward_norm": SequenceParallel(),
-        }
+        for name in ("attention_norm", "feed_forward_norm"):
+            plan[name] = SequenceParallel()
     parallelize_module(layer, mesh, plan)
-    if sequence_parallel and isinstance(layer.feed_forward, Mixture):
-        _whole_inside(layer.feed_forward, mesh)
+    if sequence_parallel and is_mixture:
+        _gather_inside(layer.feed_forward, mesh)
 
 
-def _whole_inside(mixture: Mixture, mesh: DeviceMesh) -> None:
-    """A mixture sees the whole sequence and hands on this rank's part of it."""
+def _gather_inside(mixture, mesh):
+    """A mixture sees all of the sequence and hands on this rank's part of it."""
+    # routing needs plain tensors, of all tokens: experts are split by hand
     enter = PrepareModuleInput(
         input_layouts=(Shard(1),),
         desired_input_layouts=(Replicate(),),
@@ -86,8 +81,9 @@ def split_ends(
 ) -> None:
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
+    embedding = network.embedding
     plan: dict[str, object] = {}
-    if network.embedding is not None and not network.spec.image:
+    if embedding is not None and not network.spec.image:
         plan["embedding.tokens"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
         )
@@ -101,29 +97,24 @@ def split_ends(
         if sequence_parallel:
             plan["norm"] = SequenceParallel()
     parallelize_module(network, mesh, plan)
-    if (
-        sequence_parallel
-        and network.embedding is not None
-        and network.embedding.positions is not None
-    ):
-        _share_positions(network.embedding, mesh)
+    if sequence_parallel and embedding is not None and embedding.positions is not None:
+        _share_positions(embedding, mesh)
+    # parallelize_module makes new parameters, which are tied anew
     network.tie()
 
 
-def _share_positions(embedding: nn.Module, mesh: DeviceMesh) -> None:
+def _share_positions(embedding, mesh):
     """Each rank looks up its own rows of the position table, so that its gradient is a
     part of a sum.
     """
-    whole = distribute_tensor(
-        embedding.positions.detach(), mesh, [Replicate()], src_data_rank=None
-    )
-    embedding.positions = nn.Parameter(whole)
-    embedding.table = _local_rows
+    # every rank has drawn the same table: no rank sends it
+    table = embedding.positions.detach()
+    shared = distribute_tensor(table, mesh, [Replicate()], src_data_rank=None)
+    embedding.positions = nn.Parameter(shared)
 
+    def local_rows(positions: Tensor) -> Tensor:
+        if isinstance(positions, DTensor):
+            return positions.to_local(grad_placements=[Partial()])
+        return positions  # gathered by FSDP2
 
-def _local_rows(positions: Tensor) -> Tensor:
-    return (
-        positions.to_local(grad_placements=[Partial()])
-        if isinstance(positions, DTensor)
-        else positions
-    )
+    embedding.table = local_rows

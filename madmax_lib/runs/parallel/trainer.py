@@ -1,5 +1,5 @@
-"""How is a model trained under a plan? `parallelize` lays it over the ranks, the
-`Trainer` it returns takes steps.
+"""Training under a plan: `parallelize` lays a model over the ranks, the `Trainer` it
+returns takes steps.
 
 World = dp x tp x pp x cp with ep over dp x cp, every product of them on one mesh:
 stages are built (`stages`), then the optimizer, then the schedule. Losses and gradients
@@ -8,7 +8,7 @@ are those of one process whatever the plan, see tests/runs/test_parallel.py.
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,19 +37,12 @@ _FIRST_SCALE = 2.0**16  # of fp16 losses
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """A step without a pipeline: micro-batches of `samples` one after another,
-    gradients adding up.
-
-    split_logits: over tp ranks. phases, autocast: what times the passes, and what casts
-    in them.
-    """
+    """A step without a pipeline: micro-batches one after another, gradients adding up."""
 
     module: torch.nn.Module
     data_parallel: DataParallel
-    samples: int
-    split_logits: bool
+    split_logits: bool  # over tp ranks
     phases: Phases
-    autocast: AbstractContextManager
 
     def run(
         self, inputs: Tensor, targets: Tensor, scale: float, train: bool
@@ -61,35 +54,33 @@ class _Accumulation:
         """
         sums = []
         rights = []
-        micro_batches = list(
-            zip(inputs.split(self.samples), targets.split(self.samples), strict=True)
-        )
-        with (
-            loss_parallel() if self.split_logits else nullcontext(),
-            torch.set_grad_enabled(train),
-        ):
+        samples = self.data_parallel.plan.micro_batch
+        pairs = zip(inputs.split(samples), targets.split(samples), strict=True)
+        micro_batches = list(pairs)
+        splitting = loss_parallel() if self.split_logits else nullcontext()
+        with splitting, torch.set_grad_enabled(train):
             for number, (x, y) in enumerate(micro_batches, 1):
                 if train:
-                    self.data_parallel.before_micro_batch(
-                        self.module, last=number == len(micro_batches)
-                    )
-                with self.phases("forward"), self.autocast:
+                    last = number == len(micro_batches)
+                    self.data_parallel.before_micro_batch(self.module, last)
+                with self.phases("forward"):
                     logits = self.module(x)
                     loss = losses.total(logits, y)
                 if train:
                     with self.phases("backward"):
                         (loss * scale).backward()
-                sums.append(loss.detach())
+                loss = loss.detach()
+                sums.append(loss.full_tensor() if self.split_logits else loss)
                 rights.append(losses.correct(logits, y))
-        total = torch.stack(
-            [loss.full_tensor() if self.split_logits else loss for loss in sums]
-        ).sum()
-        return total, torch.stack(rights).sum()
+        return torch.stack(sums).sum(), torch.stack(rights).sum()
 
 
 class Trainer:
     """A model under a plan, on one of its ranks. Every method is collective over the
     ranks of the plan.
+
+        trainer = mm.runs.parallelize("gpt-tiny", mm.Plan.parse("dp2"), mm.RunSpec())
+        trainer.step({"tokens": tokens, "targets": targets})["loss"]
     """
 
     def __init__(
@@ -106,13 +97,17 @@ class Trainer:
         self.device = device
         self.settings = settings
         self.steps_done = 0
-        self.phases = Phases(device)
-        self.scale = (
-            gradients.LossScale(_FIRST_SCALE, True)
-            if settings.dtype == "fp16"
-            else gradients.LossScale()
+        self.scale = gradients.LossScale()
+        if settings.dtype == "fp16":
+            self.scale = gradients.LossScale(_FIRST_SCALE, True)
+        compute = TORCH_DTYPES[settings.dtype]
+        self.data_parallel = DataParallel(plan, mesh, compute)
+        # FSDP2 casts the parameters that it gathers; elsewhere autocast does
+        casts = self.data_parallel.casts
+        mixed = compute != torch.float32 and not casts
+        self.phases = Phases(
+            device, torch.autocast(device.type, compute) if mixed else None
         )
-        self.data_parallel = DataParallel(plan, mesh, TORCH_DTYPES[settings.dtype])
         parts = chunk_layers(spec.layers, plan)[mesh.coordinate("pp")]
         built = [
             stages.build(part, spec, self.data_parallel, settings, device)
@@ -120,46 +115,19 @@ class Trainer:
         ]
         self.modules = [network for network, _ in built]
         self.optimizers = Optimizers(self.modules, plan, mesh, settings)
-        self._engine = self._schedule([wrapped for _, wrapped in built])
-
-    def _schedule(self, wrapped: list[torch.nn.Module]):
-        """Runs the passes of a step: through a pipeline, or one micro-batch after
-        another.
-        """
-        plan = self.plan
-        settings = self.settings
-        compute = TORCH_DTYPES[settings.dtype]
-        mixed = compute != torch.float32 and not self.data_parallel.casts
-        passes = (
-            self.phases,
-            torch.autocast(self.device.type, compute) if mixed else nullcontext(),
-        )
         if plan.pp == 1:
-            return _Accumulation(
-                wrapped[0],
-                self.data_parallel,
-                plan.micro_batch,
-                settings.loss_parallel,
-                *passes,
+            split_logits = settings.loss_parallel
+            self._engine = _Accumulation(
+                built[0][1], self.data_parallel, split_logits, self.phases
             )
-        from madmax_lib.runs.parallel.pipeline import (
-            Pipeline,
-        )  # torch's pipelining takes half a second to import
+            return
+        # torch's pipelining takes half a second to import
+        from madmax_lib.runs.parallel.pipeline import Pipeline
 
-        exchanged = (
-            compute
-            if self.data_parallel.casts or settings.weights_16bit
-            else torch.float32
-        )
-        return Pipeline(
-            wrapped,
-            self.modules,
-            plan,
-            self.mesh,
-            settings,
-            exchanged,
-            self.device,
-            *passes,
+        narrow = casts or settings.weights_16bit
+        exchanged = compute if narrow else torch.float32
+        self._engine = Pipeline(
+            built, self.data_parallel, settings, self.phases, exchanged
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
@@ -174,12 +142,15 @@ class Trainer:
         with self.phases("data"):
             part = self._part(batch)
         scale = self.scale.value
+        # Each loss is divided by all positions, as the targets that count are known
+        # only after the sum over ranks; the update makes up for the masked ones.
         loss, right = self._engine.run(
             part.inputs, part.targets, scale / part.positions, train=True
         )
         sums = losses.sums(loss, right, part, self.plan.tp)
+        counted = sums[2].clamp(min=1)
         with self.phases("optimizer"):
-            norm = self._update(scale * sums[2].clamp(min=1) / part.positions)
+            norm = self._update(scale * counted / part.positions)
         means = losses.means(sums, part)  # the first that waits for the device
         overflow = not norm.isfinite().item()
         self.scale.update(overflow)
@@ -215,38 +186,39 @@ class Trainer:
         """Take up a checkpoint. Raises FileNotFoundError or ValueError."""
         progress = self._progress()
         checkpoints.load(directory, self.modules, self.optimizers, self.mesh, progress)
-        self.steps_done = int(progress[0])
-        self.scale.good_steps = int(progress[2])
-        self.scale.value = float(progress[1])
+        steps_done, scale, good_steps = progress.tolist()
+        self.steps_done = int(steps_done)
+        self.scale.value = scale
+        self.scale.good_steps = int(good_steps)
 
     def describe(self) -> dict[str, object]:
-        """What runs, in words and numbers."""
+        """Numbers and names of what runs."""
         parameters = [p for network in self.modules for p in network.parameters()]
+        trained = [p for p in parameters if p.requires_grad]
+        schedule = "none"
+        if self.plan.pp > 1:
+            schedule = type(self._engine.schedule).__name__
         return {
             "parameters": self.spec.parameters,
             "local_parameters": sum(local(p).numel() for p in parameters),
-            "trained_local_parameters": sum(
-                local(p).numel() for p in parameters if p.requires_grad
-            ),
+            "trained_local_parameters": sum(local(p).numel() for p in trained),
             "data_parallel": self.data_parallel.kind,
             "optimizer": type(self.optimizers.adam).__name__,
             "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
             "context": "ulysses" if self.plan.cp > 1 else "none",
-            "schedule": type(self._engine.schedule).__name__
-            if self.plan.pp > 1
-            else "none",
+            "schedule": schedule,
         }
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which part of a global batch this rank trains on, and of how many."""
+        """Number of the part of a global batch that this rank trains on, and of how many."""
         return self.mesh.coordinate("dp"), self.plan.dp
 
-    def _part(self, batch: Mapping[str, Tensor]) -> losses.Part:
+    def _part(self, batch) -> losses.Part:
         cp = self.mesh.coordinate("cp"), self.plan.cp
         return losses.split(batch, self.spec, self.device, self.plan.dp, cp)
 
-    def _update(self, scale: Tensor) -> Tensor:
+    def _update(self, scale) -> Tensor:
         """Finish the gradients, clip and step; the norm of the gradient before
         clipping.
 
@@ -258,14 +230,13 @@ class Trainer:
         copy = gradients.sum_tied(self.modules, self.mesh)
         norm = gradients.norm(optimizers, self.mesh, skip=copy) / scale
         clip = (clip_norm / norm).clamp(max=1.0) if clip_norm else torch.ones_like(norm)
+        # NaN skips the step on all ranks, and no host has to look at the norm
         optimizers.step(torch.where(norm.isfinite(), clip, math.nan) / scale)
         return norm
 
     def _progress(self) -> Tensor:
-        return torch.tensor(
-            [self.steps_done, self.scale.value, self.scale.good_steps],
-            dtype=torch.float64,
-        )
+        numbers = [self.steps_done, self.scale.value, self.scale.good_steps]
+        return torch.tensor(numbers, dtype=torch.float64)
 
 
 def parallelize(
@@ -285,12 +256,9 @@ def parallelize(
     spec = models.spec(model, **(sizes or {}))
     checks.check(plan, spec, settings)
     sequence = spec.sequence if spec.image else settings.sequence or spec.sequence
-    settings = replace(
-        settings, sequence=sequence, dtype=native_dtype(settings.dtype, device)
-    )
-    current = (
-        torch.device(device, torch.cuda.current_device())
-        if device == "cuda"
-        else torch.device(device)
-    )
-    return Trainer(spec, plan, mesh.build(plan, device), current, settings)
+    dtype = native_dtype(settings.dtype, device)
+    settings = replace(settings, sequence=sequence, dtype=dtype)
+    here = torch.device(device)
+    if device == "cuda":
+        here = torch.device(device, torch.cuda.current_device())
+    return Trainer(spec, plan, mesh.build(plan, device), here, settings)
