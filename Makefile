@@ -13,7 +13,7 @@ site: $(SETUP)
 	$(BIN)/python -m madmax_lib site
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40
 
 lab: $(SETUP)
 	$(BIN)/jupyter lab --notebook-dir=notebooks
