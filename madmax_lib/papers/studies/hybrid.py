@@ -1,5 +1,4 @@
-"""What did the hybrid-parallelism study of GPT-2 Large on four A100 measure, and what
-do its numbers become?
+"""The hybrid-parallelism study of GPT-2 Large on four A100, and what its numbers become.
 
 The public project makramab/hybrid-parallelism reports tokens per second, MFU, memory
 and time of DDP, ZeRO-3 and "ZeRO-3 + TP". Its figures are read again: which steps they
@@ -46,13 +45,13 @@ def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:
     >>> _log_window(5000, 4, 8, 10)
     _Window(steps=157, counted=7, last_batch=2, inflation=1.12)
     """
-    own = samples // ranks
-    steps = -(-own // batch)
+    per_rank = samples // ranks
+    steps = -(-per_rank // batch)  # rounded up: the last batch may be short
     counted = steps % interval or min(interval, steps)
-    last = own - (steps - 1) * batch
-    return _Window(
-        steps, counted, last, counted * batch / ((counted - 1) * batch + last)
-    )
+    last = per_rank - (steps - 1) * batch
+    # samples that the script counts over those that it saw
+    inflation = counted * batch / ((counted - 1) * batch + last)
+    return _Window(steps, counted, last, inflation)
 
 
 def _script_flops(model: Transformer, sequence, tp=1):
@@ -65,32 +64,26 @@ def _script_flops(model: Transformer, sequence, tp=1):
     >>> f"{_script_flops(catalog.model('gpt2-large'), 1024):.4e}"
     '5.0338e+12'
     """
+    # letters of the study: L layers, s tokens, h hidden, V vocabulary. Attention's two
+    # products take 4 s^2 h; the script has 2 s^2 h, and counts a lookup as 2 s h.
     s = sequence
     h = model.hidden
-    return 3 * (
-        model.layers * (24 * s * h**2 + 2 * s**2 * h) / tp
-        + 2 * s * h
-        + 2 * s * h * model.vocab
-    )
+    layers = model.layers * (24 * s * h**2 + 2 * s**2 * h) / tp
+    return 3 * (layers + 2 * s * h + 2 * s * h * model.vocab)
 
 
 def _local_model(tp: int) -> Transformer:
-    """What a GPU of the study held under TP: layers of 1/tp of the heads and channels,
-    embedding and head whole.
+    """Model that a GPU of the study had under TP: layers of 1/tp of the heads and
+    channels, embedding and head in full.
     """
     model = catalog.model(_MODEL)
     heads = model.heads // tp
-    return replace(
-        model,
-        name=f"{_MODEL} of tp {tp}",
-        heads=heads,
-        kv_heads=heads,
-        ffn=model.ffn // tp,
-    )
+    sizes = {"heads": heads, "kv_heads": heads, "ffn": model.ffn // tp}
+    return replace(model, name=f"{_MODEL} of tp {tp}", **sizes)
 
 
 def runs() -> pd.DataFrame:
-    """The six rows of the study's results table, as reported."""
+    """Six rows of the study's results table, as reported."""
     return with_origin(read_table(_RUNS).copy(), _RUNS, rules="as reported")
 
 
@@ -113,17 +106,19 @@ def audit() -> pd.DataFrame:
     windows = pd.DataFrame(
         [_log_window(*row) for row in table[window_of].itertuples(index=False)]
     )
+    # FLOPs of a sample, as the script counts them and with attention in full
     flops = _script_flops(model, table["sequence"])
-    peaks = [catalog.device(gpu).peak("fp16") for gpu in table["gpu"]]
-    # tokens that the script counts: those with a next one
-    peak = table["gpus"] * peaks
-    labels = table["sequence"] - 1
     usual = 3 * table["sequence"].map(lambda sequence: model.forward_flops(1, sequence))
-    # samples/s
+    peaks = [catalog.device(gpu).peak("fp16") for gpu in table["gpu"]]
+    peak = table["gpus"] * peaks
+    # tokens that the script counts: those with a next one
+    labels = table["sequence"] - 1
+    # samples/s over the counted steps, over the wall clock, and of different samples
     in_window = table["tokens_per_s"] / labels
     overall = table["samples"] / table["train_time_s"]
-    mfu_window = flops * in_window / peak
     useful = overall / table["tp"]
+    # MFU = FLOPs of a sample x samples/s / peak
+    mfu_window = flops * in_window / peak
     audited = table[["config", "batch_per_gpu"]].join(
         windows.rename(columns={"counted": "counted_steps"})
     )
@@ -146,39 +141,19 @@ def splits() -> pd.DataFrame:
     split away.
     """
     rows = []
-    for run in (
-        runs()
-        .join(audit()[["mfu_reported", "mfu_window"]])
-        .query("tp > 1")
-        .itertuples()
-    ):
+    table = runs().join(audit()[["mfu_reported", "mfu_window"]]).query("tp > 1")
+    for run in table.itertuples():
         for data_ranks in (run.gpus, run.gpus // run.tp):
             window = _log_window(
                 run.samples, data_ranks, run.batch_per_gpu, run.log_interval
             )
-            mfu = run.mfu_window * window.inflation
-            rows.append(
-                (
-                    run.config,
-                    run.batch_per_gpu,
-                    data_ranks,
-                    *window,
-                    run.mfu_reported,
-                    mfu,
-                )
-            )
-    columns = [
-        "config",
-        "batch_per_gpu",
-        "data_ranks",
-        *_Window._fields,
-        "mfu_reported",
-        "mfu",
-    ]
-    table = pd.DataFrame(rows, columns=columns)
-    return with_origin(
-        table.assign(error=table["mfu"] - table["mfu_reported"]), _RUNS, rules=_RULES
-    )
+            row = {"config": run.config, "batch_per_gpu": run.batch_per_gpu}
+            row |= {"data_ranks": data_ranks, **window._asdict()}
+            row["mfu_reported"] = run.mfu_reported
+            rows.append(row | {"mfu": run.mfu_window * window.inflation})
+    table = pd.DataFrame(rows)
+    error = table["mfu"] - table["mfu_reported"]
+    return with_origin(table.assign(error=error), _RUNS, rules=_RULES)
 
 
 def memory_rows() -> pd.DataFrame:
@@ -191,6 +166,7 @@ def memory_rows() -> pd.DataFrame:
     table = runs()
     predicted_gib = []
     for row in table.to_dict("records"):
+        # "ZeRO-3 + TP" shards its states over all four GPUs too
         ddp = row["config"] == "ddp"
         shards = {"zero": 0} if ddp else {"zero": 3, "bucket_bytes": _BUCKET_BYTES}
         plan = Plan(
@@ -200,11 +176,9 @@ def memory_rows() -> pd.DataFrame:
             attention="unfused",
             **shards,
         )
-        software = "torch" if ddp else "deepspeed"
-        model = _local_model(row["tp"])
-        parts = memory(
-            model, plan, sequence=row["sequence"], dtype="fp16", software=software
-        )
+        run = {"sequence": row["sequence"], "dtype": "fp16"}
+        run["software"] = "torch" if ddp else "deepspeed"
+        parts = memory(_local_model(row["tp"]), plan, **run)
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
     table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(
         predicted_gib=predicted_gib
@@ -226,36 +200,39 @@ def gelu() -> pd.DataFrame:
     table = read_table("studies/gelu").drop(columns="source")
     bandwidth = catalog.device("a100-40").memory_bandwidth_bytes_per_s
     size = 2 * table["batch"] * table["sequence"] * table["width"]
+    # ms to bytes/s: 1e3 x bytes; two reads and two writes unfused, one of each fused
     unfused = 4e3 * size / table["unfused_ms"]
     fused = 2e3 * size / table["fused_ms"]
-    table = table.assign(tensor_bytes=size, ideal_ms=2e3 * size / bandwidth)
-    table = table.assign(unfused_bytes_per_s=unfused, fused_bytes_per_s=fused)
     table = table.assign(
-        speedup=table["unfused_ms"] / table["fused_ms"], in_cache=2 * size <= _L2_BYTES
-    )
-    table = table.assign(
-        fused_share=fused / bandwidth, unfused_share=unfused / bandwidth
+        tensor_bytes=size,
+        ideal_ms=2e3 * size / bandwidth,
+        unfused_bytes_per_s=unfused,
+        fused_bytes_per_s=fused,
+        speedup=table["unfused_ms"] / table["fused_ms"],
+        in_cache=2 * size <= _L2_BYTES,
+        fused_share=fused / bandwidth,
+        unfused_share=unfused / bandwidth,
     )
     return with_origin(table, "studies/gelu", rules=_RULES)
 
 
 def mlp() -> pd.DataFrame:
-    """The breakdown of an MLP: ms, share of the whole, FLOP/s of the products (NaN for
+    """Breakdown of an MLP: ms, share of the MLP, FLOP/s of the products (NaN for
     others), share of the peak.
     """
     table = read_table("studies/mlp")
     peak = catalog.device("a100-40").peak("fp16")
+    # a product (m x k) (k x n) takes 2 m k n FLOPs
     flops = 2.0 * table["m"] * table["k"] * table["n"]
-    whole = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
-    table = table.assign(
-        share=table["ms"] / whole, flops_per_s=flops / table["ms"] * 1e3
-    )
+    mlp_ms = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
+    rate = flops / table["ms"] * 1e3
+    table = table.assign(share=table["ms"] / mlp_ms, flops_per_s=rate)
     table["peak_share"] = table["flops_per_s"] / peak
     return with_origin(table.drop(columns="source"), "studies/mlp", rules=_RULES)
 
 
 def claims() -> pd.DataFrame:
-    """What the study claims and what follows from its own numbers: claim, theirs, ours,
+    """Claims of the study and what follows from its own numbers: claim, theirs, ours,
     error (relative).
     """
     rows = audit()
@@ -263,39 +240,29 @@ def claims() -> pd.DataFrame:
     kernel = gelu().iloc[-1]
     ddp = rows.iloc[0]
     best = rows.loc[rows["tokens_per_s"].idxmax()]
-    as_gelu = (
-        kernel["unfused_ms"] / parts["gelu"]
-    )  # moves its bytes as fast as PyTorch's GELU without the bias does
-    reported, useful = (
-        best[rate] / ddp[rate] for rate in ("tokens_per_s", "useful_tokens_per_s")
-    )
+    # a kernel that moves its bytes as fast as PyTorch's GELU without the bias does
+    as_gelu = kernel["unfused_ms"] / parts["gelu"]
+    without_gelu = 1 / (1 - parts["gelu"] / parts["full mlp"])
+    rates = ("tokens_per_s", "useful_tokens_per_s")
     names = [
         f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced"
         for row in rows.itertuples()
     ]
+    mfu = ["mfu_reported", "mfu_corrected"]
     table = [
         *zip(names, rows["mfu_reported"], rows["mfu_reproduced"], strict=True),
+        ("MFU of DDP from wall clock and usual FLOPs", *ddp[mfu]),
+        ("MFU of the fastest row, at most", *best[mfu]),
         (
-            "MFU of DDP from wall clock and usual FLOPs",
-            ddp["mfu_reported"],
-            ddp["mfu_corrected"],
+            "speed of the fastest row over DDP, at most",
+            *(best[rate] / ddp[rate] for rate in rates),
         ),
-        (
-            "MFU of the fastest row, at most",
-            best["mfu_reported"],
-            best["mfu_corrected"],
-        ),
-        ("speed of the fastest row over DDP, at most", reported, useful),
         (
             "speed of a fused kernel, at the bandwidth of GELU alone",
             kernel["speedup"],
             as_gelu,
         ),
-        (
-            "speed of the MLP if GELU took no time",
-            float("nan"),
-            1 / (1 - parts["gelu"] / parts["full mlp"]),
-        ),
+        ("speed of the MLP if GELU took no time", float("nan"), without_gelu),
     ]
     result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])
     result["error"] = result["ours"] / result["theirs"] - 1

@@ -1,4 +1,4 @@
-"""Do the known facts about memory come out? Bytes that papers print, and sizes that ran
+"""Known facts about memory beside the model: bytes that papers print, and sizes that ran
 or ran out of memory.
 
 The ZeRO paper's table is in the library's `data/published_memory.csv`, sizes that were
@@ -6,6 +6,7 @@ tried in `data/sizes_tried.csv`.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -28,63 +29,57 @@ def memory_facts() -> pd.DataFrame:
     others are that a step fits.
     """
     published = catalog.table("published_memory")
-    states = (published["quantity"] == "model states") & published["plan"].str.match(
-        r"dp64\."
-    )
-    rows = [_model_states(row) for row in published[states].to_dict("records")]
-    rows += [
-        _size_tried(row)
-        for row in catalog.table("papers/studies/sizes_tried").to_dict("records")
-    ]
-    table = pd.DataFrame(rows, columns=["fact", "theirs", "ours", "agrees"])
-    return with_origin(
-        table,
-        "published_memory",
-        "studies/sizes_tried",
-        rules="predicted by the simulator",
-    )
+    # table 1 of the ZeRO paper is that of 64 data-parallel ranks
+    of_zero = published["plan"].str.match(r"dp64\.")
+    states = published[of_zero & (published["quantity"] == "model states")]
+    tried = catalog.table("papers/studies/sizes_tried")
+    rows = [_model_states(row) for row in states.to_dict("records")]
+    rows += [_size_tried(row) for row in tried.to_dict("records")]
+    files = ("published_memory", "studies/sizes_tried")
+    return with_origin(pd.DataFrame(rows), *files, rules="predicted by the simulator")
 
 
-def _size_tried(row: dict[str, str]) -> tuple[str, str, str, bool]:
-    model = (
-        catalog.model(row["model"])
-        if row["model"]
-        else gpt_shape(int(row["hidden"]), int(row["layers"]))
-    )
-    cluster = replace(
-        catalog.cluster(row["cluster"]), devices_per_node=int(row["devices"])
-    )
-    plan = Plan.parse(row["plan"])
-    policy = Policy(share=float(row["share"]) if row["share"] else None)
-    ours = fits(
+class _Fact(NamedTuple):
+    """Row of `memory_facts`."""
+
+    fact: str
+    theirs: str
+    ours: str
+    agrees: bool
+
+
+def _size_tried(row: dict[str, str]) -> _Fact:
+    """Fact of a size that somebody trained, or could not."""
+    if row["model"]:
+        model = catalog.model(row["model"])
+    else:
+        model = gpt_shape(int(row["hidden"]), int(row["layers"]))
+    machine = catalog.cluster(row["cluster"])
+    placement = fits(
         model,
-        cluster,
-        plan,
+        replace(machine, devices_per_node=int(row["devices"])),
+        Plan.parse(row["plan"]),
         global_batch=int(row["global_batch"]),
         dtype="fp16",
-        policy=policy,
-    ).fits
-    theirs = row["fits"] == "yes"
-    return (
-        row["fact"],
-        *("fits" if yes else "does not fit" for yes in (theirs, ours)),
-        theirs == ours,
+        policy=Policy(share=float(row["share"]) if row["share"] else None),
     )
+    ours = "fits" if placement.fits else "does not fit"
+    theirs = "fits" if row["fits"] == "yes" else "does not fit"
+    return _Fact(row["fact"], theirs, ours, theirs == ours)
 
 
-def _model_states(row: dict[str, str]) -> tuple[str, str, str, bool]:
-    """A row of the ZeRO paper. Bytes per parameter depend on the plan alone: any shape
-    gives them.
-    """
+def _model_states(row: dict[str, str]) -> _Fact:
+    """Fact of the ZeRO paper: bytes of weights, gradients and optimizer."""
+    # bytes per parameter depend on the plan alone, so any shape gives them
     model = gpt_shape(512, 8)
     parameters = float(row["model"].split()[0])
-    parts = memory(
-        model, Plan.parse(row["plan"]), software="deepspeed", dtype="fp16"
-    ).set_index("component")
-    size_gb = (
-        parts.loc[_STATES, "size_bytes"].sum() / model.parameters * parameters / 1e9
-    )
+    plan = Plan.parse(row["plan"])
+    parts = memory(model, plan, software="deepspeed", dtype="fp16")
+    states = parts.set_index("component").loc[_STATES, "size_bytes"].sum()
+    size_gb = states / model.parameters * parameters / 1e9
+    # as many digits as the paper prints, the last one rounded or cut off
     digits = len(row["value"].partition(".")[2])
     agrees = abs(size_gb - float(row["value"])) < 10.0**-digits
     fact = f"{parameters / 1e9:g}e9 parameters, {row['plan']} [ZeRO, Table 1]"
-    return fact, f"{float(row['value']):g} GB", f"{size_gb:.{digits}f} GB", agrees
+    theirs = f"{float(row['value']):g} GB"
+    return _Fact(fact, theirs, f"{size_gb:.{digits}f} GB", agrees)

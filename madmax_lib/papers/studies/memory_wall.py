@@ -1,5 +1,5 @@
-"""Which models of the heterogeneous-training study can be trained on its two machines,
-how fast, and what holds them?
+"""Models of the heterogeneous-training study on its two machines: which can be trained,
+how fast, and what limits them.
 
 dheerj188/HeterogeneousTraining-IISc lists GPT-2 shapes of 3B to 41B parameters and
 names two machines, four V100-32GB with 192 GB and a DGX H100 with 2 TB; it stores no
@@ -51,7 +51,7 @@ _METHODS = {
 _SHAPES = "studies/hetero_models"
 _MACHINES = ("clusters", "devices", "hosts", "links", "parameters.json")
 _RULES = "predicted by the simulator"
-_CAUSES = {
+_CAUSES = {  # columns of `estimate` by what they are exposed for
     "compute": COMPUTE,
     "communication": COMMUNICATION,
     "offload": ("offload_s",),
@@ -60,16 +60,14 @@ _CAUSES = {
 
 
 def shape(name: str) -> Transformer:
-    """A shape of the study by name, such as gpt2_10b. Raises ValueError for an unknown
+    """Shape of the study by name, such as gpt2_10b. Raises ValueError for an unknown
     one.
     """
     rows = read_table(_SHAPES).set_index("name")
     if name not in rows.index:
         raise ValueError(f"model {name!r} is not one of {', '.join(rows.index)}")
-    dimensions = (
-        int(rows.at[name, column])
-        for column in ("hidden", "layers", "sequence", "heads")
-    )
+    columns = ("hidden", "layers", "sequence", "heads")
+    dimensions = [int(rows.at[name, column]) for column in columns]
     return replace(gpt_shape(*dimensions), name=name)
 
 
@@ -90,12 +88,8 @@ def methods_table(
     for model in map(shape, models or read_table(_SHAPES)["name"]):
         for method, (text, share) in _METHODS.items():
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
-            row = {
-                "model": model.name,
-                "parameters": model.parameters,
-                "method": method,
-                "plan": str(plan),
-            }
+            row = {"model": model.name, "parameters": model.parameters}
+            row |= {"method": method, "plan": str(plan)}
             rows.append(row | _outcome(model, cluster, plan, Policy(share=share)))
     return with_origin(pd.DataFrame(rows), _SHAPES, *_MACHINES, rules=_RULES)
 
@@ -106,43 +100,30 @@ def limits_table() -> pd.DataFrame:
     ratio, bound (place that is full) and confidence. A published size is what was
     tried, so ours should not be less.
     """
-    table = read_table("studies/scale_limits").rename(
-        columns={"params_e9": "published"}
-    )
-    machines = []
-    limits = []
+    table = read_table("studies/scale_limits")
+    rows = []
     for row in table.itertuples():
         cluster = replace(catalog.cluster(row.cluster), devices_per_node=row.devices)
-        machines.append(
-            f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB"
-        )
-        limits.append(largest_model(cluster, row.method))
-    table = table.assign(
-        machine=machines, ours=[model.parameters / 1e9 for model, _, _ in limits]
+        model, _, result = largest_model(cluster, row.method)
+        name = f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB"
+        ours = model.parameters / 1e9
+        ratio = ours / row.params_e9
+        limit = {"machine": name, "published": row.params_e9, "ours": ours}
+        rows.append(limit | {"ratio": ratio, "bound": result.bound})
+    limits = pd.DataFrame(rows)
+    table = pd.concat(
+        [table[["system", "method"]], limits, table["confidence"]], axis=1
     )
-    table = table.assign(
-        ratio=table["ours"] / table["published"],
-        bound=[result.bound for _, _, result in limits],
-    )
-    columns = [
-        "system",
-        "method",
-        "machine",
-        "published",
-        "ours",
-        "ratio",
-        "bound",
-        "confidence",
-    ]
-    return with_origin(table[columns], "studies/scale_limits", *_MACHINES, rules=_RULES)
+    return with_origin(table, "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
 def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
-    """Whether a plan fits, and if it does its times, what holds it up, and its energy."""
+    """Row of a plan: whether it fits, and if it does its times, its bottleneck and its
+    energy.
+    """
     run = {"global_batch": plan.dp * plan.micro_batch, "dtype": "fp16"}
-    placement = fits(
-        model, cluster, plan, policy=policy if plan.offload else None, **run
-    )
+    placed = policy if plan.offload else None
+    placement = fits(model, cluster, plan, policy=placed, **run)
     row = {"fits": placement.fits, "bound": placement.bound}
     if not placement.fits:
         return row
@@ -154,19 +135,15 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -
     tokens = run["global_batch"] * model.sequence
     share = times.get("offload_share", float("nan"))
     row |= {"share": share, **times[["step_s", "low_s", "high_s", "tokens_per_s"]]}
-    row |= {
-        "offload_s": times.get("offload_s", 0.0),
-        "bottleneck": max(causes, key=causes.get),
-    }
-    row["tflops"] = (
-        8 * model.parameters * tokens / times["step_s"] / cluster.world_size / 1e12
-    )
-    energy = step_energy(
-        times, cluster, tokens, _host_busy_s(model, cluster, plan, share)
-    )
-    return row | {
-        name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")
-    }
+    row["offload_s"] = times.get("offload_s", 0.0)
+    row["bottleneck"] = max(causes, key=causes.get)
+    # 8 FLOPs per parameter and token: 2 forward, 4 backward, 2 recomputed
+    flops = 8 * model.parameters * tokens
+    row["tflops"] = flops / times["step_s"] / cluster.world_size / 1e12
+    host_s = _host_busy_s(model, cluster, plan, share)
+    energy = step_energy(times, cluster, tokens, host_s)
+    names = ("token_j", "token_low_j", "token_high_j")
+    return row | {name: energy[name] for name in names}
 
 
 def _host_busy_s(
@@ -176,10 +153,10 @@ def _host_busy_s(
     if plan.offload is None:
         return 0.0
     plan = normalised(Case(model, cluster, plan, dtype="fp16")).plan
-    owned = model.parameters / (plan.dp if plan.zero else 1)
-    return rates(cluster).adam_s(
-        float(split_of(METHODS[plan.offload], share).states) * owned
-    )
+    # ZeRO shards the states over dp; the share of them that left is the host's
+    sharded = model.parameters / (plan.dp if plan.zero else 1)
+    off_device = float(split_of(METHODS[plan.offload], share).states)
+    return rates(cluster).adam_s(off_device * sharded)
 
 
 def share_table(
@@ -199,27 +176,21 @@ def share_table(
 
 
 def measured_host() -> pd.DataFrame:
-    """What `benchmarks/host.py` measured on the machine that the source column names."""
-    return with_origin(
-        read_table("studies/host_measured").copy(),
-        "studies/host_measured",
-        rules="as measured",
-    )
+    """Times of copies and Adam on the CPU that the source column names, as measured."""
+    name = "studies/host_measured"
+    return with_origin(read_table(name).copy(), name, rules="as measured")
 
 
 def adam_published() -> pd.DataFrame:
     """Published seconds of CPU Adam beside ours: parameters, published_s, ours_s,
     ratio.
     """
-    table = read_table("studies/adam_published").rename(
-        columns={"seconds": "published_s"}
-    )
-    hosts = [
-        rates(replace(catalog.cluster(machine), devices_per_node=1))
-        for machine in table["machine"]
-    ]
-    ours_s = [
-        host.adam_s(size) for host, size in zip(hosts, table["parameters"], strict=True)
-    ]
+    ours_s = []
+    table = read_table("studies/adam_published")
+    for row in table.itertuples():
+        # a process alone has the host's memory bandwidth to itself
+        host = rates(replace(catalog.cluster(row.machine), devices_per_node=1))
+        ours_s.append(host.adam_s(row.parameters))
+    table = table.rename(columns={"seconds": "published_s"})
     table = table[["parameters", "published_s"]].assign(ours_s=ours_s)
     return table.assign(ratio=table["ours_s"] / table["published_s"])
