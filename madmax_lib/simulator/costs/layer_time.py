@@ -18,7 +18,7 @@ from madmax_lib.simulator.costs.overlap import RULES, Under, Work, work_of
 from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Block, Comm
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = [
@@ -94,10 +94,10 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
             add(backward, seconds[phase])
         add(forward, _exposed(waits_s, prices, beside.forward_s))
         add(backward, _exposed(back_waits_s, prices, beside.backward_s))
-        if has(prices.repeats):  # full recompute repeats collectives too
+        if any_nonzero(prices.repeats):  # full recompute repeats collectives too
             again = _exposed(waits_s, prices, beside.recompute_s)
             add(backward, again, prices.repeats)
-        if has(block.ring_bytes):
+        if any_nonzero(block.ring_bytes):
             again_s = beside.recompute_s
             repeated_s = np.where(again_s > 0, _ring_s(block, prices, again_s), 0.0)
             back_s = _ring_s(block, prices, beside.backward_s, returns=True)
@@ -119,7 +119,7 @@ def _computed(
         weight_s = weight_s + total["weight"]
         back_s = total["backward"] + joint * total["weight"]
         times.append(_BlockTime(total["forward"], total["recompute"], back_s))
-    if not has(prices.traits.hides_ep):
+    if not any_nonzero(prices.traits.hides_ep):
         return times, weight_s
     share = prices.overlap.hidden_share(Work.EXPERT)
     exchanges_s = [share * waits_s.get("ep", 0.0) for waits_s in waits]

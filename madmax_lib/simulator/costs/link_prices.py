@@ -15,7 +15,7 @@ import numpy as np
 
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.collectives import exchange, ring, ring_steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
@@ -73,7 +73,7 @@ class LinkPrices:
                 continue
             same_ranks = group.ranks == measured.ranks
             is_here = same_ranks & (np.ceil(group.nodes) == measured.nodes)
-            if has(is_here):
+            if any_nonzero(is_here):
                 each_bytes = size_bytes / calls
                 each_s = measured_s(points, each_bytes)
                 scale = self._rescaled(priced, group, each_bytes)
@@ -151,7 +151,7 @@ class LinkPrices:
         be oversubscribed.
         """
         machine = self.machine
-        if not has(np.isfinite(machine.leaf)):
+        if not any_nonzero(np.isfinite(machine.leaf)):
             return self._network.byte_s
         is_above = group.ranks * group.stride > machine.leaf
         return self._network.byte_s * np.where(is_above, machine.oversubscription, 1.0)

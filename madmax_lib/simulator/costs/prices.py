@@ -17,7 +17,7 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.link_prices import LinkPrices
 from madmax_lib.simulator.costs.overlap import Overlap
 from madmax_lib.simulator.layers.ops import Block, Op, phases
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group, Groups
@@ -204,7 +204,7 @@ class Prices:
         calls = (tp > 1) * _TP_COLLECTIVES + traits.on_host * self._blocking_calls
         call_s = traits.kernels.constant(self.parameters, "comm_launch_s")
         collectives_s = calls * call_s
-        if has(traits.blocking_sends):
+        if any_nonzero(traits.blocking_sends):
             stopped = (traits.blocking_sends > 0) & (self.plan.pp > 1)
             collectives_s = collectives_s * np.where(stopped, tp, 1)
         kernel_s = traits.kernels.constant(self.parameters, "launch_s")

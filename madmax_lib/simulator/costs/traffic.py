@@ -22,7 +22,7 @@ import numpy as np
 from madmax_lib.plan.columns import owned
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.layers.ops import Block
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = [
@@ -93,7 +93,7 @@ def transfers_s(
     """Seconds of transfers of so many parameters, one after another."""
     seconds = 0.0
     for one in transfers:
-        if has(one.applies):
+        if any_nonzero(one.applies):
             size = one.bytes_ * parameters
             part_s = prices.comm_s(one.kind, size, prices.groups[one.group], one.calls)
             seconds = seconds + np.where(one.applies, part_s, 0.0)
@@ -102,7 +102,7 @@ def transfers_s(
 
 def shard_group(prices: Prices, *, experts: bool) -> str:
     """Group that shards weights: HSDP's shard, or all replicas."""
-    if has(prices.plan.shard):
+    if any_nonzero(prices.plan.shard):
         return "expert-shard" if experts else "shard"
     return "edp" if experts else "dp"
 
@@ -122,7 +122,7 @@ def gather_transfers(
     quantised = np.minimum(_INT8_BYTES, storage)
     width = np.where(plan.qwz, quantised, storage) * slowdown
     group = shard_group(prices, experts=experts)
-    if experts or not backward or not has(plan.hpz):
+    if experts or not backward or not any_nonzero(plan.hpz):
         return [Transfer("all_gather", group, width, True, calls)]
     # hpz keeps a second copy of the weights inside the node for the backward pass
     in_node = np.asarray(plan.hpz)
@@ -148,7 +148,7 @@ def reduce_transfers(
         Transfer("all_reduce", group, width, zero == 0, calls),
         Transfer("reduce_scatter", group, width, halves, calls),
     ]
-    if has(quantised):
+    if any_nonzero(quantised):
         int4 = np.minimum(_INT4_BYTES, width)
         in_node = prices.groups["node"].ranks
         transfers += [
@@ -233,7 +233,7 @@ def reduced_time(
     """
     below = np.asarray(prices.plan.zero) < 3
     within_s = 0.0
-    if has(below):
+    if any_nonzero(below):
         transfers = reduce_transfers(prices, experts=experts, calls=calls)
         within_s = np.where(below, transfers_s(transfers, parameters, prices), 0.0)
     copies = copies_transfer(prices, experts=experts, calls=calls)

@@ -68,7 +68,7 @@ class PassBuilder:
         for unit in units_of(blocks):
             for block in unit:
                 after = [*previous, *gathered(block, previous)]
-                if not block.beside:
+                if not block.overlaps_table:
                     after += exchanged
                 if block is unit[0]:
                     if block.recomputed:
@@ -102,7 +102,7 @@ class PassBuilder:
                     after = [*previous, *gathered(block, previous)]
                     previous = self._layer_block(unit, pass_, block, "recompute", after)
             for block in unit[::-1]:
-                if table and not exchanged and (block.table or block.beside):
+                if table and not exchanged and (block.table or block.overlaps_table):
                     exchanged = pass_.comms(
                         mirror(table.after), f"{table.name} backward", previous
                     )

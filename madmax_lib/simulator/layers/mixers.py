@@ -1,5 +1,5 @@
-"""Which blocks make a state-space mixer, and attention to an encoder? What stands in a
-layer beside the usual two.
+"""Blocks of a state-space mixer, and of attention to an encoder: what stands in a layer
+beside the usual two.
 
 Tensor parallelism splits the channels of a mixer, Mamba-2's with its heads and their
 groups [Megatron-Core]. A scan is its products, where it has some, and the traffic of
@@ -13,125 +13,114 @@ from dataclasses import replace
 
 import numpy as np
 
+from madmax_lib.catalog.blocks import BlockKind
 from madmax_lib.catalog.mixers import (
     chunk_elements,
     mixer_matrices,
     mixer_parameters,
     scan_flops,
 )
-from madmax_lib.simulator.layers.ops import Block, Comm, Op, attention, gemm, pointwise
-from madmax_lib.simulator.layers.work import Work, existing
-from madmax_lib.simulator.rates.compute import attention_flops
+from madmax_lib.simulator.layers.ops import (
+    Block,
+    Comm,
+    Op,
+    attention,
+    linear,
+    pointwise,
+)
+from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
+from madmax_lib.simulator.rates.compute import Number, attention_flops
 
 __all__ = ["cross_attention", "mixer_blocks"]
 
 
-def mixer_blocks(work: Work, number: int | str, letter: str) -> list[Block]:
+def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     """Norm, product in, convolution, scan and product out; Mamba-1 sums B, C and dt
     over tp between.
     """
-    m = work.shape
+    shape = work.shape
+    model = shape.model
     tp = work.plan.tp
     tokens = work.tokens
     width = work.width
-    stack = m.model
-    common = {"unit": f"layer {number}", "recomputed": True}
-    inner = stack.mixer_channels / tp
-    matrices = mixer_matrices(stack, letter)
-    held = mixer_parameters(stack, letter) / tp + m.norm_parameters
-    first = gemm("mixer in", tokens, matrices[0][2] / tp, m.hidden, width, weights=True)
-    last = gemm("mixer out", tokens, m.hidden, inner, width, weights=True)
-    if letter == "M":
-        mixed = inner + 2 * stack.mixer_groups * stack.mixer_state / tp
-        conv = tokens * mixed
-        kept = tokens * chunk_elements(stack, work.sequence) / tp
-        flops = tokens * scan_flops(stack, letter, work.sequence) / tp
-        products = Op(
-            "scan products",
-            "gemm",
-            flops,
-            shape=(1.0, tokens, inner, flops / (2 * tokens * inner)),
-            wide=True,
-        )
-        scan = pointwise("scan", conv + kept, tokens * inner + kept, width)
-        gate = pointwise("gated norm", 2 * tokens * inner, tokens * inner, width)
-        ops = (
-            work.norm(),
-            first,
-            pointwise("convolution", conv, conv, width),
-            products,
-            scan,
-            gate,
-            last,
-        )
-        return [
-            Block(
-                f"mixer {number}",
-                ops,
-                held,
-                before=work.enter,
-                after=work.leave,
-                **common,
-            )
-        ]
-    rank = stack.mixer_rank
+    inner = model.mixer_channels / tp
+    parameters = mixer_parameters(model, kind) / tp + shape.norm_parameters
+    columns = mixer_matrices(model, kind)[0].outputs / tp
+    first = [work.norm(), linear("mixer in", tokens, columns, shape.hidden, width)]
+    last = linear("mixer out", tokens, shape.hidden, inner, width)
+    if kind == BlockKind.MAMBA_2:
+        ops = [*first, *_mamba2_scan(work, inner), last]
+        return [layer_block("mixer", number, ops, parameters, **work.ends)]
+
+    rank = model.mixer_rank
+    state = model.mixer_state
     channels = tokens * inner
-    small = rank + 2 * stack.mixer_state
-    conv = pointwise("convolution", channels, channels, width)
-    ops = (
-        work.norm(),
-        first,
-        conv,
-        gemm("mixer x", tokens, small, inner, width, weights=True),
-    )
-    dt = gemm("mixer dt", tokens, inner, rank, width, weights=True)
-    scan = pointwise(
-        "scan", 3 * channels + tokens * 2 * stack.mixer_state, channels, width
-    )
-    moved = tokens * small * width.storage_bytes * (np.asarray(tp) > 1)
-    summed = existing(("all_reduce", "tp", moved))
-    back = tuple(
-        Comm("copy", comm.group, comm.size_bytes) for comm in summed
-    )  # their gradients are summed too
+    first += [
+        pointwise("convolution", channels, channels, width),
+        linear("mixer x", tokens, rank + 2 * state, inner, width),
+    ]
+    # x, dt and gate, and B and C of each token, are read; the result is written
+    scan = pointwise("scan", 3 * channels + tokens * 2 * state, channels, width)
+    second = [linear("mixer dt", tokens, inner, rank, width), scan, last]
+    # dt, B and C come from all channels: tp devices sum their parts
+    moved = tokens * (rank + 2 * state) * width.storage_bytes * (np.asarray(tp) > 1)
+    summed = nonzero(("all_reduce", "tp", moved))
+    # their gradients are summed too: a copy's mirror image
+    copied = tuple(Comm("copy", comm.group, comm.size_bytes) for comm in summed)
     blocks = [
-        Block(f"mixer {number}", ops, held, before=work.enter, after=summed, **common),
-        Block(
-            f"scan {number}", (dt, scan, last), before=back, after=work.leave, **common
+        layer_block(
+            "mixer", number, first, parameters, before=work.enter, after=summed
         ),
+        layer_block("scan", number, second, before=copied, after=work.leave),
     ]
     return [replace(block, reverse=block.back) for block in blocks]
+
+
+def _mamba2_scan(work: Work, inner: Number) -> list[Op]:
+    """Convolution, scan and gated norm of Mamba-2 on `inner` channels."""
+    model = work.shape.model
+    tp = work.plan.tp
+    tokens = work.tokens
+    width = work.width
+    convolved = tokens * (inner + 2 * model.mixer_groups * model.mixer_state / tp)
+    kept_chunks = tokens * chunk_elements(model, work.sequence) / tp
+    flops = tokens * scan_flops(model, BlockKind.MAMBA_2, work.sequence) / tp
+    # one product of the same FLOPs: (tokens, k) by (k, inner)
+    shape = (1.0, tokens, inner, flops / (2 * tokens * inner))
+    return [
+        pointwise("convolution", convolved, convolved, width),
+        Op("scan products", "gemm", flops, shape=shape, wide=True),
+        pointwise("scan", convolved + kept_chunks, tokens * inner + kept_chunks, width),
+        pointwise("gated norm", 2 * tokens * inner, tokens * inner, width),
+    ]
 
 
 def cross_attention(work: Work, encoder: Work, number: int | str) -> Block:
     """Attention of a decoder's tokens to all of the encoder, whose keys and values are
     projected in each layer.
     """
-    m = work.shape
+    shape = work.shape
     tp = work.plan.tp
     width = work.width
-    q = m.heads * m.head_dim / tp
-    kv = m.kv_heads * (m.head_dim + m.v_head_dim) / tp
-    values = m.heads * m.v_head_dim / tp
-    flops = attention_flops(
-        work.tokens, encoder.sequence, m.core_width / tp, causal=False
-    )
-    read = work.tokens * q + encoder.tokens * kv
+    tokens = work.tokens
+    queries = shape.heads * shape.head_dim / tp
+    keys_values = shape.kv_heads * (shape.head_dim + shape.v_head_dim) / tp
+    values = shape.heads * shape.v_head_dim / tp
+    core_width = shape.core_width / tp
+    flops = attention_flops(tokens, encoder.sequence, core_width, causal=False)
+    read = tokens * queries + encoder.tokens * keys_values
     ops = (
         work.norm(),
-        gemm("query", work.tokens, q, m.hidden, width, weights=True),
-        gemm("key value", encoder.tokens, kv, m.hidden, width, weights=True),
-        attention("flash", flops, read, work.tokens * values, width),
-        gemm("projection", work.tokens, m.hidden, values, width, weights=True),
+        linear("query", tokens, queries, shape.hidden, width),
+        linear("key value", encoder.tokens, keys_values, shape.hidden, width),
+        attention("flash", flops, read, tokens * values, width),
+        linear("projection", tokens, shape.hidden, values, width),
     )
-    ends = {
-        "before": (*work.enter, *encoder.enter),
-        "after": work.leave,
-        "unit": f"layer {number}",
-        "recomputed": True,
-    }
-    return Block(
-        f"cross-attention {number}",
+    return layer_block(
+        "cross-attention",
+        number,
         ops,
-        m.attention_parameters / tp + m.norm_parameters,
-        **ends,
+        shape.attention_parameters / tp + shape.norm_parameters,
+        before=(*work.enter, *encoder.enter),
+        after=work.leave,
     )

@@ -1,4 +1,4 @@
-"""Which blocks make a mixture-of-experts layer and a recommendation model?
+"""Blocks of a mixture-of-experts layer, and of a recommendation model.
 
 Experts are split over ep inside dp x cp and each over etp of the tp devices
 [Megatron-Core]: a device routes its tokens, sends each to the devices of its experts
@@ -20,100 +20,95 @@ from madmax_lib.simulator.layers.ops import (
     Block,
     Comm,
     Op,
-    gemm,
+    linear,
     mirror,
     pointwise,
     precision,
 )
-from madmax_lib.simulator.layers.work import Work, existing
+from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import Number
 
 __all__ = ["dlrm_blocks", "mixture_blocks"]
 
 # read per output, and written: the sum reads 16 and 32 bits, join and cast 32 each
 _BIAS_BYTES = 14
+_ROW_BYTES = 2  # of an element of an embedding table, 16 bit
 
 
 def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Block]:
     """Feed-forward part of a mixture layer: one block, or where tokens are exchanged
     (ep > 1) one between exchanges.
     """
-    m = work.shape
-    p = work.plan
+    shape = work.shape
+    plan = work.plan
     width = work.width
-    tokens = work.tokens
-    etp = p.tp // p.expert_spread
-    kept = np.where(
-        np.asarray(p.capacity) > 0, p.capacity, np.inf
-    )  # the rest is dropped
-    busiest = np.minimum(p.busiest(work.imbalance, m), kept)
-    used = tokens * m.active_experts * busiest
-    local = m.experts / p.ep
-    router = gemm(
-        "router",
-        tokens / work.spread,
-        m.experts,
-        m.hidden,
-        width.wide,
-        weights=True,
-        wide=True,
+    etp = plan.tp // plan.expert_spread
+    # what exceeds the capacity of an expert is dropped
+    capacity = np.where(np.asarray(plan.capacity) > 0, plan.capacity, np.inf)
+    busiest = np.minimum(plan.busiest(work.imbalance, shape), capacity)
+    rows = work.tokens * shape.active_experts * busiest  # a token once for each expert
+    tokens = work.tokens / work.spread  # of a tp device between the products
+    sent = rows / work.spread * shape.hidden
+    entered = tokens * shape.hidden
+    router = linear(
+        "router", tokens, shape.experts, shape.hidden, width.wide, wide=True
     )
-    sent = used / work.spread * m.hidden
-    permute = pointwise(
-        "permute", tokens / work.spread * m.hidden, sent, width, experts=True
+    route = [
+        work.norm(),
+        router,
+        pointwise("permute", entered, sent, width, experts=True),
+    ]
+    unpermute = pointwise("unpermute", sent, entered, width, experts=True)
+    route_parameters = shape.norm_parameters + shape.router_parameters
+
+    local = shape.experts / plan.ep
+    local_rows = rows * etp / plan.tp
+    inner = shape.expert_ffn / etp
+    experts = work.mlp(local_rows, inner, "experts ", local, experts=True)
+    if np.any(shape.mlp_bias):
+        experts.append(_expert_biases(work, local_rows))
+    experts.append(unpermute)
+    expert_parameters = local * shape.mlp_parameters(shape.expert_ffn) / etp
+
+    # in a table of steps some models may have shared experts, and others none
+    shared_ffn = shape.shared_experts * shape.expert_ffn
+    has_shared = np.asarray(shared_ffn) > 0
+    shared = []
+    if np.any(shared_ffn):
+        shared = work.mlp(has_shared * work.tokens, shared_ffn / plan.tp, "shared ")
+    shared_parameters = (
+        shape.shared_experts * shape.mlp_parameters(shape.expert_ffn) / plan.tp
     )
-    unpermute = pointwise(
-        "unpermute", sent, tokens / work.spread * m.hidden, width, experts=True
-    )
-    own = m.norm_parameters + (m.hidden + m.router_bias) * m.experts
-    experts = work.mlp(
-        used * etp / p.tp, m.expert_ffn / etp, "experts ", local, experts=True
-    )
-    if np.any(m.mlp_bias):
-        experts += (_expert_biases(work, used * etp / p.tp),)
-    expert_parameters = local * m.mlp_parameters(m.expert_ffn) / etp
-    shared_width = m.shared_experts * m.expert_ffn
-    has = np.asarray(shared_width) > 0  # in a stack others may stand beside
-    shared = (
-        work.mlp(has * tokens, shared_width / p.tp, "shared ")
-        if np.any(shared_width)
-        else ()
-    )
-    shared_parameters = m.shared_experts * m.mlp_parameters(m.expert_ffn) / p.tp
-    common = {"unit": f"layer {number}", "recomputed": True}
-    whole = {"before": work.enter, "after": work.leave}
     if not exchanged:
-        ops = (work.norm(), router, permute, *shared, *experts, unpermute)
-        held = own + shared_parameters + expert_parameters
-        if np.any(work.sums_rows):
-            whole = _row_sums(work, used)
-        return [Block(f"feed-forward {number}", ops, held, **whole, **common)]
-    moved = used * m.hidden * width.storage_bytes
+        ops = [*route, *shared, *experts]
+        parameters = route_parameters + shared_parameters + expert_parameters
+        ends = _row_sums(work, rows) if np.any(work.sums_rows) else work.ends
+        return [layer_block("feed-forward", number, ops, parameters, **ends)]
+
+    blocks = []
+    if shared:
+        sides = {side: _scaled(comms, has_shared) for side, comms in work.ends.items()}
+        blocks.append(layer_block("shared", number, shared, shared_parameters, **sides))
+    moved = rows * shape.hidden * width.storage_bytes
     exchange = Comm("all_to_all", "ep", moved / work.spread)
-    gathered = moved * etp / p.tp * (etp > 1)
-    enter = (exchange, Comm("all_gather", "etp", gathered))
-    leave = (Comm("reduce_scatter", "etp", gathered), exchange)
-    sides = {
-        side: tuple(replace(comm, size_bytes=has * comm.size_bytes) for comm in comms)
-        for side, comms in whole.items()
-    }
-    blocks = (
-        [Block(f"shared {number}", shared, shared_parameters, **sides, **common)]
-        if shared
-        else []
-    )
-    blocks += [Block(f"router {number}", (work.norm(), router, permute), own, **common)]
-    ends = {"before": enter, "after": leave, "expert": True}
+    gathered = moved * etp / plan.tp * (etp > 1)
     return [
         *blocks,
-        Block(
-            f"experts {number}",
-            (*experts, unpermute),
+        layer_block("router", number, route, route_parameters),
+        layer_block(
+            "experts",
+            number,
+            experts,
             expert_parameters,
-            **ends,
-            **common,
+            before=(exchange, Comm("all_gather", "etp", gathered)),
+            after=(Comm("reduce_scatter", "etp", gathered), exchange),
+            expert=True,
         ),
     ]
+
+
+def _scaled(comms: tuple[Comm, ...], factor: Number) -> tuple[Comm, ...]:
+    return tuple(replace(comm, size_bytes=factor * comm.size_bytes) for comm in comms)
 
 
 def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
@@ -121,15 +116,12 @@ def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
     gradients, before tokens are added.
     """
     rows_bytes = work.sums_rows * rows * work.shape.hidden * work.width.storage_bytes
-    others = 1 - work.sums_rows
-    moved = work.sums_rows * work.moved_bytes
-    enter, leave = (
-        tuple(replace(comm, size_bytes=others * comm.size_bytes) for comm in comms)
-        for comms in (work.enter, work.leave)
-    )
-    summed = existing(("all_reduce", "tp", rows_bytes))
-    parts = np.asarray(work.plan.sequence_parallel, float)
-    gathered = existing(("all_gather", "tp", moved * parts))
+    enter = _scaled(work.enter, 1 - work.sums_rows)
+    leave = _scaled(work.leave, 1 - work.sums_rows)
+    summed = nonzero(("all_reduce", "tp", rows_bytes))
+    split = np.asarray(work.plan.sequence_parallel, float)
+    moved = work.sums_rows * work.moved_bytes * split
+    gathered = nonzero(("all_gather", "tp", moved))
     return {
         "before": work.enter,
         "after": (*leave, *summed),
@@ -137,19 +129,13 @@ def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
     }
 
 
-def _expert_biases(work: Work, tokens: Number) -> Op:
+def _expert_biases(work: Work, rows: Number) -> Op:
     """Biases of experts, added beside their products in fp32: product with the token's
     weight, sum, join, cast.
     """
-    m = work.shape
-    outputs = (
-        m.mlp_bias
-        * tokens
-        * (
-            (1 + m.gated) * m.expert_ffn / work.plan.tp * work.plan.expert_spread
-            + m.hidden
-        )
-    )
+    shape = work.shape
+    inner = shape.expert_ffn / work.plan.tp * work.plan.expert_spread
+    outputs = shape.mlp_bias * rows * ((1 + shape.gated) * inner + shape.hidden)
     moved = _BIAS_BYTES / work.width.storage_bytes * outputs
     return pointwise(
         "expert biases", moved, moved, work.width, kind="lookup", experts=True
@@ -164,53 +150,52 @@ def dlrm_blocks(case: Case) -> list[Block]:
     """
     enforce(RECOMMENDATION, case.plan, case)
     model = case.model
-    plan = case.plan
     width = precision(case.dtype)
-    samples = plan.micro_batch
-    rows = (
-        model.tables * samples * model.embedding_dim
-    )  # pooled, of the samples of one device
+    samples = case.plan.micro_batch
+    # pooled rows, of the samples of one device; each is the sum of `pooling` rows
+    pooled_bytes = _ROW_BYTES * model.tables * samples * model.embedding_dim
     lookup = Op(
         "lookup",
         "lookup",
-        read_bytes=2 * model.pooling * rows,
-        written_bytes=2 * rows,
+        read_bytes=model.pooling * pooled_bytes,
+        written_bytes=pooled_bytes,
         wide=True,
     )
-    exchange = (Comm("all_to_all", "dp", 2 * rows),)
-    held = model.embedding_parameters / plan.dp
-    result = [Block("embedding", (lookup,), held, after=exchange, table=True)]
+    embedding = Block(
+        "embedding",
+        (lookup,),
+        model.embedding_parameters / case.plan.dp,
+        after=(Comm("all_to_all", "dp", pooled_bytes),),
+        table=True,
+    )
 
-    def layer(
-        name: str,
-        tokens: float,
-        *matrices: tuple[int, int],
-        copies: int = 1,
-        used: int = 1,
-        **more,
-    ) -> Block:
-        rows = tokens * used / copies
-        names = (f"product {i}" for i in range(len(matrices)))
+    def layer(name: str, rows: float, *matrices: tuple[int, int], **fields) -> Block:
+        """Products of (inputs, outputs) on rows of activations."""
+        copies = fields.pop("copies", 1)
         ops = tuple(
-            gemm(product, rows, n, k, width, count=copies, weights=True)
-            for product, (k, n) in zip(names, matrices, strict=True)
+            linear(f"product {i}", rows / copies, outputs, inputs, width, count=copies)
+            for i, (inputs, outputs) in enumerate(matrices)
         )
-        return Block(
-            name, ops, copies * sum(k * n for k, n in matrices), recomputed=True, **more
-        )
+        weights = copies * sum(inputs * outputs for inputs, outputs in matrices)
+        return Block(name, ops, weights, recomputed=True, **fields)
 
-    d = model.mlp_dim
+    square = (model.mlp_dim, model.mlp_dim)
     h = model.attention_dim
     f = model.transformer_ffn
     tokens = samples * model.transformer_sequence
-    result += [
-        layer(f"bottom {i}", samples, (d, d), beside=True)
+    bottom = [
+        layer(f"bottom {i}", samples, square, overlaps_table=True)
         for i in range(model.bottom_layers)
     ]
+    middle = []
     for i in range(model.transformer_layers):
-        result += [layer(f"attention {i}", tokens, (h, 3 * h), (h, h))]
-        result += [layer(f"feed-forward {i}", tokens, (h, f), (f, h))]
-    experts = {"copies": max(model.experts, 1), "used": max(model.active_experts, 1)}
-    return result + [
-        layer(f"top {i}", samples, (d, d), **experts) for i in range(model.top_layers)
+        middle += [
+            layer(f"attention {i}", tokens, (h, 3 * h), (h, h)),
+            layer(f"feed-forward {i}", tokens, (h, f), (f, h)),
+        ]
+    rows = samples * max(model.active_experts, 1)  # a sample once for each expert
+    top = [
+        layer(f"top {i}", rows, square, copies=max(model.experts, 1))
+        for i in range(model.top_layers)
     ]
+    return [embedding, *bottom, *middle, *top]

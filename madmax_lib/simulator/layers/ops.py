@@ -1,5 +1,5 @@
-"""What does one operation compute, move and communicate, forward and backward? The
-parts that a layer is made of.
+"""Operations, collectives and blocks: what a layer computes, moves and communicates,
+forward and backward.
 
 An `Op` is the forward work of one kernel or a few fused ones, per device and
 micro-batch; `backward` derives what its backward pass does. Products count 2 FLOPs per
@@ -24,25 +24,22 @@ __all__ = [
     "attention",
     "backward",
     "gemm",
+    "linear",
     "mirror",
     "phases",
+    "pointwise",
+    "precision",
+    "storage_dtype",
 ]
-__all__ += ["pointwise", "precision", "wide"]
 
-BYTES = {
-    "fp64": 8,
-    "fp32": 4,
-    "tf32": 4,
-    "fp16": 2,
-    "bf16": 2,
-    "fp8": 1,
-    "mxfp8": 1,
-    "nvfp4": 0.5,
-    "int8": 1,
+BYTES = {  # of an element
+    **{"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2},
+    **{"fp8": 1, "mxfp8": 1, "int8": 1, "nvfp4": 0.5},
 }
 # five products instead of two: the scores are computed again [arXiv 2205.14135,
 # appendix B]
 _FLASH_BACKWARD = 2.5
+# the gradient of what a collective gives goes the other way
 _MIRROR = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -53,17 +50,16 @@ _MIRROR = {
 
 @dataclass(frozen=True)
 class Precision:
-    """In what a step computes and keeps."""
+    """Bytes per element of what a step computes in and keeps."""
 
     operand_bytes: float | np.ndarray  # of the matrix products
-    storage_bytes: (
-        float | np.ndarray
-    )  # of an activation, weight or gradient in memory and on the network
+    # of an activation, weight or gradient in memory and on the network
+    storage_bytes: float | np.ndarray
 
     @property
     def wide(self) -> Precision:
-        """That of attention, heads and memory, which stay in 16 bits where the products
-        have fewer.
+        """Precision of everything but low-precision GEMMs: attention, heads and memory
+        stay in 16 bits where products have fewer.
         """
         return Precision(self.storage_bytes, self.storage_bytes)
 
@@ -75,7 +71,9 @@ def precision(dtype: str) -> Precision:
     >>> precision("fp8").storage_bytes, precision("tf32").storage_bytes
     (2, 4)
     """
-    return Precision(storage_bytes=BYTES[wide(dtype)], operand_bytes=BYTES[dtype])
+    return Precision(
+        storage_bytes=BYTES[storage_dtype(dtype)], operand_bytes=BYTES[dtype]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,8 @@ class Op:
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     shape: tuple = ()  # (count, m, n, k) of products of (m, k) by (k, n)
-    weights: bool = (
-        False  # the second operand is a parameter: its gradient can be computed later
-    )
+    # the second operand is a parameter: its gradient can be computed later
+    weights: bool = False
     input_grad: bool = True  # False where nothing before needs one
     core: bool = False  # attention scores, which selective recompute repeats
     experts: bool = False  # of a mixture: one kernel for all of them
@@ -116,8 +113,11 @@ class Comm:
 
 @dataclass(frozen=True)
 class Block:
-    """What is computed between two collectives: an embedding, a part of a layer, a
-    head.
+    """Work between two collectives: an embedding, a part of a layer, a head.
+
+    >>> head = Block("head", (linear("logits", 1, 8, 4, precision("bf16")),))
+    >>> [(phase, op.flops) for phase, op in phases(head)]
+    [('forward', 64), ('backward', 64), ('weight', 64)]
     """
 
     name: str
@@ -125,23 +125,18 @@ class Block:
     parameters: float = 0.0  # held by the device before data-parallel sharding
     # blocks of one unit are sharded and recomputed together; the block's own if empty
     unit: str = ""
-    cost_key: tuple = ()  # of blocks that cost the same; empty: no other block does
-    before: tuple[
-        Comm, ...
-        # collectives of the forward pass, whose mirror images the backward pass runs
-    ] = ()
+    # collectives of the forward pass, whose mirror images the backward pass runs
+    before: tuple[Comm, ...] = ()
     after: tuple[Comm, ...] = ()
-    reverse: tuple[tuple[Comm, ...], tuple[Comm, ...]] | None = (
-        None  # those of the backward pass, if no mirror images
-    )
+    # those of the backward pass, if no mirror images
+    reverse: tuple[tuple[Comm, ...], tuple[Comm, ...]] | None = None
     # keys and values that cp devices pass on while the block is computed in cp steps
     ring_bytes: float = 0.0
-    expert: bool = (
-        False  # its parameters are laid over the experts' data-parallel group
-    )
+    # its parameters are laid over the experts' data-parallel group
+    expert: bool = False
     recomputed: bool = False  # by full recompute
     table: bool = False  # looked-up rows whose exchange only later blocks wait for
-    beside: bool = False  # unless they are beside it
+    overlaps_table: bool = False  # is computed while those rows are exchanged
 
     def __post_init__(self):
         object.__setattr__(self, "unit", self.unit or self.name)
@@ -152,23 +147,33 @@ class Block:
         return self.reverse or (mirror(self.after), mirror(self.before))
 
 
-def wide(dtype: str) -> str:
-    """What attention, heads and memory keep when matrix products run in 8 or 4 bit.
-    Raises ValueError for others.
+def storage_dtype(dtype: str) -> str:
+    """The dtype that attention, heads and memory keep when matrix products run in 8 or 4
+    bit. Raises ValueError for others.
     """
     if dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
     return dtype if BYTES[dtype] >= 2 else "bf16"
 
 
-def gemm(
-    name: str, m, n, k, width: Precision, *, count=1.0, kind: str = "gemm", **flags
-) -> Op:
-    """`count` products of (m, k) by (k, n)."""
-    flops = 2 * count * m * n * k
-    read = count * (m * k + k * n) * width.operand_bytes
-    written = count * m * n * width.storage_bytes
-    return Op(name, kind, flops, read, written, (count, m, n, k), **flags)
+def gemm(name: str, m, n, k, width: Precision, *, count=1.0, **fields) -> Op:
+    """`count` products of (m, k) by (k, n); fields: further ones of `Op`.
+
+    2 m n k FLOPs; every operand is read once, the result written once.
+    """
+    return Op(
+        name,
+        flops=2 * count * m * n * k,
+        read_bytes=count * (m * k + k * n) * width.operand_bytes,
+        written_bytes=count * m * n * width.storage_bytes,
+        shape=(count, m, n, k),
+        **{"kind": "gemm", **fields},
+    )
+
+
+def linear(name: str, tokens, outputs, inputs, width: Precision, **fields) -> Op:
+    """The product of tokens with a weight of (inputs, outputs)."""
+    return gemm(name, tokens, outputs, inputs, width, weights=True, **fields)
 
 
 def pointwise(
@@ -181,15 +186,13 @@ def pointwise(
 
 def attention(name: str, flops, read, written, width: Precision) -> Op:
     """Scores, softmax and weighted values in one kernel; read and written in elements."""
-    size = width.storage_bytes
-    return Op(
-        name, "attention", flops, read * size, written * size, core=True, wide=True
-    )
+    op = pointwise(name, read, written, width, kind="attention", core=True)
+    return replace(op, flops=flops)
 
 
 def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """What the backward pass of an op computes: (gradients of inputs, gradients of
-    weights).
+    """The ops of an op's backward pass: (gradients of inputs, gradients of weights), dgrad
+    and wgrad.
 
     A product becomes the products for its two operands: each computes and moves as much
     as it does itself, as every operand is read or written once by each of the three.

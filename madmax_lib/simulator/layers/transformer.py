@@ -1,5 +1,5 @@
-"""Which blocks make a transformer? Embedding, layers and head under tensor, sequence,
-context and expert parallelism.
+"""Blocks of a transformer: embedding, layers and head under tensor, sequence, context
+and expert parallelism.
 
 Tensor parallelism splits weights by columns, then by rows [Megatron-LM, arXiv
 1909.08053]; sequence parallelism splits what lies between [arXiv 2205.05198]; context
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.catalog.blocks import BlockKind, Blocks
 from madmax_lib.catalog.models import DLRM, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.layers import chunk_layers
@@ -25,10 +27,11 @@ from madmax_lib.simulator.layers.ops import (
     Op,
     attention,
     gemm,
+    linear,
     mirror,
     pointwise,
 )
-from madmax_lib.simulator.layers.work import Work, existing, has
+from madmax_lib.simulator.layers.work import Work, any_nonzero, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import Number, attention_flops
 
 __all__ = [
@@ -39,10 +42,9 @@ __all__ = [
     "layer_blocks",
 ]
 
-_LOGIT_BYTES = (
-    2,
-    6,
-)  # read and written per logit: 16-bit logits, their fp32 copy and its gradient
+# read and written per logit: 16-bit logits, their fp32 copy and its gradient
+_LOGIT_BYTES_READ = 2
+_LOGIT_BYTES_WRITTEN = 6
 
 
 def chunk_blocks(case: Case) -> list[list[list[Block]]]:
@@ -51,14 +53,15 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     Raises ValueError for layers that the stages cannot share, and for a DLRM with more
     than dp.
     """
-    if isinstance(case.model, DLRM):
+    model = case.model
+    if isinstance(model, DLRM):
         return [[dlrm_blocks(case)]]
     work = Work.of(case)
     kinds = {}
-    words = case.model.layer_kinds
 
     def blocks(layer: int) -> list[Block]:
-        kind = words[layer], case.model.layer_window(layer) > 0
+        """Blocks of a layer: those of its kind, under its own number."""
+        kind = model.layer_kinds[layer], model.layer_window(layer) > 0
         if kind not in kinds:
             kinds[kind] = layer_blocks(work, layer, *kind, exchanged=case.plan.ep > 1)
         return [
@@ -71,22 +74,26 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
             for number, block in enumerate(kinds[kind])
         ]
 
-    stages = chunk_layers(case.model.layers, case.plan)
-    if case.software.stages_by_flops and case.plan.pp > 1:
-        if case.plan.interleave > 1:
-            raise ValueError(
-                f"interleave={case.plan.interleave}: {case.software.name} has one "
-                "chunk per stage"
-            )
-        ends = pairwise([0, *ends_by_flops(case.model, case.plan.pp).tolist()])
-        stages = [[range(first, end)] for first, end in ends]
     result = [
         [[block for layer in layers for block in blocks(layer)] for layers in stage]
-        for stage in stages
+        for stage in _stages(case)
     ]
     result[0][0].insert(0, embedding_block(work))
     result[-1][-1].append(head_block(work))
     return result
+
+
+def _stages(case: Case) -> list[list[range]]:
+    """Layers of each chunk of each stage."""
+    plan = case.plan
+    if not case.software.stages_by_flops or plan.pp == 1:
+        return chunk_layers(case.model.layers, plan)
+    if plan.interleave > 1:
+        raise ValueError(
+            f"interleave={plan.interleave}: {case.software.name} has one chunk per stage"
+        )
+    ends = [0, *ends_by_flops(case.model, plan.pp).tolist()]
+    return [[range(first, end)] for first, end in pairwise(ends)]
 
 
 def ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
@@ -98,11 +105,10 @@ def ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
     """
     layer = model.attention_parameters + model.mlp_parameters(model.ffn)
     share = (model.layers + model.vocab * model.hidden / layer) / pp
-    number = np.arange(pp)
-    ends = (
-        np.maximum.accumulate(np.floor(share * (number + 1)).astype(int) + 1 - number)
-        + number
-    )
+    stage = np.arange(pp)
+    ends = np.floor(share * (stage + 1)).astype(int) + 1
+    # each stage takes a layer at least: ends - stage must not fall
+    ends = np.maximum.accumulate(ends - stage) + stage
     return np.append(np.minimum(ends[:-1], model.layers), model.layers)
 
 
@@ -114,70 +120,53 @@ def layer_blocks(
     *,
     exchanged: bool = True,
 ) -> list[Block]:
-    """Blocks of one layer, whose letters are a word. exchanged: experts lie on several
-    devices (ep > 1).
+    """Blocks of one layer. word: its blocks, as in `Transformer.blocks`; exchanged:
+    experts lie on several devices (ep > 1).
     """
+    layer = Blocks(word)
     encoder = work
+    work = work.decoder if layer.has_cross_attention else work
+    model = work.shape.model
+    is_encoder = model and model.decoder_sequence and not layer.has_cross_attention
     blocks = []
-    work = work.decoder if "x" in word else work
-    for letter in word:
-        if letter == "*":
-            causal = "x" in word or not (
-                work.shape.model and work.shape.model.decoder_sequence
-            )
-            blocks += _attention(work, number, windowed, causal)
-        elif letter == "x":
+    for kind in layer.kinds:
+        if kind == BlockKind.ATTENTION:
+            blocks += _attention(work, number, windowed, not is_encoder)
+        elif kind == BlockKind.CROSS_ATTENTION:
             blocks.append(cross_attention(work, encoder, number))
-        elif letter in "Mm":
-            blocks += mixer_blocks(work, number, letter)
+        elif kind.is_mixer:
+            blocks += mixer_blocks(work, number, kind)
+        elif kind == BlockKind.EXPERTS:
+            blocks += mixture_blocks(work, number, exchanged=exchanged)
         else:
-            blocks += (
-                mixture_blocks(work, number, exchanged=exchanged)
-                if letter == "E"
-                else _dense(work, number)
-            )
+            blocks.append(_feed_forward(work, number))
     return blocks
 
 
 def embedding_block(work: Work) -> Block:
     """Rows of the token table, or the projection of patches."""
-    if work.shape.model and work.shape.model.decoder_sequence:
+    model = work.shape.model
+    if model and model.decoder_sequence:  # tokens of both stacks
         work = replace(work, sequence=work.sequence + work.decoder.sequence)
-    m = work.shape
-    p = work.plan
-    elements = work.tokens * work.shape.hidden
+    shape = work.shape
+    plan = work.plan
     ops = []
-    image = np.asarray(m.image, float)
-    if has(image):  # the class token is a parameter
-        patches = image * (work.tokens * p.cp - p.micro_batch) / p.cp
-        inputs = m.patch_inputs
-        out = m.hidden / p.tp
-        ops += [
-            gemm(
-                "patches",
-                patches,
-                out,
-                inputs,
-                work.width,
-                weights=True,
-                input_grad=False,
-            )
-        ]
-    if has(1 - image):
-        looked_up = elements * (1 - image)
-        ops += [
-            pointwise(
-                "lookup",
-                looked_up,
-                looked_up,
-                work.width,
-                kind="lookup",
-                input_grad=False,
-            )
-        ]
-    return Block(
-        "embedding", tuple(ops), m.embedding_parameters / p.tp, after=work.leave
-    )
+    image = np.asarray(shape.image, float)
+    if any_nonzero(image):
+        # the class token, one a sample, is a parameter
+        patches = image * (work.tokens * plan.cp - plan.micro_batch) / plan.cp
+        columns = shape.hidden / plan.tp
+        inputs = shape.patch_inputs
+        ops.append(
+            linear("patches", patches, columns, inputs, work.width, input_grad=False)
+        )
+    if any_nonzero(1 - image):
+        rows = work.tokens * shape.hidden * (1 - image)
+        ops.append(
+            pointwise("lookup", rows, rows, work.width, kind="lookup", input_grad=False)
+        )
+    parameters = shape.embedding_parameters / plan.tp
+    return Block("embedding", tuple(ops), parameters, after=work.leave)
 
 
 def head_block(work: Work) -> Block:
@@ -185,38 +174,33 @@ def head_block(work: Work) -> Block:
     recipes].
     """
     work = work.decoder
-    m = work.shape
-    p = work.plan
-    wide = work.width.wide
-    rows = np.where(np.asarray(m.image) > 0, p.micro_batch, work.tokens)
-    out = m.outputs / p.tp
-    logits = gemm("logits", rows, out, m.hidden, wide, weights=True, wide=True)
-    read, written = (size * rows * out for size in _LOGIT_BYTES)
-    loss = Op("loss", "pointwise", 0.0, read, written, wide=True)
-    tied_copy = m.table_parameters * (
-        np.asarray(p.pp) > 1
-    )  # a tied table is held twice
-    held = (
-        np.where(np.asarray(m.head_parameters) > 0, m.head_parameters, tied_copy) / p.tp
-        + m.norm_parameters
+    shape = work.shape
+    plan = work.plan
+    # of an image the class token alone
+    rows = np.where(np.asarray(shape.image) > 0, plan.micro_batch, work.tokens)
+    columns = shape.outputs / plan.tp
+    logits = linear("logits", rows, columns, shape.hidden, work.width.wide, wide=True)
+    loss = Op(
+        "loss",
+        "pointwise",
+        read_bytes=_LOGIT_BYTES_READ * rows * columns,
+        written_bytes=_LOGIT_BYTES_WRITTEN * rows * columns,
+        wide=True,
     )
-    whole = existing(
-        (
-            "all_gather",
-            "tp",
-            work.gathers_logits * rows * m.outputs * work.width.storage_bytes,
-        )
-    )
-    reverse = (
-        ((), mirror(work.enter)) if whole else None
-    )  # of the gradient of the logits a rank takes its part
+    # a pipeline holds a tied table twice
+    tied_copy = shape.table_parameters * (np.asarray(plan.pp) > 1)
+    is_untied = np.asarray(shape.head_parameters) > 0
+    weights = np.where(is_untied, shape.head_parameters, tied_copy) / plan.tp
+    moved = work.gathers_logits * rows * shape.outputs * work.width.storage_bytes
+    gathered = nonzero(("all_gather", "tp", moved))
     return Block(
         "head",
         (work.norm(), logits, loss),
-        held,
+        weights + shape.norm_parameters,
         before=work.enter,
-        after=whole,
-        reverse=reverse,
+        after=gathered,
+        # of the gradient of the logits a rank takes its part
+        reverse=((), mirror(work.enter)) if gathered else None,
     )
 
 
@@ -224,91 +208,72 @@ def _attention(
     work: Work, number: int | str, windowed: bool, causal: bool
 ) -> list[Block]:
     """Norm, products, scores and projection; under context parallelism three blocks."""
-    m = work.shape
-    p = work.plan
+    shape = work.shape
+    tp = work.plan.tp
+    tokens = work.tokens
     width = work.width
-    extra = (
-        2 * m.head_dim * np.maximum(p.tp - m.kv_heads, 0)
-    )  # heads that several tp devices hold
-    products = [
-        gemm(
-            name,
-            work.tokens,
-            (outputs + (extra if name == "qkv" else 0)) / p.tp,
-            inputs,
-            width,
-            weights=True,
-        )
-        for name, inputs, outputs in m.matrices
-    ]
-    if has(m.rope):
-        channels = np.where(
-            np.asarray(m.rope_head_dim) > 0, m.rope_head_dim, m.head_dim
-        )
-        rotated = m.rope * work.tokens * (m.heads + m.kv_heads) * channels / p.tp
-        products.append(pointwise("rotary", rotated, rotated, width))
-    products += _adapters(work)
-    projection = gemm(
-        "projection", work.tokens, m.hidden, m.projection / p.tp, width, weights=True
-    )
-    last = (m.projection * m.hidden + m.attention_bias * m.hidden) / p.tp
-    held = (m.attention_parameters + extra * m.hidden) / p.tp + m.norm_parameters
+    # heads of keys and values that several tp devices hold
+    copied = 2 * shape.head_dim * np.maximum(tp - shape.kv_heads, 0)
+    first = [work.norm()]
+    for name, inputs, outputs in shape.matrices:
+        columns = (outputs + (copied if name == "qkv" else 0)) / tp
+        first.append(linear(name, tokens, columns, inputs, width))
+    if any_nonzero(shape.rope):
+        has_latent = np.asarray(shape.rope_head_dim) > 0
+        channels = np.where(has_latent, shape.rope_head_dim, shape.head_dim)
+        heads = (shape.heads + shape.kv_heads) / tp
+        rotated = shape.rope * tokens * heads * channels
+        first.append(pointwise("rotary", rotated, rotated, width))
+    first += _adapters(work)
     core = _core(work, windowed, causal)
-    common = {"unit": f"layer {number}", "recomputed": True}
-    if not has(np.asarray(p.cp) > 1):
-        parts = (work.norm(), *products, *core, projection)
-        return [
-            Block(
-                f"attention {number}",
-                parts,
-                held,
-                before=work.enter,
-                after=work.leave,
-                **common,
-            )
-        ]
-    to_heads, to_tokens, ring_bytes = _exchanges(work)
+    projection = linear(
+        "projection", tokens, shape.hidden, shape.projection / tp, width
+    )
+    parameters = (shape.attention_parameters + copied * shape.hidden) / tp
+    parameters = parameters + shape.norm_parameters
+    if not any_nonzero(np.asarray(work.plan.cp) > 1):
+        ops = [*first, *core, projection]
+        return [layer_block("attention", number, ops, parameters, **work.ends)]
+    last = (shape.projection + shape.attention_bias) * shape.hidden / tp
+    exchanges = _exchanges(work)
     return [
-        Block(
-            f"qkv {number}",
-            (work.norm(), *products),
-            held - last,
+        layer_block(
+            "qkv",
+            number,
+            first,
+            parameters - last,
             before=work.enter,
-            after=to_heads,
-            **common,
+            after=exchanges.to_heads,
         ),
-        Block(
-            f"core {number}",
-            (*core, *_merge(work)),
-            after=to_tokens,
-            ring_bytes=ring_bytes,
-            **common,
+        layer_block(
+            "core",
+            number,
+            [*core, *_merge(work)],
+            after=exchanges.to_tokens,
+            ring_bytes=exchanges.ring_bytes,
         ),
-        Block(f"projection {number}", (projection,), last, after=work.leave, **common),
+        layer_block("projection", number, [projection], last, after=work.leave),
     ]
 
 
 def _adapters(work: Work) -> list[Op]:
-    """What LoRA adds to attention's products: inputs are read once more, outputs read
-    and written [2106.09685].
+    """Ops that LoRA adds to attention's products: inputs are read once more, outputs
+    read and written [2106.09685].
 
     Beside them stand the two products of an adapter, whose operands these are.
     """
     rank = np.asarray(work.plan.lora_rank)
-    if not has(adapted := rank > 0):
+    is_adapted = rank > 0
+    if not any_nonzero(is_adapted):
         return []
-    ends = [
-        *(
-            (inputs, outputs / work.plan.tp)
-            for _, inputs, outputs in work.shape.matrices
-        )
-    ]
-    ends.append((work.shape.projection / work.plan.tp, work.shape.hidden))
-    read, written = (
-        adapted * work.tokens * sum(part)
-        for part in zip(*((i + o, o) for i, o in ends), strict=True)
-    )
-    both = sum(sum(part) for part in ends)
+    shape = work.shape
+    tp = work.plan.tp
+    columns = [(inputs, outputs / tp) for _, inputs, outputs in shape.matrices]
+    ends = [*columns, (shape.projection / tp, shape.hidden)]
+    read = is_adapted * work.tokens * sum(inputs + outputs for inputs, outputs in ends)
+    written = is_adapted * work.tokens * sum(outputs for _, outputs in ends)
+    # B (A x): rank x (inputs + outputs) of each matrix
+    both = sum(inputs + outputs for inputs, outputs in ends)
     products = Op(
         "adapter products",
         "gemm",
@@ -318,103 +283,107 @@ def _adapters(work: Work) -> list[Op]:
     return [pointwise("adapters", read, written, work.width), products]
 
 
-def _core(work: Work, windowed: bool, causal: bool) -> tuple[Op, ...]:
+def _core(work: Work, windowed: bool, causal: bool) -> list[Op]:
     """Scores, softmax and weighted values: one kernel with the causal half, or the full
     square through memory.
     """
-    m = work.shape
-    p = work.plan
-    s = work.sequence
+    shape = work.shape
+    plan = work.plan
+    tokens = work.tokens
     width = work.width
-    heads = m.heads / p.tp
-    scored = m.head_dim + m.rope_head_dim
-    unfused = np.asarray(np.asarray(p.attention) == "unfused", float)
+    heads = shape.heads / plan.tp
+    # in a table of steps some may have fused attention, and others not
+    unfused = np.asarray(np.asarray(plan.attention) == "unfused", float)
+    fused = 1 - unfused
     ops: list[Op] = []
-    if has(1 - unfused):
-        window = m.window if windowed else 0
+    if any_nonzero(fused):
         flops = attention_flops(
-            work.tokens,
-            s,
-            m.core_width / p.tp,
-            causal=causal & (np.asarray(m.image) == 0),
-            window=window,
+            tokens,
+            work.sequence,
+            shape.core_width / plan.tp,
+            causal=causal & (np.asarray(shape.image) == 0),
+            window=shape.window if windowed else 0,
         )
-        read = work.tokens * sum(_widths(work)) / p.tp
-        written = work.tokens * heads * m.v_head_dim
-        ops += [
-            attention(
-                "flash",
-                *((1 - unfused) * part for part in (flops, read, written)),
-                width,
-            )
-        ]
-    if has(unfused):
-        rows = work.tokens / p.micro_batch
-        scores = unfused * heads * work.tokens * s
+        read = tokens * sum(_widths(work)) / plan.tp
+        written = tokens * heads * shape.v_head_dim
+        ops.append(
+            attention("flash", fused * flops, fused * read, fused * written, width)
+        )
+    if any_nonzero(unfused):
+        rows = tokens / plan.micro_batch
+        scores = unfused * heads * tokens * work.sequence
         each = {
-            "count": unfused * p.micro_batch * heads,
+            "count": unfused * plan.micro_batch * heads,
             "kind": "attention",
             "core": True,
             "wide": True,
         }
+        s = work.sequence
         ops += [
-            gemm("scores", rows, s, scored, width.wide, **each),
+            gemm("scores", rows, s, shape.score_dim, width.wide, **each),
             pointwise("softmax", scores, scores, width, core=True),
-            gemm("values", rows, m.v_head_dim, s, width.wide, **each),
+            gemm("values", rows, shape.v_head_dim, s, width.wide, **each),
         ]
-    return tuple(ops)
+    return ops
 
 
-def _widths(work: Work) -> tuple[Number, Number, Number]:
-    """Channels of queries, keys and values of a token."""
-    m = work.shape
-    scored = m.head_dim + m.rope_head_dim
-    return m.heads * scored, m.kv_heads * scored, m.kv_heads * m.v_head_dim
+class _Widths(NamedTuple):
+    """Channels of a token."""
+
+    queries: Number
+    keys: Number
+    values: Number
 
 
-def _exchanges(work: Work) -> tuple[tuple[Comm, ...], tuple[Comm, ...], Number]:
-    """Of context parallelism: collectives before and after the core (Ulysses), bytes
-    passed on per step (ring).
-    """
-    p = work.plan
-    widths = (*_widths(work), work.shape.heads * work.shape.v_head_dim)
-    q, k, v, out = (
-        work.tokens * channels / p.tp * work.width.storage_bytes for channels in widths
-    )
-    split = np.asarray(p.cp) > 1
-    ulysses = np.asarray((np.asarray(p.context) == "ulysses") & split, float)
-    ring_bytes = (k + v) * (split - ulysses)
-    to_heads = ("all_to_all", "cp", ulysses * (q + k + v))
-    to_tokens = ("all_to_all", "cp", ulysses * out)
-    return existing(to_heads), existing(to_tokens), ring_bytes
-
-
-def _merge(work: Work) -> tuple[Op, ...]:
-    """What the steps of a ring add: each but the first reads its output and updates the
-    fp32 sum.
-    """
-    ring = (np.asarray(work.plan.context) == "ring") * (work.plan.cp - 1)
-    outputs = (
-        2 * ring * work.tokens * work.shape.heads * work.shape.v_head_dim / work.plan.tp
-    )  # fp32: twice the width
-    return (
-        (pointwise("merge", 1.5 * outputs, outputs, work.width),) if has(ring) else ()
+def _widths(work: Work) -> _Widths:
+    shape = work.shape
+    return _Widths(
+        shape.heads * shape.score_dim,
+        shape.kv_heads * shape.score_dim,
+        shape.kv_heads * shape.v_head_dim,
     )
 
 
-def _dense(work: Work, number: int | str) -> list[Block]:
-    m = work.shape
-    p = work.plan
-    ops = (work.norm(), *work.mlp(work.tokens, m.ffn / p.tp))
-    held = m.mlp_parameters(m.ffn) / p.tp + m.norm_parameters
-    ends = {"before": work.enter, "after": work.leave}
-    return [
-        Block(
-            f"feed-forward {number}",
-            ops,
-            held,
-            unit=f"layer {number}",
-            recomputed=True,
-            **ends,
-        )
-    ]
+class _Exchanges(NamedTuple):
+    """Communication of context parallelism."""
+
+    to_heads: tuple[Comm, ...]  # before the core: Ulysses [arXiv 2309.14509]
+    to_tokens: tuple[Comm, ...]  # after it
+    ring_bytes: Number  # passed on per step of a ring [arXiv 2310.01889]
+
+
+def _exchanges(work: Work) -> _Exchanges:
+    plan = work.plan
+    widths = _widths(work)
+    channel_bytes = work.tokens / plan.tp * work.width.storage_bytes
+    split = np.asarray(plan.cp) > 1
+    ulysses = np.asarray((np.asarray(plan.context) == "ulysses") & split, float)
+    results = work.shape.heads * work.shape.v_head_dim
+    to_heads = ulysses * channel_bytes * sum(widths)
+    to_tokens = ulysses * channel_bytes * results
+    return _Exchanges(
+        nonzero(("all_to_all", "cp", to_heads)),
+        nonzero(("all_to_all", "cp", to_tokens)),
+        (widths.keys + widths.values) * channel_bytes * (split - ulysses),
+    )
+
+
+def _merge(work: Work) -> list[Op]:
+    """Sums that the steps of a ring add: each but the first reads its output and updates
+    the fp32 sum.
+    """
+    steps = (np.asarray(work.plan.context) == "ring") * (work.plan.cp - 1)
+    if not any_nonzero(steps):
+        return []
+    channels = work.shape.heads * work.shape.v_head_dim / work.plan.tp
+    # fp32 is twice the width of an element: 1 + 2 are read, 2 written
+    outputs = steps * work.tokens * channels
+    return [pointwise("merge", 3 * outputs, 2 * outputs, work.width)]
+
+
+def _feed_forward(work: Work, number: int | str) -> Block:
+    shape = work.shape
+    tp = work.plan.tp
+    ops = [work.norm(), *work.mlp(work.tokens, shape.ffn / tp)]
+    parameters = shape.mlp_parameters(shape.ffn) / tp + shape.norm_parameters
+    return layer_block("feed-forward", number, ops, parameters, **work.ends)

@@ -1,44 +1,41 @@
-"""What do the blocks of a transformer have in common? The work of a step, or of many:
-sizes, ends of blocks, products.
+"""The work of a step, or of many: sizes, ends of blocks and products that the blocks of a
+transformer share.
 
-What of a model decides that work is its `Shape`: the dimensions of one transformer, or
-columns of many.
-
+`Shape` has the dimensions that decide that work: of one transformer, or columns of many.
 Amounts are per device and micro-batch: numbers for one step, arrays for many, where
 what a step does not have is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.models import LayerFormulas, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.layers.ops import (
+    Block,
     Comm,
     Op,
     Precision,
-    gemm,
+    linear,
     pointwise,
     precision,
 )
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["HABITS", "Shape", "Work", "existing", "has"]
+__all__ = ["HABITS", "Shape", "Work", "any_nonzero", "layer_block", "nonzero"]
 
-HABITS = (
-    "gathers_logits",
-    "sums_rows",
-)  # of software, of which the collectives of a block depend
+# of software: what decides the collectives of a block
+HABITS = ("gathers_logits", "sums_rows")
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(LayerFormulas):
     """Dimensions of a transformer as in `Transformer`, each a number, or an array with
     one entry per model.
     """
@@ -51,23 +48,22 @@ class Shape:
     rope_head_dim: Number
     v_head_dim: Number
     ffn: Number
-    matrices: tuple[
-        tuple[str, Number, Number], ...
-    ]  # (name, inputs, outputs) of attention's weights but the last
+    # (name, inputs, outputs) of attention's weights but the last
+    matrices: tuple[tuple[str, Number, Number], ...]
     projection: Number  # inputs of attention's last product
-    core_width: Number  # channels of all heads, mean of scores and values
     gated: Number
     mlp_bias: Number
-    attention_bias: Number
-    rope: Number
+    attention_bias: Number  # 1 where all products of attention have one
+    rope: Number  # 1 where positions are rotary
     experts: Number  # 0 for dense models
     active_experts: Number
     shared_experts: Number
     expert_ffn: Number
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
-    moe_every: Number  # of the others every such one is a mixture, 0 for all
+    mixture_share: Number  # of the layers: those that are mixtures
     window: Number  # tokens a layer attends to
+    windowed_share: Number  # of the layers: those that attend to a window only
     full_every: Number  # every such layer attends to all
     image: Number  # 1 for a vision transformer
     patch_inputs: Number  # of its first product
@@ -78,115 +74,71 @@ class Shape:
     head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
     routed_nodes: Number  # that a token is sent to at most, 0 for any
-    model: Transformer | None = (
-        None  # the model, where it says the blocks of its layers
-    )
+    model: Transformer | None = None  # the model, where it says its layers' blocks
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:
-        """Of one model."""
+        """Dimensions of one model."""
+        *matrices, projection = model.attention_matrices
         derived = {
-            "matrices": model.attention_matrices[:-1],
-            "projection": model.attention_matrices[-1][1],
+            "matrices": tuple(matrices),
+            "projection": projection.inputs,
             "attention_bias": int(model.attention_bias == "all"),
             "rope": int(model.positions == "rope"),
             "image": int(model.image > 0),
-            "patch_inputs": 3 * model.patch**2,
+            "patch_inputs": 3 * model.patch**2,  # three colours
             "outputs": model.classes if model.image else model.vocab,
             "table_parameters": model.vocab * model.hidden,
             "model": model if model.blocks else None,
         }
-        names = [field.name for field in fields(cls)]
-        return cls(
-            **{
-                name: derived[name] if name in derived else getattr(model, name)
-                for name in names
-            }
-        )
+        names = {field.name for field in fields(cls)} - derived.keys()
+        return cls(**derived, **{name: getattr(model, name) for name in names})
 
     @classmethod
     def stack(cls, models: Sequence[Transformer]) -> Shape:
-        """Of many models: columns of shape (n,); a matrix that a model lacks has no
+        """Columns of shape (n,), one entry per model; a matrix that a model lacks has no
         inputs there.
 
         Raises ValueError for a stack of blocks, which no columns say.
         """
-        if stacks := [model for model in models if model.blocks]:
-            raise ValueError(
-                f"{stacks[0].name}: layers with blocks={stacks[0].blocks!r} are "
-                "priced alone, not in a table"
-            )
+        for model in models:
+            if model.blocks:
+                raise ValueError(
+                    f"{model.name}: layers with blocks={model.blocks!r} are priced "
+                    "alone, not in a table"
+                )
         shapes = [cls.of(model) for model in models]
-        names = [
-            field.name
-            for field in fields(cls)
-            if field.name not in ("matrices", "model")
-        ]
+        names = {field.name for field in fields(cls)} - {"matrices", "model"}
         columns = {
             name: np.array([getattr(shape, name) for shape in shapes], float)
             for name in names
         }
-        held = [
-            {name: (inputs, outputs) for name, inputs, outputs in shape.matrices}
-            for shape in shapes
-        ]
-        order = dict.fromkeys(name for matrices in held for name in matrices)
-        ends = {
-            name: np.array([matrices.get(name, (0, 0)) for matrices in held], float).T
-            for name in order
-        }
-        return cls(**columns, matrices=tuple((name, *ends[name]) for name in order))
+        # (inputs, outputs) by name of each model, then (2, n) of each name
+        sizes = [{name: ends for name, *ends in shape.matrices} for shape in shapes]
+        order = dict.fromkeys(name for matrices in sizes for name in matrices)
+        for name in order:
+            ends = [matrices.get(name, (0, 0)) for matrices in sizes]
+            order[name] = np.array(ends, float).T
+        matrices = tuple((name, *ends) for name, ends in order.items())
+        return cls(**columns, matrices=matrices)
 
     @property
-    def mixture_share(self) -> Number:
-        """Share of layers that are mixtures of experts."""
-        if self.model:
-            return self.model.moe_layers / self.layers
-        every = np.maximum(self.moe_every, 1)
-        count = np.floor(np.asarray(self.layers) / every) - np.floor(
-            np.asarray(self.dense_layers) / every
-        )
-        return np.where(np.asarray(self.experts) > 0, count / self.layers, 0.0)
-
-    @property
-    def mixture_share_behind(self) -> Number:
-        """Of the layers behind the first dense ones."""
-        behind = np.maximum(
-            1 - np.asarray(self.dense_layers) / self.layers, 1e-9
-        )  # nothing behind: no mixtures
-        return self.mixture_share / behind
+    def moe_share_after_dense(self) -> Number:
+        """MoE share among layers after the leading dense ones."""
+        rest = 1 - np.asarray(self.dense_layers) / self.layers
+        return self.mixture_share / np.maximum(rest, 1e-9)  # no rest: no mixtures
 
     @property
     def halves(self) -> float:
         """Blocks of the mean layer over the two of a usual one."""
-        return (
-            sum(map(len, self.model.layer_kinds)) / (2 * self.layers)
-            if self.model
-            else 1.0
-        )
-
-    @property
-    def windowed_share(self) -> Number:
-        """Share of layers that attend to a window only."""
-        every = np.maximum(self.full_every, 1)
-        full = np.where(
-            np.asarray(self.full_every) > 0,
-            np.floor(np.asarray(self.layers) / every) / self.layers,
-            0.0,
-        )
-        return np.where(np.asarray(self.window) > 0, 1 - full, 0.0)
-
-    def mlp_parameters(self, width: Number) -> Number:
-        """Of one feed-forward block of that width."""
-        matrices = 2 + self.gated
-        return matrices * self.hidden * width + self.mlp_bias * (
-            (matrices - 1) * width + self.hidden
-        )
+        if not self.model:
+            return 1.0
+        return sum(map(len, self.model.layer_kinds)) / (2 * self.layers)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed in a step, or with arrays in many."""
+    """The computation of a step, or with arrays of many."""
 
     shape: Shape  # of the model
     plan: Plans  # how it is split
@@ -198,31 +150,27 @@ class Work:
 
     @classmethod
     def of(cls, case: Case) -> Work:
-        """Of a case: one model, and a plan or many."""
-        habits = (float(getattr(case.software, name)) for name in HABITS)
+        """The work of a case: one model, and a plan or many."""
         return cls(
             Shape.of(case.model),
             case.plan,
             case.sequence,
             precision(case.dtype),
             case.imbalance,
-            *habits,
+            **{name: float(getattr(case.software, name)) for name in HABITS},
         )
 
     @cached_property
     def tokens(self) -> Number:
-        """Of one micro-batch on one device."""
+        """Tokens of one micro-batch on one device."""
         return self.plan.micro_batch * self.sequence / self.plan.cp
 
     @cached_property
     def decoder(self) -> Work:
         """The same for the tokens of a decoder behind an encoder."""
-        stack = self.shape.model
-        return (
-            replace(self, sequence=stack.decoder_tokens(self.sequence))
-            if stack
-            else self
-        )
+        if not (stack := self.shape.model):
+            return self
+        return replace(self, sequence=stack.decoder_tokens(self.sequence))
 
     @cached_property
     def spread(self) -> Number:
@@ -235,24 +183,29 @@ class Work:
         return self.tokens * self.shape.hidden * self.width.storage_bytes
 
     @cached_property
+    def _moved_by_kind(self) -> tuple[Number, Number]:
+        """Bytes that sequence parallelism gathers and scatters, and that tensor
+        parallelism without it reduces.
+        """
+        split = np.asarray(self.plan.sequence_parallel, float)
+        return self.moved_bytes * split, self.moved_bytes * (1 - split)
+
+    @cached_property
     def enter(self) -> tuple[Comm, ...]:
-        """Collectives at the start of a tensor-parallel block."""
-        together = np.asarray(self.plan.sequence_parallel, float)
-        parts = (
-            ("all_gather", "tp", self.moved_bytes * together),
-            ("copy", "tp", self.moved_bytes * (1 - together)),
-        )
-        return existing(*parts)
+        """Collectives at the start of a tensor-parallel block [arXiv 2205.05198]."""
+        parts, copies = self._moved_by_kind
+        return nonzero(("all_gather", "tp", parts), ("copy", "tp", copies))
 
     @cached_property
     def leave(self) -> tuple[Comm, ...]:
         """Collectives at its end."""
-        together = np.asarray(self.plan.sequence_parallel, float)
-        moved = self.moved_bytes
-        return existing(
-            ("reduce_scatter", "tp", moved * together),
-            ("all_reduce", "tp", moved * (1 - together)),
-        )
+        parts, copies = self._moved_by_kind
+        return nonzero(("reduce_scatter", "tp", parts), ("all_reduce", "tp", copies))
+
+    @property
+    def ends(self) -> dict[str, tuple[Comm, ...]]:
+        """Both, as fields of a block."""
+        return {"before": self.enter, "after": self.leave}
 
     def norm(self) -> Op:
         """Residual addition and normalisation in one kernel: two reads, one write."""
@@ -266,49 +219,47 @@ class Work:
         prefix: str = "",
         count: Number = 1,
         **flags,
-    ) -> tuple[Op, Op, Op]:
+    ) -> list[Op]:
         """Products and activation of a feed-forward block of `inner` channels; `count`
         equal ones share the tokens.
         """
         hidden = self.shape.hidden
-        up = 1 + self.shape.gated
+        width = self.width
+        first = (
+            1 + self.shape.gated
+        ) * inner  # the gate is a part of the first product
         share = tokens / np.maximum(count, 1)
-        return (
-            gemm(
-                f"{prefix}up",
-                share,
-                up * inner,
-                hidden,
-                self.width,
-                count=count,
-                weights=True,
-                **flags,
-            ),
+        counted = {"count": count, **flags}
+        return [
+            linear(f"{prefix}up", share, first, hidden, width, **counted),
             pointwise(
-                f"{prefix}activation",
-                tokens * up * inner,
-                tokens * inner,
-                self.width,
-                **flags,
+                f"{prefix}activation", tokens * first, tokens * inner, width, **flags
             ),
-            gemm(
-                f"{prefix}down",
-                share,
-                hidden,
-                inner,
-                self.width,
-                count=count,
-                weights=True,
-                **flags,
-            ),
-        )
+            linear(f"{prefix}down", share, hidden, inner, width, **counted),
+        ]
 
 
-def has(amount: Number) -> bool:
+def layer_block(
+    kind: str, number: int | str, ops: Iterable[Op], parameters: Number = 0.0, **fields
+) -> Block:
+    """A block of layer `number`, which full recompute repeats; fields: further ones of
+    `Block`.
+    """
+    return Block(
+        f"{kind} {number}",
+        tuple(ops),
+        parameters,
+        unit=f"layer {number}",
+        recomputed=True,
+        **fields,
+    )
+
+
+def any_nonzero(amount: Number) -> bool:
     """Whether there is any of it, in any of the steps."""
     return bool(amount.any() if isinstance(amount, np.ndarray) else amount)
 
 
-def existing(*comms: tuple[str, str, Number]) -> tuple[Comm, ...]:
+def nonzero(*comms: tuple[str, str, Number]) -> tuple[Comm, ...]:
     """Collectives that move anything."""
-    return tuple(Comm(*comm) for comm in comms if has(comm[2]))
+    return tuple(Comm(*comm) for comm in comms if any_nonzero(comm[2]))

@@ -24,7 +24,7 @@ from madmax_lib.simulator.layers.transformer import (
     head_block,
     layer_blocks,
 )
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
@@ -148,7 +148,7 @@ def _passes_of_rows(steps: Steps, parameters: Parameters) -> _Passes:
     blocks = np.broadcast_to(blocks, plan.shape)
     if steps.is_table:
         # on a CPU, collectives of weights block the host that launches a layer
-        names = ("dp", "zero") if has(steps.traits.on_host) else ()
+        names = ("dp", "zero") if any_nonzero(steps.traits.on_host) else ()
         kinds = unique_rows(plan, _PASS, names)
         if kinds is not None:
             rows, index = kinds.rows, kinds.inverse
@@ -189,7 +189,7 @@ def _passes(prices: Prices) -> _Passes:
         if np.any(np.asarray(work.shape.experts) > 0):
             mixture = _mixture_layer(prices)
             # dense models may stand beside mixtures: their share is 0
-            layer = mean(dense, mixture.time, work.shape.mixture_share_behind)
+            layer = mean(dense, mixture.time, work.shape.moe_share_after_dense)
             share = work.shape.mixture_share
             dense_count = share * mixture.count.dense + (1 - share) * count.dense
             count = ParameterCount(dense_count, share * mixture.count.experts)

@@ -143,7 +143,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         last_s = last_s + excess.last_s
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
     has_head = (last_s >= slowest_s) | single
-    share = shape.mixture_share_behind
+    share = shape.moe_share_after_dense
     middle = np.where(pp > 2, layers.middle, 0)
     last = np.where(pp > 1, layers.last, 0)
     return Stages(

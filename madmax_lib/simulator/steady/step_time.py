@@ -22,7 +22,7 @@ from madmax_lib.simulator.costs.overlap import Work
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.rows import take_rows, unique_rows
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
-from madmax_lib.simulator.layers.work import has
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.jitter import Parts, longest_delay, with_waits
@@ -92,7 +92,7 @@ def pipelines_of(
     rows alike; None if hardly any are.
     """
     # FSDP's collectives block a host from ZeRO-2 on
-    least = 2 if has(steps.traits.on_host) else 3
+    least = 2 if any_nonzero(steps.traits.on_host) else 3
     sharded = np.asarray(steps.work.plan.zero) >= least
     kinds = unique_rows(steps.work.plan, _PASSES, _SHARDED, sharded)
     if kinds is None or np.any(steps.jitter):
