@@ -80,7 +80,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     try:
         return Transformer(name, **_fields(config, rows, str(path)))
     except _UnmodelledError as error:
-        raise ValueError(f"{path}: {error}; {_own(config)}") from None
+        raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
 
 
 class _UnmodelledError(ValueError):
@@ -133,14 +133,14 @@ def _fields(config: dict, rows: pd.DataFrame, where: str) -> dict:
     every = shape.get("full_every", 0)
     shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
     try:
-        further = stacked if kind in STACKED else _further
-        return shape | further(kind, config, shape)
+        rest = stacked if kind in STACKED else _fields_without_key
+        return shape | rest(kind, config, shape)
     except ValueError as error:
         raise _UnmodelledError(str(error)) from None
 
 
-def _own(config: dict) -> str:
-    """How to describe a model that no configuration says, with the sizes that this one
+def _nearest_call(config: dict) -> str:
+    """The call that describes a model that no configuration says, with the sizes that this one
     has.
     """
     sizes = []
@@ -219,7 +219,7 @@ def _full_every(config: dict, every: int) -> int:
     return every
 
 
-def _further(kind: str, config: dict, shape: dict) -> dict:
+def _fields_without_key(kind: str, config: dict, shape: dict) -> dict:
     """Parameters and flags that no key tells alone [the modelling files of
     transformers].
     """

@@ -130,6 +130,7 @@ def _jamba(config: dict, shape: dict) -> dict:
 
 
 def _bamba(config: dict, shape: dict) -> dict:
+    """A mixer, or attention in the layers of a list, and a feed-forward part."""
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
         raise ValueError(

@@ -96,7 +96,7 @@ class Case:
         put("software", catalog.software(software))
 
     @classmethod
-    def of_step(cls, model, cluster, plan: Plans, global_batch, *further) -> Case:
+    def of_step(cls, model, cluster, plan: Plans, global_batch, *options) -> Case:
         """The step that a call is about; arguments in the order of the fields.
 
         Raises ValueError without cluster or batch, and for a dtype in which the devices
@@ -105,7 +105,7 @@ class Case:
         for name, value in (("cluster", cluster), ("global_batch", global_batch)):
             if value is None:
                 raise ValueError(f"{name}=None: a step needs a {name}")
-        case = cls(model, cluster, plan, global_batch, *further)
+        case = cls(model, cluster, plan, global_batch, *options)
         case.cluster.device.peak(case.dtype)
         return case
 

@@ -195,17 +195,12 @@ def _column(name: str, column: pd.Series, empty) -> np.ndarray:
     if missing.any():
         values = np.where(missing, empty, values)
     if isinstance(empty, (bool, np.ndarray)):
-        return _as_flags(name, values)
+        if values.dtype != bool:  # 1 and 0 may stand for flags
+            _refuse_any(name, [v for v in values if v not in (0, 1)], "True or False")
+        return values.astype(bool)
     if isinstance(empty, (int, float)):
         return _as_numbers(name, values, whole_numbers=isinstance(empty, int))
     return values
-
-
-def _as_flags(name: str, column: np.ndarray) -> np.ndarray:
-    """A column of flags, for which 1 and 0 may stand."""
-    if column.dtype != bool:
-        _refuse_any(name, [v for v in column if v not in (0, 1)], "True or False")
-    return column.astype(bool)
 
 
 def _as_numbers(name: str, column: np.ndarray, *, whole_numbers: bool) -> np.ndarray:

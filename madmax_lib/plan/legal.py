@@ -18,7 +18,7 @@ __all__ = ["Verdict", "legal"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which plans of a case are legal, and why the others are not."""
+    """The legal plans of a case, and why the others are not."""
 
     case: Case  # what was judged
     rules: tuple[Rule, ...]  # those that were applied, in order
@@ -38,11 +38,11 @@ class Verdict:
         return words
 
 
-def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
+def legal(case: Case, extra: tuple[Rule, ...] = ()) -> Verdict:
     """Judge all plans of a case: their fields, then the cluster, the model's shape and
     the batch, where they are given.
 
-    further: rules of the caller, after those of the book.
+    extra: rules of the caller, after those of the book.
 
     >>> from madmax_lib.catalog.tables import model
     >>> from madmax_lib.plan.columns import Plans
@@ -50,7 +50,7 @@ def legal(case: Case, further: tuple[Rule, ...] = ()) -> Verdict:
     >>> verdict.mask.tolist(), verdict.words()[1]
     ([True, False], 'cp=3 does not divide 1024 tokens of gpt2')
     """
-    rules = rules_of(case) + further
+    rules = rules_of(case) + extra
     first = np.full(case.plan.shape, -1)
     # a degree of 0 breaks a rule of its own: what it divides by zero does not matter
     with np.errstate(divide="ignore", invalid="ignore"):

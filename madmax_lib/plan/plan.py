@@ -1,4 +1,4 @@
-"""How is a model split? One `Plan` for runs and simulations, with a text form.
+"""The plan that splits a model: one `Plan` for runs and simulations, with a text form.
 
 World = dp x tp x pp x cp; experts (ep) are laid over dp x cp and divide it, or with etp
 over dp x cp x tp / etp. The text form names what differs from the default:
@@ -27,59 +27,48 @@ from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
 __all__ = ["DEFAULTS", "Plan", "plans_of"]
 
-_NUMBERS = {name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")}
-_NUMBERS |= {
-    "z": "zero",
-    "mb": "micro_batch",
-    "v": "interleave",
-    "hs": "shard",
-    "pf": "prefetch",
-    "cap": "capacity",
-}
-_NUMBERS |= {
-    "first": "first_layers",
-    "last": "last_layers",
-    "lora": "lora_rank",
-    "bucket": "bucket_bytes",
+_NUMBERS = {  # field of each short name
+    **{name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")},
+    **{"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard"},
+    **{"pf": "prefetch", "cap": "capacity", "first": "first_layers"},
+    **{"last": "last_layers", "lora": "lora_rank", "bucket": "bucket_bytes"},
 }
 _PERCENT = {"capacity": 100}  # a whole number in the text form
-_TYPED = _NUMBERS | {
-    name: name for name in _NUMBERS.values() if name not in _PERCENT
-}  # micro_batch=2 is mb2
-_HABITS = {
+# a field's own name may stand for the short one: micro_batch=2 is mb2
+_TYPED = _NUMBERS | {n: n for n in _NUMBERS.values() if n not in _PERCENT}
+_HABITS = {  # words of others, and what they are here
     "ddp": "dpN",
     "fsdp": "dpN.z3",
     "hsdp": "dpN.hsN.z3",
     "deepspeed": "dpN.z1 to dpN.z3",
 }
 _FLAGS = ("overlap_gather", "reduce_fp32", *ZERO_PLUS, *OVERLAPS)
-_WORDS = {"selective": ("recompute", "selective"), "full": ("recompute", "full")}
-_WORDS |= {"sp": ("sequence_parallel", True), "nosp": ("sequence_parallel", False)}
-_WORDS |= {
+_OFFLOADS = ("optimizer", "all", "chunks", "nvme")
+_WORDS = {  # field and value of each word
+    "selective": ("recompute", "selective"),
+    "full": ("recompute", "full"),
+    "sp": ("sequence_parallel", True),
+    "nosp": ("sequence_parallel", False),
     "gpipe": ("schedule", "gpipe"),
     "zb": ("schedule", "zero-bubble"),
     "ulysses": ("context", "ulysses"),
-}
-_WORDS |= {
     "unfused": ("attention", "unfused"),
     "one-bucket": ("bucket_bytes", math.inf),
-}
-_WORDS |= {
     "embedding-layer": ("embedding_as_layer", True),
     "head-layer": ("head_as_layer", True),
-}
-_WORDS |= {name.replace("_", "-"): (name, True) for name in _FLAGS}
-_WORDS |= {f"no-{name.replace('_', '-')}": (name, False) for name in OVERLAPS}
-_WORDS |= {
-    f"offload-{kind}": ("offload", kind)
-    for kind in ("optimizer", "all", "chunks", "nvme")
+    **{name.replace("_", "-"): (name, True) for name in _FLAGS},
+    **{f"no-{name.replace('_', '-')}": (name, False) for name in OVERLAPS},
+    **{f"offload-{states}": ("offload", states) for states in _OFFLOADS},
 }
 
 
 @dataclass(frozen=True)
 class Plan(Plans):
-    """How one training step is split: degrees and choices, in the order and at the
+    """The split of one training step: degrees and choices, in the order and at the
     defaults of the text form.
+
+    >>> Plan(dp=4, tp=2, zero=1) == Plan.parse("dp4.tp2.z1")
+    True
 
     dp, tp, pp, cp: data, tensor, pipeline and context parallel degrees (default 1).
     ep: devices of dp x cp x tp / etp over which experts are laid (default 1).
@@ -127,7 +116,7 @@ class Plan(Plans):
     head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep,
     no-overlap-dp; offload-optimizer, offload-all, offload-chunks, offload-nvme.
 
-    Raises ValueError naming the field, its value and the rule (`plan_rules.ALONE`).
+    Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.
 
     >>> plan = Plan(dp=2, tp=8, pp=8, recompute="full")
@@ -164,50 +153,49 @@ class Plan(Plans):
             )
         values: dict = {}
         for part in filter(None, re.split(r"[.,\s]+", text.lower())):
-            match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
-            if match and match[1] in _TYPED:
-                name = _TYPED[match[1]]
-                value = int(match[2])
-                value = value / _PERCENT[name] if name in _PERCENT else value
-            elif part == "zpp":
-                values |= dict.fromkeys(ZERO_PLUS, True)
-                continue
-            elif part in _WORDS:
-                name, value = _WORDS[part]
-            else:
-                known = ", ".join([*(f"{key}N" for key in _NUMBERS)])
-                near = difflib.get_close_matches(part, [*_WORDS, "zpp"], n=2)
-                words = f" such as {' or '.join(near)}" if near else " such as full"
-                words = next(
-                    (
-                        f"; {habit} is {way}"
-                        for habit, way in _HABITS.items()
-                        if habit in part
-                    ),
-                    words,
-                )
-                raise ValueError(
-                    f"{part!r} in plan {text!r} is not one of {known}, or a word of "
-                    f"help(mm.Plan){words}; "
-                    "parts are joined as in dp2.tp8.z1.full"
-                )
-            if name in values:
-                raise ValueError(f"{name} is given twice in plan {text!r}")
-            values[name] = value
+            stated = cls._parse_part(part, text)
+            for name in stated:
+                if name in values and part != "zpp":
+                    raise ValueError(f"{name} is given twice in plan {text!r}")
+            values |= stated
         return cls(**values)
+
+    @staticmethod
+    def _parse_part(part: str, text: str) -> dict:
+        """Fields that a part of a plan's text names."""
+        if part == "zpp":
+            return dict.fromkeys(ZERO_PLUS, True)
+        if part in _WORDS:
+            name, value = _WORDS[part]
+            return {name: value}
+        match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
+        if match and match[1] in _TYPED:
+            name = _TYPED[match[1]]
+            value = int(match[2])
+            return {name: value / _PERCENT[name] if name in _PERCENT else value}
+        numbers = ", ".join(f"{short}N" for short in _NUMBERS)
+        near = difflib.get_close_matches(part, [*_WORDS, "zpp"], n=2) or ["full"]
+        hint = f" such as {' or '.join(near)}"
+        for habit, way in _HABITS.items():
+            if habit in part:
+                hint = f"; {habit} is {way}"
+                break
+        raise ValueError(
+            f"{part!r} in plan {text!r} is not one of {numbers}, or a word of "
+            f"help(mm.Plan){hint}; parts are joined as in dp2.tp8.z1.full"
+        )
 
     def __str__(self) -> str:
         default = DEFAULTS | {"sequence_parallel": self.tp > 1}
         parts = [f"dp{self.dp}"]
         for short, name in _NUMBERS.items():
             value = getattr(self, name)
+            # an infinite bucket has a word of its own
             if name != "dp" and value not in (default[name], math.inf):
                 parts.append(f"{short}{round(value * _PERCENT.get(name, 1))}")
-        parts += [
-            w
-            for w, (name, v) in _WORDS.items()
-            if getattr(self, name) == v and default[name] != v
-        ]
+        for word, (name, value) in _WORDS.items():
+            if getattr(self, name) == value != default[name]:
+                parts.append(word)
         return ".".join(parts)
 
     def micro_batches(self, global_batch: int) -> int:
@@ -218,14 +206,12 @@ class Plan(Plans):
         """
         batch = _Batch(require_int("global_batch", global_batch, 1))
         enforce(BATCH, self, batch)
-        return -(-batch.global_batch // (self.dp * self.micro_batch))
+        return -(-batch.global_batch // (self.dp * self.micro_batch))  # rounded up
 
     def last_micro_batch(self, global_batch: int) -> int:
         """Samples per device of the last micro-batch."""
-        return (
-            global_batch // self.dp
-            - (self.micro_batches(global_batch) - 1) * self.micro_batch
-        )
+        others = self.micro_batches(global_batch) - 1
+        return global_batch // self.dp - others * self.micro_batch
 
     def check(
         self,
@@ -238,7 +224,7 @@ class Plan(Plans):
         model, cluster and batch.
 
         cluster, global_batch: not judged if None; sequence: the model's own if None.
-        Rules: those of `plan_rules`.
+        Rules: those of `rules`.
         """
         case = Case(model, cluster, self, global_batch, sequence)
         enforce(rules_of(case), self, case)
@@ -246,7 +232,7 @@ class Plan(Plans):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the rules of a batch look at."""
+    """The part of a case that the rules of a batch look at."""
 
     global_batch: int
 
@@ -266,15 +252,16 @@ def plans_of(
     if not isinstance(table, pd.DataFrame):
         return Plan.parse(table), None
     if "plan" in table.columns and table.columns.is_unique:
-        rows = [vars(Plan.parse(plan)) for plan in table["plan"]]
-        names = [name for name in table if name in DEFAULTS]
+        plans = [Plan.parse(plan) for plan in table["plan"]]
+        stated = [name for name in table if name in DEFAULTS]
         columns = {
-            name: [row[name] for row in rows] for name in DEFAULTS if name not in names
+            name: [getattr(plan, name) for plan in plans]
+            for name in DEFAULTS
+            if name not in stated
         }
-        table = table[names].assign(**columns)
+        table = table[stated].assign(**columns)
     return Plans.from_table(table), table.index
 
 
-DEFAULTS = {
-    field.name: field.default for field in fields(Plan)
-}  # of every choice that a plan does not name
+# of every choice that a plan does not name
+DEFAULTS = {field.name: field.default for field in fields(Plan)}

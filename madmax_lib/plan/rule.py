@@ -53,7 +53,7 @@ def enforce(rules: Iterable[Rule], plan, case) -> None:
 
 
 def is_not_among(value, choices: tuple):
-    """Where a field is none of its choices, a flag or a mask."""
+    """Whether a field is none of its choices, a flag or a mask."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "b" and True in choices:
         return False
     if not hasattr(value, "shape"):
@@ -64,15 +64,8 @@ def is_not_among(value, choices: tuple):
     return ~np.logical_or.reduce(is_choice)
 
 
-def _is_not_count(value, least: int):
-    if isinstance(value, np.ndarray):
-        is_fraction = value % 1 != 0 if value.dtype.kind == "f" else False
-        return (value < least) | is_fraction
-    return not isinstance(value, int) or not is_whole(value, least)
-
-
 def _is_not_number(value, least: float):
-    """Where a field is below `least` or no number; it may be infinite."""
+    """Whether a field is below `least` or no number; it may be infinite."""
     if not isinstance(value, (Real, np.ndarray)):
         return True
     return np.logical_not(value >= least)  # NaN is not, either
@@ -88,21 +81,28 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule
 
 
 def _count_rule(name: str, least: int) -> Rule:
+    def is_wrong(value):
+        if isinstance(value, np.ndarray):
+            is_fraction = value % 1 != 0 if value.dtype.kind == "f" else False
+            return (value < least) | is_fraction
+        return not isinstance(value, int) or not is_whole(value, least)
+
     words = f"must be a whole number of at least {least}"
-    is_wrong = partial(_is_not_count, least=least)
     return _field_rule(name, "a whole number", is_wrong, words)
-
-
-def _choice_rule(name: str) -> Rule:
-    choices = _CHOICES[name]
-    words = f"is not one of {', '.join(map(str, choices))}"
-    return _field_rule(name, "known", partial(is_not_among, choices=choices), words)
 
 
 FIELDS: dict[str, Rule] = {  # of one field each
     **{name: _count_rule(name, 1) for name in _DEGREES},
     **{name: _count_rule(name, 0) for name in _COUNTS},
-    **{name: _choice_rule(name) for name in _CHOICES},
+    **{
+        name: _field_rule(
+            name,
+            "known",
+            partial(is_not_among, choices=choices),
+            f"is not one of {', '.join(map(str, choices))}",
+        )
+        for name, choices in _CHOICES.items()
+    },
     "bucket_bytes": _field_rule(
         "bucket_bytes",
         "positive",

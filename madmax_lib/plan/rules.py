@@ -32,14 +32,9 @@ __all__ = [
 ]
 
 
-def _is_off(value):
-    """Where a flag is set to False, not left open."""
-    return value == 0 if isinstance(value, np.ndarray) else value is False
-
-
 def _leaves_rest(count, degree):
-    """Where a degree does not divide a count; 0 divides everything, as it stands for no
-    choice.
+    """Whether a degree does not divide a count; 0 divides everything, as it stands for
+    no choice.
     """
     if isinstance(degree, int) and degree <= 1:
         return False  # the common case, without a calculation of arrays
@@ -47,6 +42,7 @@ def _leaves_rest(count, degree):
 
 
 def _pipeline_rule(name: str, default: int) -> Rule:
+    """A field is at its default where there is one stage."""
     text = f"{name}={{p.{name}}} needs a pipeline, but pp=1"
     return Rule(
         f"{name} needs a pipeline",
@@ -115,7 +111,8 @@ ALONE = (
     ),
     Rule(
         "overlap_dp=False needs zero below 3",
-        lambda p, c: _is_off(p.overlap_dp) & (p.zero == 3),
+        # None, and NaN in a column, leave it open
+        lambda p, c: (p.overlap_dp == 0) & (p.zero == 3),
         "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; "
         "prefetch=0 gathers late",
     ),
@@ -132,6 +129,7 @@ ALONE = (
 
 
 def _not_filled(p, c) -> str:
+    """Words of the devices that a plan needs, with the nodes that have as many."""
     nodes = p.world_size / c.cluster.devices_per_node
     way_out = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
     return (
@@ -150,10 +148,16 @@ _CLUSTER = (
 
 
 class Between(NamedTuple):
-    """What lies between the first and last stage of stated length."""
+    """Layers and stages between the first and last stage of stated length."""
 
     layers: int | np.ndarray  # embedding and head may count as one each
     stages: int | np.ndarray  # virtual ones: chunks
+
+    @property
+    def lacks_layers(self) -> bool | np.ndarray:
+        """Whether a stage would be empty, or layers left over."""
+        is_left_over = (self.stages == 0) & (self.layers != 0)
+        return (self.layers < self.stages) | is_left_over
 
 
 def layers_between(p, layers) -> Between:
@@ -163,49 +167,34 @@ def layers_between(p, layers) -> Between:
     return Between(counted, stages * p.interleave)
 
 
-def _empty_chunks(p):
-    """Chunks that need no layer: that of an end which counts as one, and those that the
-    layers of an end leave.
-    """
-    # -n % v: what n lacks to a multiple of v
-    lacking = -p.first_layers % p.interleave + -p.last_layers % p.interleave
-    return lacking + p.ends_as_layers
-
-
-def _is_not_shared(p, layers):
-    between = layers_between(p, layers)
-    is_left_over = (between.stages == 0) & (between.layers != 0)
-    return (between.layers < between.stages) | is_left_over
-
-
-def _is_uneven(p, layers):
-    """Where stages beside ends of stated length do not come out equal [Megatron-LM]."""
-    has_stated_end = (p.first_layers > 0) | (p.last_layers > 0)
-    return has_stated_end & _leaves_rest(*layers_between(p, layers))
-
-
-def _uneven_words(p, layers) -> str:
-    between = layers_between(p, layers)
-    return (
-        f"pp x interleave = {p.pp} x {p.interleave}: {between.layers} layers do not "
-        f"divide evenly over {between.stages} stages"
-    )
-
-
 # of a plan and a number of layers
 STAGES = (
     Rule(
         "the ends must leave layers for the other stages",
-        _is_not_shared,
+        lambda p, layers: layers_between(p, layers).lacks_layers,
         "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {c} "
         "layers for pp x interleave = {p.pp} x {p.interleave}",
     ),
-    Rule("the stages between stated ends must be equal", _is_uneven, _uneven_words),
+    # beside ends of stated length [Megatron-LM]; else a remainder has its places
+    Rule(
+        "the stages between stated ends must be equal",
+        lambda p, layers: (
+            ((p.first_layers > 0) | (p.last_layers > 0))
+            & _leaves_rest(*layers_between(p, layers))
+        ),
+        lambda p, layers: (
+            f"pp x interleave = {p.pp} x {p.interleave}: "
+            "{0.layers} layers do not divide evenly over {0.stages} stages"
+        ).format(layers_between(p, layers)),
+    ),
 )
 
 
 def _of_layers(rule: Rule) -> Rule:
-    """A rule of `STAGES` for the layers of a case's model."""
+    """A rule of `STAGES` for the layers of a case's model.
+
+    The rule itself judges a number of layers, for those who cut without a case.
+    """
     return Rule(
         rule.name,
         lambda p, c: rule.broken(p, c.model.layers),
@@ -355,7 +344,15 @@ _TRANSFORMER = (
     ),
     Rule(
         "pp must not exceed the layers",
-        lambda p, c: p.pp * p.interleave > c.model.layers + _empty_chunks(p),
+        # chunks may be empty: that of an end which counts as a layer, and those that the
+        # layers of an end leave; -n % v is what n lacks to a multiple of v
+        lambda p, c: (
+            p.pp * p.interleave
+            > c.model.layers
+            + p.ends_as_layers
+            + -p.first_layers % p.interleave
+            + -p.last_layers % p.interleave
+        ),
         "pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers "
         "of {c.model.name}",
     ),

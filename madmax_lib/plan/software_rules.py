@@ -1,4 +1,5 @@
-"""Rules of the book for the plans that a software can run, where a case names one: by `data/software.csv`.
+"""Rules of the book for the plans that a software can run, where a case names one:
+by `data/software.csv`.
 
 `SOFTWARE` is what it can run at all. A plan also says things that its configuration has
 no word for, mostly by default (DeepSpeed has no sequence parallelism, torchtitan always
@@ -30,6 +31,11 @@ def _software_rule(what: str, broken: Callable, words: str) -> Rule:
 
 
 def _zero_plus_rule(part: str) -> Rule:
+    """The software must have a part of ZeRO++ where a plan does.
+
+    A part stands for itself in the words of the rule.
+    """
+
     def broken(p, software):
         return getattr(p, part) & (part not in software.zero_plus_plus)
 
@@ -43,7 +49,7 @@ def _kind_of(model) -> str:
 
 
 def _lie_elsewhere(p, placement: tuple[str, ...]):
-    """Where experts lie where a software does not lay them: over dp x cp x tp, or over
+    """Whether experts lie where a software does not lay them: over dp x cp x tp, or over
     dp x cp with each split over tp.
     """
     if not placement:
@@ -55,24 +61,11 @@ def _lie_elsewhere(p, placement: tuple[str, ...]):
     return (p.ep > 1) & (p.tp > 1) & is_elsewhere
 
 
-def _zero_is_not_run(p, software):
-    under_pipeline = is_not_among(p.zero, software.zero_under_pipeline)
-    return np.where(p.pp > 1, under_pipeline, is_not_among(p.zero, software.zero))
-
-
-def _kind_is_not_run(degree, kind, kinds: tuple[str, ...]):
-    return (degree > 1) & is_not_among(kind, kinds)
-
-
-def _is_cut_unevenly(p, c):
-    counted = c.model.layers + p.ends_as_layers
-    is_stated = (p.first_layers + p.last_layers > 0) & (p.ends_as_layers == 0)
-    is_uneven = counted % (p.pp * p.interleave) != 0
-    return (p.pp > 1) & np.logical_not(is_stated) & is_uneven
-
-
 def _is_not_counted_out(p, c):
-    """Where chunks cut by the layers of each, rounded up, are too few [torchtitan]."""
+    """Whether a software that counts layers of a chunk cannot say a plan's chunks.
+
+    It rounds the layers of each up, and may come out at fewer chunks [torchtitan].
+    """
     counted = c.model.layers + p.ends_as_layers
     chunks = p.pp * p.interleave
     each = -(-counted // chunks)
@@ -108,7 +101,12 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         "shard={p.shard} with zero={p.zero}",
     ),
     "uneven": (
-        _is_cut_unevenly,
+        # stated ends may be uneven, where embedding and head do not count
+        lambda p, c: (
+            (p.pp > 1)
+            & ((p.first_layers + p.last_layers == 0) | (p.ends_as_layers > 0))
+            & ((c.model.layers + p.ends_as_layers) % (p.pp * p.interleave) != 0)
+        ),
         "pp x interleave = {p.pp} x {p.interleave}, which does not divide the layers",
     ),
     "ragged": (
@@ -130,7 +128,7 @@ _MATTERS = {  # where a choice of one field changes anything
 
 
 def _makes(choice: str, p, c):
-    """Where plans make a choice: field=value, field=any (above zero), or a word of
+    """Whether plans make a choice: field=value, field=any (above zero), or a word of
     `_CHOICES`.
     """
     name, _, value = choice.partition("=")
@@ -177,7 +175,7 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     ),
     _software_rule(
         "the schedule",
-        lambda p, s: _kind_is_not_run(p.pp, p.schedule, s.schedules),
+        lambda p, s: (p.pp > 1) & is_not_among(p.schedule, s.schedules),
         "pp={p.pp} under {p.schedule}",
     ),
     _software_rule(
@@ -185,7 +183,15 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
         lambda p, s: (p.interleave > 1) & (not s.interleave),
         "interleave={p.interleave}",
     ),
-    _software_rule("the ZeRO stage", _zero_is_not_run, "zero={p.zero} with pp={p.pp}"),
+    _software_rule(
+        "the ZeRO stage",
+        lambda p, s: np.where(
+            p.pp > 1,
+            is_not_among(p.zero, s.zero_under_pipeline),
+            is_not_among(p.zero, s.zero),
+        ),
+        "zero={p.zero} with pp={p.pp}",
+    ),
     _software_rule(
         "HSDP",
         lambda p, s: (p.shard > 0) & (not s.hybrid_shard),
@@ -194,7 +200,7 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     *map(_zero_plus_rule, ZERO_PLUS),
     _software_rule(
         "such cp",
-        lambda p, s: _kind_is_not_run(p.cp, p.context, s.context),
+        lambda p, s: (p.cp > 1) & is_not_among(p.context, s.context),
         "cp={p.cp} by {p.context}",
     ),
     _software_rule(

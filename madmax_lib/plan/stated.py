@@ -254,21 +254,20 @@ def completed(raw: dict) -> tuple[dict, Device]:
     is_machine = cluster.endswith(".json")
     device = catalog.cluster(cluster).device if is_machine else catalog.device(gpu)
     left_out = _NO_FACTS | (_NETWORK if cluster else set())
+    # the first row for this source and its device
+    row = {}
+    for row in _sources():
+        is_its = not row["gpu"] or re.match(rf"{row['gpu']}(-|$)", device.name)
+        if is_its and re.search(row["pattern"], text_of(raw, "source")):
+            break
+    else:
+        row = {}
     facts = {
         name: fact
-        for name, fact in _source_facts(text_of(raw, "source"), device).items()
+        for name, fact in row.items()
         if name not in left_out and not text_of(raw, name)
     }
     return raw | facts, device
-
-
-def _source_facts(source: str, device: Device) -> dict:
-    """The first row of `data/row_clusters.csv` for a source and its device."""
-    for row in _sources():
-        is_its = not row["gpu"] or re.match(rf"{row['gpu']}(-|$)", device.name)
-        if is_its and re.search(row["pattern"], source):
-            return row
-    return {}
 
 
 @lru_cache(maxsize=1)
@@ -327,7 +326,11 @@ def software_of(raw: dict, device: Device) -> Software:
     named = text_of(raw, "software")
     if not text_of(raw, "source"):
         return _software(named or "none")
-    software = _software(named or _usual_software(raw, device))
+    if not named and count_of(raw, "zero_stage", 0, least=0) >= 2:
+        named = "fsdp2"
+    elif not named and device.name.startswith("a100"):
+        named = "megatron-2021" if "fp16" in text_of(raw, "precision") else ""
+    software = _software(named or "none")
     remarks = remarks_of(raw)
     for variant, pattern in (("compiled", _COMPILED), ("graph", _GRAPHS)):
         other = _software(f"{software.name}-{variant}")
@@ -341,13 +344,6 @@ def software_of(raw: dict, device: Device) -> Software:
         fused_loss=software.fused_loss or compiles_loss,
         send_once=software.send_once or bool(_SENDS_ONCE.search(remarks)),
     )
-
-
-def _usual_software(raw: dict, device: Device) -> str:
-    if count_of(raw, "zero_stage", 0, least=0) >= 2:
-        return "fsdp2"
-    is_old = device.name.startswith("a100") and "fp16" in text_of(raw, "precision")
-    return "megatron-2021" if is_old else "none"
 
 
 @lru_cache(maxsize=64)

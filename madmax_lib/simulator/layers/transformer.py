@@ -355,16 +355,19 @@ class _Exchanges(NamedTuple):
 def _exchanges(work: Work) -> _Exchanges:
     plan = work.plan
     widths = _widths(work)
-    channel_bytes = work.tokens / plan.tp * work.width.storage_bytes
+
+    def size_bytes(channels: Number) -> Number:
+        return work.tokens * channels / plan.tp * work.width.storage_bytes
+
     split = np.asarray(plan.cp) > 1
     ulysses = np.asarray((np.asarray(plan.context) == "ulysses") & split, float)
     results = work.shape.heads * work.shape.v_head_dim
-    to_heads = ulysses * channel_bytes * sum(widths)
-    to_tokens = ulysses * channel_bytes * results
+    keys_values_bytes = size_bytes(widths.keys) + size_bytes(widths.values)
+    to_heads = ulysses * sum(map(size_bytes, widths))
     return _Exchanges(
         nonzero(("all_to_all", "cp", to_heads)),
-        nonzero(("all_to_all", "cp", to_tokens)),
-        (widths.keys + widths.values) * channel_bytes * (split - ulysses),
+        nonzero(("all_to_all", "cp", ulysses * size_bytes(results))),
+        keys_values_bytes * (split - ulysses),
     )
 
 
@@ -382,6 +385,10 @@ def _merge(work: Work) -> list[Op]:
 
 
 def _feed_forward(work: Work, number: int | str) -> Block:
+    """Norm and the two products, or three with a gate, of a dense layer.
+
+    [arXiv 1909.08053, section 3: columns of the first, rows of the second]
+    """
     shape = work.shape
     tp = work.plan.tp
     ops = [work.norm(), *work.mlp(work.tokens, shape.ffn / tp)]
