@@ -36,7 +36,7 @@ NAMES = [
     "dlrm-a",
 ]
 GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
-DEGREES = list(Degrees.__dataclass_fields__)
+DEGREES = list(Degrees._fields)
 OTHER_FIELDS = {"ep": (2, 3, 4, 8), "zero": (1, 2, 3, 4), "micro_batch": (2, 3, 0), "interleave": (2, 3),
                 "schedule": ("gpipe", "zero-bubble", "none"), "recompute": ("full", "selective"),
                 "sequence_parallel": (False, True), "context": ("ulysses",), "shard": (2, 4, -1), "qwz": (True,),

@@ -125,6 +125,7 @@ class Block:
     parameters: float = 0.0  # held by the device before data-parallel sharding
     # blocks of one unit are sharded and recomputed together; the block's own if empty
     unit: str = ""
+    cost_key: tuple = ()  # of blocks that cost the same; empty: no other block does
     # collectives of the forward pass, whose mirror images the backward pass runs
     before: tuple[Comm, ...] = ()
     after: tuple[Comm, ...] = ()
