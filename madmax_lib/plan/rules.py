@@ -42,7 +42,10 @@ def _leaves_rest(count, degree):
 
 
 def _pipeline_rule(name: str, default: int) -> Rule:
-    """A field is at its default where there is one stage."""
+    """A field is at its default where there is one stage.
+
+    default: 1 or 0, what the field is without a pipeline.
+    """
     text = f"{name}={{p.{name}}} needs a pipeline, but pp=1"
     return Rule(
         f"{name} needs a pipeline",
@@ -129,7 +132,10 @@ ALONE = (
 
 
 def _not_filled(p, c) -> str:
-    """Words of the devices that a plan needs, with the nodes that have as many."""
+    """Words of the devices that a plan needs, with the nodes that have as many.
+
+    No number of nodes is named where the plan fills the last one in part.
+    """
     nodes = p.world_size / c.cluster.devices_per_node
     way_out = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
     return (

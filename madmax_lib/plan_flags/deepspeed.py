@@ -253,8 +253,9 @@ def accelerate(
     plan |= _fsdp(keys, plan, world) if kind == "FSDP" else {"zero": 0}
     if not plan["zero"]:
         plan.pop("shard", None)
-    repeats = keys.flag("fsdp_config.fsdp_activation_checkpointing")
-    repeats |= keys.flag("script.gradient_checkpointing")
+    repeats = keys.flag("fsdp_config.fsdp_activation_checkpointing") or keys.flag(
+        "script.gradient_checkpointing"
+    )
     plan["recompute"] = "full" if repeats else "none"
     if "micro_batch" in plan:
         steps = keys.count("script.gradient_accumulation_steps")

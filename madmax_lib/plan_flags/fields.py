@@ -1,4 +1,6 @@
-"""Whose configuration is it, and which fields of a plan does it state?"""
+"""The framework of a configuration, and the fields of a plan that it states."""
+
+from typing import NamedTuple
 
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
@@ -7,68 +9,64 @@ from madmax_lib.plan_flags.megatron import bridge, megatron
 from madmax_lib.plan_flags.text import Source, source_of
 from madmax_lib.plan_flags.torchtitan import torchtitan
 
-__all__ = ["fields_of", "plan_fields"]
+__all__ = ["StatedFields", "fields_of", "plan_fields"]
 
 _READERS = dict(
     zip(FRAMEWORKS, (torchtitan, megatron, bridge, deepspeed, accelerate), strict=True)
 )
-_SIGNS = {  # first keys, or their first parts, that tell a framework
+# first keys, or their first parts, that tell a framework
+_SIGNS = {
     "megatron-lm": {
-        "MODEL_ARGS",
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
+        *("MODEL_ARGS", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
         "micro-batch-size",
     },
     "accelerate": {"distributed_type", "parallelism_config", "fsdp_config"},
     "deepspeed": {
-        "zero_optimization",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
+        *("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
     },
     "torchtitan": {
-        "parallelism",
-        "model_spec",
-        "training",
-        "job",
-        "activation_checkpoint",
+        *("parallelism", "model_spec", "training", "job", "activation_checkpoint"),
     },
     "megatron-bridge": {"_target_", "model", "ddp", "train", "dist"},
 }
+_RUN = ("global_batch", "sequence", "dtype")  # fields that are not the plan's
+
+
+class StatedFields(NamedTuple):
+    """Fields by name that a configuration states."""
+
+    framework: str
+    plan: dict  # fields of a `Plan`
+    run: dict  # global_batch, sequence and dtype, None where it does not say
+    keys: Keys  # with the harmless ones and the notes
 
 
 def fields_of(
     source, framework: str | None, world_size: int | None, layers: int | None
-) -> tuple[str, dict, Keys]:
-    """The framework, the fields of the plan and of the run, and the keys of a
-    configuration; as in `read`.
-    """
-    world_size = (
-        None if world_size is None else require_int("world_size", world_size, 1)
-    )
-    layers = None if layers is None else require_int("layers", layers, 1)
+) -> StatedFields:
+    """The fields of a configuration; arguments as of `read`."""
+    if world_size is not None:
+        world_size = require_int("world_size", world_size, 1)
+    if layers is not None:
+        layers = require_int("layers", layers, 1)
     values = source_of(source)
-    name = (
-        framework_named(framework) if framework is not None else _framework_of(values)
-    )
+    name = framework_named(framework) if framework else _framework_of(values)
     fields, keys = _READERS[name](values, world_size, layers)
     keys.check_unused()
-    return name, fields, keys
+    run = {field: fields.pop(field, None) for field in _RUN}
+    return StatedFields(name, fields, run, keys)
 
 
 def plan_fields(
     source, framework: str, world_size: int | None = None, layers: int | None = None
 ) -> dict:
     """The fields of the plan alone."""
-    _, fields, _ = fields_of(source, framework, world_size, layers)
-    return {
-        name: value
-        for name, value in fields.items()
-        if name not in ("global_batch", "sequence", "dtype")
-    }
+    return fields_of(source, framework, world_size, layers).plan
 
 
 def _framework_of(source: Source) -> str:
     first = {key.split(".")[0] for key in source.values}
+    # a dictionary of arguments may have underscores, or the dashes of a command line
     first |= {key.lstrip("-").replace("_", "-") for key in first}
     for name, signs in _SIGNS.items():
         if first & signs:

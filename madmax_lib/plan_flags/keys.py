@@ -180,8 +180,10 @@ class Keys:
             if is_consumed and row["means"]:
                 continue
             allowed = row["values"]
+            # after `!` the value must be none of the words
+            is_word = str(value).lower() in allowed.removeprefix("!").split()
             is_judged = allowed and not row["means"] and value is not None
-            if is_judged and not _is_among(value, allowed):
+            if is_judged and is_word == allowed.startswith("!"):
                 raise ValueError(f"{self.describe(key)}: {row['note']}")
             if not is_consumed and key in self.source_names:
                 self.harmless.append(self.source_names[key])
@@ -207,9 +209,3 @@ def _row(framework: str, key: str) -> dict:
         if pattern.startswith("/") and re.search(pattern[1:-1], key):
             return row
     return _SILENT
-
-
-def _is_among(value, words: str) -> bool:
-    """Whether a value is one of the words, or after `!` none of them."""
-    is_word = str(value).lower() in words.removeprefix("!").split()
-    return is_word != words.startswith("!")

@@ -1,6 +1,4 @@
-"""Which plan do Megatron-LM's arguments state, or those that Megatron-Bridge hands to
-it?
-"""
+"""The plan of Megatron-LM's arguments, or of those that Megatron-Bridge hands to it."""
 
 import math
 import re
@@ -13,21 +11,21 @@ __all__ = ["bridge", "megatron"]
 
 _NARROW = ("bf16", "fp16", "torch.bfloat16", "torch.float16")
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_ENDS = {"account-for-embedding-in-pipeline-split": "embedding_as_layer"}
-_ENDS |= {"account-for-loss-in-pipeline-split": "head_as_layer"}
-_SECTIONS = (
-    "model",
-    "ddp",
-    "dist",
-    "train",
-    "optimizer",
-    "comm_overlap",
-)  # of Megatron-Bridge
-_AUTOMATIC = {
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "ddp-bucket-size": 128 * 2**20,
+_ENDS = {  # flags of ends that count as layers
+    "account-for-embedding-in-pipeline-split": "embedding_as_layer",
+    "account-for-loss-in-pipeline-split": "head_as_layer",
 }
+# sections of Megatron-Bridge whose keys are Megatron-LM's arguments
+_SECTIONS = ("model", "ddp", "dist", "train", "optimizer", "comm_overlap")
+# keys of comm_overlap that Bridge turns on where they are null
+_AUTOMATIC = {
+    "overlap_grad_reduce": ("overlap-grad-reduce", True),
+    "overlap_param_gather": ("overlap-param-gather", True),
+    "bucket_size": ("ddp-bucket-size", 128 * 2**20),
+}
+# of DistributedDataParallel in megatron/core/distributed
+_LEAST_BUCKET = 40_000_000  # parameters
+_BUCKET_PER_RANK = 1_000_000
 
 
 def megatron(
@@ -39,20 +37,19 @@ def megatron(
     The number of devices: world_size, or torchrun's --nnodes and --nproc-per-node, or
     --data-parallel-size; without any the fewest that the degrees need.
     """
-    values = {
-        k.removeprefix("MODEL_ARGS."): v
-        for k, v in source.values.items()
-        if k.startswith("MODEL_ARGS.")
+    prefix = "MODEL_ARGS."
+    arguments = {
+        key.removeprefix(prefix): value
+        for key, value in source.values.items()
+        if key.startswith(prefix)
     }
-    values = {
-        k if "." in k else k.lstrip("-").replace("_", "-"): v
-        for k, v in (values or source.values).items()
-    }
-    source.values = {
-        key: value
-        for key, value in values.items()
-        if value is not None and value is not False
-    }
+    values = {}
+    for key, value in (arguments or source.values).items():
+        if value is not None and value is not False:
+            # dotted keys are of other sections
+            flag = key if "." in key else key.lstrip("-").replace("_", "-")
+            values[flag] = value
+    source.values = values
     source.form = "flags"
     return _read(Keys("megatron-lm", source), world_size, layers)
 
@@ -64,128 +61,129 @@ def bridge(
     only part of it.
     """
     values = source.values
-    whole = "ConfigContainer" in str(source.values.get("_target_"))
+    is_complete = "ConfigContainer" in str(values.get("_target_"))
     source.values = {}
     source.form = "yaml"
     keys = Keys("megatron-lm", source)
-    names = {row["key"]: row["means"][1:] for row in rows_of("megatron-bridge")}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        plain = names.get(
-            key,
-            name.replace("_", "-") if section in _SECTIONS and "." not in name else key,
-        )
-        if plain == key or value not in (
-            None,
-            False,
-            -1,
-        ):  # which Bridge writes for none
-            keys.set(plain if is_known("megatron-lm", plain) else key, value, key)
-    wide = [
-        value
-        for key, value in values.items()
-        if key.endswith(".grad_reduce_in_fp32") and value is not None
-    ]
-    if precision := str(values.get("mixed_precision") or ""):
-        wide = ["bf16" in precision]  # its name goes before what ddp says
-        keys.values["bf16" if wide[0] else "fp16"] = True
-    if wide:
-        keys.values.pop("accumulate-allreduce-grads-in-fp32", None)
-        keys.values[
-            "accumulate-allreduce-grads-in-fp32" if wide[-1] else "grad-reduce-in-bf16"
-        ] = True
-    if (
-        not whole
-        and any(key.startswith("comm_overlap") for key in values)
-        and keys.flag("use-distributed-optimizer")
-    ):
-        for name, value in _AUTOMATIC.items():  # where it is null, Bridge turns it on
-            if (
-                values.get(
-                    "comm_overlap." + name.removeprefix("ddp-").replace("-", "_")
-                )
-                is None
-            ):
-                keys.values[name] = value
-    keys.values = {
-        "data-parallel-sharding-strategy": "no_shard",
-        "optimizer-offload-fraction": 0.0,
-    } | keys.values
+    _put_arguments(keys, values)
+    _put_reduce_dtype(keys, values)
+    overlaps = any(key.startswith("comm_overlap") for key in values)
+    if not is_complete and overlaps and keys.flag("use-distributed-optimizer"):
+        for name, (flag, value) in _AUTOMATIC.items():
+            if values.get(f"comm_overlap.{name}") is None:
+                keys.values[flag] = value
+    # Bridge's own defaults
+    keys.values.setdefault("data-parallel-sharding-strategy", "no_shard")
+    keys.values.setdefault("optimizer-offload-fraction", 0.0)
     keys.get("mixed_precision")
-    if not whole:
+    if not is_complete:
         keys.notes.append(
             "partial: what these overrides leave out is the recipe's, and here "
             "Megatron's default"
         )
     plan, keys = _read(keys, world_size, layers)
-    stated = whole or plan["dtype"] != "fp32"
-    return plan | {"dtype": plan["dtype"] if stated else None}, keys
+    if not is_complete and plan["dtype"] == "fp32":
+        plan["dtype"] = None  # the recipe's
+    return plan, keys
+
+
+def _put_arguments(keys: Keys, values: dict) -> None:
+    """Hand the keys of Bridge to Megatron-LM's names, where it has one."""
+    names = {row["key"]: row["means"][1:] for row in rows_of("megatron-bridge")}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        is_argument = section in _SECTIONS and "." not in name
+        flag = names.get(key, name.replace("_", "-") if is_argument else key)
+        # Bridge writes None, False or -1 for none
+        if flag == key or value not in (None, False, -1):
+            keys.set(flag if is_known("megatron-lm", flag) else key, value, key)
+
+
+def _put_reduce_dtype(keys: Keys, values: dict) -> None:
+    """Say in Megatron-LM's flags in what gradients are reduced; the last key counts."""
+    in_fp32 = [
+        value
+        for key, value in values.items()
+        if key.endswith(".grad_reduce_in_fp32") and value is not None
+    ]
+    if precision := str(values.get("mixed_precision") or ""):
+        in_fp32 = ["bf16" in precision]  # its name goes before what ddp says
+        keys.values["bf16" if in_fp32[0] else "fp16"] = True
+    if in_fp32:
+        fp32 = "accumulate-allreduce-grads-in-fp32"
+        keys.values.pop(fp32, None)
+        keys.values[fp32 if in_fp32[-1] else "grad-reduce-in-bf16"] = True
 
 
 def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict, Keys]:
     plan = keys.fields()
-    tp, pp, cp, ep = (plan.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
-    for name, field in _ENDS.items():
-        plan |= {field: True} if keys.flag(name) else {}
+    tp = plan.get("tp", 1)
+    cp = plan.get("cp", 1)
+    ep = plan.get("ep", 1)
+    for flag, field in _ENDS.items():
+        if keys.flag(flag):
+            plan[field] = True
     etp = keys.count("expert-tensor-parallel-size", tp)
-    plan |= {"etp": etp} if etp != tp and (ep > 1 or keys.flag("num-experts")) else {}
-    plan["dp"] = _data_parallel(
-        keys, tp * pp * cp, ep, cp * tp // max(etp, 1), world_size
-    )
-    plan["sequence_parallel"] = (
-        keys.flag("sequence-parallel") and tp > 1
-    )  # Megatron-LM turns it off with tp=1
-    layers = keys.count("num-layers", layers or 0, 0)
-    plan |= _stages(keys, plan, layers)
-    plan |= _sharding(keys, plan["dp"] * cp)
-    plan |= _gradients(keys, plan["dp"] * cp) | {"recompute": _recompute(keys)}
+    if etp != tp and (ep > 1 or keys.flag("num-experts")):
+        plan["etp"] = etp
+    # what ep needs at least of dp: experts lie over dp x cp x tp / etp
+    least_dp = max(-(-ep // max(cp * tp // max(etp, 1), 1)), 1)
+    plan["dp"] = _data_parallel(keys, tp * plan.get("pp", 1) * cp, least_dp, world_size)
+    # Megatron-LM turns it off with tp=1
+    plan["sequence_parallel"] = keys.flag("sequence-parallel") and tp > 1
+    plan |= _stages(keys, plan, keys.count("num-layers", layers or 0, 0))
+    plan |= _sharding(keys, plan["dp"] * cp) | _gradients(keys, plan["dp"] * cp)
+    plan["recompute"] = _recompute(keys)
     plan["overlap_gather"] |= keys.flag("overlap-param-gather") and plan["zero"] < 3
-    for field in ("tp", "ep"):
-        if plan.get(field, 1) == 1:
-            plan.pop(f"overlap_{field}", None)
-    if cp == 1:
-        plan.pop("context", None)
-    unfused = (
-        keys.get("attention-backend") in ("unfused", "local")
-        or keys.get("transformer-impl") == "local"
-    )
-    plan["attention"] = (
-        "unfused" if unfused and not keys.flag("use-flash-attn") else "flash"
-    )
-    if plan.get("capacity", 0) < 0:
+    plan |= _attention(keys) | _offload(keys)
+    # without the degree they say nothing
+    for field, degree in (("overlap_tp", tp), ("overlap_ep", ep), ("context", cp)):
+        if degree == 1:
+            plan.pop(field, None)
+    if plan.get("capacity", 0) < 0:  # Megatron-LM's word for none
         plan["capacity"] = 0.0
-    if keys.flag("optimizer-cpu-offload"):
-        if (share := keys.get("optimizer-offload-fraction", 1)) != 1:
-            raise ValueError(
-                f"{keys.describe('optimizer-offload-fraction')}: a plan offloads all of "
-                f"it, not {share}"
-            )
-        plan["offload"] = "optimizer"
-    plan["dtype"] = (
-        "bf16" if keys.flag("bf16") else "fp16" if keys.flag("fp16") else "fp32"
-    )
+    plan["dtype"] = next((d for d in ("bf16", "fp16") if keys.flag(d)), "fp32")
     if keys.flag("step-batch-size-schedule"):
         plan["global_batch"] = None
-        keys.notes.append(
-            f"{keys.describe('step-batch-size-schedule')}: no single global batch"
-        )
+        schedule = keys.describe("step-batch-size-schedule")
+        keys.notes.append(f"{schedule}: no single global batch")
     elif "micro_batch" in plan:
         plan.setdefault("global_batch", plan["micro_batch"] * plan["dp"])
     return plan, keys
 
 
+def _attention(keys: Keys) -> dict:
+    is_unfused = (
+        keys.get("attention-backend") in ("unfused", "local")
+        or keys.get("transformer-impl") == "local"
+    )
+    is_flash = not is_unfused or keys.flag("use-flash-attn")
+    return {"attention": "flash" if is_flash else "unfused"}
+
+
+def _offload(keys: Keys) -> dict:
+    if not keys.flag("optimizer-cpu-offload"):
+        return {}
+    share = keys.get("optimizer-offload-fraction", 1)
+    if share != 1:
+        raise ValueError(
+            f"{keys.describe('optimizer-offload-fraction')}: a plan offloads all of "
+            f"it, not {share}"
+        )
+    return {"offload": "optimizer"}
+
+
 def _data_parallel(
-    keys: Keys, model_devices: int, ep: int, beside: int, world_size: int | None
+    keys: Keys, model_devices: int, least_dp: int, world_size: int | None
 ) -> int:
+    """dp, from the number of devices that the caller, the flags or the launcher give."""
     stated = [world_size] if world_size is not None else []
     if "world-size" in keys.values:
         stated.append(keys.count("world-size"))
-    launched = (
-        keys.count("nproc-per-node", 0, 0) * keys.count("nnodes")
-        if not (stated and keys.expanded)
-        else 0
-    )
-    stated += [launched] if launched else []
+    # variables that a script works out may not be those of this run
+    if not (stated and keys.expanded):
+        launched = keys.count("nproc-per-node", 0, 0) * keys.count("nnodes")
+        stated += [launched] if launched else []
     if "data-parallel-size" in keys.values:
         stated.append(keys.count("data-parallel-size") * model_devices)
     if len(set(stated)) > 1:
@@ -193,7 +191,7 @@ def _data_parallel(
             "the flags give different numbers of devices: "
             f"{', '.join(map(str, stated))}"
         )
-    devices = stated[0] if stated else model_devices * max(-(-ep // beside), 1)
+    devices = stated[0] if stated else model_devices * least_dp
     if devices % model_devices:
         raise ValueError(
             f"tp x pp x cp = {model_devices} does not divide world size {devices}"
@@ -206,43 +204,54 @@ def _stages(keys: Keys, plan: dict, layers: int) -> dict:
     stated ends into equal chunks.
     """
     pp = plan.get("pp", 1)
-    v = plan.get("interleave", 1)
+    chunks = plan.get("interleave", 1)
     extra = sum(field in plan for field in _ENDS.values())
+    each = "num-layers-per-virtual-pipeline-stage"
     if layout := keys.get("pipeline-model-parallel-layout"):
-        if v > 1 or keys.get("num-layers-per-virtual-pipeline-stage"):
+        if chunks > 1 or keys.get(each):
             raise ValueError(
                 f"{keys.describe('pipeline-model-parallel-layout')} and virtual stages "
                 "exclude each other"
             )
         return _layout(str(layout), pp, keys)
-    if each := keys.count("num-layers-per-virtual-pipeline-stage", 0, 0):
-        name = f"--num-layers-per-virtual-pipeline-stage={each}"
+    if keys.count(each, 0, 0):
         if "interleave" in plan:
-            both = (
-                "--num-layers-per-virtual-pipeline-stage and "
-                "--num-virtual-stages-per-pipeline-rank"
+            raise ValueError(
+                f"--{each} and --num-virtual-stages-per-pipeline-rank exclude each other"
             )
-            raise ValueError(f"{both} exclude each other")
-        if not layers:
-            raise ValueError(f"{name} needs --num-layers")
-        if (layers + extra) % (pp * each):
-            counted = f"{layers} layers" if not extra else f"{layers} + {extra} layers"
-            raise ValueError(f"{name}: pp x {each} does not divide {counted}")
-        v = (layers + extra) // pp // each
+        chunks = _chunks(keys.count(each), layers, extra, pp)
     for end in ("first", "last"):
-        if plan.get(f"{end}_layers", 0) % v:
-            name = f"--decoder-{end}-pipeline-num-layers={plan[f'{end}_layers']}"
-            raise ValueError(f"{name} is not a multiple of the {v} virtual stages")
-    if extra and layers and (layers + extra) % (pp * v):
-        rule = f"{layers} + {extra} layers do not divide over {pp * v} stages"
-        raise ValueError(f"--account-for-...-in-pipeline-split: {rule}")
-    group = keys.count("microbatch-group-size-per-virtual-pipeline-stage", pp)
-    if v > 1 and group != pp:
+        count = plan.get(f"{end}_layers", 0)
+        if count % chunks:
+            raise ValueError(
+                f"--decoder-{end}-pipeline-num-layers={count} is not a multiple of the "
+                f"{chunks} virtual stages"
+            )
+    if extra and layers and (layers + extra) % (pp * chunks):
         raise ValueError(
-            f"{keys.describe('microbatch-group-size-per-virtual-pipeline-stage')}: a plan "
-            f"has groups of pp={pp}"
+            f"--account-for-...-in-pipeline-split: {layers} + {extra} layers do not "
+            f"divide over {pp * chunks} stages"
         )
-    return {"interleave": v} if v > 1 else {}
+    # micro-batches that a stage passes through one chunk before the next
+    group = keys.count("microbatch-group-size-per-virtual-pipeline-stage", pp)
+    if chunks > 1 and group != pp:
+        raise ValueError(
+            f"{keys.describe('microbatch-group-size-per-virtual-pipeline-stage')}: a "
+            f"plan has groups of pp={pp}"
+        )
+    return {"interleave": chunks} if chunks > 1 else {}
+
+
+def _chunks(each: int, layers: int, extra: int, pp: int) -> int:
+    """Chunks of a stage, of `each` layers; extra: ends that count as layers."""
+    name = f"--num-layers-per-virtual-pipeline-stage={each}"
+    if not layers:
+        raise ValueError(f"{name} needs --num-layers")
+    counted = layers + extra
+    if counted % (pp * each):
+        text = f"{layers} + {extra} layers" if extra else f"{layers} layers"
+        raise ValueError(f"{name}: pp x {each} does not divide {text}")
+    return counted // pp // each
 
 
 def _layout(layout: str, pp: int, keys: Keys) -> dict:
@@ -251,7 +260,7 @@ def _layout(layout: str, pp: int, keys: Keys) -> dict:
     """
     text = layout.replace(",", "")
     before = ""
-    while text != before:
+    while text != before:  # (tt|)*3 or t*3 may stand inside another
         before = text
         text = re.sub(
             r"\(([^()]*)\)\*(\d+)|(\w)\*(\d+)",
@@ -259,80 +268,77 @@ def _layout(layout: str, pp: int, keys: Keys) -> dict:
             text,
         )
     stages = text.split("|")
+    counts = [stage.count("t") for stage in stages]
     problem = (
         f"{keys.describe('pipeline-model-parallel-layout')}: its stages of "
-        f"{[s.count('t') for s in stages]} layers"
+        f"{counts} layers"
     )
     if set(text) - set("EtL|") or len(stages) % pp:
         raise ValueError(
             f"{problem}, or what else they hold, could change the plan, which has "
             f"layers over pp={pp} alone"
         )
-    counts = [stage.count("t") for stage in stages]
-    v = len(stages) // pp
-    fields = {"interleave": v} if v > 1 else {}
+    chunks = len(stages) // pp
+    fields = {"interleave": chunks} if chunks > 1 else {}
+    first = counts[0]
+    last = counts[-1]
+    middle = counts[1:-1]
+    # equal stages, if embedding or head count as a layer
     for head, embedding in product((0, 1), (0, 1)):
-        if len({*counts[1:-1], counts[0] + embedding, counts[-1] + head}) == 1:
-            return fields | _ends(embedding, head)
-    if v == 1 and len(set(counts[1:-1])) <= 1:
-        return {"first_layers": counts[0], "last_layers": counts[-1]}
+        if len({first + embedding, *middle, last + head}) == 1:
+            for field, is_counted in zip(
+                _ENDS.values(), (embedding, head), strict=True
+            ):
+                if is_counted:
+                    fields[field] = True
+            return fields
+    if chunks == 1 and len(set(middle)) <= 1:
+        return {"first_layers": first, "last_layers": last}
     raise ValueError(
         f"{problem} could change the plan, whose stages are equal but for the ends"
     )
 
 
-def _ends(embedding: int, head: int) -> dict:
-    return {
-        field: True
-        for field, counts in zip(_ENDS.values(), (embedding, head), strict=True)
-        if counts
-    }
-
-
 def _sharding(keys: Keys, replicas: int) -> dict:
-    fsdp = keys.flag("use-megatron-fsdp")
-    torch = keys.flag("use-torch-fsdp2")
+    """ZeRO stage and shard group: of Megatron's FSDP, PyTorch's, or the optimizer's."""
+    megatron_fsdp = keys.flag("use-megatron-fsdp")
+    torch_fsdp = keys.flag("use-torch-fsdp2")
     strategy = keys.word(
         "data-parallel-sharding-strategy", _STRATEGIES, "optim_grads_params"
     )
-    keeps = keys.flag("torch-fsdp2-no-reshard-after-forward") and torch
-    zero = (
-        strategy
-        if fsdp
-        else (2 if keeps else 3)
-        if torch
-        else int(keys.flag("use-distributed-optimizer"))
-    )
+    keeps = keys.flag("torch-fsdp2-no-reshard-after-forward") and torch_fsdp
+    if megatron_fsdp:
+        zero = strategy
+    elif torch_fsdp:
+        zero = 2 if keeps else 3
+    else:
+        zero = int(keys.flag("use-distributed-optimizer"))
+    fields = {"zero": zero, "overlap_gather": keeps}
     copies = keys.count("num-distributed-optimizer-instances")
     if replicas % copies:
         raise ValueError(
             f"--num-distributed-optimizer-instances={copies} does not divide dp x cp "
             f"= {replicas}"
         )
-    shard = {"shard": replicas // copies} if copies > 1 else {}
-    return {"zero": zero, "overlap_gather": keeps} | shard
+    if copies > 1:
+        fields["shard"] = replicas // copies
+    return fields
 
 
 def _gradients(keys: Keys, replicas: int) -> dict:
     """Megatron-LM adds bf16 gradients up, and reduces them, in fp32; without overlap in
     one piece at the end.
     """
-    narrow = keys.flag("grad-reduce-in-bf16") | (
-        keys.get("main-grads-dtype") in _NARROW
-    )
-    fp32 = keys.flag("accumulate-allreduce-grads-in-fp32") or (
-        keys.flag("bf16") and not narrow
-    )
+    narrow = keys.flag("grad-reduce-in-bf16")
+    narrow |= keys.get("main-grads-dtype") in _NARROW
+    fp32 = keys.flag("accumulate-allreduce-grads-in-fp32")
+    fp32 |= keys.flag("bf16") and not narrow
     fp32 |= keys.get("megatron-fsdp-grad-comm-dtype") == "fp32"
-    default = max(
-        40_000_000, 1_000_000 * replicas
-    )  # parameters; megatron/core/distributed, DistributedDataParallel
-    size = keys.count("ddp-bucket-size", default)
-    late = not keys.flag("overlap-grad-reduce")
-    return {
-        "reduce_fp32": fp32,
-        "bucket_bytes": math.inf if late else (4.0 if fp32 else 2.0) * size,
-    }
+    default = max(_LEAST_BUCKET, _BUCKET_PER_RANK * replicas)
+    size_bytes = (4.0 if fp32 else 2.0) * keys.count("ddp-bucket-size", default)
+    if not keys.flag("overlap-grad-reduce"):
+        size_bytes = math.inf
+    return {"reduce_fp32": fp32, "bucket_bytes": size_bytes}
 
 
 def _recompute(keys: Keys) -> str:
@@ -348,28 +354,24 @@ def _recompute(keys: Keys) -> str:
             f"{keys.describe('recompute-granularity')} is not full or selective"
         )
     if granularity == "full":
-        if keys.get("recompute-method") is None:
+        method = keys.get("recompute-method")
+        if method is None:
             raise ValueError("--recompute-granularity=full needs --recompute-method")
-        if (
-            keys.get("recompute-method") != "uniform"
-            or keys.count("recompute-num-layers") != 1
-        ):
-            several = (
-                "recompute-num-layers"
-                if keys.get("recompute-method") == "uniform"
-                else "recompute-method"
-            )
+        # uniform units of one layer: the others keep some layers, or one input of several
+        wrong = "recompute-method" if method != "uniform" else ""
+        if not wrong and keys.count("recompute-num-layers") != 1:
+            wrong = "recompute-num-layers"
+        if wrong:
             raise ValueError(
-                f"{keys.describe(several)}: a plan recomputes every layer or none, each "
-                "by itself"
+                f"{keys.describe(wrong)}: a plan recomputes every layer or none, each by "
+                "itself"
             )
         return "full"
-    if granularity or short:
-        if (modules := str(keys.get("recompute-modules", "core_attn"))).strip(
-            "[]"
-        ) != "core_attn":
-            raise ValueError(
-                f"--recompute-modules={modules}: a plan recomputes core_attn alone"
-            )
-        return "selective"
-    return "none"
+    if not granularity and not short:
+        return "none"
+    modules = str(keys.get("recompute-modules", "core_attn"))
+    if modules.strip("[]") != "core_attn":
+        raise ValueError(
+            f"--recompute-modules={modules}: a plan recomputes core_attn alone"
+        )
+    return "selective"

@@ -1,5 +1,5 @@
-"""Which plan does a configuration state, in which framework's words, and what in it
-says nothing about the plan?
+"""The plan that a configuration states, in a framework's words, and the keys that say
+nothing about it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,20 @@ __all__ = ["Configuration", "read"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a configuration of a framework states.
+    """The contents of a framework's configuration.
 
-    framework: whose it is. plan: how the model is split.
-    global_batch: samples per step, sequence: tokens per sample, dtype: of the products;
-    None where it does not say.
-    harmless: keys, as they stand there, that say nothing about the plan.
-    notes: what a plan cannot say of it, and what was not stated.
+    >>> stated = read("--micro-batch-size 2 --bf16 --lr 1e-4", world_size=8)
+    >>> str(stated.plan), stated.dtype, stated.harmless
+    ('dp8.mb2.one-bucket.reduce-fp32', 'bf16', ('lr',))
     """
 
-    framework: str
-    plan: Plan
-    global_batch: int | None
-    sequence: int | None
-    dtype: str | None
-    harmless: tuple[str, ...]
-    notes: tuple[str, ...]
+    framework: str  # whose it is
+    plan: Plan  # how the model is split
+    global_batch: int | None  # samples per step; None: it does not say
+    sequence: int | None  # tokens per sample; None: it does not say
+    dtype: str | None  # of the products; None: it does not say
+    harmless: tuple[str, ...]  # keys, as they stand there, that say nothing of the plan
+    notes: tuple[str, ...]  # what a plan cannot say of it, and what was not stated
 
 
 def read(
@@ -39,8 +37,8 @@ def read(
     world_size: int | None = None,
     layers: int | None = None,
 ) -> Configuration:
-    """What a configuration states: a file, its text, a command line, a log with the
-    line of it, or a dictionary.
+    """The plan and run of a configuration: a file, its text, a command line, a log with
+    the line of it, or a dictionary.
 
     framework: a name of `keys.FRAMEWORKS`; found from the keys if None. world_size:
     devices, needed where the configuration does not tell; it goes before what a script
@@ -48,17 +46,14 @@ def read(
     stage. Raises ValueError that names a key which changes what a plan cannot say,
     OSError for a file that cannot be read.
 
-    >>> read("--tensor-model-parallel-size 2 --bf16 --overlap-grad-reduce --lr 1e-4", world_size=8).plan.tp
+    >>> read("--tensor-model-parallel-size 2 --bf16 --lr 1e-4", world_size=8).plan.tp
     2
     """
-    name, fields, keys = fields_of(source, framework, world_size, layers)
-    run = {
-        what: fields.pop(what, None) for what in ("global_batch", "sequence", "dtype")
-    }
+    stated = fields_of(source, framework, world_size, layers)
     return Configuration(
-        name,
-        Plan(**fields),
-        **run,
-        harmless=tuple(keys.harmless),
-        notes=tuple(keys.notes),
+        stated.framework,
+        Plan(**stated.plan),
+        **stated.run,
+        harmless=tuple(stated.keys.harmless),
+        notes=tuple(stated.keys.notes),
     )

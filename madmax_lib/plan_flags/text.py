@@ -1,5 +1,5 @@
-"""Which keys and values stand in a configuration? Files, texts, logs and command lines
-as flat dictionaries.
+"""Keys and values of a configuration: files, texts, logs and command lines as flat
+dictionaries.
 """
 
 import json
@@ -13,13 +13,18 @@ from madmax_lib.base.fields import short_repr
 __all__ = ["Source", "source_of"]
 
 _FILE = re.compile(r"[^\s{}\[\]]+\.(toml|json|ya?ml|sh|log|txt)")
-_SCRIPT = re.compile(
-    r"\bscript: ((?:\w+=[\w.+-]+ ?)+)"
-)  # what a writer leaves to the training script
+# what a writer leaves to the training script
+_SCRIPT = re.compile(r"\bscript: ((?:\w+=[\w.+-]+ ?)+)")
+# of a shell: ${NAME}, ${NAME:-default} or $NAME
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-_PROGRAM = re.compile(
-    r".*\.py$|-m$|activation.checkpoint"
-)  # words of a command line that belong to no flag
+_SETTING = re.compile(r"\s*(?:export\s+)?(\w+)=(\S*)\s*$")
+# words of a command line that belong to no flag
+_PROGRAM = re.compile(r".*\.py$|-m$|activation.checkpoint")
+# torchtitan's subcommand
+_CHECKPOINT = re.compile(
+    r"\bactivation.checkpoint[: ](none|selective|full|memory-budget)\b"
+)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None}
 
 
@@ -36,10 +41,9 @@ class Source:
         self.expanded = "$" in text
         self.values = {str(key): scalar(value) for key, value in _flat(values)}
         for words in _SCRIPT.findall(text):
-            self.values |= {
-                f"script.{k}": scalar(v)
-                for k, _, v in (word.partition("=") for word in words.split())
-            }
+            for word in words.split():
+                name, _, value = word.partition("=")
+                self.values[f"script.{name}"] = scalar(value)
 
 
 def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
@@ -56,17 +60,15 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
     if isinstance(source, Path) or _FILE.fullmatch(text):
         name = text
         text = Path(source).read_text()
-    text = text.rpartition("Task Configuration -------")[
-        2
-    ]  # in the log of Megatron-Bridge
-    at = text.find("Running with configs:")
-    if at >= 0 or re.match(r"(\s*(//|#).*\n)*\s*\{", text):
-        return Source(
-            "json",
-            _json(re.sub(r"(?m)^(\[\w+\]:)+", "", text[max(at, 0) :]), name),
-            text,
-        )
-    if re.search(r"(?m)^\[[A-Za-z]", text):
+    # in the log of Megatron-Bridge what follows its headline
+    text = text.rpartition("Task Configuration -------")[2]
+    # in the log of torchtitan the object after these words
+    start = text.find("Running with configs:")
+    if start >= 0 or re.match(r"(\s*(//|#).*\n)*\s*\{", text):
+        # each line may begin with the rank that logged it
+        body = re.sub(r"(?m)^(\[\w+\]:)+", "", text[max(start, 0) :])
+        return Source("json", _json(body, name), text)
+    if re.search(r"(?m)^\[[A-Za-z]", text):  # the head of a section
         try:
             return Source("toml", tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
@@ -80,10 +82,9 @@ def _json(text: str, name: str) -> Mapping:
     """
     text = re.sub(r"(?m)^\s*(//|#).*$", "", text)
     try:
-        values = json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])[0]
+        return json.JSONDecoder().raw_decode(text[max(text.find("{"), 0) :])[0]
     except ValueError as error:
         raise ValueError(f"{name}: not JSON ({' '.join(str(error).split())})") from None
-    return values
 
 
 def _yaml(text: str, name: str) -> Source:
@@ -93,15 +94,13 @@ def _yaml(text: str, name: str) -> Source:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        values = error
+        values = error  # a command line may be no YAML
     if isinstance(values, Mapping):
         return Source("yaml", values, text)
     if text.strip() and not re.search(r"(^|[\s\"'(])--\w", text):
-        problem = (
-            f"YAML ({' '.join(str(values).split())})"
-            if isinstance(values, Exception)
-            else "a configuration"
-        )
+        problem = "a configuration"
+        if isinstance(values, Exception):
+            problem = f"YAML ({' '.join(str(values).split())})"
         raise ValueError(f"{name}: not {problem}: {short_repr(text)}")
     return _flags(text)
 
@@ -112,53 +111,52 @@ def _flags(text: str) -> Source:
     """
     source = Source("flags", {}, text)
     variables = {}
-    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+
+    def value_of(match: re.Match) -> str:
+        """The variable's value, else its default, else its name as it stands."""
+        default = match[0] if match[2] is None else match[2]
+        return variables.get(match[1] or match[3], default)
+
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():  # continued lines as one
         line = re.sub(r"(^|\s)#.*", "", line).replace('"', "").replace("'", "")
-        line = _VARIABLE.sub(
-            lambda m: variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), line
-        )
-        if (
-            setting := re.match(r"\s*(?:export\s+)?(\w+)=(\S*)\s*$", line)
-        ) and "--" not in line:
+        line = _VARIABLE.sub(value_of, line)
+        setting = _SETTING.match(line)
+        if setting and "--" not in line:
             variables[setting[1]] = setting[2]
-        for name, values in _given(line.split()):
-            value = " ".join(values) if values else True
-            if str(source.values.get(name, value)) != str(value):
-                source.duplicates[name] = f"{source.values[name]} and as {value}"
+        for name, words in _flags_of(line.split()):
+            value = " ".join(words) if words else True
+            before = source.values.get(name, value)
+            if str(before) != str(value):
+                source.duplicates[name] = f"{before} and as {value}"
             source.values[name] = value
-    for mode in re.findall(
-        r"\bactivation.checkpoint[: ](none|selective|full|memory-budget)\b", text
-    ):
-        source.values |= {
-            "activation_checkpoint.mode": mode,
-            "activation_checkpoint.selective_ac_option": "op",
-        }
+    for mode in _CHECKPOINT.findall(text):
+        source.values["activation_checkpoint.mode"] = mode
+        source.values["activation_checkpoint.selective_ac_option"] = "op"
     source.values = {name: scalar(value) for name, value in source.values.items()}
     return source
 
 
-def _given(words: list[str]) -> list[tuple[str, list[str]]]:
+def _flags_of(words: list[str]) -> list[tuple[str, list[str]]]:
     """Flags with their values; words before the first flag are passed over.
 
-    >>> _given("torchrun --nnodes 2 train.py --bf16 --a.tensor-size=4".split())
+    >>> _flags_of("torchrun --nnodes 2 train.py --bf16 --a.tensor-size=4".split())
     [('nnodes', ['2']), ('bf16', []), ('a.tensor_size', ['4'])]
     """
-    given: list[tuple[str, list[str]]] = []
+    flags: list[tuple[str, list[str]]] = []
     for word in words:
-        word = (
-            word[word.find("(--") + 1 :]
-            if "(--" in word
-            else word
-            if "(" in word
-            else word.rstrip(")")
-        )
+        # an array of a shell: ARGS=(--name value)
+        if "(--" in word:
+            word = word[word.find("(--") + 1 :]
+        elif "(" not in word:
+            word = word.rstrip(")")
         if re.match(r"--\w", word):
             name, _, value = word[2:].partition("=")
+            # dotted names have underscores, others dashes
             name = name.replace("-", "_") if "." in name else name.replace("_", "-")
-            given.append((name, [value] if value else []))
-        elif given and word and not _PROGRAM.match(word):
-            given[-1][1].append(word)
-    return given
+            flags.append((name, [value] if value else []))
+        elif flags and word and not _PROGRAM.match(word):
+            flags[-1][1].append(word)
+    return flags
 
 
 def _flat(values: Mapping, prefix: str = ""):
@@ -175,9 +173,7 @@ def scalar(value):
     >>> scalar("5e8"), scalar("12"), scalar("null"), scalar(["core_attn", "mlp"])
     (500000000.0, 12, None, 'core_attn mlp')
     """
-    if isinstance(value, (list, tuple)) and all(
-        isinstance(word, str) for word in value
-    ):
+    if isinstance(value, (list, tuple)) and all(isinstance(w, str) for w in value):
         value = " ".join(value)
     if not isinstance(value, str):
         return value
@@ -186,8 +182,4 @@ def scalar(value):
         return _WORDS[text.lower()]
     if re.fullmatch(r"[+-]?\d+", text):
         return int(text)
-    return (
-        float(text)
-        if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE)
-        else text
-    )
+    return float(text) if _NUMBER.fullmatch(text) else text

@@ -1,5 +1,5 @@
-"""Which plan does a configuration of torchtitan state? TOML to February 2026, then JSON
-dumps and command lines.
+"""The plan of a torchtitan configuration: TOML to February 2026, then JSON dumps and
+command lines.
 """
 
 import re
@@ -9,11 +9,24 @@ from madmax_lib.plan_flags.text import Source
 
 __all__ = ["torchtitan"]
 
+# schedule and chunks per stage
 _SCHEDULES = {
     "1f1b": ("1f1b", 1),
     "gpipe": ("gpipe", 1),
     "interleaved1f1b": ("1f1b", 2),
 }
+_DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+_RESHARD = {"always": True, "never": False, "default": None}
+# stages and schedules of one's own, which a plan does not have
+_CUSTOM = (
+    "module_fqns_per_model_part",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_split_points",
+)
+_RECOMPUTES = ("none", "selective", "full")
+# torchtitan's defaults
+_LOCAL_BATCH = 8
+_SEQUENCE = 2048
 
 
 def torchtitan(
@@ -25,6 +38,7 @@ def torchtitan(
     model, needed where pipeline_parallel_layers_per_stage is set and the dump does not
     list them.
     """
+    # --no-enable-... turns a flag off
     source.values = {
         re.sub(r"\.no_(?=enable_)", ".", k): v is not True if ".no_enable_" in k else v
         for k, v in source.values.items()
@@ -35,43 +49,17 @@ def torchtitan(
         short: keys.count(f"parallelism.{name}_parallel_degree")
         for short, name in _DEGREES.items()
     }
-    copies, shards = _shards(keys, plan["tp"] * plan["pp"] * plan["cp"], world_size)
-    plan["dp"], spread = copies * shards, shards * plan["cp"]
-    reshard = keys.word("parallelism.fsdp_reshard_after_forward", _RESHARD, "default")
-    always = plan["pp"] == 1 if reshard is None else reshard
-    plan["zero"] = 0 if spread == 1 else 3 if always else 2
-    plan |= {"shard": spread} if copies > 1 and spread > 1 else {}
-    plan |= {"overlap_gather": True} if plan["zero"] == 2 else {}
-    etp = keys.count(
-        "parallelism.expert_tensor_parallel_degree", 1
-    )  # 1 since there is no such key
-    if plan["ep"] > 1 and etp != plan["tp"]:
-        if plan["tp"] % etp:
-            raise ValueError(
-                f"expert_tensor_parallel_degree: etp={etp} does not divide "
-                f"tp={plan['tp']}"
-            )
-        plan["etp"] = etp
-    plan["sequence_parallel"] = (
-        keys.flag("parallelism.enable_sequence_parallel", True) and plan["tp"] > 1
-    )
-    asynchronous = keys.flag("parallelism.enable_async_tensor_parallel") | keys.flag(
-        "compile.enable_async_tensor_parallel"
-    )
-    plan |= {"overlap_tp": True} if asynchronous and plan["tp"] > 1 else {}
-    plan["reduce_fp32"] = (
-        keys.get("training.mixed_precision_reduce", "float32") == "float32"
-    )
-    plan |= {"offload": "all"} if keys.flag("training.enable_cpu_offload") else {}
+    plan |= _fsdp(keys, plan, world_size) | _tensor(keys, plan)
+    reduce_dtype = keys.get("training.mixed_precision_reduce", "float32")
+    plan["reduce_fp32"] = reduce_dtype == "float32"
+    if keys.flag("training.enable_cpu_offload"):
+        plan["offload"] = "all"
     listed = keys.get("model_spec.model.layers")
-    plan |= _pipeline(
-        keys, plan["pp"], len(listed) if isinstance(listed, list) else layers
-    )
-    plan |= (
-        _batch(keys, plan)
-        | {"recompute": _recompute(keys), "dtype": "bf16"}
-        | keys.fields()
-    )
+    if isinstance(listed, list):
+        layers = len(listed)
+    plan |= _pipeline(keys, plan["pp"], layers) | _batch(keys, plan)
+    plan |= {"recompute": _recompute(keys), "dtype": "bf16"}
+    plan |= keys.fields()
     if keys.form == "flags":
         keys.notes.append(
             "partial: what the flags leave out is the config function's, and here "
@@ -80,8 +68,43 @@ def torchtitan(
     return plan, keys
 
 
-_DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-_RESHARD = {"always": True, "never": False, "default": None}
+def _fsdp(keys: Keys, plan: dict, world_size: int | None) -> dict:
+    """Data parallelism and its shards, which lie over cp too."""
+    copies, shards = _shards(keys, plan["tp"] * plan["pp"] * plan["cp"], world_size)
+    spread = shards * plan["cp"]
+    reshard = keys.word("parallelism.fsdp_reshard_after_forward", _RESHARD, "default")
+    if reshard is None:  # a pipeline would gather for each micro-batch
+        reshard = plan["pp"] == 1
+    zero = 0
+    if spread > 1:
+        zero = 3 if reshard else 2
+    fields = {"dp": copies * shards, "zero": zero}
+    if copies > 1 and spread > 1:
+        fields["shard"] = spread
+    if zero == 2:
+        fields["overlap_gather"] = True
+    return fields
+
+
+def _tensor(keys: Keys, plan: dict) -> dict:
+    """Tensor parallelism of layers and of experts."""
+    tp = plan["tp"]
+    fields = {}
+    # without the key whole experts lie over tp, as since there is no such key
+    etp = keys.count("parallelism.expert_tensor_parallel_degree", 1)
+    if plan["ep"] > 1 and etp != tp:
+        if tp % etp:
+            raise ValueError(
+                f"expert_tensor_parallel_degree: etp={etp} does not divide tp={tp}"
+            )
+        fields["etp"] = etp
+    splits_sequence = keys.flag("parallelism.enable_sequence_parallel", True)
+    fields["sequence_parallel"] = splits_sequence and tp > 1
+    overlaps = keys.flag("parallelism.enable_async_tensor_parallel")
+    overlaps |= keys.flag("compile.enable_async_tensor_parallel")
+    if overlaps and tp > 1:
+        fields["overlap_tp"] = True
+    return fields
 
 
 def _shards(keys: Keys, model_devices: int, world_size: int | None) -> tuple[int, int]:
@@ -108,51 +131,40 @@ def _shards(keys: Keys, model_devices: int, world_size: int | None) -> tuple[int
 
 
 def _pipeline(keys: Keys, pp: int, layers: int | None) -> dict:
-    ends = [
-        keys.count(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1, 0)
-        for end in ("first", "last")
-    ]
-    schedule = keys.get("parallelism.pipeline_parallel_schedule", "1F1B")
-    each = 0
+    prefix = "parallelism.pipeline_parallel_"
+    first = keys.count(f"{prefix}first_stage_less_layers", 1, 0)
+    last = keys.count(f"{prefix}last_stage_less_layers", 1, 0)
+    schedule = keys.get(f"{prefix}schedule", "1F1B")
     if pp == 1:
         return {}
-    kind, interleave = keys.word(
-        "parallelism.pipeline_parallel_schedule", _SCHEDULES, "1F1B"
-    )
-    for name in (
-        "module_fqns_per_model_part",
-        "pipeline_parallel_schedule_csv",
-        "pipeline_parallel_split_points",
-    ):
-        if keys.get(f"parallelism.{name}"):
+    kind, interleave = keys.word(f"{prefix}schedule", _SCHEDULES, "1F1B")
+    for name in _CUSTOM:
+        key = f"parallelism.{name}"
+        if keys.get(key):
             raise ValueError(
-                f"{keys.describe(f'parallelism.{name}')}: a plan has no stages or "
-                "schedules of one's own"
+                f"{keys.describe(key)}: a plan has no stages or schedules of one's own"
             )
-    if max(ends) > 1:
+    if max(first, last) > 1:
         raise ValueError(
-            f"pipeline_parallel_..._stage_less_layers={max(ends)}: a plan takes off "
-            "one layer at most"
+            f"pipeline_parallel_..._stage_less_layers={max(first, last)}: a plan takes "
+            "off one layer at most"
         )
-    if each := keys.count("parallelism.pipeline_parallel_layers_per_stage", 0, 0):
+    if each := keys.count(f"{prefix}layers_per_stage", 0, 0):
+        name = f"pipeline_parallel_layers_per_stage={each}"
         if layers is None:
-            raise ValueError(
-                f"pipeline_parallel_layers_per_stage={each} needs the number of layers"
-            )
-        stages = -(-(layers + sum(ends)) // each)
+            raise ValueError(f"{name} needs the number of layers")
+        stages = -(-(layers + first + last) // each)  # rounded up
         if stages % pp or (stages > pp) != (interleave > 1):
-            made = (
-                f"pipeline_parallel_layers_per_stage={each} makes {stages} stages "
-                f"of {layers} layers"
+            raise ValueError(
+                f"{name} makes {stages} stages of {layers} layers, but pp={pp} and the "
+                f"schedule is {schedule}"
             )
-            raise ValueError(f"{made}, but pp={pp} and the schedule is {schedule}")
         interleave = stages // pp
-    first, last = map(bool, ends)
     return {
         "schedule": kind,
         "interleave": interleave,
-        "embedding_as_layer": first,
-        "head_as_layer": last,
+        "embedding_as_layer": bool(first),
+        "head_as_layer": bool(last),
     }
 
 
@@ -163,24 +175,17 @@ def _recompute(keys: Keys) -> str:
     Modes stand in TOML and in dumps to June 2026. Later policies are told by the keys
     that they have.
     """
-    stated = {
-        key.split(".")[1]
-        for key in keys.values
-        if key.startswith("activation_checkpoint.")
-    }
-    old = keys.form != "flags" and not any(
-        key.startswith("model_spec") for key in keys.values
-    )
+    prefix = "activation_checkpoint."
+    stated = {key.split(".")[1] for key in keys.values if key.startswith(prefix)}
+    has_spec = any(key.startswith("model_spec") for key in keys.values)
+    is_old = keys.form != "flags" and not has_spec
     for name in stated:
-        keys.get(f"activation_checkpoint.{name}")
-    if "mode" in stated or old:
-        mode = str(
-            keys.get("activation_checkpoint.mode")
-            or ("none" if "mode" in stated else "selective")
-        )
-        option = str(
-            keys.get("activation_checkpoint.selective_ac_option", "2" if old else "op")
-        )
+        keys.get(prefix + name)
+    if "mode" in stated or is_old:
+        # without a mode every second layer was recomputed
+        default = "none" if "mode" in stated else "selective"
+        mode = str(keys.get(prefix + "mode") or default)
+        option = str(keys.get(prefix + "selective_ac_option", "2" if is_old else "op"))
         if mode == "selective" and option != "op":
             if option != "1":
                 raise ValueError(
@@ -188,16 +193,15 @@ def _recompute(keys: Keys) -> str:
                     "none"
                 )
             mode = "full"
-    elif not stated:
-        mode = "none"
+    elif any("force_recompute" in name for name in stated):
+        mode = "selective"
+    elif "memory_budget" in stated:
+        mode = "memory_budget"
     else:
-        mode = "memory_budget" if "memory_budget" in stated else "full"
-        mode = (
-            "selective" if any("force_recompute" in name for name in stated) else mode
-        )
-    if mode not in ("none", "selective", "full"):
+        mode = "full" if stated else "none"
+    if mode not in _RECOMPUTES:
         raise ValueError(
-            f"activation_checkpoint.mode={mode}: a plan knows none, selective, full"
+            f"activation_checkpoint.mode={mode}: a plan knows {', '.join(_RECOMPUTES)}"
         )
     return mode
 
@@ -207,39 +211,35 @@ def _batch(keys: Keys, plan: dict) -> dict:
     sequence of a step.
     """
     dp = plan["dp"]
-    pp = plan["pp"]
+    has_pipeline = plan["pp"] > 1
     if "training.num_tokens_per_microbatch_per_dp_rank" in keys.values:
-        return _token_batch(
-            keys, dp * (keys.count("parallelism.num_pp_microbatches") if pp > 1 else 1)
-        )
-    local = keys.count("training.local_batch_size", 8)  # torchtitan's default
+        passes = keys.count("parallelism.num_pp_microbatches") if has_pipeline else 1
+        return _token_batch(keys, dp * passes)
+    local = keys.count("training.local_batch_size", _LOCAL_BATCH)
     name = "pipeline_parallel_microbatch_size"
     micro = local
-    if pp > 1:
-        count = keys.count(
-            "parallelism.pipeline_parallel_microbatches", 0, 0
-        )  # to April 2025
+    if has_pipeline:
+        # to April 2025 a number of micro-batches, since then their size
+        count = keys.count("parallelism.pipeline_parallel_microbatches", 0, 0)
         micro = local // count if count else keys.count(f"parallelism.{name}")
         if local % micro:
             raise ValueError(f"{name}={micro} does not divide local_batch_size={local}")
     total = keys.count("training.global_batch_size", -1, -1)
-    total = local * dp if total == -1 else total
+    if total == -1:  # no accumulation
+        total = local * dp
     if total < 1 or total % (local * dp):
         raise ValueError(
             f"training.global_batch_size={total} is not a multiple of "
             f"local_batch_size x dp = {local} x {dp}"
         )
-    return {
-        "micro_batch": micro,
-        "global_batch": total,
-        "sequence": keys.count("training.seq_len", 2048),
-    }
+    sequence = keys.count("training.seq_len", _SEQUENCE)
+    return {"micro_batch": micro, "global_batch": total, "sequence": sequence}
 
 
 def _token_batch(keys: Keys, passes: int) -> dict:
     """The same where torchtitan counts tokens, since August 2026."""
     name = "training.num_tokens_per_microbatch_per_dp_rank"
-    sequence = keys.count("training.max_context_length", 2048)
+    sequence = keys.count("training.max_context_length", _SEQUENCE)
     tokens = keys.count(name)
     total = keys.count("training.num_tokens_per_train_step", -1, -1)
     if tokens % sequence:
@@ -247,7 +247,8 @@ def _token_batch(keys: Keys, passes: int) -> dict:
             f"{name}={tokens} is no multiple of max_context_length={sequence}: a "
             "plan has whole samples"
         )
-    total = tokens * passes if total == -1 else total
+    if total == -1:  # no accumulation
+        total = tokens * passes
     if total < 1 or total % (tokens * passes):
         raise ValueError(
             f"training.num_tokens_per_train_step={total} is no multiple of {tokens} "

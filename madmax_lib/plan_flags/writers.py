@@ -160,6 +160,7 @@ def _by_rows(framework: str, plan: Plan) -> dict:
 
 
 def _megatron(plan: Plan, run: StatedRun) -> str:
+    """A command line; with a model it trains on made up data."""
     flags = _megatron_flags(plan, run)
     program = "pretrain_gpt.py"
     if run.model:
