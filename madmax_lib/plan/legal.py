@@ -50,6 +50,7 @@ def legal(case: Case, extra: tuple[Rule, ...] = ()) -> Verdict:
     >>> verdict.mask.tolist(), verdict.words()[1]
     ([True, False], 'cp=3 does not divide 1024 tokens of gpt2')
     """
+    # in the order of the book: the first broken rule is the one that is said
     rules = rules_of(case) + extra
     first = np.full(case.plan.shape, -1)
     # a degree of 0 breaks a rule of its own: what it divides by zero does not matter

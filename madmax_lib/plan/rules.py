@@ -144,6 +144,7 @@ def _not_filled(p, c) -> str:
     )
 
 
+# of a plan and the cluster: every device has work
 _CLUSTER = (
     Rule(
         "dp x tp x pp x cp must fill the cluster",
@@ -370,6 +371,7 @@ _TRANSFORMER = (
     *map(_of_layers, STAGES),
 )
 
+# of a DLRM, whose tables lie over all devices
 RECOMMENDATION = (
     Rule(
         "recommendation models are split by dp only",
@@ -380,6 +382,7 @@ RECOMMENDATION = (
     ),
 )
 
+# of a plan and the samples of a step
 BATCH = (
     Rule(
         "dp must divide the global batch",

@@ -210,4 +210,5 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     ),
     _choices_rule("refuses", "run"),
 )
+# beyond what it runs: what its configuration has words for
 STATED = (_choices_rule("unsaid", "say"),)

@@ -42,6 +42,7 @@ def deepspeed(
         values[_ZERO + "stage"] = int(values.pop("zero_optimization"))
     source.values = {key: value for key, value in values.items() if key not in auto}
     keys = Keys("deepspeed", source)
+    # Accelerate and Transformers fill them in
     for key in auto:
         keys.notes.append(f"{key}=auto: the training script's, here the default")
     tp = keys.count("tensor_parallel.autotp_size", 1, 0) or 1
@@ -142,6 +143,7 @@ def _batch(keys: Keys, plan: dict, world_size: int | None) -> dict:
                 f"train_batch_size={total} is no multiple of {micro} x {ranks}, "
                 "micro-batch x ranks"
             )
+    # without a micro-batch only dp is known
     if not micro:
         return {"dp": dp}
     return {"dp": dp, "micro_batch": micro, "global_batch": micro * (steps or 1) * dp}
@@ -153,8 +155,10 @@ def _zero(keys: Keys, plan: dict) -> dict:
     width = 4.0 if plan.get("reduce_fp32", False) else 2.0
     fields = {"bucket_bytes": math.inf if elements >= ONE_BUCKET else elements * width}
     overlap = keys.get(_ZERO + "overlap_comm")
+    # ZeRO-3 always reduces under the backward pass
     if overlap is not None and zero < 3:
         fields["overlap_dp"] = bool(overlap)
+    # hpZ: a second copy of the shards inside a node [arXiv 2306.10209]
     secondary = _ZERO + "zero_hpz_partition_size"
     parts = {
         "qwz": keys.flag(_ZERO + "zero_quantized_weights"),
@@ -214,6 +218,7 @@ def _experts(keys: Keys, tp: int) -> dict:
     ep = 1
     if keys.flag("expert_parallel.enabled"):
         ep = keys.count("expert_parallel.autoep_size")
+    # an argument of the layer goes before the section
     ep = keys.count("script.ep_size", ep)
     etp = keys.count("expert_parallel.expert_tensor_parallel_size", tp)
     return {"ep": ep, "etp": etp} if ep > 1 and etp != tp else {"ep": ep}
@@ -250,7 +255,9 @@ def accelerate(
         keys.notes.append("mixed_precision=fp8: of the products, the rest is bf16")
     plan = _mesh(keys, kind, world) | keys.fields()
     plan |= {"sequence_parallel": False, "dtype": dtype}
+    # MULTI_GPU and TP are DDP: whole copies
     plan |= _fsdp(keys, plan, world) if kind == "FSDP" else {"zero": 0}
+    # copies alone have no shard group
     if not plan["zero"]:
         plan.pop("shard", None)
     repeats = keys.flag("fsdp_config.fsdp_activation_checkpointing") or keys.flag(
@@ -296,6 +303,7 @@ def _mesh(keys: Keys, kind: str, world: int) -> dict:
     tp = keys.count(_SIZES + "tp_size")
     cp = keys.count(_SIZES + "cp_size")
     sp = keys.count(_SIZES + "sp_size")  # Ulysses
+    # DeepSpeed's context parallelism is Ulysses
     if keys.get(_SIZES + "cp_backend") == "deepspeed":
         cp, sp = 1, cp
     if cp > 1 and sp > 1:
@@ -336,6 +344,7 @@ def _fsdp(keys: Keys, plan: dict, world: int) -> dict:
         is_word = isinstance(keys.get(reshard), str)
         name = reshard if is_word else "fsdp_config.fsdp_sharding_strategy"
         zero, inside = keys.word(name, _STRATEGIES, "full_shard")
+    # one device has nothing to shard
     if plan["dp"] * plan["cp"] == 1:
         return fields | {"zero": 0}
     nodes = keys.count("num_machines")

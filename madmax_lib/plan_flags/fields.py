@@ -68,9 +68,11 @@ def _framework_of(source: Source) -> str:
     first = {key.split(".")[0] for key in source.values}
     # a dictionary of arguments may have underscores, or the dashes of a command line
     first |= {key.lstrip("-").replace("_", "-") for key in first}
+    # the first framework of which a key is there
     for name, signs in _SIGNS.items():
         if first & signs:
             return name
+    # torchtitan has dots in its flags, which _SIGNS knows
     if source.form == "flags" and first:
         return "megatron-lm"
     keys = ", ".join(sorted(source.values)[:5]) or "no keys"

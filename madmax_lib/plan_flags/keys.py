@@ -63,6 +63,7 @@ class Keys:
         self.consumed: set[str] = set()
         self.harmless: list[str] = []
         self.notes: list[str] = []
+        # names before a rename, and names in other sections
         aliases = {
             row["key"]: row["means"][1:]
             for row in rows_of(framework)
@@ -75,6 +76,7 @@ class Keys:
         """Add a value; one that is None does not count beside another. Raises
         ValueError for two that differ.
         """
+        # two names of one key may both be there, one of them null
         if value is None and key in self.values:
             return
         before = self.values.get(key)
@@ -94,6 +96,7 @@ class Keys:
         """The value of a key that is understood, the default if it is not given or
         null.
         """
+        # a key that a reader asked for is not harmless, whatever its value
         self.consumed.add(key)
         if key in self.duplicates:
             raise ValueError(f"--{key} is given twice, as {self.duplicates[key]}")
@@ -120,6 +123,7 @@ class Keys:
     def number(self, key: str, default: float) -> float:
         """A number."""
         value = self.get(key, default)
+        # True is an int in Python
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{self.describe(key)} is not a number")
         return value
@@ -140,6 +144,7 @@ class Keys:
         fields = {}
         for row in rows_of(self.framework):
             means = row["means"]
+            # "@key" is an alias, "" says nothing about the plan
             is_field = means.isidentifier() and means not in ("code", "unknown")
             if is_field and self.get(row["key"]) is not None:
                 fields[means] = self._value(row)
@@ -163,6 +168,7 @@ class Keys:
         plan.
         """
         for key, value in self.values.items():
+            # a key that is off does nothing, known or not
             is_off = value in (None, False, "")
             if not is_off and _row(self.framework, key)["means"] == "unknown":
                 raise ValueError(
@@ -187,6 +193,7 @@ class Keys:
                 raise ValueError(f"{self.describe(key)}: {row['note']}")
             if not is_consumed and key in self.source_names:
                 self.harmless.append(self.source_names[key])
+            # a note without values is told, not refused
             if row["note"] and not allowed and value not in (None, False, 0, ""):
                 self.notes.append(f"{self.describe(key)}: {row['note']}")
 

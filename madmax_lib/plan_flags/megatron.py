@@ -75,6 +75,7 @@ def bridge(
     # Bridge's own defaults
     keys.values.setdefault("data-parallel-sharding-strategy", "no_shard")
     keys.values.setdefault("optimizer-offload-fraction", 0.0)
+    # its name was read above: it is understood
     keys.get("mixed_precision")
     if not is_complete:
         keys.notes.append(
@@ -134,6 +135,7 @@ def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict,
     plan |= _stages(keys, plan, keys.count("num-layers", layers or 0, 0))
     plan |= _sharding(keys, plan["dp"] * cp) | _gradients(keys, plan["dp"] * cp)
     plan["recompute"] = _recompute(keys)
+    # FSDP gathers in its passes anyway
     plan["overlap_gather"] |= keys.flag("overlap-param-gather") and plan["zero"] < 3
     plan |= _attention(keys) | _offload(keys)
     # without the degree they say nothing
@@ -143,6 +145,7 @@ def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict,
     if plan.get("capacity", 0) < 0:  # Megatron-LM's word for none
         plan["capacity"] = 0.0
     plan["dtype"] = next((d for d in ("bf16", "fp16") if keys.flag(d)), "fp32")
+    # the batch grows while the model trains
     if keys.flag("step-batch-size-schedule"):
         plan["global_batch"] = None
         schedule = keys.describe("step-batch-size-schedule")
@@ -178,6 +181,7 @@ def _data_parallel(
 ) -> int:
     """dp, from the number of devices that the caller, the flags or the launcher give."""
     stated = [world_size] if world_size is not None else []
+    # a dump of arguments has it
     if "world-size" in keys.values:
         stated.append(keys.count("world-size"))
     # variables that a script works out may not be those of this run
@@ -207,6 +211,7 @@ def _stages(keys: Keys, plan: dict, layers: int) -> dict:
     chunks = plan.get("interleave", 1)
     extra = sum(field in plan for field in _ENDS.values())
     each = "num-layers-per-virtual-pipeline-stage"
+    # a layout says all stages; nothing else may
     if layout := keys.get("pipeline-model-parallel-layout"):
         if chunks > 1 or keys.get(each):
             raise ValueError(
@@ -292,6 +297,7 @@ def _layout(layout: str, pp: int, keys: Keys) -> dict:
                 if is_counted:
                     fields[field] = True
             return fields
+    # ends of stated length, the rest equal
     if chunks == 1 and len(set(middle)) <= 1:
         return {"first_layers": first, "last_layers": last}
     raise ValueError(
@@ -306,6 +312,7 @@ def _sharding(keys: Keys, replicas: int) -> dict:
     strategy = keys.word(
         "data-parallel-sharding-strategy", _STRATEGIES, "optim_grads_params"
     )
+    # PyTorch FSDP that keeps what it gathered is ZeRO-2
     keeps = keys.flag("torch-fsdp2-no-reshard-after-forward") and torch_fsdp
     if megatron_fsdp:
         zero = strategy
@@ -314,6 +321,7 @@ def _sharding(keys: Keys, replicas: int) -> dict:
     else:
         zero = int(keys.flag("use-distributed-optimizer"))
     fields = {"zero": zero, "overlap_gather": keeps}
+    # the optimizer may be sharded in groups: HSDP
     copies = keys.count("num-distributed-optimizer-instances")
     if replicas % copies:
         raise ValueError(
@@ -329,6 +337,7 @@ def _gradients(keys: Keys, replicas: int) -> dict:
     """Megatron-LM adds bf16 gradients up, and reduces them, in fp32; without overlap in
     one piece at the end.
     """
+    # without these the main gradients are fp32
     narrow = keys.flag("grad-reduce-in-bf16")
     narrow |= keys.get("main-grads-dtype") in _NARROW
     fp32 = keys.flag("accumulate-allreduce-grads-in-fp32")
@@ -344,6 +353,7 @@ def _gradients(keys: Keys, replicas: int) -> dict:
 def _recompute(keys: Keys) -> str:
     granularity = keys.get("recompute-granularity", "")
     short = keys.flag("recompute-activations")
+    # --recompute-activations is the short form of selective
     if short and granularity not in ("", "selective"):
         raise ValueError(
             "--recompute-activations is selective, but "

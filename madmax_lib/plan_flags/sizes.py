@@ -152,8 +152,10 @@ def titan_config(model: Transformer) -> dict:
     """Module and config function of torchtitan; none for a model that has none of just
     its sizes.
     """
+    # a model of that name with other sizes has no config function
     if model.name not in _TITAN or catalog.model(model.name) != model:
         return {}
+    # the flags --module and --config
     return dict(zip(("module", "config"), _TITAN[model.name], strict=True))
 
 

@@ -51,12 +51,14 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
 
     Raises ValueError for a text that is none, FileNotFoundError for no file.
     """
+    # JSON has no comments: the writer keeps its own under a key
     if isinstance(source, Mapping):
         return Source("dict", source, str(source.get("_comment", "")))
     if not isinstance(source, (str, Path)):
         return _flags(" ".join(map(str, source)))
     text = str(source)
     name = "configuration"
+    # a text that looks like a name of a file is one
     if isinstance(source, Path) or _FILE.fullmatch(text):
         name = text
         text = Path(source).read_text()
@@ -97,6 +99,7 @@ def _yaml(text: str, name: str) -> Source:
         values = error  # a command line may be no YAML
     if isinstance(values, Mapping):
         return Source("yaml", values, text)
+    # a command line has a flag somewhere
     if text.strip() and not re.search(r"(^|[\s\"'(])--\w", text):
         problem = "a configuration"
         if isinstance(values, Exception):
@@ -160,6 +163,7 @@ def _flags_of(words: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(values: Mapping, prefix: str = ""):
+    # an empty mapping is a value
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -44,6 +44,7 @@ def torchtitan(
         for k, v in source.values.items()
     }
     keys = Keys("torchtitan", source)
+    # before anything is worked out: a later parallelism could change all of it
     keys.refuse_unknown()
     plan = {
         short: keys.count(f"parallelism.{name}_parallel_degree")
@@ -54,6 +55,7 @@ def torchtitan(
     plan["reduce_fp32"] = reduce_dtype == "float32"
     if keys.flag("training.enable_cpu_offload"):
         plan["offload"] = "all"
+    # a dump lists the layers of the model
     listed = keys.get("model_spec.model.layers")
     if isinstance(listed, list):
         layers = len(listed)
@@ -70,6 +72,7 @@ def torchtitan(
 
 def _fsdp(keys: Keys, plan: dict, world_size: int | None) -> dict:
     """Data parallelism and its shards, which lie over cp too."""
+    # HSDP: copies of groups that shard over dp_shard x cp
     copies, shards = _shards(keys, plan["tp"] * plan["pp"] * plan["cp"], world_size)
     spread = shards * plan["cp"]
     reshard = keys.word("parallelism.fsdp_reshard_after_forward", _RESHARD, "default")
@@ -112,6 +115,7 @@ def _shards(keys: Keys, model_devices: int, world_size: int | None) -> tuple[int
     name = "parallelism.data_parallel_shard_degree"
     copies = keys.count("parallelism.data_parallel_replicate_degree")
     shards = keys.get(name, -1)
+    # the default: all devices that the other degrees leave
     if shards == -1:
         if world_size is None:
             raise ValueError(
@@ -154,6 +158,7 @@ def _pipeline(keys: Keys, pp: int, layers: int | None) -> dict:
         if layers is None:
             raise ValueError(f"{name} needs the number of layers")
         stages = -(-(layers + first + last) // each)  # rounded up
+        # a schedule of one chunk has pp stages, an interleaved one a multiple
         if stages % pp or (stages > pp) != (interleave > 1):
             raise ValueError(
                 f"{name} makes {stages} stages of {layers} layers, but pp={pp} and the "
@@ -242,6 +247,7 @@ def _token_batch(keys: Keys, passes: int) -> dict:
     sequence = keys.count("training.max_context_length", _SEQUENCE)
     tokens = keys.count(name)
     total = keys.count("training.num_tokens_per_train_step", -1, -1)
+    # a plan counts whole samples
     if tokens % sequence:
         raise ValueError(
             f"{name}={tokens} is no multiple of max_context_length={sequence}: a "

@@ -65,6 +65,7 @@ def write(
             )
         sequence = model.sequence if sequence is None else sequence
         layers = model.layers if layers is None else layers
+        # before any text: errors in the words of the plan
         plan.check(model, None, sequence=sequence)
     run = StatedRun(
         global_batch,
@@ -74,6 +75,7 @@ def write(
         require_int("devices_per_node", devices_per_node, 1),
         model,
     )
+    # raises for a batch that the plan does not divide
     run.passes(plan)
     text = WRITERS[name](plan, run)
     _check(plan, run, name, text)
@@ -84,6 +86,7 @@ def _check(plan: Plan, run: StatedRun, name: str, text: str) -> None:
     """Raises ValueError for the first field that the text does not state as it is."""
     usual = catalog.software(_SOFTWARE_OF[name])
     try:
+        # the reader knows the rules, so a writer needs none
         stated = read(text, name, world_size=plan.world_size, layers=run.layers)
     except ValueError as error:
         raise ValueError(f"{name} cannot state the plan: {error}") from None

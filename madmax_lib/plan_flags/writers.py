@@ -86,6 +86,7 @@ def is_moot(field: str, plan: Plan) -> bool:
 
 def _shards(plan: Plan) -> tuple[int, int]:
     """Copies and shards of the data of FSDP, which shards over cp too."""
+    # DDP copies all
     if not plan.zero:
         return plan.dp, 1
     shards, rest = divmod(plan.shard or plan.dp * plan.cp, plan.cp)
@@ -150,7 +151,9 @@ def _by_rows(framework: str, plan: Plan) -> dict:
     flags = {}
     for row in rows_of(framework):
         field = row["means"]
+        # rows of other keys have no field of that name
         value = getattr(plan, field, None)
+        # the default is left out, as Megatron has the same
         is_stated = field in DEFAULTS and value not in (None, False, DEFAULTS[field])
         if is_stated and not is_moot(field, plan):
             pairs = [pair.split("=") for pair in row["values"].split() if "=" in pair]
@@ -257,6 +260,7 @@ def _torchtitan(plan: Plan, run: StatedRun) -> str:
         parallelism["pipeline_parallel_microbatch_size"] = plan.micro_batch
         parallelism |= _titan_stages(plan, run.layers)
         local *= run.passes(plan, plan.pp)
+    # names of torch
     dtypes = {"bf16": "bfloat16", "fp32": "float32"}
     training = {
         "local_batch_size": local,
@@ -265,6 +269,7 @@ def _torchtitan(plan: Plan, run: StatedRun) -> str:
         "enable_cpu_offload": plan.offload == "all",
         "mixed_precision_param": dtypes.get(run.dtype, run.dtype),
     }
+    # dotted names: a section and a key
     flags = {f"parallelism.{k}": v for k, v in without_off(parallelism).items()}
     flags |= {f"training.{k}": v for k, v in without_off(training).items()}
     if plan.overlap_tp and plan.tp > 1:
@@ -311,6 +316,7 @@ def _titan_stages(plan: Plan, layers: int | None) -> dict:
 
 
 def _deepspeed(plan: Plan, run: StatedRun) -> str:
+    # accumulation; of a pipeline its micro-batches
     steps = run.passes(plan)
     samples = plan.micro_batch * steps * plan.dp
     values = {
@@ -396,6 +402,7 @@ def _accelerate(plan: Plan, run: StatedRun) -> str:
     elif plan.zero or plan.tp * plan.cp > 1 or plan.offload:
         copies, shards = _shards(plan)
         context = "sp" if plan.context == "ulysses" else "cp"
+        # a mesh of replicate x shard x cp x tp
         degrees = {"dp_replicate": copies, "dp_shard": shards, "tp": plan.tp}
         degrees[context] = plan.cp
         values |= {

@@ -117,7 +117,7 @@ class Block:
 
     >>> head = Block("head", (linear("logits", 1, 8, 4, precision("bf16")),))
     >>> [(phase, op.flops) for phase, op in phases(head)]
-    [('forward', 64), ('backward', 64), ('weight', 64)]
+    [('forward', 64.0), ('backward', 64.0), ('weight', 64.0)]
     """
 
     name: str

@@ -1,5 +1,4 @@
-"""How long does a collective take? Latency and bandwidth of ring and all-to-all
-algorithms.
+"""Seconds of collectives: latency and bandwidth of ring and all-to-all algorithms.
 
 All functions broadcast over NumPy arrays. size_bytes is the message of one rank: the
 whole buffer for all-reduce, the gathered buffer for all-gather, the input for
@@ -21,21 +20,23 @@ def ring(ranks, in_node, near, far):
     near, far: seconds per byte between ranks of a node, and of one of its in_node ports
     to other nodes.
 
-    >>> [round(float(1e9 * ring(p, n, 1e-11, 9.6e-11)), 5) for p, n in ((1, 1), (2, 2), (8, 8), (16, 8), (2, 1))]
+    >>> groups = ((1, 1), (2, 2), (8, 8), (16, 8), (2, 1))
+    >>> [round(float(1e9 * ring(p, n, 1e-11, 9.6e-11)), 5) for p, n in groups]
     [0.0, 0.005, 0.00875, 0.01125, 0.048]
     """
-    return (
-        (ranks - 1)
-        / ranks
-        * np.maximum((ranks > in_node) * far / in_node, (in_node > 1) * near)
-    )
+    # one rank of each node sends on, over the ports of all of its ranks there
+    far_s = (ranks > in_node) * far / in_node
+    near_s = (in_node > 1) * near
+    return (ranks - 1) / ranks * np.maximum(far_s, near_s)
 
 
 def exchange(ranks, in_node, near, far):
     """Seconds per byte of an all-to-all: each rank sends 1/p to every other one, over
     both levels at once.
 
-    >>> [round(float(1e9 * exchange(p, 8, 1 / 350e9, 1 / 25e9)), 4) for p in (8, 16)]  # half take the slow level
+    Of 16 ranks on two nodes half of the bytes take the slow level:
+
+    >>> [round(float(1e9 * exchange(p, 8, 1 / 350e9, 1 / 25e9)), 4) for p in (8, 16)]
     [0.0025, 0.02]
     """
     return np.maximum((in_node - 1) * near, (ranks - in_node) * far) / ranks

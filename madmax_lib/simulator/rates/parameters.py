@@ -1,5 +1,5 @@
-"""Which share of the data sheet does a machine reach? Named constants of the step-time
-model, fitted or ideal.
+"""Named constants of the step-time model, fitted or ideal: the share of the data sheet
+that a machine reaches.
 
 `data/parameter_bounds.csv` lists every constant with start value, bounds, prior width
 and its value on an ideal machine; `data/parameters.json` holds the fitted ones with 90
@@ -46,21 +46,19 @@ class Parameters:
     an unknown constant.
     """
 
-    compute_efficiency: float = (
-        1.0  # share (0..1] of the data sheet that all rates of the kind reach
-    )
+    # shares (0..1] of the data sheet that all rates of a kind reach
+    compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     network_efficiency: float = 1.0
-    constants: Mapping[str, float] = field(
-        default_factory=dict, hash=False
-    )  # by `name:group`; others are ideal
+    # by `name:group`; others are ideal
+    constants: Mapping[str, float] = field(default_factory=dict, hash=False)
+    # 90 %, of those fitted
     intervals: Mapping[str, tuple[float, float]] = field(
         default_factory=dict, hash=False
-    )  # 90 %, of those fitted
+    )
     fitted: tuple[str, ...] = ()  # names of the fitted constants
-    covariance: tuple[
-        tuple[float, ...], ...
-    ] = ()  # (n, n) in order of `fitted`, each in its scale (log or linear)
+    # (n, n) in order of `fitted`, each in its scale (log or linear)
+    covariance: tuple[tuple[float, ...], ...] = ()
     # how log(measured / predicted) of sources that the fit has not seen spreads: the
     # components of `step.uncertainty`,
     # and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over
@@ -98,18 +96,16 @@ class Parameters:
             if not (is_number(value := getattr(self, name)) and 0 < value <= 1):
                 raise ValueError(f"{name}={short_repr(value)} is not in (0, 1]")
         require_type("constants", self.constants, Mapping)
-        if self.links and not (
-            len(self.links) == 2
-            and all(is_number(rate) and rate > 0 for rate in self.links)
-        ):
+        are_rates = all(is_number(rate) and rate > 0 for rate in self.links)
+        if self.links and not (len(self.links) == 2 and are_rates):
             raise ValueError(
                 f"links={short_repr(self.links)} must be two positive rates in bytes/s, "
                 "or none"
             )
         for name, value in self.constants.items():
-            if not isinstance(value, Real | np.ndarray) or np.any(
-                value != value
-            ):  # arrays: many machines at once
+            # arrays: many machines at once
+            is_number_or_array = isinstance(value, Real | np.ndarray)
+            if not is_number_or_array or np.any(value != value):  # NaN
                 raise ValueError(
                     f"constant {name!r} is {short_repr(value)}, but must be a number"
                 )
@@ -130,33 +126,30 @@ class Parameters:
 
     @cached_property
     def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:
-        """Place of each constant, and the covariance of all in their fitting scale.
+        """Row of each constant, and the covariance of all in their fitting scale.
 
         A constant that is not fitted is as uncertain as its interval, else as its
         prior; none whose bounds fix it.
         """
         table = bounds()
-        places = {name: place for place, name in enumerate(table.index)}
+        index = {name: number for number, name in enumerate(table.index)}
         width = np.where(table["low"] < table["high"], table["sigma"], 0.0)
         for name, ends in self.intervals.items():
             low, high = np.log(ends) if table.at[name, "scale"] == "log" else ends
-            width[places[name]] = (high - low) / (2 * _SIGMAS)
+            width[index[name]] = (high - low) / (2 * _SIGMAS)
         covariance = np.diag(width**2)
         if self.covariance:
-            fitted = [places[name] for name in self.fitted]
+            fitted = [index[name] for name in self.fitted]
             covariance[np.ix_(fitted, fitted)] = self.covariance
-        return places, covariance
+        return index, covariance
 
     @cached_property
     def slopes(self) -> tuple[list[str], np.ndarray]:
         """Parts of a step that sensitivities name, and these as (constants, parts)."""
         parts = sorted(set().union(*self.sensitivities.values()))
-        return parts, np.array(
-            [
-                [slopes.get(part, 0.0) for part in parts]
-                for slopes in self.sensitivities.values()
-            ]
-        )
+        rows = self.sensitivities.values()
+        slopes = [[row.get(part, 0.0) for part in parts] for row in rows]
+        return parts, np.array(slopes)
 
 
 @lru_cache(maxsize=1)
@@ -213,28 +206,25 @@ def _from_json(content: Mapping) -> Parameters:
         for name, points in groups
         for point in points
     ]
-    read["collectives"] = (
-        MeasuredCollectives(pd.DataFrame(rows, columns=columns)).curves if rows else {}
-    )
-    return Parameters(
-        **read
-        | {"fitted": tuple(content["fitted"]), "links": tuple(content.get("links", ()))}
-    )
+    read["collectives"] = {}
+    if rows:
+        table = pd.DataFrame(rows, columns=columns)
+        read["collectives"] = MeasuredCollectives(table).curves
+    read["fitted"] = tuple(content["fitted"])
+    read["links"] = tuple(content.get("links", ()))
+    return Parameters(**read)
 
 
 def to_json(parameters: Parameters) -> dict:
     """All fields, numbers with the digits that matter."""
-    return _short(
-        {field.name: getattr(parameters, field.name) for field in fields(Parameters)}
-    )
+    return _short({f.name: getattr(parameters, f.name) for f in fields(Parameters)})
 
 
 def save(parameters: Parameters, path: str | Path) -> None:
     """Constants to a JSON file, complete or not at all."""
     text = json.dumps(to_json(parameters), indent=1)
-    text = re.sub(
-        r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text
-    )  # a row on a line
+    # a row of numbers on a line
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda row: " ".join(row[0].split()), text)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n")
 
@@ -254,9 +244,8 @@ def constants_of(cluster, parameters: Parameters | None = None) -> Parameters | 
 
     Raises ValueError for another file, FileNotFoundError without one.
     """
-    if parameters is not None or not (
-        isinstance(cluster, str | Path) and str(cluster).endswith(".json")
-    ):
+    is_path = isinstance(cluster, str | Path)
+    if parameters is not None or not (is_path and str(cluster).endswith(".json")):
         return parameters
     catalog.cluster(cluster)
     try:
