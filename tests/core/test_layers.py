@@ -21,8 +21,8 @@ from madmax_lib.catalog.datasets import PROJECT
 PACKAGE = Path(madmax_lib.__file__).parent
 LAYERS = [
     {"base"},
-    {"catalog", "timeline", "kinds", "specs"},
-    {"plan"},
+    {"catalog", "timeline"},
+    {"plan", "kinds", "specs"},  # the last two are public paths of the floor below
     {"plan_flags", "simulator", "traces", "runs"},
     {"calibration", "planner"},
     {"view"},
@@ -94,6 +94,11 @@ BARE = {
 TRICK = re.compile(
     r"\[\.\.\., None\]|\[:, None\]|\breshape\(|return_inverse|\.view\(np"
 )
+# What does not obey a law yet: lines of (test, subject). The list only gets shorter.
+OWED = {
+    tuple(line.split())
+    for line in Path(__file__).with_name("owed.txt").read_text().splitlines()
+}
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -103,6 +108,22 @@ NOT_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+
+
+@pytest.fixture
+def owes(request):
+    """Judge of a law: what is broken fails, but where it is owed; and what is owed no
+    longer has to leave the list.
+    """
+
+    def judge(subject, broken):
+        owed = (request.node.originalname, str(subject)) in OWED
+        if owed and broken:
+            pytest.xfail(str(broken))
+        assert not owed, f"{subject} obeys: take it out of owed.txt"
+        assert not broken, broken
+
+    return judge
 
 
 @functools.cache
@@ -302,31 +323,39 @@ def weight(paths):
 
 
 @pytest.mark.parametrize("room", TOKENS)
-def test_a_room_weighs_what_it_may(room):
+def test_a_room_weighs_what_it_may(room, owes):
     inside = [path for path in MODULES if room_of(path) == room]
-    core = weight(path for path in inside if not is_wing(path))
-    assert core["tokens"] <= TOKENS[room], f"{room}: {core['tokens']:,} tokens"
+    tokens = weight(path for path in inside if not is_wing(path))["tokens"]
+    owes(room, f"{tokens:,} tokens" if tokens > TOKENS[room] else "")
 
 
-def test_the_library_weighs_what_it_may():
+@pytest.mark.parametrize(("part", "most"), [("core", CORE), ("library", LIBRARY)])
+def test_the_library_weighs_what_it_may(part, most, owes):
     core = [m for m in MODULES if not is_wing(m) and room_of(m) != "papers"]
-    assert weight(core)["tokens"] <= CORE
-    assert weight(MODULES)["tokens"] <= LIBRARY
+    tokens = weight(core if part == "core" else MODULES)["tokens"]
+    owes(part, f"{tokens:,} tokens" if tokens > most else "")
 
 
 @pytest.mark.parametrize("room", [*TOKENS, "plan_flags", "papers"])
-def test_a_room_has_air(room):
-    """Tokens of a line, and comments that say why or give the equation."""
+def test_a_line_of_a_room_is_short(room):
     paths = [path for path in MODULES if room_of(path) == room]
     inside = weight(paths)
     assert inside["tokens"] <= PER_LINE * inside["code"]
-    for path in paths:
-        one = weight_of(path)
-        assert one["code"] < 30 or one["tokens"] <= PER_LINE_OF_MODULE * one["code"], (
-            path
-        )
-    per_thousand = 1000 * inside["comments"] / inside["code"]
-    assert per_thousand >= COMMENTS, f"{room}: {per_thousand:.0f} comments of 1,000"
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_a_line_of_a_module_is_short(path, owes):
+    one = weight_of(path)
+    is_dense = one["code"] >= 30 and one["tokens"] > PER_LINE_OF_MODULE * one["code"]
+    owes(path, f"{one['tokens'] / max(one['code'], 1):.1f} a line" if is_dense else "")
+
+
+@pytest.mark.parametrize("room", [*TOKENS, "plan_flags", "papers"])
+def test_comments_say_why(room, owes):
+    """Comments that give the reason or the equation, in 1,000 code lines."""
+    inside = weight(path for path in MODULES if room_of(path) == room)
+    count = 1000 * inside["comments"] / inside["code"]
+    owes(room, f"{count:.0f} comments of 1,000" if count < COMMENTS else "")
 
 
 def functions_of(path):
@@ -337,16 +366,17 @@ def functions_of(path):
     ]
 
 
-def test_a_line_assigns_one_name_or_a_pair():
+def test_a_line_assigns_one_name_or_a_pair(owes):
     pairs = 0
+    wide = []
     for path in MODULES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 names = [t for t in node.targets if isinstance(t, ast.Tuple)]
                 count = len(node.value.elts) if names else 0
-                assert count < 3, f"{path}:{node.lineno}: {count} names on a line"
+                wide += [f"{path}:{node.lineno}"] if count > 2 else []
                 pairs += count == 2
-    assert pairs <= PAIRS
+    owes("library", wide if pairs <= PAIRS else f"{pairs} pairs")
 
 
 @functools.cache
@@ -362,28 +392,33 @@ def calls_of_faces():
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_six_parameters_at_most_and_three_results_have_names(path):
+def test_six_parameters_at_most_and_three_results_have_names(path, owes):
     """But for the calls of faces; three things returned are a dataclass."""
+    broken = []
     for node in functions_of(path):
         arguments = node.args
         names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         count = sum(name.arg not in ("self", "cls") for name in names)
         public = node.name in calls_of_faces()
-        where = f"{path}:{node.lineno} {node.name}"
-        assert count <= MOST_PARAMETERS or public, f"{where} has {count} parameters"
+        if count > MOST_PARAMETERS and not public:
+            broken.append(f"{node.name} has {count} parameters")
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Tuple):
-                wide = len(inner.value.elts) > 2
-                assert not wide, f"{where} returns a bare tuple"
+            value = inner.value if isinstance(inner, ast.Return) else None
+            if isinstance(value, ast.Tuple) and len(value.elts) > 2:
+                broken.append(f"{node.name} returns a bare tuple")
+    owes(path, broken)
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_a_docstring_begins_with_its_noun_or_verb(path):
+def test_a_docstring_begins_with_its_noun_or_verb(path, owes):
+    broken = []
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in ast.walk(tree_of(path)):
         text = isinstance(node, kinds) and ast.get_docstring(node)
         first = re.match(r"\W*([\w-]+)", text)[1].lower() if text else ""
-        assert first not in VAGUE, f"{path}: {node.name} begins with {first!r}"
+        if first in VAGUE:
+            broken.append(f"{node.name} begins with {first!r}")
+    owes(path, broken)
 
 
 def names_given(tree):
@@ -398,19 +433,21 @@ def names_given(tree):
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_a_name_says_something_alone(path):
-    bare = BARE & {name.lstrip("_") for name in names_given(tree_of(path))}
-    assert not bare, f"{path}: {sorted(bare)}"
+def test_a_name_says_something_alone(path, owes):
+    names = {name.lstrip("_") for name in names_given(tree_of(path))}
+    owes(path, sorted(BARE & names))
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_a_numpy_trick_has_its_reason_above(path):
+def test_a_numpy_trick_has_its_reason_above(path, owes):
+    broken = []
     lines = (PACKAGE / path).read_text().splitlines()
     for number, line in enumerate(lines):
         if TRICK.search(line.split("#")[0]):
             near = lines[max(number - 4, 0) : number + 1]
             said = any("#" in text or '"""' in text for text in near)
-            assert said, f"{path}:{number + 1}: {line.strip()}"
+            broken += [] if said else [f"{number + 1}: {line.strip()}"]
+    owes(path, broken)
 
 
 @functools.cache
@@ -421,19 +458,21 @@ def references():
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_a_short_function_named_once_stands_where_it_is_used(path):
+def test_a_short_function_named_once_stands_where_it_is_used(path, owes):
+    broken = []
     for node in tree_of(path).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("_"):
             lines = node.end_lineno - node.lineno + 1
             lonely = references()[node.name] == 2 and not node.decorator_list
-            assert not lonely or lines >= SHORT, f"{path}: inline {node.name}"
+            broken += [node.name] if lonely and lines < SHORT else []
+    owes(path, broken)
 
 
-def test_tests_stay_readable():
+def test_tests_stay_readable(owes):
     lines = sum(
         path.read_text().count("\n") for path in (PROJECT / "tests").rglob("*.py")
     )
-    assert lines <= TEST_LINES, f"{lines:,} lines of tests"
+    owes("tests", f"{lines:,} lines" if lines > TEST_LINES else "")
 
 
 def test_a_class_name_has_one_meaning():

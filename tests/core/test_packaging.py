@@ -90,7 +90,8 @@ def test_ci_is_one_script():
     workflow = (PROJECT / ".github" / "workflows" / "ci.yml").read_text()
     assert re.findall(r"run: (.*)", workflow) == ["bash .ci/run"]
     script = (PROJECT / ".ci" / "run").read_text()
-    assert "make lint" in script and "make test" in script
+    for part in ("make lint", "make test", "house.py", ".ci/nightly"):
+        assert part in script
 
 
 def test_runs_take_the_torch_of_colab():
@@ -102,4 +103,4 @@ def test_runs_take_the_torch_of_colab():
         )
         + ".0"
     )
-    assert "-c .ci/colab.txt torch" in (PROJECT / ".ci" / "run").read_text()
+    assert "-c .ci/colab.txt torch" in (PROJECT / ".ci" / "nightly").read_text()

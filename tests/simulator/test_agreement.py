@@ -24,7 +24,7 @@ from madmax_lib.simulator.events.engine import run
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.simulate import _lay_out
-from madmax_lib.simulator.steady.stages import stage_layers
+from madmax_lib.simulator.steady.stages import _stage_layers
 from madmax_lib.simulator.steady.step_time import step_s
 
 
@@ -235,7 +235,7 @@ def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(
             64,
         )
         held = [sum(map(len, stage)) for stage in chunk_layers(layers, plan)]
-        cut = stage_layers(Steps.of(case))
+        cut = _stage_layers(Steps.of(case))
         assert (cut.first, cut.last) == (held[0], held[-1]), layers
         assert pp == 2 or cut.middle == max(held[1:-1]), layers
 

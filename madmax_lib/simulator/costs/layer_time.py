@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import RULES, Under, Work, work_of
+from madmax_lib.simulator.costs.overlap import RULES, Under, WorkKind, work_of
 from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Block, Comm
@@ -32,10 +32,10 @@ __all__ = [
 
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
 _PARTS = {
-    Work.TENSOR: "tp_s",
-    Work.EXPERT_TENSOR: "tp_s",
-    Work.EXPERT: "ep_s",
-    Work.CONTEXT: "cp_s",
+    WorkKind.TENSOR: "tp_s",
+    WorkKind.EXPERT_TENSOR: "tp_s",
+    WorkKind.EXPERT: "ep_s",
+    WorkKind.CONTEXT: "cp_s",
 }
 
 
@@ -121,7 +121,7 @@ def _computed(
         times.append(_BlockTime(total["forward"], total["recompute"], back_s))
     if not any_nonzero(prices.traits.hides_ep):
         return times, weight_s
-    share = prices.overlap.hidden_share(Work.EXPERT)
+    share = prices.overlap.hidden_share(WorkKind.EXPERT)
     exchanges_s = [share * waits_s.get("ep", 0.0) for waits_s in waits]
     phases = zip(*(time.phases for time in times), strict=True)
     lent = [with_spare_compute(phase, exchanges_s) for phase in phases]

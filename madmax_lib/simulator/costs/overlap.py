@@ -20,10 +20,10 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["RULES", "Issued", "Overlap", "Rule", "Under", "Work", "work_of"]
+__all__ = ["RULES", "Issued", "Overlap", "OverlapRule", "Under", "WorkKind", "work_of"]
 
 
-class Work(Enum):
+class WorkKind(Enum):
     """Kinds of work beside compute."""
 
     TENSOR = auto()  # collectives of tensor parallelism
@@ -61,7 +61,7 @@ class Under(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class OverlapRule:
     """How one kind of work overlaps with compute."""
 
     issued: Issued
@@ -70,30 +70,42 @@ class Rule:
     groups: tuple[str, ...] = ()  # whose collectives are work of this kind
 
 
-RULES: dict[Work, Rule] = {
-    Work.TENSOR: Rule(Issued.AT_BLOCK, Under.BLOCK, lambda o: o.tensor_share, ("tp",)),
-    Work.EXPERT: Rule(Issued.AT_BLOCK, Under.LAYER, lambda o: o.expert_share, ("ep",)),
+RULES: dict[WorkKind, OverlapRule] = {
+    WorkKind.TENSOR: OverlapRule(
+        Issued.AT_BLOCK, Under.BLOCK, lambda o: o.tensor_share, ("tp",)
+    ),
+    WorkKind.EXPERT: OverlapRule(
+        Issued.AT_BLOCK, Under.LAYER, lambda o: o.expert_share, ("ep",)
+    ),
     # its products need all tokens at once
-    Work.EXPERT_TENSOR: Rule(Issued.AT_BLOCK, Under.BLOCK, lambda o: 0.0, ("etp",)),
-    Work.CONTEXT: Rule(Issued.AT_STEP_OF_RING, Under.RING_STEP, lambda o: 1.0, ("cp",)),
-    Work.GATHER: Rule(
+    WorkKind.EXPERT_TENSOR: OverlapRule(
+        Issued.AT_BLOCK, Under.BLOCK, lambda o: 0.0, ("etp",)
+    ),
+    WorkKind.CONTEXT: OverlapRule(
+        Issued.AT_STEP_OF_RING, Under.RING_STEP, lambda o: 1.0, ("cp",)
+    ),
+    WorkKind.GATHER: OverlapRule(
         Issued.UNITS_AHEAD, Under.UNITS_BEFORE, lambda o: 1 - o.gathers_late
     ),
-    Work.BUCKET: Rule(
+    WorkKind.BUCKET: OverlapRule(
         Issued.AT_FULL_BUCKET, Under.BACKWARD, lambda o: o.hides_reductions
     ),
-    Work.MESSAGE: Rule(
+    WorkKind.MESSAGE: OverlapRule(
         Issued.AT_END_OF_PASS, Under.OTHER_PASSES, lambda o: o.hides_messages, ("pp",)
     ),
-    Work.LAUNCH: Rule(Issued.AT_ONCE, Under.QUEUE, lambda o: 1 - o.traits.on_host),
-    Work.OFFLOAD: Rule(Issued.UNITS_AHEAD, Under.UNITS_BEFORE, lambda o: 1.0),
+    WorkKind.LAUNCH: OverlapRule(
+        Issued.AT_ONCE, Under.QUEUE, lambda o: 1 - o.traits.on_host
+    ),
+    WorkKind.OFFLOAD: OverlapRule(
+        Issued.UNITS_AHEAD, Under.UNITS_BEFORE, lambda o: 1.0
+    ),
 }
 
 
 _WORK = {group: work for work, rule in RULES.items() for group in rule.groups}
 
 
-def work_of(group: str) -> Work | None:
+def work_of(group: str) -> WorkKind | None:
     """Kind of work that a collective of a block is, by its group; None: nothing hides
     it (exchanges of looked-up rows).
     """
@@ -109,9 +121,9 @@ class Overlap:
         self.plan = steps.work.plan
         self.traits = steps.traits
         self.parameters = parameters
-        self._shares: dict[Work, Number] = {}
+        self._shares: dict[WorkKind, Number] = {}
 
-    def hidden_share(self, work: Work) -> Number:
+    def hidden_share(self, work: WorkKind) -> Number:
         """Share of the seconds of work that may run under compute."""
         if work not in self._shares:
             self._shares[work] = RULES[work].hidden_share(self)

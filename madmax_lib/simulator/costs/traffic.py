@@ -39,7 +39,6 @@ __all__ = [
     "reduced_time",
     "shard_group",
     "tied_s",
-    "transfers_s",
 ]
 
 _INT8_BYTES = 1.0
@@ -87,7 +86,7 @@ class Transfer:
     calls: Number = 1.0
 
 
-def transfers_s(
+def _transfers_s(
     transfers: Iterable[Transfer], parameters: Number, prices: Prices
 ) -> Number:
     """Seconds of transfers of so many parameters, one after another."""
@@ -190,9 +189,9 @@ def gathers_of(count: ParameterCount, prices: Prices) -> Gathers:
         ahead = gather_transfers(prices, experts=experts, backward=False)
         back = gather_transfers(prices, experts=experts, backward=True)
         reductions = reduce_transfers(prices, experts=experts, calls=calls)
-        forward_s = forward_s + transfers_s(ahead, moved, prices)
-        backward_s = backward_s + transfers_s(back, moved, prices)
-        reduce_s = reduce_s + transfers_s(reductions, moved, prices)
+        forward_s = forward_s + _transfers_s(ahead, moved, prices)
+        backward_s = backward_s + _transfers_s(back, moved, prices)
+        reduce_s = reduce_s + _transfers_s(reductions, moved, prices)
     return Gathers(forward_s, backward_s, prices.trained * reduce_s)
 
 
@@ -235,9 +234,9 @@ def reduced_time(
     within_s = 0.0
     if any_nonzero(below):
         transfers = reduce_transfers(prices, experts=experts, calls=calls)
-        within_s = np.where(below, transfers_s(transfers, parameters, prices), 0.0)
+        within_s = np.where(below, _transfers_s(transfers, parameters, prices), 0.0)
     copies = copies_transfer(prices, experts=experts, calls=calls)
-    return ReducedTime(within_s, transfers_s([copies], parameters, prices))
+    return ReducedTime(within_s, _transfers_s([copies], parameters, prices))
 
 
 def tied_s(prices: Prices) -> Number:

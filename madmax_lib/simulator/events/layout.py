@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from madmax_lib.plan.case import Case
-from madmax_lib.simulator.costs.overlap import Work
+from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.messages import Message, crosses
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
@@ -136,7 +136,7 @@ class StepBuilder:
         pass_.sends = pass_.op(
             Stream.PIPELINE, "comm", name, duration_s, ready, **about
         )
-        if not prices.overlap.hidden_share(Work.MESSAGE):
+        if not prices.overlap.hidden_share(WorkKind.MESSAGE):
             stop_s = prices.constants["send_stop_s"] / 2
             handshake = f"{name} handshake"
             pass_.last = pass_.op(

@@ -16,7 +16,7 @@ from madmax_lib.simulator.costs.layer_time import (
     layer_time,
     with_spare_compute,
 )
-from madmax_lib.simulator.costs.overlap import Work, work_of
+from madmax_lib.simulator.costs.overlap import WorkKind, work_of
 from madmax_lib.simulator.costs.prices import CAUSES
 from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_count
 from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
@@ -176,7 +176,7 @@ class PassBuilder:
             exchanges = [
                 comm
                 for comm in (*block.before, *block.after)
-                if work_of(comm.group) is Work.EXPERT
+                if work_of(comm.group) is WorkKind.EXPERT
             ]
             exchanges_s.append(self._hidden_s(exchanges))
         return [float(part) for part in with_spare_compute(seconds, exchanges_s)]
@@ -234,7 +234,7 @@ class PassBuilder:
         if not seconds:
             return after
         name = f"launch {unit[0].unit} {phase}"
-        if not self.prices.overlap.hidden_share(Work.LAUNCH):
+        if not self.prices.overlap.hidden_share(WorkKind.LAUNCH):
             return [*after, pass_.compute(name, seconds, after, unit[0].unit)]
         if not float(self.prices.stop_s(unit)):  # else block by block
             pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, seconds, ()))
@@ -358,7 +358,7 @@ class PassBuilder:
             for chunk in stage
         ]
         fills = max(sums) * self.sharding.gradient_width >= self.plan.bucket_bytes
-        return bool(self.prices.overlap.hidden_share(Work.BUCKET) and fills)
+        return bool(self.prices.overlap.hidden_share(WorkKind.BUCKET) and fills)
 
     def _hidden_s(self, comms: Sequence[Comm]) -> float:
         """Seconds of collectives beside which a block computes."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import Work
+from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import (
     Transfer,
@@ -53,7 +53,7 @@ class Sharding:
     def gathers_ahead(self, phase: str, first: bool, units: int) -> int | None:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""
         if self.plan.zero == 3:
-            share = self.prices.overlap.hidden_share(Work.GATHER)
+            share = self.prices.overlap.hidden_share(WorkKind.GATHER)
             return self.plan.prefetch if share else 0
         # ZeRO-1/2 gather the weights of all units under the first forward pass
         if not (self.plan.overlap_gather and phase == "forward" and first):
@@ -106,7 +106,7 @@ class Sharding:
         by_unit = self.plan.zero == 3 and not overlap.sharded_buckets
         full_bytes = 0.0 if by_unit else self.plan.bucket_bytes
         active = (last or self.every_batch) and not self.plan.lora_rank
-        hides = bool(overlap.hidden_share(Work.BUCKET))
+        hides = bool(overlap.hidden_share(WorkKind.BUCKET))
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
         closes_early = self.plan.zero == 3 or bool(self.prices.traits.hides_dp)
 

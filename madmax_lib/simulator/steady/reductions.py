@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import Work
+from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import (
     ParameterCount,
@@ -203,7 +203,7 @@ def _exposed_reductions(
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
     round_s = steps.round_size * launched_s
     host_s = _left_s(moved, launched_s, begun_s, round_s, chunks)
-    hides = prices.overlap.hidden_share(Work.BUCKET)
+    hides = prices.overlap.hidden_share(WorkKind.BUCKET)
     after_s = np.where(hides, rest_s, moved.serial_s)
     after_host_s = np.where(hides, host_s, moved.serial_s)
     each = prices.overlap.reduces_each

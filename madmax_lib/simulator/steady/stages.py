@@ -26,7 +26,7 @@ from madmax_lib.simulator.steady.layer_kinds import (
     stage_excess,
 )
 
-__all__ = ["Stage", "StageLayers", "Stages", "stage_layers", "stages_of"]
+__all__ = ["PipelineStage", "StageLayers", "Stages", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StageLayers:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One stage; 0 layers where a pipeline has no such stage."""
 
     layers: Number
@@ -78,7 +78,9 @@ class Stages:
     """Stages of a pipeline, a micro-batch in both passes."""
 
     layers: StageLayers
-    three: tuple[Stage, Stage, Stage]  # first, fullest middle and last
+    three: tuple[
+        PipelineStage, PipelineStage, PipelineStage
+    ]  # first, fullest middle and last
     slowest_s: Number
     sum_s: Number  # of all stages
     passes: LayerPasses  # of a layer
@@ -105,7 +107,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     shape = steps.work.shape
     pp = np.asarray(steps.work.plan.pp)
     single = pp == 1
-    layers = stage_layers(steps)
+    layers = _stage_layers(steps)
     first = layers.first
     passes = _layer_passes(costs.layer, costs)
     layer_s = passes.both_s
@@ -149,9 +151,9 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     return Stages(
         layers=layers,
         three=(
-            Stage(first, share * (first - dense), 0, first_s),
-            Stage(middle, share * middle, pp - 2, middle_s),
-            Stage(last, share * last, pp - 1, last_s),
+            PipelineStage(first, share * (first - dense), 0, first_s),
+            PipelineStage(middle, share * middle, pp - 2, middle_s),
+            PipelineStage(last, share * last, pp - 1, last_s),
         ),
         slowest_s=slowest_s,
         sum_s=sum_s,
@@ -169,7 +171,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     )
 
 
-def stage_layers(steps: Steps) -> StageLayers:
+def _stage_layers(steps: Steps) -> StageLayers:
     """Layers of the stages; some software cuts at equal FLOPs, head included."""
     plan = steps.work.plan
     layers = np.asarray(steps.work.shape.layers, float)

@@ -18,7 +18,7 @@ import numpy as np
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
-from madmax_lib.simulator.costs.overlap import Work
+from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.rows import take_rows, unique_rows
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
@@ -238,7 +238,7 @@ def _issued_s(layers: Number, moe_layers: Number, prices: Prices) -> Number:
     """Seconds of a host that is not the device for a forward pass of so many layers."""
     halves = prices.steps.work.shape.halves
     seconds = layers * halves * prices.launch_s + moe_layers * prices.routing_s
-    return prices.overlap.hidden_share(Work.LAUNCH) * seconds
+    return prices.overlap.hidden_share(WorkKind.LAUNCH) * seconds
 
 
 def _host_s(
