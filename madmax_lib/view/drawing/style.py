@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.view.commands.words import (
+from madmax_lib.view.words import (
     COLORS,
     LABELS,
     lanes,

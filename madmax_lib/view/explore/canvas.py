@@ -20,7 +20,7 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.view.commands.words import COLORS, LABELS, lanes
+from madmax_lib.view.words import COLORS, LABELS, lanes
 
 __all__ = ["busy_spans", "columns"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.units import format_bytes, format_s
-from madmax_lib.view.commands.words import COLORS, LABELS, percent, shorten
+from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
 __all__ = ["bars", "cards", "heat", "line", "section", "table", "text"]
 

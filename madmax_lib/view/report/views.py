@@ -24,8 +24,8 @@ from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import skew, stragglers
 from madmax_lib.traces.waits.batches import batches
 from madmax_lib.traces.waits.step_times import input_wait, steady_state, steps
-from madmax_lib.view.commands.words import percent, plural
 from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
+from madmax_lib.view.words import percent, plural
 
 __all__ = [
     "advice",
