@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,169 +24,38 @@ from madmax_lib.plan.rules import STATED
 from madmax_lib.plan_flags.keys import FRAMEWORKS
 from madmax_lib.plan_flags.text import source_of
 
-GPT3 = """torchrun --nproc-per-node 8 --nnodes=128 pretrain_gpt.py \\
-    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 1 \\
-    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16 --lr 6.0e-5 \\
-    --micro-batch-size 1 --global-batch-size 1536 --sequence-parallel --recompute-activations \\
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --data-path my-gpt2_text_document"""
+HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    ("args", "world", "plan"),
-    [
-        ("", None, Plan(bucket_bytes=float("inf"))),
-        (GPT3, None, Plan(dp=8, tp=8, pp=16, interleave=6, zero=1, recompute="selective", reduce_fp32=True,
-                          overlap_gather=True, bucket_bytes=160e6)),
-        (["--tensor-model-parallel-size", "4", "--context-parallel-size=2", "--cp-comm-type", "a2a", "--fp16"], 16,
-         Plan(dp=2, tp=4, cp=2, context="ulysses", sequence_parallel=False, bucket_bytes=float("inf"))),
-        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "sequence_parallel": True,
-          "world_size": 16, "bf16": False, "recompute_granularity": None, "moe_expert_capacity_factor": 1.25},
-         None, Plan(dp=8, tp=2, ep=8, capacity=1.25, bucket_bytes=float("inf"))),
-        ("--expert-model-parallel-size 8 --recompute-granularity full --recompute-method uniform", None,
-         Plan(dp=8, ep=8, recompute="full", bucket_bytes=float("inf"))),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-         "--decoder-last-pipeline-num-layers 6", 8,
-         Plan(dp=2, pp=4, interleave=2, last_layers=6, bucket_bytes=float("inf"))),
-        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 14 "
-         "--pipeline-model-parallel-size 4", 4,
-         Plan(pp=4, embedding_as_layer=True, head_as_layer=True, bucket_bytes=float("inf"))),
-        ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --bf16 "
-         "--sequence-parallel --tp-comm-overlap --overlap-moe-expert-parallel-comm", None,
-         Plan(dp=2, tp=4, ep=8, etp=1, overlap_tp=True, overlap_ep=True, reduce_fp32=True,
-              bucket_bytes=float("inf"))),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --tp-comm-overlap", 32,
-         Plan(dp=32, zero=3, bucket_bytes=float("inf"))),
-        ("--use-distributed-optimizer --num-distributed-optimizer-instances 4 --transformer-impl local", 32,
-         Plan(dp=32, zero=1, shard=8, attention="unfused", bucket_bytes=float("inf"))),
-        ("--data-parallel-size 2 --optimizer-cpu-offload", None,
-         Plan(dp=2, offload="optimizer", bucket_bytes=float("inf"))),
-    ],
-)  # fmt: skip
-def test_megatron(args, world, plan):
-    assert plan_flags.read(args, "megatron-lm", world_size=world).plan == plan
+def cases(name):
+    """Rows of a table beside this file."""
+    return json.loads((HERE / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("args", "world", "message"),
-    [
-        ("--tensor-model-parallel-size 3", 8, "tp x pp x cp = 3 does not divide world size 8"),
-        ("--tensor-model-parallel-size two", 8, "--tensor-model-parallel-size=two is not a whole number"),
-        ("--tensor-model-parallel-size 2 --tensor_model_parallel_size=4", 8, "given twice, as 2 and as 4"),
-        ("--nproc-per-node 8", 16, "different numbers of devices: 16, 8"),
-        ("--recompute-activations --recompute-granularity full", 1, "is selective, but --recompute-granularity=full"),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1, "every layer or none"),
-        ("--recompute-granularity selective --recompute-modules mlp", 1, "a plan recomputes core_attn alone"),
-        ("--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2", 2, "=2 needs --num-layers"),
-        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2 --num-layers 16", 2,
-         "pp x 3 does not divide 16 layers"),
-        ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", 2, "exclude each other"),
-        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 3 --tensor-model-parallel-size 4", 4,
-         "etp=3 does not divide tp=4"),
-        ("--pipeline-model-parallel-layout Et*3|(tt|)*29", 1, "-parallel-layout=.*could change the plan"),
-        ("--context-parallel-size 2 --cp-comm-type all_gather", 2, "--cp-comm-type=all_gather: a plan knows p2p, a2a"),
-        ("--overlap-param-gather", 2, "overlap_gather is for zero=1 and zero=2, but zero=0"),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-         "--decoder-first-pipeline-num-layers 3", 2, "=3 is not a multiple of the 2 virtual stages"),
-        ("--account-for-loss-in-pipeline-split --num-layers 16 --pipeline-model-parallel-size 4", 4,
-         r"16 \+ 1 layers do not divide over 4 stages"),
-        ("--checkpoint-activations", 1, "no longer takes it"),
-        ("--expert-model-parallel-size 3", 8, "ep=3 does not divide dp x cp = 8 x 1"),
-    ],
-)  # fmt: skip
-def test_megatron_refused(args, world, message):
-    with pytest.raises(ValueError, match=message) as error:
-        plan_flags.read(args, "megatron-lm", world_size=world)
+@pytest.mark.parametrize("case", cases("read"), ids=lambda case: case["plan"])
+def test_read(case, tmp_path):
+    """The plan of a command line, a script, a dictionary, a log or a file."""
+    sources = [case["source"]]
+    if case["framework"] == "torchtitan":
+        sources.append(tmp_path / "config.toml")
+        sources[1].write_text(case["source"])
+    for source in sources:
+        stated = plan_flags.read(source, case["framework"], **case["options"])
+        assert stated.plan == Plan.parse(case["plan"])
+        assert "global_batch" not in case or stated.global_batch == case["global_batch"]
+
+
+@pytest.mark.parametrize("case", cases("refused"), ids=lambda case: case["message"])
+def test_refused(case):
+    with pytest.raises(ValueError, match=case["message"]) as error:
+        plan_flags.read(case["source"], case["framework"], **case["options"])
     assert "\n" not in str(error.value)
 
 
-LLAMA = """
-[model]
-name = "llama3"
-flavor = "405B"
-[training]
-local_batch_size = 2
-seq_len = 8192
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 8  # 8-way TP
-enable_async_tensor_parallel = true
-pipeline_parallel_degree = 1
-context_parallel_degree = 1
-[activation_checkpoint]
-mode = "full"
-"""
-
-
-def titan(parallelism="", training="", checkpoint=""):
-    tables = {
-        "parallelism": parallelism,
-        "training": training,
-        "activation_checkpoint": checkpoint,
-    }
-    return "".join(f"[{name}]\n{text}\n" for name, text in tables.items())
-
-
-PIPELINE = "pipeline_parallel_degree = 4\ndata_parallel_shard_degree = 2\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "plan"),
-    [
-        (LLAMA, {"world_size": 512},
-         Plan(dp=64, tp=8, zero=3, micro_batch=2, recompute="full", reduce_fp32=True, overlap_tp=True)),
-        (titan("data_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8", "local_batch_size = 1",
-               'mode = "selective"\nselective_ac_option = "op"'), {},
-         Plan(dp=32, shard=8, zero=3, recompute="selective", reduce_fp32=True)),
-        (titan("data_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1", "batch_size = 1", 'mode = "none"'),
-         {}, Plan(dp=8, reduce_fp32=True)),
-        (titan("data_parallel_shard_degree = 4\ncontext_parallel_degree = 2\nexpert_parallel_degree = 8",
-               'local_batch_size = 1\nmixed_precision_reduce = "bfloat16"\nenable_cpu_offload = true', 'mode = "none"'),
-         {}, Plan(dp=4, cp=2, ep=8, zero=3, offload="all")),
-        (titan("data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\nexpert_parallel_degree = 8",
-               "local_batch_size = 1", 'mode = "none"'), {},
-         Plan(dp=4, tp=2, ep=8, etp=1, zero=3, reduce_fp32=True)),
-        (titan(PIPELINE + 'pipeline_parallel_schedule = "Interleaved1F1B"', "local_batch_size = 8", 'mode = "none"'),
-         {"world_size": 8}, Plan(dp=2, pp=4, interleave=2, zero=2, overlap_gather=True, embedding_as_layer=True,
-                                 head_as_layer=True, reduce_fp32=True)),
-        (titan(PIPELINE + 'pipeline_parallel_schedule = "Interleaved1F1B"\npipeline_parallel_layers_per_stage = 2\n'
-               'fsdp_reshard_after_forward = "always"\npipeline_parallel_microbatch_size = 4', "local_batch_size = 8",
-               'mode = "none"'), {"layers": 30},
-         Plan(dp=2, pp=4, interleave=4, zero=3, embedding_as_layer=True, head_as_layer=True, reduce_fp32=True,
-              micro_batch=4)),
-    ],
-)  # fmt: skip
-def test_torchtitan(text, options, plan, tmp_path):
-    assert plan_flags.read(text, "torchtitan", **options).plan == plan
-    path = tmp_path / "config.toml"
-    path.write_text(text)
-    assert plan_flags.read(path, "torchtitan", **options).plan == plan
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (titan("data_parallel_shard_degree = -1"), {}, "data_parallel_shard_degree=-1 is the rest of the world"),
-        (titan("data_parallel_shard_degree = 4"), {"world_size": 16}, r"= 1 x 4 x 1 is not the world size 16"),
-        (titan("tensor_parallel_degree = 3\ndata_parallel_shard_degree = -1"), {"world_size": 8}, "not the world size"),
-        (titan("tensor_parallel_degree = 0", ""), {"world_size": 8}, "tensor_parallel_degree=0 must be a whole number"),
-        (titan("data_parallel_shard_degree = 1\nwarp_degree = 2"), {}, "parallelism.warp_degree=2: not known"),
-        (titan(PIPELINE + 'pipeline_parallel_schedule = "ZBVZeroBubble"'), {}, "=zbvzerobubble: a plan knows 1f1b"),
-        (titan(PIPELINE + "pipeline_parallel_layers_per_stage = 2"), {}, "=2 needs the number of layers"),
-        (titan(PIPELINE + "pipeline_parallel_layers_per_stage = 2"), {"layers": 30}, "makes 16 stages of 30 layers"),
-        (titan("data_parallel_shard_degree = 2", "", 'mode = "selective"\nselective_ac_option = "2"'), {},
-         "selective_ac_option=2: a plan recomputes every layer or none"),
-        (titan(PIPELINE + "pipeline_parallel_microbatch_size = 3", "local_batch_size = 8"), {},
-         "pipeline_parallel_microbatch_size=3 does not divide local_batch_size=8"),
-        (titan("data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4\n"
-               "expert_tensor_parallel_degree = 3"), {}, "etp=3 does not divide tp=2"),
-        ("[parallelism\n", {}, r"configuration: not TOML .*line 1"),
-    ],
-)  # fmt: skip
-def test_torchtitan_refused(text, options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        plan_flags.read(text, "torchtitan", **options)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("case", cases("not_written"), ids=lambda case: case["message"])
+def test_not_written(case):
+    with pytest.raises(ValueError, match=case["message"]):
+        plan_flags.write(case["plan"], case["framework"], **case["run"])
 
 
 def test_a_configuration_that_is_not_there():
@@ -513,99 +383,6 @@ def test_a_configuration_names_its_model(framework):
         plan_flags.write(plan, framework, model="dlrm-a")
 
 
-DUMP = {"model_spec": {"name": "llama3"}, "training": {"num_tokens_per_microbatch_per_dp_rank": 8192,
-        "max_context_length": 4096}, "parallelism": {"data_parallel_shard_degree": -1, "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": "Interleaved1F1B", "num_pp_microbatches": 4},
-        "activation_checkpoint": {"debug": False}}  # fmt: skip
-LOGGED = "\n".join(
-    f"[rank0]:{line}" for line in json.dumps(DUMP, indent=2).splitlines()
-)
-SCRIPT = """#!/bin/bash
-NNODES=${SLURM_NNODES:-"1"}
-TP=2  # ranks
-GPT_ARGS=(
-    --tensor-model-parallel-size $TP --sequence-parallel
-    # --pipeline-model-parallel-size 4
-    "--micro-batch-size 2")
-torchrun --nproc_per_node 8 --nnodes $NNODES pretrain_gpt.py ${GPT_ARGS[@]} --bf16 --overlap-grad-reduce"""
-FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nnum_machines: 2\nfsdp_config:\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "world", "text", "batch"),
-    [
-        (f"[rank0]:[titan] 2026-08-21 - root - INFO - Running with configs: {LOGGED}\n[rank0]:[titan] saved {{}}", 8,
-         "dp4.pp2.z2.v2.mb2.full.embedding-layer.head-layer.overlap-gather.reduce-fp32", 32),
-        ("--module llama3 --config llama3_8b --parallelism.tensor-parallel-degree=2 --training.local-batch-size 4 "
-         "--parallelism.no-enable-sequence-parallel activation-checkpoint:selective", 8,
-         "dp4.tp2.z3.mb4.nosp.selective.reduce-fp32", 16),
-        (SCRIPT, None, "dp4.tp2.mb2.bucket160000000.reduce-fp32", 8),
-        (SCRIPT, 64, "dp32.tp2.mb2.bucket160000000.reduce-fp32", 64),
-        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(tt|)*2tL --fp16", 4,
-         "dp1.pp4.embedding-layer.head-layer.one-bucket", None),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL --fp16", 2,
-         "dp1.pp2.first3.last1.one-bucket", None),
-        ("--use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce --bf16 --main-grads-dtype bf16", 8,
-         "dp8.z3.bucket80000000", None),
-        ({"model": {"tensor_model_parallel_size": 2}, "ddp": {"use_distributed_optimizer": True},
-          "mixed_precision": "bf16_mixed", "comm_overlap": None}, 8,
-         "dp4.tp2.nosp.z1.overlap-gather.reduce-fp32.bucket536870912", None),
-        ({"ddp": {"grad_reduce_in_fp32": True}, "mixed_precision": {"bf16": True, "grad_reduce_in_fp32": False}}, 4,
-         "dp4.one-bucket", None),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "mics_shard_size": -1},
-          "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 16, "dp16.z3.mb2.qwz.bucket1000000000", 64),
-        *[({"train_batch_size": total, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,
-            "tensor_parallel": {"autotp_size": 2}}, 8, "dp4.tp2.nosp.mb2.bucket1000000000", 64) for total in (128, 64)],
-        ({"_comment": "script: global_batch_size=64", "train_micro_batch_size_per_gpu": 2,
-          "gradient_accumulation_steps": 8, "tensor_parallel": {"autotp_size": 2}}, None,
-         "dp4.tp2.nosp.mb2.bucket1000000000", 64),
-        ('// comment\n{"train_batch_size": 16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e6}}', 8,
-         "dp8.z1.mb2.bucket10000000", 16),
-        (FSDP + "  fsdp_sharding_strategy: HYBRID_SHARD_ZERO2", None, "dp16.z2.hs8.overlap-gather", None),
-        (FSDP.replace("FSDP", "DEEPSPEED").replace("fsdp", "deepspeed") + "  zero_stage: 3\n"
-         "parallelism_config:\n  parallelism_config_sp_size: 4", None, "dp4.cp4.z3.ulysses.bucket1000000000", None),
-        (FSDP.replace("FSDP", "MEGATRON_LM").replace("fsdp", "megatron_lm") + "  megatron_lm_tp_degree: 4\n"
-         "  megatron_lm_sequence_parallelism: true", None, "dp4.tp4.one-bucket.reduce-fp32", None),
-    ],
-)  # fmt: skip
-def test_forms(source, world, text, batch):
-    stated = plan_flags.read(source, world_size=world)
-    assert (str(stated.plan), stated.global_batch) == (str(Plan.parse(text)), batch)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("", "of no known framework .*no keys"),
-        ("a: 1\nb: 2", "of no known framework .*it has a, b"),
-        ("hello", "not a configuration: 'hello'"),
-        ("{bad", "not JSON"),
-        ("a: [1\nb", "not YAML"),
-        ("--tensor-model-parallel-size 0", "=0 must be a whole number of at least 1"),
-        ("--tensor-model-parallel-size $TP", r"=\$TP is not a whole number"),
-        ("--warp-parallel-size 2", "not known, and it could change the plan"),
-        ("--hybrid-layer-pattern M-|M-", "its | cuts the pipeline"),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "layers=2: a plan recomp"),
-        ("--recompute-granularity full", "needs --recompute-method"),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttm|L|", "could change the plan"),
-        ({"zero_optimization": {"stage": 3, "warp": 1}}, "zero_optimization.warp=1: not known"),
-        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is no multiple of 4 x 8"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}, "train_batch_size": 8}, "exclude each other"),
-        ({"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}}, "it sends signs of gradients"),
-        ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-         "offloads parameters with the optimizer"),
-        ({"distributed_type": "TPU"}, "distributed_type=TPU: not NO, MULTI_GPU"),
-        (FSDP + "  fsdp_warp: 1", "fsdp_config.fsdp_warp=1: not known"),
-        ({"model": {"name": "flux"}, "parallelism": {}, "activation_checkpoint": {"mode": "full"}}, "language model"),
-        ({"model": {"tensor_model_parallel_size": 2, "cpu_offloading": True}}, "model.cpu_offloading=True: a"),
-    ],
-)  # fmt: skip
-def test_refused(source, message):
-    with pytest.raises(ValueError, match=message) as error:
-        plan_flags.read(source, world_size=8)
-    assert "\n" not in str(error.value)
-
-
 def test_harmless_keys_are_listed():
     words = "scatter_embedding_sequence_parallel cpu_offloading_activations deallocate_pipeline_outputs parallel_output"
     assert plan_flags.read({"model": dict.fromkeys(words.split(), True)}).plan == Plan(
@@ -622,79 +399,3 @@ def test_harmless_keys_are_listed():
     assert stated.notes == (
         "--fp8-format=hybrid: fp8 is of the products, which a plan does not say",
     )
-
-
-@pytest.mark.parametrize(
-    ("plan", "framework", "run", "message"),
-    [
-        (
-            "dp4",
-            "nanotron",
-            {},
-            "framework='nanotron' is not one of torchtitan, megatron-lm, megatron-bridge",
-        ),
-        (
-            "dp4.mb2",
-            "megatron",
-            {"global_batch": 12},
-            "dp x micro_batch = 4 x 2; the nearest is 16",
-        ),
-        (
-            "dp4.z1",
-            "torchtitan",
-            {},
-            "torchtitan cannot state zero=1: its configuration would run zero=2",
-        ),
-        ("dp2.pp2.zb", "torchtitan", {}, "cannot state schedule=zero-bubble"),
-        ("dp4.pp2.v4.reduce-fp32", "torchtitan", {}, "give layers="),
-        (
-            "dp2.pp2.gpipe",
-            "megatron-core",
-            {},
-            "cannot state schedule=gpipe: its configuration would run schedule=1f1b",
-        ),
-        ("dp8.z3.selective", "deepspeed", {}, "cannot state recompute=selective"),
-        ("dp2.pp2", "accelerate", {}, "cannot state pp=2"),
-        (
-            "tp5",
-            "megatron",
-            {"model": "gpt2"},
-            "tp=5 does not divide 12 attention heads of gpt2",
-        ),
-        (
-            "dp2.pp8.v2",
-            "megatron",
-            {"model": "gpt2"},
-            "pp x interleave = 8 x 2 exceeds 12 layers of gpt2",
-        ),
-        (
-            "dp2.cp2.z3",
-            "accelerate",
-            {"model": "gpt2", "sequence": 1023},
-            "cp=2 does not divide 1023 tokens of gpt2",
-        ),
-        ("dp4.ep2", "deepspeed", {"model": "gpt2"}, "ep=2, but gpt2 has no experts"),
-        (
-            "dp4",
-            "deepspeed",
-            {"dtype": "int4"},
-            "dtype=int4 is not one of bf16, fp16, fp32",
-        ),
-        ("dp4.cp2.z3.hs1", "accelerate", {}, "shard=1 must be a multiple of cp=2"),
-        (
-            "dp2.tp2.pp2.nosp",
-            "deepspeed",
-            {},
-            "autotp_size=2: AutoTP leaves no ranks to a pipeline",
-        ),
-        (
-            "dp2.tp2.cp2.ulysses.nosp.z3",
-            "deepspeed",
-            {},
-            "=2: AutoTP leaves no ranks to sequence parallelism",
-        ),
-    ],
-)
-def test_not_written(plan, framework, run, message):
-    with pytest.raises(ValueError, match=message):
-        plan_flags.write(plan, framework, **run)
