@@ -51,7 +51,8 @@ WAIT, WARMUP, ACTIVE = (
     8,
     2,
     2,
-    # not recorded: DDP rebuilds its buckets, AdamW makes its state, the allocator settles
+    # not recorded: DDP rebuilds its buckets, AdamW makes its state, the allocator
+    # settles
 )
 DIM, LAYERS, HEADS = 128, 4, 4
 IMAGE, PATCH, CLASSES = 32, 4, 10

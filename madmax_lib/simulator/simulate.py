@@ -73,8 +73,8 @@ def simulate(
     ranks are, as in `Case`; seed: of the delays drawn.
     collectives: measured seconds that replace the formulas, and those of parameters, as
     in `MeasuredCollectives`.
-    policy: how states leave the device under offload, a `Policy`; the share that makes the step
-    shortest is found if it names none.
+    policy: how states leave the device under offload, a `Policy`; the share that makes
+    the step shortest is found if it names none.
     Ranks: one per pipeline stage, standing for all devices of the stage
     (meta.represents); all ranks of up to 64 devices. Streams, and with offload threads
     of the host, are numbered by `schedule.streams.Stream`. Raises ValueError, in the
@@ -82,7 +82,8 @@ def simulate(
     mm.estimate, mm.breakdown, mm.plot_timeline, mm.export_trace.
 
     >>> from madmax_lib.catalog.tables import cluster, model
-    >>> step = simulate(model("gpt2"), cluster("dgx-a100", nodes=16), Plan(dp=64, pp=2), global_batch=128)
+    >>> nodes = cluster("dgx-a100", nodes=16)
+    >>> step = simulate(model("gpt2"), nodes, Plan(dp=64, pp=2), global_batch=128)
     >>> {rank: len(devices) for rank, devices in step.meta.represents.items()}
     {0: 64, 64: 64}
     """

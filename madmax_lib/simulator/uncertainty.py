@@ -3,10 +3,13 @@ known stacks and for strangers.
 
 Its variance is the sum of
 
-    constants^2 * s' C s    what the rows leave open: C the covariance of the constants, s what the step feels
+    constants^2 * s' C s    what the rows leave open: C the covariance of the
+                            constants, s what the step feels of each
     stranger^2              what every source has of its own
-    mixture^2, rare^2       more of it: mixtures of experts; LoRA, images, stacks of several kinds: few sources ran them
-    _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the device's family
+    mixture^2, rare^2       more of it: mixtures of experts; LoRA, images, stacks of
+                            several kinds, which few sources ran
+    _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the
+                            device's family
 
 and the half-width is `quantile` times its root. C holds the prior's width of what no
 row has fixed, such as the rate of a software or a device that nobody has measured, so

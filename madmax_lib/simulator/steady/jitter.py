@@ -13,6 +13,7 @@ themselves. Parts grow on a line up to the delay of the slowest rank.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import digamma
@@ -24,7 +25,21 @@ __all__ = ["Parts", "longest_delay", "with_waits"]
 
 Parts = dict[str, Number]  # seconds by part of a step
 _WAITING = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "bubble_s")
+# of a micro-batch in the bottleneck stage
+_OF_STAGE = ("gemm_s", "attention_s", "pointwise_s", "head_s", *_WAITING[:4])
 _NEVER = 1e-300  # keeps a quotient of two zeros at zero
+
+
+class _Nested(NamedTuple):
+    """A number for each group of ranks that wait for each other, inside the next."""
+
+    rank: Number  # one alone
+    tensor: Number  # in each layer
+    context: Number
+    expert: Number
+    sharded: Number  # under ZeRO-3
+    stage: Number  # replicas, at the end of the step
+    stages: Number  # of the pipeline, as far as they are alike
 
 
 def longest_delay(steps: Steps) -> Number:
@@ -42,44 +57,53 @@ def with_waits(
     times: of equal ranks. slow: of ranks that are all as slow as the slowest. parts:
     names of those whose sum is the step.
     """
-    plan = steps.work.plan
-    world = plan.world_size
     longest = np.maximum(longest_delay(steps), _NEVER)
     growth = {
         part: steps.jitter * (slow[part] - times[part]) / longest for part in times
     }
-    behind = [_harmonic(count) - 1 / world for count in _nested_ranks(steps, times)]
-    delay = behind[-1] - behind[0]  # of the step beyond the mean rank's
+    # expected delay of the slowest rank of each group, in mean delays
+    world = steps.work.plan.world_size
+    ranks = _nested_ranks(steps, times)
+    behind = _Nested(*(_harmonic(count) - 1 / world for count in ranks))
+    delay = behind.stages - behind.rank  # of the step beyond the mean rank's
     # fill and drain pass through each stage once, at its own speed
     once_s = growth["bubble_s"] + growth["launch_s"]
-    once_s = np.clip(once_s, 0.0, growth["step_s"]) * (behind[-1] - behind[4])
+    once_s = np.clip(once_s, 0.0, growth["step_s"])
+    once_s = once_s * (behind.stages - behind.sharded)
     waits_s = growth["step_s"] * delay - once_s
-    result = {part: times[part] + growth[part] * behind[0] for part in parts}
+    result = {part: times[part] + growth[part] * behind.rank for part in parts}
+    # each group's ranks wait as much longer as the group is larger
     for part, (inner, outer) in zip(_WAITING, pairwise(behind), strict=True):
         share = (outer - inner) / np.maximum(delay, 1e-9)
         result[part] = result[part] + waits_s * share
     return result
 
 
-def _nested_ranks(steps: Steps, times: Parts) -> tuple[Number, ...]:
-    """Ranks of groups that wait for each other, each inside the next: one, tp, cp, ep,
-    ZeRO-3, a stage, all stages as far as they are alike.
-    """
+def _nested_ranks(steps: Steps, times: Parts) -> _Nested:
+    """Ranks of each group."""
     plan = steps.work.plan
     pp = np.asarray(plan.pp)
+    tp = plan.tp
     # seconds of the bottleneck stage, and of a mean other one, in a micro-batch
-    body = ("gemm_s", "attention_s", "pointwise_s", "head_s")
-    waits = ("tp_s", "cp_s", "ep_s", "fsdp_s")
-    stage_s = sum(times[part] for part in (*body, *waits)) / steps.micro_batches
+    stage_s = sum(times[part] for part in _OF_STAGE) / steps.micro_batches
     other_s = times["bubble_s"] * plan.interleave / (pp - (pp > 1))
     other_s = np.where(np.equal(plan.schedule, "zero-bubble"), stage_s, other_s)
-    lag = np.minimum(other_s / stage_s - 1, 0.0) / np.maximum(steps.jitter, 1e-9)
-    alike = np.exp(lag)  # probability that another stage may be the slowest
-    in_layer = np.maximum(plan.tp * plan.cp, plan.ep * plan.tp // plan.expert_spread)
-    sharded = (np.asarray(plan.zero) >= 3) * plan.tp * plan.sharing
+    # probability that another stage is behind by more than it is faster
+    lag = np.minimum(other_s / stage_s - 1, 0.0)
+    alike = np.exp(lag / np.maximum(steps.jitter, 1e-9))
+    exchanging = plan.ep * tp // plan.expert_spread
+    in_layer = np.maximum(tp * plan.cp, exchanging)
+    sharing = (np.asarray(plan.zero) >= 3) * tp * plan.sharing
     of_stage = plan.world_size / pp
-    ranks = [1, plan.tp, plan.tp * plan.cp, in_layer, np.maximum(in_layer, sharded)]
-    return (*ranks, of_stage, of_stage * (1 + (pp - 1) * alike))
+    return _Nested(
+        rank=1,
+        tensor=tp,
+        context=tp * plan.cp,
+        expert=in_layer,
+        sharded=np.maximum(in_layer, sharing),
+        stage=of_stage,
+        stages=of_stage * (1 + (pp - 1) * alike),
+    )
 
 
 def _harmonic(count: Number) -> Number:
