@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
+_NEVER = 1e-300  # keeps a quotient of two zeros at zero
 
 
 class Program:
@@ -130,34 +131,37 @@ def run(program: Program) -> tuple[list[float], list[float]]:
     return start_s, end_s
 
 
-def apply_core_sharing(program: Program, alone: float) -> None:
-    """Make compute shorter while other ranks do not compute: `alone` of its duration
-    beside none of them.
+def apply_core_sharing(program: Program, solo_ratio: float) -> None:
+    """Make compute shorter while other ranks do not compute: `solo_ratio` of its
+    duration beside none of them, all of it beside all.
 
     Durations and overlaps follow from each other, so they are worked out in turns.
     """
     ranks = np.array(program.rank)
     compute = np.flatnonzero(np.array(program.kind) == "compute")
+    of_op = ranks[compute]
     others = len(set(program.rank)) - 1
-    whole_s = np.array(program.duration_s)
+    full_s = np.array(program.duration_s)[compute]
     for _ in range(_TURNS):
-        start_s, end_s = (np.array(times) for times in run(program))
-        busy_s = np.zeros(len(compute))
+        start_s, end_s = (np.array(times)[compute] for times in run(program))
+        # seconds for which other ranks compute while an op lasts, summed over them
+        overlap_s = np.zeros(len(compute))
         for rank in np.unique(ranks):
-            of = compute[ranks[compute] == rank]
-            ends = np.concatenate(
-                [[0.0], np.stack([start_s[of], end_s[of]], axis=1).reshape(-1)]
-            )
-            done = np.concatenate(
-                [[0.0], np.cumsum(np.diff(ends) * (np.arange(len(ends) - 1) % 2))]
-            )
-            beside = np.interp(end_s[compute], ends, done) - np.interp(
-                start_s[compute], ends, done
-            )
-            busy_s += np.where(ranks[compute] == rank, 0.0, beside)
-        beside = busy_s / np.maximum((end_s - start_s)[compute] * others, 1e-300)
+            mine = of_op == rank
+            # busy seconds of the rank so far: a line that rises while it computes, from
+            # start to end of each op, and is level between them
+            corners = np.stack([start_s[mine], end_s[mine]], axis=1).reshape(-1)
+            corners = np.concatenate([[0.0], corners])
+            rises = np.arange(len(corners) - 1) % 2
+            busy_s = np.concatenate([[0.0], np.cumsum(np.diff(corners) * rises)])
+            until_end_s = np.interp(end_s, corners, busy_s)
+            meanwhile_s = until_end_s - np.interp(start_s, corners, busy_s)
+            overlap_s += np.where(mine, 0.0, meanwhile_s)
+        share = overlap_s / np.maximum((end_s - start_s) * others, _NEVER)
+        share = np.minimum(share, 1.0)
+        wanted_s = full_s * (solo_ratio + (1 - solo_ratio) * share)
+        # half a step each turn, so that durations and overlaps do not swing
         durations_s = np.array(program.duration_s)
-        wanted_s = whole_s[compute] * (alone + (1 - alone) * np.minimum(beside, 1.0))
         durations_s[compute] = (durations_s[compute] + wanted_s) / 2
         program.duration_s = durations_s.tolist()
 
@@ -177,9 +181,8 @@ def run_with_stragglers(
     to another goes from each device to its like.
     """
     times_s = np.empty((2, len(program), shown))
-    needed = {
-        other: op for op, after in enumerate(program.after) for other in after
-    }  # by which op at last
+    # the last op that waits for each: its end can be forgotten then
+    needed = {other: op for op, after in enumerate(program.after) for other in after}
     ends = dict[int, np.ndarray]()
     tail = dict[tuple[int, int], np.ndarray]()
     ops = zip(
@@ -197,10 +200,10 @@ def run_with_stragglers(
             begin = np.maximum(begin, ends[other])
         end = begin
         if kind == "comm" and group in groups:
+            # (groups, members, stride): each ends when the last of its members begins
             members = begin.reshape(-1, *groups[group])
-            end = np.broadcast_to(
-                members.max(axis=1, keepdims=True), members.shape
-            ).reshape(-1)
+            latest = members.max(axis=1, keepdims=True)
+            end = np.broadcast_to(latest, members.shape).reshape(-1)
         end = end + duration_s * (slower[rank] if kind == "compute" else 1.0)
         times_s[:, op] = begin[:shown], end[:shown]
         tail[rank, stream] = ends[op] = end
@@ -243,39 +246,44 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
 
 
 def with_receive_kernels(timeline: Timeline) -> Timeline:
-    """With what ranks do while they wait for messages of others: as in a trace, a
-    kernel that receives spins.
+    """Add the spinning receive kernels a profiler records while a rank waits for a
+    message.
 
     A rank whose step begins with a message waits for that of the next step when it is
     done.
     """
     spans = timeline.spans
-    rank = timeline.spans["rank"].to_numpy()
+    rank = spans["rank"].to_numpy()
     end_ns = (spans["start_ns"] + spans["dur_ns"]).to_numpy()
     source = timeline.edges["source"].to_numpy()
     target = timeline.edges["target"].to_numpy()
-    far = rank[source] != rank[target]
-    if not far.any():
+    crosses = rank[source] != rank[target]
+    if not crosses.any():
         return timeline
-    free_ns = np.zeros(len(spans), np.int64)  # when all but messages is there
-    np.maximum.at(free_ns, target[~far], end_ns[source[~far]])
-    source = source[far]
-    target = target[far]
+    # when all that an op waits for is there, but messages: then it begins to spin
+    free_ns = np.zeros(len(spans), np.int64)
+    np.maximum.at(free_ns, target[~crosses], end_ns[source[~crosses]])
+    source = source[crosses]
+    target = target[crosses]
     waits = spans.take(source).assign(
-        rank=rank[target], stream=int(Stream.RECEIVE), op=-1, size_bytes=0.0
+        rank=rank[target],
+        stream=int(Stream.RECEIVE),
+        op=-1,
+        size_bytes=0.0,
+        start_ns=free_ns[target],
+        end_ns=end_ns[source],
     )
-    waits = waits.assign(start_ns=free_ns[target], end_ns=end_ns[source]).sort_values(
-        ["rank", "start_ns"]
-    )
-    begun_ns = spans["start_ns"].where(spans["kind"] == "compute").groupby(rank).min()
+    waits = waits.sort_values(["rank", "start_ns"])
+    # the first wait of a rank comes again at the end, if no compute is before it
+    computes = spans["kind"] == "compute"
+    begun_ns = spans["start_ns"].where(computes).groupby(rank).min()
     first = waits.drop_duplicates("rank").set_index("rank", drop=False)
     done_ns = pd.Series(end_ns).groupby(rank).max()[first.index]
-    again = first.assign(start_ns=done_ns, end_ns=end_ns.max())[
-        first["end_ns"] <= begun_ns[first.index]
-    ]
-    waits = pd.concat([waits, again], ignore_index=True).sort_values(
-        ["rank", "start_ns"]
-    )
+    is_first = first["end_ns"] <= begun_ns[first.index]
+    again = first.assign(start_ns=done_ns, end_ns=end_ns.max())[is_first]
+    waits = pd.concat([waits, again], ignore_index=True)
+    waits = waits.sort_values(["rank", "start_ns"])
+    # one kernel at a time on the stream: each begins when those before have ended
     before_ns = waits.groupby("rank")["end_ns"].transform(
         lambda ends: ends.cummax().shift(fill_value=0)
     )
@@ -295,6 +303,7 @@ def _categories(texts: list[str]) -> pd.Categorical:
 
 
 def _edges(program: Program) -> pd.DataFrame:
+    """Edges of a program: dependencies, then neighbours on a stream of a rank."""
     counts = np.array([len(after) for after in program.after], dtype=np.int64)
     source = np.fromiter(
         (other for after in program.after for other in after),
