@@ -21,7 +21,7 @@ from madmax_lib.planner.hetero import (
     PlanCost,
 )
 from madmax_lib.planner.hetero.costs import shares
-from madmax_lib.planner.hetero.fleets import fleets
+from madmax_lib.planner.hetero.fleets import Span, fleets
 from madmax_lib.planner.hetero.prices import MB_BYTES, Price, PriceList, bits
 from madmax_lib.planner.hetero.sweep import Sweeper
 
@@ -359,21 +359,21 @@ def test_links_have_the_rate_of_where_stages_lie():
     nodes = tuple(replace(node, sharing=4, inter_s=1e-3) for node in (V100, A100))
     fleet, rate = fleets(nodes)[0], V100.inter_bytes_per_s
     send_s = [
-        fleet.send_s(1e6, 0, 0, gpus, tp, False) - 1e-3
+        fleet.send_s(1e6, Span(0, 0, gpus), tp, False) - 1e-3
         for gpus, tp in ((1, 1), (2, 1), (4, 1), (4, 4), (8, 4))
     ]
     assert send_s == pytest.approx([1e6 / rate / times for times in (4, 2, 1, 4, 4)])
-    assert fleet.send_s(1e6, 0, 0, 4, 1, True) == pytest.approx(
+    assert fleet.send_s(1e6, Span(0, 0, 4), 1, True) == pytest.approx(
         1e6 / A100.intra_bytes_per_s
     )
-    assert fleet.send_s(1e6, 0, 1, 4, 1, False, rate / 5) == pytest.approx(
+    assert fleet.send_s(1e6, Span(0, 1, 4), 1, False, rate / 5) == pytest.approx(
         1e-3 + 5e6 / rate
     )
-    ring_s = [fleet.ring_s(0, 1, 8, tp, False) for tp in (1, 2, 4, 8)]
+    ring_s = [fleet.ring_s(Span(0, 1, 8), tp, False) for tp in (1, 2, 4, 8)]
     assert ring_s == pytest.approx(
         [max(1 / A100.intra_bytes_per_s, 1 / rate / n) for n in (4, 2)] + [1 / rate] * 2
     )
-    assert fleets([V100, A100])[0].ring_s(0, 1, 8, 1, False) == pytest.approx(
+    assert fleets([V100, A100])[0].ring_s(Span(0, 1, 8), 1, False) == pytest.approx(
         1 / rate
     )  # as Metis counts
 
@@ -605,7 +605,7 @@ def test_a_problem_or_its_inputs_and_a_plan_in_a_few_lines():
         with pytest.raises(
             ValueError, match="global_batch stands in the problem that is given"
         ):
-            call(given=given, global_batch=4)
+            call(problem=given, global_batch=4)
     lines = repr(planned := hetero.Planned.of(PLAN, given)).splitlines()
     assert len(lines) == 3 and lines[0].startswith(
         f"{planned.cost_ms:,.4g} ms for 8 samples"

@@ -1,4 +1,4 @@
-"""What does a heterogeneous plan cost? The one correct definition, rank by rank.
+"""Cost of a heterogeneous plan: the one correct definition, rank by rank.
 
 A stage has dp replicas of tp consecutive ranks. A micro-batch of global_batch / batches
 samples is split over the replicas in proportion to their speed; a replica waits for the
@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pandas as pd
 
+from madmax_lib.planner.hetero.fleets import Span
 from madmax_lib.planner.hetero.prices import Price
 from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
@@ -40,16 +41,19 @@ def shares(samples: int, weights: Sequence[float]) -> list[int]:
     [2, 2, 4]
     """
     exact = samples * (np.asarray(weights) / np.sum(weights))
-    whole = np.floor(exact)
-    order = np.argsort(-np.round(exact - whole, 9), kind="stable")
-    whole[order[: samples - int(whole.sum())]] += 1
-    return whole.astype(int).tolist()
+    counts = np.floor(exact)
+    # Rounded to 9 digits, remainders that are equal but for rounding errors tie.
+    order = np.argsort(-np.round(exact - counts, 9), kind="stable")
+    left = samples - int(counts.sum())
+    counts[order[:left]] += 1
+    return counts.astype(int).tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedStage:
     """A stage laid over the ranks."""
 
+    # ranks and layers count from 0
     start: int  # its first rank
     end: int  # the rank after its last
     dp: int
@@ -65,9 +69,9 @@ class PlacedStage:
         return np.unique(self.types).tolist()
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def span(self) -> Span:
         """Its first and last type, and its GPUs."""
-        return self.types.min(), self.types.max(), self.end - self.start
+        return Span(self.types.min(), self.types.max(), self.end - self.start)
 
     @property
     def layer_count(self) -> int:
@@ -85,7 +89,7 @@ class PlacedStage:
 class PlanCost:
     """One plan of a problem: what it is charged for, and what memory it takes.
 
-    plan, problem: the same as given; fleet: the cluster in the plan's order; stages:
+    plan, problem: what it was made of; fleet: the cluster in the plan's order; stages:
     laid over its ranks. Raises ValueError for a plan that does not fit cluster, layers
     or batch, or that needs a profile there is not.
     """
@@ -117,10 +121,13 @@ class PlanCost:
         stages = self.charged_stages
         batches = self.plan.batches
         times_s = [self.stage_s(stage) for stage in stages]
-        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)] + [
-            0.0
-        ]
+        # activations go to the next stage, their gradients come back; the last stage
+        # has no next one
+        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)]
+        sends_s.append(0.0)
         periods_s = [sum(both) for both in zip(times_s, sends_s, strict=True)]
+        # 1F1B: the first micro-batch passes all stages, each other one follows a period
+        # of the slowest stage later; what messages add to it is a term of its own
         execution_s = (batches - 1) * max(times_s) + sum(times_s)
         return {
             "execution_s": execution_s,
@@ -134,7 +141,7 @@ class PlanCost:
 
     def fits(self) -> bool:
         """Whether every GPU has enough memory."""
-        if not self.rules.memory_factor:
+        if not self.rules.memory_factor:  # no limit
             return True
         table = self.memory_table()
         return bool((table["used_bytes"] <= table["capacity_bytes"]).all())
@@ -147,29 +154,26 @@ class PlanCost:
         samples (at least one), and what lives between forward and backward pass for
         each micro-batch in flight: as many as stages follow, itself included (1F1B).
         """
+        capacity_bytes = self.fleet.of_runs("memory_bytes")
         rows = []
         for number, stage in enumerate(self.stages):
+            # 1F1B fills the pipeline before the first backward pass
             in_flight = min(self.plan.batches, len(self.stages) - number)
             for kind in stage.distinct_types:
-                sizes = {
-                    samples for types, samples in stage.replicas() if kind in types
-                }
-                held_bytes = max(
-                    self._held_bytes(stage, kind, samples, in_flight)
-                    for samples in sizes
-                )
-                used_bytes = self.rules.memory_factor * held_bytes
+                replica_bytes = [
+                    self._gpu_bytes(stage, kind, samples, in_flight)
+                    for types, samples in stage.replicas()
+                    if kind in types
+                ]
                 rows.append(
-                    (
-                        number,
-                        self.fleet.types[kind],
-                        used_bytes,
-                        self.fleet.of_runs("memory_bytes")[kind],
-                    )
+                    {
+                        "stage": number,
+                        "device": self.fleet.types[kind],
+                        "used_bytes": self.rules.memory_factor * max(replica_bytes),
+                        "capacity_bytes": capacity_bytes[kind],
+                    }
                 )
-        return pd.DataFrame(
-            rows, columns=["stage", "device", "used_bytes", "capacity_bytes"]
-        )
+        return pd.DataFrame(rows)
 
     def check(self) -> None:
         """Raises ValueError where the plan does not tile cluster, layers and batch."""
@@ -193,6 +197,7 @@ class PlanCost:
                     f"stage {number}: dp={dp} exceeds the {samples} samples of a "
                     "micro-batch"
                 )
+            # first rank of each replica: tp consecutive ones make a replica
             begins = sum(plan.device_groups[:number]) + tp * np.arange(dp)
             if rules.tp_in_node and not fleet.in_one_node(begins, begins + tp).all():
                 raise ValueError(
@@ -246,74 +251,61 @@ class PlanCost:
         their gradients back.
         """
         inside = self.fleet.in_one_node(stage.start, after.end)
-        beyond = self.fleet.least["inter_bytes_per_s"][
-            after.types.min(), after.types.max()
-        ]
+        # the slower end of a message sets its rate
+        next_rate = self.fleet.least["inter_bytes_per_s"][after.span[:2]]
         size_bytes = max(stage.samples) * self.rules.sample_bytes
         return float(
-            self.fleet.send_s(size_bytes, *stage.place, stage.tp, inside, beyond)
+            self.fleet.send_s(size_bytes, stage.span, stage.tp, inside, next_rate)
         )
 
     def gradients_s(self, stage: PlacedStage) -> float:
         """Ring all-reduce of the gradients over the replicas."""
-        size_bytes = (
-            self.prices.parameters_bytes[stage.layers].sum()
-            - (len(self.stages) == 1) * self.prices.tied_bytes
-        )
-        byte_s = self.fleet.ring_s(
-            *stage.place, stage.tp, self.fleet.in_one_node(stage.start, stage.end)
-        )
+        size_bytes = self.prices.parameters_bytes[stage.layers].sum()
+        if len(self.stages) == 1:  # embedding and head are then one table
+            size_bytes -= self.prices.tied_bytes
+        one_node = self.fleet.in_one_node(stage.start, stage.end)
+        byte_s = self.fleet.ring_s(stage.span, stage.tp, one_node)
+        # t = 2 (dp - 1) / dp x size / bandwidth, of a tp-th of the gradients
+        # [Patarasuk & Yuan 2009]
         return float(2 * (stage.dp - 1) / stage.dp * byte_s / stage.tp * size_bytes)
 
     def tied_s(self, stage: PlacedStage) -> float:
         """All-reduce of a table that the last stage shares with the first."""
+        if not self.prices.tied_bytes:
+            return 0.0
         gpus = stage.end - stage.start
-        return (
-            float(self.fleet.ends_s(self.prices.tied_bytes, gpus, stage.tp))
-            if self.prices.tied_bytes
-            else 0.0
-        )
+        return float(self.fleet.ends_s(self.prices.tied_bytes, gpus, stage.tp))
 
     def optimizer_s(self, stage: PlacedStage) -> float:
-        """Update of the layers of a stage."""
-        return (
-            self.whole_optimizer_s(stage)
-            / stage.tp
-            * (stage.layer_count / self.prices.layers)
-        )
+        """Update of the layers of a stage: tp ranks share it, layers count alike."""
+        share = stage.layer_count / self.prices.layers
+        return self.whole_optimizer_s(stage) / stage.tp * share
 
     def _placed(self, number: int, start: int, end: int) -> PlacedStage:
         plan = self.plan
-        (dp, tp) = self.plan.strategies[number]
+        dp, tp = plan.strategies[number]
         recompute = plan.recompute[number]
-        cuts = plan.layer_partition
-        types = self.replica_types(
-            self.fleet.type_of(np.arange(start, end)).reshape(dp, tp)
-        )
-        samples = shares(
-            self.rules.global_batch // plan.batches, self.speeds(types, tp, recompute)
-        )
-        return PlacedStage(
-            start,
-            end,
-            dp,
-            tp,
-            recompute,
-            slice(*cuts[number : number + 2]),
-            types,
-            samples,
-        )
+        layers = slice(*plan.layer_partition[number : number + 2])
+        # (dp, tp): a replica is a row of consecutive ranks
+        types = self.fleet.type_of(np.arange(start, end)).reshape(dp, tp)
+        types = self.replica_types(types)
+        micro_batch = self.rules.global_batch // plan.batches
+        samples = shares(micro_batch, self.speeds(types, tp, recompute))
+        return PlacedStage(start, end, dp, tp, recompute, layers, types, samples)
 
     def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
-        """Of each replica of (dp, tp) types, in proportion to which they share samples."""
+        """Speeds of the replicas of (dp, tp) types, in proportion to which they share
+        samples.
+        """
+        # equal replicas need no profile at batch 1
         if len(types) == 1 or types.min() == types.max():
             return [1.0] * len(types)
-        names = {kind: self.fleet.types[kind] for kind in np.unique(types)}
-        whole_s = {
-            kind: self.prices.get(name, tp, recompute, 1)[0].layer_s.sum()
-            for kind, name in names.items()
-        }
-        return [1 / max(whole_s[kind] for kind in row) for row in types.tolist()]
+        # of a sample through all layers; a replica waits for its slowest type
+        model_s = {}
+        for kind in np.unique(types):
+            price, *_ = self.prices.get(self.fleet.types[kind], tp, recompute, 1)
+            model_s[kind] = price.layer_s.sum()
+        return [1 / max(model_s[kind] for kind in row) for row in types.tolist()]
 
     def _slowest_s(
         self, stage: PlacedStage, seconds: Callable[[Price], float]
@@ -321,20 +313,19 @@ class PlanCost:
         """The largest sum over the pieces of a micro-batch, of all replicas and their
         types.
         """
-        work = {
-            (kind, samples)
-            for types, samples in stage.replicas()
-            if samples
-            for kind in types
-        }
+        work = set()
+        for types, samples in stage.replicas():
+            if samples:  # a replica without samples does not compute
+                work |= {(kind, samples) for kind in types}
         return max(
             sum(map(seconds, self.pieces(stage, kind, samples)))
             for kind, samples in sorted(work)
         )
 
-    def _held_bytes(
+    def _gpu_bytes(
         self, stage: PlacedStage, kind: int, samples: int, in_flight: int
     ) -> float:
+        """Memory of a GPU of a replica with so many samples."""
         pieces = self.pieces(stage, kind, max(samples, 1))
         live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)
         return (

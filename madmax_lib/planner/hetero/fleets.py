@@ -1,5 +1,5 @@
-"""Which GPUs stand where, and how fast do those of a plan reach each other? A cluster
-in one order of its nodes.
+"""A cluster in one order of its nodes: which GPUs stand where, and how fast those of a
+plan reach each other.
 
 Ranks run through the GPUs node by node. Nodes of one type that follow each other are a
 run: with the nodes of each type together there are as many runs as types, else a type
@@ -12,22 +12,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, permutations
 from math import factorial, prod
+from typing import NamedTuple
 
 import numpy as np
 
 from madmax_lib.planner.hetero.nodes import Node
 
-__all__ = ["Fleet", "between", "fleet_of", "fleets"]
+__all__ = ["Fleet", "Span", "between", "fleet_of", "fleets"]
 
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
-_NAMES = (
-    "memory_bytes",
-    "intra_bytes_per_s",
-    "inter_bytes_per_s",
-    "sharing",
-    "intra_s",
-    "inter_s",
-)  # equal in a type
+# fields of a Node that are equal in a type
+_OF_TYPE = (
+    *("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
+    *("sharing", "intra_s", "inter_s"),
+)
+
+
+class Span(NamedTuple):
+    """The runs over which a stage is laid, or arrays of them for many stages."""
+
+    low: int | np.ndarray  # number of its first run
+    high: int | np.ndarray  # and of its last
+    gpus: int | np.ndarray  # its GPUs
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,7 @@ class Fleet:
 
     def type_of(self, rank):
         """Number of the run of a rank."""
+        # side="right": a rank that a run ends before belongs to the next one
         return np.searchsorted(self.ends, rank, side="right")
 
     def node_of(self, rank):
@@ -100,49 +107,50 @@ class Fleet:
     def _sharing(self) -> np.ndarray:
         return self.of_runs("sharing")
 
-    def send_s(self, size_bytes, low, high, gpus, tp, inside, inter_bytes_per_s=np.inf):
+    def send_s(self, size_bytes, span: Span, tp, inside, inter_bytes_per_s=np.inf):
         """Seconds in which a replica of tp ranks passes its activations to the next
         stage.
 
-        low, high: runs of its stage of so many GPUs; inside: whether both stages lie in
-        one node; inter_bytes_per_s: of the other stage. Each rank sends its part. GPUs
-        that share a port have it to themselves where the stage has no other in their
-        node.
+        span: of its stage; inside: whether both stages lie in one node;
+        inter_bytes_per_s: of the other stage. Each rank sends its part. GPUs that share
+        a port have it to themselves where the stage has no other in their node.
         """
+        low, high, gpus = span
         sharing = self._sharing[low]
-        alone = np.maximum(sharing / np.clip(gpus, 1, np.maximum(sharing, 1)), 1)
-        far = alone * np.minimum(
+        # port of `sharing` GPUs, of which the stage has at most `gpus`: each gets a
+        # larger part than the one that `inter_bytes_per_s` counts
+        solo_factor = np.maximum(sharing / np.clip(gpus, 1, np.maximum(sharing, 1)), 1)
+        far_rate = solo_factor * np.minimum(
             inter_bytes_per_s, self.least["inter_bytes_per_s"][low, high]
         )
-        rate = np.where(sharing > 0, tp, 1) * np.where(
-            inside, self.least["intra_bytes_per_s"][low, low], far
+        near_rate = self.least["intra_bytes_per_s"][low, low]
+        # Metis' bandwidths (sharing 0) are what any group of GPUs gets, not each GPU
+        senders = np.where(sharing > 0, tp, 1)
+        rate = senders * np.where(inside, near_rate, far_rate)
+        latency_s = np.where(
+            inside, self.of_runs("intra_s")[low], self.of_runs("inter_s").max()
         )
-        return (
-            np.where(
-                inside, self.of_runs("intra_s")[low], self.of_runs("inter_s").max()
-            )
-            + size_bytes / rate
-        )
+        return latency_s + size_bytes / rate
 
-    def ring_s(self, low, high, gpus, tp, inside):
+    def ring_s(self, span: Span, tp, inside):
         """Seconds per byte of a ring of the replicas of a stage; as many as a node
         holds share what it has.
         """
+        low, high, gpus = span
         in_node = np.maximum(np.minimum(gpus, self.least["gpus"][low, high]) // tp, 1)
         in_node = np.where(self._sharing[low] > 0, in_node, 1)
-        near, far = (
-            1 / self.least[f"{level}_bytes_per_s"][low, high]
-            for level in ("intra", "inter")
-        )
+        near = 1 / self.least["intra_bytes_per_s"][low, high]
+        far = 1 / self.least["inter_bytes_per_s"][low, high]
+        # A ring that leaves the node is as slow as the slower of its links: those
+        # inside, if it has any, and the node's ports, one per replica in it.
         return np.where(inside, near, np.maximum((in_node > 1) * near, far / in_node))
 
     def ends_s(self, size_bytes, gpus, tp):
         """Seconds in which each rank of the last stage, of so many GPUs, reduces a
         table with its mate in the first.
         """
-        return self.send_s(
-            size_bytes, 0, len(self.types) - 1, gpus, tp, self.in_one_node(0, self.size)
-        )
+        everything = Span(0, len(self.types) - 1, gpus)
+        return self.send_s(size_bytes, everything, tp, self.in_one_node(0, self.size))
 
 
 def fleets(nodes: Iterable[Node]) -> list[Fleet]:
@@ -154,20 +162,19 @@ def fleets(nodes: Iterable[Node]) -> list[Fleet]:
     """
     first: dict[str, Node] = {}
     for node in nodes:
-        alike = first.setdefault(node.device, node)
-        for name, one, other in zip(_NAMES, _kind(alike), _kind(node), strict=True):
+        earlier = first.setdefault(node.device, node)
+        for name, one, other in zip(_OF_TYPE, _kind(earlier), _kind(node), strict=True):
             if one != other:
                 raise ValueError(
                     f"nodes of type {node.device} have {name}={one:g} and {other:g}: "
                     "that makes two types"
                 )
     counts = Counter(node.device for node in nodes)
-    if (
-        factorial(sum(counts.values())) // prod(map(factorial, counts.values()))
-        <= _EVERY_ORDER
-    ):
-        return [fleet_of(nodes, order) for order in _orders(counts)]
-    return [fleet_of(nodes, order) for order in permutations(sorted(counts))]
+    # multinomial: n! / (n_1! n_2! ...), nodes of a type being alike
+    number = factorial(counts.total()) // prod(map(factorial, counts.values()))
+    every = number <= _EVERY_ORDER
+    orders = _orders(counts) if every else permutations(sorted(counts))
+    return [fleet_of(nodes, order) for order in orders]
 
 
 def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
@@ -190,6 +197,7 @@ def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
             f"node_sequence {', '.join(order)} is no order of "
             f"{', '.join(sorted(by_type))}"
         )
+    # nodes of a type in the order of the file, one each time their type comes up
     left = {name: iter(group) for name, group in by_type.items()}
     return Fleet(tuple(next(left[name]) for name in order))
 
@@ -202,21 +210,20 @@ def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
     [[3, 3, 3], [3, 1, 2], [3, 2, 2]]
     """
     types = range(len(values))
-    return np.array(
-        [
-            [extreme(values[min(i, j) : max(i, j) + 1], axis=0) for j in types]
-            for i in types
-        ]
-    )
+
+    def of_types(i: int, j: int):
+        return extreme(values[min(i, j) : max(i, j) + 1], axis=0)
+
+    return np.array([[of_types(i, j) for j in types] for i in types])
 
 
 def _kind(node: Node) -> tuple:
-    return tuple(getattr(node, name) for name in _NAMES)
+    return tuple(getattr(node, name) for name in _OF_TYPE)
 
 
 def _orders(counts: Counter) -> Iterator[tuple[str, ...]]:
     """All distinct orders of so many nodes of each type, the alphabetical one first."""
     if not counts.total():
         yield ()
-    for name in sorted(+counts):
+    for name in sorted(+counts):  # unary plus drops types that are used up
         yield from ((name, *rest) for rest in _orders(counts - Counter([name])))

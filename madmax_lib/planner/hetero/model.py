@@ -1,5 +1,4 @@
-"""What does a layer cost on a GPU type by the workbench's own simulator? Prices for a
-model in place of profiles.
+"""Prices for a model by the workbench's own simulator, in place of profiles.
 
 A model is an embedding, its layers and a head. Times are those of
 `simulator.steady.layer_costs` with the shipped constants, a layer's no less than its kernels
@@ -9,8 +8,11 @@ of two layers needs beyond one of one is a layer's. A single stage is so charged
 for the memory of a table that embedding and head share.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,33 +69,26 @@ def simulated_prices(
     table = {}
     optimizer_s = {}
     for name, cluster in clusters.items():
-        degrees = [
-            tp
-            for tp in _powers(cluster.devices_per_node)
-            if model.heads % tp == 0 and model.kv_heads % tp == 0
-        ]
-        rows = [
-            (tp, way, batch)
-            for way in recompute
-            for tp in degrees
-            for batch in _powers(global_batch)
-        ]
-        tp, way, batch = map(np.array, zip(*rows, strict=True))
+        heads = math.gcd(model.heads, model.kv_heads)
+        degrees = [tp for tp in _powers(cluster.devices_per_node) if heads % tp == 0]
+        # one evaluation for all: the keys are columns of plans
+        keys = list(product(recompute, degrees, _powers(global_batch)))
+        way, tp, batch = map(np.array, zip(*keys, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         case = Case(model, cluster, plans, 1, sequence, cluster.device.nearest(dtype))
         pieces = layer_costs(Steps.of(case), parameters)
         seconds = passes_s(pieces)
-        base_bytes, held, live = _memory_bytes(model, plans, sequence, dtype)
-        for i, (degree, recomputed, samples) in enumerate(rows):
+        memory = _memory_bytes(replace(case, cluster=None, dtype=dtype))
+        for i, (recomputed, degree, samples) in enumerate(keys):
             table[name, degree, recomputed, samples] = Price(
                 layer_s=per_layer(model, *seconds[i]),
-                memory_bytes=per_layer(model, *held[:, i]),
-                live_bytes=per_layer(model, *live[:, i]),
-                base_bytes=float(base_bytes[i]),
+                memory_bytes=per_layer(model, *memory.states[:, i]),
+                live_bytes=per_layer(model, *memory.live[:, i]),
+                base_bytes=float(memory.base[i]),
             )
-        optimizer_s[name] = float(
-            pieces.prices.update_s(pieces.stage.owned(pieces.prices))[0]
-        )
+        # the first plan has tp 1, so it owns the whole model
+        owned = pieces.stage.owned(pieces.prices)
+        optimizer_s[name] = float(pieces.prices.update_s(owned)[0])
     return PriceList(table, *gradients_of(model, pieces.prices), optimizer_s)
 
 
@@ -101,13 +96,15 @@ def passes_s(pieces: LayerCosts) -> np.ndarray:
     """(n, 3) forward and backward of embedding, layer and head; a layer takes no less
     than the host to launch it.
     """
-    embedding_s, layer_s, head_s = (
-        sum(part.passes_s) for part in (pieces.embedding, pieces.layer, pieces.head)
-    )
-    layer_s = np.maximum(layer_s, (3 + pieces.prices.repeats) * pieces.prices.launch_s)
-    return np.stack(np.broadcast_arrays(embedding_s, layer_s, head_s), axis=-1).reshape(
-        -1, 3
-    )
+    embedding_s = sum(pieces.embedding.passes_s)
+    layer_s = sum(pieces.layer.passes_s)
+    head_s = sum(pieces.head.passes_s)
+    # forward, dgrad and wgrad are launched, and the forward pass again where repeated
+    launches = 3 + pieces.prices.repeats
+    layer_s = np.maximum(layer_s, launches * pieces.prices.launch_s)
+    # some may be numbers, for all plans: (n, 3), also of a single plan
+    together = np.broadcast_arrays(embedding_s, layer_s, head_s)
+    return np.stack(together, axis=-1).reshape(-1, 3)
 
 
 def gradients_of(model: Transformer, prices: Prices) -> tuple[np.ndarray, float]:
@@ -123,6 +120,7 @@ def gradients_of(model: Transformer, prices: Prices) -> tuple[np.ndarray, float]
         + model.mlp_parameters(model.ffn)
     )
     table = model.vocab * model.hidden
+    # without parameters of its own the head uses the embedding's
     head = (model.head_parameters or table) + model.norm_parameters
     gradient_bytes = float(prices.gradient_bytes)
     tied_bytes = (
@@ -151,10 +149,12 @@ def nodes_of(
         )
         prices = Prices(Steps.of(case), parameters or shipped())
         pairs = [prices.groups[name] for name in ("same node", "other node")]
+        # seconds of a byte and of a message, inside the node and beyond it
         byte_s, message_s = zip(
             *(prices.links.rate("send_recv", pair) for pair in pairs), strict=True
         )
         gpus = cluster.devices_per_node
+        # GPUs of a network port; one each where the cluster does not say
         sharing = max(gpus // (cluster.nics_per_node or gpus), 1)
         about = (
             usable_bytes(cluster.device),
@@ -175,14 +175,14 @@ def clusters_of(nodes: Sequence[Node]) -> dict[str, Cluster]:
     """
     clusters = {}
     for node in nodes:
-        alike = [other for other in nodes if other.device == node.device]
-        gpus = min(other.gpus for other in alike)
+        same = [other for other in nodes if other.device == node.device]
+        gpus = min(other.gpus for other in same)
         links = (
             Link("intra", node.intra_bytes_per_s),
             Link("inter", node.inter_bytes_per_s),
         )
         clusters[node.device] = Cluster(
-            node.device, catalog.device(node.device), gpus, len(alike), *links
+            node.device, catalog.device(node.device), gpus, len(same), *links
         )
     return clusters
 
@@ -198,41 +198,43 @@ def per_layer(
     return np.array([embedding, *[layer] * model.layers, head], float)
 
 
-def _memory_bytes(
-    model: Transformer, plans: Plans, sequence: int | None, dtype: str
-) -> tuple:
-    """Of one GPU by plan: base of any stage (n,); held, and live per micro-batch, by
-    embedding, layer and head (3, n).
+class _Memory(NamedTuple):
+    """Memory of one GPU by plan."""
 
-    Differences of stages of a pipeline with two replicas, with one micro-batch in
+    base: np.ndarray  # (n,) of any stage, whatever its layers
+    states: np.ndarray  # (3, n) held all the time by embedding, layer and head
+    live: np.ndarray  # (3, n) of a micro-batch in flight, by the same
+
+
+def _memory_bytes(case: Case) -> _Memory:
+    """Differences of stages of a pipeline with two replicas, with one micro-batch in
     flight.
     """
-    in_pipeline = replace(plans, dp=2, pp=3)
-    case = Case(
-        model,
-        None,
-        in_pipeline,
-        2 * plans.micro_batch,
-        sequence,
-        dtype,
+    plans = case.plan
+    case = replace(
+        case,
+        plan=replace(plans, dp=2, pp=3),
+        global_batch=2 * plans.micro_batch,
         software="megatron",
     )
 
     def stage(number: int, layers: int) -> np.ndarray:
+        """(2, n) bytes of a stage of so many layers: held all the time, live."""
         parts = stage_bytes(case, number, {Blocks("*-"): layers})
         sums = by_phase(parts.items())
-        peak = (
-            sums["always"] + sums["pass"] + np.maximum(sums["loss"], sums["backward"])
-        )
-        share = parts["fragmentation"] / (
-            peak - parts["fragmentation"] - parts["context"]
-        )
+        # loss and backward pass do not overlap
+        transient = np.maximum(sums["loss"], sums["backward"])
+        peak = sums["always"] + sums["pass"] + transient
+        # fragmentation is a share of all but itself and the context
+        fragmentation = parts["fragmentation"]
+        share = fragmentation / (peak - fragmentation - parts["context"])
         live = parts["activations"] * (1 + share)
         return np.array([peak - live, live])
 
     one = stage(1, 1)
     two = stage(1, 2)
-    first = stage(0, 1)
-    last = stage(2, 1)
-    held, live = np.stack([first - one, two - one, last - one], axis=1)
-    return (2 * one - two)[0], held, live
+    layer = two - one
+    embedding = stage(0, 1) - one
+    head = stage(2, 1) - one
+    states, live = np.stack([embedding, layer, head], axis=1)
+    return _Memory((2 * one - two)[0], states, live)

@@ -1,4 +1,4 @@
-"""Which GPUs stand in which node, and how are they joined?
+"""Nodes: which GPUs stand in which one, and how they are joined.
 
 Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis [Um et
 al., USENIX ATC 2024]. Their GB and GB/s become bytes and bytes/s here, at the door.
@@ -22,7 +22,7 @@ _FIELDS = {
     "intra_gb_per_s": ("intra_bandwidth", "intra_bytes_per_s", _GB_PER_S),
     "inter_gb_per_s": ("inter_bandwidth", "inter_bytes_per_s", _GB_PER_S),
 }
-# beyond, a memory or bandwidth is given in the other unit
+# A memory or bandwidth beyond is in the other unit: no node has 100 TB, or 100 kB.
 _MOST_GB = 1e5
 _LEAST_BYTES = 1e5
 
@@ -71,7 +71,7 @@ class Node:
         intra_gb_per_s: float,
         inter_gb_per_s: float,
     ) -> "Node":
-        """With GB of 2^30 bytes and GB/s as Metis' files have them. Raises ValueError
+        """Node with GB of 2^30 bytes and GB/s as Metis' files have them. Raises ValueError
         for other units.
         """
         values = {
@@ -94,8 +94,7 @@ class Node:
     def in_file(self) -> dict[str, float]:
         """Memory and bandwidths as `of_file` takes them."""
         return {
-            argument: getattr(self, name) / unit
-            for argument, (_, name, unit) in _FIELDS.items()
+            key: getattr(self, name) / unit for key, (_, name, unit) in _FIELDS.items()
         }
 
 
@@ -113,7 +112,7 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
     types = read_json(Path(clusterfile))
     nodes = []
     for number, line in enumerate(Path(hostfile).read_text().splitlines(), 1):
-        if not line.strip():
+        if not line.strip():  # blank lines are no hosts
             continue
         where = f"{hostfile} line {number}"
         if not (host := _HOST.fullmatch(line.strip())):
@@ -123,7 +122,7 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
         try:
             about = types[host["address"]]
             kind = str(about["instance_type"]), int(host["slots"])
-            sizes = {argument: about[key] for argument, (key, _, _) in _FIELDS.items()}
+            sizes = {name: about[key] for name, (key, _, _) in _FIELDS.items()}
             nodes.append(Node.of_file(host["address"], *kind, **sizes))
         except KeyError as error:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""What is a plan made of, what does a launcher need of it, and what would its step look
-like? The planner's answer.
+"""The planner's answer: tables of a plan, JSON for a launcher, and the timeline of a
+step.
 
 In ms and MB for its readers. The timeline is one 1F1B step with the planner's own
-prices, one rank per stage, laid out by `simulator.schedule.engine`. A third of a
+prices, one rank per stage, laid out by `simulator.events.engine`. A third of a
 stage's time is its forward pass. Every micro-batch is sent, there and back, beside
 computing, of which the cost is an upper bound.
 """
@@ -20,7 +20,7 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.prices import MB_BYTES
-from madmax_lib.planner.hetero.problem import HeteroProblem, given_or_made
+from madmax_lib.planner.hetero.problem import HeteroProblem, problem_from
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.events.engine import Program, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
@@ -29,10 +29,10 @@ from madmax_lib.timeline.timeline import Meta, Timeline
 
 __all__ = ["Planned", "as_json", "cost", "save_plan", "timeline"]
 
-_STAGES = 8  # that are shown
-_FORWARD = (
-    1 / 3
-)  # of forward and backward together: the backward pass multiplies twice as much
+_MOST_STAGES = 8  # in a repr
+# share of forward and backward together: the backward pass multiplies twice as much
+_FORWARD = 1 / 3
+_FLOAT = "{:.4g}".format
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,42 +53,41 @@ class Planned:
     sweeps: int = 0
 
     @classmethod
-    def of(cls, plan: HeteroPlan | Mapping, given: HeteroProblem) -> "Planned":
+    def of(cls, plan: HeteroPlan | Mapping, problem: HeteroProblem) -> "Planned":
         """A plan of one's own, repaired as in `cost`, with its cost, terms and tables."""
-        return cls(PlanCost(HeteroPlan.read(plan).repaired(given.prices.layers), given))
+        plan = HeteroPlan.read(plan).repaired(problem.prices.layers)
+        return cls(PlanCost(plan, problem))
 
     def __repr__(self) -> str:
         samples = self.problem.rules.global_batch
         stages = self.stages
         batches = self.plan.batches
         layers = self.problem.prices.layers
-        lines = [
+        headline = (
             f"{self.cost_ms:,.4g} ms for {samples:,} samples in {batches} "
             f"micro-batches, {layers} layers with ends"
-        ]
-        if self.bound_ms:
-            lines[0] += (
-                "; none is cheaper"
-                if self.gap < 1e-6
-                else f"; the cheapest is at most {self.gap:.2%} below"
-            )
-        lines[0] += "; interrupted, the best so far" if self.stopped else ""
-        for row in stages.itertuples():
-            ends = f"layers {row.first_layer} to {row.first_layer + row.layers - 1}"
-            lines.append(
-                f"stage {row.stage}: {row.gpus} x {row.types}, dp {row.dp} tp "
-                f"{row.tp}, {ends}, {row.stage_ms:.3g} ms"
-            )
-        more = (
-            [f"... and {len(stages) - _STAGES} stages more (.stages)"]
-            if len(stages) > _STAGES
-            else []
         )
-        return "\n".join([*lines[: 1 + _STAGES], *more])
+        if self.bound_ms and self.gap < 1e-6:
+            headline += "; none is cheaper"
+        elif self.bound_ms:
+            headline += f"; the cheapest is at most {self.gap:.2%} below"
+        if self.stopped:
+            headline += "; interrupted, the best so far"
+        lines = [headline]
+        for row in stages[:_MOST_STAGES].itertuples():
+            last_layer = row.first_layer + row.layers - 1
+            lines.append(
+                f"stage {row.stage}: {row.gpus} x {row.types}, dp {row.dp} tp {row.tp}, "
+                f"layers {row.first_layer} to {last_layer}, {row.stage_ms:.3g} ms"
+            )
+        if len(stages) > _MOST_STAGES:
+            lines.append(f"... and {len(stages) - _MOST_STAGES} stages more (.stages)")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         headline = repr(self).splitlines()[0]
-        return f"<p>{headline}</p>{self.stages.to_html(index=False, border=0, float_format='{:.4g}'.format)}"
+        table = self.stages.to_html(index=False, border=0, float_format=_FLOAT)
+        return f"<p>{headline}</p>{table}"
 
     @property
     def plan(self) -> HeteroPlan:
@@ -97,12 +96,12 @@ class Planned:
 
     @property
     def problem(self) -> HeteroProblem:
-        """What was searched."""
+        """The problem that was searched."""
         return self.costs.problem
 
     @cached_property
     def cost_ms(self) -> float:
-        """What `cost` says of the plan."""
+        """Cost of the plan, as `cost` gives it."""
         return 1e3 * self.costs.total_s()
 
     @cached_property
@@ -119,44 +118,31 @@ class Planned:
         replicas, its times.
         """
         costs = self.costs
-        columns = (
-            "stage first_rank gpus types dp tp recompute first_layer layers "
-            "least_samples"
-        )
-        sends_s = [
-            costs.send_s(*neighbours) for neighbours in pairwise(costs.stages)
-        ] + [0.0]
+        sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(costs.stages)]
+        sends_s.append(0.0)  # the last stage sends nothing on
         rows = []
-        for number, (stage, send_s) in enumerate(
-            zip(costs.stages, sends_s, strict=True)
-        ):
-            types = "+".join(costs.fleet.types[kind] for kind in stage.distinct_types)
-            of_stage = (
-                number,
-                stage.start,
-                stage.end - stage.start,
-                types,
-                stage.dp,
-                stage.tp,
-                stage.recompute,
+        for number, stage in enumerate(costs.stages):
+            types = [costs.fleet.types[kind] for kind in stage.distinct_types]
+            rows.append(
+                {
+                    "stage": number,
+                    "first_rank": stage.start,
+                    "gpus": stage.end - stage.start,
+                    "types": "+".join(types),
+                    "dp": stage.dp,
+                    "tp": stage.tp,
+                    "recompute": stage.recompute,
+                    "first_layer": stage.layers.start,
+                    "layers": stage.layer_count,
+                    "least_samples": min(stage.samples),
+                    "most_samples": max(stage.samples),
+                    "stage_ms": 1e3 * costs.stage_s(stage),
+                    "send_ms": 1e3 * sends_s[number],
+                    "gradients_ms": 1e3 * costs.gradients_s(stage),
+                    "optimizer_ms": 1e3 * costs.optimizer_s(stage),
+                }
             )
-            held = (
-                stage.layers.start,
-                stage.layer_count,
-                min(stage.samples),
-                max(stage.samples),
-            )
-            times_s = (
-                costs.stage_s(stage),
-                send_s,
-                costs.gradients_s(stage),
-                costs.optimizer_s(stage),
-            )
-            rows.append((*of_stage, *held, *(1e3 * seconds for seconds in times_s)))
-        return pd.DataFrame(
-            rows,
-            columns=f"{columns} most_samples stage_ms send_ms gradients_ms optimizer_ms".split(),
-        )
+        return pd.DataFrame(rows)
 
     @cached_property
     def memory(self) -> pd.DataFrame:
@@ -172,7 +158,7 @@ class Planned:
 
     @property
     def provenance(self) -> dict:
-        """What a picture or timeline of the plan was made from."""
+        """Origin of a picture or timeline: the plan and its batch."""
         return {
             "plan": json.dumps(asdict(self.plan)),
             "global_batch": self.problem.rules.global_batch,
@@ -180,18 +166,18 @@ class Planned:
 
 
 def cost(
-    plan: HeteroPlan | Mapping, given: HeteroProblem | None = None, **inputs
+    plan: HeteroPlan | Mapping, problem: HeteroProblem | None = None, **inputs
 ) -> float:
     """The correct cost of a plan in ms: the one that `hetero.plan` minimises, infinite
     where a GPU lacks memory.
 
     plan: a HeteroPlan, or a mapping or table row with its fields, such as those that
     Metis proposes; one that loses layers or has empty stages is repaired first
-    (`HeteroPlan.repaired`). given: the problem; if None, inputs are those of `problem`.
+    (`HeteroPlan.repaired`). problem: if None, that of the inputs of `hetero.problem`.
     Raises ValueError for a plan that does not fit cluster or batch, and for a missing
     profile.
     """
-    return Planned.of(plan, given_or_made(given, inputs)).cost_ms
+    return Planned.of(plan, problem_from(problem, inputs)).cost_ms
 
 
 def as_json(planned: Planned) -> dict:
@@ -204,27 +190,28 @@ def as_json(planned: Planned) -> dict:
     """
     plan = planned.plan
     fleet = planned.costs.fleet
-    stages = [
-        {
-            "stage": number,
-            "ranks": (ranks := list(range(stage.start, stage.end))),
-            "types": [fleet.types[kind] for kind in fleet.type_of(ranks)],
-            "dp": stage.dp,
-            "tp": stage.tp,
-            "recompute": stage.recompute,
-            "layers": [stage.layers.start, stage.layers.stop],
-            "samples": stage.samples,
-            "plan": str(
-                Plan(
-                    dp=stage.dp,
-                    tp=stage.tp,
-                    micro_batch=max(stage.samples),
-                    recompute=stage.recompute,
-                )
-            ),
-        }
-        for number, stage in enumerate(planned.costs.stages)
-    ]
+    stages = []
+    for number, stage in enumerate(planned.costs.stages):
+        ranks = list(range(stage.start, stage.end))
+        stage_plan = Plan(
+            dp=stage.dp,
+            tp=stage.tp,
+            micro_batch=max(stage.samples),
+            recompute=stage.recompute,
+        )
+        stages.append(
+            {
+                "stage": number,
+                "ranks": ranks,
+                "types": [fleet.types[kind] for kind in fleet.type_of(ranks)],
+                "dp": stage.dp,
+                "tp": stage.tp,
+                "recompute": stage.recompute,
+                "layers": [stage.layers.start, stage.layers.stop],
+                "samples": stage.samples,
+                "plan": str(stage_plan),
+            }
+        )
     return {
         "global_batch": planned.problem.rules.global_batch,
         "micro_batches": plan.batches,
@@ -247,78 +234,31 @@ def timeline(planned: Planned) -> Timeline:
     stage, its first.
     """
     costs = planned.costs
-    stages = planned.costs.stages
-    pp = len(stages)
-    batches = planned.plan.batches
-    generator_s = costs.generator_s(stages[0])
-    sync_s = costs.sync_s(stages[-1])
-    times_s = [costs.stage_s(stage) for stage in stages]
-    sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(stages)]
+    stages = costs.stages
     program = Program()
-    sends = {}
-    last = {}
-    for number, slot in in_order(
-        [order("1f1b", stage, pp, batches) for stage in range(pp)]
-    ):
-        direction, _, batch = slot
-        forward = direction == "forward"
-        rank = stages[number].start
-        if forward and number == 0 and generator_s:
-            program.op(
-                Stream.COMPUTE, "other", "batch generator", generator_s, rank=rank
-            )
-        pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
-        message = dependency(slot, number, pp, 1)
-        after = [sends[message]] if message else []
-        last[number] = program.op(
-            Stream.COMPUTE, "compute", f"{direction} {batch}", pass_s, after, rank=rank
-        )
-        boundary = number if forward else number - 1
-        if 0 <= boundary < pp - 1:
-            send = "comm", f"send {direction}", sends_s[boundary], [last[number]]
-            sends[number, slot] = program.op(
-                Stream.PIPELINE, *send, rank=rank, group="pp"
-            )
-        if not forward and number == pp - 1 and sync_s:
-            last[number] = program.op(
-                Stream.COMPUTE, "other", "end of pass", sync_s, rank=rank
-            )
+    last = _add_passes(program, planned)
     tied_s = costs.terms()["tied_s"]
     for number, stage in enumerate(stages):
-        after = [last[number]]
         rank = stage.start
-        if tied_s and number in (0, pp - 1):
-            name = "all_reduce shared table"
-            after = [
-                program.op(
-                    Stream.PIPELINE,
-                    "comm",
-                    name,
-                    tied_s,
-                    [last[0], last[pp - 1]],
-                    rank=rank,
-                    group="pp",
-                )
-            ]
+        after = [last[number]]
+        if tied_s and number in (0, len(stages) - 1):
+            # both ends add up the gradients of the table that they share
+            message = ("comm", "all_reduce shared table", tied_s, [last[0], last[-1]])
+            after = [program.op(Stream.PIPELINE, *message, rank=rank, group="pp")]
         if stage.dp > 1:
-            name = "all_reduce gradients"
-            gradients_s = costs.gradients_s(stage)
-            after.append(
-                program.op(
-                    Stream.DATA, "comm", name, gradients_s, after, rank=rank, group="dp"
-                )
+            reduction = (
+                "comm",
+                "all_reduce gradients",
+                costs.gradients_s(stage),
+                after,
             )
-        program.op(
-            Stream.COMPUTE,
-            "compute",
-            "optimizer",
-            costs.optimizer_s(stage),
-            after,
-            rank=rank,
-        )
+            after.append(program.op(Stream.DATA, *reduction, rank=rank, group="dp"))
+        update = ("compute", "optimizer", costs.optimizer_s(stage), after)
+        program.op(Stream.COMPUTE, *update, rank=rank)
     meta = Meta(
         source="simulated",
         world_size=costs.fleet.size,
+        # a rank stands for all of its stage
         represents={
             stage.start: list(range(stage.start, stage.end)) for stage in stages
         },
@@ -326,6 +266,45 @@ def timeline(planned: Planned) -> Timeline:
         provenance=planned.provenance,
     )
     return to_timeline(program, meta)
+
+
+def _add_passes(program: Program, planned: Planned) -> list[int]:
+    """Add all passes of a step and their messages; the number of the last of each stage
+    is returned.
+    """
+    costs = planned.costs
+    stages = costs.stages
+    pp = len(stages)
+    generator_s = costs.generator_s(stages[0])
+    sync_s = costs.sync_s(stages[-1])
+    times_s = [costs.stage_s(stage) for stage in stages]
+    sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(stages)]
+    sends = {}  # numbers of messages by (stage, slot) of their sender
+    last = [0] * pp
+    orders = [order("1f1b", stage, pp, planned.plan.batches) for stage in range(pp)]
+    for number, slot in in_order(orders):
+        direction, _, batch = slot
+        forward = direction == "forward"
+        rank = stages[number].start
+        if forward and number == 0 and generator_s:
+            load = ("other", "batch generator", generator_s)
+            program.op(Stream.COMPUTE, *load, rank=rank)
+        pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
+        message = dependency(slot, number, pp, 1)
+        after = [sends[message]] if message else []
+        work = ("compute", f"{direction} {batch}", pass_s, after)
+        last[number] = program.op(Stream.COMPUTE, *work, rank=rank)
+        # activations cross the border behind a stage, gradients the one before it
+        border = number if forward else number - 1
+        if 0 <= border < pp - 1:
+            send = ("comm", f"send {direction}", sends_s[border], [last[number]])
+            sends[number, slot] = program.op(
+                Stream.PIPELINE, *send, rank=rank, group="pp"
+            )
+        if not forward and number == pp - 1 and sync_s:
+            end = ("other", "end of pass", sync_s)
+            last[number] = program.op(Stream.COMPUTE, *end, rank=rank)
+    return last
 
 
 def _plan_text(planned: Planned) -> str | None:
@@ -336,29 +315,28 @@ def _plan_text(planned: Planned) -> str | None:
     Embedding and head are no layers of a Plan.
     """
     stages = planned.costs.stages
+    first = stages[0]
     layers = [stage.layer_count for stage in stages]
-    layers[0] -= 1
-    layers[-1] -= 1
+    layers[0] -= 1  # the embedding
+    layers[-1] -= 1  # the head
     inner = set(layers[1:-1]) or {max(layers)}
     kinds = {
         (*stage.distinct_types, stage.dp, stage.tp, stage.recompute) for stage in stages
     }
-    samples = {held for stage in stages for held in stage.samples}
-    if (
-        max(len(kinds), len(samples), len(inner), len(stages[0].distinct_types)) > 1
-        or min(layers) < 1
-    ):
+    shares = {samples for stage in stages for samples in stage.samples}
+    if any(len(one) > 1 for one in (kinds, shares, inner, first.distinct_types)):
         return None
-    first, last = (
-        0 if len(stages) == 1 or end in inner else end
-        for end in (layers[0], layers[-1])
+    if min(layers) < 1:
+        return None
+    # 0 is a Plan's word for as many layers as the inner stages have
+    usual = len(stages) == 1
+    plan = Plan(
+        dp=first.dp,
+        tp=first.tp,
+        pp=len(stages),
+        micro_batch=shares.pop(),
+        recompute=first.recompute,
+        first_layers=0 if usual or layers[0] in inner else layers[0],
+        last_layers=0 if usual or layers[-1] in inner else layers[-1],
     )
-    degrees = {
-        "dp": stages[0].dp,
-        "tp": stages[0].tp,
-        "pp": len(stages),
-        "recompute": stages[0].recompute,
-    }
-    return str(
-        Plan(**degrees, micro_batch=samples.pop(), first_layers=first, last_layers=last)
-    )
+    return str(plan)

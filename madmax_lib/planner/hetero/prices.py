@@ -1,5 +1,4 @@
-"""What does a layer cost on a GPU type, and which GPUs stand where? The two inputs of
-heterogeneous planning.
+"""Prices: what a layer costs on a GPU type.
 
 `PriceList` holds times and memory of every layer by (GPU type, tp, recompute, batch):
 from profiles in Metis' format here, from the workbench's own simulator in
@@ -27,9 +26,8 @@ class Price:
 
     layer_s: np.ndarray  # forward and backward pass of a micro-batch
     memory_bytes: np.ndarray  # held all the time
-    live_bytes: (
-        np.ndarray
-    )  # held for each micro-batch between its forward and backward pass
+    # held for each micro-batch between its forward and backward pass
+    live_bytes: np.ndarray
     sync_s: float = 0.0  # forward and backward time outside of the layers
     generator_s: float = 0.0  # loading of a micro-batch
     base_bytes: float = 0.0  # held whatever the layers
@@ -37,28 +35,22 @@ class Price:
 
 @dataclass(frozen=True, eq=False)
 class PriceList:
-    """What layers cost on every GPU type."""
+    """Prices of layers on every GPU type."""
 
-    table: Mapping[
-        tuple[str, int, str, int], Price
-    ]  # prices by (GPU type, tp, recompute, batch)
-    parameters_bytes: (
-        np.ndarray
-    )  # (layers,), whole, as the gradient all-reduce sends them
+    # prices by (GPU type, tp, recompute, batch)
+    table: Mapping[tuple[str, int, str, int], Price]
+    # (layers,) before tp splits them, as the gradient all-reduce sends them
+    parameters_bytes: np.ndarray
     # gradients of a table that embedding and head share, as the ends of a pipeline
     # reduce them
     tied_bytes: float
     optimizer_s: Mapping[str, float]  # update of the whole model on one GPU, by type
-    ways: tuple[tuple[int, str], ...] = field(
-        init=False
-    )  # the (tp, recompute) with a price on some type, in order
+    # the (tp, recompute) with a price on some type, in order
+    ways: tuple[tuple[int, str], ...] = field(init=False)
 
     def __post_init__(self):
-        object.__setattr__(
-            self,
-            "ways",
-            tuple(sorted({(tp, recompute) for _, tp, recompute, _ in self.table})),
-        )
+        ways = {(tp, recompute) for _, tp, recompute, _ in self.table}
+        object.__setattr__(self, "ways", tuple(sorted(ways)))
 
     @property
     def layers(self) -> int:
@@ -85,8 +77,8 @@ class PriceList:
         """One piece where that many samples have a price, else powers of two, None for
         those without.
         """
-        if whole := self.table.get((device, tp, recompute, samples)):
-            return [whole]
+        if price := self.table.get((device, tp, recompute, samples)):
+            return [price]
         return [
             self.table.get((device, tp, recompute, piece)) for piece in bits(samples)
         ]
@@ -115,14 +107,15 @@ def prices_of(profiles: Profiles) -> PriceList:
         table[device, tp, "none", batch] = Price(
             layer_s=np.array(profile.layer_ms) / 1e3,
             memory_bytes=memory_bytes,
+            # profiles do not tell weights from activations
             live_bytes=np.zeros_like(memory_bytes),
             sync_s=profile.sync_ms / 1e3,
             generator_s=profile.batch_generator_ms / 1e3,
         )
+        # sorted: the first of a type is that of its smallest degree
         optimizer_s.setdefault(device, 2 * profile.optimizer_ms * tp / 1e3)
-    return PriceList(
-        table, np.array(profiles.named(None).parameters_bytes, float), 0.0, optimizer_s
-    )
+    parameters_bytes = np.array(profiles.named(None).parameters_bytes, float)
+    return PriceList(table, parameters_bytes, 0.0, optimizer_s)
 
 
 def bits(samples: int) -> list[int]:

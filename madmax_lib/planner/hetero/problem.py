@@ -1,5 +1,5 @@
-"""What is planned: which layers at which prices, on which GPUs, by which rules? Inputs
-read and checked once.
+"""Inputs of heterogeneous planning, read and checked once: layers and their prices,
+GPUs, rules.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 
-__all__ = ["CostRules", "HeteroProblem", "given_or_made", "problem"]
+__all__ = ["CostRules", "HeteroProblem", "problem", "problem_from"]
 
 _OF_MODEL = ("dtype", "recompute", "parameters")  # inputs beside a model alone
 
 
 @dataclass(frozen=True)
 class CostRules:
-    """What a plan is charged for.
+    """Rules of what a plan is charged for.
 
     global_batch: samples of a step.
     hidden, sequence: elements of an activation per token, and tokens of a sample (4096
@@ -54,48 +54,41 @@ class CostRules:
 
 @dataclass(frozen=True, eq=False)
 class HeteroProblem:
-    """What `plan` and `cost` look at: prices, nodes, the cluster in all orders that are
-    tried, and the rules.
-    """
+    """Input of `plan` and `cost`."""
 
     prices: PriceList
     nodes: tuple[Node, ...]
-    fleets: tuple[Fleet, ...]
+    fleets: tuple[Fleet, ...]  # the cluster in all orders that are tried
     rules: CostRules
 
     def fleet(self, order: Sequence[str]) -> Fleet:
         """The cluster in one order of its types, or of its nodes by type. Raises
         ValueError for others.
         """
-        known = next(
-            (fleet for fleet in self.fleets if fleet.order == tuple(order)), None
-        )
-        return known or fleet_of(self.nodes, order)
+        for fleet in self.fleets:  # their arrays may be worked out already
+            if fleet.order == tuple(order):
+                return fleet
+        return fleet_of(self.nodes, order)
 
     def spaces(self) -> list[tuple[int, Fleet]]:
         """Every number of micro-batches that divides the batch, ascending, with every
         order of types or nodes.
         """
-        counts = [
-            count
-            for count in range(1, self.rules.global_batch + 1)
-            if self.rules.global_batch % count == 0
-        ]
+        batch = self.rules.global_batch
+        counts = [count for count in range(1, batch + 1) if batch % count == 0]
         return [(count, fleet) for count in counts for fleet in self.fleets]
 
 
-def given_or_made(given: HeteroProblem | None, inputs: dict) -> HeteroProblem:
-    """The problem, or that of inputs. Raises ValueError for both."""
-    if given is not None and inputs:
+def problem_from(stated: HeteroProblem | None, inputs: dict) -> HeteroProblem:
+    """The stated problem, or that of inputs. Raises ValueError for both."""
+    if stated is None:
+        return problem(**inputs)
+    if inputs:
         raise ValueError(
             f"{next(iter(inputs))} stands in the problem that is given; give one of "
             "them"
         )
-    return (
-        problem(**inputs)
-        if given is None
-        else require_type("given", given, HeteroProblem)
-    )
+    return require_type("problem", stated, HeteroProblem)
 
 
 def problem(
@@ -123,57 +116,39 @@ def problem(
     files = [one is not None for one in (hostfile, clusterfile)]
     if any(files) != all(files) or (cluster is None) != all(files):
         raise ValueError("give either hostfile and clusterfile, or cluster")
-    known = {*CostRules.__dataclass_fields__, *(_OF_MODEL if model is not None else ())}
-    if unknown := sorted(rules.keys() - known):
-        raise ValueError(
-            f"{unknown[0]}: not an input of profiles"
-            if unknown[0] in _OF_MODEL
-            else f"no input {unknown[0]}"
-        )
+    _check_names(rules, with_model=model is not None)
     global_batch = require_int("global_batch", global_batch, 1)
-    model = None if model is None else catalog.model(model)
-    listed = (
-        [cluster]
-        if isinstance(cluster, (Cluster, str))
-        else require_type("cluster", cluster, Sequence | None) or []
-    )
-    members = [one if isinstance(one, Node) else catalog.cluster(one) for one in listed]
-    if cluster is not None and not members:
-        raise ValueError("cluster=[] names no cluster or node")
+    members = _members(cluster)
     clusters = [member for member in members if isinstance(member, Cluster)]
     if clusters:
         nodes = nodes_of(clusters, rules.get("parameters"))
+    elif cluster is None:
+        nodes = load_cluster(hostfile, clusterfile)
     else:
-        nodes = (
-            load_cluster(hostfile, clusterfile) if cluster is None else tuple(members)
-        )
+        nodes = tuple(members)
     if profiles is not None:
-        prices = prices_of(
-            profiles if isinstance(profiles, Profiles) else load_profiles(profiles)
-        )
+        if not isinstance(profiles, Profiles):
+            profiles = load_profiles(profiles)
+        prices = prices_of(profiles)
     else:
-        if rules.get("hidden", getattr(model, "hidden", None)) != getattr(
-            model, "hidden", None
-        ):
+        model = catalog.model(model)
+        hidden = getattr(model, "hidden", None)
+        if rules.get("hidden", hidden) != hidden:
             raise ValueError(
-                f"hidden={rules['hidden']} is not that of {model.name}, {model.hidden}"
+                f"hidden={rules['hidden']} is not that of {model.name}, {hidden}"
             )
         options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
-        given = rules.pop("sequence", None)
-        sequence = (
-            getattr(model, "sequence", None)
-            if given is None
-            else require_int("sequence", given, 1)
-        )
+        sequence = rules.pop("sequence", None)
+        if sequence is None:
+            sequence = getattr(model, "sequence", None)
+        else:
+            sequence = require_int("sequence", sequence, 1)
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
         prices = simulated_prices(
             model, types, global_batch=global_batch, sequence=sequence, **options
         )
-        rules = {
-            "hidden": model.hidden,
-            "sequence": sequence,
-            "tp_in_node": True,
-        } | rules
+        # simulated groups of tp are those of a node, as their prices
+        rules = {"hidden": hidden, "sequence": sequence, "tp_in_node": True} | rules
     checked_rules = CostRules(global_batch, **rules)
     if layers is not None and layers != prices.layers:
         raise ValueError(
@@ -187,3 +162,26 @@ def problem(
                 f"no profile for {name}; there are {', '.join(prices.optimizer_s)}"
             )
     return HeteroProblem(prices, tuple(nodes), orders, checked_rules)
+
+
+def _check_names(rules: dict, with_model: bool) -> None:
+    """Raises ValueError for an input that does not exist, or only beside a model."""
+    names = {*CostRules.__dataclass_fields__}
+    if with_model:
+        names.update(_OF_MODEL)
+    for name in sorted(rules.keys() - names):
+        if name in _OF_MODEL:
+            raise ValueError(f"{name}: not an input of profiles")
+        raise ValueError(f"no input {name}")
+
+
+def _members(cluster) -> list[Cluster | Node]:
+    """Clusters and nodes of the argument, those with names read from the catalog."""
+    if cluster is None:
+        return []
+    if isinstance(cluster, (Cluster, str)):
+        return [catalog.cluster(cluster)]
+    listed = require_type("cluster", cluster, Sequence | None)
+    if not listed:
+        raise ValueError("cluster=[] names no cluster or node")
+    return [one if isinstance(one, Node) else catalog.cluster(one) for one in listed]

@@ -1,5 +1,5 @@
-"""How long does each layer of a model take on each GPU type, at each tensor parallel
-degree and batch?
+"""Profiles: how long each layer of a model takes on each GPU type, at each tensor
+parallel degree and batch.
 
 Profile files of Metis [Um et al., USENIX ATC 2024]: one JSON file
 DeviceType.TYPE_tpN_bsN.json per key. Times stay in ms and memory in MB as in the files:
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
-_SLIP = (
-    100.0  # an optimizer time that far from those at other batches is in another unit
-)
+# An optimizer time that many times another batch's is in another unit: it does not hang
+# on the batch.
+_SLIP = 100.0
 TIMES = {  # field -> name in the file
     "total_ms": "total_time_ms",
     "forward_backward_ms": "forward_backward_time_ms",
@@ -89,11 +89,12 @@ class LayerProfile:
                     raise ValueError(f"{name}={value!r} is not a number of at least 0")
         if not self.layers or min(self.layer_ms) <= 0:
             raise ValueError("layer_ms must have an entry above 0 for every layer")
-        whole_ms = self.forward_backward_ms
+        passes_ms = self.forward_backward_ms
         layers_ms = plain_sum(self.layer_ms)
-        if whole_ms - layers_ms < -1e-6 * whole_ms:
+        # files have the times rounded: a millionth is no contradiction
+        if passes_ms - layers_ms < -1e-6 * passes_ms:
             raise ValueError(
-                f"forward_backward_ms={whole_ms:g} is below the sum {layers_ms:g} of "
+                f"forward_backward_ms={passes_ms:g} is below the sum {layers_ms:g} of "
                 "layers"
             )
         for name in TIMES:
@@ -138,12 +139,11 @@ class Profiles:
                     f"{profile.name} has {profile.layers} layers, {first.name} has "
                     f"{first.layers}"
                 )
-            alike = [
-                other
+            least_ms = min(
+                other.optimizer_ms
                 for other in profiles
                 if (other.device, other.tp) == (profile.device, profile.tp)
-            ]
-            least_ms = min(other.optimizer_ms for other in alike)
+            )
             if profile.optimizer_ms > _SLIP * least_ms:
                 rule = (
                     f"over {_SLIP:g} x the {least_ms:g} of another batch: is it "
@@ -167,12 +167,13 @@ class Profiles:
         """The profile of a key; ValueError that names what there is."""
         if profile := self.table.get((device, tp, batch)):
             return profile
+        # the most that is there of what was asked for
         there = f"types {', '.join(self.devices)}"
-        if degrees := sorted(
-            {degree for name, degree, _ in self.table if name == device}
-        ):
+        degrees = sorted({degree for name, degree, _ in self.table if name == device})
+        batches = sorted(size for *key, size in self.table if key == [device, tp])
+        if degrees:
             there = f"tp {', '.join(map(str, degrees))} on {device}"
-        if batches := sorted(size for *key, size in self.table if key == [device, tp]):
+        if batches:
             there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
         raise ValueError(
             f"no profile for {device} tp {tp} batch {batch}; there are {there}"
@@ -186,9 +187,8 @@ class Profiles:
             return next(iter(self.table.values()))
         if isinstance(name, tuple):
             return self.get(*name)
-        key = _NAME.fullmatch(
-            f"DeviceType.{name.removeprefix('DeviceType.').removesuffix('.json')}.json"
-        )
+        stem = name.removeprefix("DeviceType.").removesuffix(".json")
+        key = _NAME.fullmatch(f"DeviceType.{stem}.json")
         if not key:
             raise ValueError(
                 f"{name!r} is not the name of a profile such as A100_tp4_bs4"
@@ -235,10 +235,9 @@ def _read_profile(path: Path) -> LayerProfile:
                 f"{model['num_layers']}"
             )
         values = {key: times[name] for key, name in TIMES.items()}
-        between_ms = times.get(
-            "between_forward_backward_time_ms",
-            values["forward_backward_ms"] - plain_sum(layer_ms),
-        )
+        # older files leave it out
+        outside_ms = values["forward_backward_ms"] - plain_sum(layer_ms)
+        between_ms = times.get("between_forward_backward_time_ms", outside_ms)
         return LayerProfile(
             device=name["device"],
             tp=int(name["tp"]),

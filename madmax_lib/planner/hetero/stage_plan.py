@@ -1,4 +1,4 @@
-"""What is a heterogeneous plan? The fields that Metis gives a plan, checked.
+"""A heterogeneous plan: the fields that Metis gives a plan, checked.
 
 A stage is a group of consecutive GPUs with its own degrees and layers. Plans are read
 from Metis' own output too, whose balancer loses layers and leaves stages empty:
@@ -65,12 +65,9 @@ class HeteroPlan:
         """
         if isinstance(plan, cls):
             return plan
-        if missing := [
-            name
-            for name in cls.__dataclass_fields__
-            if name not in plan and name != "recompute"
-        ]:
-            raise ValueError(f"the plan has no {missing[0]}")
+        for name in cls.__dataclass_fields__:
+            if name not in plan and name != "recompute":
+                raise ValueError(f"the plan has no {name}")
         try:
             return cls(
                 node_sequence=tuple(map(str, plan["node_sequence"])),
@@ -93,7 +90,7 @@ class HeteroPlan:
             raise ValueError(f"not a plan: {error}") from None
 
     def repaired(self, layers: int) -> HeteroPlan:
-        """With all layers: lost ones go to the last stage, an empty stage takes the
+        """Plan with all layers: lost ones go to the last stage, an empty stage takes the
         nearest of its neighbour.
 
         Raises ValueError for more stages than layers.
@@ -108,14 +105,10 @@ class HeteroPlan:
             raise ValueError(
                 f"layer_partition {list(cuts)} does not go up to the {layers} layers"
             )
-        inner = [
-            max(cut, low)
-            for cut, low in zip(
-                self.layer_partition[1:-1], range(1, stages), strict=True
-            )
-        ]
+        # every cut at least a layer behind the one before it ...
+        inner = [max(cut, number) for number, cut in enumerate(cuts[1:-1], 1)]
         inner = list(accumulate(inner, lambda before, cut: max(before + 1, cut)))
-        inner = [
-            min(cut, layers - stages + 1 + number) for number, cut in enumerate(inner)
-        ]
+        # ... and a layer left for each stage after it
+        most = layers - stages + 1
+        inner = [min(cut, most + number) for number, cut in enumerate(inner)]
         return replace(self, layer_partition=(0, *inner, layers))

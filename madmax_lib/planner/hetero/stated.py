@@ -1,5 +1,5 @@
-"""How long does a step take under a stated partition over GPUs of several types? Rows
-of published tables, predicted.
+"""Steps under a stated partition over GPUs of several types: rows of published tables,
+predicted.
 
 A row has the columns of `data/published_train.csv` and three more: `hetero_groups`, the
 nodes in the order of ranks, such as "V100x4,T4x4"; `layer_partition`, the first layer
@@ -12,7 +12,6 @@ many samples on every replica.
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -68,21 +67,19 @@ def predict(
 
 
 class _Stated(PlanCost):
-    """The cost of a plan that somebody ran: every replica takes as much, and a stage
-    may have no layer.
+    """Cost of a plan that somebody ran: every replica takes as much, and a stage may
+    have no layer.
     """
 
     def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
         return [1.0] * len(types)
 
     def check_layers(self) -> None:
-        cuts = self.plan.layer_partition
+        cuts = list(self.plan.layer_partition)
         layers = self.prices.layers
-        if (cuts[0], cuts[-1]) != (0, layers) or any(
-            end < start for start, end in pairwise(cuts)
-        ):
+        if (cuts[0], cuts[-1]) != (0, layers) or cuts != sorted(cuts):
             raise ValueError(
-                f"layer_partition {list(cuts)} does not tile {layers} layers, "
+                f"layer_partition {cuts} does not tile {layers} layers, "
                 "embedding and head included"
             )
 
@@ -90,10 +87,10 @@ class _Stated(PlanCost):
 def _step_s(raw: dict, profiles: Profiles | None) -> float:
     cases = _cases(raw)
     case = cases[0]
-    plan = cases[0].plan
-    pieces = {
-        one.cluster.device.name: layer_costs(Steps.of(one), shipped()) for one in cases
-    }
+    plan = case.plan
+    pieces = {}
+    for one in cases:
+        pieces[one.cluster.device.name] = layer_costs(Steps.of(one), shipped())
     fleet = Fleet(nodes_of([one.cluster for one in cases]))
     if plan.world_size != fleet.size:
         said = f"dp x tp x pp = {plan.dp} x {plan.tp} x {plan.pp}"
@@ -112,9 +109,9 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
         recompute=(plan.recompute,) * plan.pp,
     )
     samples = stated.batches * plan.dp * plan.micro_batch
-    element_bytes = pieces[
-        case.cluster.device.name
-    ].prices.steps.work.width.storage_bytes
+    steps = pieces[case.cluster.device.name].prices.steps
+    element_bytes = steps.work.width.storage_bytes
+    # it ran, so it fitted: no limit of memory
     rules = CostRules(
         samples, case.model.hidden, case.sequence, element_bytes, memory_factor=0
     )
@@ -137,23 +134,25 @@ def _cases(raw: dict) -> list[Case]:
         raise ValueError(
             f"{model.name}: stated partitions are predicted for dense language models"
         )
-    batch, micro = (count_of(raw, name) for name in ("global_batch", "micro_batch"))
+    batch = count_of(raw, "global_batch")
+    micro = count_of(raw, "micro_batch")
     if not (batch and micro):
         raise ValueError("global_batch and micro_batch must be stated")
     nodes = _nodes(raw)
     cases = []
-    dp = count_of(raw, "dp", max(sum(count for _, count in nodes) // (tp * pp), 1))
+    gpus = sum(count for _, count in nodes)
+    dp = count_of(raw, "dp", max(gpus // (tp * pp), 1))
     if dp * micro > batch:
         raise ValueError(f"micro_batch={micro} exceeds {batch} samples over dp={dp}")
-    for own, count in nodes:
-        own, device = completed(own)
-        cluster, dtype = machine_of(own, device, count)
+    for row, count in nodes:
+        row, device = completed(row)
+        cluster, dtype = machine_of(row, device, count)
         plan = Plan(dp=dp, tp=tp, pp=pp, micro_batch=micro)
-        sequence = count_of(own, "seq_len", model.sequence)
-        case = Case(
-            model, cluster, plan, batch, sequence, dtype, software_of(own, device)
-        )
-        cases.append(replace(case, plan=replace(plan, **habits_of(own, case))))
+        sequence = count_of(row, "seq_len", model.sequence)
+        software = software_of(row, device)
+        case = Case(model, cluster, plan, batch, sequence, dtype, software)
+        # habits (recompute, ZeRO, ...) depend on model and machine
+        cases.append(replace(case, plan=replace(plan, **habits_of(row, case))))
     return cases
 
 
@@ -162,16 +161,8 @@ def _nodes(raw: dict) -> list[tuple[dict, int]]:
     GPUs.
     """
     if not (groups := text_of(raw, "hetero_groups")):
-        return [
-            (
-                raw,
-                count_of(
-                    raw,
-                    "n_gpus",
-                    math.prod(count_of(raw, name, 1) for name in ("dp", "tp", "pp")),
-                ),
-            )
-        ]
+        degrees = math.prod(count_of(raw, name, 1) for name in ("dp", "tp", "pp"))
+        return [(raw, count_of(raw, "n_gpus", degrees))]
     groups = groups.split(",")
     gbit = text_of(raw, "hetero_network_gbit")
     rates = gbit.split(",") if gbit else [""] * len(groups)
@@ -182,24 +173,31 @@ def _nodes(raw: dict) -> list[tuple[dict, int]]:
         )
     nodes = []
     for group, rate in zip(groups, rates, strict=True):
-        if not (said := re.fullmatch(r"\s*(\S+)x([1-9]\d*)\s*", group)):
+        if not (match := re.fullmatch(r"\s*(\S+)x([1-9]\d*)\s*", group)):
             raise ValueError(
                 f"hetero_groups: {group!r} is not TYPExGPUS such as V100x4"
             )
-        own = {"gpu": said[1], "devices_per_node": int(said[2]), "network_gbit": rate}
-        nodes.append((raw | own, int(said[2])))
+        gpus = int(match[2])
+        node = {"gpu": match[1], "devices_per_node": gpus, "network_gbit": rate}
+        nodes.append((raw | node, gpus))
     return nodes
 
 
 def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
-    """As stated; else equal stages, where embedding and head count as layers if the
-    software cuts so.
+    """Cuts as stated; else of equal stages, where embedding and head count as layers if
+    the software cuts so.
     """
     pp = case.plan.pp
-    more = 2 * case.software.ends_as_layers
     if not (text := text_of(raw, "layer_partition")):
-        inner = ((layers - 2 + more) * stage / pp for stage in range(1, pp))
-        return (0, *(math.floor(cut + 0.5) + 1 - more // 2 for cut in inner), layers)
+        ends = case.software.ends_as_layers
+        counted = layers if ends else layers - 2
+        # rounded half up, and the embedding stands before the layers that are counted
+        inner = [
+            math.floor(counted * stage / pp + 0.5) + (not ends)
+            for stage in range(1, pp)
+        ]
+        cuts = [0, *inner, layers]
+        return tuple(cuts)
     cuts = re.findall(r"-?\d+", text)
     if len(cuts) != pp + 1:
         raise ValueError(
@@ -211,8 +209,8 @@ def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
 def _prices(
     case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None
 ) -> PriceList:
-    """Of each GPU type: the simulator's, or those of its profiles; gradients as model
-    and software have them.
+    """Prices of each GPU type: the simulator's, or those of its profiles; gradients as
+    model and software have them.
     """
     plan = case.plan
     model = case.model
@@ -225,8 +223,8 @@ def _prices(
             f"profiles of {measured.layers} layers for {model.layers + 2}, embedding "
             "and head included"
         )
-    for name, own in pieces.items():
-        prices = own.prices
+    for name, piece in pieces.items():
+        prices = piece.prices
         key = (name, plan.tp, plan.recompute)
         if measured:
             there = _profiled(name, profiles.devices)
@@ -235,29 +233,25 @@ def _prices(
                     table[(*key, batch)] = price
             optimizer_s[name] = measured.optimizer_s[there]
         else:
-            layer_s = per_layer(model, *passes_s(own)[0])
-            stop_s = float(
-                prices.traits.blocking_sends
-                * prices.constants["send_stop_s"]
-                * (plan.pp > 1)
-            )
-            table[(*key, plan.micro_batch)] = Price(
-                layer_s, nothing, nothing, sync_s=stop_s
-            )
-            optimizer_s[name] = float(
-                prices.update_s(plan.pp * plan.tp * own.stage.owned(prices))
-            )
-    return PriceList(
-        table, *gradients_of(model, next(iter(pieces.values())).prices), optimizer_s
-    )
+            layer_s = per_layer(model, *passes_s(piece)[0])
+            # the host of some software waits for each message of a pipeline
+            blocks = prices.traits.blocking_sends * (plan.pp > 1)
+            stop_s = float(blocks * prices.constants["send_stop_s"])
+            price = Price(layer_s, nothing, nothing, sync_s=stop_s)
+            table[(*key, plan.micro_batch)] = price
+            # of the whole model, of which a rank owns a tp x pp-th
+            owned = plan.pp * plan.tp * piece.stage.owned(prices)
+            optimizer_s[name] = float(prices.update_s(owned))
+    gradients = gradients_of(model, next(iter(pieces.values())).prices)
+    return PriceList(table, *gradients, optimizer_s)
 
 
 def _profiled(name: str, devices: tuple[str, ...]) -> str:
     """The name that profiles have for a device of the catalog. Raises ValueError where
     they lack it.
     """
-    named = {device: catalog.device_named(device) for device in devices}
-    for device, known in named.items():
-        if device == name or (known and known.name == name):
+    for device in devices:
+        in_catalog = catalog.device_named(device)
+        if device == name or (in_catalog and in_catalog.name == name):
             return device
     raise ValueError(f"no profile for {name}; there are {', '.join(devices)}")

@@ -1,5 +1,5 @@
-"""Which chain of stages is best? Dynamic programming over layers and ranks, backwards
-from the last stage.
+"""The best chain of stages: dynamic programming over layers and ranks, backwards from
+the last stage.
 
     least(x, p, k) = min over stages (n, y, way) at rank p of  stage + 2 send(k') +
     least(y, p + n, k')
@@ -12,6 +12,7 @@ count, the state also has the number of stages left.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,11 +25,9 @@ __all__ = ["OPEN", "Chain", "Sweeper"]
 
 OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
-_BLOCK_BYTES = (
-    2**20
-    # up to here all group sizes are swept at once, beyond one by one: blocks stay in the
-    # cache
-)
+# Up to here all group sizes are swept at once, beyond one by one: blocks stay in the
+# cache.
+_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,8 @@ class Chain:
     """Stages from the first layer to the last."""
 
     total: float  # what the sweep added up, or the largest of it
-    largest: (
-        np.ndarray
-    )  # (3,) period, gradient all-reduce and optimizer of the slowest stages in s
+    # (3,) seconds of period, gradient all-reduce and optimizer, of the slowest stages
+    largest: np.ndarray
     # (3,) of these over layers, of every stage at least what the sweep took for the
     # least
     mean: np.ndarray
@@ -49,7 +47,7 @@ class Chain:
 class _Option:
     """One stage of the best chain."""
 
-    where: str  # first, middle, last or whole
+    where: str  # first, middle, last or single
     level: int  # stages after it, as far as told apart
     next_kind: int  # of the next stage
     end: int  # layer after its last
@@ -59,28 +57,28 @@ class _Option:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What a sweep found on its way: least totals of chains by their first stage."""
+    """Least totals of chains by their first stage, as a sweep leaves them."""
 
-    starts: dict[
-        tuple[int, int], np.ndarray
-    ]  # by (level, next level) of a first stage, over (kind, end, size)
+    # by (level, next level) of a first stage, over (kind, end, size)
+    starts: dict[tuple[int, int], np.ndarray]
     middle: list[list[np.ndarray]]  # blocks of stages by level
     last: np.ndarray  # (layers, sizes)
     reach: list[np.ndarray]  # by level, what lies ahead of a stage
-    whole: float  # of one stage alone
+    single: float  # of one stage alone
 
     @cached_property
     def total(self) -> float:
         """The least of all."""
-        return min(
-            [
-                self.whole,
-                *(
-                    float(options.min(initial=np.inf))
-                    for options in self.starts.values()
-                ),
-            ]
-        )
+        starts = [float(part.min(initial=np.inf)) for part in self.starts.values()]
+        return min([self.single, *starts])
+
+
+class _Ends(NamedTuple):
+    """Least values of the stages at the ends of chains, by group size."""
+
+    first: list[np.ndarray]  # by level, (kinds, rows, sizes)
+    last: np.ndarray  # (rows, sizes)
+    single: float  # of one stage alone
 
 
 class Sweeper:
@@ -93,7 +91,7 @@ class Sweeper:
 
     def __init__(
         self,
-        given: HeteroProblem,
+        problem: HeteroProblem,
         grid: Grid,
         batches: int,
         fleet: Fleet,
@@ -101,24 +99,25 @@ class Sweeper:
         *,
         lacking: bool = False,
     ):
-        self.table = StageTable(given, fleet, batches, grid)
+        self.table = StageTable(problem, fleet, batches, grid)
         self.levels = levels
         self.stages = {
             (where, level): self.table.stages(where, level + 1, lacking=lacking)
             for level in range(levels)
-            for where in ("first", "middle", "last", "whole")
-            if level == 0 or where != "whole"
+            for where in ("first", "middle", "last", "single")
+            if level == 0 or where != "single"
         }
-        self.sends_s = {
-            key: 2
-            * self.table.send_s(stages.entry)[:, :, None]
-            * (key[0] in ("first", "middle") and not lacking)
-            for key, stages in self.stages.items()
-        }  # there and back, (kinds, entries, 1)
+        self.sends_s = {}
+        for (where, level), stages in self.stages.items():
+            sends = where in ("first", "middle") and not lacking
+            # there and back, (kinds, entries, 1) beside rows of slices
+            send_s = 2 * self.table.send_s(stages.entry)[:, :, None]
+            self.sends_s[where, level] = send_s * sends
+        # (sizes, places + 1) where the next stage begins; places + 1: beyond the GPUs
         self.ahead = np.minimum(
             np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1
         )
-        self.ending = grid.places - grid.steps
+        self.ending = grid.places - grid.steps  # where the last stage begins, by size
         together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
         sizes = range(len(grid.sizes))
         self._scratch = np.empty(0)
@@ -129,15 +128,14 @@ class Sweeper:
     @property
     def size_bytes(self) -> int:
         """Memory of the tables."""
-        return sum(
-            part.nbytes for stages in self.stages.values() for part in stages.parts
-        )
+        stages = self.stages.values()
+        return sum(part.nbytes for stage in stages for part in stage.parts)
 
     def chain(
         self,
         high=OPEN,
-        low=(0.0, 0.0, 0.0),
-        weights=(0.0, 0.0, 0.0),
+        low=_NONE,
+        weights=_NONE,
         *,
         bottleneck: bool = False,
     ) -> Chain | None:
@@ -150,72 +148,69 @@ class Sweeper:
         """
         values = {}
         for key, stages in self.stages.items():
-            time_s, *updates_s = stages.parts
-            inside = np.logical_and.reduce(
-                [part <= most for part, most in zip(updates_s, high[1:], strict=True)]
-            )
+            time_s, gradients_s, optimizer_s = stages.parts
+            inside = (gradients_s <= high[1]) & (optimizer_s <= high[2])
+            # (kinds, entries, rows)
             period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
             np.putmask(period_s, period_s > high[0], np.inf)
             if not bottleneck:
                 begin, end = getattr(self.table.grid, key[0])
-                parts = zip(weights, (period_s, *updates_s), low, strict=True)
+                share = (end - begin) / self.table.grid.layers
+                parts = (period_s, gradients_s, optimizer_s)
                 means_s = sum(
                     weight * np.maximum(part, least)
-                    for weight, part, least in parts
+                    for weight, part, least in zip(weights, parts, low, strict=True)
                     if weight
                 )
-                period_s = (
-                    period_s
-                    + (end - begin) / self.table.grid.layers * means_s
-                    + stages.extra_s[:, None]
-                )
+                # (entries, 1): what a stage costs once, whatever its slice
+                period_s = period_s + share * means_s + stages.extra_s[:, None]
             values[key] = period_s
         combine = np.maximum if bottleneck else np.add
         state = self._descend(values, combine)
-        return (
-            self._path(state, values, combine, low)
-            if np.isfinite(state.total)
-            else None
-        )
+        if not np.isfinite(state.total):
+            return None
+        return self._path(state, values, combine, low)
 
     def _descend(self, values: dict, combine) -> _State:
+        """Least totals of chains from every layer and place to the end, by level."""
         grid = self.table.grid
         kind = self.table.kind
         kinds = len(self.table.kinds)
         layers = grid.layers
         sizes = np.arange(len(grid.sizes))
-        least = [
-            np.full((kinds, layers + 1, grid.places + 2), np.inf)
-            for _ in range(self.levels)
-        ]
-        reach = [
-            np.full((kinds, layers + 1, *kind.shape), np.inf)
-            for _ in range(self.levels)
-        ]
-        first, last, whole = self._ends(values)
+        levels = range(self.levels)
+        # least[level][k, x, p]: of chains that begin at layer x and place p, whose first
+        # stage is of kind k; reach: the same where a stage of each size would end
+        least = [np.full((kinds, layers + 1, grid.places + 2), np.inf) for _ in levels]
+        reach = [np.full((kinds, layers + 1, *kind.shape), np.inf) for _ in levels]
+        ends = self._ends(values)
         middle = [
             self._middle(values["middle", level], level) for level in range(self.levels)
         ]
-        for level in range(self.levels):
+        for level in levels:
             for x in range(layers - 1, 0, -1):
-                if level == 0:
-                    least[0][kind[sizes, self.ending], x, self.ending] = last[x - 1]
+                if level == 0:  # the last stage, with none after it
+                    least[0][kind[sizes, self.ending], x, self.ending] = ends.last[
+                        x - 1
+                    ]
                 for band, block in zip(self.bands, middle[level], strict=True):
                     rows = block[:, grid.row(x) : grid.row(x) + layers - 1 - x]
+                    next_layers = slice(x + 1, x + 1 + rows.shape[1])
                     for source in self._sources(level) if rows.size else ():
-                        ahead = reach[source][
-                            :, x + 1 : x + 1 + rows.shape[1], band, : rows.shape[3]
-                        ]
+                        # a stage to layer y meets the best chain from y on
+                        ahead = reach[source][:, next_layers, band, : rows.shape[3]]
                         self._improve(
                             least[level][:, x], combine, rows, ahead, kind[band]
                         )
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
         starts = {
-            (level, source): combine(first[level], reach[source][:, 1:layers, :, 0])
-            for level in range(self.levels)
+            (level, source): combine(
+                ends.first[level], reach[source][:, 1:layers, :, 0]
+            )
+            for level in levels
             for source in self._sources(level)
         }
-        return _State(starts, middle, last, reach, whole)
+        return _State(starts, middle, ends.last, reach, ends.single)
 
     def _improve(
         self,
@@ -228,49 +223,35 @@ class Sweeper:
         """Least of each kind and place, lowered by stages over rows with what lies
         ahead of them.
         """
-        options = combine(rows, ahead, out=self._room(rows.shape))
-        lowest = (
-            options.reshape(-1, options[0, 0].size)
-            .min(axis=0)
-            .reshape(options.shape[2:])
-        )
-        for code in range(len(least)):
-            of_kind = (
-                lowest
-                if len(least) == 1
-                else np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
-            )
-            np.minimum(
-                least[code, : of_kind.shape[1]],
-                of_kind.min(axis=0),
-                out=least[code, : of_kind.shape[1]],
-            )
-
-    def _room(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Scratch memory: new pages for each block would cost as much as its sums."""
-        size = math.prod(shape)
+        # scratch memory: new pages for each block would cost as much as its sums
+        size = math.prod(rows.shape)
         if len(self._scratch) < size:
             self._scratch = np.empty(size)
-        return self._scratch[:size].reshape(shape)
+        out = self._scratch[:size].reshape(rows.shape)
+        options = combine(rows, ahead, out=out)
+        # (kinds of the next stage, ends, sizes, places): the first two as one axis, of
+        # which numpy finds the least in one pass
+        flat = options.reshape(-1, options[0, 0].size).min(axis=0)
+        lowest = flat.reshape(options.shape[2:])  # (sizes, places)
+        for code in range(len(least)):
+            of_kind = lowest
+            if len(least) > 1:
+                of_kind = np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
+            target = least[code, : of_kind.shape[1]]
+            np.minimum(target, of_kind.min(axis=0), out=target)
 
-    def _ends(self, values: dict) -> tuple[list[np.ndarray], np.ndarray, float]:
-        """Least values by group size: first stages of each level, (kinds, rows, sizes),
-        last stages, whole.
-        """
+    def _ends(self, values: dict) -> _Ends:
         group = self.table.group
         first = [
             self._least("first", level, values, group[:, 0])
             for level in range(self.levels)
         ]
-        last = self._least(
-            "last", 0, values, group[np.arange(len(group)), self.ending]
-        )[0]
-        whole = (
-            self._least("whole", 0, values, group[-1:, 0])[0, 0, 0]
-            if self.ending[-1] == 0
-            else np.inf
-        )
-        return first, last, float(whole)
+        ending = group[np.arange(len(group)), self.ending]
+        last = self._least("last", 0, values, ending)[0]
+        single = math.inf
+        if self.ending[-1] == 0:  # the largest group holds all GPUs
+            single = float(self._least("single", 0, values, group[-1:, 0])[0, 0, 0])
+        return _Ends(first, last, single)
 
     def _middle(self, values: np.ndarray, level: int) -> list[np.ndarray]:
         """(kinds, rows, sizes, places) least values of each band of sizes, without what
@@ -282,16 +263,18 @@ class Sweeper:
         for band in self.bands:
             group = self.table.group[band, : 1 + int(self.ending[band].max())]
             finite = np.isfinite(np.min(classes, axis=0)[np.unique(group)]).any(axis=0)
-            count = (
-                len(finite)
-                if not self.table.grid.alike
-                else int(np.max(np.flatnonzero(finite), initial=-1)) + 1
-            )
-            of_kinds = [
-                np.ascontiguousarray(least[:, :count].T)[:, group] for least in classes
-            ]
+            count = len(finite)
+            if self.table.grid.uniform:
+                # rows are then by length: thresholds cut the longest slices
+                count = int(np.max(np.flatnonzero(finite), initial=-1)) + 1
+            # rows first and contiguous, since slices of them are added
             blocks.append(
-                of_kinds[0][None] if len(of_kinds) == 1 else np.stack(of_kinds)
+                np.stack(
+                    [
+                        np.ascontiguousarray(least[:, :count].T)[:, group]
+                        for least in classes
+                    ]
+                )
             )
         return blocks
 
@@ -309,48 +292,48 @@ class Sweeper:
 
     def _sources(self, level: int) -> tuple[int, ...]:
         """Levels of the stage after one: the last level stands for all higher ones."""
-        last = (level,) if level == self.levels - 1 else ()
-        return (*last, level - 1) if level else last
+        sources = [level] if level == self.levels - 1 else []
+        if level:
+            sources.append(level - 1)
+        return tuple(sources)
 
     def _path(self, state: _State, values: dict, combine, low) -> Chain:
         """The chain behind a total: at each stage the option of least value, the first
         on ties.
         """
         option = self._first_option(state)
-        begin = 0
-        place = 0
+        begin = 0  # first layer of the stage
+        position = 0  # and its place on the grid of ranks
         cuts = [0]
         entries = []
         parts = []
         while True:
-            entry, entry_parts = self._entry(option, begin, place, values)
+            entry, entry_parts = self._entry(option, begin, position, values)
             cuts.append(option.end)
             entries.append(entry)
             parts.append(entry_parts)
-            if option.where in ("last", "whole"):
+            if option.where in ("last", "single"):
                 break
             begin = option.end
-            place = place + int(self.table.grid.steps[option.size])
-            option = self._next_option(state, option, place, combine)
+            position += int(self.table.grid.steps[option.size])
+            option = self._next_option(state, option, position, combine)
         mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
-        return Chain(
-            state.total, np.max(parts, axis=0), mean, self._plan(cuts, entries)
-        )
+        plan = self._plan(cuts, entries)
+        return Chain(state.total, np.max(parts, axis=0), mean, plan)
 
     def _first_option(self, state: _State) -> _Option:
-        best = state.whole
-        answer = _Option("whole", 0, 0, self.table.grid.layers, len(self.ending) - 1, 0)
+        best = state.single
+        last_size = len(self.ending) - 1
+        answer = _Option("single", 0, 0, self.table.grid.layers, last_size, 0)
         for (level, source), options in state.starts.items():
             if options.min(initial=np.inf) < best:
                 best = options.min()
-                kind, row, size = map(
-                    int, np.unravel_index(options.argmin(), options.shape)
-                )
+                kind, row, size = _argmin(options)
                 answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
     def _next_option(
-        self, state: _State, before: _Option, place: int, combine
+        self, state: _State, before: _Option, position: int, combine
     ) -> _Option:
         """The stage after one, which begins where that ends."""
         grid = self.table.grid
@@ -358,28 +341,26 @@ class Sweeper:
         begin = before.end
         best = np.inf
         answer = None
-        of_kind = self.table.kind[:, place] == before.next_kind
-        for size in (
-            np.flatnonzero((self.ending == place) & of_kind) if level == 0 else ()
-        ):
-            best = state.last[begin - 1, size]
-            answer = _Option("last", 0, 0, grid.layers, int(size), 0)
+        of_kind = self.table.kind[:, position] == before.next_kind
+        if level == 0:
+            for size in np.flatnonzero((self.ending == position) & of_kind):
+                best = state.last[begin - 1, size]
+                answer = _Option("last", 0, 0, grid.layers, int(size), 0)
         first_row = grid.row(begin)
         count = grid.layers - 1 - begin
         for band, block in zip(self.bands, state.middle[level], strict=True):
-            rows = block[:, first_row : first_row + count, :, place : place + 1]
+            rows = block[:, first_row : first_row + count, :, position : position + 1]
+            next_layers = slice(begin + 1, begin + 1 + rows.shape[1])
             for source in self._sources(level) if rows.size else ():
                 ahead = state.reach[source][
-                    :, begin + 1 : begin + 1 + rows.shape[1], band, place : place + 1
+                    :, next_layers, band, position : position + 1
                 ]
-                options = np.where(of_kind[band, None], combine(rows, ahead), np.inf)[
-                    ..., 0
-                ]
+                # (kinds, ends, sizes) at the one place
+                sums = combine(rows, ahead)[..., 0]
+                options = np.where(of_kind[band], sums, np.inf)
                 if options.min() < best:
                     best = options.min()
-                    kind, row, size = map(
-                        int, np.unravel_index(options.argmin(), options.shape)
-                    )
+                    kind, row, size = _argmin(options)
                     answer = _Option(
                         "middle",
                         level,
@@ -391,19 +372,22 @@ class Sweeper:
         return answer
 
     def _entry(
-        self, option: _Option, begin: int, place: int, values: dict
+        self, option: _Option, begin: int, position: int, values: dict
     ) -> tuple[int, list[float]]:
         """Number of the cheapest entry of a stage, and its parts."""
         key = option.where, option.level
         stages = self.stages[key]
         end = option.end
-        middle_row = self.table.grid.row(max(begin, 1)) + end - begin - 1
-        row = {"first": end - 1, "last": begin - 1, "whole": 0, "middle": middle_row}[
-            option.where
-        ]
-        number = int(
-            np.searchsorted(stages.classes, self.table.group[option.size, place])
-        )
+        # row of the slice begin..end, as `Grid` orders them
+        row = {
+            "first": end - 1,
+            "last": begin - 1,
+            "single": 0,
+            "middle": self.table.grid.row(max(begin, 1)) + end - begin - 1,
+        }[option.where]
+        group = self.table.group[option.size, position]
+        number = int(np.searchsorted(stages.classes, group))
+        # entries of the class
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]
         chosen = start + int(values[key][option.next_kind, start:stop, row].argmin())
         send_s = self.sends_s[key][option.next_kind, chosen, 0]
@@ -424,3 +408,8 @@ class Sweeper:
             layer_partition=tuple(cuts),
             recompute=tuple(table.prices.ways[way][1] for way in table.way[entries]),
         )
+
+
+def _argmin(options: np.ndarray) -> list[int]:
+    """Indices of the least value."""
+    return [int(index) for index in np.unravel_index(options.argmin(), options.shape)]

@@ -1,4 +1,4 @@
-"""Which plan is best of all? Best-first search over thresholds, exact to a stated gap.
+"""The best plan of all: best-first search over thresholds, exact to a stated gap.
 
 The cost has three maxima over stages: (batches - 1) x period, gradient all-reduce and
 optimizer. With their means over layers in place of them a sweep finds the chain that
@@ -22,7 +22,7 @@ from madmax_lib.planner.hetero.sweep import Chain, Sweeper
 
 __all__ = ["Search"]
 
-_KEPT_BYTES = 256e6  # of tables; the others are built again when needed
+_CACHE_BYTES = 256e6  # of tables; the others are built again when needed
 
 
 @dataclass(order=True)
@@ -32,11 +32,10 @@ class _Box:
     """
 
     bound_s: float
-    number: int
+    number: int  # of boxes with the same bound the oldest comes first
     space: int = field(compare=False)
-    low: np.ndarray = field(
-        compare=False
-    )  # (3,) of period, gradient all-reduce and optimizer
+    # (3,) of period, gradient all-reduce and optimizer
+    low: np.ndarray = field(compare=False)
     high: np.ndarray = field(compare=False)
 
 
@@ -66,17 +65,15 @@ class Search:
         self.sweeps = 0
         self.stopped = False
         self._number = count()
-        self._kept: dict[int, Sweeper] = {}
+        self._cache: dict[int, Sweeper] = {}  # by space, the latest used last
         self._queue: list[_Box] = []
 
     @property
     def gap(self) -> float:
         """Share of the cost that a better plan could save at most."""
-        return (
-            max(self.cost_s - self.bound_s, 0.0) / self.cost_s
-            if np.isfinite(self.cost_s)
-            else np.inf
-        )
+        if not np.isfinite(self.cost_s):
+            return np.inf
+        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s
 
     def run(self) -> Search:
         """Search, and the search itself."""
@@ -90,6 +87,7 @@ class Search:
         for space in range(len(self.makers)):
             self._push(0.0, space, np.zeros(3), np.full(3, np.inf))
         while self._queue:
+            # no box is more promising than the first: its bound is that of all
             box = heapq.heappop(self._queue)
             self.bound_s = min(box.bound_s, self.cost_s)
             if box.bound_s >= self._goal():
@@ -105,36 +103,36 @@ class Search:
             heapq.heappush(self._queue, _Box(bound_s, next(self._number), *box))
 
     def _sweeper(self, space: int) -> Sweeper:
-        sweeper = self._kept.pop(space, None) or self.makers[space]()
-        self._kept[space] = sweeper
-        while (
-            len(self._kept) > 1
-            and sum(kept.size_bytes for kept in self._kept.values()) > _KEPT_BYTES
-        ):
-            del self._kept[next(iter(self._kept))]
+        sweeper = self._cache.pop(space, None) or self.makers[space]()
+        self._cache[space] = sweeper
+        size_bytes = sum(other.size_bytes for other in self._cache.values())
+        while len(self._cache) > 1 and size_bytes > _CACHE_BYTES:
+            size_bytes -= self._cache.pop(next(iter(self._cache))).size_bytes
         return sweeper
 
     def _search(self, box: _Box) -> None:
         """The best chain of a box, and smaller boxes that hold every better plan."""
         weights = self.weights[box.space]
-        each = weights + np.array(
-            [1.0, 0.0, 0.0]
-        )  # the longest period counts once more, among all
+        # the longest period counts once more, in the sum of all
+        each = weights + np.array([1.0, 0.0, 0.0])
+        # where the other maxima are at their least, this one alone reaches the goal
         high = np.minimum(box.high, box.low + (self._goal() - each @ box.low) / each)
         chain = self._sweeper(box.space).chain(high, box.low, weights)
         self.sweeps += 1
         if chain is not None:
+            # the chain's cost has its maxima, the sweep counted means
             more = weights * (chain.largest - chain.mean)
             if chain.total + more.sum() < self.cost_s:
                 self.chain = chain
                 self.cost_s = chain.total + float(more.sum())
+            # cut where mean and maximum are farthest apart, just below the maximum of
+            # this chain, so that it is in neither half's lower bound again
             axis = int(more.argmax())
             bound_s = max(box.bound_s, chain.total)
             upper_low = box.low.copy()
             lower_high = high.copy()
-            upper_low[axis] = lower_high[axis] = (1 - self.goal_gap) * chain.largest[
-                axis
-            ]
+            cut = (1 - self.goal_gap) * chain.largest[axis]
+            upper_low[axis] = lower_high[axis] = cut
             self._push(bound_s, box.space, box.low, lower_high)
             self._push(bound_s, box.space, upper_low, high)
         self.tick(self)

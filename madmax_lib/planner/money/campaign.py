@@ -1,5 +1,5 @@
-"""How many devices, days, dollars and megawatt-hours does a training take? The best
-plan at each number of devices.
+"""Devices, days, dollars and megawatt-hours of a training, with the best plan at each
+number of devices.
 """
 
 from __future__ import annotations
@@ -26,25 +26,29 @@ from madmax_lib.simulator.rates.parameters import Parameters, constants_of, soft
 
 __all__ = ["AMOUNTS", "Campaign", "campaign"]
 
-_BATCH_TOKENS = {
-    1e24: 2**22,
-    np.inf: 2**24,
-}  # by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
+# tokens of a step by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
+_BATCH_TOKENS = {1e24: 2**22, np.inf: 2**24}
 _MOST = 1 << 17  # devices
 _NEAR = 0.2  # a default batch is so near to its tokens
-# by powers of two up to this the samples of a replica are best divided, into
-# micro-batches
+# Samples of a replica are best divided by powers of two up to this, into micro-batches.
 _ROUND = 64
-_LEFT = 8  # below which is the odd number that a batch may leave to tp, pp and cp
+# below which is the odd number that a batch may leave to tp, pp and cp: nodes have
+# powers of two, layers and heads seldom a larger odd factor
+_LEFT = 8
 _MFU = 0.6  # no training reaches more: fewer devices are not tried
 AMOUNTS = ("days", "device_hours", "usd", "mwh")
 _SECONDS_PER_DAY = 86400.0
-_Z = norm.ppf(0.95)
+_SIGMAS = norm.ppf(0.95)  # half-width of a 90 % interval in standard deviations
+# what a search says where no plan fits on so many devices
+_NO_PLAN = re.compile("fits|no layout|no plan")
 
 
 @dataclass(frozen=True, repr=False)
 class Campaign:
-    """What a training takes.
+    """Answer of a campaign.
+
+        answer = mm.planner.campaign("llama2-7b", 2e12, "dgx-a100", days=20)
+        answer.best["devices"], answer.table
 
     table: a row per number of devices tried: devices, plan, stacks (that it is timed
         as), global_batch, step_s and mfu of a step, days, device_hours, usd and mwh
@@ -64,27 +68,22 @@ class Campaign:
     def __repr__(self) -> str:
         row = self.best
 
-        ends = {
-            name: [_words(row[f"{name}{end}"]) for end in ("", "_low", "_high")]
-            for name in AMOUNTS
-        }
-        ends = {
-            name: f"{middle} ({low} to {high})"
-            for name, (middle, low, high) in ends.items()
-        }
-        usd = "USD unknown" if np.isnan(row["usd"]) else f"{ends['usd']} USD"
+        def rounded(value: float) -> str:
+            return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+        def interval(name: str) -> str:
+            low = rounded(row[f"{name}_low"])
+            high = rounded(row[f"{name}_high"])
+            return f"{rounded(row[name])} ({low} to {high})"
+
+        usd = "USD unknown" if np.isnan(row["usd"]) else f"{interval('usd')} USD"
         answer = (
-            f"{row['devices']:,} devices: {ends['days']} days, "
-            f"{ends['device_hours']} device-hours, {usd}, "
-            f"{ends['mwh']} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
+            f"{row['devices']:,} devices: {interval('days')} days, "
+            f"{interval('device_hours')} device-hours, {usd}, "
+            f"{interval('mwh')} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
         )
-        return "\n".join(
-            [answer, *(f"{name}: {words}" for name, words in self.notes.items())]
-        )
-
-
-def _words(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        notes = [f"{name}: {words}" for name, words in self.notes.items()]
+        return "\n".join([answer, *notes])
 
 
 def campaign(
@@ -145,57 +144,54 @@ def campaign(
             job, require_number("days", days, positive=True), sure, costs
         )
     table = pd.DataFrame(rows)
-    table["in_time"] = norm.cdf(
-        np.log((days or np.nan) / table["days"]) / _sigma(table)
-    )
+    # days are log-normal around the prediction
+    late = np.log((days or np.nan) / table["days"])
+    table["in_time"] = norm.cdf(late / _sigma(table))
     best = table.iloc[-1]
     return Campaign(table, best, _notes(job, best, costs))
 
 
 def _sigma(rows) -> pd.Series | float:
-    """Of the logarithm of the days of a row, or of a table of them."""
-    return np.log(rows["days_high"] / rows["days"]) / _Z
+    """Standard deviation of the logarithm of the days of a row, or of a table of them."""
+    return np.log(rows["days_high"] / rows["days"]) / _SIGMAS
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is trained, on nodes of which cluster, and by whom."""
+    """A training, on nodes of which cluster, and by whom."""
 
     case: Case  # its plan, batch and number of nodes are not looked at
-    tokens: float
-    global_batch: int | None
-    stacks: tuple[Software, ...]
-    parameters: Parameters | None
+    tokens: float  # of the training
+    global_batch: int | None  # samples of a step; None: by the devices
+    stacks: tuple[Software, ...]  # which may train
+    parameters: Parameters | None  # constants of the step
 
     @property
     def flops(self) -> float:
-        """Of the training: three forward passes for every token."""
-        return (
-            3
-            * self.case.model.forward_flops(1, self.case.sequence)
-            / self.case.sequence
-            * self.tokens
-        )
+        """FLOPs of the training: three forward passes for every token."""
+        sample_flops = 3 * self.case.model.forward_flops(1, self.case.sequence)
+        return sample_flops / self.case.sequence * self.tokens
 
     def counts(self, days: float) -> list[int]:
-        """Whole nodes (or parts of large ones), 64 numbers in each octave, from the
+        """Devices in whole nodes (or parts of large ones), 64 numbers in each octave, from the
         fewest that may be in time.
         """
         device = self.case.cluster.device
         node = self.case.cluster.devices_per_node
+        # 1 to 127 times powers of two: from 64 on in steps of 1/64 to 1/128
         steps = sorted({step << power for power in range(12) for step in range(1, 128)})
-        counts = [8 * step for step in steps if 8 * step < node] + [
-            node * step for step in steps
+        parts = [8 * step for step in steps if 8 * step < node]
+        counts = [
+            count for count in parts + [node * step for step in steps] if count <= _MOST
         ]
-        least = self.flops / (
-            _MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY
-        )
-        counts = [count for count in counts if count <= _MOST]
-        return [
+        device_flops = _MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY
+        least = self.flops / device_flops
+        promising = [
             count
             for count in counts
             if count >= least and _left(count, self.batch(count)) < _LEFT
-        ] or counts[-1:]
+        ]
+        return promising or counts[-1:]
 
     def batch(self, devices: int) -> int:
         """Samples of a step; of those near a default the one that divides best over the
@@ -207,23 +203,24 @@ class _Job:
             size for most, size in _BATCH_TOKENS.items() if self.flops <= most
         )
         samples = max(tokens // self.case.sequence, 1)
-        near = np.arange(
-            math.ceil((1 - _NEAR) * samples), int((1 + _NEAR) * samples) + 1
-        )
-        order = np.lexsort(
-            (abs(near - samples), -np.gcd(near, _ROUND * devices), _left(devices, near))
-        )
+        low = math.ceil((1 - _NEAR) * samples)
+        near = np.arange(low, int((1 + _NEAR) * samples) + 1)
+        # lexsort's last key counts most: little left to other degrees, then many
+        # divisors, then near
+        divisors = np.gcd(near, _ROUND * devices)
+        order = np.lexsort((abs(near - samples), -divisors, _left(devices, near)))
         return int(near[order[0]])
 
 
 def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
-    """The odd part of what tp, pp and cp have to take where as many replicas as divide
+    """Odd part of what tp, pp and cp have to take where as many replicas as divide
     a batch take the rest.
 
     >>> [int(_left(3072, batch)) for batch in (2048, 2304)]
     [3, 1]
     """
     rest = devices // np.gcd(devices, batch)
+    # n & -n is the largest power of two that divides n
     return rest // (rest & -rest)
 
 
@@ -234,44 +231,40 @@ def _row(job: _Job, devices: int, costs: dict) -> dict:
     cluster = _resized(job.case.cluster, devices)
     batch = job.batch(devices)
     case = job.case
-    options = {
-        "sequence": case.sequence,
-        "dtype": case.dtype,
-        "parameters": job.parameters,
-        "space": Space.quick(),
-    }
     tables = []
-    reason = ""
+    reasons = []
     for stack in job.stacks:
         try:
-            found = search(
+            result = search(
                 case.model,
                 cluster,
                 batch,
                 top=1,
+                space=Space.quick(),
                 software=stack,
+                sequence=case.sequence,
+                dtype=case.dtype,
+                parameters=job.parameters,
                 progress=False,
-                **options,
             )
-            tables.append(found.table)
+            tables.append(result.table)
         except ValueError as error:
-            if not re.search("fits|no layout|no plan", str(error)):
+            if not _NO_PLAN.search(str(error)):
                 raise
-            reason = reason or str(error)
+            reasons.append(str(error))
     if not tables:
-        raise ValueError(reason)
+        raise ValueError(reasons[0])
+    # each stack's best is timed as that stack runs it
     table = min(tables, key=lambda table: table["step_s"][0])
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
-    kept = {
-        name: row.get(name, np.nan)
-        for name in ("plan", "stacks", "step_s", "mfu", *ends, "goodput")
-    }
-    return {"devices": devices, "global_batch": batch, **kept}
+    names = ("plan", "stacks", "step_s", "mfu", *ends, "goodput")
+    answer = {"devices": devices, "global_batch": batch}
+    return answer | {name: row.get(name, np.nan) for name in names}
 
 
 def _resized(cluster: Cluster, devices: int) -> Cluster:
-    """So many devices in whole nodes, or in a part of one."""
+    """Cluster of so many devices in whole nodes, or in a part of one."""
     node = min(devices, cluster.devices_per_node)
     if devices % node:
         near = f"nearest: {devices // node * node}, {(devices // node + 1) * node}"
@@ -298,42 +291,48 @@ def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dic
         try:
             rows.append(row := _row(job, count, costs))
         except ValueError as error:
-            if not re.search("fits|no layout|no plan", str(error)):
+            if not _NO_PLAN.search(str(error)):
                 raise
             reason = str(error)
             continue
+        # the days that are not exceeded with the probability `sure`, over those asked
+        # for
         late = row["days"] * np.exp(norm.ppf(sure) * _sigma(row)) / days
         if late <= 1:
             return rows
-        job = replace(
-            job, stacks=tuple(s for s in job.stacks if s.name == row["stacks"])
-        )
+        fastest = tuple(stack for stack in job.stacks if stack.name == row["stacks"])
+        job = replace(job, stacks=fastest)
         least = count * late
-    best = min(rows, key=lambda row: row["days"], default=None)
-    said = (
-        f"{best['devices']:,} take {best['days']:.3g} days of "
-        f"{best['global_batch']:,} samples a step"
-        if best
-        else reason
-    )
+    if rows:
+        best = min(rows, key=lambda row: row["days"])
+        reason = (
+            f"{best['devices']:,} take {best['days']:.3g} days of "
+            f"{best['global_batch']:,} samples a step"
+        )
     raise ValueError(
-        f"no number of devices up to {counts[-1]:,} is in time: {said}; a larger "
+        f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
         "batch may be"
     )
 
 
 def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
-    """What the figures rest on."""
+    """Notes on what the figures rest on."""
     device = job.case.cluster.device
     sequence = job.case.sequence
     batch = best["global_batch"]
     factor = practice()[0]
     goodput = costs["goodput"] or Goodput()
-    stacks = ", ".join(stack.name for stack in job.stacks)
     either = best["days_high"] / best["days"]
-    fastest = (
-        f"the fastest of {stacks}" if len(job.stacks) > 1 else "only what it launches"
-    )
+    fastest = "only what it launches"
+    if len(job.stacks) > 1:
+        stacks = ", ".join(stack.name for stack in job.stacks)
+        fastest = f"the fastest of {stacks}"
+    energy = f"no TDP of {device.name} is known"
+    if device.tdp_w > 0:
+        energy = (
+            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
+            "network and cooling"
+        )
     return {
         "step": (
             f"{batch:,} samples of {sequence:,} tokens, "
@@ -358,12 +357,7 @@ def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
         ),
         "goodput": goodput.describe(int(best["devices"]), job.case.model.parameters),
         "price": _price(job.case.cluster, costs["usd_per_hour"]),
-        "energy": (
-            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
-            "network and cooling"
-        )
-        if device.tdp_w > 0
-        else f"no TDP of {device.name} is known",
+        "energy": energy,
     }
 
 
@@ -378,7 +372,7 @@ def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
             f"no price of {cluster.device.name} is known; give usd_per_hour "
             "(--usd-per-hour)"
         )
-    price = row.iloc[-1]
+    price = row.iloc[-1]  # the latest
     return (
         f"{price['value']} USD/h of a device, {price['source']}, {price['date']}; "
         "other terms: usd_per_hour"

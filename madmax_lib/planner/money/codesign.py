@@ -1,5 +1,4 @@
-"""What should the next system be? The best plan again with more of each resource, and
-what training then costs.
+"""The best plan again with more of each resource, and what training then costs.
 
 Each row is a search of its own: a resource is worth what it saves when the plan may
 change with it [arXiv 2310.02784].
@@ -35,22 +34,23 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         if name not in _RESOURCES:
             raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
         require_number(f"{name}: factor", factor, positive=True)
-    get = dict.fromkeys(_RESOURCES, 1.0) | factors
+    factor = dict.fromkeys(_RESOURCES, 1.0) | factors
+    device = cluster.device
+    peaks = {kind: factor["compute"] * peak for kind, peak in device.peak_flops.items()}
+    bandwidth = factor["memory_bandwidth"] * device.memory_bandwidth_bytes_per_s
     device = replace(
-        cluster.device,
-        peak_flops={
-            kind: get["compute"] * peak
-            for kind, peak in cluster.device.peak_flops.items()
-        },
-        memory_bandwidth_bytes_per_s=get["memory_bandwidth"]
-        * cluster.device.memory_bandwidth_bytes_per_s,
-        memory_bytes=get["memory"] * cluster.device.memory_bytes,
+        device,
+        peak_flops=peaks,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        memory_bytes=factor["memory"] * device.memory_bytes,
     )
-    intra, inter = (
-        replace(link, bandwidth_bytes_per_s=get[name] * link.bandwidth_bytes_per_s)
+    links = {
+        name: replace(
+            link, bandwidth_bytes_per_s=factor[name] * link.bandwidth_bytes_per_s
+        )
         for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
-    )
-    return replace(cluster, device=device, intra=intra, inter=inter)
+    }
+    return replace(cluster, device=device, **links)
 
 
 def codesign(
@@ -82,6 +82,7 @@ def codesign(
         rows.append({"resource": name, "factor": factor, **best})
     table = pd.DataFrame(rows)
     table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
+    # "as it is" has factor 1, of which the logarithm is 0
     with np.errstate(divide="ignore", invalid="ignore"):
         table["value"] = np.log(table["speedup"]) / np.log(table["factor"])
     return table
@@ -126,17 +127,16 @@ def training(
     tokens = require_number("tokens", tokens, positive=True)
     if "tokens_per_s" not in require_type("table", table, pd.DataFrame):
         raise ValueError("table of plans: column 'tokens_per_s' is missing")
-    price = (
-        cluster.device.usd_per_hour
-        if usd_per_hour is None
-        else require_number("usd_per_hour", usd_per_hour)
-    )
+    price = cluster.device.usd_per_hour
+    if usd_per_hour is not None:
+        price = require_number("usd_per_hour", usd_per_hour)
     parameters = 0.0 if model is None else catalog.model(model).parameters
     share = require_type("goodput", goodput, Goodput, Goodput).share(
         cluster.world_size, parameters
     )
     factor, width = practice()
     if {"step_s", "high_s"} <= {*table.columns}:
+        # fmax: NaN, an unknown interval, does not count
         width = np.fmax(width, np.log(table["high_s"] / table["step_s"]))
     seconds = factor * tokens / table["tokens_per_s"] / share
     hours = seconds / 3600 * cluster.world_size
@@ -149,12 +149,10 @@ def training(
         columns["mwh"] = table["energy_j"] * seconds / table["step_s"] / _JOULE_PER_MWH
     table = table.assign(goodput=share)
     for name, value in columns.items():
-        log = np.hypot(width, np.log1p(ERROR)) if name == "mwh" else width
-        table = table.assign(
-            **{
-                name: value,
-                f"{name}_low": value * np.exp(-log),
-                f"{name}_high": value * np.exp(log),
-            }
-        )
+        log = width
+        if name == "mwh":  # power errs independently of time: squares add up
+            log = np.hypot(width, np.log1p(ERROR))
+        table[name] = value
+        table[f"{name}_low"] = value * np.exp(-log)
+        table[f"{name}_high"] = value * np.exp(log)
     return table

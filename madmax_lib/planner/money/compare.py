@@ -1,4 +1,4 @@
-"""How do a few plans compare? Their costs side by side, and single changes of one."""
+"""A few plans side by side: their costs, and single changes of one."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -46,13 +46,10 @@ def variants(
         "dtype": dtype,
         "software": software,
     }
+    if isinstance(plans, str | Plan):
+        plans = [plans]
     rows = {}
-    for plan in map(
-        Plan.parse,
-        [plans]
-        if isinstance(plans, str | Plan)
-        else require_type("plans", plans, Iterable),
-    ):
+    for plan in map(Plan.parse, require_type("plans", plans, Iterable)):
         row = estimate(model, cluster, plan, **shape, parameters=parameters).iloc[0]
         result = fits(model, cluster, plan, **shape)
         costs = {
@@ -87,49 +84,41 @@ def lever_table(
         raise ValueError(
             f"{plan} offloads already: the levers begin with a plan that does not"
         )
-    changes = {"as given": {}} | {
-        f"recompute {kind}": {"recompute": kind}
-        for kind in ("none", "selective", "full")
-    }
-    changes |= {f"ZeRO-{stage}": {"zero": stage} for stage in range(4)} | {
-        "micro-batch 1": {"micro_batch": 1}
-    }
+    changes: dict[str, dict] = {"as given": {}}
+    for kind in ("none", "selective", "full"):
+        changes[f"recompute {kind}"] = {"recompute": kind}
+    for stage in range(4):
+        changes[f"ZeRO-{stage}"] = {"zero": stage}
+    changes["micro-batch 1"] = {"micro_batch": 1}
     if cluster.host is not None:
-        away = {"recompute": "full", "zero": 3}
-        changes["optimizer to the host"] = away | {
-            "offload": "optimizer",
-            "zero": max(plan.zero, 2),
-        }
-        changes |= {
-            f"{what} to the host": away | {"offload": what}
-            for what in ("all", "chunks")
-        }
-        changes |= (
-            {"all to drives": away | {"offload": "nvme"}}
-            if cluster.host.nvme_bytes
-            else {}
-        )
-    plans = {lever: replace(plan, **change) for lever, change in changes.items()}
-    levers = [lever for lever in plans if lever == "as given" or plans[lever] != plan]
-    return pd.DataFrame(
-        [
-            {"lever": lever, **_outcome(replace(case, plan=plans[lever]))}
-            for lever in levers
-        ]
-    )
+        # states leave the device from the ZeRO stage on that shards them
+        full = {"recompute": "full", "zero": 3}
+        shards_optimizer = {"recompute": "full", "zero": max(plan.zero, 2)}
+        changes["optimizer to the host"] = shards_optimizer | {"offload": "optimizer"}
+        changes["all to the host"] = full | {"offload": "all"}
+        changes["chunks to the host"] = full | {"offload": "chunks"}
+        if cluster.host.nvme_bytes:
+            changes["all to drives"] = full | {"offload": "nvme"}
+    rows = []
+    for lever, change in changes.items():
+        changed = replace(plan, **change)
+        if lever == "as given" or changed != plan:
+            rows.append({"lever": lever, **_outcome(replace(case, plan=changed))})
+    return pd.DataFrame(rows)
 
 
 def _outcome(case: Case) -> dict:
-    """What a device, the host of a node and its drives hold, and the step if that fits."""
+    """Bytes that a device, the host of a node and its drives hold, and the step if that
+    fits.
+    """
     run = {"global_batch": case.global_batch, "dtype": case.dtype}
     run["policy"] = Policy(share=1.0 if case.plan.offload else None)
     placement = fits(case.model, case.cluster, case.plan, **run)
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
-    step_s = (
-        estimate(case.model, case.cluster, case.plan, **run)["step_s"].item()
-        if placement.fits
-        else np.nan
-    )
+    step_s = np.nan
+    if placement.fits:
+        table = estimate(case.model, case.cluster, case.plan, **run)
+        step_s = table["step_s"].item()
     return {
         "plan": str(case.plan),
         **used_gb.add_suffix("_gb"),

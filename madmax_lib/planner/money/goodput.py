@@ -1,5 +1,5 @@
-"""Which share of a training makes progress, and how much longer do trainings take than
-their best plan is predicted to?
+"""Share of a training that makes progress, and how much longer trainings take than their
+best plan is predicted to.
 
 Devices fail independently, so a job of N stops every mtbf / N seconds, and loses a
 restart and half the time between two checkpoints. Checkpoints are as far apart as loses
@@ -39,7 +39,10 @@ def _facts() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What stops a training, and what it then loses.
+    """Facts of what stops a training, and what it then loses.
+
+        goodput = Goodput(restart_s=600.0)
+        goodput.share(16384, 405.85e9)
 
     mtbf_s: seconds of one device between stops of its job (default 0: Llama 3's, 1.6 x
     10^8).
@@ -60,27 +63,27 @@ class Goodput:
 
     def __post_init__(self):
         facts = _facts()
-        values = {
-            name: require_number(name, value)
-            for name, value in vars(self).items()
-            if value is not None
-        }
-        watched_s = facts["devices"] * facts["observed"] * _SECONDS_PER_DAY
-        defaults = {
-            "mtbf_s": watched_s / facts["interruptions"],
-            "evaluation": facts["evaluation"],
-        }
-        defaults["storage_bytes_per_s"] = facts["storage"] / facts["devices"]
-        if not values.get("evaluation", 0.0) < 1:
+        for name, value in vars(self).items():
+            if value is not None:
+                require_number(name, value)
+        if not (self.evaluation or 0.0) < 1:
             raise ValueError(
                 f"evaluation={self.evaluation:g} is a share of the time, below 1"
             )
-        defaults["restart_s"] = _longest_restart_s(defaults["mtbf_s"], facts)
-        for name, default in defaults.items():
-            left = values.get(name) is None or (
-                name in ("mtbf_s", "storage_bytes_per_s") and not values[name]
-            )
-            object.__setattr__(self, name, default if left else values[name])
+        device_s = facts["devices"] * facts["observed"] * _SECONDS_PER_DAY
+        mtbf_s = device_s / facts["interruptions"]
+        # 0 is a default of the first two, but a value of the others
+        defaults = {
+            "mtbf_s": self.mtbf_s or mtbf_s,
+            "storage_bytes_per_s": self.storage_bytes_per_s
+            or facts["storage"] / facts["devices"],
+        }
+        if self.restart_s is None:
+            defaults["restart_s"] = _longest_restart_s(mtbf_s, facts)
+        if self.evaluation is None:
+            defaults["evaluation"] = facts["evaluation"]
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
 
     def share(self, devices: int, parameters: float) -> float:
         """Share of the wall clock in which a job of so many devices trains a model of
@@ -94,30 +97,28 @@ class Goodput:
         """
         between_s = self.mtbf_s / require_int("devices", devices, 1)
         checkpoint_s = self.checkpoint_s(devices, parameters)
-        apart_s = math.sqrt(2 * checkpoint_s * between_s)
-        lost_s = self.restart_s + apart_s / 2
+        interval_s = math.sqrt(2 * checkpoint_s * between_s)  # [Young 1974]
+        # a stop falls anywhere between two checkpoints: half of it on average
+        lost_s = self.restart_s + interval_s / 2
         if lost_s >= between_s:
             raise ValueError(
                 f"{devices:,} devices stop every {between_s:,.0f} s and lose "
                 f"{lost_s:,.0f} s each time"
             )
-        writing = checkpoint_s / apart_s if apart_s else 0.0
+        writing = checkpoint_s / interval_s if interval_s else 0.0
         return (1 - lost_s / between_s) * (1 - self.evaluation) / (1 + writing)
 
     def describe(self, devices: int, parameters: float) -> str:
         """The share, and what is lost, in a line."""
         between_s = self.mtbf_s / devices
         writing_s = self.checkpoint_s(devices, parameters)
-        apart_s = math.sqrt(2 * writing_s * between_s)
-        lost, apart = (
-            f"{time_s / 3600:,.2g} h"
-            for time_s in (self.restart_s + apart_s / 2, apart_s)
-        )
+        interval_s = math.sqrt(2 * writing_s * between_s)
+        lost_s = self.restart_s + interval_s / 2
         return (
             f"{self.share(devices, parameters):.1%} of the time trains: a stop every "
             f"{between_s / 3600:,.1f} h (by "
-            f"default at the rate per device of Llama 3) loses {lost}, a checkpoint of "
-            f"{writing_s:.2g} s is written every {apart}, evaluation takes "
+            f"default at the rate per device of Llama 3) loses {lost_s / 3600:,.2g} h, a checkpoint of "
+            f"{writing_s:.2g} s is written every {interval_s / 3600:,.2g} h, evaluation takes "
             f"{self.evaluation:.0%}"
         )
 
@@ -129,13 +130,15 @@ class Goodput:
 
 
 def _longest_restart_s(mtbf_s: float, facts: dict[str, float]) -> float:
-    """That leaves the effective share of the source, of which evaluation is a part."""
+    """Restart that leaves the effective share of the source, of which evaluation is a
+    part.
+    """
     between_s = mtbf_s / facts["devices"]
     checkpoint_s = facts["state"] * facts["parameters"] / facts["storage"]
-    apart_s = math.sqrt(2 * checkpoint_s * between_s)
-    return (
-        1 - facts["effective"] * (1 + checkpoint_s / apart_s)
-    ) * between_s - apart_s / 2
+    interval_s = math.sqrt(2 * checkpoint_s * between_s)
+    # `Goodput.share` solved for the restart
+    lost = 1 - facts["effective"] * (1 + checkpoint_s / interval_s)
+    return lost * between_s - interval_s / 2
 
 
 def published_totals() -> pd.DataFrame:
@@ -158,5 +161,6 @@ def practice(left_out: str | None = None) -> tuple[float, float]:
     table = published_totals()
     table = table[table["release"] != left_out]
     error = np.log(table["device_hours"] / table["predicted_hours"])
+    # every release counts alike, however many trainings it has
     middle = error.groupby(table["release"]).median().median()
     return float(np.exp(middle)), float((error - middle).abs().max())

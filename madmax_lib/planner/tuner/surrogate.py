@@ -1,5 +1,5 @@
-"""What do trials teach about plans that nobody has tried? Seconds, the chance to run at
-all, and the chance to win.
+"""Beliefs that trials leave about plans that nobody has tried: seconds, the chance to
+run at all, and the chance to win.
 
 Seconds are those of the simulator times what it gets wrong, a Gaussian process on the
 logarithm [Rasmussen & Williams 2006, ch. 2] with the kernel
@@ -21,36 +21,38 @@ memory does not explain, as a mean over neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr
 
 __all__ = ["Beliefs", "Candidates", "beliefs"]
 
-# of log seconds; lengths in doublings
+# Standard deviations of the simulator's error in log seconds, and the length over which
+# neighbours share it, in doublings of a degree.
 _ALL = 1.0
 _PARTS = 0.2
 _NEAR = 0.3
 _LENGTH = 4.0
-# of a trial, per log excess, and of a plan beside its neighbours
+# of a trial, of a slow trial per log excess, and of a plan beside its neighbours
 _NOISE = 0.1
 _EXCESS = 1.0
 _OWN = 0.08
-# of log memory
+# the same of log memory
 _MEMORY_ALL = 0.08
 _MEMORY_NEAR = 0.15
 _MEMORY_LENGTH = 2.0
 _UNSURE = 0.06
-# rate before any trial, the trials it counts for, and of neighbours
+# failures that memory does not explain: their rate before any trial, the trials that it
+# counts for, and the length over which neighbours share it
 _CRASH = 0.08
 _WEIGHT = 1.0
 _CRASH_LENGTH = 1.5
 _CLOSE = np.log(1.05)  # as good as the best: repeated runs differ by more
-# random draws of the plans that may win, and how many of these
-_DRAWS = 1024
-_MOST = 256
-_ROUNDS = 60
-_SMALL = 1e-6
+_DRAWS = 1024  # of the plans that may win: a chance is known to 1.6 %
+_MOST = 256  # plans that may win: their covariance is factorised
+_ROUNDS = 60  # of Newton's method, which needs fewer
+_SMALL = 1e-6  # keeps logarithms and roots finite
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 
 
@@ -58,20 +60,18 @@ _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 9
 class Candidates:
     """Plans and what the simulator says of them, n of each."""
 
-    log_s: (
-        np.ndarray
-    )  # (n,) logarithm of the seconds of a step, NaN for a plan that breaks a rule
+    # (n,) logarithm of the seconds of a step, NaN for a plan that breaks a rule
+    log_s: np.ndarray
     log_room: np.ndarray  # (n,) logarithm of the usable memory over what the plan needs
     features: np.ndarray  # (n, d) what neighbours are alike in
     shares: np.ndarray  # (n, p) of the parts of a step
-    width: (
-        np.ndarray
-    )  # (n,) half of the simulator's 90 % interval of log_s, NaN where it knows none
+    # (n,) half of the simulator's 90 % interval of log_s, NaN where it knows none
+    width: np.ndarray
 
 
 @dataclass(frozen=True)
 class Beliefs:
-    """What is believed of each plan after some trials, (n,) each."""
+    """Beliefs about each plan after some trials, (n,) each."""
 
     log_s: np.ndarray  # mean of the logarithm of its seconds
     # half of the 90 % interval of a trial around it, the simulator's own before one ran
@@ -91,10 +91,9 @@ def beliefs(
     asked: np.ndarray,
     seed: int,
 ) -> Beliefs:
-    """After trials of the plans in the places tried (k,), NaN where they failed; asked:
-    places that are being tried.
+    """Beliefs after trials of the plans in the places tried (k,), NaN where they failed.
 
-    Where plans are being tried, wins is the chance to win where none of them does.
+    asked: places that are being tried. Where plans are being tried, wins is the chance to win where none of them does.
     """
     legal = np.isfinite(plans.log_s)
     tried = np.asarray(tried, int)
@@ -104,16 +103,19 @@ def beliefs(
     mean, cross = _posterior(plans, tried[ran], log_s[ran])
     sigma = np.sqrt(_kernel_diagonal(plans) - (cross**2).sum(0) + _OWN**2)
     if np.isfinite(best):
+        # expected improvement of a log-normal time t with log t ~ N(mean, sigma^2) [by
+        # the formula of Jones et al. 1998 for exp(t)], z = (log best - mean) / sigma:
+        #   E max(best - t, 0) = best Phi(z) - exp(mean + sigma^2 / 2) Phi(z - sigma)
         score = (best - mean) / sigma
-        gain = np.exp(best) * ndtr(score) - np.exp(mean + sigma**2 / 2) * ndtr(
-            score - sigma
-        )
+        mean_s = np.exp(mean + sigma**2 / 2)
+        gain = np.exp(best) * ndtr(score) - mean_s * ndtr(score - sigma)
         improvement_s = np.where(legal, runs * np.maximum(gain, 0.0), 0.0)
     else:
         improvement_s = np.full(len(mean), np.nan)
-    open_ = np.flatnonzero(legal & ~np.isin(np.arange(len(mean)), tried))
-    hope = np.log(np.maximum(runs[open_], _SMALL)) - mean[open_] / _NEAR
-    live = np.sort(open_[np.argsort(-hope, kind="stable")[:_MOST]])
+    # of the plans left to try those that are likely to run and fast
+    untried = np.flatnonzero(legal & ~np.isin(np.arange(len(mean)), tried))
+    hope = np.log(np.maximum(runs[untried], _SMALL)) - mean[untried] / _NEAR
+    live = np.sort(untried[np.argsort(-hope, kind="stable")[:_MOST]])
     wins = np.zeros(len(mean))
     if len(live):
         covariance = _kernel(plans, live, live) - cross[:, live].T @ cross[:, live]
@@ -129,9 +131,12 @@ def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
     as the best of the draw.
     """
     random = np.random.default_rng(seed)
+    # correlated draws are the root of their covariance times independent ones
     root = np.linalg.cholesky(covariance + (_OWN**2 + _SMALL) * np.eye(len(mean)))
+    # (plans, 1) beside (plans, draws)
     draws = mean[:, None] + root @ random.standard_normal((len(mean), _DRAWS))
     draws[random.random(draws.shape) >= runs[:, None]] = np.inf
+    # where a plan that is being tried wins, no other one is needed
     good = (draws < best) & (draws <= np.minimum(draws.min(axis=0), best) + _CLOSE)
     return (good & ~good[asked].any(axis=0)).mean(axis=1)
 
@@ -142,9 +147,13 @@ def _posterior(
     """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials
     take off the covariance.
     """
+    # With the kernel K, noise N, L L' = K(tried, tried) + N and C = L^-1 K(tried, all):
+    #   mean = simulator + C' L^-1 excess,  covariance = K - C' C
+    # [Rasmussen & Williams 2006, algorithm 2.1]
     excess = log_s - plans.log_s[tried]
     every = np.arange(len(plans.log_s))
-    noise = _NOISE**2 + _OWN**2 + (_EXCESS * (excess - excess.min(initial=np.inf))) ** 2
+    unlucky = _EXCESS * (excess - excess.min(initial=np.inf))
+    noise = _NOISE**2 + _OWN**2 + unlucky**2
     root = np.linalg.cholesky(_kernel(plans, tried, tried) + np.diag(noise))
     cross = np.linalg.solve(root, _kernel(plans, tried, every))
     return plans.log_s + cross.T @ np.linalg.solve(root, excess), cross
@@ -152,44 +161,50 @@ def _posterior(
 
 def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     parts = plans.shares[a] @ plans.shares[b].T
-    return (
-        _ALL**2
-        + _PARTS**2 * parts
-        + _NEAR**2 * _alike(plans.features[a], plans.features[b], _LENGTH)
-    )
+    near = _similarity(plans.features[a], plans.features[b], _LENGTH)
+    return _ALL**2 + _PARTS**2 * parts + _NEAR**2 * near
 
 
 def _kernel_diagonal(plans: Candidates) -> np.ndarray:
     return _ALL**2 + _PARTS**2 * (plans.shares**2).sum(axis=1) + _NEAR**2
 
 
-def _alike(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
+def _similarity(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
     """exp(-d^2 / (2 length^2)) of all pairs of rows."""
+    # |x - y|^2 = |x|^2 + |y|^2 - 2 x y, by (rows of a, 1) and (rows of b,); rounding may
+    # make it a bit negative
     square = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T
     return np.exp(-np.maximum(square, 0.0) / (2 * length**2))
 
 
 def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray) -> np.ndarray:
     """Probability of each plan to run, after trials that did or did not."""
-    near = _alike(plans.features, plans.features[tried], _MEMORY_LENGTH)
+    near = _similarity(plans.features, plans.features[tried], _MEMORY_LENGTH)
     cross = _MEMORY_ALL**2 + _MEMORY_NEAR**2 * near
-    margin = plans.log_room.copy()
-    variance = np.full(len(near), _MEMORY_ALL**2 + _MEMORY_NEAR**2)
-    slope, curvature, failed = _mode(plans.log_room[tried], cross[tried], ran)
-    margin += cross @ slope
-    variance -= (
-        cross * np.linalg.solve(cross[tried] + np.diag(1 / curvature), cross.T).T
-    ).sum(axis=1)
-    alike = _alike(plans.features, plans.features[tried], _CRASH_LENGTH)
-    crash = (_WEIGHT * _CRASH + alike @ failed) / (_WEIGHT + alike.sum(axis=1))
+    mode = _mode(plans.log_room[tried], cross[tried], ran)
+    # Laplace's approximation [Rasmussen & Williams 2006, eq. 3.21, 3.24], with a trial's
+    # curvature as the inverse of its noise
+    margin = plans.log_room + cross @ mode.slope
+    inner = cross[tried] + np.diag(1 / mode.curvature)
+    taken_off = (cross * np.linalg.solve(inner, cross.T).T).sum(axis=1)
+    variance = _MEMORY_ALL**2 + _MEMORY_NEAR**2 - taken_off
+    # neighbours' failures as a mean, the rate before any trial as one more of them
+    weights = _similarity(plans.features, plans.features[tried], _CRASH_LENGTH)
+    crash = _WEIGHT * _CRASH + weights @ mode.crashed
+    crash /= _WEIGHT + weights.sum(axis=1)
     return (1 - crash) * ndtr(margin / np.sqrt(np.maximum(variance, 0.0) + _UNSURE**2))
 
 
-def _mode(
-    margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slope and curvature of the log likelihood of trials at the mode, and the chance
-    that memory did not fail each.
+class _Mode(NamedTuple):
+    """Trials at the mode of what is believed of their memory, (k,) each."""
+
+    slope: np.ndarray  # of the log likelihood of a trial
+    curvature: np.ndarray
+    crashed: np.ndarray  # chance that something else than memory made it fail
+
+
+def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray) -> _Mode:
+    """The mode by Newton's method, of which half a step is taken each time.
 
     margin: before the trials. A trial runs with (1 - _CRASH) Phi(margin / _UNSURE).
     """
@@ -202,6 +217,7 @@ def _mode(
         slope = np.where(
             ran, density / np.maximum(passes, 1e-300), -(1 - _CRASH) * density / fails
         )
+        # of a log likelihood that is concave but for rounding
         curvature = np.maximum(slope * (slope + score / _UNSURE), _SMALL)
         step = covariance @ np.linalg.solve(
             covariance + np.diag(1 / curvature), slope / curvature + at - margin
@@ -210,4 +226,4 @@ def _mode(
         at = at + change / 2
         if np.abs(change).max(initial=0.0) < _SMALL:
             break
-    return slope, curvature, np.where(ran, 0.0, _CRASH / fails)
+    return _Mode(slope, curvature, np.where(ran, 0.0, _CRASH / fails))

@@ -1,5 +1,5 @@
-"""Which plan is the fastest in truth? Trials of a few plans, one after another or side
-by side on dask workers.
+"""Trials of a few plans, one after another or side by side on dask workers: which one is
+the fastest in truth.
 
 `tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any
 callable, or a run of `mm.launch`.
@@ -31,12 +31,8 @@ from madmax_lib.simulator.rates.parameters import Parameters
 
 __all__ = ["Tuner", "tune"]
 
-_FAILURES = (
-    RuntimeError,
-    MemoryError,
-    OSError,
-    subprocess.SubprocessError,
-)  # of a trial; others are mistakes
+# of a trial; other exceptions are mistakes
+_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)
 _TOP = 500  # plans of a search of which those are taken that a run can have
 
 
@@ -77,8 +73,13 @@ def tune(
     'dp8.z1'
     """
     trials = require_int("trials", trials, 1)
-    case = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
-    case |= {"software": software, "parameters": parameters}
+    case = {
+        "global_batch": global_batch,
+        "sequence": sequence,
+        "dtype": dtype,
+        "software": software,
+        "parameters": parameters,
+    }
     if isinstance(launch, RunSpec):
         if not str(require_type("directory", directory, str | Path)):
             raise ValueError("directory='' names no folder for the runs")
@@ -89,13 +90,12 @@ def tune(
             f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"
         )
     tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
-    todo = min(trials - len(tuner.trials), tuner.left)
-    results = (
-        _here(tuner, launch, todo)
-        if client is None
-        else _on_workers(tuner, launch, todo, client)
-    )
-    with bar(total=max(todo, 0), desc="tuning", unit="trial", show=progress) as done:
+    todo = max(min(trials - len(tuner.trials), tuner.left), 0)
+    if client is None:
+        results = _here(tuner, launch, todo)
+    else:
+        results = _on_workers(tuner, launch, todo, client)
+    with bar(total=todo, desc="tuning", unit="trial", show=progress) as done:
         try:
             for plan, step_s in results:
                 tuner.tell(plan, step_s)
@@ -113,35 +113,32 @@ class _Run:
     directory: Path
 
     def __call__(self, plan: Plan) -> float | None:
-        text = (
-            str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
-        )  # a strategy without mb leaves it open
+        # a strategy without mb leaves it open
+        text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
         spec = replace(self.spec, strategy=text, ranks=None)
-        summary = read_json(
-            start(spec, self.directory / spec.name, check=False) / "summary.json"
-        )
+        directory = start(spec, self.directory / spec.name, check=False)
+        summary = read_json(directory / "summary.json")
         return summary["step_s"]["median"] if summary["status"] == "completed" else None
 
     def plans(self, model, cluster, case: dict) -> list[str]:
         """The best plans of a search that can run."""
-        choices = {
-            "hybrid": (),
-            "overlap_gather": (False,),
-            "sequence_parallel": (not self.spec.shapes.image,),
-        }
-        space = replace(Space.quick(), **choices)
+        space = replace(
+            Space.quick(),
+            hybrid=(),
+            overlap_gather=(False,),
+            # patches of an image are not split over ranks
+            sequence_parallel=(not self.spec.shapes.image,),
+        )
         gpus = gpu_count() if self.spec.device != "cpu" else 0
-        found = search(
+        spec = replace(self.spec, ranks=None)
+        table = search(
             model, cluster, top=_TOP, space=space, progress=False, **case
         ).table
-        return [
-            text
-            for text in found["plan"]
-            if runnable(replace(self.spec, ranks=None), text, gpus)
-        ]
+        return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
-def _tried(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
+def _outcome(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
+    """Seconds of a trial, NaN or None if it failed."""
     try:
         return launch(plan)
     except _FAILURES:
@@ -151,25 +148,25 @@ def _tried(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
 def _here(tuner: Tuner, launch, todo: int):
     for _ in range(todo):
         plan = tuner.ask()
-        yield plan, _tried(launch, plan)
+        yield plan, _outcome(launch, plan)
 
 
 def _on_workers(tuner: Tuner, launch, todo: int, client):
-    """As many trials at once as there are workers; the next plan is asked for when one
-    has been told.
+    """Trials, as many at once as there are workers; the next plan is asked for when the
+    result of one is in.
     """
     from distributed import as_completed
 
     def submit():
         plan = tuner.ask()
-        future = client.submit(_tried, launch, plan, pure=False)
+        # pure=False: a second trial of a plan is a trial, not a cached result
+        future = client.submit(_outcome, launch, plan, pure=False)
         futures[future] = plan
         return future
 
     futures: dict = {}
-    workers = max(
-        len(client.scheduler_info()["workers"]), 1
-    )  # of which the first may come later
+    # the first worker may come later
+    workers = max(len(client.scheduler_info()["workers"]), 1)
     running = as_completed([submit() for _ in range(min(todo, workers))])
     todo -= len(futures)
     try:

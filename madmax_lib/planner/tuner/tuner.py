@@ -1,5 +1,5 @@
-"""Which plan should be measured next? A tuner in Optuna's manner, that begins with what
-the simulator knows.
+"""The plan to measure next: a tuner in Optuna's manner, that begins with what the
+simulator knows.
 
 `ask` names a plan, `tell` says how long its step took, or that it failed. What trials
 teach about other plans is in
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Real
 from pathlib import Path
 
@@ -39,13 +39,13 @@ from madmax_lib.simulator.steady.step_time import PARTS
 __all__ = ["Tuner"]
 
 _TOP = 500  # plans of a search to choose from
-_ROOMY = (
-    0.5  # log of room over need, of a plan whose states leave the device until it fits
-)
+# log of room over need, of a plan whose states leave the device until it fits
+_ROOMY = 0.5
 _RECOMPUTES = ("none", "selective", "full")
 _CHOICE = 3.0  # doublings of a degree that change as much as another choice
 
 
+@dataclass(eq=False, repr=False)
 class Tuner:
     """Asks for plans to measure, and learns from what they took.
 
@@ -68,43 +68,47 @@ class Tuner:
     ('dp8', 'dp8.z3', 'dp8')
     """
 
-    def __init__(
-        self,
-        model: Transformer | str,
-        cluster: Cluster | str,
-        *,
-        global_batch: int,
-        sequence: int | None = None,
-        dtype: str = "bf16",
-        plans: Iterable[Plan | str] | pd.DataFrame | None = None,
-        software: str | Software | None = None,
-        parameters: Parameters | None = None,
-        seed: int = 0,
-        state: str | Path | None = None,
-    ):
-        parameters = require_type(
-            "parameters", constants_of(cluster, parameters), Parameters, shipped
-        )
-        software = parameters.software if software is None else software
+    model: Transformer | str
+    cluster: Cluster | str
+    _: KW_ONLY
+    global_batch: int
+    sequence: int | None = None
+    dtype: str = "bf16"
+    plans: Iterable[Plan | str] | pd.DataFrame | None = None
+    software: str | Software | None = None
+    parameters: Parameters | None = None
+    seed: int = 0
+    state: str | Path | None = None
+
+    def __post_init__(self):
+        constants = constants_of(self.cluster, self.parameters)
+        self.parameters = require_type("parameters", constants, Parameters, shipped)
+        if self.software is None:
+            self.software = self.parameters.software
         self._case = Case.of_step(
-            model, cluster, Plan(), global_batch, sequence, dtype, software
+            self.model,
+            self.cluster,
+            Plan(),
+            self.global_batch,
+            self.sequence,
+            self.dtype,
+            self.software,
         )
-        self._parameters = parameters
-        self._seed = require_int("seed", seed)
-        self._plans: dict[str, Plan] = {}
-        self._told: list[tuple[str, float]] = []
-        self._asked: list[str] = []
-        self._add(self._searched() if plans is None else _listed(plans))
+        self.seed = require_int("seed", self.seed)
+        self._plans: dict[str, Plan] = {}  # by their texts
+        self._results: list[tuple[str, float]] = []  # text, seconds or NaN
+        self._asked: list[str] = []  # texts of plans that are being tried
+        self._add(self._searched() if self.plans is None else _listed(self.plans))
         if not np.isfinite(self._candidates.log_s).any():
             raise ValueError(
                 f"plans: none can be laid out; the first: {self._reasons[0]}"
             )
-        self._path = (
-            None if state is None else Path(require_type("state", state, str | Path))
-        )
-        if self._path is not None and self._path.exists():
-            for text, step_s in _read(self._path, self._digest):
-                self._record(Plan.parse(text), math.nan if step_s is None else step_s)
+        if self.state is not None:
+            self.state = Path(require_type("state", self.state, str | Path))
+            if self.state.exists():
+                for text, step_s in _read(self.state, self._digest):
+                    seconds = math.nan if step_s is None else step_s
+                    self._record(Plan.parse(text), seconds)
 
     def ask(self) -> Plan:
         """The plan to measure next, another one each time, also before it was told of
@@ -119,11 +123,14 @@ class Tuner:
                 "is done"
             )
         believed = self._beliefs()
-        places = self._places
+        # where no draw won, the plan most likely to run and to be fast
         hope = np.log(np.maximum(believed.runs, 1e-300)) - believed.log_s
-        text = max(
-            left, key=lambda text: (believed.wins[places[text]], hope[places[text]])
-        )
+
+        def promise(text: str) -> tuple[float, float]:
+            number = self._places[text]
+            return believed.wins[number], hope[number]
+
+        text = max(left, key=promise)
         self._asked.append(text)
         return self._plans[text]
 
@@ -147,22 +154,22 @@ class Tuner:
                 "that failed"
             )
         self._record(Plan.parse(plan), float(seconds))
-        if self._path is not None:
-            told = [
+        if self.state is None:
+            return
+        case = self._case
+        content = {
+            # for people; the digest alone decides
+            "model": case.model.name,
+            "cluster": case.cluster.name,
+            "global_batch": case.global_batch,
+            "sha256": self._digest,
+            # JSON has no NaN
+            "told": [
                 [text, None if math.isnan(seconds) else seconds]
-                for text, seconds in self._told
-            ]
-            case = self._case
-            about = {
-                "model": case.model.name,
-                "cluster": case.cluster.name,
-                "global_batch": case.global_batch,
-            }
-            write_text(
-                self._path,
-                json.dumps(about | {"sha256": self._digest, "told": told}, indent=1)
-                + "\n",
-            )
+                for text, seconds in self._results
+            ],
+        }
+        write_text(self.state, json.dumps(content, indent=1) + "\n")
 
     @property
     def left(self) -> int:
@@ -176,17 +183,16 @@ class Tuner:
         """
         means = self.trials.groupby("plan", sort=False)["step_s"].mean().dropna()
         if means.empty:
-            raise ValueError(f"no plan has run in {len(self._told)} trials")
+            raise ValueError(f"no plan has run in {len(self._results)} trials")
         return self._plans[means.idxmin()]
 
     @property
     def trials(self) -> pd.DataFrame:
-        """What was told, in order: plan (text), step_s (NaN for a failure), best_s (of
+        """Trials in order: plan (text), step_s (NaN for a failure), best_s (of
         the trials so far).
         """
-        table = pd.DataFrame(self._told, columns=["plan", "step_s"]).astype(
-            {"step_s": float}
-        )
+        table = pd.DataFrame(self._results, columns=["plan", "step_s"])
+        table["step_s"] = table["step_s"].astype(float)  # also of no trial
         return table.assign(best_s=table["step_s"].cummin().ffill())
 
     @property
@@ -203,27 +209,26 @@ class Tuner:
         """
         believed = self._beliefs()
         trials = self.trials.groupby("plan")["step_s"]
+        # count leaves NaN out, size does not
+        failures = trials.size() - trials.count()
+        plans = pd.Series(list(self._plans))
         seconds = np.exp(believed.log_s)
         factor = np.exp(believed.width)
         table = pd.DataFrame(
             {
-                "plan": list(self._plans),
+                "plan": plans,
                 "simulated_s": np.exp(self._candidates.log_s),
                 "step_s": seconds,
                 "low_s": seconds / factor,
                 "high_s": seconds * factor,
+                "measured_s": plans.map(trials.mean()),
+                "failures": plans.map(failures).fillna(0).astype(int),
                 "memory_share": np.exp(-self._candidates.log_room),
                 "fits": believed.runs,
                 "wins": believed.wins,
                 "improvement_s": believed.improvement_s,
                 "reason": self._reasons,
             }
-        )
-        table.insert(5, "measured_s", table["plan"].map(trials.mean()))
-        table.insert(
-            6,
-            "failures",
-            table["plan"].map(trials.size() - trials.count()).fillna(0).astype(int),
         )
         return table.sort_values(
             ["wins", "step_s"],
@@ -234,13 +239,13 @@ class Tuner:
 
     @property
     def _digest(self) -> str:
-        about = repr(replace(self._case, plan=Plan(), software=None)) + getattr(
-            self._case.software, "name", "none"
-        )
+        # of a software the name: what is known of it grows
+        about = repr(replace(self._case, plan=Plan(), software=None))
+        about += getattr(self._case.software, "name", "none")
         return hashlib.sha256(about.encode()).hexdigest()
 
     def _left(self) -> list[str]:
-        tried = {text for text, _ in self._told} | set(self._asked)
+        tried = {text for text, _ in self._results} | set(self._asked)
         reasons = zip(self._plans, self._reasons, strict=True)
         return [text for text, reason in reasons if not reason and text not in tried]
 
@@ -256,35 +261,35 @@ class Tuner:
             self._add([plan])
         if reason := self._reasons[self._places[text]]:
             raise ValueError(f"plan {text}: {reason}")
-        self._told.append((text, seconds))
+        self._results.append((text, seconds))
         self._asked = [other for other in self._asked if other != text]
 
     def _add(self, plans: Iterable[Plan]) -> None:
         """More plans to choose from, with what the simulator says of them."""
         self._plans |= {str(plan): plan for plan in plans}
-        self._places = {text: place for place, text in enumerate(self._plans)}
+        self._places = {text: number for number, text in enumerate(self._plans)}
         columns = pd.DataFrame([vars(plan) for plan in self._plans.values()])
         case = replace(self._case, plan=Plans.from_table(columns))
-        self._candidates, self._reasons = _candidates(case, columns, self._parameters)
+        self._candidates, self._reasons = _candidates(case, columns, self.parameters)
 
     def _beliefs(self) -> Beliefs:
-        tried = np.array([self._places[text] for text, _ in self._told], int)
+        tried = np.array([self._places[text] for text, _ in self._results], int)
         asked = np.array([self._places[text] for text in self._asked], int)
-        log_s = np.log(np.array([seconds for _, seconds in self._told], float))
-        return beliefs(self._candidates, tried, log_s, asked, self._seed)
+        log_s = np.log(np.array([seconds for _, seconds in self._results], float))
+        return beliefs(self._candidates, tried, log_s, asked, self.seed)
 
     def _searched(self) -> list[Plan]:
         case = self._case
-        space = {"space": Space.quick(), "top": _TOP, "progress": False}
-        return _listed(
-            search(
-                case.model,
-                case.cluster,
-                **_step(case),
-                parameters=self._parameters,
-                **space,
-            ).table
+        result = search(
+            case.model,
+            case.cluster,
+            **_step(case),
+            parameters=self.parameters,
+            space=Space.quick(),
+            top=_TOP,
+            progress=False,
         )
+        return _listed(result.table)
 
 
 def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
@@ -296,6 +301,7 @@ def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
         return [columns]
     if not len(index):
         raise ValueError("plans: there are none")
+    # equal plans with different texts are one
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
@@ -309,8 +315,8 @@ def _step(case: Case) -> dict:
 def _candidates(
     case: Case, columns: pd.DataFrame, parameters: Parameters
 ) -> tuple[Candidates, list[str]]:
-    """What the simulator says of the plans of a case, and why a plan cannot be laid
-    out, else empty.
+    """Candidates as the simulator sees them, and why a plan cannot be laid out, else
+    empty.
     """
     table = estimate(
         case.model,
@@ -321,28 +327,27 @@ def _candidates(
         fits=True,
     )
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
-    log_room = np.log(
-        usable_bytes(case.cluster.device) / table["memory_bytes"].to_numpy()
-    )
-    log_room = np.where(
-        np.isnan(log_room), np.where(table["fits"], _ROOMY, -_ROOMY), log_room
-    )
+    usable = usable_bytes(case.cluster.device)
+    log_room = np.log(usable / table["memory_bytes"].to_numpy())
+    # memory is not known where states leave the device; whether they can is
+    leaving = np.where(table["fits"], _ROOMY, -_ROOMY)
+    log_room = np.where(np.isnan(log_room), leaving, log_room)
     log_s = np.log(table["step_s"].to_numpy())
     width = np.log(table["high_s"] / table["low_s"]).to_numpy() / 2
     refused = table.get("reason", pd.Series("", table.index))
-    reasons = [
-        words or reason
-        for words, reason in zip(legal(case).words(), refused, strict=True)
-    ]
-    return Candidates(
-        log_s, log_room, _features(case, columns), np.nan_to_num(shares), width
-    ), reasons
+    words = legal(case).words()
+    reasons = [rule or reason for rule, reason in zip(words, refused, strict=True)]
+    features = _features(case, columns)
+    # plans that break a rule have no shares
+    shares = np.nan_to_num(shares)
+    return Candidates(log_s, log_room, features, shares, width), reasons
 
 
 def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
-    """What plans are alike in: doublings of degrees and batches, and choices as
-    numbers.
+    """Features in which plans are alike: doublings of degrees and batches, and choices
+    as numbers.
     """
+    # tp leaves the node where cp has filled it
     inside = np.maximum(case.cluster.devices_per_node // columns["cp"], 1)
     counts = columns[
         ["dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"]
@@ -367,21 +372,18 @@ def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
 
 
 def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:
-    """What a file says was told."""
+    """Trials in a file: text of the plan, and seconds or None."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        told = [(str(text), step_s) for text, step_s in state["told"]]
-        found = state["sha256"]
-        if wrong := [
-            step_s
-            for _, step_s in told
-            if step_s is not None and not is_number(step_s, 1e-300)
-        ]:
-            raise ValueError(f"{short_repr(wrong[0])} is no time above 0")
+        trials = [(str(text), step_s) for text, step_s in state["told"]]
+        file_digest = state["sha256"]
+        for _, step_s in trials:
+            if step_s is not None and not is_number(step_s, 1e-300):
+                raise ValueError(f"{short_repr(step_s)} is no time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no state of a tuning ({error!r}); remove it to begin again"
         ) from None
-    if found != digest:
+    if file_digest != digest:
         raise ValueError(f"{path} keeps the tuning of another case; give another file")
-    return told
+    return trials
