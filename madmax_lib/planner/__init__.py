@@ -15,18 +15,10 @@ if TYPE_CHECKING:
         codesign as codesign,
         training as training,
     )
-    from madmax_lib.planner.money.compare import (
-        EXPOSED as EXPOSED,
-        lever_table as lever_table,
-        variants as variants,
-    )
-    from madmax_lib.planner.money.goodput import (
-        Goodput as Goodput,
-        practice as practice,
-        published_totals as published_totals,
-    )
+    from madmax_lib.planner.money.compare import *
+    from madmax_lib.planner.money.goodput import *
     from madmax_lib.planner.search import search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
-    from madmax_lib.planner.tuner.tune import Tuner as Tuner, tune as tune
+    from madmax_lib.planner.tuner.tune import *
 
 __all__ = open_room(__name__)

@@ -11,7 +11,7 @@ is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,8 +56,16 @@ _CLOSE = "; too close to tell, measure several (mm.tune)"
 _LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
 # columns of the notebook's table
 _COLUMNS = [
-    *("plan", "step_s", "low_s", "high_s", "mfu", "memory_gb"),
-    *("probability", "why", "limit", "stacks"),
+    "plan",
+    "step_s",
+    "low_s",
+    "high_s",
+    "mfu",
+    "memory_gb",
+    "probability",
+    "why",
+    "limit",
+    "stacks",
 ]
 
 
@@ -94,8 +102,8 @@ class SearchResult:
     evaluated: int
     feasible: int
     seconds: float
-    dropped: pd.DataFrame = field(repr=False)
-    problem: SearchProblem = field(repr=False)
+    dropped: pd.DataFrame
+    problem: SearchProblem
     complete: bool = True
 
     @property
@@ -137,7 +145,7 @@ class SearchResult:
 
     @property
     def software(self) -> str:
-        """Whose plans they are, and as whose they are timed."""
+        """Software whose plans they are, and as which they are timed."""
         if self.problem.case.software:
             return (
                 f"{self.problem.case.software.name}: only what it launches, timed "
@@ -158,8 +166,8 @@ class SearchResult:
 
     def _lines(self) -> list[str]:
         case = self.problem.case
-        rules = self.dropped.set_index("rule")["count"]
-        unlaunched = rules["a stack must launch it"]
+        counts = self.dropped.set_index("rule")["count"]
+        unlaunched = counts["a stack must launch it"]
         headline = (
             f"{case.model.name} on {case.cluster.world_size:,} x "
             f"{case.cluster.device.name}, batch {case.global_batch:,}: "

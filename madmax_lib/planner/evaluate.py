@@ -45,7 +45,8 @@ __all__ = [
     "merged",
 ]
 
-Columns = dict[str, np.ndarray]  # a table: arrays of equal length by name
+Array = np.ndarray
+Columns = dict[str, Array]  # a table: arrays of equal length by name
 # column by which each objective orders plans
 _OBJECTIVES = {
     "time": "step_s",
@@ -174,9 +175,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResu
         skipped = 0  # counted with the first block
 
 
-def _nonempty_rows_and_columns(
-    mask: np.ndarray, shape: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _nonempty_rows_and_columns(mask: Array, shape) -> tuple[Array, Array]:
     """Rows and columns of a product in which a mask is true somewhere.
 
     mask: of that shape or (a, 1), (1, b), (1, 1), as rules that look at one of the
@@ -187,7 +186,7 @@ def _nonempty_rows_and_columns(
     return np.flatnonzero(rows), np.flatnonzero(columns)
 
 
-def _unlaunchable(plans: Plans, problem: SearchProblem) -> list[np.ndarray]:
+def _unlaunchable(plans: Plans, problem: SearchProblem) -> list[Array]:
     """Masks, one per stack and with two axes each, of the plans that it does not
     launch, or that its configuration cannot say.
     """
@@ -224,8 +223,8 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
 def _evaluate_block(
     problem: SearchProblem,
     plans: Plans,
-    position: np.ndarray,
-    masks: list[np.ndarray],
+    position,
+    masks,
     skipped: int,
 ) -> PartialResult:
     """The best of a product of plans; those that fit are timed.
@@ -276,9 +275,7 @@ def _evaluate_block(
     )
 
 
-def _fits_some_stack(
-    problem: SearchProblem, plans: Plans, masks: list[np.ndarray], fits: np.ndarray
-) -> np.ndarray:
+def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits) -> Array:
     """Mask of the plans that also fit in the memory of a stack that launches them.
 
     masks: by stack, what it launches; fits: in the memory of the usual software.
@@ -298,7 +295,7 @@ def _fits_some_stack(
     return fits_one
 
 
-def _rounded(values: np.ndarray) -> np.ndarray:
+def _rounded(values: Array) -> Array:
     """Positive numbers to twelve digits, so that plans which differ in the last bits
     are equal.
     """
@@ -310,9 +307,7 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     return ((bits + _ROUNDED_BITS // 2) & -_ROUNDED_BITS).view(float)
 
 
-def _best_of_layouts(
-    plans: Plans, objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray
-) -> Iterator[int]:
+def _best_of_layouts(plans: Plans, objective, memory, step_s) -> Iterator[int]:
     """Flat positions of the best plan of each recompute and ZeRO stage, of plans of the
     same degrees.
     """
@@ -329,9 +324,7 @@ def _best_of_layouts(
             yield rows[row] * len(zeros) + columns[column]
 
 
-def _smallest(
-    objective: np.ndarray, memory: np.ndarray, step_s: np.ndarray, count: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _smallest(objective, memory, step_s, count: int) -> tuple[Array, Array]:
     """Flat positions of the `count` smallest finite values in order, and how many plans
     tie with each in time and memory.
     """
@@ -355,12 +348,7 @@ def _smallest(
         wanted *= 4  # too many were ties: look farther
 
 
-def _first_of_ties(
-    order: np.ndarray,
-    times: np.ndarray,
-    sizes: np.ndarray,
-    ties: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+def _first_of_ties(order, times, sizes, ties=None) -> tuple[Array, Array]:
     """The members of an order of plans that no earlier one equals in time and memory,
     and how many later ones equal each.
 
@@ -377,7 +365,7 @@ def _first_of_ties(
     return order[in_order], counts[which[in_order]] - 1
 
 
-def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarray:
+def _front(step_s, memory, fits) -> Array:
     """Flat positions of feasible plans that no other one beats in time and memory."""
     times = step_s.ravel()
     sizes = memory.ravel()
@@ -392,7 +380,7 @@ def _front(step_s: np.ndarray, memory: np.ndarray, fits: np.ndarray) -> np.ndarr
     return at[sizes[at] < faster_bytes]
 
 
-def _columns(plans: Plans, values: dict, chosen: np.ndarray) -> Columns:
+def _columns(plans: Plans, values: dict, chosen: Array) -> Columns:
     """Chosen plans of a product as columns, each without ties."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
@@ -413,5 +401,5 @@ def _joined(parts: list[Columns], *order: str) -> Columns:
     return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
-def _rows(table: Columns, rows: np.ndarray | slice) -> Columns:
+def _rows(table: Columns, rows: Array | slice) -> Columns:
     return {name: column[rows] for name, column in table.items()}

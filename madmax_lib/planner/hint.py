@@ -24,8 +24,15 @@ _WORTH_TWICE = 1.3
 # choices that a neighbour takes from the best plans; pp and the micro-batch are free,
 # since they are what another batch changes
 _FROM_BEST = (
-    *("tp", "cp", "ep", "zero", "recompute", "schedule"),
-    *("attention", "sequence_parallel", "context"),
+    "tp",
+    "cp",
+    "ep",
+    "zero",
+    "recompute",
+    "schedule",
+    "attention",
+    "sequence_parallel",
+    "context",
 )
 
 

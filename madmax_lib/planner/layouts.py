@@ -17,8 +17,13 @@ _TRIED = {
     1: ("dp1", "dp1.full", "dp1.z3.offload-all"),
     2: ("dp1", "dp2", "dp2.z2", "dp2.z3", "tp2", "pp2"),
     8: (
-        *("dp8", "dp8.z2", "dp8.z3", "dp2.tp2.pp2", "dp2.pp2.cp2"),
-        *("dp4.pp2.ep4", "dp2.tp2.pp2.ep2"),
+        "dp8",
+        "dp8.z2",
+        "dp8.z3",
+        "dp2.tp2.pp2",
+        "dp2.pp2.cp2",
+        "dp4.pp2.ep4",
+        "dp2.tp2.pp2.ep2",
     ),
 }
 # A cluster of the catalog, whatever the devices are: layouts are ranked, not timed.

@@ -5,7 +5,6 @@ worked out by `evaluate`.
 """
 
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pandas as pd
@@ -121,6 +120,10 @@ def search(
     # a shard may hold nothing that fits, and so may what an interruption left
     if complete and not result.feasible and shards == 1:
         raise ValueError(_nothing_fits(problem, result))
+    # layouts are dropped by rules of the book, plans by what launches and holds them
+    rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
+    rules.append(("a stack must launch it", result.unlaunched, "plans"))
+    rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
     table = front = ways = pd.DataFrame()
     if result.feasible:
         table = described(problem, result.table).table
@@ -133,7 +136,7 @@ def search(
         result.evaluated,
         result.feasible,
         time.perf_counter() - start_s,
-        _dropped(dropped, result),
+        pd.DataFrame(rules, columns=["rule", "count", "of"]),
         problem,
         complete,
     )
@@ -159,14 +162,6 @@ def stacks_of(case: Case) -> tuple[Software, ...]:
         return (case.software,)
     on_tpu = case.cluster.device.name.startswith("tpu")
     return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
-
-
-def _dropped(layouts: Counter, result: PartialResult) -> pd.DataFrame:
-    """Counts of the layouts and plans that each rule has dropped."""
-    rules = [(rule, count, "layouts") for rule, count in sorted(layouts.items())]
-    rules.append(("a stack must launch it", result.unlaunched, "plans"))
-    rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
-    return pd.DataFrame(rules, columns=["rule", "count", "of"])
 
 
 def _nothing_fits(problem: SearchProblem, result: PartialResult) -> str:

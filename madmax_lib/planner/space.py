@@ -66,7 +66,10 @@ class _Sharding(NamedTuple):
 _PASS = (
     "micro_batch",
     *_Schedule._fields,
-    *("recompute", "sequence_parallel", "context", "attention"),
+    "recompute",
+    "sequence_parallel",
+    "context",
+    "attention",
 )
 # columns that are left out where stages are equal, as in most plans: formulas then
 # stay with numbers instead of arrays
@@ -258,12 +261,18 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
             space, case.model.layers, degrees.pp, local_batch // micro_batch
         )
     ]
+    # ways to exchange keys and values that are legal for the degrees
+    contexts = ["ring"]
+    if degrees.cp > 1:
+        contexts = np.array(space.context)
+        plans = Plans(**degrees._asdict(), context=contexts)
+        contexts = contexts[legal(replace(case, software=None, plan=plans)).mask]
     attention = [kind for kind in space.attention if f"attention={kind}" not in unsaid]
     others = list(
         product(
             space.recompute,
             sequence_parallel,
-            _contexts(space, case, degrees),
+            contexts,
             attention or ["unfused"],
         )
     )
@@ -278,15 +287,6 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
         for name, column in zip(_PASS, columns, strict=True)
         if name not in _ENDS or column.any()
     }
-
-
-def _contexts(space: Space, case: Case, degrees: Degrees) -> list[str]:
-    """Ways to exchange keys and values that are legal for the degrees."""
-    if degrees.cp == 1:
-        return ["ring"]
-    contexts = np.array(space.context)
-    plans = Plans(**degrees._asdict(), context=contexts)
-    return contexts[legal(replace(case, software=None, plan=plans)).mask].tolist()
 
 
 def _schedules(

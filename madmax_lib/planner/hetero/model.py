@@ -18,7 +18,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.catalog.blocks import Blocks
-from madmax_lib.catalog.models import Cluster, Link, Model, Transformer
+from madmax_lib.catalog.models import Cluster, Link, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.planner.hetero.nodes import Node
@@ -40,22 +40,20 @@ __all__ = [
 
 
 def simulated_prices(
-    model: Model,
+    case: Case,
     clusters: Mapping[str, Cluster],
     *,
-    global_batch: int,
-    sequence: int | None = None,
-    dtype: str = "bf16",
     recompute: Sequence[str] = ("none", "full"),
     parameters: Parameters | None = None,
 ) -> PriceList:
-    """Prices of a model on clusters, one per GPU type: tp within a node, pieces of
+    """Prices of the model of a case on clusters, one per GPU type: tp within a node, pieces of
     powers of two up to the batch.
 
-    dtype: of the matrix products; a GPU type that lacks it runs the nearest, such as
-    fp16 for bf16. Raises ValueError for a recommendation or vision model, experts, and
+    case: its plan and cluster are not looked at. A GPU type that lacks its dtype runs
+    the nearest, such as fp16 for bf16. Raises ValueError for a recommendation or vision model, experts, and
     a recompute that is no choice of Plan.
     """
+    model = case.model
     if (
         not isinstance(model, Transformer)
         or model.image
@@ -72,13 +70,14 @@ def simulated_prices(
         heads = math.gcd(model.heads, model.kv_heads)
         degrees = [tp for tp in _powers(cluster.devices_per_node) if heads % tp == 0]
         # one evaluation for all: the keys are columns of plans
-        keys = list(product(recompute, degrees, _powers(global_batch)))
+        keys = list(product(recompute, degrees, _powers(case.global_batch)))
         way, tp, batch = map(np.array, zip(*keys, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
-        case = Case(model, cluster, plans, 1, sequence, cluster.device.nearest(dtype))
-        pieces = layer_costs(Steps.of(case), parameters)
+        dtype = cluster.device.nearest(case.dtype)
+        here = replace(case, cluster=cluster, plan=plans, global_batch=1, dtype=dtype)
+        pieces = layer_costs(Steps.of(here), parameters)
         seconds = passes_s(pieces)
-        memory = _memory_bytes(replace(case, cluster=None, dtype=dtype))
+        memory = _memory_bytes(replace(case, plan=plans))
         for i, (recomputed, degree, samples) in enumerate(keys):
             table[name, degree, recomputed, samples] = Price(
                 layer_s=per_layer(model, *seconds[i]),

@@ -9,6 +9,8 @@ from pathlib import Path
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
@@ -144,9 +146,9 @@ def problem(
         else:
             sequence = require_int("sequence", sequence, 1)
         types = {one.device.name: one for one in clusters} or clusters_of(nodes)
-        prices = simulated_prices(
-            model, types, global_batch=global_batch, sequence=sequence, **options
-        )
+        dtype = options.pop("dtype", "bf16")
+        case = Case(model, None, Plan(), global_batch, sequence, dtype)
+        prices = simulated_prices(case, types, **options)
         # simulated groups of tp are those of a node, as their prices
         rules = {"hidden": hidden, "sequence": sequence, "tp_in_node": True} | rules
     checked_rules = CostRules(global_batch, **rules)

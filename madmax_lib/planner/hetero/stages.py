@@ -174,7 +174,8 @@ class StageTable:
         # numpy 2.0 alone gives the inverse of rows as a column
         self.group[inside] = number.reshape(-1)
         before = fleet.node_of(np.maximum(start - 1, 0))
-        nearby = one_node & (start > 0) & (fleet.node_of(start) == before)
+        nearby = fleet.node_of(start) == before
+        nearby &= one_node & (start > 0)
         values = np.stack([nearby, inter], axis=1)
         # what the stage before looks at: rows (nearby, bandwidth), each once
         self.kinds, code = np.unique(values, axis=0, return_inverse=True)
@@ -217,7 +218,8 @@ class StageTable:
             # types without a price among low..high: a difference of running counts
             unpriced = np.cumsum([0, *lacks])
             usable = unpriced[self.high + 1] == unpriced[self.low]
-            usable &= (self.size % tp == 0) & (self.size // tp <= self.samples)
+            usable &= self.size % tp == 0
+            usable &= self.size // tp <= self.samples  # a replica has work
             usable &= self.fits_node >> number & 1 == 1
             classes.append(every[usable])
             numbers.append(np.full(usable.sum(), number))
@@ -245,13 +247,15 @@ class StageTable:
             for extra, used in ((1, one_more > 0), (0, one_more < runs.count[:, run])):
                 used = used & (least[:, run] >= 0)
                 for kind in range(len(self.fleet.types)):
-                    spanned = (runs.low[:, run] <= kind) & (kind <= runs.high[:, run])
+                    spanned = runs.low[:, run] <= kind
+                    spanned &= kind <= runs.high[:, run]
                     samples = least[:, run] + extra
                     code = (kind * ways + self.way) * (self.samples + 1) + samples
                     forms.append(np.where(used & spanned, code, -1))
         # (entries, forms), used ones first, as many columns as some entry needs
         forms = -np.sort(-np.stack(forms, axis=1), axis=1)
-        forms = forms[:, : max(int((forms >= 0).sum(axis=1).max(initial=1)), 1)]
+        most_forms = (forms >= 0).sum(axis=1).max(initial=1)
+        forms = forms[:, : max(int(most_forms), 1)]
         # An unused form repeats the first, which changes no maximum. Codes are then
         # numbered from 0; the inverse of unique is flat in some versions of numpy.
         filled = np.where(forms < 0, forms[:, :1], forms)
@@ -269,10 +273,11 @@ class StageTable:
         # equal replicas need no profile at batch 1
         weight[(counts > 0).sum(axis=1) == 1] = 1.0
         weight = np.where(counts > 0, weight, 0.0)
+        total = (counts * weight).sum(axis=1, keepdims=True)
         with np.errstate(invalid="ignore"):
-            exact = self.samples * weight / (counts * weight).sum(axis=1, keepdims=True)
-        unpriced = ((weight == 0) & (counts > 0)).any(axis=1)
-        unshared = ~np.isfinite(exact).all(axis=1) | unpriced
+            exact = self.samples * weight / total
+        unshared = ~np.isfinite(exact).all(axis=1)
+        unshared |= ((weight == 0) & (counts > 0)).any(axis=1)
         exact[unshared] = 0.0
         least = np.floor(exact).astype(int)
         left = self.samples - (counts * least).sum(axis=1)
@@ -311,7 +316,8 @@ class StageTable:
             # the replica that the type's end cuts; one may lie across several ends
             border = fleet.ends[kind]
             across = (border - start) // tp
-            mixed = (start < border) & (border < stop) & ((border - start) % tp > 0)
+            mixed = (start < border) & (border < stop)
+            mixed &= (border - start) % tp > 0
             new = mixed & (across != counted)
             counted = np.where(mixed, across, counted)
             counts.append(new.astype(int))
@@ -444,7 +450,8 @@ class StageTable:
         size_bytes = size_bytes - (layers == prices.layers) * prices.tied_bytes
         byte_s = self.fleet.ring_s(span, tp, self.one_node[group])
         # (entries, 1) x (rows,), as in `costs.PlanCost.gradients_s`
-        gradients_s = (2 * (dp - 1) / dp * byte_s / tp)[:, None] * size_bytes
+        ring_s = 2 * (dp - 1) / dp * byte_s / tp
+        gradients_s = ring_s[:, None] * size_bytes
         of_types_s = np.array([prices.optimizer_s[name] for name in self.fleet.types])
         slowest_s = between(of_types_s, np.max)[span.low, span.high]
         # (entries, 1) x (rows,)

@@ -93,9 +93,9 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
         pieces[one.cluster.device.name] = layer_costs(Steps.of(one), shipped())
     fleet = Fleet(nodes_of([one.cluster for one in cases]))
     if plan.world_size != fleet.size:
-        said = f"dp x tp x pp = {plan.dp} x {plan.tp} x {plan.pp}"
+        degrees = f"dp x tp x pp = {plan.dp} x {plan.tp} x {plan.pp}"
         raise ValueError(
-            f"{said} are {plan.world_size} GPUs, hetero_groups or n_gpus {fleet.size}"
+            f"{degrees} are {plan.world_size} GPUs, hetero_groups or n_gpus {fleet.size}"
         )
     if (devices := count_of(raw, "n_gpus", fleet.size)) != fleet.size:
         raise ValueError(f"n_gpus={devices}, but hetero_groups hold {fleet.size}")

@@ -101,7 +101,9 @@ def beliefs(
     ran = np.isfinite(log_s)
     best = np.min(log_s, where=np.isfinite(log_s), initial=np.inf)
     mean, cross = _posterior(plans, tried[ran], log_s[ran])
-    sigma = np.sqrt(_kernel_diagonal(plans) - (cross**2).sum(0) + _OWN**2)
+    # k(x, x) minus what the trials take off, and what is the plan's own
+    kernel_diagonal = _ALL**2 + _PARTS**2 * (plans.shares**2).sum(axis=1) + _NEAR**2
+    sigma = np.sqrt(kernel_diagonal - (cross**2).sum(0) + _OWN**2)
     if np.isfinite(best):
         # expected improvement of a log-normal time t with log t ~ N(mean, sigma^2) [by
         # the formula of Jones et al. 1998 for exp(t)], z = (log best - mean) / sigma:
@@ -163,10 +165,6 @@ def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     parts = plans.shares[a] @ plans.shares[b].T
     near = _similarity(plans.features[a], plans.features[b], _LENGTH)
     return _ALL**2 + _PARTS**2 * parts + _NEAR**2 * near
-
-
-def _kernel_diagonal(plans: Candidates) -> np.ndarray:
-    return _ALL**2 + _PARTS**2 * (plans.shares**2).sum(axis=1) + _NEAR**2
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:

@@ -92,7 +92,7 @@ def tune(
     tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
     todo = max(min(trials - len(tuner.trials), tuner.left), 0)
     if client is None:
-        results = _here(tuner, launch, todo)
+        results = (_trial(launch, tuner.ask()) for _ in range(todo))
     else:
         results = _on_workers(tuner, launch, todo, client)
     with bar(total=todo, desc="tuning", unit="trial", show=progress) as done:
@@ -137,18 +137,12 @@ class _Run:
         return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
-def _outcome(launch: Callable[[Plan], float | None], plan: Plan) -> float | None:
-    """Seconds of a trial, NaN or None if it failed."""
+def _trial(launch, plan: Plan) -> tuple[Plan, float | None]:
+    """The plan and its seconds, NaN or None if it failed."""
     try:
-        return launch(plan)
+        return plan, launch(plan)
     except _FAILURES:
-        return math.nan
-
-
-def _here(tuner: Tuner, launch, todo: int):
-    for _ in range(todo):
-        plan = tuner.ask()
-        yield plan, _outcome(launch, plan)
+        return plan, math.nan
 
 
 def _on_workers(tuner: Tuner, launch, todo: int, client):
@@ -158,20 +152,20 @@ def _on_workers(tuner: Tuner, launch, todo: int, client):
     from distributed import as_completed
 
     def submit():
-        plan = tuner.ask()
         # pure=False: a second trial of a plan is a trial, not a cached result
-        future = client.submit(_outcome, launch, plan, pure=False)
-        futures[future] = plan
+        future = client.submit(_trial, launch, tuner.ask(), pure=False)
+        futures.add(future)
         return future
 
-    futures: dict = {}
+    futures = set()
     # the first worker may come later
     workers = max(len(client.scheduler_info()["workers"]), 1)
     running = as_completed([submit() for _ in range(min(todo, workers))])
     todo -= len(futures)
     try:
         for future in running:
-            yield futures.pop(future), future.result()
+            futures.remove(future)
+            yield future.result()
             if todo > 0:
                 running.add(submit())
                 todo -= 1
