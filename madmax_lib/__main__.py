@@ -32,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = _print_warning
+            warnings.showwarning = lambda message, *_: print(
+                f"madmax: warning: {message}", file=sys.stderr
+            )
             status = options.command(options)
             sys.stdout.flush()
             return status
@@ -46,10 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
-
-
-def _print_warning(message: Warning | str, *_) -> None:
-    print(f"madmax: warning: {message}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

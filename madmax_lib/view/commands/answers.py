@@ -127,7 +127,12 @@ def envelope(
         head |= {"status": int(not answer.passed), "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
         files = answer.table.attrs.get("provenance", {}).get("files", {})
-        lists["inputs"] = [*_inputs(files), *map(_input, answer.names)]
+        lists["inputs"] = list(_inputs(files))
+        for name in answer.names:
+            sha256 = None  # of a name of the catalog, which is no file
+            if (path := Path(name)).is_file():
+                sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            lists["inputs"].append({"name": name, "sha256": sha256})
         lists["rows"] = answer.table.rename(columns=str).to_dict("records")
     short = _short(lists, tokens(_json(summary)), complete)
     left_out = {name: len(rows) - len(short[name]) for name, rows in lists.items()}
@@ -180,14 +185,6 @@ def _inputs(files: Mapping, side: str = "") -> Iterator[dict]:
             yield from _inputs(file, f"{label}: ")
 
 
-def _input(name: str) -> dict:
-    """A file with its sha256; a name of the catalog, which is no file, with null."""
-    path = Path(name)
-    if not path.is_file():
-        return {"name": name, "sha256": None}
-    return {"name": name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
 def _plain(value: Any, letters: float = math.inf) -> Any:
     """A value as JSON has it: numbers of Python with six digits, null for what is not
     finite, longer texts cut.
@@ -210,8 +207,8 @@ def _plain(value: Any, letters: float = math.inf) -> Any:
 
 
 def _short(lists: dict[str, list], used: int, complete: bool) -> dict[str, list]:
-    """As many entries of each list as fit beside `used` tokens, or all; rows are the
-    last to go.
+    """Entries of each list that fit beside `used` tokens, or all; rows are the last to
+    go.
     """
     short = {}
     room = math.inf if complete else _TOKENS - _HEAD_TOKENS - used
@@ -289,10 +286,6 @@ def _markdown(answer: Answer, complete: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _csv(answer: Answer, complete: bool) -> str:
-    return answer.table.to_csv(index=False).rstrip("\n")
-
-
 def _headlines(answer: Answer) -> list[str]:
     values = _plain(answer.summary)
     return [
@@ -313,4 +306,8 @@ def _line(value: Any) -> str:
     return " ".join(value.split()) if isinstance(value, str) else _cell(value)
 
 
-_WRITERS = {"text": _text, "markdown": _markdown, "csv": _csv}
+_WRITERS = {
+    "text": _text,
+    "markdown": _markdown,
+    "csv": lambda answer, _: answer.table.to_csv(index=False).rstrip("\n"),
+}

@@ -20,6 +20,7 @@ _TYPES = {"int": int, "float": float, "str": str, "int | None": int}
 _ONLY_IN_FILES = ["machine", "threads", "low_s", "high_s", "backend"]
 _RESULTS = ["run", "strategy", "predicted_s", "measured_s", "error"]
 _RESULTS += ["predicted_exposed_comm", "measured_exposed_comm"]
+# one machine has fewer; a slip such as 10000 would start as many processes
 _MOST_RANKS = 1024
 _CALIBRATE = (
     Option("--hosts", "namespaces of a testbed (default: 1)", int, 1),
@@ -34,13 +35,22 @@ def add(commands, words: list[str]) -> None:
     """Add these commands. words: those of the command line; only where they ask for
     `train` its fields of a run are read.
     """
+
+    def doctor(options: Namespace) -> int:
+        from madmax_lib.view.notebooks.doctor import report
+
+        text = report()
+        print(text)
+        return int("\n  fails " in text)  # as a line of `check` says it
+
     about = "what works here, and which notebooks run at full size"
-    commands.add_parser("doctor", help=about).set_defaults(command=_doctor)
+    commands.add_parser("doctor", help=about).set_defaults(command=doctor)
     about = "does this machine work? a line per item, status 1 if one fails"
     _add_json(commands.add_parser("check", help=about), _check)
     about = "train a model in a layout: train gpt-tiny dp2.z3 --steps 20"
     train = commands.add_parser("train", help=about)
     _add_json(train, _train)
+    # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
     offload = "what the host holds (optimizer: on @deepspeed)"
@@ -51,6 +61,7 @@ def add(commands, words: list[str]) -> None:
     _add_bench(commands)
     about = "fit the simulator to this machine, and test it on further runs"
     calibrate = commands.add_parser("calibrate", help=about)
+    # names as of `calibrate`, which gets them by name
     add_options(calibrate, _CALIBRATE)
     _add_output(calibrate, Path("machine"), "directory (default: machine)")
     _add_json(calibrate, _calibrate)
@@ -119,14 +130,6 @@ def _json(text: str):
         raise ArgumentTypeError(f"{text!r} is not JSON, {examples}") from None
 
 
-def _doctor(options: Namespace) -> int:
-    from madmax_lib.view.notebooks.doctor import report
-
-    text = report()
-    print(text)
-    return int("\n  fails " in text)
-
-
 def _check(options: Namespace) -> int:
     from madmax_lib.view.notebooks.doctor import check
 
@@ -148,6 +151,7 @@ def _train(options: Namespace) -> int:
         plan, at, engine = options.strategy.partition("@")
         options.strategy = f"{plan}.offload-{options.offload}{at}{engine}"
     values = {field.name: getattr(options, field.name) for field in fields(RunSpec)}
+    # what is left out keeps the default of a RunSpec
     chosen = {name: value for name, value in values.items() if value is not None}
     spec = RunSpec(**chosen)
     directory = options.output or Path("runs") / spec.name
@@ -157,11 +161,17 @@ def _train(options: Namespace) -> int:
         about["command"] = shlex.join(train_command(spec, directory))
     else:
         _launch(spec, directory, about)
+    status = int(about.get("status", "completed") != "completed")
     if options.json:
         print(json.dumps(about, indent=1))
-    else:
-        _print_run(about)
-    return int(about.get("status", "completed") != "completed")
+        return status
+    # a line for each number and text; of the times of steps the median
+    about["step_s"] = (about.get("step_s") or {}).get("median")
+    for name, value in about.items():
+        text = f"{value:,.6g}" if isinstance(value, float) else value
+        if isinstance(text, (str, int)) and text != "":
+            print(f"{name:<24}{text}")
+    return status
 
 
 def _launch(spec, directory: Path, about: dict) -> None:
@@ -178,19 +188,11 @@ def _launch(spec, directory: Path, about: dict) -> None:
     print(text, file=sys.stderr)
     try:
         launch(spec, directory)
+    # a run that failed still has a summary, which is printed
     except RunError as error:
         print(f"madmax: {error}", file=sys.stderr)
         about["status"] = error.status
     about |= read_run(directory).summary  # which warns of a peak that is too low
-
-
-def _print_run(about: dict) -> None:
-    """A line for each number and text; of the times of steps the median."""
-    about = about | {"step_s": (about.get("step_s") or {}).get("median")}
-    for name, value in about.items():
-        text = f"{value:,.6g}" if isinstance(value, float) else value
-        if isinstance(text, (str, int)) and text != "":
-            print(f"{name:<24}{text}")
 
 
 def _records(table) -> list[dict]:
@@ -210,6 +212,7 @@ def _bench(options: Namespace) -> int:
         f"each row is added to {kernels} or {links} when it is timed", file=sys.stderr
     )
     tables = {"kernels": bench(size=options.size, path=kernels)}
+    # a single rank has no collectives
     if measure_links(links, options.size, ranks=options.ranks) > 1:
         tables["collectives"] = pd.read_csv(links)
     if options.json:

@@ -47,6 +47,7 @@ def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPSe
     )
     places = ", ".join(map(str, roots))
     mcp = MCPServer("madmax", instructions=f"{about}{places}.")
+    # one check for all tools
     folders = _Folders(roots)
     ask = partial(_ask, main)
     for tool in (*_trace_tools(folders, ask), *_step_tools(folders, ask)):
@@ -118,6 +119,7 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         ]
         return [folders.named(model), folders.named(cluster), *plans, *flags]
 
+    # the signatures are what an agent sees of a tool: they stay written out
     def estimate(
         model: str,
         cluster: str,

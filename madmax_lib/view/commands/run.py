@@ -17,6 +17,7 @@ _MEASURED = {
     "tokens_per_s_per_device": "tokens a second of one device (tokens/s/GPU, tps)",
     "tflops": "1e12 model FLOP/s of one device, as frameworks print them",
 }
+# fields of an expectation, headline first
 _VERDICT = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
 _NEAREST = [
     "model",
@@ -29,7 +30,9 @@ _NEAREST = [
     "source",
 ]
 _ASKED = ("days", "devices", "sure", "usd_per_hour")
+# columns of the best plan that make headlines
 _BEST = ("devices", "plan", "stacks", "global_batch", "goodput")
+# as people write them: 300B tokens, not 300G, but both are read
 _FACTORS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _FEWEST_TOKENS = 1e6  # to train on; fewer are a slip, such as 15 for 15T
 
@@ -67,6 +70,7 @@ def _add_plan(commands) -> None:
         Option("--cluster", "of the catalog; as many of its nodes as are needed"),
     ]
     add_options(plan.add_mutually_exclusive_group(required=True), where)
+    # a deadline asks for devices, devices ask for the days
     asked = plan.add_mutually_exclusive_group(required=True)
     add_options(asked, [Option("--days", "deadline of the training", float)])
     sure = "probability to meet it (default: 0.5)"
@@ -100,12 +104,14 @@ def _expect(options: Namespace) -> Answer:
     )
     about = {name: getattr(result, name) for name in _VERDICT}
     about["software"] = used(options.software, cluster)
+    # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
     about["tries"] = result.tries.head(3).to_dict("records")
     about["nearest"] = result.nearest[_NEAREST].to_dict("records")
     table = result.explanations
     if timeline is not None:  # then the parts of the step say more
         table = with_origin(result.parts, timeline)
+    # only what is surely off fails a pipeline
     passed = result.verdict in ("fine", "cannot tell")
     return Answer(table, about, inputs(options), passed)
 
@@ -114,6 +120,7 @@ def _plan(options: Namespace) -> Answer:
     from madmax_lib import catalog
     from madmax_lib.planner.money.campaign import AMOUNTS, campaign
 
+    # a device alone stands for the first cluster that is made of it
     if not options.cluster:
         options.cluster = catalog.cluster_with(catalog.device(options.device))
     asked = {name: getattr(options, name) for name in _ASKED} | run_of(options)
@@ -124,6 +131,7 @@ def _plan(options: Namespace) -> Answer:
     about |= {name: result.best[name] for name in _BEST}
     if options.days:
         about["in_time"] = result.best["in_time"]
+    # each with its interval: {middle, low, high}
     for name in AMOUNTS:
         ends = {"middle": name, "low": f"{name}_low", "high": f"{name}_high"}
         about[name] = {end: result.best[column] for end, column in ends.items()}

@@ -13,6 +13,7 @@ from madmax_lib.view.commands.answers import Answer, Option, add_command, add_op
 __all__ = ["MODEL_HELP", "add", "add_run", "inputs", "run_of", "used"]
 
 MODEL_HELP = "catalog name, or a Hugging Face config.json"
+# options of `add_run`, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (
     "low_s and high_s hold 90 %; probability: to be the fastest of the ways to "
@@ -20,6 +21,7 @@ _COLUMNS = (
     "limit: largest parts of the step beside compute, of communication what nothing "
     "hides"
 )
+# columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("probability", "why", "limit")
 _SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
@@ -45,8 +47,18 @@ def add(commands) -> None:
     estimate = add_command(commands, "estimate", _estimate, help=about)
     about = "the best plans for a model on a cluster"
     search = add_command(commands, "search", _search, help=about)
+
+    def what_fits(options: Namespace) -> Answer:
+        from madmax_lib.simulator.offload.fits import fits
+
+        result = fits(**_step(options), plan=options.plan)
+        summary = {"fits": result.fits, "bound": result.bound}
+        summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
+        # a step that does not fit is a failed gate: status 1
+        return Answer(result.table, summary, inputs(options), result.fits)
+
     about = "does a step fit in memory, and what is where; status 1 if not"
-    fits = add_command(commands, "fits", _fits, help=about)
+    fits = add_command(commands, "fits", what_fits, help=about)
     devices = "how many over all nodes (default: whole nodes)"
     for parser in (estimate, search, fits):
         add_options(parser, _STEP)
@@ -125,6 +137,7 @@ def _estimate(options: Namespace) -> Answer:
     table.insert(0, "plan", options.plans)
     cluster = step["cluster"]
     room_gb = usable_bytes(cluster.device) / 1e9
+    # NaN for a plan that is not legal or has no model of its memory
     too_large = table[~table["fits"] & (table["memory_bytes"] > 0)]
     needs = [
         f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room_gb:.0f} GB"
@@ -139,6 +152,7 @@ def _estimate(options: Namespace) -> Answer:
 def _search(options: Namespace) -> Answer:
     from madmax_lib.planner.search import search
 
+    # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
     result = search(**_priced(options), **asked)
     names = ("best", "software", "evaluated", "feasible", "hint")
@@ -147,16 +161,8 @@ def _search(options: Namespace) -> Answer:
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
     columns = [name for name in _SEARCHED if name in best]
+    # the file first: a failure to write it is no half answer
     if options.output:
         write_text(options.output, result.configuration() + "\n")
         about["configuration"] = options.output
     return Answer(best[columns].dropna(axis=1, how="all"), about, inputs(options))
-
-
-def _fits(options: Namespace) -> Answer:
-    from madmax_lib.simulator.offload.fits import fits
-
-    result = fits(**_step(options), plan=options.plan)
-    about = {"fits": result.fits, "bound": result.bound}
-    about |= {"margin_bytes": result.margins_bytes, "share": result.share}
-    return Answer(result.table, about, inputs(options), result.fits)

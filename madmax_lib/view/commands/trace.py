@@ -123,6 +123,7 @@ def _breakdown(options: Namespace) -> Answer:
     timeline = read(options.traces)
     about = _ranks(timeline)
     about |= {"steps": len(timeline.steps), "device": timeline.meta.device}
+    # without ProfilerStep marks a recording is one long step
     if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
     return Answer(breakdown(timeline), about)
@@ -171,6 +172,7 @@ def _save_baseline(options: Namespace) -> Answer:
     folder = _BASELINES / name
     files = []
     rows = []
+    # numbered in the order of the paths
     for number, recording in enumerate(recordings):
         files.append(recording.save(folder / f"{number:03}.parquet"))
         rows.append((str(files[-1]), len(recording.ranks), len(recording.steps)))
@@ -194,11 +196,13 @@ def _compare(options: Namespace) -> Answer:
         )
     a = _recordings([first])
     b = _recordings(others)
+    # a gate has repeats on both sides, a comparison one recording each
     if options.gate is not None:
         return _gate(a, b, options.gate)
     if len(b) > 1:
         raise ValueError(f"{others[1]}: only --gate takes several recordings of B")
     labels = f"a {first}", f"b {others[0]}"
+    # the headline names operations, whichever table is asked for
     table = operations = compare_ops(a[0], b[0], labels=labels)
     if not options.operations:
         table = compare(a[0], b[0], labels=labels)
@@ -222,6 +226,7 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
     about["cannot_tell_below"] = dict(
         table[unclear].set_index("quantity")["detectable"]
     )
+    # all operations changed alike: the machine rather than the program
     if result.alike != 1:
         about["alike"] = result.alike
     return Answer(table, about, passed=result.passed)
@@ -244,6 +249,7 @@ def _stragglers(options: Namespace) -> Answer:
     replay = what_if_no_stragglers(timeline)
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
+    # the replay has no launch gaps: where these rule, it says nothing
     if replay.gaps_rule:
         about["slowdown"] = None
         about["note"] = (
@@ -252,10 +258,12 @@ def _stragglers(options: Namespace) -> Answer:
         )
         return Answer(table, about)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
+    # a repair of nothing has no share
     if replay.costs:
         about["repaired_worst_ranks"] = replay.M_W
         about["repaired_last_stage"] = replay.M_S
     about["slowdown_by_kind"] = dict(replay.by_kind)
+    # beside the rank: the column to look at
     table.insert(1, "slowdown", table["rank"].map(replay.by_rank))
     return Answer(table, about)
 
@@ -265,6 +273,7 @@ def _flight(options: Namespace) -> Answer:
 
     calls = flight_recorder.flight_calls(options.dumps)
     findings = flight_recorder.flight_findings(calls)
+    # who calls last on average, also where no rule is broken
     late = flight_recorder.lateness(calls).head(3)
     ranks = len(calls.attrs["dumped"])
     about = {"ranks": ranks, "calls": len(calls), "latest": late.to_dict("records")}
@@ -289,6 +298,7 @@ def _snapshot(options: Namespace) -> Answer:
     }
     about = {name: table.to_dict("records") for name, table in tables.items()}
     how = (options.by, options.at)
+    # what has come since: allocations of this one that the earlier one lacks
     if options.beside:
         before = read_snapshot(options.beside)
         table = snapshots.snapshot_diff(before, snapshot, *how)
@@ -303,6 +313,7 @@ def _report(options: Namespace) -> Answer:
     from madmax_lib.view.report.report import write_report
 
     output = options.output
+    # before the traces are read, which takes a while
     if output.is_dir():
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
@@ -316,6 +327,7 @@ def _report(options: Namespace) -> Answer:
         name = Path(options.beside).resolve().name
         other = {"other_run": read([options.beside]), "other": name}
     path = write_report(recording, output, title, **other)
+    # the page has warm-up too, the advice is about the steady steps
     timeline, steps = steady_state(recording)
     causes = advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {

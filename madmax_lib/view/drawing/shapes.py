@@ -135,27 +135,22 @@ def _draw_bars(
         for shape, paint in zip(shapes, paints, strict=True):
             shape.set(**paint)
         if style.inside is not None:
-            _write_inside(ax, shapes, style.inside[column], paints)
+            centred = {"label_type": "center", "fontsize": 7}
+            labels = ax.bar_label(shapes, style.inside[column], **centred)
+            for label, paint in zip(labels, paints, strict=True):
+                label.set_color(ink_on(paint["facecolor"]))
         ends = ends + np.nan_to_num(length)
-    reach = ends if style.error is None else _draw_error(ax, rows, ends, style)
+    reach = ends
+    if style.error is not None:
+        low, high = (np.asarray(end, float) for end in style.error)
+        x, y = (rows, ends) if style.upright else (ends, rows)
+        line = {"yerr" if style.upright else "xerr": [ends - low, high - ends]}
+        line |= {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        ax.errorbar(x, y, fmt="none", **line)
+        reach = np.fmax(ends, high)  # notes stand behind the intervals
     if style.notes is not None:
         _write_notes(ax, rows, reach, style, small=height <= 0.3)
     return ends
-
-
-def _write_inside(ax: Axes, shapes, texts: Iterable[str], paints: list[dict]) -> None:
-    labels = ax.bar_label(shapes, texts, label_type="center", fontsize=7)
-    for label, paint in zip(labels, paints, strict=True):
-        label.set_color(ink_on(paint["facecolor"]))
-
-
-def _draw_error(ax: Axes, rows, ends: np.ndarray, style: BarStyle) -> np.ndarray:
-    """Intervals as thin lines; returns the farther of their ends and the bars'."""
-    low, high = (np.asarray(end, float) for end in style.error)
-    x, y = (rows, ends) if style.upright else (ends, rows)
-    spread = {"yerr" if style.upright else "xerr": [ends - low, high - ends]}
-    ax.errorbar(x, y, **spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-    return np.fmax(ends, high)
 
 
 def _write_notes(

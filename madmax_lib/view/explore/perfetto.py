@@ -32,6 +32,7 @@ from madmax_lib.view.explore.widgets import interactive
 __all__ = ["view_in_perfetto"]
 
 _HOSTED = "https://ui.perfetto.dev"
+# variables of places whose browser is on another machine
 _REMOTE = ("KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX")
 _LARGEST_BYTES = 50e6  # that a notebook can carry inside of an output
 _DATA = "/localtrace"  # where this build of the UI looks for the trace
@@ -91,6 +92,7 @@ class PerfettoView:
         handler = partial(_Handler, self.data, directory=str(folder))
         # port 0: any free one
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        # a notebook that ends does not wait for the browser
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server

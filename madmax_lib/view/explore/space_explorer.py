@@ -22,6 +22,7 @@ from madmax_lib.view.plots.plans import plot_front
 __all__ = ["SpaceExplorer"]
 
 _ANY = "any"
+# fields of a plan that can be held, with the values that are offered
 _FILTERS = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 8, 16),
@@ -63,10 +64,12 @@ class SpaceExplorer(WorkloadExplorer):
 
     def choose(self, plan: str) -> None:
         """Show this plan in detail."""
+        # the numbers at once, then the timeline
         self.step.set(plan=plan)
         self.step.draw()
 
     def _search(self, filters: dict) -> SearchResult:
+        # a filter that comes back shows at once what it showed
         key = tuple(sorted(filters.items()))
         if key not in self._results:
             single = {name: (value,) for name, value in filters.items()}
@@ -90,6 +93,7 @@ class SpaceExplorer(WorkloadExplorer):
 
     def figure(self) -> plt.Figure:
         """The static picture: the front above the timeline of the chosen plan."""
+        # inches and ratios grow with the rows of the timeline
         rows = self.step.view.rows
         shape = {"figsize": (9, 5.5 + 0.22 * rows), "height_ratios": [14, 3 + rows]}
         figure, axes = plt.subplots(2, 1, layout="constrained", **shape)
@@ -145,11 +149,13 @@ class SpaceExplorer(WorkloadExplorer):
         chosen = int(
             (points["plan"] == self.step.parameters["plan"]).to_numpy().argmax()
         )
+        # the choice is an index into the points: both go out together
         with self.front.hold_sync():
             self.front.points = points.to_dict("records")
             self.front.chosen = chosen
 
     def _clicked(self, at: int) -> None:
         plan = self.front.points[at]["plan"]
+        # setting the chosen dot from here comes back as a click
         if plan != self.step.parameters["plan"]:
             self.attempt(lambda: self.choose(plan))

@@ -38,6 +38,7 @@ __all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
 _DELAY_S = 0.01  # after the last change, before a timeline is laid out
 # micro-batches of a drawn step, or one per stage where there are more stages
 _DRAWN = 8
+# fields of a plan that are turned by doubling
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
 _CHOICES = {
     "zero": [0, 1, 2, 3],
@@ -108,6 +109,7 @@ class StepExplorer(WorkloadExplorer):
     def __init__(self, *, plan: str, **workload):
         super().__init__(**workload)
         self.parameters["plan"] = plan
+        # the first plan has to have numbers: later ones may fail
         self.set()
         if self.error:
             raise ValueError(self.error)
@@ -130,6 +132,7 @@ class StepExplorer(WorkloadExplorer):
                 raise ValueError(f"{model.name}: {why}")
             self.parameters |= {name: changes[name] for name in names}
             self.plan = Plan.parse(self.parameters["plan"])
+            # a plan given as text is taken as it is
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, fields)
                 self.parameters["plan"] = str(self.plan)
@@ -142,6 +145,7 @@ class StepExplorer(WorkloadExplorer):
 
     def draw(self) -> None:
         """Lay the timeline out for the parameters as they stand."""
+        # the last timeline stays where a plan cannot be laid out
         if not self.error:
             self.view.show(self._timeline())
 
@@ -196,6 +200,7 @@ class StepExplorer(WorkloadExplorer):
 
     def figure(self) -> plt.Figure:
         """The static picture: parts of time and memory as bars above the timeline."""
+        # inches and ratios grow with the rows of the timeline
         rows = self.view.rows
         shape = {
             "figsize": (9, 4.2 + 0.22 * rows),
@@ -258,11 +263,13 @@ class StepExplorer(WorkloadExplorer):
     def follow(self) -> None:
         """Bring the plan's controls to the plan, and the timeline a moment later."""
         self.controls["plan"].value = self.parameters["plan"]
+        # a model of one's own joins the names of the box
         offer(self.controls["model"], self.parameters["model"])
         offer(
             self.controls["sequence"],
             self.parameters["sequence"] or self.model.sequence,
         )
+        # a text of a plan changes the sliders of its fields
         for field in (*_DEGREES, *_CHOICES):
             offer(self.controls[field], getattr(self.plan, field))
         self._draw_later()
@@ -301,6 +308,7 @@ def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
         name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")
     }
     model_parallel = math.prod(degrees.values())
+    # dp has to be a whole number of replicas
     if world_size % model_parallel:
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
         raise ValueError(f"{text} does not divide {world_size} devices")

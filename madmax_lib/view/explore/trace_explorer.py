@@ -34,6 +34,7 @@ class TraceExplorer(Explorer):
         self.parameters = before | changes
         try:
             self.view.show(self._chosen())
+        # a trace that cannot be read leaves the one before
         except (OSError, ValueError):
             self.parameters = before
             raise
@@ -44,6 +45,7 @@ class TraceExplorer(Explorer):
         return _read(self.parameters["trace"])
 
     def _chosen(self) -> Timeline:
+        # -1: all steps
         step = self.parameters["step"]
         steps = None if step < 0 else self.recording.one_step(step)
         ranks = self.parameters["ranks"] or None
@@ -66,6 +68,7 @@ class TraceExplorer(Explorer):
         import ipywidgets as w
 
         here = self.parameters["trace"]
+        # data sets that would be downloaded first are not offered
         local = [name for name in names() if is_here(name)]
         traces = list(dict.fromkeys([here, *local]))  # each once, this one first
         return {
@@ -90,6 +93,7 @@ class TraceExplorer(Explorer):
         offer(self.controls["trace"], self.parameters["trace"])
         ranks = self.controls["ranks"]
         step = self.controls["step"]
+        # options before values: a value has to be one of them
         ranks.options = self.recording.ranks
         ranks.value = tuple(self.parameters["ranks"])
         steps = [(str(number), number) for number in self.recording.steps]

@@ -49,6 +49,7 @@ _TIMES = {
     "exposed_comm_s": "exposed communication",
     "idle_s": "idle",
 }
+# rows beyond which a table would push the canvas out of sight
 _MANY_RANKS = 16
 
 
@@ -121,6 +122,7 @@ class TimelineView:
         """`mm.breakdown` of the brushed window; with several timelines a first column
         says which.
         """
+        # seconds after the first device work of each timeline
         window = self.selection or [0.0, math.inf]
         tables = [breakdown_between(timeline, *window) for timeline in self.timelines]
         if len(tables) == 1:
@@ -147,6 +149,7 @@ class TimelineView:
             plot_timeline(timeline, ax)
             step = ax.get_title(loc="left") or ax.get_title()
             ax.set_title(f"{title}: {step[0].lower()}{step[1:]}")
+        # the lowest panel has the axis and the legend of all
         for ax in axes[:-1, 0]:
             ax.set_xlabel("")
             ax.get_legend().remove()
@@ -154,6 +157,7 @@ class TimelineView:
         return figure
 
     def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+        # of a large one the static picture would take longer than the canvas
         small = sum(map(len, self.timelines)) <= _PICTURE_UP_TO
         live = self.widget if interactive() else None
         return view_bundle(live, self.static if small or not live else None)
@@ -224,6 +228,7 @@ def breakdown_html(table: pd.DataFrame) -> str:
     they are many.
     """
     keys = [name for name in ("timeline", "rank") if name in table]
+    # one row for each timeline
     if len(table) > _MANY_RANKS:
         by = table.assign(rank="mean").groupby(keys, sort=False)
         table = by[[*_TIMES, "overlap"]].mean().reset_index()

@@ -77,6 +77,7 @@ def report() -> str:
     checks = list(check())
     cache = cache_folder() / "timelines"
     cache_mb = sum(path.stat().st_size for path in cache.glob("*.parquet")) / 1e6
+    # bytes of a page times pages
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = [
         f"madmax-workbench {__version__}, Python {platform.python_version()}, "

@@ -190,6 +190,7 @@ def _typed(name: str, text: str, kind: str):
     wanted = _TYPES.get(kind.split("[")[0])
     try:
         value = ast.literal_eval(text.capitalize() if wanted is bool else text)
+        # 2 is a float where one is wanted; True is no int
         if wanted is float and type(value) is int:
             return float(value)
         if wanted in (None, type(value)):
@@ -223,6 +224,7 @@ def _locked_copy(build: Path, name: str):
 
 @contextmanager
 def _environment(values: dict[str, str]):
+    # a kernel inherits the variables of this process
     before = dict(os.environ)
     os.environ.update(values)
     try:

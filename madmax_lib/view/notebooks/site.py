@@ -71,6 +71,7 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
         for number, result in enumerate(results)
     }
     pages |= docs_pages(_STYLE.read_text())
+    # last: who sees the index finds every page
     pages["index"] = _index(results)
     for name, text in pages.items():
         write_text(folder / f"{name}.html", text)
@@ -143,6 +144,7 @@ def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
                 # a progress bar, halted where the kernel last told of it
                 cell.outputs.remove(output)
             elif figure := _source(output):
+                # the first sentence of the text above says what is to be seen
                 sentence = re.split(r"(?<=[.?])\s", text)[0]
                 alt = html.escape(f"{sentence} ({heading})" if sentence else heading)
                 output.data = {"text/html": f'<img src="{figure}" alt="{alt}">'}

@@ -100,8 +100,10 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     time, idle, per rank.
     """
     parts = breakdown_parts(table)
+    # a rank without work has NaN shares, and no texts
     shares = parts.div(table["total_s"].where(table["total_s"] > 0), axis=0)
     texts = shares.map(lambda share: f"{share:.0%}" if share > _LEGIBLE else "")
+    # weighted by time: a rank of a longer window counts for more
     mean = parts.sum() / max(table["total_s"].sum(), 1e-12)
     title = (
         f"{mean['compute']:.0%} compute, {mean['comm']:.0%} exposed "
@@ -122,6 +124,7 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     overlap = table["overlap"]
     notes = overlap.map("{:.1%} hidden".format)
     notes = notes.where(overlap.notna(), "no communication")
+    # all ranks together, without a division by zero where none communicates
     exposed = exposed_s.sum() / max(table["comm_s"].sum(), 1e-12)
     title = f"{exposed:.0%} of the communication is exposed"
     rows = draw.rank_labels(table["rank"])

@@ -42,8 +42,10 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return draw.empty(ax, top, "No communication in this trace", table)
     wait_s = top["wait_s"].fillna(0)
     parts = pd.DataFrame({"comm": top["total_s"] - wait_s, "idle": wait_s})
+    # sums over ranks to means, seconds to ms
     per_rank_ms = parts.div(top["ranks"] / 1e3, axis=0)
     total_s = max(table["total_s"].sum(), 1e-12)
+    # waiting is known where the arrival of other ranks is
     if table["wait_s"].notna().any():
         waiting = table["wait_s"].sum() / total_s
         title = f"{waiting:.0%} of the communication is waiting for the last rank"
@@ -53,7 +55,11 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         share = top["total_s"][0] / total_s
         title = f"{most} takes {share:.0%} of the communication"
         key = {"transfer and waiting (one rank: not told apart)": "comm"}
-    rows = _group_labels(top)
+    # "dp [0,1,2,3,4,5,6,7]" becomes "dp [0 … 7]"
+    ranks = r" \[(\d+),[^]]{9,}[ ,](\d+)\]"
+    groups = top["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
+    labels = top["collective"].map(_name) + " · " + groups
+    rows = list(labels.str.removesuffix(" · "))
     frame = draw.Frame(x="time per rank [ms]", rows=rows, key=key, origin=table)
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
     return draw.bar_chart(ax, top[columns], per_rank_ms, title, frame)
@@ -111,6 +117,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         heights = row + (np.arange(len(skew_s)) % 7 - 3) * 0.07
         ax.scatter(skew_s, heights, **style)
         bar = {"color": "black", "linewidth": 1.2}
+        # a median of 0 cannot stand on a logarithmic axis
         ax.vlines(median_s or np.nan, row - 0.38, row + 0.38, **bar)
     draw.log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s = table["skew_s"].median()
@@ -173,6 +180,7 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Lead of the clock of each rank, of `clock_offsets`, with the spread of its ends;
     at most 64 ranks.
     """
+    # largest offsets first
     farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
     top = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
@@ -208,12 +216,3 @@ def _point_style(table: pd.DataFrame, points: int, *, linewidth: float) -> dict:
     """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
     style = draw.fill_of("comm", table.attrs.get("source"))
     return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}
-
-
-def _group_labels(table: pd.DataFrame) -> list[str]:
-    """Collective and group, whose list of ranks is shortened."""
-    # "dp [0,1,2,3,4,5,6,7]" becomes "dp [0 … 7]"
-    ranks = r" \[(\d+),[^]]{9,}[ ,](\d+)\]"
-    groups = table["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
-    labels = table["collective"].map(_name) + " · " + groups
-    return list(labels.str.removesuffix(" · "))

@@ -79,6 +79,7 @@ def plot_pair(
         end_s = side.end_ns / NS_PER_S
         text = f"{label}: {side.about}, {format_s(end_s)}"
         draw.note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        # a row for each kind below the first row of the side
         rows = top + side.spans["kind"].astype(object).map(kinds.index)
         fills = draw.kind_fills(kinds, side.source)
         placed = side.spans.assign(place=rows)
@@ -86,6 +87,7 @@ def plot_pair(
         drawn.append(part.assign(side=name))
         bottom = top + len(kinds) - 0.55
         ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
+    # both sides have the same rows
     ticks = [top + row for top in tops for row in range(len(kinds))]
     ax.set_yticks(ticks, [draw.LABELS[kind] for kind in kinds] * 2)
     change = _change(labels, *(side.end_ns for side in sides))
@@ -109,6 +111,7 @@ def _sides(a: Timeline, b: Timeline) -> list[_Side]:
     for name, timeline in (("a", a), ("b", b)):
         rank = ranks[f"rank_{name}"].iloc[0] if len(ranks) else timeline.ranks[0]
         step = steps[f"step_{name}"].iloc[0]
+        # ranks and steps of two runs have numbers of their own
         spans = timeline.select(ranks=[rank], steps=[step]).spans
         spans = spans[spans["kind"].isin(BUSY_KINDS)]
         spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
@@ -123,12 +126,18 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     text; lines from min to max.
     """
     quantities = table.set_index("quantity").reindex(list(_QUANTITIES))
+    # the title is about the step, whatever has a row
     total = quantities.loc["total_s"]
     # what neither side has, such as copies, has no row
     present = (quantities[["a", "b"]].fillna(0) > 0).any(axis=1)
     quantities = quantities[present]
     ax = ax or draw.new_axes(height=1.3 + 0.45 * max(len(quantities), 1))
     labels = table.attrs["labels"]
+    growth = (quantities["ratio"] - 1).map(" ({:+.0%})".format)
+    texts = quantities["difference"].map(_signed) + growth
+    # a ratio to nothing says nothing
+    meaningful = np.isfinite(quantities["difference"] * quantities["ratio"])
+    texts = texts.where(meaningful, "")
     key = {}
     for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
         colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
@@ -137,7 +146,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             [_side_fill(color, table.attrs, number) for color in colors],
             slot=(number, 2),
             error=ends,
-            notes=_differences(quantities) if side == "b" else None,
+            notes=texts if side == "b" else None,
         )
         draw.bars(ax, quantities[side] * 1e3, style)
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
@@ -146,13 +155,6 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     frame = draw.Frame(x=x, rows=rows, key=key, origin=table)
     title = _change(labels, total["a"], total["b"])
     return draw.finish(ax, quantities.reset_index(), title, frame)
-
-
-def _differences(quantities: pd.DataFrame) -> pd.Series:
-    """Texts such as "+1.2 ms (+8%)"; empty where a ratio means nothing."""
-    growth = (quantities["ratio"] - 1).map(" ({:+.0%})".format)
-    texts = quantities["difference"].map(_signed) + growth
-    return texts.where(np.isfinite(quantities["difference"] * quantities["ratio"]), "")
 
 
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -176,6 +178,7 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
         key=draw.kinds_key(top["kind"]),
         origin=table,
     )
+    # calls on the host have kinds without a colour
     kinds = top["kind"].astype(str).where(top["kind"].isin(draw.COLORS), "other")
     lengths_ms = top["difference_s"] * 1e3
     style = draw.BarStyle(list(kinds))
@@ -206,6 +209,7 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     if len(slower):
         most = draw.short_name(slower.index[0])
         title = f"{most} grew by {draw.percent(slower.iloc[0])}"
+    # a step that is slower matters more than any operation in it
     if "step_s" in slower:
         title = f"A step takes {draw.percent(slower['step_s'])} longer"
     # zero in the middle, and always some room behind the threshold

@@ -56,11 +56,13 @@ def plot_constants(
     interval_high = (scaled(table, "interval_high") - low) / span
     colors = [_STATE_STYLES[state][0] for state in table["state"]]
     ax.hlines(rows, interval_low, interval_high, color=colors, lw=1.6)
+    # every state has an entry in the legend, with 0 too
     counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
     for state, (color, mark) in _STATE_STYLES.items():
         part = np.flatnonzero(table["state"] == state)
         style = {"ms": 4.5, "zorder": 3, "label": f"{state} ({counts[state]})"}
         ax.plot(fitted[part], part, mark, color=color, **style)
+    # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         draw.note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
     ends = ["lower bound", "scale of the fit", "upper bound"]
@@ -148,6 +150,7 @@ def plot_errors(
     if len(error):
         title = f"Predictions are off by {error.min():.0%} to {error.max():.0%}"
     if baseline is not None:
+        # in the order of the bars
         simple = baseline.reindex(error.index)
         data = data.assign(baseline=simple.to_numpy())
         label = "one rate per GPU and precision"
@@ -180,6 +183,7 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # a ratio of speeds of 1.1 is drawn as a gain of 10 %
     gains = 1.0 * (table["what"] == "speed_ratio")
     percent = 100 * table[["measured", "predicted"]].sub(gains, axis=0)
+    # facts of a kind stand together, in the order of the legend
     order = table["what"].map(list(_FACTS).index)
     keys = [order.rename("order"), table["what"], table["run"]]
     means = percent.groupby(keys, sort=False).mean().reset_index()

@@ -48,6 +48,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         cmap="Blues",
     )
     ax.figure.colorbar(points, ax=ax, label="launches", pad=0.02)
+    # a kernel shorter than this leaves the device waiting for the next launch
     call_us = table["cpu_s"].median() * 1e6
     least_us = _SMALLEST_S * 1e6 / 2
     ax.axhspan(least_us, call_us, facecolor=draw.COLORS["idle"], alpha=0.5, zorder=0)
@@ -95,6 +96,7 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(series):
         return draw.empty(ax, series, "No queue: no launches in this trace")
     ax = ax or draw.new_axes(height=2.6)
+    # one rank is enough to see whether the host is ahead
     rank = series["rank"].min()
     first = series[series["rank"] == rank]
     first = first.assign(time_s=first["time_s"] - first["time_s"].min())
@@ -134,6 +136,7 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     idle_s = table.pivot_table(
         index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum"
     )
+    # of all streams, those without a row too
     shares = idle_s.sum() / max(table["idle_s"].sum(), 1e-12)
     most = idle_s.sum(axis=1).nlargest(_MOST_ROWS)
     idle_s = idle_s[idle_s.index.isin(most.index)]
@@ -170,6 +173,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         key=parts_key(parts),
         origin=table,
     )
+    # means over the ranks
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
     title = _steps_title(mean[notes == ""], len(mean))
     style = draw.BarStyle(notes=notes)

@@ -153,7 +153,7 @@ def _of_peak(table: pd.DataFrame, top: pd.Series) -> pd.DataFrame:
 def _draw_levels(
     ax: Axes, drawn: pd.DataFrame, source: str, peak_bytes: float, factor: float
 ) -> None:
-    """What is from before, what is allocated above it, and the line of what is
+    """Draw what is from before, what is allocated above it, and the line of what is
     reserved.
     """
     time_ms = drawn["time_s"] * 1e3

@@ -97,6 +97,7 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The types of modules that take most device time of their own (without modules
     inside), of `modules`.
     """
+    # ones are summed: how many modules of a type there are
     rows = table.assign(name=table["type"], modules=1, kind="compute")
     return _longest(ax, rows, _MODULES, table)
 
@@ -145,6 +146,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or draw.new_axes(height=3.6, width=7.4)
     with_peak = rows.dropna(subset="peak_flops").drop_duplicates("dtype")
     peaks = with_peak.set_index("dtype")["peak_flops"]
+    # one device: the ranks of a trace are alike
     bandwidth = rows["peak_bytes_per_s"].iloc[0]
     intensity = rows["flops_per_byte"]
     low = intensity.min() / 2
@@ -212,6 +214,7 @@ def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     busy_s = table.pivot_table(
         index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False
     )
+    # the longest first, next to the axis
     busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
     key = {}
     for text in busy_s:
@@ -238,6 +241,7 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     steps = table.dropna(subset="mfu")
     if not len(steps):
         return draw.empty(ax, table, "No utilisation: no FLOPs are known")
+    # the median of a rank does not mind a slow first step
     by_rank = steps.groupby("rank")["mfu"]
     median = by_rank.median()
     title = f"{draw.percent(steps['mfu'].median())} of the peak in the median step"

@@ -29,6 +29,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     """
     if not len(path):
         raise ValueError("nothing to draw: the path is empty")
+    # the window of the path: from its first work to the end of the step
     reach_ns = round(path.attrs["step_s"] * NS_PER_S)
     work = _work(timeline, path.attrs["start_ns"], reach_ns)
     times_ns = (path[["start_s", "dur_s"]] * NS_PER_S).round().astype("int64")
@@ -45,12 +46,14 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     faded = {kind: fill | {"alpha": _FADED} for kind, fill in fills.items()}
     work = work.merge(lanes, on=["rank", "stream"])
     on_path = on_path.merge(lanes, on=["rank", "stream"])
+    # all work thin and pale, the path over it
     drawn = [
         draw.blocks(ax, work, faded, reach_ns, height=0.5).assign(part="beside"),
         draw.blocks(ax, on_path, fills, reach_ns).assign(part="path"),
     ]
     data = pd.concat(drawn).sort_values(["place", "part"], kind="stable")
     data = data.merge(lanes, on="place")
+    # the pieces of the path follow each other and add up to the step
     by_kind = path.groupby("kind")["dur_s"].sum().sort_values(ascending=False)
     shares = by_kind / path["dur_s"].sum()
     most = shares[shares > _LEAST_SHARE].head(3)
@@ -81,6 +84,7 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `path_share`: time of each kind on the path, beside all its time, on the
     path or not.
     """
+    # what decides most on top
     table = table.sort_values("path_s", ascending=False)
     ax = ax or draw.new_axes(height=1.1 + 0.45 * len(table))
     names = [_name(kind) for kind in table["kind"]]
@@ -120,6 +124,7 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for row in scenarios.itertuples():
         name = _name(row.faster)
         fill = draw.fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
+        # infinitely faster: without it
         if np.isinf(row.factor):
             fills.append(fill)
             rows.append(f"no {name}")

@@ -93,6 +93,7 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         weight = {"lw": 3} if row == 0 else {"lw": 0.9, "alpha": 0.6}
         style = _RECOMPUTE[best["recompute"][row]]
         ax.plot(heights.loc[row].to_numpy() + shift[row], **style, **weight)
+    # each value of a choice is written once, where its lines pass
     for number, name in enumerate(_CHOICES):
         labels = dict(zip(best[name], heights[name], strict=True))
         for value, height in labels.items():
@@ -100,6 +101,7 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             draw.note(ax, number, height, str(value), **style)
     ax.set_xticks(range(len(_CHOICES)), [name.replace("_", "-") for name in _CHOICES])
     ax.set_yticks([])
+    # only what occurs has an entry
     kinds = [kind for kind in _RECOMPUTE if kind in set(best["recompute"])]
     within = best["step_s"].max() / best["step_s"].min() - 1
     title = f"The best {len(best)} plans are within {within:.1%} of each other"
@@ -125,8 +127,10 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         for name, part in step_s.items()
     ]
     table = pd.concat(parts, ignore_index=True)
+    # numbered from 1 within each order
     orders = table.groupby("order", sort=False)
     table.insert(1, "trial", orders.cumcount() + 1)
+    # a trial that failed is no progress, but costs a trial
     best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
     table["slower"] = best_so_far_s / table["step_s"].min() - 1
     curves = draw.Curves(
@@ -166,6 +170,7 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         types = fleet.type_of(
             np.arange(stage.first_rank, stage.first_rank + stage.gpus)
         )
+        # a stage on GPUs of two types is two blocks
         for kind in np.unique(types):
             ranks = stage.first_rank + np.flatnonzero(types == kind)
             color = _color(fleet.types[kind], fleet.types)

@@ -55,6 +55,7 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     table = pd.DataFrame(parts, columns=["part", "kind", "seconds"])
     share = table["seconds"] / row["step_s"]
     by_kind = share.groupby(table["kind"]).sum()
+    # parts add up to the step, so that what is neither computes
     compute = 1 - by_kind["comm"] - by_kind["idle"]
     title = (
         f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
@@ -97,6 +98,7 @@ def plot_components(
     """Bytes of each pipeline stage by component, and the memory of a device. table: of
     `mm.memory`.
     """
+    # in the order of the pipeline
     stages = table["stage"].unique()
     every = -(-len(stages) // _MOST_STAGES)  # of many stages every n-th
     rows = stages[::every]
@@ -141,6 +143,7 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ).div(1e9)
     shares = size_gb.loc[places.index].div(room_gb, axis=0).fillna(0.0)
     fills = draw.components_key(table["component"])
+    # relative to what a place has: a GB is more on a device than on a drive
     tight = (margin_gb / room_gb).idxmin()
     title = (
         f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
@@ -182,6 +185,7 @@ def plot_moments(
     top_gb = draw.areas(ax, range(len(table)), parts_gb, fills, **style)
     ax.axhline(room_gb, **draw.DASHED)
     phases = [phase for phase in table["phase"].unique() if phase in _PASSES]
+    # the first moment of each pass
     begins = [(table["phase"] == phase).argmax() for phase in phases]
     ax.set_xticks(begins, phases, ha="left")
     title = f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB"
@@ -202,6 +206,7 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     simulated, with offload.
     """
     spans = timeline.select(ranks=timeline.ranks[:1]).spans
+    # idle spans too: the step ends with the last of them
     end_ns = spans["start_ns"] + spans["dur_ns"]
     busy = spans[spans["kind"] != "idle"]
     streams = [stream for stream in Stream if (busy["stream"] == stream).any()]

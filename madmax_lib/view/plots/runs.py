@@ -115,6 +115,7 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     Runs with LoRA train another model; they are left out where others do not have it.
     """
     runs = {name: run for name, run in runs.items() if not run.spec.lora_rank} or runs
+    # fewest processes: nothing is split, or least
     reference = min(runs, key=lambda name: runs[name].spec.plan.world_size)
     spec = runs[reference].spec
     label = "one process" if spec.plan.world_size == 1 else spec.strategy
@@ -150,6 +151,7 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     medians = []
     for name in table["run"]:
         steps = runs[name].steps
+        # the first steps compile and allocate
         counted = steps[steps["step"] >= runs[name].spec.warmup]
         medians.append(_phases(counted).median())
     parts = pd.DataFrame(medians)
@@ -193,11 +195,13 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     sizes = table[["predicted_bytes", "measured_bytes"]]
     unit, factor = bytes_unit(sizes.max(axis=None))
     key = {"predicted": draw.fill_of("other", "simulated")}
+    # runs on CPUs have no allocator to ask
     if table["measured_bytes"].notna().any():
         key["measured"] = draw.fill_of("other")
     for number, (name, fill) in enumerate(key.items()):
         style = draw.BarStyle(fill, slot=(number, len(key)))
         draw.bars(ax, table[f"{name}_bytes"] / factor, style)
+    # what every run has
     predicted = table["predicted_bytes"]
     least = format_bytes(predicted.min())
     most = format_bytes(predicted.max())
@@ -232,12 +236,14 @@ def plot_beside(
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = f"{name} is off by {off.mean():.0f} points on average"
+    # times differ by machine: relative errors compare, points do not
     if what == "step":
         error = off / measured
         title = (
             f"Steps are predicted within {error.median():.1%} (median), "
             f"{error.max():.1%} at worst"
         )
+    # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
     runs = zip(table.index, table["strategy"], strict=True)
     frame = draw.Frame(

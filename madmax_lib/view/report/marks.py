@@ -185,8 +185,7 @@ def _label(name: str) -> str:
 
 def _cells(name: str, values: pd.Series) -> list[str]:
     if not _numeric(values):
-        most = _VISIBLE.get(name, _LONGEST)
-        return [_text_cell(str(value), most) for value in values]
+        return [_text_cell(name, str(value)) for value in values]
     say = _format(name)
     cells = []
     for value in values.tolist():
@@ -206,7 +205,9 @@ def _numeric(values: pd.Series) -> bool:
     return pd.api.types.is_numeric_dtype(values) and values.dtype != bool
 
 
-def _text_cell(value: str, most: int) -> str:
+def _text_cell(name: str, value: str) -> str:
+    """A cell whose text is shortened and may go on in another line."""
+    most = _VISIBLE.get(name, _LONGEST)
     visible = escape(shorten(value, most))
     if len(value) > _WRAPS:
         visible = re.sub(r"(,|::)(?=\S)", r"\1<wbr>", visible)

@@ -59,6 +59,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
 
     timeline: the part of it that is steady.
     """
+    # ranks that a simulation did not draw are not missing
     ranks = plural(len(timeline.ranks), "rank")
     world_size = timeline.meta.world_size
     missing = world_size - sum(map(len, timeline.meta.represents.values()))
@@ -122,6 +123,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
             format_bytes(peaks["peak_bytes"].max()) if len(peaks) else "",
         ),
     ]
+    # time in which the device neither computes nor copies
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
     rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
@@ -194,7 +196,9 @@ def step_view(timeline: Timeline) -> str:
     every = every.fillna({"input_wait_s": 0.0})
     quantities = ["total_s", "compute_s", "memory_s", "exposed_comm_s", "idle_s"]
     quantities.append("input_wait_s")
+    # ranks of a step together
     by_step = every.groupby("step")[quantities].mean()
+    # a step is over when its slowest rank is
     wall = every.groupby("step")["wall_s"]
     by_step = by_step.assign(wall_s=wall.median(), slowest_s=wall.max())
     by_step["slowest_rank"] = every.loc[wall.idxmax(), "rank"].to_numpy()
@@ -251,6 +255,7 @@ def distributed(timeline: Timeline, recording: Timeline) -> str:
     waits = waiting(timeline)
     late = stragglers(timeline)
     lines = list(map(text, _about_waiting(waits, late)))
+    # ranks that neither wait nor are waited for have no row
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
     worst = late.head(_FEW)
     note = ""
@@ -275,6 +280,7 @@ def _late_heat(timeline: Timeline) -> str:
     # a single rank or step is no map
     if lost.shape[0] < 2 or lost.shape[1] < 2:
         return ""
+    # those that cost most, in the order of their numbers
     worst = lost.sum(axis=1).nlargest(_FEW).index.sort_values()
     lost = lost.loc[worst].iloc[:, :_WIDEST]
     lost.index = [f"rank {rank}" for rank in lost.index]
@@ -306,6 +312,7 @@ def _exchanged(timeline: Timeline) -> list[str]:
 
 def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame) -> list[str]:
     lines = []
+    # a wait is counted once: for the rank that came last
     all_s = late["cost_s"].sum()
     often = late[late["rank"].isin(late.attrs["often_last"])]
     if len(often):
@@ -338,6 +345,7 @@ def detail_ranks(timeline: Timeline) -> list[int]:
     if len(ranks) <= 2:
         return timeline.ranks
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
+    # the extreme, and one that is like most
     by_loss = ranks["rank"].iloc[lost_s.argsort(kind="stable")]
     return sorted({int(by_loss.iloc[-1]), int(by_loss.iloc[len(ranks) // 2])})
 
@@ -416,11 +424,6 @@ def module_view(detail: Timeline, timeline: Timeline) -> str:
     return section("Modules", about, table(rows[columns], search=True))
 
 
-def _times(ratio: float) -> str:
-    # beyond twice, a percentage is hard to read
-    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
-
-
 def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str]) -> str:
     """This run beside another: the parts of a step, and the operations that differ
     most.
@@ -436,9 +439,12 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     quantities = quantities[["quantity", *names.values(), "ratio"]]
     here_s = steps(steady_state(timeline)[0])["wall_s"].median()
     there_s = steps(steady_state(other_run)[0])["wall_s"].median()
+    ratio = here_s / there_s
+    # beyond twice, a percentage is hard to read
+    longer = f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
     summary = (
         f"A step takes {format_s(here_s)}, in {there} {format_s(there_s)}, "
-        f"medians: {_times(here_s / there_s)}."
+        f"medians: {longer}."
     )
     if not np.isnan(overlap["a"]):
         summary += (
