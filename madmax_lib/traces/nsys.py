@@ -1,5 +1,5 @@
-"""What did Nsight Systems record? SQLite exports (`nsys export --type sqlite`) of one
-or many processes, one Timeline.
+"""Recordings of Nsight Systems: SQLite exports (`nsys export --type sqlite`) of one or
+many processes, one Timeline.
 
 Kernels, copies, memsets and waits of streams are device rows; CUDA calls and NVTX
 ranges are host rows. Ranges of `torch.autograd.profiler.emit_nvtx`, which carry an
@@ -33,29 +33,21 @@ __all__ = ["read_exports"]
 _BITS = 24
 _MASK = 0xFFFFFF
 _NO_STREAM = 2**31  # and above: the whole context waits
-_LATEST = 2**62  # ns of a time
-_CHUNK = 1_000_000
+_LATEST = 2**62  # ns of a time: a start and a duration fit into int64
+_CHUNK = 1_000_000  # rows read at once
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
-_COPIES = (
-    "Unknown",
-    "HtoD",
-    "DtoH",
-    "HtoA",
-    "AtoH",
-    "AtoA",
-    "AtoD",
-    "DtoA",
-    "DtoD",
-    "HtoH",
-    "PtoP",
-)  # by copyKind
+# by copyKind (CUpti_ActivityMemcpyKind): host, device, array, peer
+_COPIES = ["Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA"]
+_COPIES += ["DtoD", "HtoH", "PtoP"]
+# by syncType, under the names of Kineto
 _WAITS = {
     1: "Event Sync",
     2: "Stream Wait Event",
     3: "Stream Sync",
     4: "Context Sync",
-}  # by syncType, as in Kineto
+}
+# our names of columns, and those of the export
 _NUMBERS = {
     "start": "start",
     "end": "end",
@@ -80,36 +72,28 @@ def read_exports(paths: list[Path], kinds: str | Path | None = None) -> Timeline
     GPU.
     """
     timelines = []
-    free = 0
+    kinds_sha256 = content_sha256(Path(kinds)) if kinds else ""
+    next_rank = 0  # ranks are numbered over the files, in order of their names
     for path in sorted(paths):
         sha256 = content_sha256(path)
         named = rank_in_name(path)
-        options = (
-            f"nsys from {free} name {named} kinds "
-            f"{content_sha256(Path(kinds)) if kinds else ''}"
-        )
-        timelines.append(
-            cached(
-                sha256,
-                options,
-                partial(_read, path, sha256, free, named, load_kinds(kinds)),
-            )
-        )
-        free += len(timelines[-1].ranks)
-        for text in timelines[-1].meta.provenance["warnings"][
-            str(timelines[-1].ranks[0])
-        ]:
+        options = f"nsys from {next_rank} name {named} kinds {kinds_sha256}"
+        make = partial(_read, path, sha256, next_rank, named, load_kinds(kinds))
+        timeline = cached(sha256, options, make)
+        timelines.append(timeline)
+        next_rank += len(timeline.ranks)
+        for text in timeline.meta.provenance["warnings"][str(timeline.ranks[0])]:
             warnings.warn(f"{path}: {text}", TraceWarning, stacklevel=4)
     return concat(timelines)
 
 
 def _read(
-    path: Path, sha256: str, free: int, named: int | None, table: pd.DataFrame
+    path: Path, sha256: str, next_rank: int, named: int | None, table: pd.DataFrame
 ) -> Timeline:
+    # immutable: no lock and no journal beside the file, which may be read-only
+    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     try:
-        with closing(
-            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as base:
+        with closing(sqlite3.connect(uri, uri=True)) as base:
             if not _columns(base, "StringIds"):
                 raise ValueError(
                     f"{path}: no export of Nsight Systems, it has no table StringIds"
@@ -137,41 +121,39 @@ def _read(
         raise ValueError(
             f"{path}: no work of a GPU; record with nsys profile --trace=cuda,nvtx"
         )
-    device["kind"] = device["kind"].where(
-        device["kind"] != "", _kinds_of(device["name"], table)
-    )
+    # each of thousands of kernel names is looked up once
+    codes, names = pd.factorize(device["name"])
+    by_name = kernel_kinds(list(names), table=table)[codes]
+    device["kind"] = device["kind"].where(device["kind"] != "", by_name)
     busy = device[device["kind"] != "idle"]
-    rows = pd.concat([device, _placed(host, busy)], ignore_index=True).sort_values(
-        "start", kind="stable"
-    )
+    rows = pd.concat([device, _with_device(host, busy)], ignore_index=True)
+    rows = rows.sort_values("start", kind="stable")
     rows[["start", "end"]] += facts["epoch_ns"]
-    places = sorted(set(zip(busy["process"], busy["device"], strict=True)))
-    ranks = (
-        [named]
-        if named is not None and len(places) == 1
-        else range(free, free + len(places))
-    )
-    if len(places) > 1:
+    # a rank is a process with one of its devices
+    workers = sorted(set(zip(busy["process"], busy["device"], strict=True)))
+    ranks = range(next_rank, next_rank + len(workers))
+    if named is not None and len(workers) == 1:
+        ranks = [named]
+    if len(workers) > 1:
         facts["warnings"].append(
             "ranks are its processes and devices in order of their numbers; it names "
             "none"
         )
-    at = dict(zip(places, ranks, strict=True))
-    rows["rank"] = [
-        at.get(place, -1) for place in zip(rows["process"], rows["device"], strict=True)
-    ]
+    rank_of = dict(zip(workers, ranks, strict=True))
+    pairs = zip(rows["process"], rows["device"], strict=True)
+    rows["rank"] = [rank_of.get(pair, -1) for pair in pairs]
     files = {"name": path.name, "sha256": sha256}
-    return concat(
-        [_of_rank(rank, rows[rows["rank"] == rank], facts, files) for rank in ranks]
-    )
+    parts = [(rank, rows[rows["rank"] == rank]) for rank in ranks]
+    return concat([_of_rank(rank, part, facts, files) for rank, part in parts])
 
 
 def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timeline:
     """Timeline of one rank from its rows in order of time."""
+    # device rows have thread -1, for which factorize gives code -1
     thread, threads = pd.factorize(rows["thread"].where(rows["thread"] >= 0))
-    forward = (
-        rows["name"].where(rows["kind"] == "annotation", "").str.extract(_OPERATOR)
-    )
+    # of emit_nvtx: name, sequence number, sizes of inputs
+    texts = rows["name"].where(rows["kind"] == "annotation", "")
+    forward = texts.str.extract(_OPERATOR)
     operator = forward[0].notna().to_numpy()
     spans = pd.DataFrame(
         {
@@ -192,25 +174,19 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict) -> Timelin
     columns = {
         "row": np.flatnonzero(operator),
         "shapes": forward[2][operator].fillna("").to_numpy(),
-    }
-    columns |= {
         "types": "",
         "inputs": "",
         "strides": "",
         "sequence": forward[1][operator].fillna(-1).to_numpy(),
         "forward_thread": -1,
     }
-    columns = {
-        name: np.broadcast_to(values, operator.sum())
-        for name, values in columns.items()
-    }
+    # one value for all rows where the ranges do not tell
+    count = operator.sum()
+    columns = {name: np.broadcast_to(each, count) for name, each in columns.items()}
+    names = [f"pid {t >> _BITS & _MASK} tid {t & _MASK}" for t in threads.astype(int)]
     provenance = {
         "rules": "exact",
-        "threads": {
-            str(rank): [
-                f"pid {t >> _BITS & _MASK} tid {t & _MASK}" for t in threads.astype(int)
-            ]
-        },
+        "threads": {str(rank): names},
         "files": {str(rank): files | facts["export"]},
         "warnings": {str(rank): facts["warnings"]},
     }
@@ -240,22 +216,19 @@ def _rows(
     base: sqlite3.Connection, table: str, name: str, where: str = "1"
 ) -> pd.DataFrame:
     """Rows of a table: numbers (-1 where unknown), and the column `name` as it is."""
-    there = _columns(base, table)
-    if not there or name not in there:
-        return pd.DataFrame(
-            {column: pd.Series([], dtype="int64") for column in (*_NUMBERS, "name")}
-        ).assign(kind="")
-    numbers = {
-        own: f'COALESCE("{column}", -1)' if column in there else "-1"
-        for own, column in _NUMBERS.items()
-    }
-    chosen = ", ".join(
-        f'{value} AS "{own}"' for own, value in {**numbers, "name": f'"{name}"'}.items()
-    )
-    query = f'SELECT {chosen} FROM "{table}" WHERE {where}'
-    pieces = pd.read_sql_query(
-        query, base, chunksize=_CHUNK, dtype=dict.fromkeys(_NUMBERS, "int64")
-    )
+    columns = _columns(base, table)
+    dtypes = dict.fromkeys(_NUMBERS, "int64")
+    if name not in columns:
+        empty = {column: pd.Series([], dtype="int64") for column in (*_NUMBERS, "name")}
+        return pd.DataFrame(empty).assign(kind="")
+    selected = [f'"{name}" AS "name"']
+    for number, column in _NUMBERS.items():
+        # exports lack columns of what a version did not record
+        value = f'COALESCE("{column}", -1)' if column in columns else "-1"
+        selected.append(f'{value} AS "{number}"')
+    query = f'SELECT {", ".join(selected)} FROM "{table}" WHERE {where}'
+    # in chunks: rows as objects of Python take many times the memory of their columns
+    pieces = pd.read_sql_query(query, base, chunksize=_CHUNK, dtype=dtypes)
     return pd.concat(list(pieces), ignore_index=True).assign(kind="")
 
 
@@ -295,44 +268,33 @@ def _host_rows(base: sqlite3.Connection, texts: dict[int, str]) -> pd.DataFrame:
         _rows(base, "NVTX_EVENTS", column, _RANGES).assign(kind="annotation")
         for column in ("text", "textId")
     ]
-    named, ranges = ranges if len(ranges[0]) else ranges[::-1]
-    if len(ranges) == len(named):
-        named["name"] = named["name"].where(
-            named["name"].notna(), ranges["name"].map(texts)
-        )
-    rows = pd.concat(
-        [part for part in (calls, named) if len(part)] or [calls], ignore_index=True
-    )
+    # a range has its text, or the id of a registered one
+    named, by_id = ranges if len(ranges[0]) else ranges[::-1]
+    if len(by_id) == len(named):
+        registered = by_id["name"].map(texts)
+        named["name"] = named["name"].where(named["name"].notna(), registered)
+    parts = [part for part in (calls, named) if len(part)]
+    rows = pd.concat(parts or [calls], ignore_index=True)
     rows = rows[rows["start"] >= 0]
-    rows["end"] = rows["end"].where(
-        rows["end"] >= rows["start"], rows[["start", "end"]].max().max()
-    )
+    has_ended = rows["end"] >= rows["start"]
+    last = rows[["start", "end"]].max().max()
+    rows["end"] = rows["end"].where(has_ended, last)
     return rows[rows["name"].notna()].assign(process=rows["thread"] & ~_MASK, stream=-1)
 
 
-def _placed(host: pd.DataFrame, device: pd.DataFrame) -> pd.DataFrame:
+def _with_device(host: pd.DataFrame, device: pd.DataFrame) -> pd.DataFrame:
     """Host rows with the device that their thread launches most on, else the first of
     their process.
     """
     key = ["process", "correlation"]
-    launched = host.loc[host["correlation"] >= 0, [*key, "thread"]].merge(
-        device[[*key, "device"]], on=key
-    )
-    most = launched.groupby("thread")["device"].agg(lambda devices: devices.mode()[0])
+    # a launch and its kernel have the same correlation within a process
+    launches = host.loc[host["correlation"] >= 0, [*key, "thread"]]
+    launched = launches.merge(device[[*key, "device"]], on=key)
+    by_thread = launched.groupby("thread")["device"]
+    most = by_thread.agg(lambda devices: devices.mode()[0])
     first = device.groupby("process")["device"].min()
-    number = (
-        host["thread"]
-        .map(most)
-        .fillna(host["process"].map(first))
-        .fillna(-1)
-        .astype("int64")
-    )
-    return host.assign(device=number)
-
-
-def _kinds_of(names: pd.Series, table: pd.DataFrame) -> np.ndarray:
-    codes, unique = pd.factorize(names)
-    return kernel_kinds(list(unique), table=table)[codes]
+    number = host["thread"].map(most).fillna(host["process"].map(first))
+    return host.assign(device=number.fillna(-1).astype("int64"))
 
 
 def _facts(base: sqlite3.Connection) -> dict:
@@ -341,12 +303,9 @@ def _facts(base: sqlite3.Connection) -> dict:
     def first(table: str, column: str, where: str = "1"):
         if column not in _columns(base, table):
             return None
-        return (
-            base.execute(
-                f'SELECT "{column}" FROM "{table}" WHERE {where} LIMIT 1'
-            ).fetchone()
-            or [None]
-        )[0]
+        query = f'SELECT "{column}" FROM "{table}" WHERE {where} LIMIT 1'
+        row = base.execute(query).fetchone()
+        return row[0] if row else None
 
     versions = {"schema": "EXPORT_SCHEMA_VERSION", "product": "EXPORT_PRODUCT_VERSION"}
     hidden = (

@@ -140,7 +140,8 @@ def test_processes_are_bounded_by_cores_files_and_memory(tmp_path, monkeypatch):
     paths = files(tmp_path, "a", "b", "c")
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
     assert parallel._local_workers(paths) == 1  # not worth it
-    monkeypatch.setattr(parallel, "_text_bytes", lambda _: 1 << 30)
+    for path in paths:
+        parallel.os.truncate(path, 1 << 30)  # sparse
     monkeypatch.setattr(parallel, "_free_bytes", lambda: 1e12)
     assert (
         parallel._local_workers(paths) == 3 and parallel._local_workers(paths[:1]) == 1

@@ -1,5 +1,5 @@
-"""How many bytes were in use after each event of the allocator? Its history replayed,
-and held against its end.
+"""Bytes in use after each event of the allocator: its history replayed, and compared
+with its end.
 
 A snapshot tells what there is at the end; what was there at the start is that, less
 what the events did. Events tell the size that was asked for, `memory_allocated()`
@@ -17,9 +17,9 @@ import pandas as pd
 
 __all__ = ["ACTIONS", "Replay", "replay"]
 
-_UNIT = 512
-_MIB = 1 << 20
-_CHUNK = 1 << 16  # events
+_UNIT = 512  # bytes to which the allocator rounds up (kMinBlockSize)
+_MIB = 1 << 20  # largest block of the small pool (kSmallSize)
+_CHUNK = 1 << 16  # events that are objects of Python at once
 _NEVER = np.iinfo(np.int64).max
 ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
 ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]  # of an event, by its code
@@ -28,7 +28,7 @@ _EVENTS = {"begin": "alloc", "let_go": "free_requested", "freed": "free_complete
 
 @dataclass(frozen=True)
 class Replay:
-    """What happened on one device.
+    """History of one device.
 
     allocations: address, stream, size_bytes (requested), block_bytes (of the block; as
     requested where not exact), stack, metadata, and the events begin (-1: before the
@@ -57,26 +57,17 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
     lives = _with_older(_lives(events, action), blocks[blocks["state"] != "inactive"])
     sizes, largest = _block_sizes(events, action, blocks, lives)
     lives["block_bytes"] = lives["size_bytes"] if sizes is None else sizes
-    names = [*_EVENTS, "size_bytes", "block_bytes"]
-    of, old = (
-        {name: part[name].to_numpy() for name in names}
-        for part in (lives, lives[lives["begin"] < 0])
-    )
-    let_go = _sums(of["begin"], of["let_go"], of["block_bytes"], len(events))
+    older = lives[lives["begin"] < 0]
+    count = len(events)
+    allocated = _sums(lives, "begin", "let_go", "block_bytes", count).astype(float)
+    if sizes is None:
+        allocated[:] = np.nan
     levels = {
         "reserved_bytes": _reserved(events, action, blocks),
-        "allocated_bytes": np.full(len(let_go), np.nan)
-        if sizes is None
-        else let_go.astype(float),
-        "before_bytes": _sums(
-            old["begin"], old["let_go"], old["block_bytes"], len(events)
-        ),
-        "requested_bytes": _sums(
-            of["begin"], of["let_go"], of["size_bytes"], len(events)
-        ),
-        "pending_bytes": _sums(
-            of["let_go"], of["freed"], of["size_bytes"], len(events)
-        ),
+        "allocated_bytes": allocated,
+        "before_bytes": _sums(older, "begin", "let_go", "block_bytes", count),
+        "requested_bytes": _sums(lives, "begin", "let_go", "size_bytes", count),
+        "pending_bytes": _sums(lives, "let_go", "freed", "size_bytes", count),
     }
     if levels["reserved_bytes"].min() < 0:
         raise _left_out("reserved bytes fall below 0")
@@ -94,88 +85,87 @@ def _left_out(what: str) -> ValueError:
     )
 
 
-def _sums(
-    begin: np.ndarray, end: np.ndarray, size: np.ndarray, count: int
-) -> np.ndarray:
-    """Bytes (count + 1,) of what lives from an event until another."""
-    total = np.zeros(count + 1, dtype=np.int64)
-    for at, change in ((begin, size), (end, -size)):
-        np.add.at(total, at[at < count] + 1, change[at < count])
-    return np.cumsum(total)
+def _sums(lives: pd.DataFrame, begin: str, end: str, size: str, count: int):
+    """Bytes (count + 1,) of what lives from one event until another, columns of lives."""
+    size_bytes = lives[size].to_numpy()
+    change = np.zeros(count + 1, dtype=np.int64)
+    for event, sign in ((begin, 1), (end, -1)):
+        at = lives[event].to_numpy()
+        inside = at < count  # _NEVER is not
+        # row 0 is before the first event, so event i changes row i + 1; add.at because
+        # a row may change more than once
+        np.add.at(change, at[inside] + 1, sign * size_bytes[inside])
+    return np.cumsum(change)
 
 
 def _reserved(
     events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame
 ) -> np.ndarray:
-    taken, given = (
-        _is(action, f"segment_{a}", f"segment_{b}")
-        for a, b in (("alloc", "map"), ("free", "unmap"))
-    )
-    change = np.r_[
-        0, np.cumsum(events["size_bytes"].to_numpy() * (taken.astype(np.int64) - given))
-    ]
-    return (
-        blocks.groupby("segment")["segment_bytes"].first().sum() - change[-1] + change
-    )
+    """Reserved bytes (n + 1,) before the first event and after each."""
+    grows = _is(action, "segment_alloc", "segment_map").astype(np.int64)
+    shrinks = _is(action, "segment_free", "segment_unmap")
+    change = events["size_bytes"].to_numpy() * (grows - shrinks)
+    running = np.r_[0, np.cumsum(change)]
+    # the end is known, the start is not: reserved(i) = end - running(n) + running(i)
+    at_end = blocks.groupby("segment")["segment_bytes"].first().sum()
+    return at_end - running[-1] + running
 
 
 def _lives(events: pd.DataFrame, action: np.ndarray) -> pd.DataFrame:
-    """A row per allocation of which there are events: what an address was used for from
-    one alloc to the next.
+    """A row per allocation of which there are events: the use of an address from one
+    alloc to the next.
     """
+    # events in order of address, then of time: a life begins with each address, which
+    # may have been in use before the first event, and with each alloc
     rows = np.flatnonzero(_is(action, *_EVENTS.values()))
     address = events["address"].to_numpy()
     rows = rows[np.lexsort((rows, address[rows]))]
-    of_address = np.diff(address[rows], prepend=np.nan) != 0
-    starts = of_address | _is(action[rows], "alloc")
+    is_first_of_address = np.diff(address[rows], prepend=np.nan) != 0
+    starts = is_first_of_address | _is(action[rows], "alloc")
     life = np.cumsum(starts) - 1
     first = rows[starts]
-    table = (
-        events[["address", "stream", "size_bytes", "stack", "metadata"]]
-        .iloc[first]
-        .reset_index(drop=True)
-    )
+    columns = ["address", "stream", "size_bytes", "stack", "metadata"]
+    table = events[columns].iloc[first].reset_index(drop=True)
     for name, kind in _EVENTS.items():
         at = np.full(len(first), -1 if kind == "alloc" else _NEVER)
-        of = _is(action[rows], kind)
-        at[life[of]] = rows[of]
-        if (np.diff(life[of]) == 0).any():
+        is_kind = _is(action[rows], kind)
+        at[life[is_kind]] = rows[is_kind]
+        if (np.diff(life[is_kind]) == 0).any():
             raise _left_out(f"an address is freed twice ({kind})")
         table[name] = at
-    begin, let_go, freed = (table[name].to_numpy() for name in _EVENTS)
-    table["let_go"] = np.where(
-        (let_go == _NEVER) & (freed != _NEVER), np.where(begin < 0, -1, freed), let_go
-    )
-    table["last"] = np.r_[of_address[starts][1:], True][: len(table)]
-    if (table["freed"] < table["let_go"]).any() or (
-        ~table["last"] & (table["freed"] == _NEVER)
-    ).any():
+    # freed without a request: the request was before the first event, or is the same
+    let_go = table["let_go"].to_numpy()
+    freed = table["freed"].to_numpy()
+    is_older = (table["begin"] < 0).to_numpy()
+    without_request = (let_go == _NEVER) & (freed != _NEVER)
+    request = np.where(is_older, -1, freed)
+    table["let_go"] = np.where(without_request, request, let_go)
+    # only the last life of an address may still go on
+    table["last"] = np.r_[is_first_of_address[starts][1:], True][: len(table)]
+    goes_on = table["freed"] == _NEVER
+    if (table["freed"] < table["let_go"]).any() or (~table["last"] & goes_on).any():
         raise _left_out("an address is used again before it is free")
-    table.loc[
-        begin < 0, ["stack", "metadata"]
-    ] = -1  # of a free, they are not of who asked for it
+    # the stack of a free is that of who freed it, not of who asked for it
+    table.loc[is_older, ["stack", "metadata"]] = -1
     return table
 
 
 def _with_older(table: pd.DataFrame, live: pd.DataFrame) -> pd.DataFrame:
-    """With the blocks that lived all along; each block of the end is one that was not
-    freed, of the same size.
+    """Lives with those of blocks that lived all along; each block of the end is one that
+    was not freed, of the same size.
     """
-    known = table[table["last"]].set_index("address")
-    alive = known["freed"].reindex(live["address"]).to_numpy()
-    older = live[np.isnan(alive)].rename(
-        columns={"size_bytes": "block_bytes", "requested_bytes": "size_bytes"}
-    )
-    older["size_bytes"] = older["size_bytes"].where(
-        older["size_bytes"] >= 0, older["block_bytes"]
-    )
+    last_use = table[table["last"]].set_index("address")
+    # (blocks of the end,) when the last use of its address ended; NaN without events
+    freed = last_use["freed"].reindex(live["address"]).to_numpy()
+    names = {"size_bytes": "block_bytes", "requested_bytes": "size_bytes"}
+    older = live[np.isnan(freed)].rename(columns=names)
+    is_told = older["size_bytes"] >= 0
+    older["size_bytes"] = older["size_bytes"].where(is_told, older["block_bytes"])
     pending = older["state"] != "active_allocated"
-    older = older.assign(
-        begin=-1, let_go=np.where(pending, -1, _NEVER), freed=_NEVER, metadata=-1
-    )
-    if (alive < _NEVER).any() or (known["freed"] == _NEVER).sum() != np.sum(
-        ~np.isnan(alive)
-    ):
+    let_go = np.where(pending, -1, _NEVER)
+    older = older.assign(begin=-1, let_go=let_go, freed=_NEVER, metadata=-1)
+    not_freed = (last_use["freed"] == _NEVER).sum()
+    if (freed < _NEVER).any() or not_freed != np.sum(~np.isnan(freed)):
         raise _left_out("the blocks of the end are not those that were not freed")
     table = table.drop(columns="last").assign(block_bytes=-1)
     return pd.concat([table, older[table.columns]], ignore_index=True)
@@ -203,11 +193,10 @@ class _Ranges:
 
     def cut(self, start: int, end: int) -> None:
         """Take a range away, which has to be there."""
-        first = (
-            start
-            if start in self.starts
-            else max((s for s in self.starts if s < start), default=start)
-        )
+        # nearly always from the start of one; else from the one that begins before it
+        first = start
+        if start not in self.starts:
+            first = max((s for s in self.starts if s < start), default=start)
         last = self.starts.get(first, first)
         if last < end:
             raise _Misfit
@@ -247,24 +236,18 @@ class _FreeBlocks:
 
     def _fill(self, start: int, end: int, inside: pd.DataFrame) -> None:
         """A segment before the first event: its blocks, and free ones between them."""
-        following = [*inside["address"], end][1:]
-        of = zip(
-            inside.index,
-            inside["address"],
-            inside["size_bytes"],
-            inside["block_bytes"],
-            following,
-            strict=True,
-        )
-        for life, address, size_bytes, block_bytes, after in of:
-            if start < address:
-                self._free.join(start, address, self._borders)
-            self.sizes[life] = (
-                block_bytes
-                if block_bytes >= 0
-                else self._size(size_bytes, after - address)
-            )
-            start = address + self.sizes[life]
+        next_addresses = [*inside["address"], end][1:]
+        for block, next_address in zip(
+            inside.itertuples(), next_addresses, strict=True
+        ):
+            if start < block.address:
+                self._free.join(start, block.address, self._borders)
+            size_bytes = block.block_bytes
+            if size_bytes < 0:  # not told: as the allocator would have made it
+                room_bytes = next_address - block.address
+                size_bytes = self._size(block.size_bytes, room_bytes)
+            self.sizes[block.Index] = size_bytes
+            start = block.address + size_bytes
         if start < end:
             self._free.join(start, end, self._borders)
 
@@ -272,6 +255,7 @@ class _FreeBlocks:
         """Size of a block made in a free one: all of it where the rest is not worth
         splitting off.
         """
+        # round_size and should_split of c10/cuda/CUDACachingAllocator.cpp
         need = max(_UNIT, -(-size_bytes // _UNIT) * _UNIT)
         if room_bytes < need:
             raise _Misfit
@@ -281,13 +265,12 @@ class _FreeBlocks:
     def follow(
         self, action: str, row: int, address: int, size_bytes: int, life: int
     ) -> None:
-        """One event."""
+        """Change the free blocks as one event does."""
         free = self._free
         borders = self._borders
         if action == "alloc":
-            self.sizes[life] = self._size(
-                size_bytes, free.starts.get(address, address) - address
-            )
+            room_bytes = free.starts.get(address, address) - address
+            self.sizes[life] = self._size(size_bytes, room_bytes)
             free.cut(address, address + self.sizes[life])
         elif action == "free_completed":
             free.join(address, address + self.sizes[life], borders)
@@ -297,9 +280,8 @@ class _FreeBlocks:
         elif action == "segment_map":
             free.join(address, address + size_bytes, borders)
         elif action == "oom":
-            self.largest[row] = max(
-                (end - start for start, end in free.starts.items()), default=0
-            )
+            sizes = (end - start for start, end in free.starts.items())
+            self.largest[row] = max(sizes, default=0)
         else:
             free.cut(address, address + size_bytes)
 
@@ -312,22 +294,22 @@ def _segments_at_start(
     """
     ranges = _Ranges()
     borders = set()
-    for start, size, expandable in (
-        blocks[["segment", "segment_bytes", "expandable"]].drop_duplicates().to_numpy()
-    ):
-        borders |= set() if expandable else {start, start + size}
+    # blocks do not join over the border of a cudaMalloc; expandable segments have none
+    columns = ["segment", "segment_bytes", "expandable"]
+    for start, size, expandable in blocks[columns].drop_duplicates().to_numpy():
+        if not expandable:
+            borders |= {start, start + size}
         ranges.join(start, start + size, borders)
-    part = events[
-        _is(action, *(name for name in ACTIONS if name.startswith("segment_")))
-    ][::-1]
-    for kind, start, size in zip(
-        part["action"], part["address"], part["size_bytes"], strict=True
-    ):
-        if kind in ("segment_alloc", "segment_map"):
-            ranges.cut(start, start + size)
-        else:
-            borders |= {start, start + size} if kind == "segment_free" else set()
-            ranges.join(start, start + size, borders)
+    # backwards in time: what was taken from the device was not there, and the other way
+    of_segments = [name for name in ACTIONS if name.startswith("segment_")]
+    for event in events[_is(action, *of_segments)][::-1].itertuples():
+        end = event.address + event.size_bytes
+        if event.action in ("segment_alloc", "segment_map"):
+            ranges.cut(event.address, end)
+            continue
+        if event.action == "segment_free":
+            borders |= {event.address, end}
+        ranges.join(event.address, end, borders)
     return ranges, borders
 
 
@@ -337,30 +319,30 @@ def _block_sizes(
     """Bytes of the block of each allocation, None where they do not come out; the
     largest free block at each oom.
     """
+    # (events,) the life that an event begins or ends
     life = np.full(len(events), -1)
     for name in ("begin", "freed"):
         at = lives[name].to_numpy()
         inside = (at >= 0) & (at < len(events))
         life[at[inside]] = np.flatnonzero(inside)
     rows = np.flatnonzero(~_is(action, "free_requested", "other"))
-    columns = [
-        action,
-        np.arange(len(events)),
-        *(events[name].to_numpy() for name in ("address", "size_bytes")),
-        life,
-    ]
+    address = events["address"].to_numpy()
+    size_bytes = events["size_bytes"].to_numpy()
+    columns = [action, np.arange(len(events)), address, size_bytes, life]
     try:
         free = _FreeBlocks(events, action, blocks, lives)
-        for first in range(
-            0, len(rows), _CHUNK
-        ):  # as objects of Python, all would take gigabytes
-            part = (column[rows[first : first + _CHUNK]].tolist() for column in columns)
-            for code, *event in zip(*part, strict=True):
+        # in chunks: as objects of Python, all events would take gigabytes
+        for first in range(0, len(rows), _CHUNK):
+            chunk = rows[first : first + _CHUNK]
+            lists = [column[chunk].tolist() for column in columns]
+            for code, *event in zip(*lists, strict=True):
                 free.follow(ACTIONS[code], *event)
     except _Misfit:
         return None, {}
     sizes = np.array(free.sizes, dtype=np.int64)
-    open_ = lives["freed"] == _NEVER
-    live = blocks[blocks["state"] != "inactive"].set_index("address")["size_bytes"]
-    right = (live.reindex(lives["address"][open_]).to_numpy() == sizes[open_]).all()
-    return (sizes if right else None), free.largest
+    # the proof: what was not freed must have the sizes that the end shows
+    not_freed = lives["freed"] == _NEVER
+    in_use = blocks[blocks["state"] != "inactive"].set_index("address")["size_bytes"]
+    expected = in_use.reindex(lives["address"][not_freed]).to_numpy()
+    is_exact = (expected == sizes[not_freed]).all()
+    return (sizes if is_exact else None), free.largest

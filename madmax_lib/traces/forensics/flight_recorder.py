@@ -1,5 +1,5 @@
-"""Which rank does not come, calls something else, or comes late? Dumps of PyTorch's
-flight recorder of collectives.
+"""Dumps of PyTorch's flight recorder of collectives: which rank does not come, calls
+something else, or comes late.
 
 c10d keeps the last calls of each process and writes them when a collective times out
 (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_DUMP_ON_TIMEOUT) or when asked: one pickle or JSON
@@ -21,18 +21,10 @@ from madmax_lib.traces.forensics.plain_pickles import load_plain
 
 __all__ = ["flight_calls", "flight_findings", "lateness"]
 
-_CALL = [
-    "group",
-    "ranks",
-    "sequence",
-]  # what ranks have in common when they make one call
-_OWN_SIZES = {
-    "all_to_all",
-    "alltoall",
-    "alltoall_base",
-    "scatter",
-    "gather",
-}  # may differ from rank to rank
+# what ranks have in common when they make one call
+_CALL = ["group", "ranks", "sequence"]
+# collectives whose sizes may differ from rank to rank
+_UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "scatter", "gather"}
 _WAITING = ("scheduled", "started")
 
 
@@ -160,13 +152,12 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
     shared = shared[
         (size > 1) & (size == shared.groupby(_CALL)["rank"].transform("size"))
     ].assign(size=size)
-    world = shared[
-        shared["size"] == shared["size"].max()
-    ]  # smaller groups may lie on one host
-    ends = world["completed_s"] - world.groupby(_CALL)["completed_s"].transform(
-        "median"
-    )
-    clock_s = ends.groupby(world["rank"]).median()
+    # A collective ends on all ranks at once, so the difference of its ends is that of
+    # the clocks. Of the largest groups alone: smaller ones may lie on one host.
+    world = shared[shared["size"] == shared["size"].max()]
+    median_s = world.groupby(_CALL)["completed_s"].transform("median")
+    ends_s = world["completed_s"] - median_s
+    clock_s = ends_s.groupby(world["rank"]).median()
     shared["late_s"] = shared["created_s"] - shared["rank"].map(clock_s).fillna(0.0)
     shared["late_s"] -= shared.groupby(_CALL)["late_s"].transform("min")
     how = {"calls": "size", "mean_s": "mean", "median_s": "median", "max_s": "max"}
@@ -177,9 +168,8 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
 def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame) -> list[dict]:
     """Findings of one group, at its first call that is not as it should be."""
     ranks = sorted({int(rank) for rank in group["ranks"].iloc[0].split(",")} & dumped)
-    begin = (
-        group.groupby("rank")["sequence"].min().max()
-    )  # older calls have left the buffer of some rank
+    # older calls have left the buffer of some rank
+    begin = group.groupby("rank")["sequence"].min().max()
     name = group["group"].iloc[0]
     last = group.groupby("rank")["sequence"].max()
     for sequence, call in group[group["sequence"] >= begin].groupby("sequence"):
@@ -205,7 +195,7 @@ def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame) -> lis
             ("other dtype", "dtypes"),
             ("other sizes", "input_sizes"),
         ):
-            if column == "input_sizes" and _most(call["collective"]) in _OWN_SIZES:
+            if column == "input_sizes" and _most(call["collective"]) in _UNEVEN:
                 continue
             if call[column].nunique() > 1:
                 return [_mismatch(finding, column, call, group, calls)]

@@ -1,5 +1,5 @@
-"""Which line, module and phase asked for memory? Call stacks of snapshots, numbered and
-named.
+"""Call stacks of snapshots, numbered and named: the line, module and phase that asked
+for memory.
 
 The phase is the first that any frame tells: optimizer (a line of torch.optim), backward
 (autograd's engine), forward (a function of this name), initialization (a constructor,
@@ -14,21 +14,21 @@ import pandas as pd
 
 __all__ = ["Stacks"]
 
-# lines of a stack that tell it from others; each so manyth frame finds those like it
-_LINES = 3
-_SAMPLED = 8
+_LINES = 3  # innermost lines that name a site
+_SAMPLED = 8  # stacks are looked up by the identities of each eighth frame
 _PLAIN = {str, int, type(None)}
+# between the lines of a model, and of no help: a call of a module is three such lines
 _PLUMBING = re.compile(
     r"torch/(nn/modules/module|utils/_contextlib|autograd/function)\.py|<frozen "
 )
+# by lines of a stack, "file.py:17 name", in order of precedence: the optimizer may be
+# called inside of a backward pass (hooks), which may run inside of forward (recompute)
 _PHASES = {
     "optimizer": r"torch/optim/|optim.*:\d+ (step|_init_group)$",
     "backward": r"torch::autograd::Engine::|_engine_run_backward|[ :]backward$",
     "forward": r" forward$",
-    "initialization": (
-        r" "
-        r"(__init__|_apply|load_state_dict|from_pretrained|_materialize|init_weights)$"
-    ),
+    "initialization": r" (__init__|_apply|load_state_dict|from_pretrained|"
+    r"_materialize|init_weights)$",
 }
 _PHASE = re.compile(
     "|".join(f"(?P<{name}>{pattern})" for name, pattern in _PHASES.items())
@@ -38,7 +38,7 @@ _OPERATOR = re.compile(r"at::_ops::(\w+?)(_\w+)?::")
 
 
 class _Mark:
-    """Stands in a list of frames for what was in it: the number of the stack."""
+    """Number of a stack, in its list of frames instead of them."""
 
     __slots__ = ("number",)
 
@@ -57,8 +57,10 @@ class Stacks:
         self.forget()
 
     def forget(self) -> None:
-        """What is known of objects: those of another file have other identities."""
-        self._known: dict[tuple[int, ...], list[tuple[list[dict], _Mark]]] = {}
+        """Forget objects by their identity: those of another file have others."""
+        # by length and the identities of some frames: the stacks that have these
+        self._seen: dict[tuple[int, ...], list[tuple[list[dict], _Mark]]] = {}
+        # by the identity of a frame: the frame, which must live as long, and its line
         self._lines: dict[int, tuple[dict, str]] = {}
 
     def number(self, frames: list | None) -> int:
@@ -66,16 +68,15 @@ class Stacks:
         if not frames:
             return -1
         if type(frames[0]) is not _Mark:
-            likely = self._known.setdefault(
-                (len(frames), *map(id, frames[::_SAMPLED])), []
-            )
-            mark = next((mark for known, mark in likely if known == frames), None)
+            key = (len(frames), *map(id, frames[::_SAMPLED]))
+            likely = self._seen.setdefault(key, [])
+            # lists of the same objects compare fast: Python looks at identities first
+            mark = next((mark for others, mark in likely if others == frames), None)
             if not mark:
-                mark = self._stacks.setdefault(
-                    tuple(map(self._line, frames)), _Mark(len(self._stacks))
-                )
+                lines = tuple(self._line(frame) for frame in frames)
+                mark = self._stacks.setdefault(lines, _Mark(len(self._stacks)))
                 likely.append((frames[:], mark))
-            frames[:] = [mark]
+            frames[:] = [mark]  # the file shares lists: the next event finds the mark
         return frames[0].number
 
     def text(self, text: str | None) -> int:
@@ -87,20 +88,24 @@ class Stacks:
             if not {type(value) for value in frame.values()} <= _PLAIN:
                 raise TypeError("a frame with other than texts and numbers")
             line = f"{frame['filename']}:{frame['line']} {frame['name']}"
-            self._lines[id(frame)] = (
-                frame,
-                line,
-            )  # the frame too: its identity is another's once it is gone
+            # with the frame: its identity is another's once it is gone
+            self._lines[id(frame)] = (frame, line)
         return self._lines[id(frame)][1]
 
     def table(self) -> pd.DataFrame:
         """A row for each number: site, module, phase, frames (as text, the innermost
         first).
         """
-        rows = [
-            (_site(lines), _module(lines), _phase(lines), lines)
-            for lines in self._stacks
-        ]
+        rows = []
+        for lines in self._stacks:
+            # where the innermost forward() stands: frames tell no classes
+            forwards = [
+                ln for ln in lines if ln.endswith(" forward") and _is_python(ln)
+            ]
+            module = forwards[0].removesuffix(" forward") if forwards else ""
+            phases = {_phase_of_line(line) for line in lines}
+            phase = next((phase for phase in _PHASES if phase in phases), "other")
+            rows.append((_site(lines), _short(module), phase, lines))
         return pd.DataFrame(rows, columns=["site", "module", "phase", "frames"])
 
 
@@ -115,19 +120,9 @@ def _site(lines: tuple[str, ...]) -> str:
     ]
     gradient = _first(_GRADIENT, lines)
     if python:
-        return " < ".join([*([gradient] if gradient else []), *python[:_LINES]])
+        # a gradient has no line of its own: its name stands before the caller's lines
+        return " < ".join([gradient, *python[:_LINES]] if gradient else python[:_LINES])
     return gradient or f"aten::{_first(_OPERATOR, lines) or '?'}"
-
-
-def _module(lines: tuple[str, ...]) -> str:
-    """Where the innermost forward() stands, "" without: frames tell no classes."""
-    inside = [line for line in lines if line.endswith(" forward") and _is_python(line)]
-    return _short(inside[0].removesuffix(" forward")) if inside else ""
-
-
-def _phase(lines: tuple[str, ...]) -> str:
-    told = set(map(_phase_of_line, lines))
-    return next((phase for phase in _PHASES if phase in told), "other")
 
 
 @lru_cache(1 << 16)

@@ -1,5 +1,4 @@
-"""What does a pickle of others hold? Plain containers and values only, as it may name
-nothing to execute.
+"""Pickles of others, read without executing anything: plain containers and values only.
 
 Python's own unpickler builds the objects, and each opcode is checked before a byte of
 it gets there: only those that make dictionaries, lists, tuples, texts and numbers pass
@@ -21,25 +20,25 @@ from isal import igzip
 
 __all__ = ["load_plain"]
 
-# bytes read at once; of a text or a frame: Python's own frames have 64 KiB
-_BLOCK = 1 << 20
-_LARGEST = 1 << 24
-_TUPLES = (
-    1 << 16
-    # of other than two numbers: so many inside one another can still be hashed without a
-    # crash
-)
-# the unpickler asks for the global of a name, and is refused it
+_BLOCK = 1 << 20  # bytes read at once
+_LARGEST = 1 << 24  # bytes of a text or a frame: Python's own frames have 64 KiB
+# tuples of other than two numbers: so many inside one another can still be hashed
+# without a crash
+_TUPLES = 1 << 16
+# GLOBAL, INST, STACK_GLOBAL: the unpickler asks for the global of a name, and is refused
 _NAMES = b"ci\x93"
 _STOP = 0x2E
+# opcodes with an argument that is checked, and their bytes with it
 _SIZED = {
-    0x8C: 2,
-    0x58: 5,
-    0x95: 9,
-    0x72: 5,
-    0x80: 2,
-}  # text, long text, frame, memo put, protocol: bytes with argument
-_MOST = {0x72: 0, 0x80: 5}  # largest argument; of a memo put it is the bytes before it
+    0x8C: 2,  # SHORT_BINUNICODE: length of a text in a byte
+    0x58: 5,  # BINUNICODE: length of a text in four bytes
+    0x95: 9,  # FRAME: length in eight bytes
+    0x72: 5,  # LONG_BINPUT: index in the memo
+    0x80: 2,  # PROTO: version
+}
+# largest argument; 0: no larger than the bytes before it, as each entry of the memo took
+# at least one
+_MOST = {0x72: 0, 0x80: 5}
 # opcodes of `_PLAIN` with an argument, and bytes of the longest
 _SHORT = b"hjKJMGq\x8a"
 _LONGEST = 18
@@ -74,7 +73,9 @@ class _Checked(io.RawIOBase):
         self._ready = memoryview(b"")
         self._rest = b""
         self._ended = False
-        self._place = self._skip = self._tuples = 0
+        self._offset = 0  # in the file, of the first byte not handed on
+        self._skip = 0  # bytes at its beginning that belong to a checked opcode
+        self._tuples = 0
 
     def readable(self) -> bool:
         return True
@@ -98,48 +99,47 @@ class _Checked(io.RawIOBase):
         """
         at = self._skip
         while at < len(data) and not self._ended:
+            # millions of opcodes: one match of the pattern takes a long run of them
             if plain := _PLAIN.match(data, at):
                 at = plain.end()
-            elif len(data) - at < (
-                _LONGEST if data[at] in _SHORT else _SIZED.get(data[at], 1)
-            ):
+                continue
+            opcode = data[at]
+            size = _SIZED.get(opcode, 1)
+            if len(data) - at < (_LONGEST if opcode in _SHORT else size):
                 break
-            elif data[at] in _NAMES:
+            if opcode in _NAMES:
                 self._ended = True
                 at = len(data)
             else:
-                self._ended = data[at] == _STOP
-                at += self._size(
-                    data[at],
-                    data[at + 1 : at + _SIZED.get(data[at], 1)],
-                    self._place + at,
-                )
-        whole = min(at, len(data))
-        self._ready = memoryview(data)[:whole]
-        self._rest = data[whole:]
-        self._skip, self._place = at - whole, self._place + whole
+                self._ended = opcode == _STOP
+                argument = data[at + 1 : at + size]
+                at += self._size(opcode, argument, self._offset + at)
+        # a long text may reach beyond these bytes: its rest is skipped in the next
+        end = min(at, len(data))
+        self._ready = memoryview(data)[:end]
+        self._rest = data[end:]
+        self._skip = at - end
+        self._offset += end
 
-    def _size(self, opcode: int, argument: bytes, place: int) -> int:
-        """Bytes of an opcode that is not in `_PLAIN`. ValueError where it has no place
-        in plain values, or too much.
+    def _size(self, opcode: int, argument: bytes, offset: int) -> int:
+        """Bytes of an opcode that is not in `_PLAIN`. ValueError where it does not
+        belong in plain values, or asks for too much.
         """
         if opcode in b"\x85\x86\x87t":
             self._tuples += 1
         elif opcode != _STOP and opcode not in _SIZED:
             import pickletools
 
-            name = (
-                pickletools.code2op[chr(opcode)].name
-                if chr(opcode) in pickletools.code2op
-                else opcode
-            )
+            known_opcode = pickletools.code2op.get(chr(opcode))
+            name = known_opcode.name if known_opcode else opcode
             raise ValueError(
-                f"byte {place} is {name}, which a record of plain values does not have"
+                f"byte {offset} is {name}, which a record of plain values does not have"
             )
         number = int.from_bytes(argument, "little")
-        if self._tuples > _TUPLES or number > (_MOST.get(opcode, _LARGEST) or place):
+        most = _MOST.get(opcode, _LARGEST) or offset
+        if self._tuples > _TUPLES or number > most:
             raise ValueError(
-                f"byte {place} asks for more than a record of plain values does"
+                f"byte {offset} asks for more than a record of plain values does"
             )
         return 1 + len(argument) + (number if opcode in (0x8C, 0x58) else 0)
 
@@ -161,7 +161,7 @@ def _without_collection():
 def load_plain(
     path: Path, between: Callable[[pickle.Unpickler], None] | None = None
 ) -> Any:
-    """Content of a pickle of dictionaries, lists, texts and numbers, of protocols 2 to
+    """Load a pickle of dictionaries, lists, texts and numbers, of protocols 2 to
     5, also packed by gzip or xz.
 
     between: called with the unpickler before each MiB, so that what has been read can
@@ -179,9 +179,9 @@ def load_plain(
                 try:
                     return unpickler.load()
                 finally:
-                    unpickler = (
-                        None  # it knows all objects, and what it reads from knows it
-                    )
+                    # it holds all objects in its memo, and `checked` holds it: a cycle,
+                    # which no collection would free before long
+                    unpickler = None
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise

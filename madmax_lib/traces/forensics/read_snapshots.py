@@ -1,5 +1,5 @@
-"""What did the CUDA caching allocator do, and what does it hold? Files of
-`torch.cuda.memory._dump_snapshot`.
+"""Reader of memory snapshots, files of `torch.cuda.memory._dump_snapshot`: what the
+CUDA caching allocator did and holds.
 
 Events are turned into columns while the file is read, and their dictionaries emptied: a
 million of them would need a gigabyte otherwise. Stacks are told apart by the identity
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,27 +27,40 @@ from madmax_lib.traces.read.files import rank_in_name
 
 __all__ = ["Snapshot", "of_device", "read_snapshot"]
 
+# columns by the keys of an event, and what stands for a key that an old torch lacks
 _KEYS = {
     "action": ("action", ""),
     "address": ("addr", None),
     "size_bytes": ("size", 0),
     "stream": ("stream", 0),
+    "time_us": ("time_us", -1),
+    "frames": ("frames", None),
 }
-_KEYS |= {"time_us": ("time_us", -1), "frames": ("frames", None)}
+_OTHER = len(ACTIONS) - 1
 _CODES = defaultdict(
-    lambda: len(ACTIONS) - 1, {action: code for code, action in enumerate(ACTIONS)}
+    lambda: _OTHER, {action: code for code, action in enumerate(ACTIONS)}
 )
 _SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".pickle.xz", ".pkl.xz")
 _TYPES = {
     "action": "int8",
-    **dict.fromkeys(("address", "size_bytes", "stream", "time_us"), "int64"),
+    "address": "int64",
+    "size_bytes": "int64",
+    "stream": "int64",
+    "time_us": "int64",
+    "stack": "int32",
+    "metadata": "int32",
 }
-_TYPES |= {"stack": "int32", "metadata": "int32"}
+_BLOCKS = ["device", "segment", "segment_bytes", "pool", "stream", "expandable"]
+_BLOCKS += ["address", "size_bytes", "requested_bytes", "state", "stack"]
+_BLOCK_INTEGERS = [n for n in _BLOCKS if n not in ("pool", "expandable", "state")]
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Memory of the GPUs of one or more ranks.
+
+        snapshot = mm.traces.read_snapshot("rank0.pickle")
+        mm.traces.snapshot_held(snapshot, by="module", at="peak")
 
     events: rank, device, action (alloc, free_requested, segment_map, oom ... or other),
     address, size_bytes, stream, time_us (-1 where unknown), stack, metadata; oldest
@@ -72,22 +84,19 @@ class Snapshot:
 
     @cached_property
     def replays(self) -> dict[tuple[int, int], Replay]:
-        """The allocations and levels of each (rank, device). ValueError where events
-        and segments contradict.
+        """Allocations and levels of each (rank, device). ValueError where events and
+        segments contradict.
         """
         keys = ["rank", "device"]
         result = {}
-        pools = pd.concat(
-            [table[keys].drop_duplicates() for table in (self.events, self.blocks)]
-        ).drop_duplicates()
-        for rank, device in pools.sort_values(keys).itertuples(index=False):
+        devices = set()
+        for table in (self.events, self.blocks):
+            devices.update(table[keys].drop_duplicates().itertuples(index=False))
+        for rank, device in sorted(devices):
+            events = of_device(self.events, rank, device)
+            blocks = of_device(self.blocks, rank, device)
             try:
-                result[rank, device] = replay(
-                    *(
-                        of_device(table, rank, device)
-                        for table in (self.events, self.blocks)
-                    )
-                )
+                result[rank, device] = replay(events, blocks)
             except ValueError as reason:
                 raise ValueError(f"rank {rank}, cuda:{device}: {reason}") from None
         return result
@@ -115,11 +124,10 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     paths = _files(source)
     ranks = [_rank(path) for path in paths]
     if None in ranks:
+        nameless = paths[ranks.index(None)]
         if len(paths) > 1:
             text = "no rank in the name: all files are numbered in their order, from 0"
-            warnings.warn(
-                f"{paths[ranks.index(None)]}: {text}", TraceWarning, stacklevel=2
-            )
+            warnings.warn(f"{nameless}: {text}", TraceWarning, stacklevel=2)
         ranks = list(range(len(paths)))
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
         raise ValueError(
@@ -143,10 +151,9 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
             f"{reason}; left out, the others were read", TraceWarning, stacklevel=2
         )
     events, blocks = parts[0]
-    if len(parts) > 1:
-        events, blocks = (
-            pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True)
-        )
+    if len(parts) > 1:  # a single one is not copied
+        events = pd.concat([part[0] for part in parts], ignore_index=True)
+        blocks = pd.concat([part[1] for part in parts], ignore_index=True)
     if not len(events) and not len(blocks):
         raise ValueError(
             f"{paths[0]}: the snapshot holds no events and no segments; no GPU "
@@ -162,8 +169,9 @@ class _File:
 
     def __init__(self, stacks: Stacks):
         self._stacks = stacks
-        self._open = {}
-        self._memo = 0
+        # by the identity of a list of events that is being read: the list, its columns
+        self._open: dict[int, tuple[list, dict[str, bytearray]]] = {}
+        self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
     def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -184,22 +192,19 @@ class _File:
 
     def _tables(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         top = load_plain(path, self._empty)
+        # torch 1.13 writes the list of segments alone
         top = top if isinstance(top, dict) else {"segments": top}
         traces = top.get("device_traces", top.get("traces", []))
         segments = top.get("segments")
-        if (
-            not isinstance(segments, list)
-            or not isinstance(traces, list)
-            or not all(map(_is_list, traces))
-        ):
+        are_lists = isinstance(segments, list) and isinstance(traces, list)
+        if not are_lists or not all(isinstance(trace, list) for trace in traces):
             raise ValueError(
                 f"{path}: no memory snapshot, it has no lists of segments and "
                 "device_traces"
             )
         for lists in (traces, [segment["blocks"] for segment in segments]):
-            if len(set(map(id, lists))) < len(
-                lists
-            ):  # a few bytes could ask for any number of rows
+            # else a few bytes could ask for any number of rows
+            if len(set(map(id, lists))) < len(lists):
                 raise ValueError(
                     f"{path}: no memory snapshot, a list of events or blocks is in "
                     "two places"
@@ -207,18 +212,12 @@ class _File:
         blocks = self._blocks(segments).assign(rank=rank)
         devices = [self._trace(trace) for trace in traces or [[]]]
         del top, traces, segments
-        columns = {
-            name: [np.frombuffer(of[name], dtype) for of in devices]
-            for name, dtype in _TYPES.items()
-        }
-        columns["device"] = [
-            np.full(len(of["action"]), device, dtype=np.int32)
-            for device, of in enumerate(devices)
-        ]
-        events = {
-            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
-            for name, parts in columns.items()
-        }
+        events = {}
+        for name, dtype in _TYPES.items():
+            parts = [np.frombuffer(columns[name], dtype) for columns in devices]
+            events[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        counts = [len(columns["action"]) for columns in devices]  # int8: bytes are rows
+        events["device"] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
         events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
         return pd.DataFrame(events, copy=False), blocks
@@ -228,41 +227,41 @@ class _File:
         as long as none grows.
         """
         grown = [self._take(trace) for trace, _ in self._open.values() if trace]
-        if (
-            not any(grown)
-            and (memo := unpickler.memo.copy())
-            and len(memo) > 1.25 * self._memo
-        ):
-            self._memo = len(memo)
-            for value in memo.values():
-                if (
-                    _is_list(value)
-                    and value
-                    and isinstance(value[0], dict)
-                    and "action" in value[0]
-                ):
-                    self._take(value)
+        if any(grown):
+            return
+        # the unpickler's memo holds the lists it is filling; a search costs as much as
+        # it is long, so it is only repeated once it has grown by a quarter
+        memo = unpickler.memo.copy()
+        if len(memo) <= 1.25 * self._searched:
+            return
+        self._searched = len(memo)
+        for value in memo.values():
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, dict) and "action" in first:
+                self._take(value)
 
     def _take(self, trace: list) -> int:
         """Move the events of a list into its columns."""
-        _, columns = self._open.setdefault(
-            id(trace), (trace, {name: bytearray() for name in _TYPES})
-        )
+        empty = {name: bytearray() for name in _TYPES}
+        _, columns = self._open.setdefault(id(trace), (trace, empty))
         events = trace[:]
         trace.clear()
         for name, values in self._columns(events).items() if events else ():
-            columns[name] += _whole(
-                values, _TYPES[name]
-            ).tobytes()  # arrays of each part would keep its memory in use
+            if not {*map(type, values)} <= {int}:  # numpy would turn others into some
+                raise TypeError("no whole numbers")
+            # bytes that grow: arrays of each part would keep its memory in use
+            columns[name] += np.array(values, _TYPES[name]).tobytes()
         for event in events:
             event.clear()
         return len(events)
 
     def _columns(self, events: list[dict]) -> dict[str, list]:
-        columns = {
-            name: _column(events, key, default)
-            for name, (key, default) in _KEYS.items()
-        }
+        columns = {}
+        for name, (key, default) in _KEYS.items():
+            try:
+                columns[name] = [*map(itemgetter(key), events)]
+            except KeyError:
+                columns[name] = [event.get(key, default) for event in events]
         columns["action"] = [*map(_CODES.__getitem__, columns["action"])]
         columns["stack"] = [*map(self._stacks.number, columns.pop("frames"))]
         texts = [None] * len(events)
@@ -287,74 +286,31 @@ class _File:
         rows = []
         for segment in segments:
             address = segment.get("address", 0)
-            about = (
+            of_segment = (
                 segment.get("device", 0),
                 address,
                 segment["total_size"],
                 segment.get("segment_type", ""),
+                segment.get("stream", 0),
+                segment.get("is_expandable", False),
             )
-            about += (segment.get("stream", 0), segment.get("is_expandable", False))
             for block in segment["blocks"]:
-                frames = block.get("frames") or (block.get("history") or [{}])[0].get(
-                    "frames"
+                # old files have the frames in the history of the block
+                history = block.get("history") or [{}]
+                frames = block.get("frames") or history[0].get("frames")
+                # told since torch 2.1; before it, blocks follow one another
+                address = block.get("address", address)
+                of_block = (
+                    address,
+                    block["size"],
+                    block.get("requested_size", -1),
+                    block["state"],
+                    self._stacks.number(frames),
                 )
-                address = block.get(
-                    "address", address
-                )  # told since torch 2.1, before it blocks follow one another
-                requested = block.get("requested_size", -1)
-                rows.append(
-                    (
-                        *about,
-                        address,
-                        block["size"],
-                        requested,
-                        block["state"],
-                        self._stacks.number(frames),
-                    )
-                )
+                rows.append((*of_segment, *of_block))
                 address += block["size"]
-        names = [
-            "device",
-            "segment",
-            "segment_bytes",
-            "pool",
-            "stream",
-            "expandable",
-            "address",
-            "size_bytes",
-        ]
-        table = pd.DataFrame(
-            rows, columns=[*names, "requested_bytes", "state", "stack"]
-        )
-        whole = [
-            "device",
-            "segment",
-            "segment_bytes",
-            "stream",
-            "address",
-            "size_bytes",
-            "requested_bytes",
-            "stack",
-        ]
-        return table.astype(dict.fromkeys(whole, "int64"))
-
-
-def _column(events: list[dict], key: str, default: Any) -> list:
-    try:
-        return [*map(itemgetter(key), events)]
-    except KeyError:
-        return [event.get(key, default) for event in events]
-
-
-def _whole(values: list, dtype: str) -> np.ndarray:
-    """Whole numbers (n,); TypeError for others, which numpy would turn into some."""
-    if not {*map(type, values)} <= {int}:
-        raise TypeError("no whole numbers")
-    return np.array(values, dtype)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+        table = pd.DataFrame(rows, columns=_BLOCKS)
+        return table.astype(dict.fromkeys(_BLOCK_INTEGERS, "int64"))
 
 
 def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -1,5 +1,5 @@
-"""What fills a GPU, since when, and whose is it? Tables of a memory snapshot
-(`read_snapshot`), exact to the byte.
+"""Tables of a memory snapshot (`read_snapshot`), exact to the byte: what fills a GPU,
+since when, and whose it is.
 
 The allocated bytes are those of `torch.cuda.memory_allocated()`, whole blocks. Where
 their sizes cannot be told, the requested bytes stand for them, and `exact` is false;
@@ -53,7 +53,7 @@ def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
 
 
 def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
-    """The most memory allocated on each device: rank, device, peak_bytes, time_s,
+    """Peak of the memory allocated on each device: rank, device, peak_bytes, time_s,
     event, before_bytes, reserved_bytes,
     unused_bytes, requested_bytes, pending_bytes, exact.
 
@@ -64,35 +64,32 @@ def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
     rows = []
     for (rank, device), replay in snapshot.replays.items():
         event = _moment(replay, "peak", snapshot, rank, device)
-        at = replay.levels.iloc[event + 1]
-        held = _held(replay, event)
-        active = replay.allocations.query("begin <= @event < freed")[
-            "block_bytes"
-        ].sum()
+        level = replay.levels.iloc[event + 1]  # row 0 is before the first event
+        alive = _alive(replay, event)
+        is_older = alive["begin"] < 0
         row = {
             "rank": rank,
             "device": f"cuda:{device}",
-            "peak_bytes": held["block_bytes"].sum(),
+            "peak_bytes": alive["block_bytes"].sum(),
+            "time_s": _time_s(snapshot, rank, device, event),
+            "event": event,
+            "before_bytes": alive.loc[is_older, "block_bytes"].sum(),
+            "reserved_bytes": level["reserved_bytes"],
+            "unused_bytes": level["reserved_bytes"] - _active_bytes(replay, event),
+            "requested_bytes": level["requested_bytes"],
+            "pending_bytes": level["pending_bytes"],
+            "exact": replay.exact,
         }
-        row |= {"time_s": _time_s(snapshot, rank, device, event), "event": event}
-        row |= {
-            "before_bytes": held.loc[held["begin"] < 0, "block_bytes"].sum(),
-            "reserved_bytes": at["reserved_bytes"],
-        }
-        row |= {
-            "unused_bytes": at["reserved_bytes"] - active,
-            "requested_bytes": at["requested_bytes"],
-        }
-        rows.append(row | {"pending_bytes": at["pending_bytes"], "exact": replay.exact})
+        rows.append(row)
     table = pd.DataFrame(rows)
-    whole = [name for name in table.columns if name.endswith("_bytes")]
-    return _with_origin(table.astype(dict.fromkeys(whole, "int64")), snapshot)
+    sizes = [name for name in table.columns if name.endswith("_bytes")]
+    return _with_origin(table.astype(dict.fromkeys(sizes, "int64")), snapshot)
 
 
 def snapshot_held(
     snapshot: Snapshot, by: str = "site", at: str = "peak", top: int | None = 10
 ) -> pd.DataFrame:
-    """Whose allocations fill each device: rank, device, the column of `by`, size_bytes,
+    """Allocations that fill each device, by who asked for them: rank, device, the column of `by`, size_bytes,
     count, share (0..1).
 
     by: "site" (the innermost lines that asked), "module" (where the innermost forward()
@@ -102,32 +99,27 @@ def snapshot_held(
     bytes of a device sum to what is allocated then. Raises ValueError for another by,
     at or top, and a device without oom.
     """
-    for name, value, known in (("by", by, _BY), ("at", at, _AT)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+    for name, value, words in (("by", by, _BY), ("at", at, _AT)):
+        if value not in words:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(words)}")
     if top is not None and top < 1:
         raise ValueError(f"top={top} is not at least 1")
     parts = []
     for (rank, device), replay in snapshot.replays.items():
-        held = _held(replay, _moment(replay, at, snapshot, rank, device))
-        held = (
-            held["block_bytes"]
-            .groupby(_names(snapshot, held, by))
-            .agg(["sum", "count"])
-        )
-        held = (
-            held.sort_values("sum", ascending=False, kind="stable")
-            .rename_axis(by)
-            .reset_index()
-        )
-        if top is not None and len(held) > top:
-            rest = held[top:][["sum", "count"]].sum()
-            held = pd.concat(
-                [held[:top], pd.DataFrame([{by: _OTHERS, **rest}])], ignore_index=True
-            )
-        held.insert(0, "rank", rank)
-        held.insert(1, "device", f"cuda:{device}")
-        parts.append(held.assign(share=held["sum"] / max(held["sum"].sum(), 1)))
+        alive = _alive(replay, _moment(replay, at, snapshot, rank, device))
+        groups = alive["block_bytes"].groupby(_names(snapshot, alive, by))
+        shares = groups.agg(["sum", "count"])
+        # stable: of equal sizes the first by name
+        shares = shares.sort_values("sum", ascending=False, kind="stable")
+        shares = shares.rename_axis(by).reset_index()
+        if top is not None and len(shares) > top:
+            rest = shares[top:][["sum", "count"]].sum()
+            others = pd.DataFrame([{by: _OTHERS, **rest}])
+            shares = pd.concat([shares[:top], others], ignore_index=True)
+        shares.insert(0, "rank", rank)
+        shares.insert(1, "device", f"cuda:{device}")
+        shares["share"] = shares["sum"] / max(shares["sum"].sum(), 1)
+        parts.append(shares)
     table = pd.concat(parts, ignore_index=True).rename(columns={"sum": "size_bytes"})
     return _with_origin(table, snapshot)
 
@@ -135,41 +127,38 @@ def snapshot_held(
 def snapshot_diff(
     a: Snapshot, b: Snapshot, by: str = "site", at: str = "peak"
 ) -> pd.DataFrame:
-    """What the fullest device of b holds and that of a does not: the column of `by`,
-    a_bytes, b_bytes,
-    difference_bytes, a_count, b_count; the largest difference first.
+    """Difference between the fullest device of b and that of a: the column of `by`,
+    a_bytes, b_bytes, difference_bytes, a_count, b_count; the largest first.
 
     by and at as in `snapshot_held`. Give snapshots of one rank to compare two moments
     of it.
     """
     sides = []
     for side, snapshot in (("a", a), ("b", b)):
-        held = snapshot_held(snapshot, by, at, top=None)
-        pool = held.groupby(["rank", "device"], sort=False)["size_bytes"].transform(
-            "sum"
-        )
-        held = held[pool == pool.max()].drop_duplicates(by).set_index(by)
-        sides.append(
-            held[["size_bytes", "count"]].set_axis(
-                [f"{side}_bytes", f"{side}_count"], axis=1
-            )
-        )
+        table = snapshot_held(snapshot, by, at, top=None)
+        of_device = table.groupby(["rank", "device"], sort=False)["size_bytes"]
+        device_bytes = of_device.transform("sum")
+        is_fullest = device_bytes == device_bytes.max()
+        # of devices that are equally full, the first
+        fullest = table[is_fullest].drop_duplicates(by).set_index(by)
+        columns = {"size_bytes": f"{side}_bytes", "count": f"{side}_count"}
+        sides.append(fullest[list(columns)].rename(columns=columns))
     table = sides[0].join(sides[1], how="outer").fillna(0).astype("int64").reset_index()
     table.insert(3, "difference_bytes", table["b_bytes"] - table["a_bytes"])
-    order = (
-        table["difference_bytes"]
-        .abs()
-        .sort_values(ascending=False, kind="stable")
-        .index
-    )
     columns = [by, "a_bytes", "b_bytes", "difference_bytes", "a_count", "b_count"]
-    return _with_origin(table.loc[order, columns].reset_index(drop=True), b)
+    table = table[columns].sort_values(
+        "difference_bytes",
+        key=abs,
+        ascending=False,
+        kind="stable",
+        ignore_index=True,
+    )
+    return _with_origin(table, b)
 
 
 def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
-    """What is reserved but free at the end, and could it be used? rank, device, pool
-    (small: up to 1 MiB, large),
-    segments, reserved_bytes, active_bytes, rounding_bytes, free_bytes,
+    """Reserved memory that is free at the end, and whether it could be used: rank,
+    device, pool (small: up to 1 MiB, large), segments, reserved_bytes, active_bytes, rounding_bytes, free_bytes,
     largest_free_bytes, releasable_bytes, fragmentation (0..1).
 
     rounding_bytes: of active blocks, beyond what was asked for. releasable_bytes: free
@@ -180,39 +169,33 @@ def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
     keys = ["rank", "device", "pool"]
     free = blocks["state"] == "inactive"
     size = blocks["size_bytes"]
-    used = (
-        size.mask(free, 0)
-        .groupby([blocks["rank"], blocks["device"], blocks["segment"]])
-        .transform("sum")
-    )
+    requested = blocks["requested_bytes"]
+    active = size.mask(free, 0)
+    of_segment = ["rank", "device", "segment"]
+    # empty_cache() gives back segments without any active block
+    in_segment = active.groupby([blocks[name] for name in of_segment]).transform("sum")
+    # a row per block, in which each column is what the block adds to it
     table = blocks[keys].assign(
-        segments=blocks["segment"].mask(
-            blocks.duplicated(["rank", "device", "segment"])
-        ),
+        segments=blocks["segment"].mask(blocks.duplicated(of_segment)),
         reserved_bytes=size,
-        active_bytes=size.mask(free, 0),
-        rounding_bytes=(size - blocks["requested_bytes"]).mask(
-            free | (blocks["requested_bytes"] < 0), 0
-        ),
-        free_bytes=size.where(free, 0),
-        largest_free_bytes=size.where(free, 0),
-        releasable_bytes=size.where(used == 0, 0),
+        active_bytes=active,
+        rounding_bytes=(size - requested).mask(free | (requested < 0), 0),
+        free_bytes=size - active,
+        largest_free_bytes=size - active,
+        releasable_bytes=size.where(in_segment == 0, 0),
     )
-    how = dict.fromkeys(table.columns.drop(keys), "sum") | {
-        "segments": "count",
-        "largest_free_bytes": "max",
-    }
+    how = dict.fromkeys(table.columns.drop(keys), "sum")
+    how |= {"segments": "count", "largest_free_bytes": "max"}
     table = table.groupby(keys).agg(how).reset_index()
     table["device"] = "cuda:" + table["device"].astype(str)
+    # fragmentation = (free - releasable) / reserved
     stuck = table["free_bytes"] - table["releasable_bytes"]
-    return _with_origin(
-        table.assign(fragmentation=stuck / table["reserved_bytes"].clip(lower=1)),
-        snapshot,
-    )
+    table["fragmentation"] = stuck / table["reserved_bytes"].clip(lower=1)
+    return _with_origin(table, snapshot)
 
 
 def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
-    """Each time that a device had not enough: rank, device, event, time_s, asked_bytes,
+    """Times at which a device had not enough: rank, device, event, time_s, asked_bytes,
     device_free_bytes,
     reserved_bytes, active_bytes, free_bytes, largest_free_bytes, cause, site; empty
     where that did not happen.
@@ -228,39 +211,27 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
         for event in np.flatnonzero(events["action"] == "oom").tolist():
             oom = events.iloc[event]
             reserved = int(replay.levels["reserved_bytes"][event + 1])
-            active = int(
-                replay.allocations.query("begin <= @event < freed")["block_bytes"].sum()
-            )
+            active = int(_active_bytes(replay, event))
+            # the event's address is the bytes that the device had free
             enough = reserved - active + oom["address"] >= oom["size_bytes"]
-            row = {"rank": rank, "device": f"cuda:{device}", "event": event}
-            row |= {
-                "time_s": _time_s(snapshot, rank, device, event),
-                "asked_bytes": oom["size_bytes"],
-            }
-            row |= {
-                "device_free_bytes": oom["address"],
-                "reserved_bytes": reserved,
-                "active_bytes": active,
-            }
-            row |= {
-                "free_bytes": reserved - active,
-                "largest_free_bytes": replay.largest_free_bytes.get(event, np.nan),
-            }
-            site = snapshot.stacks["site"].get(oom["stack"], _NO_STACK)
-            rows.append(
-                row | {"cause": "fragmented" if enough else "full", "site": site}
+            row = (
+                rank,
+                f"cuda:{device}",
+                event,
+                _time_s(snapshot, rank, device, event),
+                oom["size_bytes"],
+                oom["address"],
+                reserved,
+                active,
+                reserved - active,
+                replay.largest_free_bytes.get(event, np.nan),
+                "fragmented" if enough else "full",
+                snapshot.stacks["site"].get(oom["stack"], _NO_STACK),
             )
-    columns = [
-        "rank",
-        "device",
-        "event",
-        "time_s",
-        "asked_bytes",
-        "device_free_bytes",
-        "reserved_bytes",
-        "active_bytes",
-    ]
-    columns += ["free_bytes", "largest_free_bytes", "cause", "site"]
+            rows.append(row)
+    columns = ["rank", "device", "event", "time_s", "asked_bytes", "device_free_bytes"]
+    columns += ["reserved_bytes", "active_bytes", "free_bytes", "largest_free_bytes"]
+    columns += ["cause", "site"]
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 
@@ -268,15 +239,11 @@ def _time_s(snapshot: Snapshot, rank: int, device: int, event: int) -> float:
     """Seconds of an event since the first of all, NaN for the time before it or where
     times are not told.
     """
-    time_us = snapshot.events["time_us"].where(lambda time: time >= 0)
-    return (
-        float(
-            of_device(snapshot.events, rank, device)["time_us"][event] - time_us.min()
-        )
-        / 1e6
-        if event >= 0
-        else np.nan
-    )
+    if event < 0:
+        return np.nan
+    zero_us = snapshot.events["time_us"].where(lambda time: time >= 0).min()
+    time_us = of_device(snapshot.events, rank, device)["time_us"][event]
+    return float(time_us - zero_us) / 1e6
 
 
 def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int) -> int:
@@ -295,23 +262,31 @@ def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int)
     return {"peak": int(levels.argmax()) - 1, "start": -1, "end": len(levels) - 2}[at]
 
 
-def _held(replay: Replay, event: int) -> pd.DataFrame:
-    """Allocations that are alive after an event."""
-    of = replay.allocations
-    return of[(of["begin"] <= event) & (of["let_go"] > event)]
+def _alive(replay: Replay, event: int) -> pd.DataFrame:
+    """Allocations that their owners use after an event."""
+    table = replay.allocations
+    return table[(table["begin"] <= event) & (table["let_go"] > event)]
 
 
-def _names(snapshot: Snapshot, held: pd.DataFrame, by: str) -> pd.Series:
+def _active_bytes(replay: Replay, event: int) -> int:
+    """Bytes of blocks that are not free after an event: in use, or pending."""
+    table = replay.allocations
+    is_active = (table["begin"] <= event) & (table["freed"] > event)
+    return table.loc[is_active, "block_bytes"].sum()
+
+
+def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str) -> pd.Series:
+    """Name under which each allocation is counted."""
     if by == "metadata":
         texts = pd.Series(snapshot.metadata, dtype=object)
-        number = held["metadata"]
+        number = alive["metadata"]
     else:
         texts = snapshot.stacks[by].replace("", "no module")
-        number = held["stack"]
-    named = number.map(texts).astype(object)
-    return named.fillna(
-        pd.Series(np.where(held["begin"] < 0, BEFORE, _NO_STACK), held.index)
-    )
+        number = alive["stack"]
+    name = number.map(texts).astype(object)
+    # without a stack: from before the recording, or recorded without stacks
+    fallback = np.where(alive["begin"] < 0, BEFORE, _NO_STACK)
+    return name.fillna(pd.Series(fallback, alive.index))
 
 
 def _with_origin(table: pd.DataFrame, snapshot: Snapshot) -> pd.DataFrame:

@@ -84,7 +84,10 @@ def _reader_sources(package: Path) -> list[Path]:
     """Files that decide what is read: all modules that reading imports, with their
     rooms, and the table of kernel kinds.
     """
-    sources = [*package.glob("*.py"), package / "data" / "kernel_kinds.csv"]
+    sources = [
+        package / "data" / "kernel_kinds.csv",
+        *package.glob("*.py"),
+    ]
     for room in ("base", "catalog", "timeline", "traces"):
         sources += (package / room).rglob("*.py")
     return sorted(sources)

@@ -28,7 +28,7 @@ __all__ = ["Codes", "EventColumns", "complete", "read_columns", "with_exact_time
 Result = TypeVar("Result")
 
 _PIECES_TOGETHER = 256  # some 500,000 events, 30 MB
-_BATCH = 2000  # events whose columns are made at once: each array costs some 10 us
+_BATCH = 2000  # events whose columns are made at once
 _NO_ARGS = Args()
 
 
@@ -295,11 +295,13 @@ def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
 def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
     """Names as text; two values that print alike (1 and "1") become one."""
     texts = [name if isinstance(name, str) else str(name) for name in codes]
-    if len(set(texts)) < len(texts):
-        merged = Codes()
-        rows[:] = merged.of(texts)[rows]
-        return list(merged)
-    return texts
+    if len(set(texts)) == len(texts):
+        return texts
+    # (codes,) the new code of each old one, then of each row
+    merged = Codes()
+    new_code = merged.of(texts)
+    rows[:] = new_code[rows]
+    return list(merged)
 
 
 def _size_bytes(args: Args) -> float:

@@ -75,6 +75,12 @@ def rank_in_name(path: Path) -> int | None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
+    """Trace files of a folder; their numbers count as numbers: rank2 before rank10."""
+
+    def natural_order(path: Path) -> list:
+        parts = re.split(r"(\d+)", path.name)
+        return [int(part) if part.isdigit() else part for part in parts]
+
     files = [
         path
         for path in folder.iterdir()
@@ -84,13 +90,7 @@ def _in_folder(folder: Path) -> list[Path]:
     ]
     # a database beside the profiler's traces is not one of them
     traces = [path for path in files if reader_of(path) is None]
-    return sorted(traces or files, key=_natural_order)
-
-
-def _natural_order(path: Path) -> list:
-    # numbers count as numbers: rank2 before rank10
-    parts = re.split(r"(\d+)", path.name)
-    return [int(part) if part.isdigit() else part for part in parts]
+    return sorted(traces or files, key=natural_order)
 
 
 def iterations(folder: Path) -> dict[int, Path]:

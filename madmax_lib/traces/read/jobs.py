@@ -93,7 +93,7 @@ def _by_rank(files: list[_File]) -> dict[int, list[_File]]:
     for file in files:
         # each against the first file, and against all of its rank
         for other in (files[0], *of_rank[file.rank]):
-            if reason := _apart(other, file):
+            if reason := _other_job(other, file):
                 raise ValueError(
                     f"traces of more than one job, {reason}; give the files of one "
                     "of them"
@@ -136,7 +136,7 @@ def _file(path: Path, timeline: Timeline) -> _File:
     )
 
 
-def _apart(a: _File, b: _File) -> str:
+def _other_job(a: _File, b: _File) -> str:
     """Why two traces are of different jobs, in words; "" where they may be of one."""
     if a is b:
         return ""

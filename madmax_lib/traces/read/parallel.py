@@ -135,23 +135,20 @@ def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
 
 def _local_workers(paths: Sequence[Path]) -> int:
     """Processes that cores and free memory allow, 1 where starting them would not pay."""
-    sizes = [_text_bytes(path) for path in paths]
+    sizes = []  # of the JSON text, guessed where it is packed
+    for path in paths:
+        with contextlib.suppress(OSError):
+            ratio = _GZIP_RATIO if path.suffix == ".gz" else 1
+            sizes.append(path.stat().st_size * ratio)
     # a daemon, such as a worker of multiprocessing, may not have children
     if len(paths) < 2 or multiprocessing.current_process().daemon:
         return 1
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # fewer in a container or a job of Slurm
         cores = len(os.sched_getaffinity(0))
-    in_memory = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes))
+    in_memory = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes, default=0))
     worthwhile = sum(sizes) // _WORTH_A_PROCESS_BYTES
     return max(min(cores, len(paths), int(in_memory), worthwhile), 1)
-
-
-def _text_bytes(path: Path) -> int:
-    """Length of a trace's JSON text, guessed where it is packed."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1)
-    return 0
 
 
 def _free_bytes() -> float:
@@ -160,7 +157,8 @@ def _free_bytes() -> float:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable"))
-        return 1024.0 * int(line.split()[1])
+        free_kib = int(line.split()[1])
+        return 1024.0 * free_kib
     return float("inf")
 
 

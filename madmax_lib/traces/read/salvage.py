@@ -7,6 +7,7 @@ text alone, whatever is wrong with it.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -201,11 +202,19 @@ def _end_after_last(text: bytes, at: int) -> int | None:
 
 def _valid(decoder: msgspec.json.Decoder, text: bytes) -> list[Event]:
     """The event of a text; none where it is sound JSON of another shape."""
-    # the second takes numbers beyond 1e308, which float cannot hold
-    for each in (decoder, msgspec.json.Decoder(decoder.type, float_hook=EXACT)):
-        with contextlib.suppress(*_UNREADABLE):
-            return _decode(each, text)
+    try:
+        return _decode(decoder, text)
+    except _UNREADABLE:
+        pass
+    # numbers beyond 1e308 are no floats, but decimals
+    with contextlib.suppress(*_UNREADABLE):
+        return _decode(_exact_decoder(decoder.type), text)
     return []
+
+
+@functools.cache
+def _exact_decoder(events: type) -> msgspec.json.Decoder:
+    return msgspec.json.Decoder(events, float_hook=EXACT)
 
 
 def _repaired(text: bytes) -> bytes:

@@ -34,7 +34,7 @@ _SPELLINGS = {
     for collective in COLLECTIVES
     if collective not in POINT_TO_POINT
 }
-_BATCH = 4000  # events whose columns are made at once: an array costs as much as 100
+_BATCH = 4000  # events whose columns are made at once
 _NULL = (b"", b"null")
 _OPERATORS = ("cpu_op", "operator")
 # by c10::DeviceType (c10/core/DeviceType.h)
@@ -229,6 +229,13 @@ def _collective(name: str) -> str:
 def _memory(
     events: list[_FullEvent], exact: bool, threads: Codes, rank: int
 ) -> dict[str, Any]:
+    def device(args: _FullArgs) -> str:
+        name = str(args.device_type)
+        if isinstance(args.device_type, int):
+            name = _DEVICES.get(args.device_type, f"device type {name}")
+        is_single = name == "cpu" or args.device_id in (None, -1)
+        return name if is_single else f"{name}:{args.device_id}"
+
     args = [e.args for e in events]
     return {
         "rank": [rank] * len(events),
@@ -238,15 +245,8 @@ def _memory(
         "address": integers([a.address for a in args]),
         "allocated_bytes": integers([a.total_allocated for a in args]),
         "reserved_bytes": integers([a.total_reserved for a in args]),
-        "device": [_device(a.device_type, a.device_id) for a in args],
+        "device": [device(a) for a in args],
     }
-
-
-def _device(kind, number) -> str:
-    name = str(kind)
-    if isinstance(kind, int):
-        name = _DEVICES.get(kind, f"device type {kind}")
-    return name if name == "cpu" or number in (None, -1) else f"{name}:{number}"
 
 
 def _operators(rows: list[_FullEvent]) -> dict[str, Any]:

@@ -58,8 +58,13 @@ def _read(
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
     spans = _spans(columns, trace, rank, hta, table)
-    provenance = _provenance(columns, trace, rank)
-    provenance["rules"] = "hta" if hta else "exact"
+    threads = [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
+    provenance: Provenance = {
+        "rules": "hta" if hta else "exact",
+        "threads": {str(rank): threads},
+    }
+    if trace.damage:
+        provenance["damaged"] = {str(rank): trace.damage}
     if user_kinds:
         # kept with the timeline, because its user's table is not there later
         names = collective_names(columns.names, table=table)
@@ -80,14 +85,6 @@ def _read(
     del columns  # its arrays are spans now, and the steps need memory
     spans["step"] = assign_steps(spans)
     return spans, meta
-
-
-def _provenance(columns: EventColumns, trace: RawTrace, rank: int) -> Provenance:
-    threads = [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
-    provenance: Provenance = {"threads": {str(rank): threads}}
-    if trace.damage:
-        provenance["damaged"] = {str(rank): trace.damage}
-    return provenance
 
 
 def _rank(columns: EventColumns, trace: RawTrace) -> int:
