@@ -2,6 +2,7 @@
 timelines.
 """
 
+import json
 import re
 from dataclasses import replace
 from itertools import product
@@ -72,6 +73,11 @@ def dataset_or_skip(name: str) -> Path:
         return dataset(name, download=False)
     except FileNotFoundError as reason:
         pytest.skip(str(reason))
+
+
+def rows_beside(test_file: str, name: str) -> list:
+    """Rows of the table `name`.json in the folder of a test."""
+    return json.loads((Path(test_file).parent / f"{name}.json").read_text())
 
 
 def make_timeline(rows: list[tuple], **meta) -> Timeline:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from support import local_or_skip
+from support import local_or_skip, rows_beside
 
 from madmax_lib import catalog
 from madmax_lib.catalog import tables
@@ -161,21 +161,8 @@ def test_dgx_a100_is_what_the_design_says():
 
 
 @pytest.mark.parametrize(
-    ("spelling", "what", "name"),
-    [("H100_80GB", "device", "h100-80"), ("A100-40GB", "device", "a100-40"), ("H200-141GB", "device", "h200"),
-     ("H100-96GB (500W, 2.4TB/s)", "device", "h100-96"), ("H100", "device", "h100-80"), ("GPT3", "model", "gpt3-175b"),
-     ("B200-180GB", "device", "b200"), ("RTX3090-24GB", "device", "rtx-3090"), ("TPUv4", "device", "tpu-v4"),
-     ("H100-SXM5-80GB", "device", "h100-80"), ("H100-PCIe-80GB", "device", "h100-pcie"), ("L40S", "device", "l40s"),
-     ("Tesla P100-SXM2-16GB", "device", "p100-sxm2"), ("Tesla V100-SXM2-16GB", "device", "v100-16"),
-     ("AMD Instinct MI355X", "device", "mi355x"), ("A100 80GB PCIe", "device", "a100-pcie-80"),
-     ("meta-llama/Llama-3.1-8B", "model", "llama3-8b"), ("llama-2-7b-hf", "model", "llama2-7b"),
-     ("mistralai/Mixtral-8x7B-v0.1", "model", "mixtral-8x7b"), ("vit-huge/14", "model", "vit-huge"),
-     ("meta-llama/Llama-3.1-70B-Instruct", "model", "llama3-70b"), ("openai/gpt-oss-120b", "model", "gpt-oss-120b"),
-     ("Qwen/Qwen2.5-7B-Instruct", "model", "qwen2.5-7b"), ("microsoft/phi-4", "model", "phi-4"),
-     ("llama3.1-8b", "model", "llama3-8b"), ("google/gemma-2-9b-it", "model", "gemma2-9b"),
-     ("mistralai/Mistral-7B-Instruct-v0.2", "model", "mistral-7b"), ("meta-llama/Llama-3.2-1B", "model", "llama3.2-1b"),
-     ("p4d.24xlarge", "cluster", "p4d"), ("DGX_H100", "cluster", "dgx-h100"), ("HGX B200", "cluster", "dgx-b200")],
-)  # fmt: skip
+    ("spelling", "what", "name"), rows_beside(__file__, "spellings")
+)
 def test_spellings_of_the_field(spelling, what, name):
     assert getattr(catalog, what)(spelling).name == name
 

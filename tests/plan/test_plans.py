@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from support import rows_beside
 
 import madmax_lib as mm
 from madmax_lib import catalog
@@ -309,45 +310,10 @@ def test_a_case_resolves_its_software_once():
         replace(case, software="megatronne")
 
 
-REFUSED = [
-    ("gpt2", "dp8", "hugectr", "hugectr does not train language models such as gpt2"),
-    ("gpt2", "dp8", "timm", "timm does not train language models such as gpt2"),
-    (
-        "vit-huge",
-        "dp8",
-        "nanotron",
-        "nanotron does not train image models such as vit-huge",
-    ),
-    ("gpt2", "dp4.tp2", "llm-foundry", "llm-foundry does not run tp=2"),
-    ("gpt2", "dp4.pp2", "jax", "jax does not run pp=2 under 1f1b"),
-    ("gpt2", "pp2.v2", "nanotron", "nanotron does not run interleave=2"),
-    ("gpt2", "dp8.z3", "megatron-2021", "megatron-2021 does not run zero=3 with pp=1"),
-    ("gpt2", "dp4.pp2.z3", "deepspeed", "deepspeed does not run zero=3 with pp=2"),
-    ("gpt2", "dp8.z1.hs2", "nanotron", "nanotron does not run shard=2 (HSDP)"),
-    ("gpt2", "dp8.z3.hpz", "torchtitan", "torchtitan does not run hpz"),
-    ("gpt2", "dp4.cp2", "deepspeed", "deepspeed does not run cp=2 by ring"),
-    (
-        "mixtral-8x7b",
-        "dp8.ep4",
-        "fsdp2",
-        "fsdp2 does not run ep=4 over dp x cp = 8 x 1",
-    ),
-    (
-        "mixtral-8x7b",
-        "dp4.tp2.ep4",
-        "deepspeed",
-        "deepspeed does not run ep=4 over dp x cp = 4 x 1",
-    ),
-    (
-        "mixtral-8x7b",
-        "dp2.tp4.etp1.ep2",
-        "megatron-deepspeed",
-        "does not run ep=2 over dp x cp x tp / etp = 2 x 1",
-    ),
-]
-
-
-@pytest.mark.parametrize(("model", "plan", "software", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("model", "plan", "software", "words"),
+    rows_beside(__file__, "refused_by_software"),
+)
 def test_a_software_runs_what_its_table_says(model, plan, software, words):
     """One plan is refused in every door; a row of a table is no plan; a search does not
     try it.

@@ -7,11 +7,11 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
-from support import local_or_skip
+from support import local_or_skip, rows_beside
 
 from madmax_lib import plan_flags
 from madmax_lib.catalog.software import OVERLAPS
@@ -24,12 +24,7 @@ from madmax_lib.plan.rules import STATED
 from madmax_lib.plan_flags.keys import FRAMEWORKS
 from madmax_lib.plan_flags.text import source_of
 
-HERE = Path(__file__).parent
-
-
-def cases(name):
-    """Rows of a table beside this file."""
-    return json.loads((HERE / f"{name}.json").read_text())
+cases = partial(rows_beside, __file__)
 
 
 @pytest.mark.parametrize("case", cases("read"), ids=lambda case: case["plan"])
