@@ -116,6 +116,7 @@ def plot_best(
     """
     groups = list(dict.fromkeys(table[by]))
     ax = draw.new_axes(height=0.9 + 0.42 * len(groups))
+    # the last row of a group is its best, of all strategies and of those that fit
     ranked = table.sort_values("gain")
     free = ranked.groupby(by).tail(1).set_index(by).loc[groups]
     fits = ranked[ranked["fits"]].groupby(by).tail(1).set_index(by).loc[groups]
@@ -177,6 +178,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
         compute = step - rows["exposed_comm_ms"] / fsdp_ms
         comm = step.clip(upper=limit) - compute
         parts = pd.DataFrame({"compute": compute, "comm": comm})
+        # opacity: plans that do not fit are pale
         pale = [1 if fits else 0.3 for fits in rows["fits"]]
         fills = {
             kind: [draw.faded(kind, "simulated", alpha=alpha) for alpha in pale]
@@ -229,6 +231,7 @@ def plot_context(table: pd.DataFrame) -> Axes:
     hollow where it does not fit.
     """
     ax = draw.new_axes(height=3.2)
+    # strategies far below FSDP would flatten the others
     seen = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")]
     for strategy, part in seen.groupby("dense_strategy", sort=False):
         text = _label(strategy)

@@ -61,7 +61,7 @@ _DLRMS = [
     "DLRM-B MoE",
 ]
 _LLMS = ["GPT-3", "LLaMA-65B", "LLaMA2-70B 4K", "LLM-MoE 1.8T"]
-_LLM_GPUS = 2048
+_LLM_GPUS = 2048  # table III
 _LLM_SYSTEM = f"llm-a100-{_LLM_GPUS}"
 _SCALED = {"DLRM-A": "zionex-128", "GPT-3": _LLM_SYSTEM}
 # columns of a system that grow together in figures 17 to 20
@@ -233,6 +233,7 @@ def prefetch_overlap(
     prefetching of the backward pass.
     """
     fsdp = cases(models, ["fsdp"], [_LLM_SYSTEM])
+    # share of AllGather and ReduceScatter under compute, see `steps`
     parts = [
         steps(fsdp, rules=MadmaxRules(schedule=name)).assign(schedule=name)
         for name in _SCHEDULES
@@ -292,13 +293,14 @@ def hardware_study(
     """
     tables = []
     for model, devices in (("DLRM-A", 128), ("GPT-3", 2048)):
+        # as many nodes as come nearest to the model's number of devices
         sized = [
             replace(c, nodes=max(round(devices / c.devices_per_node), 1))
             for c in map(cluster, names)
         ]
         joined = [_joined(one) for one in sized if one.name in nvlink_all]
         usable = catalog_systems(sized + joined)
-        if model.startswith("DLRM"):
+        if model.startswith("DLRM"):  # trained in FP32 or TF32
             usable = usable[usable["f32_flops"] > 0]
         table = steps(cases([model], _RELEASED_STRATEGIES, [*usable["name"]]), usable)
         fastest = best(table).query("limit == 'memory'").assign(choice="best that fits")
@@ -326,6 +328,7 @@ def class_strategies(model: str, system: str) -> pd.DataFrame:
 
     Columns of `steps`, with mlp and transformer; gain over fsdp for both classes.
     """
+    # one strategy for both classes is on the diagonal
     pairs = list(product(("fsdp", "ddp", "tp,ddp", "fsdp,ddp"), repeat=2))
     texts = [f"mlp={mlp}; transformer={blocks}" for mlp, blocks in pairs]
     table = steps(cases([model], texts, [system]))
@@ -355,7 +358,12 @@ def claims() -> pd.DataFrame:
     error is ours / theirs - 1; follows tells whether the number can follow from public
     material.
     """
-    ours = {**_table_1(), **_figure_7(), **_gains()}
+    # rows that are measurements have no number of ours
+    ours = _table_1() | _gains()
+    names = (*_SERIAL, "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
+    for gpus in (128, 8):
+        step = _figure_7_step(gpus)
+        ours |= {f"fig7_{gpus}_{name}": step[name] for name in names}
     table = read_table("madmax/published").rename(columns={"value": "theirs"})
     table = table.query("follows != 'measured' and key in @ours").reset_index(drop=True)
     table["ours"] = table["key"].map(ours)
@@ -382,14 +390,6 @@ def _table_1() -> dict[str, float]:
         "llama_days": 1.4e12 / tokens_per_step * llama_s / 86_400,
         "prefetch": llama.loc["optimised", "overlapped_share"],
         "vit_accuracy": 1 - (vit["fitted"] - vit["measured"]).abs().mean(),
-    }
-
-
-def _figure_7() -> dict[str, float]:
-    bars = {gpus: _figure_7_step(gpus) for gpus in (128, 8)}
-    names = (*_SERIAL, "exposed_comm_ms", "overlapped_comm_ms", "iteration_ms")
-    return {
-        f"fig7_{gpus}_{name}": row[name] for gpus, row in bars.items() for name in names
     }
 
 

@@ -63,6 +63,7 @@ def generate_profiles(
         while tp < most:
             scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
             tp *= 2
+    # the script takes a V100 for 3.5 times slower
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
     every = []
     for device, factor in factors.items():

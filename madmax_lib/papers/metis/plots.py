@@ -19,7 +19,8 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     published columns.
     """
     case = ["row", "layers", "gpus", "mode"]
-    table = runs[[*case, "node_order", "our_cost_ms", "cost_ms"]].reset_index(drop=True)
+    costs = ["our_cost_ms", "cost_ms"]
+    table = runs[[*case, "node_order", *costs]].reset_index(drop=True)
     first = table.drop_duplicates(["row", "mode"]).reset_index(drop=True)
     ax = ax or draw.new_axes(height=0.9 + 0.42 * len(first))
     for slot, (order, fill) in enumerate(_ORDERS.items()):
@@ -31,7 +32,8 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     error = (table["our_cost_ms"] - table["cost_ms"]).abs()
     near = table.loc[error.groupby([table["row"], table["mode"]], sort=False).idxmin()]
     second = near["node_order"].eq("V100 first").to_numpy()
-    draw.published(ax, near["cost_ms"], first.index + 0.4 * second - 0.2)
+    rows = first.index + 0.4 * second - 0.2
+    draw.published(ax, near["cost_ms"], rows)
     title = "The cost column follows the order of GPU types, not the method"
     rows = [
         f"{row.layers} layers, {row.gpus} GPUs, “{_MODES[row.mode]}”"

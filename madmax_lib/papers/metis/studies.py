@@ -31,9 +31,12 @@ __all__ = [
     "table1_errors",
 ]
 
+# The release leaves the order of GPU types undefined; the best cost follows from it.
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH = 128
 _LIMIT = 128  # of permuted groups, tp and batch: never reached in the table
+# Likewise the profile listed first: the report's numbers are those of any A100 with
+# tp and batch of 4 and more.
 _MODEL_PROFILE = "A100_tp4_bs4"
 
 
@@ -128,7 +131,7 @@ def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
 def defect_shares(result: MetisResult, layers: int) -> pd.DataFrame:
     """Share of the costed plans of a search with each defect: defect, plans, share."""
     plans = result.plans
-    cuts = plans["layer_partition"]
+    cuts = plans["layer_partition"]  # boundaries, the last one below L if layers vanish
     stages = plans["device_groups"].map(len)
     empty = cuts.map(lambda cuts: any(x == y for x, y in pairwise(cuts)))
     flags = {

@@ -197,7 +197,7 @@ class _Walk:
         order = []  # stages by free memory, once that was computed
         while True:
             if not invalid:
-                placed = self._place(stages, memory_mb)
+                placed = self._placement(stages, memory_mb)
                 steps += placed.failures
                 free_mb = []
                 if placed.attempt:
@@ -225,7 +225,7 @@ class _Walk:
             dp[number] //= 2
             invalid += before.valid - before.halved.valid
 
-    def _place(self, stages: list[Stage], memory_mb: list[float]) -> _Placement:
+    def _placement(self, stages: list[Stage], memory_mb: list[float]) -> _Placement:
         """Layers for stages by speed; where memory is short, by a capacity that avoids
         it, up to three attempts.
         """

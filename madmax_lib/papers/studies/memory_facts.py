@@ -19,6 +19,7 @@ from madmax_lib.simulator.offload.placement import Policy
 
 __all__ = ["memory_facts"]
 
+# model states of the ZeRO paper [arXiv 1910.02054]: 16 bytes per parameter unsharded
 _STATES = ["weights", "gradients", "optimizer"]
 
 

@@ -122,7 +122,7 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -
     energy.
     """
     run = {"global_batch": plan.dp * plan.micro_batch, "dtype": "fp16"}
-    placed = policy if plan.offload else None
+    placed = policy if plan.offload else None  # a policy is for offloading plans only
     placement = fits(model, cluster, plan, policy=placed, **run)
     row = {"fits": placement.fits, "bound": placement.bound}
     if not placement.fits:
@@ -133,6 +133,7 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -
         for cause, names in _CAUSES.items()
     }
     tokens = run["global_batch"] * model.sequence
+    # NaN where nothing leaves the device
     share = times.get("offload_share", float("nan"))
     row |= {"share": share, **times[["step_s", "low_s", "high_s", "tokens_per_s"]]}
     row["offload_s"] = times.get("offload_s", 0.0)
@@ -168,8 +169,10 @@ def share_table(
     Columns of `OffloadTimes`.
     """
     case = normalised(Case(model, cluster, plan, global_batch, dtype="fp16"))
+    # a point per percent
     times = offload_times(case, shipped(), np.linspace(0, 1, 101))
     _, best = best_offload(case, shipped())
+    # the share is searched among those that fit, the table shows all
     table = pd.DataFrame(vars(times))
     table.attrs["best"] = float(best.share[0])
     return table

@@ -1,6 +1,4 @@
-"""What do two public studies look like beside our numbers? Pictures of `hybrid` and
-`vit_study`.
-"""
+"""Pictures of two public studies beside our numbers: `hybrid` and `vit_study`."""
 
 import numpy as np
 import pandas as pd
@@ -15,8 +13,8 @@ __all__ = [
     "plot_mfu",
     "plot_overlap",
     "plot_scaling",
+    "plot_steps",
 ]
-__all__ += ["plot_steps"]
 
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
@@ -33,6 +31,7 @@ _LINES = {
     "zeropp": (draw.COLORS["memcpy"], "^"),
 }
 _DASHES = {"one host": "-", "nodes of two": "--"}
+# components that have a colour of their own; the rest is "other"
 _PARTS = (
     "weights",
     "gradients",
@@ -61,12 +60,10 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     draw.published(ax, 100 * table["mfu_reported"], rows)
     for column, (_, mark) in _MARKS.items():
         ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
-    for row, mfu, executed in zip(
-        rows, table["mfu_corrected"], table["executed"], strict=True
-    ):
-        draw.note(
-            ax, 0, row, f"{'at most ' if executed < 1 else ''}{mfu:.1%}", color="white"
-        )
+    for row, audit in enumerate(table.itertuples()):
+        # TP peers may have seen different samples: then the rate is an upper bound
+        bound = "at most " if audit.executed < 1 else ""
+        draw.note(ax, 0, row, f"{bound}{audit.mfu_corrected:.1%}", color="white")
     marks = [
         draw.mark_key(name, color=_ORANGE, hollow=False, **mark)
         for name, mark in _MARKS.values()
@@ -80,15 +77,10 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         "The last, short batch was counted full: MFU came out up to "
         f"{table['inflation'].max():.2f}x too high"
     )
-    reach = 115 * table["mfu_reported"].max()
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x="MFU [%]", rows=_row_names(table), reach=reach, key=key, columns=3
-        ),
-    )
+    reach = 115 * table["mfu_reported"].max()  # in percent, 15 % beyond the largest
+    names = _row_names(table)
+    frame = draw.Frame(x="MFU [%]", rows=names, reach=reach, key=key, columns=3)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -97,25 +89,16 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
     ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
     draw.bars(ax, table["measured_gib"], draw.BarStyle(slot=(0, 2)))
-    draw.bars(
-        ax,
-        table["predicted_gib"],
-        draw.BarStyle(
-            source="simulated", slot=(1, 2), notes=table["error"].map("{:+.1%}".format)
-        ),
-    )
+    errors = table["error"].map("{:+.1%}".format)
+    style = draw.BarStyle(source="simulated", slot=(1, 2), notes=errors)
+    draw.bars(ax, table["predicted_gib"], style)
     key = [
         draw.patch_key("measured", "compute"),
         draw.patch_key("predicted", "compute", "simulated"),
     ]
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x="peak memory allocated on a GPU [GiB]", rows=_row_names(table), key=key
-        ),
-    )
+    x = "peak memory allocated on a GPU [GiB]"
+    frame = draw.Frame(x=x, rows=_row_names(table), key=key)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -125,25 +108,16 @@ def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or draw.new_axes(height=3.0)
     unfused_ms = table["unfused_ms"].map("{:.3f} ms".format)
     ideal = table["ideal_ms"].map(", ideal {:.3f} ms".format)
-    draw.bars(
-        ax,
-        100 * table["unfused_share"],
-        draw.BarStyle("idle", slot=(0, 2), notes=unfused_ms),
-    )
-    draw.bars(
-        ax,
-        100 * table["fused_share"],
-        draw.BarStyle(
-            slot=(1, 2), notes=table["fused_ms"].map("{:.3f} ms".format) + ideal
-        ),
-    )
-    shapes = [
-        f"{row.batch} x {row.sequence} x {row.width}" for row in table.itertuples()
-    ]
-    rows = [
-        name + ("\nin L2 cache" if cached else "")
-        for name, cached in zip(shapes, table["in_cache"], strict=True)
-    ]
+    fused_ms = table["fused_ms"].map("{:.3f} ms".format) + ideal
+    unfused = draw.BarStyle("idle", slot=(0, 2), notes=unfused_ms)
+    draw.bars(ax, 100 * table["unfused_share"], unfused)
+    fused = draw.BarStyle(slot=(1, 2), notes=fused_ms)
+    draw.bars(ax, 100 * table["fused_share"], fused)
+    rows = []
+    for row in table.itertuples():
+        # what stays in the cache says nothing about device memory
+        cached = "\nin L2 cache" if row.in_cache else ""
+        rows.append(f"{row.batch} x {row.sequence} x {row.width}{cached}")
     reached = table["fused_share"].iloc[-1]
     title = (
         f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is "
@@ -167,51 +141,38 @@ def plot_steps(
     regular = log[log["kind"] == "regular"]
     overflow = log[log["kind"] == "overflow"]
     rest_s = regular.loc[regular["step"] > last, "step_s"].mean()
-    shown = (
-        regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]]
-        .mean()
-        .reset_index(drop=True)
-    )
-    draw.areas(ax, shown["step"], shown, _PHASES)
-    tops = shown[list(_PHASES)].tail(2).mean().cumsum()
-    for phase, top in tops.items():
-        height_s = shown[phase].tail(2).mean()
-        draw.note(
-            ax,
-            shown["step"].iloc[-1],
-            top - height_s / 2,
-            phase.replace("_", "-"),
-            dx=5,
-        )
+    # a point for every 16 steps, which hides the noise of single ones
+    bins = regular.groupby(regular["step"] // _BIN)[["step", *_PHASES]]
+    curve = bins.mean().reset_index(drop=True)
+    draw.areas(ax, curve["step"], curve, _PHASES)
+    # names of the phases in the middle of their areas, at the right end
+    end = curve["step"].iloc[-1]
+    heights_s = curve[list(_PHASES)].tail(2).mean()
+    middles_s = heights_s.cumsum() - heights_s / 2
+    for phase, middle_s in middles_s.items():
+        draw.note(ax, end, middle_s, phase.replace("_", "-"), dx=5)
     fitted = {"color": "black", "alpha": 0.10, "lw": 0}
     odd = {"mfc": "white", "mec": draw.PAPER, "ms": 5, "ls": "none"}
-    key = ax.plot(
-        overflow["step"], overflow["step_s"], "v", **odd, label="overflow: no update"
-    )
+    odd["label"] = "overflow: no update"
+    key = ax.plot(overflow["step"], overflow["step_s"], "v", **odd)
     key.append(ax.axvspan(2, last, **fitted, label=f"fit: steps 2 to {last}"))
-    key.append(
-        ax.axhline(simulated_s, **draw.DASHED, label=f"simulated: {simulated_s:.3f} s")
-    )
+    label = f"simulated: {simulated_s:.3f} s"
+    key.append(ax.axhline(simulated_s, **draw.DASHED, label=label))
     title = (
         f"Fitted on steps 2 to {last}, the simulated step is "
         f"{simulated_s / rest_s - 1:+.1%} off on the others"
     )
-    reach = log["step"].max() * 1.12
-    ax.set_ylim(0, 3.0)
-    return draw.finish(
-        ax,
-        shown,
-        title,
-        draw.Frame(
-            x="step",
-            y="time [s]",
-            reach=reach,
-            key=key,
-            where="upper center",
-            columns=3,
-            origin=log,
-        ),
+    ax.set_ylim(0, 3.0)  # room for the key
+    frame = draw.Frame(
+        x="step",
+        y="time [s]",
+        reach=log["step"].max() * 1.12,
+        key=key,
+        where="upper center",
+        columns=3,
+        origin=log,
     )
+    return draw.finish(ax, curve, title, frame)
 
 
 def plot_overlap(
@@ -221,19 +182,13 @@ def plot_overlap(
     hollow marks.
     """
     ax = ax or draw.new_axes(height=3.0)
-    draw.bars(
-        ax, 100 * simulated["overlap"], draw.BarStyle("hidden", source="simulated")
-    )
-    as_run = ~simulated["strategy"].eq("zero2") | simulated["case"].str.startswith(
-        "one"
-    )
+    style = draw.BarStyle("hidden", source="simulated")
+    draw.bars(ax, 100 * simulated["overlap"], style)
     for row, case in enumerate(simulated.itertuples()):
-        traced = (
-            100
-            * measured.loc[
-                (measured["strategy"] == case.strategy) & as_run[row], "overlap"
-            ]
-        )
+        # ZeRO-2 was run with one reduction at the end, its other cases are predictions
+        was_run = case.strategy != "zero2" or case.case.startswith("one")
+        same = measured["strategy"] == case.strategy
+        traced = 100 * measured.loc[same & was_run, "overlap"]
         draw.published(ax, traced, [row] * len(traced))
         draw.note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
     rows = [
@@ -245,18 +200,17 @@ def plot_overlap(
     ]
     title = "ZeRO-2 hid nothing; sharding layer by layer hides most of it"
     x = "communication hidden under compute [%]"
-    return draw.finish(
-        ax, simulated, title, draw.Frame(x=x, rows=rows, reach=112, key=key)
-    )
+    frame = draw.Frame(x=x, rows=rows, reach=112, key=key)
+    return draw.finish(ax, simulated, title, frame)
 
 
 def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """What a GPU holds by strategy at its fullest moment, with the usable memory."""
+    """Bytes on a GPU by strategy at its fullest moment, with the usable memory."""
     ax = ax or draw.new_axes(height=3.0)
     by_strategy = table.groupby("strategy", sort=False)
     parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
     parts = pd.DataFrame(parts_gib).T.fillna(0.0)
-    shown = {
+    fills = {
         name: fill
         for name, fill in _FILLS.items()
         if name in parts and parts[name].any()
@@ -266,23 +220,17 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update"
         for name, size in parts.sum(axis=1).items()
     ]
-    draw.bars(
-        ax, parts, draw.BarStyle(shown, source="simulated", height=0.6, notes=notes)
-    )
+    style = draw.BarStyle(fills, source="simulated", height=0.6, notes=notes)
+    draw.bars(ax, parts, style)
     usable_gib = table["usable_bytes"].iloc[0] / _GIB
     ax.axvline(usable_gib, **draw.DASHED)
     draw.note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
     rows = [_STRATEGIES[name] for name in parts.index]
     title = "DDP runs out of memory when AdamW makes its temporaries, not before"
-    draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x="memory of a GPU [GiB]", rows=rows, reach=20, key=shown, columns=4
-        ),
-    )
-    ax.set_ylim(top=-0.8)
+    x = "memory of a GPU [GiB]"
+    frame = draw.Frame(x=x, rows=rows, reach=20, key=fills, columns=4)
+    draw.finish(ax, table, title, frame)
+    ax.set_ylim(top=-0.8)  # room above the first bar for the note
     return ax
 
 
@@ -292,19 +240,13 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     ax = ax or draw.new_axes(height=3.4, width=6.0)
     styles = {
-        (place, strategy): {"color": color, "marker": mark, "ls": dashes}
-        for place, dashes in _DASHES.items()
+        (where, strategy): {"color": color, "marker": mark, "ls": dashes}
+        for where, dashes in _DASHES.items()
         for strategy, (color, mark) in _LINES.items()
     }
     white = {"mfc": "white", "ms": 5}
-    draw.lines(
-        ax,
-        table,
-        "gpus",
-        "samples_per_s",
-        draw.Curves(by=["place", "strategy"], styles=styles),
-        **white,
-    )
+    curves = draw.Curves(by=["place", "strategy"], styles=styles)
+    draw.lines(ax, table, "gpus", "samples_per_s", curves, **white)
     zero2 = table[table["strategy"] == "zero2"]
     gpus = np.unique(table["gpus"])
     linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
@@ -319,52 +261,35 @@ def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         draw.line_key("one host", draw.PAPER),
         draw.line_key("nodes of two, 10 Gb/s", draw.PAPER, ls="--"),
     ]
-    kept = zero2[(zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")][
-        "efficiency"
-    ].item()
-    title = (
-        f"ZeRO-2 keeps {kept:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
-    )
+    on_host = (zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")
+    efficiency = zero2.loc[on_host, "efficiency"].item()
+    title = f"ZeRO-2 keeps {efficiency:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
     limits = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}
     y = "simulated throughput [samples/s]"
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(x="GPUs", y=y, key=key, where="upper left", **limits),
-    )
+    frame = draw.Frame(x="GPUs", y=y, key=key, where="upper left", **limits)
+    return draw.finish(ax, table, title, frame)
 
 
 def _fullest(rows: pd.DataFrame) -> pd.Series:
     """Bytes by part at the moment of the peak: the optimizer's temporaries, or a pass."""
+    # The peak is the larger of a pass, with the loss or the backward pass on top, and
+    # of the update with its temporaries.
     sums = rows.groupby("phase")["size_bytes"].sum()
-    working = sums.get("pass", 0.0) + max(
-        sums.get("loss", 0.0), sums.get("backward", 0.0)
-    )
-    moment = (
-        ["always", "step"]
-        if sums.get("step", 0.0) > working
-        else ["always", "pass", "backward"]
-    )
-    held = rows[rows["phase"].isin(moment)]
-    fixed = held["component"].isin(["context", "fragmentation"])
-    part = (
-        held["component"]
-        .where(held["component"].isin(_PARTS), "other")
-        .mask(fixed, "context and fragmentation")
-    )
-    return held.groupby(part)["size_bytes"].sum()
+    loss = sums.get("loss", 0.0)
+    passing = sums.get("pass", 0.0) + max(loss, sums.get("backward", 0.0))
+    phases = ["always", "pass", "backward"]
+    if sums.get("step", 0.0) > passing:
+        phases = ["always", "step"]
+    rows = rows[rows["phase"].isin(phases)]
+    names = rows["component"]
+    fixed = names.isin(["context", "fragmentation"])
+    names = names.where(names.isin(_PARTS), "other")
+    names = names.mask(fixed, "context and fragmentation")
+    return rows.groupby(names)["size_bytes"].sum()
 
 
 def _row_names(table: pd.DataFrame) -> list[str]:
     """Rows of the GPT-2 Large study by configuration and batch."""
-    names = (
-        table["config"]
-        .str.upper()
-        .str.replace("ZERO", "ZeRO-")
-        .str.replace("+CUDA_FUSED", " fused")
-    )
-    return [
-        f"{name}, batch {batch}"
-        for name, batch in zip(names, table["batch_per_gpu"], strict=True)
-    ]
+    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
+    names = names.str.replace("+CUDA_FUSED", " fused")
+    return list(names + ", batch " + table["batch_per_gpu"].astype(str))

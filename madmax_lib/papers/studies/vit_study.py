@@ -1,5 +1,5 @@
-"""What did the ViT-Huge study on two T4 measure, and does a simulator fitted on a few
-of its steps foresee the rest?
+"""The ViT-Huge study on two T4, and a simulator fitted on a few of its steps that
+predicts the rest.
 
 The public project sidd1196/distributed_vision_training trained ViT-Huge/14 on Food-101
 with DeepSpeed: DDP ran out of memory, ZeRO-2 logged 2,368 steps, ZeRO-3 and ZeRO++ left
@@ -37,20 +37,17 @@ __all__ = [
 ]
 
 PHASES = ("forward", "backward", "update", "all_gather")
-_BUCKET_ELEMENTS = (
-    5e8  # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
-)
+# its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
+_BUCKET_ELEMENTS = 5e8
 _STEPS = "studies/vit_huge_steps"
 _OVERLAP = "studies/vit_overlap"
-# batch per GPU
 _MODEL = "vit-huge"
 _CLUSTER = "kaggle-2xt4"
 _DTYPE = "fp16"
-_BATCH = 16
+_BATCH = 16  # per GPU
 _RULES = "ViT-Huge on two T4, sidd1196/distributed_vision_training"
-# of a fitted share, relative
-_RESOLUTION = 1e-5
-_ROUNDS = 50
+_RESOLUTION = 1e-5  # of a fitted share, relative
+_ROUNDS = 50  # of the fixed-point iteration, at most
 
 
 def steps() -> pd.DataFrame:
@@ -63,20 +60,18 @@ def steps() -> pd.DataFrame:
     reduce_tail_s: part of backward that waits for gradients after the last kernel.
     """
     log = read_table(_STEPS)
+    # a step without Adam was skipped by the loss scaler
     kind = np.full(len(log), "regular", dtype=object)
     kind[log["adam_ms"].isna()] = "overflow"
     kind[np.flatnonzero(log["adam_ms"].notna())[0]] = "first update"
     kind[-1] = "short"
+    # DeepSpeed's optimizer time includes the all-gather of the updated weights
     update_ms = log["optimizer_ms"] - log["all_gather_ms"].fillna(0)
     milliseconds = log.assign(update_ms=update_ms)[[f"{phase}_ms" for phase in PHASES]]
-    table = (
-        log[["step"]]
-        .assign(kind=kind)
-        .join(milliseconds.div(1e3).set_axis(PHASES, axis=1))
-    )
-    table = table.assign(
-        reduce_tail_s=log["reduce_tail_ms"] / 1e3, step_s=table[[*PHASES]].sum(axis=1)
-    )
+    seconds = milliseconds.div(1e3).set_axis(PHASES, axis=1)
+    table = log[["step"]].assign(kind=kind).join(seconds)
+    table["reduce_tail_s"] = log["reduce_tail_ms"] / 1e3
+    table["step_s"] = seconds.sum(axis=1)
     return with_origin(table, _STEPS, rules=_RULES)
 
 
@@ -106,13 +101,8 @@ def plan_of(strategy: str, *, dp: int = 2) -> Plan:
     }
     if strategy not in strategies:
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(strategies)}")
-    return Plan(
-        dp=dp,
-        micro_batch=_BATCH,
-        recompute="full",
-        attention="unfused",
-        **strategies[strategy],
-    )
+    run = {"micro_batch": _BATCH, "recompute": "full", "attention": "unfused"}
+    return Plan(dp=dp, **run, **strategies[strategy])
 
 
 def step_of(
@@ -137,6 +127,7 @@ def _simulated_phases_s(timeline: Timeline) -> pd.Series:
     """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last
     gradient reduced.
     """
+    # all ranks are alike, one stands for them
     spans = timeline.spans[timeline.spans["rank"] == timeline.ranks[0]]
     name = spans["name"].astype(str)
     end_ns = spans["start_ns"] + spans["dur_ns"]
@@ -144,13 +135,10 @@ def _simulated_phases_s(timeline: Timeline) -> pd.Series:
     gather = name.str.startswith("all_gather")
     forward_ns = end_ns[name.str.endswith(" forward")].max()
     backward_ns = end_ns[~adam & ~gather].max() - forward_ns
-    values = (
-        forward_ns,
-        backward_ns,
-        spans.loc[adam, "dur_ns"].sum(),
-        spans.loc[gather, "dur_ns"].sum(),
-    )
-    return pd.Series(np.array(values, dtype=float) / 1e9, index=PHASES)
+    update_ns = spans.loc[adam, "dur_ns"].sum()
+    gather_ns = spans.loc[gather, "dur_ns"].sum()
+    phases_ns = np.array([forward_ns, backward_ns, update_ns, gather_ns], dtype=float)
+    return pd.Series(phases_ns / 1e9, index=PHASES)
 
 
 def _calibrate(measured: pd.Series) -> Parameters:
@@ -162,23 +150,15 @@ def _calibrate(measured: pd.Series) -> Parameters:
     and backward together that of the peak. Raises ValueError if no shares up to 1 do:
     the step is shorter than the data sheet allows.
     """
-    shares = {
-        "compute_efficiency": 0.5,
-        "memory_efficiency": 0.5,
-        "network_efficiency": 0.5,
-    }
     target = _by_share(measured)
+    shares = dict.fromkeys(target.index, 0.5)
     for _ in range(_ROUNDS):
-        ratio = (
-            _by_share(
-                _simulated_phases_s(step_of(plan_of("zero2"), Parameters(**shares)))
-            )
-            / target
-        )
+        # each share is nearly inversely proportional to the seconds that it governs
+        step = step_of(plan_of("zero2"), Parameters(**shares))
+        ratio = _by_share(_simulated_phases_s(step)) / target
         if np.abs(ratio - 1).max() < _RESOLUTION:
-            return Parameters(
-                **shares, provenance={"source": _RULES, **measured.to_dict()}
-            )
+            provenance = {"source": _RULES, **measured.to_dict()}
+            return Parameters(**shares, provenance=provenance)
         before = shares
         shares = {name: min(share * ratio[name], 1.0) for name, share in shares.items()}
         if shares == before:
@@ -191,9 +171,13 @@ def _calibrate(measured: pd.Series) -> Parameters:
 
 def _by_share(phases: pd.Series) -> pd.Series:
     """Seconds that each share governs."""
-    passes_s = phases["forward"] + phases["backward"]
-    names = ["compute_efficiency", "memory_efficiency", "network_efficiency"]
-    return pd.Series([passes_s, phases["update"], phases["all_gather"]], index=names)
+    return pd.Series(
+        {
+            "compute_efficiency": phases["forward"] + phases["backward"],
+            "memory_efficiency": phases["update"],
+            "network_efficiency": phases["all_gather"],
+        }
+    )
 
 
 def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
@@ -221,13 +205,10 @@ def measured_overlap() -> pd.DataFrame:
     overlap (0..1).
     """
     table = read_table(_OVERLAP)
-    seconds = {
-        f"{name}_s": table[f"{name}_ms"] / 1e3
-        for name in ("idle", "compute", "non_compute")
-    }
-    table = table[["strategy", "rank"]].assign(
-        **seconds, overlap=table["overlap_pct"] / 100
-    )
+    names = ("idle", "compute", "non_compute")
+    seconds = {f"{name}_s": table[f"{name}_ms"] / 1e3 for name in names}
+    share = table["overlap_pct"] / 100
+    table = table[["strategy", "rank"]].assign(**seconds, overlap=share)
     return with_origin(table, _OVERLAP, rules=_RULES)
 
 
@@ -238,9 +219,9 @@ def overlap(parameters: Parameters) -> pd.DataFrame:
     Beside the runs: ZeRO-2 whose buckets of 5e8 fp16 elements are reduced beside
     backward as soon as they are full, and with buckets of 25 MiB.
     """
-    bucketed = replace(
-        plan_of("zero2"), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS
-    )
+    # 2 bytes per fp16 element
+    buckets = {"reduce_fp32": False, "bucket_bytes": 2 * _BUCKET_ELEMENTS}
+    bucketed = replace(plan_of("zero2"), **buckets)
     cases = [
         ("one reduction at the end", "zero2", plan_of("zero2")),
         ("buckets of 5e8 elements", "zero2", bucketed),
@@ -250,14 +231,9 @@ def overlap(parameters: Parameters) -> pd.DataFrame:
     ]
     rows = []
     for case, strategy, plan in cases:
-        seconds = breakdown(step_of(plan, parameters)).iloc[0]
-        rows.append(
-            {
-                "case": case,
-                "strategy": strategy,
-                **seconds[["total_s", "compute_s", "comm_s", "overlap"]],
-            }
-        )
+        rank = breakdown(step_of(plan, parameters)).iloc[0]
+        parts = rank[["total_s", "compute_s", "comm_s", "overlap"]]
+        rows.append({"case": case, "strategy": strategy, **parts})
     return with_origin(pd.DataFrame(rows), _STEPS, _OVERLAP, rules=_RULES)
 
 
@@ -271,23 +247,19 @@ def memory_parts() -> pd.DataFrame:
     parts = []
     model = catalog.model(_MODEL)
     usable = usable_bytes(catalog.cluster(_CLUSTER).device)
-    for strategy, software in (
-        ("ddp", "torch"),
-        ("zero2", "deepspeed"),
-        ("zero3", "deepspeed"),
-    ):
-        plan = replace(
-            plan_of(strategy), reduce_fp32=False, bucket_bytes=2 * _BUCKET_ELEMENTS
-        )
-        table = memory(model, plan, dtype=_DTYPE, software=software)
+    buckets = {"reduce_fp32": False, "bucket_bytes": 2 * _BUCKET_ELEMENTS}
+    software = {"ddp": "torch", "zero2": "deepspeed", "zero3": "deepspeed"}
+    for strategy, name in software.items():
+        plan = replace(plan_of(strategy), **buckets)
+        table = memory(model, plan, dtype=_DTYPE, software=name)
+        # AdamW makes its temporaries in the first update: until then they are missing
         before = peak_bytes(table[table["component"] != "optimizer temporaries"])
         table = table.drop(columns="stage").assign(
             strategy=strategy, peak_bytes=peak_bytes(table)
         )
         parts.append(table.assign(before_update_bytes=before, usable_bytes=usable))
-    return with_origin(
-        pd.concat(parts, ignore_index=True), "published_memory", rules=_RULES
-    )
+    table = pd.concat(parts, ignore_index=True)
+    return with_origin(table, "published_memory", rules=_RULES)
 
 
 def scaling(parameters: Parameters) -> pd.DataFrame:
@@ -301,35 +273,30 @@ def scaling(parameters: Parameters) -> pd.DataFrame:
     """
     rows = []
     pair = catalog.cluster(_CLUSTER)
-    port = replace(
-        pair.inter,
-        bandwidth_bytes_per_s=pair.inter.bandwidth_bytes_per_s
-        / parameters.network_efficiency,
-    )
-    pair = replace(pair, inter=port)
-    cases = product(
-        ("one host", "nodes of two"), ("zero2", "zero3", "zeropp"), (2, 4, 8)
-    )
-    for place, strategy, gpus in cases:
-        size = (
-            {"devices_per_node": gpus}
-            if place == "one host"
-            else {"nodes": gpus // pair.devices_per_node}
-        )
+    # The simulator multiplies all links by the fitted share; divided by it before,
+    # Ethernet counts in full.
+    rate = pair.inter.bandwidth_bytes_per_s / parameters.network_efficiency
+    pair = replace(pair, inter=replace(pair.inter, bandwidth_bytes_per_s=rate))
+    strategies = ("zero2", "zero3", "zeropp")
+    cases = product(("one host", "nodes of two"), strategies, (2, 4, 8))
+    for where, strategy, gpus in cases:
+        size = {"nodes": gpus // pair.devices_per_node}
+        if where == "one host":
+            size = {"devices_per_node": gpus}
         step = step_of(plan_of(strategy, dp=gpus), parameters, replace(pair, **size))
         step_s = float(breakdown(step)["total_s"].max())
-        row = {"place": place, "strategy": strategy, "gpus": gpus, "step_s": step_s}
+        row = {"place": where, "strategy": strategy, "gpus": gpus, "step_s": step_s}
         rows.append(row | {"samples_per_s": _BATCH * gpus / step_s})
     table = pd.DataFrame(rows)
+    # rows of a place and strategy begin with the fewest GPUs
     per_gpu = table["samples_per_s"] / table["gpus"]
-    table["efficiency"] = per_gpu / per_gpu.groupby(
-        [table["place"], table["strategy"]]
-    ).transform("first")
+    groups = per_gpu.groupby([table["place"], table["strategy"]])
+    table["efficiency"] = per_gpu / groups.transform("first")
     return with_origin(table, _STEPS, rules=_RULES)
 
 
 def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
-    """What the study measured beside ours: claim, theirs, ours, error; overlaps are
+    """Measured values of the study beside ours: claim, theirs, ours, error; overlaps are
     shares, their error a difference.
 
     parameters, predicted: of `fit_and_predict`.
@@ -345,6 +312,7 @@ def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
     states = parts.query(
         "strategy == 'zero2' and component in ['weights', 'optimizer']"
     )["size_bytes"].sum()
+    # fp16 weights; the second bucket is what the first one of 5e8 elements leaves
     weight_bytes = 2 * catalog.model(_MODEL).parameters
     gathered_bytes_per_s = (
         weight_bytes / 2 / _phases_s(steps(), 2, 300)["all_gather"]

@@ -1,5 +1,5 @@
-"""Where does the memory wall stand? Methods beside each other, largest models, energy,
-the update on a CPU.
+"""Pictures of the memory wall: methods beside each other, largest models, energy, the
+update on a CPU.
 
 All of it is simulated but for `plot_adam`, which shows what was measured beside what
 the simulator takes.
@@ -20,7 +20,7 @@ __all__ = [
     "plot_token_energy",
 ]
 
-_MARKERS = "os^Dv<>P"
+_MARKERS = "os^Dv<>P"  # by method, or by way to update
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
     "passes_s": ("passes wait for weights", "memcpy"),
     "drain_s": ("gradients drain", "comm"),
@@ -44,7 +44,7 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     curves = draw.Curves(by="method", styles=styles, units=(1e9, 1))
     style = {"ms": 5, "mfc": "white", "lw": 1.0}
     draw.lines(ax, fitting, "parameters", "tokens_per_s", curves, **style)
-    billions = models["parameters"] / 1e9
+    billions = models["parameters"] / 1e9  # ticks at the models, by their names
     title = "No method fits any model"
     ax.set_xscale("log")
     ax.set_xticks(billions, [_size(name) for name in models["model"]], fontsize=7)
@@ -72,20 +72,15 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Largest models: published beside ours. table: of `memory_wall.limits_table`."""
     ax = ax or draw.new_axes(height=1.2 + 0.42 * len(table))
-    places = range(len(table))
-    larger = table[["published", "ours"]].max(axis=1)
-    ax.hlines(
-        places,
-        table["published"],
-        table["ours"],
-        color=draw.COLORS["idle"],
-        lw=2,
-        zorder=1,
-    )
-    ax.plot(table["ours"], places, "o", ms=6, color=draw.COLORS["compute"])
-    draw.published(ax, table["published"], places)
-    for place, (end, row) in enumerate(zip(larger, table.itertuples(), strict=True)):
-        draw.note(ax, end, place, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
+    y = range(len(table))
+    grey = draw.COLORS["idle"]
+    # a bar joins both marks, to show which is the larger
+    ax.hlines(y, table["published"], table["ours"], color=grey, lw=2, zorder=1)
+    ax.plot(table["ours"], y, "o", ms=6, color=draw.COLORS["compute"])
+    draw.published(ax, table["published"], y)
+    for number, row in enumerate(table.itertuples()):
+        end = max(row.published, row.ours)
+        draw.note(ax, end, number, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
     title = (
         f"Our limits are {table['ratio'].median():.2f}x of the published sizes "
         "in the median"
@@ -97,14 +92,10 @@ def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ]
     x = "largest model [1e9 parameters]"
     limits = (0.7 * table["published"].min(), 3 * table["ours"].max())
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits
-        ),
+    frame = draw.Frame(
+        x=x, rows=rows, key=key, where="upper right", xscale="log", xlim=limits
     )
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes:
@@ -121,12 +112,9 @@ def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes
     x = "share of the states that leaves the device"
     y = "simulated time beyond the passes [s]"
     key = ax.get_legend_handles_labels()[0]
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(x=x, y=y, key=key, where="beside", xlim=(0, 1), ylim=(0, None)),
-    )
+    limits = {"xlim": (0, 1), "ylim": (0, None)}
+    frame = draw.Frame(x=x, y=y, key=key, where="beside", **limits)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -135,24 +123,16 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     ax = ax or draw.new_axes(height=3.2)
     adam = table[table["what"] == "cpu adam"]
-    for number, ((how, threads), part) in enumerate(
-        adam.groupby(["how", "threads"], sort=False)
-    ):
-        quartiles = [
-            part["median_s"] - part["low_s"],
-            part["high_s"] - part["median_s"],
-        ]
-        style = {
-            "marker": _MARKERS[number],
-            "ms": 4,
-            "lw": 1,
-            "capsize": 2,
-            "color": draw.SERIES[number],
-        }
-        label = f"{how}, {draw.plural(threads, 'thread')}"
-        ax.errorbar(
-            part["size"], part["median_s"], yerr=quartiles, label=label, **style
-        )
+    ways = adam.groupby(["how", "threads"], sort=False)
+    for number, ((how, threads), part) in enumerate(ways):
+        median_s = part["median_s"]
+        # errorbar takes lengths below and above, the table has the quartiles
+        lengths = [median_s - part["low_s"], part["high_s"] - median_s]
+        style = {"marker": _MARKERS[number], "ms": 4, "lw": 1, "capsize": 2}
+        style["color"] = draw.SERIES[number]
+        style["label"] = f"{how}, {draw.plural(threads, 'thread')}"
+        ax.errorbar(part["size"], median_s, yerr=lengths, **style)
+    # the fastest that memory allows: all bytes of an update at the rate of plain copies
     copies = table.loc[table["what"] == "host memory", "bytes_per_s"].max()
     ends = np.array([adam["size"].min(), adam["size"].max()])
     label = (
@@ -167,30 +147,28 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title += f", {largest.idxmax()} {ratio:.0f} times as long"
     y = "measured time of an update [s]"
     key = ax.get_legend_handles_labels()[0]
-    return draw.finish(
-        ax,
-        table,
-        title,
-        draw.Frame(
-            x="parameters", y=y, key=key, where="upper left", xscale="log", yscale="log"
-        ),
-    )
+    scales = {"xscale": "log", "yscale": "log"}
+    frame = draw.Frame(x="parameters", y=y, key=key, where="upper left", **scales)
+    return draw.finish(ax, table, title, frame)
 
 
 def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Energy per token by method for one model, with its uncertainty. table: of
     `memory_wall.methods_table`.
     """
-    shown = table[table["fits"]].reset_index(drop=True)
-    interval_mj = 1e3 * shown["token_low_j"], 1e3 * shown["token_high_j"]
-    apart = shown["token_j"].max() / shown["token_j"].min() - 1
-    title = f"{_size(shown['model'].iloc[0])}: methods differ by {apart:.0%} in energy"
-    title += ", less than the model is sure of" if apart < 0.25 else ""
+    fitting = table[table["fits"]].reset_index(drop=True)
+    interval_mj = 1e3 * fitting["token_low_j"], 1e3 * fitting["token_high_j"]
+    spread = fitting["token_j"].max() / fitting["token_j"].min() - 1
+    title = (
+        f"{_size(fitting['model'].iloc[0])}: methods differ by {spread:.0%} in energy"
+    )
+    # `simulator.power.ERROR` either way is wider than a difference of a quarter
+    title += ", less than the model is sure of" if spread < 0.25 else ""
     x = "simulated energy per token, devices and processors [mJ]"
-    frame = draw.Frame(x=x, rows=shown["method"])
-    notes = shown["tokens_per_s"].map("{:,.0f} tokens/s".format)
+    frame = draw.Frame(x=x, rows=fitting["method"])
+    notes = fitting["tokens_per_s"].map("{:,.0f} tokens/s".format)
     style = draw.BarStyle(source="simulated", error=interval_mj, notes=notes)
-    return draw.bar_chart(ax, table, 1e3 * shown["token_j"], title, frame, style)
+    return draw.bar_chart(ax, table, 1e3 * fitting["token_j"], title, frame, style)
 
 
 def _size(model: str) -> str:

@@ -230,7 +230,7 @@ class Config:
 
     @property
     def plan(self) -> Plan:
-        """How the model is split, in the words of this library."""
+        """Split of the model in the words of this library."""
         return Plan(
             dp=self.data_parallel_size,
             tp=self.tensor_parallel_size,

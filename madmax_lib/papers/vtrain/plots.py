@@ -14,7 +14,7 @@ __all__ = [
     "plot_space",
 ]
 
-_TP = {
+_TP = {  # colour and mark by tensor parallelism
     4: ("#529d3f", "o"),
     8: (draw.COLORS["compute"], "s"),
     16: (draw.COLORS["comm"], "^"),
@@ -86,6 +86,7 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
     space: of `design_space`. plans: of `plan_table`.
     """
     ax = draw.new_axes(height=3.8)
+    # plans in the range of the published ones, in the 80 GB of an A100
     near = space[space["days"].between(30, 60) & (space["memory_bytes"] < 80e9)]
     near = near[["tp", "dp", "pp", "gpus", "days", "cost_usd"]]
     for tp, part in near.groupby("tp"):
@@ -154,6 +155,7 @@ def plot_compute_optimal(
         quoted["days"],
         label="published (at most, for the smaller one)",
     )
+    # rows are sorted by size
     largest = table[feasible].iloc[-1]
     naive = table[table["naive"]].iloc[-1]
     for row, text in (
@@ -209,10 +211,10 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
 
 
 def plot_rules(effects: pd.DataFrame) -> Axes:
-    """What correcting each deviation of the release does to a step; effects: of
+    """Change of a step by correcting each deviation of the release; effects: of
     `rule_effects`.
     """
-    single = effects.iloc[1:]
+    single = effects.iloc[1:]  # the first row is the release
     step_s = effects["step_s"]
     title = (
         f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "

@@ -154,6 +154,7 @@ def _plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame
     """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch
     up to 4.
     """
+    # heads must divide by tp, layers by pp, the batch by dp x micro_batch
     tps = [t for t in (1, 2, 4, 8) if model.heads % t == 0]
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
     grid = [
@@ -169,6 +170,7 @@ def design_space() -> pd.DataFrame:
     """MT-NLG over the (t, d, p) of vTrain's first case study, with days and cost of its
     270 B tokens.
     """
+    # 14 values of d: those of 1..30 that divide the batch
     dps = [d for d in range(1, 31) if _BATCH % d == 0]
     plans = pd.DataFrame(
         product((4, 8, 16), dps, (3, 5, 7, 15, 21, 35, 105)), columns=["tp", "dp", "pp"]
