@@ -43,20 +43,11 @@ def test_no_other_distance_of_checkpoints_loses_less(seed):
         mtbf_s=10 ** draw.uniform(7, 9), restart_s=draw.uniform(0, 300), evaluation=0
     )
     devices, parameters = int(2 ** draw.uniform(3, 10)), 10 ** draw.uniform(9, 11.5)
-    between_s, one_s = (
-        goodput.mtbf_s / devices,
-        goodput.checkpoint_s(devices, parameters),
-    )
-
-    def share(apart_s):
-        return (1 - (goodput.restart_s + apart_s / 2) / between_s) / (
-            1 + one_s / apart_s
-        )
-
-    best = max(
-        share(math.sqrt(2 * one_s * between_s) * factor)
-        for factor in np.geomspace(0.1, 10, 201)
-    )
+    between_s = goodput.mtbf_s / devices
+    one_s = goodput.checkpoint_s(devices, parameters)
+    apart_s = math.sqrt(2 * one_s * between_s) * np.geomspace(0.1, 10, 201)
+    trains = 1 - (goodput.restart_s + apart_s / 2) / between_s
+    best = (trains / (1 + one_s / apart_s)).max()
     assert best >= goodput.share(devices, parameters) > 0.995 * best
 
 
@@ -70,56 +61,34 @@ def test_published_totals_lie_where_the_others_say():
     factors, widths = np.transpose([practice(release) for release in judged["release"]])
     ratio = factors * judged["predicted_hours"] / judged["device_hours"]
     assert (np.abs(np.log(ratio)) <= widths).sum() >= 6 and 0.9 <= ratio.median() <= 1.1
-    mfu = (
-        6
-        * judged["tokens"]
-        * [mm.model(name).active_parameters for name in judged["model"]]
-    )
-    mfu /= (
-        3600
-        * judged["device_hours"]
-        * [mm.cluster(name).device.peak("bf16") for name in judged["cluster"]]
-    )
+    parameters = [mm.model(name).active_parameters for name in judged["model"]]
+    peak = [mm.cluster(name).device.peak("bf16") for name in judged["cluster"]]
+    mfu = 6 * judged["tokens"] * parameters / (3600 * judged["device_hours"] * peak)
     assert mfu.between(0.1, 0.5).all()
 
 
 @pytest.mark.parametrize("model", ["bloom-176b", "llama2-13b"])
 def test_predicted_hours_are_those_of_the_search(model):
     row = published_totals().set_index("model").loc[model]
-    what = {
-        "global_batch": int(row["global_batch"]),
-        "sequence": int(row["sequence"]),
-        "software": row["software"],
-    }
-    answer = campaign(
-        model, row["tokens"], row["cluster"], devices=int(row["devices"]), **what
-    )
-    assert answer.best["device_hours"] / practice()[0] == pytest.approx(
-        row["predicted_hours"], rel=0.05
-    )
-    assert (
-        answer.best["device_hours_low"]
-        < row["device_hours"]
-        < answer.best["device_hours_high"]
-    )
+    names = ("global_batch", "sequence", "devices")
+    run = {name: int(row[name]) for name in names} | {"software": row["software"]}
+    best = campaign(model, row["tokens"], row["cluster"], **run).best
+    hours = best["device_hours"] / practice()[0]
+    assert hours == pytest.approx(row["predicted_hours"], rel=0.05)
+    assert best["device_hours_low"] < row["device_hours"] < best["device_hours_high"]
 
 
 @pytest.mark.parametrize("days", [0.19, 0.31])
 def test_a_node_less_is_late(days):
-    asked = {
-        "model": "gpt2-xl",
-        "tokens": 2e10,
-        "cluster": "dgx-a100",
-        "software": "megatron-core",
-    }
-    best = campaign(**asked, days=days).best
+    asked = ("gpt2-xl", 2e10, "dgx-a100")
+    stack = {"software": "megatron-core"}
+    best = campaign(*asked, days=days, **stack).best
     assert best["days"] <= days
-    assert campaign(**asked, devices=int(best["devices"]) - 8).best["days"] > days
-    late = campaign(**asked, days=days, sure=0.9).best
-    assert (
-        late["in_time"] >= 0.9 > best["in_time"] >= 0.5
-        and late["devices"] > 1.5 * best["devices"]
-    )
+    fewer = int(best["devices"]) - 8
+    assert campaign(*asked, devices=fewer, **stack).best["days"] > days
+    late = campaign(*asked, days=days, sure=0.9, **stack).best
+    assert late["in_time"] >= 0.9 > best["in_time"] >= 0.5
+    assert late["devices"] > 1.5 * best["devices"]
 
 
 JOB = _Job(Case.of_step("llama3-70b", "dgx-h100", Plan(), 1), 15e12, None, (), None)
@@ -138,13 +107,9 @@ def test_a_default_batch_is_near_its_tokens_and_divides():
 
 def test_fewer_devices_are_not_sooner():
     counts = (1000, 1008, 1024, 1536, 3072, 3600)
-    asked = {
-        "model": "llama3-70b",
-        "tokens": 15e12,
-        "cluster": "dgx-h100",
-        "software": "megatron-bridge",
-    }
-    days = [campaign(**asked, devices=count).best["days"] for count in counts]
+    asked = ("llama3-70b", 15e12, "dgx-h100")
+    stack = {"software": "megatron-bridge"}
+    days = [campaign(*asked, devices=n, **stack).best["days"] for n in counts]
     assert (np.minimum.accumulate(days) >= 0.94 * np.array(days)).all()
 
 
@@ -158,13 +123,8 @@ def test_a_plan_is_timed_as_who_launches_it(cluster, stacks):
     asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": cluster, "devices": 16}
     best = campaign(**asked).best
     where = mm.cluster(cluster, devices=16)
-    one = mm.estimate(
-        "gpt2-xl",
-        where,
-        best["plan"],
-        global_batch=int(best["global_batch"]),
-        software=best["stacks"],
-    )
+    run = {"global_batch": int(best["global_batch"]), "software": best["stacks"]}
+    one = mm.estimate("gpt2-xl", where, best["plan"], **run)
     assert one["step_s"][0] == pytest.approx(best["step_s"]) and one["fits"][0]
     steps = [campaign(**asked, software=stack).best["step_s"] for stack in stacks]
     assert best["stacks"] in stacks and best["step_s"] == pytest.approx(min(steps))
@@ -174,25 +134,18 @@ def test_the_fewest_devices_in_time():
     """Fewer are too late, the table ends with the answer, and twice the time needs no
     more devices.
     """
-    answer = campaign("gpt2-xl", 2e10, "dgx-a100", days=0.5)
+    asked = ("gpt2-xl", 2e10, "dgx-a100")
+    answer = campaign(*asked, days=0.5)
     table = answer.table
     assert answer.best["days"] <= 0.5 and (table["days"].iloc[:-1] > 0.5).all()
     assert table["devices"].is_monotonic_increasing
     assert answer.best["in_time"] > 0.5 and (table["in_time"].iloc[:-1] < 0.5).all()
-    again = campaign("gpt2-xl", 2e10, "dgx-a100", devices=int(answer.best["devices"]))
-    assert again.best["days"] == pytest.approx(answer.best["days"]) and math.isnan(
-        again.best["in_time"]
-    )
-    assert (
-        campaign("gpt2-xl", 2e10, "dgx-a100", days=1).best["devices"]
-        <= answer.best["devices"]
-    )
+    again = campaign(*asked, devices=int(answer.best["devices"])).best
+    assert again["days"] == pytest.approx(answer.best["days"])
+    assert math.isnan(again["in_time"]) and "goodput" in repr(answer)
+    assert campaign(*asked, days=1).best["devices"] <= answer.best["devices"]
     price = answer.notes["price"]
-    assert (
-        price.startswith("5.12125 USD/h")
-        and "2023-10" in price
-        and "goodput" in repr(answer)
-    )
+    assert price.startswith("5.12125 USD/h") and "2023-10" in price
     assert f"{answer.best['goodput']:.1%} of the time trains" in answer.notes["goodput"]
 
 
@@ -220,68 +173,48 @@ def test_the_fewest_devices_in_time():
     ],
 )
 def test_bad_questions_are_one_line(change, message):
-    asked = {
-        "model": "gpt2",
-        "tokens": 1e10,
-        "cluster": "dgx-a100",
-        "days": 1.0,
-    } | change
+    asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-a100", "days": 1.0}
     with pytest.raises(ValueError, match=message):
-        campaign(**asked)
+        campaign(**asked | change)
 
 
 def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-h200", "devices": 8}
     free, paid = campaign(**asked), campaign(**asked, usd_per_hour=3.5)
-    assert (
-        math.isnan(free.best["usd"])
-        and "USD unknown" in repr(free)
-        and "no price of h200" in free.notes["price"]
-    )
-    assert (
-        paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"])
-        and "as given" in paid.notes["price"]
-    )
+    assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free)
+    assert "no price of h200" in free.notes["price"]
+    assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"])
+    assert "as given" in paid.notes["price"]
     assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
-    command = [
-        "plan",
-        "--model",
-        "gpt2",
-        "--tokens",
-        "0.01T",
-        "--cluster",
-        "dgx-h200",
-        "--gpus",
-        "8",
-    ]
-    assert main(command) == 0
+    command = ["plan", "--model", "gpt2", "--cluster", "dgx-h200", "--gpus", "8"]
+    assert main([*command, "--tokens", "0.01T"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "usd: unknown" in text
-        and "usd_low" not in text
-        and f"goodput_is: {free.notes['goodput']}" in text
-    )
-    assert (
-        "cluster: dgx-h200: nvlink4-per-gpu in a node" in text
-        and "give --usd-per-hour" in text
-    )
-    refused = dict.fromkeys(
-        ("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B"
-    ) | {"15": "less than a million"}
+    assert "usd: unknown" in text and "usd_low" not in text
+    assert f"goodput_is: {free.notes['goodput']}" in text
+    assert "cluster: dgx-h200: nvlink4-per-gpu in a node" in text
+    assert "give --usd-per-hour" in text
+    refused = dict.fromkeys(("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B")
+    refused["15"] = "less than a million"
     for tokens, message in refused.items():
         with pytest.raises(SystemExit):
-            main([*command[:4], tokens, *command[5:]])
+            main([*command, "--tokens", tokens])
         assert message in capsys.readouterr().err
 
 
-def test_bad_goodputs_are_refused():
-    for change in (
-        {"mtbf_s": -1},
-        {"restart_s": math.nan},
-        {"evaluation": 1.0},
-        {"storage_bytes_per_s": "fast"},
-    ):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            Goodput(**change)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mtbf_s", -1),
+        ("restart_s", math.nan),
+        ("evaluation", 1.0),
+        ("storage_bytes_per_s", "fast"),
+    ],
+)
+def test_bad_goodputs_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Goodput(**{name: value})
+
+
+def test_devices_that_stop_before_they_restart_are_refused():
     with pytest.raises(ValueError, match="16,384 devices stop every"):
         Goodput(mtbf_s=1e6).share(16384, LLAMA)

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, require_number
+from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
@@ -129,6 +129,8 @@ def campaign(
         model, cluster, Plan(), 1, sequence, dtype, software_of(software, parameters)
     )
     check_case(case)
+    if goodput is not None:  # before the searches that it waits for
+        require_type("goodput", goodput, Goodput)
     job = _Job(
         case,
         require_number("tokens", tokens, positive=True),
