@@ -1,9 +1,11 @@
-"""A browser for the tests that need one."""
+"""A step of two ranks, and a browser for the tests that need one."""
 
 import shutil
 
 import pytest
+from support import make_timeline
 
+ALL_REDUCE = "ncclDevKernel_AllReduce"
 QUIET = (
     "no-sandbox",
     "disable-gpu",
@@ -12,6 +14,21 @@ QUIET = (
     "disable-background-networking",
     "disable-sync",
 )
+
+
+@pytest.fixture
+def step():
+    """Two ranks; the second begins 2 ms later, and the first waits for it."""
+    rows = []
+    for rank, late in ((0, 0), (1, 2_000_000)):
+        rows += [
+            (rank, 7, "compute", "gemm", late, 10_000_000),
+            (rank, -1, "cpu", "aten::mm", 0, 1_000_000),
+            (rank, 20, "comm", ALL_REDUCE, 8_000_000 + late, 6_000_000 - late),
+            (rank, 7, "compute", "adam <&>", 15_000_000 + late, 1_000),
+        ]
+    files = {"0": {"name": "a", "sha256": "b"}}
+    return make_timeline(rows, provenance={"files": files, "rules": "exact"})
 
 
 @pytest.fixture(scope="module")

@@ -25,19 +25,6 @@ from madmax_lib.view.report.report import report, write_report
 AR = "ncclDevKernel_AllReduce"
 
 
-@pytest.fixture
-def step():
-    rows = []
-    for rank, late in ((0, 0), (1, 2_000_000)):
-        rows += [
-            (rank, 7, "compute", "gemm", late, 10_000_000),
-            (rank, -1, "cpu", "aten::mm", 0, 1_000_000),
-        ]
-        rows += [(rank, 20, "comm", AR, 8_000_000 + late, 6_000_000 - late)]
-        rows += [(rank, 7, "compute", "adam <&>", 15_000_000 + late, 1_000)]
-    return make_timeline(rows)
-
-
 @pytest.fixture(scope="module")
 def run():
     return read_trace(dataset("gpt-fsdp"))
