@@ -48,25 +48,18 @@ def gelu(u):
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 7), (1, 1)])
 def test_eager_is_the_closed_form(shape):
     torch.manual_seed(0)
-    x, bias = (
-        torch.randn(shape, dtype=torch.float64),
-        torch.randn(shape[-1], dtype=torch.float64),
-    )
-    assert bias_gelu(x, bias).numpy() == pytest.approx(
-        gelu((x + bias).numpy()), abs=1e-12
-    )
+    x = torch.randn(shape, dtype=torch.float64)
+    bias = torch.randn(shape[-1], dtype=torch.float64)
+    expected = gelu((x + bias).numpy())
+    assert bias_gelu(x, bias).numpy() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.skipif(NO_TRITON, reason="triton is not installed: pip install triton")
 def test_triton_under_its_interpreter():
     """In a process of its own: triton decides when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", INTERPRET]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -77,32 +70,21 @@ def test_triton_that_is_missing_is_said():
     assert unavailable("triton", "cpu") == "triton is not installed"
 
 
+X = torch.zeros(2, 3)
+WIDE = torch.zeros(3, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
-    ("x", "bias", "how", "message"),
+    ("bias", "how", "says"),
     [
-        (
-            torch.zeros(2, 3),
-            torch.zeros(2),
-            "eager",
-            r"bias of shape \(2,\) does not fit x of shape \(2, 3\)",
-        ),
-        (torch.zeros(2, 3), torch.zeros(1, 3), "eager", "does not fit"),
-        (
-            torch.zeros(2, 3),
-            torch.zeros(3, dtype=torch.float64),
-            "eager",
-            "x is torch.float32, bias is torch.float64",
-        ),
-        (
-            torch.zeros(2, 3),
-            torch.zeros(3),
-            "cuda",
-            "how='cuda' is not one of eager, compiled, triton",
-        ),
+        (X[:, 0], "eager", r"bias of shape \(2,\) does not fit x of shape \(2, 3\)"),
+        (X[:1], "eager", "does not fit"),
+        (WIDE, "eager", "x is torch.float32, bias is torch.float64"),
+        (X[0], "cuda", "how='cuda' is not one of eager, compiled, triton"),
     ],
 )
-def test_bad_inputs_are_refused(x, bias, how, message):
-    with pytest.raises(ValueError, match=message):
-        bias_gelu(x, bias, how)
+def test_bad_inputs_are_refused(bias, how, says):
+    with pytest.raises(ValueError, match=says):
+        bias_gelu(X, bias, how)
     with pytest.raises(ValueError, match="how='jit'"):
         unavailable("jit", "cpu")

@@ -32,7 +32,6 @@ from madmax_lib.runs import (
     sweep,
     train,
 )
-from madmax_lib.runs.data.batches import SampleShape, get_data
 from madmax_lib.runs.directory import last_checkpoint, owned
 from madmax_lib.runs.failures import failure
 from madmax_lib.runs.measure import meter
@@ -41,53 +40,64 @@ from madmax_lib.runs.read import COLUMNS, PHASES, read_steps
 
 launching = sys.modules[launch.__module__]  # the room has the call under this name
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+ON_CPU = {"device": "cpu", "timeout_s": 60.0}
+SHORT = {"sizes": SMALL, "sequence": 32, "steps": 2, "profile": False, **ON_CPU}
+LONG = {"sizes": SMALL, "steps": 1_000_000, "profile": False, **ON_CPU}
+
+
+def alone(spec):
+    """What one process, this one, sees of each step."""
+    threads = torch.get_num_threads()
+    job = trainer.parallelize(spec.model, Plan(micro_batch=8), spec, sizes=spec.sizes)
+    data = spec.get_data()
+    rows = [job.step(train._draw(data, spec, job, step)) for step in range(spec.steps)]
+    torch.set_num_threads(threads)
+    return {name: [row[name] for row in rows] for name in ("loss", "accuracy")}
+
+
+def starts_of(directory):
+    return json.loads((directory / "spec.json").read_text())["resolved"]["starts"]
 
 
 def test_another_run_is_not_overwritten(tmp_path):
+    def refused(kind, spec, path, says):
+        with pytest.raises(kind, match=says):
+            prepare(spec, path)
+
     spec = RunSpec(device="cpu")
     prepare(spec, tmp_path)
     (tmp_path / "steps.csv").write_text("old")
     (tmp_path / "notes.txt").write_text("mine")
     assert prepare(spec, tmp_path) == tmp_path.resolve()
     assert not (tmp_path / "steps.csv").exists() and (tmp_path / "notes.txt").exists()
-    with pytest.raises(
-        FileExistsError, match="holds another run; give a new directory"
-    ):
-        prepare(RunSpec(device="cpu", steps=7), tmp_path)
-    with pytest.raises(NotADirectoryError, match="this is a file"):
-        prepare(spec, tmp_path / "notes.txt")
+    other = RunSpec(device="cpu", steps=7)
+    refused(FileExistsError, other, tmp_path, "holds another run; give a new directory")
+    refused(NotADirectoryError, spec, tmp_path / "notes.txt", "this is a file")
     (tmp_path / "steps.csv").write_text("old")
     (tmp_path / "spec.json").unlink()
-    with pytest.raises(
-        FileExistsError, match=r"holds steps.csv of a run that has no spec.json"
-    ):
-        prepare(spec, tmp_path)
+    says = r"holds steps.csv of a run that has no spec.json"
+    refused(FileExistsError, spec, tmp_path, says)
 
 
 def test_one_launcher_at_a_time(tmp_path):
     spec = RunSpec(device="cpu")
     with owned(tmp_path), pytest.raises(FileExistsError, match="a run is on there"):
         launch(spec, tmp_path)
-    assert not list(tmp_path.iterdir()) and prepare(
-        spec, tmp_path
-    )  # which was left alone, and is free again
+    # which was left alone, and is free again
+    assert not list(tmp_path.iterdir()) and prepare(spec, tmp_path)
 
 
 def test_neither_specs_and_checks_nor_the_launcher_import_torch():
-    code = (
-        "import sys, madmax_lib.runs.launch, madmax_lib.runs.read; from "
-        "madmax_lib.runs import checks, spec; "
-    )
-    code += (
-        "run = spec.RunSpec('gpt2_large'); checks.check(run.plan, run.shapes, "
-        "run); print('torch' in sys.modules)"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True
-        ).stdout.strip()
-        == "False"
-    )
+    code = """
+import sys, madmax_lib.runs.launch, madmax_lib.runs.read
+from madmax_lib.runs import checks, spec
+run = spec.RunSpec("gpt2_large")
+checks.check(run.plan, run.shapes, run)
+print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.fixture(scope="module")
@@ -97,71 +107,36 @@ def run(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("runs")
     (folder / "power.csv").write_text("t_s,power_w,cap_w\n0,50,70\n1000,50,70\n")
-    options = {
-        "sizes": SMALL,
-        "sequence": 96,
-        "power": str(folder / "power.csv"),
-        "learning_rate": 3e-3,
-    }
-    options |= {
-        "validate_every": 3,
-        "checkpoint_every": 4,
-        "device": "cpu",
-        "timeout_s": 60.0,
-        "profile_memory": True,
-    }
-    return read_run(launch(RunSpec("gpt_tiny", "dp2.z3", **options), folder / "run"))
+    options = {"sizes": SMALL, "sequence": 96, "power": str(folder / "power.csv")}
+    options |= {"validate_every": 3, "checkpoint_every": 4, "profile_memory": True}
+    spec = RunSpec("gpt_tiny", "dp2.z3", learning_rate=3e-3, **options, **ON_CPU)
+    return read_run(launch(spec, folder / "run"))
 
 
 def test_a_run_writes_all_its_files(run):
-    files = {
-        "spec.json",
-        "env.json",
-        "steps.csv",
-        "summary.json",
-        "power.csv",
-        "logs",
-        "checkpoints",
-    }
+    def names(*parts):
+        return {path.name for path in run.directory.joinpath(*parts).iterdir()}
+
+    files = {"spec.json", "env.json", "steps.csv", "summary.json", "power.csv"}
     traces = {f"trace_rank{rank}.json.gz" for rank in (0, 1)}
-    assert {path.name for path in run.directory.iterdir()} == files | traces
+    assert names() == files | traces | {"logs", "checkpoints"}
     assert last_checkpoint(run.directory) == run.directory / "checkpoints" / "4"
-    assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {
-        "4",
-        "latest",
-    }
-    assert {path.name for path in (run.directory / "logs").iterdir()} == {
-        "launcher.log",
-        "rank0.log",
-        "rank1.log",
-    }
-    assert (
-        run.env["backend"] == "gloo"
-        and run.env["ranks"] == 2
-        and run.env["threads_per_rank"] == 1
-    )
-    assert (
-        run.env["data"] == "arithmetic" and run.env["job"]["data_parallel"] == "fsdp2"
-    )
+    assert names("checkpoints") == {"4", "latest"}
+    assert names("logs") == {"launcher.log", "rank0.log", "rank1.log"}
+    about = {"backend": "gloo", "ranks": 2, "threads_per_rank": 1, "data": "arithmetic"}
+    assert about.items() <= run.env.items()
+    assert run.env["job"]["data_parallel"] == "fsdp2"
     assert str(Path.home()) not in json.dumps(run.env) + json.dumps(run.summary)
     assert list(read_runs(run.directory.parent)) == ["run"]
 
 
 def test_the_loss_is_that_of_one_process(run):
-    spec, data = run.spec, get_data("arithmetic", SampleShape(sequence=96))
-    threads = torch.get_num_threads()
-    alone = trainer.parallelize("gpt-tiny", Plan(micro_batch=8), spec, sizes=SMALL)
-    results = [
-        alone.step(train._draw(data, spec, alone, step)) for step in range(spec.steps)
-    ]
-    torch.set_num_threads(threads)
-    assert run.steps["loss"].tolist() == pytest.approx(
-        [row["loss"] for row in results], abs=1e-4
-    )
-    assert run.steps["accuracy"].tolist() == pytest.approx(
-        [row["accuracy"] for row in results], abs=1e-6
-    )
-    assert run.steps["loss"].iloc[-1] < run.steps["loss"].iloc[0]
+    expected = alone(run.spec)
+    loss = run.steps["loss"]
+    assert loss.tolist() == pytest.approx(expected["loss"], abs=1e-4)
+    accuracy = run.steps["accuracy"].tolist()
+    assert accuracy == pytest.approx(expected["accuracy"], abs=1e-6)
+    assert loss.iloc[-1] < loss.iloc[0]
 
 
 def test_no_rank_waits_in_a_step_for_one_that_still_writes_its_trace(
@@ -170,81 +145,54 @@ def test_no_rank_waits_in_a_step_for_one_that_still_writes_its_trace(
     """All meet once theirs is written, after the step that ends it and before the clock
     of the next.
     """
-    spec, events = RunSpec(sizes=SMALL, sequence=96, device="cpu"), []
+    spec = RunSpec(sizes=SMALL, sequence=96, device="cpu")
+    events = []
     job = trainer.parallelize(spec.model, spec.plan, spec, sizes=SMALL)
     recorder = SimpleNamespace(step=lambda: events.append("trace"))
     monkeypatch.setattr(train, "profiler", lambda *_: nullcontext(recorder))
     monkeypatch.setattr(train.dist, "barrier", lambda: events.append("met"))
     monkeypatch.setenv("RANK", "0")
-    train._loop(
-        spec,
-        job,
-        spec.get_data(),
-        meter.Meter(None, "none"),
-        tmp_path,
-        lambda row: events.append(row["step"]),
-    )
-    assert events == [
-        "trace",
-        0,
-        "trace",
-        1,
-        "trace",
-        2,
-        "trace",
-        3,
-        "trace",
-        "met",
-        4,
-        "trace",
-        5,
-    ]
+    none = meter.Meter(None, "none")
+    rows = lambda row: events.append(row["step"])  # noqa: E731
+    train._loop(spec, job, spec.get_data(), none, tmp_path, rows)
+    steps = [("trace", step) for step in range(6)]
+    steps[4] = ("trace", "met", 4)
+    assert events == [event for step in steps for event in step]
 
 
 def test_rows_of_steps(run):
     steps = run.steps
-    assert tuple(steps.columns) == COLUMNS and steps["step"].tolist() == list(range(6))
-    assert (
-        (steps["samples"] == 8).all()
-        and (steps["tokens"] == 8 * 96).all()
-        and not steps["overflow"].any()
-    )
+    assert tuple(steps.columns) == COLUMNS
+    assert steps["step"].tolist() == list(range(6))
+    assert (steps[["samples", "tokens"]] == [8, 8 * 96]).all(axis=None)
+    assert not steps["overflow"].any()
     phases = steps[[f"{name}_s" for name in PHASES]]
-    assert (phases > 0).all(axis=None) and (
-        phases.sum(axis=1) <= steps["total_s"] * 1.001
-    ).all()
+    assert (phases > 0).all(axis=None)
+    assert (phases.sum(axis=1) <= steps["total_s"] * 1.001).all()
     for name in ("validation_loss", "validation_accuracy"):
         assert steps[name].notna().tolist() == [False, False, True] * 2
-    assert run.summary["validation_accuracy_last"] == pytest.approx(
-        steps["validation_accuracy"].iloc[-1]
-    )
-    assert (
-        steps["memory_peak_bytes"].isna().all()
-        and (steps["host_rss_bytes"] > 1e7).all()
-    )
-    assert steps["power_w"].to_numpy() == pytest.approx(50, rel=1e-6)
-    assert steps["energy_j"].to_numpy() == pytest.approx(
-        50 * steps["total_s"].to_numpy(), rel=1e-6
-    )
+    last = steps["validation_accuracy"].iloc[-1]
+    assert run.summary["validation_accuracy_last"] == pytest.approx(last)
+    assert steps["memory_peak_bytes"].isna().all()
+    assert (steps["host_rss_bytes"] > 1e7).all()
+    assert steps["power_w"].tolist() == pytest.approx([50] * 6, rel=1e-6)
+    joule = (50 * steps["total_s"]).tolist()
+    assert steps["energy_j"].tolist() == pytest.approx(joule, rel=1e-6)
 
 
 def test_summary_of_a_run(run):
-    summary, counted = run.summary, run.steps.iloc[2:]
+    summary = run.summary
+    counted = run.steps.iloc[2:]
     assert summary["status"] == "completed" and summary["includes_profiled"]
     assert summary["steps_dropped"]["warm-up"] == 2
-    rate = counted["samples"].sum() / counted["total_s"].sum()
-    assert summary["samples_per_s"] == pytest.approx(rate)
-    model_flops = 3 * run.spec.shapes.forward_flops(1, 96)
-    assert (
-        summary["mfu"]
-        == pytest.approx(rate * model_flops / (2 * run.env["peak_flops"]))
-        == summary["hfu"]
-    )
-    assert summary["data_share"] == pytest.approx(
-        counted["data_s"].sum() / counted["total_s"].sum()
-    )
-    assert 0 < summary["mfu"] < 1 and summary["power_share"] == pytest.approx(50 / 70)
-    assert summary["energy_per_sample_j"] == pytest.approx(50 / rate, rel=1e-6)
+    wall_s = counted["total_s"].sum()
+    rate = counted["samples"].sum() / wall_s
+    mfu = rate * 3 * run.spec.shapes.forward_flops(1, 96) / (2 * run.env["peak_flops"])
+    expected = {"samples_per_s": rate, "mfu": mfu, "hfu": mfu, "power_share": 50 / 70}
+    expected["data_share"] = counted["data_s"].sum() / wall_s
+    expected["energy_per_sample_j"] = 50 / rate
+    assert {name: summary[name] for name in expected} == pytest.approx(expected)
+    assert 0 < mfu < 1
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
     with (run.directory / "power.csv").open() as file:
         assert tuple(next(csv.reader(file))) == meter.COLUMNS
@@ -252,91 +200,77 @@ def test_summary_of_a_run(run):
 
 def test_a_run_that_was_cut_short_goes_on_at_its_checkpoint(run, tmp_path):
     directory = shutil.copytree(run.directory, tmp_path / "run")
-    lines = (directory / "steps.csv").read_text().splitlines(keepends=True)
-    (directory / "steps.csv").write_text(
-        "".join(lines[:6]) + lines[6][:20]
-    )  # killed while it wrote step 5
+    table = directory / "steps.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(lines[:6]) + lines[6][:20])  # killed while writing step 5
     (directory / "summary.json").unlink()
     (directory / "logs" / "failure_rank0.json").write_text("{}")
     again = read_run(launch(run.spec, directory))
-    assert (
-        again.steps["step"].tolist() == list(range(6))
-        and again.summary["status"] == "completed"
-    )
-    assert again.steps["loss"].tolist() == pytest.approx(
-        run.steps["loss"].tolist(), abs=1e-5
-    )
-    before, after = (
-        (one / "steps.csv").read_text().splitlines()
-        for one in (run.directory, directory)
-    )
-    assert before[:5] == after[:5] and before[5] != after[5]
-    assert json.loads((directory / "spec.json").read_text())["resolved"]["starts"] == [
-        0,
-        4,
-    ]
-    assert (
-        again.summary["steps_dropped"]["warm-up"] == 4
-        and len(list(directory.glob("trace_*"))) == 2
-    )
+    assert again.steps["step"].tolist() == list(range(6))
+    assert again.summary["status"] == "completed"
+    loss = run.steps["loss"].tolist()
+    assert again.steps["loss"].tolist() == pytest.approx(loss, abs=1e-5)
+    after = table.read_text().splitlines(keepends=True)
+    assert lines[:5] == after[:5] and lines[5] != after[5]
+    assert starts_of(directory) == [0, 4]
+    assert again.summary["steps_dropped"]["warm-up"] == 4
+    assert len(list(directory.glob("trace_*"))) == 2
 
 
 def test_states_are_taken_up_in_the_form_that_the_optimizer_gives_them(tmp_path):
     """torchao's are in 8 bits: plain tensors would be four times as large, and the
     losses others.
     """
-    spec, asked = RunSpec(sizes=SMALL, sequence=32, device="cpu"), []
+    spec = RunSpec(**SHORT)
+    asked = []
+
+    def new_buffer(part, signed):
+        asked.append(signed)
+        return torch.zeros_like(part)
+
     first, again = (
         trainer.parallelize(spec.model, spec.plan, spec, sizes=SMALL) for _ in range(2)
     )
     first.step(train._draw(spec.get_data(), spec, first, 0))
     first.save(tmp_path / "1")
-    again.optimizers.adam._new_buffer = lambda part, signed: (
-        asked.append(signed) or torch.zeros_like(part)
-    )
+    again.optimizers.adam._new_buffer = new_buffer
     again.load(tmp_path / "1")
-    assert again.steps_done == 1 and asked == [True, False] * len(
-        list(again.optimizers.states())
-    )
+    assert again.steps_done == 1
+    assert asked == [True, False] * len(list(again.optimizers.states()))
 
 
 def test_where_a_run_starts(tmp_path):
     spec = RunSpec(device="cpu", checkpoint_every=2)
+    checkpoints = tmp_path / "checkpoints"
+    table = tmp_path / "steps.csv"
 
-    def left_by_a_run(status):
-        (tmp_path / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "checkpoints" / "latest").write_text("2")
-        (tmp_path / "steps.csv").write_text("header\n0\n1\n2\n")
+    def starts_after(status):
+        (checkpoints / "2").mkdir(parents=True, exist_ok=True)
+        (checkpoints / "latest").write_text("2")
+        table.write_text("header\n0\n1\n2\n")
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
         prepare(spec, tmp_path)
-        return json.loads((tmp_path / "spec.json").read_text())["resolved"]["starts"]
+        return starts_of(tmp_path)
+
+    def refused(says):
+        with pytest.raises(ValueError, match=says):
+            prepare(spec, tmp_path)
 
     prepare(spec, tmp_path)
-    assert (
-        left_by_a_run("interrupted") == [0, 2]
-        and (tmp_path / "steps.csv").read_text() == "header\n0\n1\n"
-    )
-    assert (
-        left_by_a_run("failed") == [0, 2] and not (tmp_path / "summary.json").exists()
-    )
-    assert left_by_a_run("completed") == [0] and not (tmp_path / "checkpoints").exists()
-    left_by_a_run("failed")
+    assert starts_after("interrupted") == [0, 2]
+    assert table.read_text() == "header\n0\n1\n"
+    assert starts_after("failed") == [0, 2]
+    assert not (tmp_path / "summary.json").exists()
+    assert starts_after("completed") == [0] and not checkpoints.exists()
+    starts_after("failed")
     content = json.loads((tmp_path / "spec.json").read_text())
     content["resolved"]["data"] = "wikitext-103"
     (tmp_path / "spec.json").write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match="its run began with data wikitext-103, now it is arithmetic"
-    ):
-        prepare(spec, tmp_path)
+    refused("its run began with data wikitext-103, now it is arithmetic")
     for latest in ("", "foo", "4"):
-        (tmp_path / "checkpoints" / "latest").write_text(latest)
-        with pytest.raises(
-            ValueError, match=r"latest: names .*which is no checkpoint here; delete"
-        ):
-            prepare(spec, tmp_path)
-    assert (
-        tmp_path / "steps.csv"
-    ).read_text() == "header\n0\n1\n"  # what was refused is as it was
+        (checkpoints / "latest").write_text(latest)
+        refused(r"latest: names .*which is no checkpoint here; delete")
+    assert table.read_text() == "header\n0\n1\n"  # what was refused is as it was
 
 
 def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
@@ -351,29 +285,21 @@ def test_a_sweep_keeps_what_is_complete(run, monkeypatch):
 
 
 def test_a_sweep_goes_on_after_what_fails_and_what_is_refused(tmp_path, monkeypatch):
-    def end(spec, directory, environment, lock):
-        return (
-            ("out-of-memory", "CUDA out of memory")
-            if spec.strategy == "dp2"
-            else ("completed", "")
-        )
+    def end(spec, *_):
+        failed = spec.strategy == "dp2"
+        return ("out-of-memory", "CUDA out of memory") if failed else ("completed", "")
 
     monkeypatch.setattr(launching, "_run", end)
     specs = [RunSpec(strategy=text, device="cpu") for text in ("dp3", "dp2", "dp1")]
     for _ in range(2):  # what was refused or failed is tried again
         runs = sweep(specs, tmp_path)
-        statuses = {
-            run.spec.strategy: run.summary.get("status") for run in runs.values()
-        }
+        statuses = {r.spec.strategy: r.summary.get("status") for r in runs.values()}
         assert statuses == {"dp3": "refused", "dp2": "out-of-memory", "dp1": None}
     table = runs_table(runs).set_index("strategy")
-    assert table.loc["dp3", "reason"].startswith(
-        "global_batch=8 is not a multiple of dp x micro_batch = 3"
-    )
-    assert (
-        table.loc["dp2", "reason"] == "CUDA out of memory"
-        and table["scaling"].isna().all()
-    )
+    says = "global_batch=8 is not a multiple of dp x micro_batch = 3"
+    assert table.loc["dp3", "reason"].startswith(says)
+    assert table.loc["dp2", "reason"] == "CUDA out of memory"
+    assert table["scaling"].isna().all()
     (tmp_path / "gpt-tiny_dp3" / "spec.json").write_text(json.dumps({"steps": 7}))
     with pytest.raises(FileExistsError, match="holds another run"):
         sweep(specs, tmp_path)
@@ -383,87 +309,67 @@ def test_runs_in_one_start_are_those_of_their_own(tmp_path):
     """Two layouts in one start, whose losses are those of one process; a run that fails
     does not take others along.
     """
-    same = {
-        "sizes": SMALL,
-        "sequence": 32,
-        "steps": 2,
-        "warmup": 0,
-        "profile": False,
-        "device": "cpu",
-        "timeout_s": 60.0,
-    }
-    broken = {"sizes": SMALL | {"vocab": 10**12}}
+    broken = SHORT | {"sizes": SMALL | {"vocab": 10**12}}
     specs = {
-        "z3": RunSpec(strategy="dp2.z3", **same),
-        "broken": RunSpec(strategy="dp2", **same | broken),
+        "z3": RunSpec(strategy="dp2.z3", **SHORT),
+        "broken": RunSpec(strategy="dp2", **broken),
+        "tp": RunSpec(strategy="tp2", **SHORT),
     }
-    specs |= {"tp": RunSpec(strategy="tp2", **same), "one": RunSpec(**same)}
     launch_all({tmp_path / name: spec for name, spec in specs.items()})
     runs = {name: read_run(tmp_path / name) for name in specs}
     statuses = {name: run.summary["status"] for name, run in runs.items()}
     assert statuses == dict.fromkeys(specs, "completed") | {"broken": "out-of-memory"}
+    expected = alone(RunSpec(**SHORT))["loss"]
     for name in ("z3", "tp"):
-        assert runs[name].steps["loss"].tolist() == pytest.approx(
-            runs["one"].steps["loss"].tolist(), rel=1e-4
-        )
+        assert runs[name].steps["loss"].tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_sweep_keeps_what_a_run_did_that_is_refused_now(tmp_path, monkeypatch):
     log = tmp_path / "power.csv"
     log.write_text("t_s,power_w\n0,1\n1,1\n")
-    spec, started = RunSpec(power=str(log), device="cpu"), []
+    spec = RunSpec(power=str(log), device="cpu")
+    started = []
     directory = prepare(spec, tmp_path / spec.name)
     (directory / "checkpoints" / "2").mkdir(parents=True)
     (directory / "checkpoints" / "latest").write_text("2")
-    monkeypatch.setattr(
-        launching,
-        "_run",
-        lambda spec, directories, *_: started.extend(directories) or ("completed", ""),
-    )
+
+    def complete(spec, directories, *_):
+        started.extend(directories)
+        return "completed", ""
+
+    monkeypatch.setattr(launching, "_run", complete)
     log.rename(tmp_path / "away")
-    assert (
-        sweep([spec], tmp_path)[spec.name].summary["status"] == "refused"
-        and not started
-    )
+    assert sweep([spec], tmp_path)[spec.name].summary["status"] == "refused"
+    assert not started
     (tmp_path / "away").rename(log)
-    assert sweep([spec], tmp_path)[spec.name].resolved.starts == (0, 2) and started == [
-        directory
-    ]
+    assert sweep([spec], tmp_path)[spec.name].resolved.starts == (0, 2)
+    assert started == [directory]
 
 
 def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
     def no_space(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(
-        launching,
-        "_run",
-        lambda *_: ("failed", "dp1 failed on rank 0: why\nend of its log"),
-    )
+    error = ("failed", "dp1 failed on rank 0: why\nend of its log")
+    monkeypatch.setattr(launching, "_run", lambda *_: error)
     monkeypatch.setattr(launching, "write_summary", no_space)
-    for run in (
-        lambda: launch(RunSpec(device="cpu"), tmp_path / "run", check=False),
-        lambda: sweep([RunSpec(device="cpu")], tmp_path),
-    ):
-        with pytest.raises(
-            RunError,
-            match=r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space",
-        ):
-            run()
+    spec = RunSpec(device="cpu")
+    says = r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space"
+    with pytest.raises(RunError, match=says):
+        launch(spec, tmp_path / "run", check=False)
+    with pytest.raises(RunError, match=says):
+        sweep([spec], tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     (tmp_path / "run" / "logs" / "launcher.log").touch()
-    assert (
-        "no space is left on the disk of" in failure(RunSpec(), [tmp_path / "run"])[1]
-    )
+    _, text = failure(RunSpec(), [tmp_path / "run"])
+    assert "no space is left on the disk of" in text
 
 
 def test_ranks_do_not_inherit_what_is_meant_for_another_launcher(monkeypatch, tmp_path):
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE", "MADMAX_TESTBED_HOSTS"):
         monkeypatch.setenv(name, "2")
     environment = launching._environment("cpu", tmp_path)
-    assert not [
-        name for name in environment if name.startswith(("PET_", "MADMAX_TESTBED_"))
-    ]
+    assert not [n for n in environment if n.startswith(("PET_", "MADMAX_TESTBED_"))]
 
 
 def test_weights_and_biases_has_the_rates_of_a_step(tmp_path, monkeypatch):
@@ -472,18 +378,14 @@ def test_weights_and_biases_has_the_rates_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: log))
     spec = RunSpec(strategy="dp2", wandb=True)
     (tmp_path / "env.json").write_text(json.dumps({"peak_flops": 1e9}))
+    written = dict.fromkeys(COLUMNS, 1.0) | {"power_w": float("nan")}
     with train._writer(spec, tmp_path) as write:
-        write(
-            dict.fromkeys(COLUMNS, 1.0)
-            | {"total_s": 0.5, "samples": 8, "tokens": 1024, "power_w": float("nan")}
-        )
+        write(written | {"total_s": 0.5, "samples": 8, "tokens": 1024})
     row, end = logged
-    assert (row["samples_per_s"], row["tokens_per_s"], end) == (
-        16.0,
-        2048.0,
-        "finished",
-    ) and "power_w" not in row
-    assert row["mfu"] == pytest.approx(16 * 3 * spec.shapes.forward_flops(1) / 2e9)
+    assert end == "finished" and "power_w" not in row
+    mfu = 16 * 3 * spec.shapes.forward_flops(1) / 2e9
+    rates = {"samples_per_s": 16.0, "tokens_per_s": 2048.0, "mfu": mfu}
+    assert {name: row[name] for name in rates} == pytest.approx(rates)
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == 2
 
 
@@ -491,16 +393,12 @@ def test_traces_of_a_run_are_readable(run):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         timeline = mm.read_trace(run.directory)
-    assert (
-        timeline.ranks == [0, 1]
-        and timeline.steps == [2, 3, 4]
-        and timeline.meta.world_size == 2
-    )
+    assert (timeline.ranks, timeline.steps) == ([0, 1], [2, 3, 4])
+    assert timeline.meta.world_size == 2
     labels = timeline.spans[timeline.spans["kind"] == "annotation"]
     for name in PHASES:
         assert set(labels.loc[labels["name"] == name, "step"]) >= {2, 3, 4}
-    table = mm.breakdown(timeline)
-    assert (table["compute_s"] > 0).all() and (table["comm_s"] > 0).all()
+    assert (mm.breakdown(timeline)[["compute_s", "comm_s"]] > 0).all(axis=None)
     assert set(timeline.side_tables["memory"]["device"]) == {"cpu"}
 
 
@@ -511,47 +409,28 @@ def test_two_machines_run_together(tmp_path, vocab, ended):
     """Two agents of torchrun that know each other by address; the ranks alone can say
     how it ended.
     """
-    spec = RunSpec(
-        strategy="dp2",
-        sizes=SMALL | {"vocab": vocab},
-        steps=2,
-        device="cpu",
-        profile=False,
-    )
+    spec = RunSpec(strategy="dp2", **SHORT | {"sizes": SMALL | {"vocab": vocab}})
     directory = prepare(spec, tmp_path, nodes=2)
-    agent = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--master-addr=127.0.0.1",
-    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        agent.append(f"--master-port={free.getsockname()[1]}")
-    places = [
-        (f"--node-rank={number}", f"--local-addr=127.0.0.{number + 1}")
-        for number in (0, 1)
-    ]
-    commands = [
-        [*agent, *place, "-m", "madmax_lib.runs.train", str(directory)]
-        for place in places
-    ]
-    for process in [
-        subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands
-    ]:
-        process.wait()
+        port = free.getsockname()[1]
+    agents = []
+    for number in (0, 1):
+        options = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        options += (f"--node-rank={number}", f"--local-addr=127.0.0.{number + 1}")
+        module = ("-m", "madmax_lib.runs.train", str(directory))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *module]
+        agents.append(subprocess.Popen(torchrun, stderr=subprocess.DEVNULL))
+    for agent in agents:
+        agent.wait()
     assert read_run(directory).summary["status"] == ended
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
     """The processes of a run."""
     words = {"madmax_lib.runs.train", str(directory)}
-    return [
-        one
-        for one in psutil.process_iter(["cmdline"])
-        if words <= set(one.info["cmdline"] or ())
-    ]
+    processes = psutil.process_iter(["cmdline"])
+    return [one for one in processes if words <= set(one.info["cmdline"] or ())]
 
 
 def wait_for(condition, limit_s: float = 300.0):
@@ -563,41 +442,26 @@ def wait_for(condition, limit_s: float = 300.0):
     return value
 
 
-LONG = {
-    "sizes": SMALL,
-    "steps": 1_000_000,
-    "profile": False,
-    "device": "cpu",
-    "timeout_s": 60.0,
-}
-
-
 def test_a_rank_that_dies_ends_the_others_and_shows_its_log(tmp_path):
     directory = tmp_path / "run"
 
     def kill_rank_1():
         wait_for(lambda: len(read_steps(directory)) > 2)
-        next(
-            one for one in processes_of(directory) if one.environ().get("RANK") == "1"
-        ).kill()
+        for process in processes_of(directory):
+            if process.environ().get("RANK") == "1":
+                process.kill()
 
     killer = threading.Thread(target=kill_rank_1)
     killer.start()
-    with pytest.raises(
-        RunError, match=r"plan dp2.mb4, failed on rank 1: ended by signal 9 \(SIGKILL\)"
-    ) as error:
+    says = r"plan dp2.mb4, failed on rank 1: ended by signal 9 \(SIGKILL\)"
+    with pytest.raises(RunError, match=says) as error:
         launch(RunSpec(strategy="dp2", **LONG), directory)
     killer.join()
-    assert (
-        not processes_of(directory)
-        and error.value.directory == directory
-        and "rank1.log" in str(error.value)
-    )
+    assert not processes_of(directory)
+    assert error.value.directory == directory and "rank1.log" in str(error.value)
     left = read_run(directory)
-    assert (
-        left.summary["status"] == "failed"
-        and left.summary["steps"] == len(left.steps) > 2
-    )
+    assert left.summary["status"] == "failed"
+    assert left.summary["steps"] == len(left.steps) > 2
 
 
 def test_a_killed_launcher_leaves_a_readable_run_and_no_process(tmp_path):
@@ -609,19 +473,17 @@ def test_a_killed_launcher_leaves_a_readable_run_and_no_process(tmp_path):
     assert launcher.wait(120) == -signal.SIGTERM
     assert not processes_of(directory)
     left = read_run(directory)
-    assert (
-        left.summary["status"] == "interrupted"
-        and len(left.steps) > 2
-        and left.steps["loss"].notna().all()
-    )
+    assert left.summary["status"] == "interrupted"
+    assert len(left.steps) > 2 and left.steps["loss"].notna().all()
+
+
+GUARD = "from madmax_lib.runs.watch import guard; import time; guard(); "
 
 
 def test_a_rank_without_its_launcher_ends_itself():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    code = (
-        "from madmax_lib.runs.watch import guard; import time; guard(); time.sleep(60)"
-    )
+    code = GUARD + "time.sleep(60)"
     environment = os.environ | {"MADMAX_LAUNCHER": str(ended.pid)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, timeout=30)
     assert run.returncode == 75
@@ -629,26 +491,18 @@ def test_a_rank_without_its_launcher_ends_itself():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_a_rank_that_is_stopped_ends_with_torchrun():
-    rank = (
-        "from madmax_lib.runs.watch import guard; import time; guard(); "
-        "print(flush=True); time.sleep(60)"
-    )
+    rank = GUARD + "print(flush=True); time.sleep(60)"
     start = f"print(subprocess.Popen([sys.executable, '-c', {rank!r}]).pid)"
     code = f"import subprocess, sys; {start}; sys.stdout.flush(); input()"
-    torchrun = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    torchrun = subprocess.Popen([sys.executable, "-c", code], **pipes)
     stopped = psutil.Process(int(torchrun.stdout.readline()))
     torchrun.stdout.readline()  # of the rank
     stopped.suspend()
     torchrun.kill()
     torchrun.communicate()
-    wait_for(
-        lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, 20
-    )
+    zombie = psutil.STATUS_ZOMBIE
+    wait_for(lambda: not stopped.is_running() or stopped.status() == zombie, 20)
 
 
 def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
@@ -659,67 +513,66 @@ def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
     assert process.returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.35 GiB"), MemoryError(),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you "
-        "tried 1 B"),
-    RuntimeError("Connection closed by peer\nmore"),
-])  # fmt: skip
-def test_failures_are_told_apart(error):
-    told, status = (
-        train._failure(error, rank=3),
-        "failed" if "peer" in str(error) else "out-of-memory",
-    )
-    assert told["status"] == status and told["rank"] == 3 and "\n" not in told["error"]
-
-
-R0 = {
-    "rank": 0,
-    "status": "failed",
-    "error": "RuntimeError: closed by peer",
-    "time_s": 2.0,
-}
-R1 = {
-    "rank": 1,
-    "status": "out-of-memory",
-    "error": "CUDA out of memory",
-    "time_s": 1.0,
-}
-TORCHRUN = "  rank      : {} (local_rank: 1)\n  exitcode  : {} (pid: 7)\n"
-IMPORT = (
-    "ImportError: no module\nE1121 19:02:00.1 7 agent.py] failed\n  exitcode  : "
-    "1 (pid: 7)\n"
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2.35 GiB"), "out-of-memory"),
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out-of-memory"),
+        (RuntimeError("Connection closed by peer\nmore"), "failed"),
+    ],
 )
+def test_failures_are_told_apart(error, status):
+    entry = train._failure(error, rank=3)
+    assert (entry["status"], entry["rank"]) == (status, 3)
+    assert "\n" not in entry["error"]
+
+
+R0 = {"rank": 0, "status": "failed", "error": "RuntimeError: by peer", "time_s": 2.0}
+R1 = {"rank": 1, "status": "out-of-memory", "error": "CUDA out of", "time_s": 1.0}
+TORCHRUN = "  rank      : {} (local_rank: 1)\n  exitcode  : {} (pid: 7)\n"
+IMPORT = "ImportError: no module\nE1121 19:02:00.1 7 agent.py] failed\n"
+PLAN = ", plan dp2.mb4, "
+ON_RANK_1 = " on rank 1: "
 
 
 @pytest.mark.parametrize(
     ("launcher", "failures", "status", "begin", "end"),
     [
-        pytest.param("", [R0, R1], "out-of-memory", (", plan dp2.mb4, out-of-memory "
-            "on rank 1: CUDA out"), "log of 1",
-                     id="the first rank that failed is the cause"),
-        pytest.param(TORCHRUN.format(0, -15) + TORCHRUN.format(1, -9), [R0], "failed",
-                     ", plan dp2.mb4, failed on rank 1: ended by signal 9 (SIGKILL), "
-                         "perhaps by the system", "",
-                     id="a rank ended by a signal comes before those that complain"),
-        pytest.param(IMPORT, [], "failed", (" failed before its ranks began: "
-            "ImportError: no module\n"), "no module",
-                     id="a run that never began shows the log of torchrun"),
+        pytest.param(
+            "",
+            [R0, R1],
+            "out-of-memory",
+            f"{PLAN}out-of-memory{ON_RANK_1}CUDA out",
+            "log of 1",
+            id="the first rank that failed is the cause",
+        ),
+        pytest.param(
+            TORCHRUN.format(0, -15) + TORCHRUN.format(1, -9),
+            [R0],
+            "failed",
+            f"{PLAN}failed{ON_RANK_1}ended by signal 9 (SIGKILL), perhaps by the system",
+            "",
+            id="a rank ended by a signal comes before those that complain",
+        ),
+        pytest.param(
+            IMPORT + TORCHRUN.format(0, 1),
+            [],
+            "failed",
+            " failed before its ranks began: ImportError: no module\n",
+            "no module",
+            id="a run that never began shows the log of torchrun",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_cause_of_a_failure(tmp_path, launcher, failures, status, begin, end):
     directory = prepare(RunSpec(strategy="dp2", device="cpu"), tmp_path)
-    (directory / "logs" / "launcher.log").write_text(launcher)
-    for told in failures:
-        (directory / "logs" / f"failure_rank{told['rank']}.json").write_text(
-            json.dumps(told)
-        )
-        (directory / "logs" / f"rank{told['rank']}.log").write_text(
-            f"log of {told['rank']}\n"
-        )
-    found, text = failure(RunSpec(strategy="dp2"), [directory])
-    assert (
-        found == status
-        and text.startswith(f"gpt-tiny_dp2{begin}")
-        and text.endswith(end)
-    )
+    logs = directory / "logs"
+    (logs / "launcher.log").write_text(launcher)
+    for entry in failures:
+        rank = entry["rank"]
+        (logs / f"failure_rank{rank}.json").write_text(json.dumps(entry))
+        (logs / f"rank{rank}.log").write_text(f"log of {rank}\n")
+    result, text = failure(RunSpec(strategy="dp2"), [directory])
+    assert result == status
+    assert text.startswith(f"gpt-tiny_dp2{begin}") and text.endswith(end)

@@ -13,10 +13,10 @@ from madmax_lib.runs.measure.meter import Meter, Reading, energy_j, meter
 
 CONSTANT = [Reading(t, power_w=50.0) for t in np.linspace(0, 10, 41)]
 RAMP = [Reading(t, power_w=10.0 * t) for t in np.linspace(0, 4, 81)]
-COUNTER = [
-    Reading(t, power_w=1.0, energy_j=1000 + 30.0 * t) for t in np.linspace(0, 10, 101)
-]
-COUNTER_ONLY = [Reading(t, energy_j=7 + 30.0 * t) for t in np.linspace(0, 10, 101)]
+TIMES = np.linspace(0, 10, 101)
+BOTH = [Reading(t, power_w=1.0, energy_j=1000 + 30.0 * t) for t in TIMES]
+COUNTER = [Reading(t, energy_j=7 + 30.0 * t) for t in TIMES]
+ONE = [Reading(0.0, energy_j=7.0)]
 
 
 @pytest.mark.parametrize(
@@ -25,38 +25,14 @@ COUNTER_ONLY = [Reading(t, energy_j=7 + 30.0 * t) for t in np.linspace(0, 10, 10
         pytest.param(CONSTANT, 1.0, 3.0, 100.0, id="constant power"),
         pytest.param(CONSTANT, 1.01, 1.02, 0.5, id="a window between two readings"),
         pytest.param(RAMP, 1.0, 3.0, 40.0, id="the integral of a ramp"),
-        pytest.param(COUNTER, 2.0, 4.0, 60.0, id="the counter over more than 1 s"),
-        pytest.param(COUNTER, 2.0, 2.5, 0.5, id="the power over less than 1 s"),
-        pytest.param(
-            COUNTER_ONLY, 2.0, 2.5, 15.0, id="the counter where there is no power"
-        ),
-        pytest.param(
-            COUNTER, 9.0, 12.0, 3.0, id="the power where the counter ends early"
-        ),
-        pytest.param(
-            COUNTER,
-            8.0,
-            10.05,
-            60.05,
-            id="the counter up to its last reading, and the power after it",
-        ),
-        pytest.param(
-            COUNTER_ONLY,
-            9.0,
-            10.05,
-            31.5,
-            id="a counter without power goes on as it went",
-        ),
-        pytest.param(
-            CONSTANT[:1], 0.0, 1.0, 50.0, id="one reading holds for all of a window"
-        ),
-        pytest.param(
-            [Reading(0.0, energy_j=7.0)],
-            0.0,
-            1.0,
-            nan,
-            id="one reading of a counter tells nothing",
-        ),
+        pytest.param(BOTH, 2.0, 4.0, 60.0, id="the counter over more than 1 s"),
+        pytest.param(BOTH, 2.0, 2.5, 0.5, id="the power over less than 1 s"),
+        pytest.param(COUNTER, 2.0, 2.5, 15.0, id="the counter where there is no power"),
+        pytest.param(BOTH, 9.0, 12.0, 3.0, id="the power where the counter ends early"),
+        pytest.param(BOTH, 8.0, 10.05, 60.05, id="the counter, then the power"),
+        pytest.param(COUNTER, 9.0, 10.05, 31.5, id="a counter goes on as it went"),
+        pytest.param(CONSTANT[:1], 0.0, 1.0, 50.0, id="one reading holds for all"),
+        pytest.param(ONE, 0.0, 1.0, nan, id="one reading of a counter tells nothing"),
         pytest.param([], 0.0, 1.0, nan, id="no reading"),
         pytest.param(CONSTANT, 3.0, 3.0, nan, id="an empty window"),
     ],
@@ -66,15 +42,11 @@ def test_energy_of_a_window(readings, start_s, end_s, joule):
 
 
 def test_windows_add_up():
-    readings = [
-        Reading(t, power_w=100 + 20 * sin(2 * pi * t)) for t in np.linspace(0, 3, 601)
-    ]
+    waves = [(t, 100 + 20 * sin(2 * pi * t)) for t in np.linspace(0, 3, 601)]
+    readings = [Reading(t, power_w=watts) for t, watts in waves]
     parts = [energy_j(readings, start, start + 0.3) for start in np.arange(10) * 0.3]
-    assert (
-        sum(parts)
-        == pytest.approx(energy_j(readings, 0.0, 3.0))
-        == pytest.approx(300, rel=1e-4)
-    )
+    total_j = energy_j(readings, 0.0, 3.0)
+    assert sum(parts) == pytest.approx(total_j) == pytest.approx(300, rel=1e-4)
 
 
 def test_a_window_asks_no_device():
@@ -88,27 +60,17 @@ def test_a_window_asks_no_device():
     power = Meter(read, "test")
     power.period_s = 60.0
     with power:
-        assert power.window(0.0, 1.0) == {
-            "power_w": 10.0,
-            "energy_j": 10.0,
-            "utilization": 0.5,
-        }
-        assert power.window(0.5, 2.5) == {
-            "power_w": 10.0,
-            "energy_j": 20.0,
-            "utilization": 0.5,
-        }
+        same = {"power_w": 10.0, "utilization": 0.5}
+        assert power.window(0.0, 1.0) == same | {"energy_j": 10.0}
+        assert power.window(0.5, 2.5) == same | {"energy_j": 20.0}
         assert len(asked) == 1
     assert power.rows(origin_s=1.0)[0][:2] == (-1.0, 10.0)
 
 
 def test_without_anything_to_read_all_is_unknown():
     with meter("none", "cpu", 2) as power:
-        assert (
-            power.name == "none"
-            and all(map(isnan, power.window(0.0, 1.0).values()))
-            and power.rows(0.0) == []
-        )
+        assert power.name == "none" and power.rows(0.0) == []
+        assert all(map(isnan, power.window(0.0, 1.0).values()))
 
 
 def test_a_machine_without_nvml_or_rapl_has_no_meter(monkeypatch, tmp_path):
@@ -124,31 +86,18 @@ def nvml(monkeypatch):
         "PowerUsage": [100_000, 50_000],
         "Temperature": [60, 70],
         "ClockInfo": [1980, 1500],
-    }
-    by_device |= {
         "CurrentClocksThrottleReasons": [1, 4],
         "PowerManagementLimit": [300_000] * 2,
+        "TotalEnergyConsumption": [2_000] * 2,
+        "UtilizationRates": [SimpleNamespace(gpu=80), SimpleNamespace(gpu=40)],
+        "HandleByIndex": [0, 1],
+        "HandleByUUID": {"GPU-0": 0, "GPU-1": 1},
     }
-    by_device["TotalEnergyConsumption"] = [2_000] * 2
-    by_device["UtilizationRates"] = [
-        SimpleNamespace(gpu=80, memory=1),
-        SimpleNamespace(gpu=40, memory=1),
-    ]
-    calls = {
-        f"nvmlDeviceGet{name}": lambda handle, *_, v=values: v[handle]
-        for name, values in by_device.items()
-    }
-    handles = {
-        "nvmlDeviceGetHandleByIndex": int,
-        "nvmlDeviceGetHandleByUUID": ["GPU-0", "GPU-1"].index,
-    }
-    library = SimpleNamespace(
-        nvmlInit=lambda: None,
-        NVML_CLOCK_SM=1,
-        NVML_TEMPERATURE_GPU=0,
-        **handles,
-        **calls,
-    )
+    library = SimpleNamespace(NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0)
+    library.nvmlInit = lambda: None
+    for name, values in by_device.items():
+        get = lambda handle, *_, values=values: values[handle]  # noqa: E731
+        setattr(library, f"nvmlDeviceGet{name}", get)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", library)
     return library
@@ -170,17 +119,13 @@ def test_what_nvml_does_not_support_is_unknown(nvml):
     def refuse(*_):
         raise RuntimeError("Not Supported")
 
-    nvml.nvmlDeviceGetTotalEnergyConsumption = (
-        nvml.nvmlDeviceGetCurrentClocksThrottleReasons
-    ) = refuse
+    for name in ("TotalEnergyConsumption", "CurrentClocksThrottleReasons"):
+        setattr(nvml, f"nvmlDeviceGet{name}", refuse)
+    # a version of the library that does not have it
+    del nvml.nvmlDeviceGetUtilizationRates
     reading = meter("auto", "cuda", 1).read()
-    assert (
-        isnan(reading.energy_j) and reading.throttle == 0 and reading.power_w == 100.0
-    )
-    del (
-        nvml.nvmlDeviceGetUtilizationRates
-    )  # by a version of the library that does not have it
-    assert isnan(meter("auto", "cuda", 1).read().utilization)
+    assert isnan(reading.energy_j) and isnan(reading.utilization)
+    assert reading.throttle == 0 and reading.power_w == 100.0
     nvml.nvmlInit = refuse
     assert meter("auto", "cuda", 1).name == "none"
 
@@ -189,13 +134,9 @@ def test_rapl_counts_on_when_the_counter_wraps(tmp_path, monkeypatch):
     package = tmp_path / "intel-rapl:0"
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package, counted in it
     package.mkdir()
-    texts = {
-        "energy_uj": "9000000",
-        "max_energy_range_uj": "10000000",
-        "constraint_0_power_limit_uw": "125000000",
-    }
-    for name, content in texts.items():
-        (package / name).write_text(content)
+    (package / "energy_uj").write_text("9000000")
+    (package / "max_energy_range_uj").write_text("10000000")
+    (package / "constraint_0_power_limit_uw").write_text("125000000")
     monkeypatch.setattr(meters, "_RAPL", tmp_path)
     power = meter("auto", "cpu", 1)
     (package / "energy_uj").write_text("2000000")
@@ -211,11 +152,8 @@ def test_replay_repeats_a_table(tmp_path, monkeypatch):
     times = iter([100.0, 100.5, 102.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
     assert (power.name, power.cap_w) == ("replay", 70.0)
-    assert [power.read()[:3] for _ in range(3)] == [
-        (100.0, 10, 0),
-        (100.5, 15, 7.5),
-        (102.5, 15, 47.5),
-    ]
+    rows = [(100.0, 10, 0), (100.5, 15, 7.5), (102.5, 15, 47.5)]
+    assert [power.read()[:3] for _ in range(3)] == rows
 
 
 @pytest.mark.parametrize(

@@ -34,30 +34,23 @@ def test_a_table_that_was_cut_short_is_readable(tmp_path, content, rows):
     assert len(read_steps(tmp_path)) == rows
 
 
+BAD_SPECS = ("[", "[1]", '{"modle": "gpt-tiny"}', '{"speed": 5}', "\xff")
+BAD_SPECS += ('{"resolved": {"x": 1}}', '{"resolved": [1]}')
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "says"),
     [
         ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
         ("steps.csv", "", "not a table of steps"),
         ("steps.csv", HEADER + "0,1\n", "line 2 has not 20 values"),
-        (
-            "steps.csv",
-            HEADER + ROW.replace("5.5", "high"),
-            "could not convert string to float: 'high'",
-        ),
-        *(
-            ("spec.json", content, "")
-            for content in ("[", "[1]", '{"modle": "gpt-tiny"}', '{"speed": 5}', "\xff")
-        ),
-        *(
-            ("spec.json", content, "")
-            for content in ('{"resolved": {"x": 1}}', '{"resolved": [1]}')
-        ),
+        ("steps.csv", HEADER + ROW.replace("5.5", "high"), "to float: 'high'"),
+        *(("spec.json", content, "") for content in BAD_SPECS),
     ],
 )
-def test_bad_files_are_named(tmp_path, name, content, message):
+def test_bad_files_are_named(tmp_path, name, content, says):
     (tmp_path / name).write_text(content, encoding="latin-1")
-    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+    with pytest.raises(ValueError, match=f"{name}.*{says}"):
         read_steps(tmp_path) if name == "steps.csv" else read_run(tmp_path)
 
 
@@ -72,11 +65,8 @@ def test_a_run_that_never_made_a_step_has_a_summary(tmp_path):
     prepare(RunSpec(device="cpu"), tmp_path)
     write_summary(tmp_path, "failed", "reason")
     run = read_run(tmp_path)
-    assert (
-        run.summary["status"] == "failed"
-        and run.summary["samples_per_s"] is None
-        and not len(run.steps)
-    )
+    assert run.summary["status"] == "failed"
+    assert run.summary["samples_per_s"] is None and not len(run.steps)
 
 
 def test_a_run_with_a_bad_file_does_not_hide_the_others(tmp_path):
@@ -85,13 +75,9 @@ def test_a_run_with_a_bad_file_does_not_hide_the_others(tmp_path):
         prepare(RunSpec(device="cpu"), tmp_path / name)
     (tmp_path / "bad" / "spec.json").write_text("{")
     write_json(tmp_path / "worse" / "summary.json", {"step_s": 3})
-    with (
-        pytest.warns(UserWarning, match=r"left out: .*bad/spec.json: not JSON"),
-        pytest.warns(
-            UserWarning,
-            match=r"left out: .*worse/summary.json: step_s=3 must be of type dict",
-        ),
-    ):
+    bad = r"left out: .*bad/spec.json: not JSON"
+    worse = r"left out: .*worse/summary.json: step_s=3 must be of type dict"
+    with pytest.warns(UserWarning, match=bad), pytest.warns(UserWarning, match=worse):
         assert list(read_runs(tmp_path)) == ["good"]
 
 
@@ -99,9 +85,8 @@ def test_an_mfu_above_1_is_not_read_without_a_word(tmp_path):
     prepare(RunSpec(device="cpu"), tmp_path)
     write_json(tmp_path / "env.json", {"peak_source": "measured"})
     write_json(tmp_path / "summary.json", {"mfu": 2.22})
-    with pytest.warns(
-        UserWarning, match="MFU 222% against a peak that is too low, measured"
-    ):
+    says = "MFU 222% against a peak that is too low, measured"
+    with pytest.warns(UserWarning, match=says):
         read_run(tmp_path)
 
 
@@ -111,9 +96,8 @@ def test_one_row_per_run_by_dimensions():
     assert run.resolved.device == "cpu" and run.resolved.starts == (0,)
     cut = replace(recorded["moe-tiny_dp1"], summary={})
     table = runs_table({"moe-tiny_dp2.tp2": run, "moe-tiny_dp1": cut})
-    assert table["strategy"].tolist() == ["dp1", "dp2.tp2"] and table[
-        "dimensions"
-    ].tolist() == [0, 2]
+    assert table["strategy"].tolist() == ["dp1", "dp2.tp2"]
+    assert table["dimensions"].tolist() == [0, 2]
     assert table["status"].tolist() == ["unfinished", "completed"]
     assert table["samples_per_s"].isna().tolist() == [True, False]
     assert table["step_s"].iloc[1] == run.summary["step_s"]["median"]
@@ -124,43 +108,28 @@ def test_scaling_and_bubbles_side_by_side():
     pipeline leave its bubble.
     """
     recorded = read_runs(PROJECT / "traces" / "runs" / "llm")
-    summaries = {
-        "moe-tiny_dp1": 10.0,
-        "moe-tiny_dp2": 20.0,
-        "moe-tiny_pp2": 15.0,
-        "moe-tiny_dp2.tp2": None,
-    }
+    rates = {"dp1": 10.0, "dp2": 20.0, "pp2": 15.0, "dp2.tp2": None}
+    times = {"step_s": {"median": 1.0}, "phases_s": {"forward": 0.2, "backward": 0.4}}
     runs = {}
-    for name, rate in summaries.items():
-        summary = {
-            "samples_per_s": rate,
-            "step_s": {"median": 1.0},
-            "phases_s": {"forward": 0.2, "backward": 0.4},
-        }
+    for strategy, rate in rates.items():
+        name = f"moe-tiny_{strategy}"
+        summary = times | {"samples_per_s": rate}
         runs[name] = replace(recorded[name], summary=summary)
     table = runs_table(runs).set_index("strategy")
     assert table["scaling"].dropna().to_dict() == {"dp1": 1.0, "dp2": 1.0, "pp2": 0.75}
     assert table["bubble"].dropna().to_dict() == {"pp2": pytest.approx(0.4)}
     del runs["moe-tiny_dp1"]  # the one that does not fit
-    assert runs_table(runs).set_index("strategy")["scaling"].dropna().to_dict() == {
-        "dp2": 1.0,
-        "pp2": 0.75,
-    }
-    others = (
-        {"model": "gpt-tiny"},
-        {"dtype": "bf16"},
-        {"sequence": 64},
-    )  # of which each trains something else
-    for number, other in enumerate(others):
+    table = runs_table(runs).set_index("strategy")
+    assert table["scaling"].dropna().to_dict() == {"dp2": 1.0, "pp2": 0.75}
+    # each of these trains something else
+    for other in ({"model": "gpt-tiny"}, {"dtype": "bf16"}, {"sequence": 64}):
         run = runs["moe-tiny_dp2"]
-        faster = run.summary | {"samples_per_s": 100.0 * (number + 1)}
-        runs[f"mine-{number}"] = replace(
-            run, spec=replace(run.spec, **other), summary=faster
-        )
+        faster = run.summary | {"samples_per_s": 100.0 * len(runs)}
+        spec = replace(run.spec, **other)
+        runs[f"mine-{min(other)}"] = replace(run, spec=spec, summary=faster)
     table = runs_table(runs).set_index("run")
-    assert (table.loc[["mine-0", "mine-1", "mine-2"], "scaling"] == 1).all() and table[
-        "scaling"
-    ].max() == 1
-    assert (
-        table.loc["mine-0", "strategy"] == "dp2"
-    )  # the spec's, whatever the folder is called
+    mine = table[table.index.str.startswith("mine")]
+    assert len(mine) == 3 and (mine["scaling"] == 1).all()
+    assert table["scaling"].max() == 1
+    # the spec's, whatever the folder is called
+    assert (mine["strategy"] == "dp2").all()

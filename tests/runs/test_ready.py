@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,8 @@ from madmax_lib.runs.ready import (
     on_trace_ready,
 )
 
-LINE = (
-    r"madmax: rank 0, 2 steps of [\d.]+ \S+: no communication, \d+% idle, MFU "
-    r"unknown \(.*\)\n"
-)
+UNKNOWN = r"no communication, \d+% idle, MFU unknown \(.*\)"
+LINE = rf"madmax: rank 0, 2 steps of [\d.]+ \S+: {UNKNOWN}\n"
 
 
 def trained(steps, *, begin, step, end):
@@ -51,21 +50,16 @@ def test_a_recording_without_step_marks_says_so(tmp_path, capsys):
         trained(3, begin=int, step=int, end=int)
     said = "no step marks: the whole recording counts as one step"
     assert said in capsys.readouterr().out
-    assert main(["breakdown", str(tmp_path)]) == 0 and said in capsys.readouterr().out
-    assert (
-        main(["breakdown", str(dataset("gpt-memory"))]) == 0
-        and said not in capsys.readouterr().out
-    )
+    for path, expected in ((tmp_path, True), (dataset("gpt-memory"), False)):
+        assert main(["breakdown", str(path)]) == 0
+        assert (said in capsys.readouterr().out) == expected
 
 
 def test_overlap_and_exposed_time_of_a_recorded_rank(capsys):
     after_trace(dataset("gpt-ddp") / "rank1.json.gz")
     out = capsys.readouterr().out
-    assert re.match(
-        r"madmax: rank 1, \d+ steps of [\d.]+ m?s: \d+% of [\d.]+ m?s communication "
-        r"under compute, ",
-        out,
-    )
+    steps = r"madmax: rank 1, \d+ steps of [\d.]+ m?s: "
+    assert re.match(steps + r"\d+% of [\d.]+ m?s communication under compute, ", out)
 
 
 @pytest.mark.parametrize(
@@ -73,23 +67,17 @@ def test_overlap_and_exposed_time_of_a_recorded_rank(capsys):
 )
 def test_trainers_call_the_hooks(trainer, tmp_path, capsys, monkeypatch):
     """Of trainers only the base class of callbacks and the names of hooks matter."""
-    base, name = (
-        type("Base", (), {}),
-        "TrainerCallback" if trainer == "transformers" else "Callback",
-    )
+    base = type("Base", (), {})
+    name = "TrainerCallback" if trainer == "transformers" else "Callback"
     monkeypatch.setitem(sys.modules, trainer, SimpleNamespace(**{name: base}))
     make = hf_callback if trainer == "transformers" else lightning_callback
     callback = make(tmp_path, wait=1, warmup=1, active=2)
-    hooks = (
-        ("on_train_begin", "on_step_end")
-        if make is hf_callback
-        else ("on_train_start", "on_train_batch_end")
-    )
+    hooks = ["on_train_start", "on_train_batch_end", "on_train_end"]
+    if make is hf_callback:
+        hooks = ["on_train_begin", "on_step_end", "on_train_end"]
     assert isinstance(callback, base)
-    begin, step, end = (
-        lambda hook=hook: getattr(callback, hook)(1, 2, more=3)
-        for hook in (*hooks, "on_train_end")
-    )
+    calls = [partial(getattr(callback, hook), 1, 2, more=3) for hook in hooks]
+    begin, step, end = calls
     trained(5, begin=begin, step=step, end=end)
     assert re.fullmatch(LINE, capsys.readouterr().out)
     with pytest.raises(ValueError, match="actve is not one of wait, warmup, active"):
@@ -108,9 +96,8 @@ def test_what_goes_wrong_is_one_line_and_the_loop_goes_on(
     case, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "file.json").write_text('{"traceEvents": 5}')
-    monkeypatch.setitem(
-        sys.modules, "transformers", SimpleNamespace(TrainerCallback=object)
-    )
+    package = SimpleNamespace(TrainerCallback=object)
+    monkeypatch.setitem(sys.modules, "transformers", package)
     {
         "export": lambda: on_trace_ready(tmp_path)(Broken()),
         "file": lambda: after_trace(tmp_path / "file.json"),
@@ -119,6 +106,5 @@ def test_what_goes_wrong_is_one_line_and_the_loop_goes_on(
         "hook": lambda: hf_callback(tmp_path, active=0).on_train_begin(),
     }[case]()
     captured = capsys.readouterr()
-    assert captured.out == "" and re.fullmatch(
-        "madmax: no summary of the trace: .+\n", captured.err
-    )
+    assert captured.out == ""
+    assert re.fullmatch("madmax: no summary of the trace: .+\n", captured.err)

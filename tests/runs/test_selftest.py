@@ -17,11 +17,8 @@ def smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def say(*lines, status=0):
-        path.write_text(
-            "#!/bin/sh\n"
-            + "".join(f"echo '{line}'\n" for line in lines)
-            + f"exit {status}\n"
-        )
+        echoes = [f"echo '{line}'" for line in lines]
+        path.write_text("\n".join(["#!/bin/sh", *echoes, f"exit {status}\n"]))
         path.chmod(0o755)
 
     return say
@@ -33,14 +30,10 @@ def ask(name):
 
 
 def test_gpus_are_those_of_nvidia_smi(smi):
-    smi("NVIDIA H200, 143771 MiB, 570.1", "NVIDIA H200, 143771 MiB, 570.1")
-    assert ask("driver") == (
-        "works",
-        "NVIDIA H200, 143771 MiB, 570.1; NVIDIA H200, 143771 MiB, 570.1",
-    )
-    smi(
-        "        GPU0  GPU1  NIC0", "GPU0     X    NV18  SYS", "GPU1    NV18   X    SYS"
-    )
+    card = "NVIDIA H200, 143771 MiB, 570.1"
+    smi(card, card)
+    assert ask("driver") == ("works", f"{card}; {card}")
+    smi("     GPU0  GPU1  NIC0", "GPU0   X   NV18  SYS", "GPU1  NV18  X    SYS")
     assert ask("topology") == ("works", "X NV18 SYS")
     smi(status=9)
     assert ask("driver")[0] == "fails"
@@ -76,23 +69,17 @@ def test_a_card_without_kernels_shows_at_the_first_one(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     status, text = ask("kernels")
-    assert (
-        status == "fails"
-        and (
-            "fp32 on cuda:0 (sm_60, torch is built for sm_75 sm_90): CUDA error: no "
-            "kernel image"
-        )
-        in text
-    )
+    assert status == "fails"
+    built = "fp32 on cuda:0 (sm_60, torch is built for sm_75 sm_90)"
+    assert f"{built}: CUDA error: no kernel image" in text
 
 
 def test_a_wrong_product_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert ask("kernels") == ("works", "products in fp32, bf16, fp16 on cpu")
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor + 1)
-    assert ask("kernels")[1].startswith(
-        "RuntimeError: a product in fp32 on cpu is wrong by 1"
-    )
+    says = "RuntimeError: a product in fp32 on cpu is wrong by 1"
+    assert ask("kernels")[1].startswith(says)
 
 
 def test_an_import_system_that_raises_is_an_answer(monkeypatch):
@@ -101,18 +88,15 @@ def test_an_import_system_that_raises_is_an_answer(monkeypatch):
 
     monkeypatch.setattr(selftest, "find_spec", find_spec)
     assert ask("torch") == ("fails", "RuntimeError: a broken hook")
-    assert {"driver", "torch", "all-reduce"} <= {
-        name for name, *_ in selftest.selftest()
-    }
+    names = {name for name, *_ in selftest.selftest()}
+    assert {"driver", "torch", "all-reduce"} <= names
 
 
 def test_without_torch_nothing_else_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(selftest, "find_spec", lambda name: None)
     answers = {name: status for name, status, _ in selftest.selftest()}
-    assert (
-        list(answers) == ["driver", "topology", "torch"]
-        and answers["torch"] == "missing"
-    )
+    assert list(answers) == ["driver", "topology", "torch"]
+    assert answers["torch"] == "missing"
 
 
 def test_ranks_reach_each_other_here():

@@ -2,198 +2,133 @@
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 
 from madmax_lib.runs.model import models
+from madmax_lib.runs.parallel import trainer
+from madmax_lib.runs.spec import RunSpec, check
 
-# shapes of a layer's tensors, {} its number; hidden 8, ffn 16
-GPT2 = {
-    "h.{}.ln_1": (8,), "h.{}.attn.c_attn": (8, 24), "h.{}.attn.c_proj": (8, 8),
-    "h.{}.ln_2": (8,), "h.{}.mlp.c_fc": (8, 16), "h.{}.mlp.c_proj": (16, 8),
-}  # fmt: skip
-QWEN2 = {
-    "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8), "self_attn.o_proj": (8, 8),
-    "input_layernorm": (8,), "post_attention_layernorm": (8,),
-    "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
-}  # fmt: skip
-VIT = {
-    "attention.attention.query": (8, 8), "attention.attention.key": (8, 8), "attention.attention.value": (8, 8),
-    "attention.output.dense": (8, 8), "intermediate.dense": (16, 8), "output.dense": (8, 16),
-    "layernorm_before": (8,), "layernorm_after": (8,),
-}  # fmt: skip
-
-
-def layers(shapes, prefix, biased, bias=-1):
-    """Tensors of two layers; those that are biased have one as long as their dimension
-    `bias`.
-    """
-    names = [((prefix + name).format(i), name) for i in range(2) for name in shapes]
-    weights = {f"{full}.weight": shapes[name] for full, name in names}
-    return weights | {
-        f"{full}.bias": (shapes[name][bias],) for full, name in names if biased(name)
-    }
-
-
-ENDS = {"cls_token": (1, 1, 8), "position_embeddings": (1, 5, 8)}
-ENDS |= {
-    "patch_embeddings.projection.weight": (8, 3, 2, 2),
-    "patch_embeddings.projection.bias": (8,),
-}
+# shapes of all tensors of a release, by model; {} is a layer's number; hidden 8, ffn 16
+SHAPES = json.loads(Path(__file__).with_name("released_shapes.json").read_text())
 TINY = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 16}
-RELEASED = {  # sizes, shapes of the tensors, and where some of them go
-    "gpt2-large": (
-        TINY | {"vocab": 20, "sequence": 6},
-        layers(
-            GPT2, "", biased=lambda name: True
-        )  # matrices are (in, out); queries, keys and values one of them
-        | {
-            "wte.weight": (20, 8),
-            "wpe.weight": (6, 8),
-            "ln_f.weight": (8,),
-            "ln_f.bias": (8,),
-        },
-        {
-            "layers.1.attention.key.weight": (
-                "h.1.attn.c_attn.weight",
-                lambda t: t[:, 8:16].T,
-            ),
-            "layers.0.attention.value.bias": ("h.0.attn.c_attn.bias", lambda t: t[16:]),
-            "layers.0.feed_forward.up.weight": ("h.0.mlp.c_fc.weight", lambda t: t.T),
-            "head.weight": ("wte.weight", None),
-        },
-    ),
-    "qwen2.5-3b": (
-        TINY | {"kv_heads": 1, "head_dim": 4, "vocab": 20},
-        layers(
-            QWEN2,
-            "model.layers.{}.",
-            biased=lambda name: name.endswith(("q_proj", "k_proj", "v_proj")),
-            bias=0,
-        )
-        | {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)},
-        {
-            "layers.1.attention.key.weight": (
-                "model.layers.1.self_attn.k_proj.weight",
-                None,
-            ),
-            "norm.weight": ("model.norm.weight", None),
-            "head.weight": ("model.embed_tokens.weight", None),
-        },
-    ),
-    "vit-tiny": (
-        TINY | {"image": 4, "patch": 2, "classes": 3},
-        layers(VIT, "vit.encoder.layer.{}.", biased=lambda name: True, bias=0)
-        | {f"vit.embeddings.{name}": shape for name, shape in ENDS.items()}
-        | {"vit.layernorm.weight": (8,), "vit.layernorm.bias": (8,)}
-        | {"classifier.weight": (3, 8), "classifier.bias": (3,)},
-        {
-            "embedding.first": ("vit.embeddings.cls_token", lambda t: t[0, 0]),
-            "head.bias": ("classifier.bias", None),
-            "layers.1.feed_forward.down.weight": (
-                "vit.encoder.layer.1.output.dense.weight",
-                None,
-            ),
-        },
-    ),
+SIZES = {
+    "gpt2-large": TINY | {"vocab": 20, "sequence": 6},
+    "qwen2.5-3b": TINY | {"kv_heads": 1, "head_dim": 4, "vocab": 20},
+    "vit-tiny": TINY | {"image": 4, "patch": 2, "classes": 3},
 }
+PLACES = {  # where some of them go: theirs, and what is done to it
+    "gpt2-large": {
+        "layers.1.attention.key.weight": ("h.1.attn.c_attn.weight", "k.T"),
+        "layers.0.attention.value.bias": ("h.0.attn.c_attn.bias", "v"),
+        "layers.0.feed_forward.up.weight": ("h.0.mlp.c_fc.weight", "T"),
+        "head.weight": ("wte.weight", ""),
+    },
+    "qwen2.5-3b": {
+        "layers.1.attention.key.bias": ("model.layers.1.self_attn.k_proj.bias", ""),
+        "norm.weight": ("model.norm.weight", ""),
+        "head.weight": ("model.embed_tokens.weight", ""),
+    },
+    "vit-tiny": {
+        "embedding.first": ("vit.embeddings.cls_token", "first"),
+        "head.bias": ("classifier.bias", ""),
+        "layers.1.feed_forward.down.bias": (
+            "vit.encoder.layer.1.output.dense.bias",
+            "",
+        ),
+    },
+}
+CHANGES = {  # queries, keys and values of GPT-2 are one matrix of (in, out)
+    "": lambda t: t,
+    "T": lambda t: t.T,
+    "k.T": lambda t: t[:, 8:16].T,
+    "v": lambda t: t[16:],
+    "first": lambda t: t[0, 0],
+}
+
+
+def released(name, make=torch.ones):
+    """Tensors of a release by name."""
+    tensors = {}
+    for pattern, shape in SHAPES[name].items():
+        for layer in range(2) if "{}" in pattern else [0]:
+            tensors[pattern.format(layer)] = make(shape)
+    return tensors
 
 
 def write_safetensors(path, tensors):
     """The format by its description: length, JSON header, tensors in a row."""
-    header, parts, offset = {"__metadata__": {"format": "pt"}}, [], 0
+    header = {"__metadata__": {"format": "pt"}}
+    content = b""
     for name, tensor in tensors.items():
-        raw = tensor.numpy().tobytes()
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(raw)],
-        }
-        parts.append(raw)
-        offset += len(raw)
+        begin = len(content)
+        content += tensor.numpy().tobytes()
+        about = {"dtype": "F32", "shape": list(tensor.shape)}
+        header[name] = about | {"data_offsets": [begin, len(content)]}
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
-@pytest.mark.parametrize("name", RELEASED)
+def build(name, folder, tensors=None, **sizes):
+    if tensors is not None:
+        write_safetensors(folder / "model.safetensors", tensors)
+    return models.build(name, weights=folder, **SIZES[name] | sizes)
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_published_weights_find_their_places(name, tmp_path):
-    sizes, shapes, places = RELEASED[name]
     generator = torch.Generator().manual_seed(5)
-    tensors = {
-        key: torch.randn(shape, generator=generator) for key, shape in shapes.items()
-    }
+    tensors = released(name, lambda shape: torch.randn(shape, generator=generator))
     names = list(tensors)
-    for place, part in enumerate((names[::2], names[1::2])):  # as shards
-        write_safetensors(
-            tmp_path / f"model-{place}.safetensors", {key: tensors[key] for key in part}
-        )
-    model = models.build(name, weights=tmp_path, **sizes)
-    assert sum(p.numel() for p in model.parameters()) == sum(
+    for number in (0, 1):  # as shards
+        part = {key: tensors[key] for key in names[number::2]}
+        write_safetensors(tmp_path / f"model-{number}.safetensors", part)
+    model = build(name, tmp_path)
+    parameters = list(model.parameters())
+    assert sum(p.numel() for p in parameters) == sum(
         t.numel() for t in tensors.values()
     )
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for ours, (theirs, change) in places.items():
-        assert torch.equal(
-            own[ours], change(tensors[theirs]) if change else tensors[theirs]
-        ), ours
-    total = sum(p.double().sum() for p in model.parameters())
+    ours = dict(model.named_parameters(remove_duplicate=False))
+    for parameter, (theirs, change) in PLACES[name].items():
+        expected = CHANGES[change](tensors[theirs])
+        assert torch.equal(ours[parameter], expected), parameter
+    total = sum(p.double().sum() for p in parameters)
     torch.testing.assert_close(total, sum(t.double().sum() for t in tensors.values()))
 
 
 def test_a_run_starts_from_published_weights(tmp_path):
-    from madmax_lib.runs.parallel import trainer
-    from madmax_lib.runs.spec import RunSpec, check
-
-    sizes, shapes, _ = RELEASED["vit-tiny"]
-    write_safetensors(
-        tmp_path / "model.safetensors",
-        {key: torch.ones(shape) for key, shape in shapes.items()},
-    )
-    spec = RunSpec("vit-tiny", sizes=sizes, weights=str(tmp_path))
+    write_safetensors(tmp_path / "model.safetensors", released("vit-tiny"))
+    spec = RunSpec("vit-tiny", sizes=SIZES["vit-tiny"], weights=str(tmp_path))
     assert check(spec, gpus=0) == "cpu"
     job = trainer.parallelize(spec.model, spec.plan, spec, sizes=spec.sizes)
     assert all(parameter.eq(1).all() for parameter in job.modules[0].parameters())
 
 
 def test_published_weights_that_do_not_fit(tmp_path):
-    sizes, shapes, _ = RELEASED["vit-tiny"]
-    with pytest.raises(
-        FileNotFoundError, match=r"no \.safetensors file with weights of vit-tiny"
-    ):
-        models.build("vit-tiny", weights=tmp_path, **sizes)
-    tensors = {key: torch.ones(shape) for key, shape in shapes.items()}
-    write_safetensors(tmp_path / "model.safetensors", tensors)
-    other = models.build(
-        "vit-tiny", weights=tmp_path, **sizes | {"classes": 7}
-    )  # another task: its head is drawn
+    says = r"no \.safetensors file with weights of vit-tiny"
+    with pytest.raises(FileNotFoundError, match=says):
+        build("vit-tiny", tmp_path)
+    tensors = released("vit-tiny")
+    # another task: its head is drawn
+    other = build("vit-tiny", tmp_path, tensors, classes=7)
     assert other.head.weight.std() > 0 and other.norm.bias.eq(1).all()
-    with pytest.raises(
-        ValueError, match=r"layernorm_before.weight is \(8,\), not \(4,\)"
-    ):
-        models.build("vit-tiny", weights=tmp_path, **sizes | {"hidden": 4})
-    write_safetensors(
-        tmp_path / "model.safetensors",
-        {key: tensors[key] for key in tensors if "layernorm." not in key},
-    )
+    says = r"layernorm_before.weight is \(8,\), not \(4,\)"
+    with pytest.raises(ValueError, match=says):
+        build("vit-tiny", tmp_path, hidden=4)
+    fewer = {key: tensors[key] for key in tensors if "layernorm." not in key}
     with pytest.raises(ValueError, match=r"layernorm.weight is missing"):
-        models.build("vit-tiny", weights=tmp_path, **sizes)
+        build("vit-tiny", tmp_path, fewer)
 
 
 @pytest.mark.parametrize("prefix", ["vit.", ""])
 def test_a_vision_model_saved_without_a_classifier_gets_one(prefix, tmp_path):
-    sizes, shapes, _ = RELEASED["vit-tiny"]
-    inner = {
-        prefix + key.removeprefix("vit."): torch.ones(shape)
-        for key, shape in shapes.items()
+    tensors = {
+        prefix + key.removeprefix("vit."): tensor
+        for key, tensor in released("vit-tiny").items()
         if "class" not in key
     }
-    write_safetensors(
-        tmp_path / "model.safetensors", inner | {"pooler.dense.bias": torch.ones(8)}
-    )
-    model = models.build("vit-tiny", weights=tmp_path, **sizes)
-    assert (
-        model.norm.bias.eq(1).all()
-        and 0 < model.head.weight.std() < 0.1
-        and model.head.bias.eq(0).all()
-    )
+    model = build("vit-tiny", tmp_path, tensors | {"pooler.dense.bias": torch.ones(8)})
+    assert model.norm.bias.eq(1).all() and model.head.bias.eq(0).all()
+    assert 0 < model.head.weight.std() < 0.1
