@@ -11,11 +11,8 @@ from madmax_lib.timeline.kinds import (
 )
 
 # names of the field, the lower ones those of communication libraries
-NAMES = (
-    pd.read_csv(Path(__file__).with_name("kernel_names.csv"), keep_default_na=False)
-    .to_numpy()
-    .tolist()
-)
+_NAMES = Path(__file__).with_name("kernel_names.csv")
+NAMES = pd.read_csv(_NAMES, keep_default_na=False).to_numpy().tolist()
 
 
 @pytest.mark.parametrize(("name", "kind", "collective"), NAMES)
@@ -28,30 +25,23 @@ def test_names_of_the_field(name, kind, collective):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("comm", ["ncclKernel_AllReduce"]),
-        (
-            "compute",
-            ["NcclKernel", "void ncclKernel", "Stream Wait Event", "volta_sgemm"],
-        ),
-        ("memcpy", ["Memcpy DtoH", "dma_request"]),
-        ("other", ["my Memcpy", "Event Sync"]),
+        ("comm", "ncclKernel_AllReduce"),
+        ("compute", "NcclKernel, void ncclKernel, Stream Wait Event, volta_sgemm"),
+        ("memcpy", "Memcpy DtoH, dma_request"),
+        ("other", "my Memcpy, Event Sync"),
     ],
 )
 def test_rules_of_hta(kind, names):
-    assert set(kernel_kinds(names, rules="hta")) == {kind}
+    assert set(kernel_kinds(names.split(", "), rules="hta")) == {kind}
 
 
 def test_user_rows_come_first(tmp_path):
     table = tmp_path / "kinds.csv"
     table.write_text("kind,pattern,collective\ncomm,^Memcpy PtoP,send_recv\n")
     kinds = load_kinds(table)
-    assert kernel_kinds(
-        ["Memcpy PtoP (Device -> Device)", "Memset"], table=kinds
-    ).tolist() == ["comm", "memcpy"]
-    assert (
-        collective_names(["Memcpy PtoP (Device -> Device)"], table=kinds)[0]
-        == "send_recv"
-    )
+    names = ["Memcpy PtoP (Device -> Device)", "Memset"]
+    assert kernel_kinds(names, table=kinds).tolist() == ["comm", "memcpy"]
+    assert collective_names(names[:1], table=kinds)[0] == "send_recv"
 
 
 @pytest.mark.parametrize(
@@ -60,10 +50,7 @@ def test_user_rows_come_first(tmp_path):
         ("kind\ncomm\n", "needs the columns kind and pattern"),
         ("kind,pattern\nmagic,x\n", "kind 'magic' is not one of"),
         ("kind,pattern\ncomm,(\n", "is not a regular expression"),
-        (
-            "kind,pattern,rules\ncomm,x,Exact\n",
-            "rules 'Exact' is not one of exact, device, hta",
-        ),
+        ("kind,pattern,rules\ncomm,x,Exact\n", "rules 'Exact' .* exact, device, hta"),
         ("", "not a table of kernel kinds"),
     ],
 )
@@ -75,15 +62,12 @@ def test_bad_user_tables_are_refused(tmp_path, text, message):
 
 
 def test_unknown_rules_are_refused():
-    with pytest.raises(
-        ValueError, match="rules='hat' is not one of exact, annotation, hta"
-    ):
+    with pytest.raises(ValueError, match=r"rules='hat' .* exact, annotation, hta"):
         kernel_kinds(["x"], rules="hat")
 
 
 def test_every_row_has_a_source_and_a_known_collective():
     table = load_kinds()
     assert (table["source"] != "").all()
-    assert set(
-        table.loc[(table["rules"] == "exact") & (table["kind"] == "comm"), "collective"]
-    ) <= set(COLLECTIVES)
+    is_comm = (table["rules"] == "exact") & (table["kind"] == "comm")
+    assert set(table.loc[is_comm, "collective"]) <= set(COLLECTIVES)
