@@ -2,8 +2,6 @@
 and traces, judged on others.
 """
 
-from __future__ import annotations
-
 from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False
@@ -16,16 +14,7 @@ if TYPE_CHECKING:
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
-    from madmax_lib.calibration.judge.intervals import (
-        coverage as coverage,
-        coverage_by_class as coverage_by_class,
-    )
-    from madmax_lib.calibration.judge.overlap import (
-        overlap_errors as overlap_errors,
-        overlap_facts as overlap_facts,
-    )
     from madmax_lib.calibration.judge.validate import *
-    from madmax_lib.calibration.judge.vision import vision_errors as vision_errors
     from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
     from madmax_lib.calibration.machine.compared import (
         compared as compared,
@@ -48,9 +37,16 @@ if TYPE_CHECKING:
         kernel_seconds as kernel_seconds,
         kernel_timeline as kernel_timeline,
     )
+    from madmax_lib.calibration.verdict.accuracy import *
+    from madmax_lib.calibration.verdict.confusion import confusion as confusion
     from madmax_lib.calibration.verdict.expect import (
         expect as expect,
         verdicts as verdicts,
     )
+    from madmax_lib.calibration.verdict.overlap import (
+        overlap_errors as overlap_errors,
+        overlap_facts as overlap_facts,
+    )
+    from madmax_lib.calibration.verdict.vision import vision_errors as vision_errors
 
 __all__ = open_room(__name__)

@@ -1,32 +1,31 @@
-"""What do a few measured rows of one stack say about its constants? Bayes' rule,
-linearised around the solution.
+"""Bayes' rule for a few measured rows of one stack, linearised around the solution.
 
 Before the first row a stack has the constants of all others, as uncertain as strangers
 are: the covariance of the fit times the factor by which they err more than it says, and
-a part of each prior's width, by which stacks differ. With slopes J of log step_s and
-noise N, rows move the constants by P J' (J P J' + N)^-1 times their error. Intervals
-hold that part of stacks as what every source has of its own, so they shrink from the
-covariance of the fit alone.
+a part of each prior's width, by which stacks differ. With P the covariance, J the
+slopes of log step_s and N the noise, rows move the constants by
+
+    P J' (J P J' + N)^-1 error          [Kalman gain times innovation]
+
+Intervals hold the part in which stacks differ as what every source has of its own, so
+they shrink from the covariance of the fit alone.
 """
 
-from __future__ import annotations
-
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
-from madmax_lib.calibration.judge.identifiability import scaled
+from madmax_lib.calibration.scale import ConstantKey, FittingScale
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import step_s
 from madmax_lib.simulator.uncertainty import constant_index
 
-__all__ = ["StackPrior", "gradient"]
+__all__ = ["gradient", "updated"]
 
-# of a prior's width, by which the constants of one stack differ from those of all
-_OWN = 0.5
+# share of a prior's width by which the constants of one stack differ from those of all
+_STACK_SHARE = 0.5
 # log error that the best constants of a stack leave in a row; Student's t forgives
 # larger ones
 _NOISE = 0.06
@@ -35,135 +34,104 @@ _ROUNDS = 6  # linearisations
 
 
 def gradient(
-    steps: Steps, point: np.ndarray, names: Sequence[str], begin: Parameters
+    steps: Steps, scale: FittingScale, point: np.ndarray, begin: Parameters
 ) -> np.ndarray:
-    """(n, names) slopes of log step_s at point, by constants in their fitting scale;
-    the rest is that of begin.
+    """(n, names) slopes of log step_s at a point by forward differences.
 
-    A step has one constant of a name, and of `gemm_efficiency` one of each width, so
-    these move at once.
+    Constants that are not of the scale are those of begin. A step has one constant of a
+    name, and of `gemm_efficiency` one of each width, so all classes of a name move at
+    once: the Jacobian costs an evaluation per name, not per constant.
     """
-    logarithmic = (bounds().loc[list(names), "scale"] == "log").to_numpy()
-    alike, group = np.unique(
-        [re.sub(r":.*?(-\d+)?$", r"\1", name) for name in names], return_inverse=True
-    )
+    keys = [ConstantKey.parse(text) for text in scale.names]
+    groups = pd.MultiIndex.from_tuples([(key.name, key.bits) for key in keys])
+    group, _ = groups.factorize()
+    # sqrt(eps) of the point balances truncation against rounding
     size = np.sqrt(np.finfo(float).eps) * np.maximum(1.0, np.abs(point))
-    moved = np.vstack(
-        [point, np.where(np.arange(len(alike))[:, None] == group, point + size, point)]
-    )
-    values = np.where(logarithmic, np.exp(moved), moved)
-    constants = begin.constants | {
-        name: values[:, i : i + 1] for i, name in enumerate(names)
-    }
-    seconds = np.log(step_s(steps, replace(begin, constants=constants)))
-    slopes = (seconds[1:] - seconds[0])[group].T / (point + size - point)
-    return np.where(_occurs(steps, names, begin, len(slopes)), slopes, 0.0)
+    beyond = point + size
+    # (groups, names): row g has the constants of group g moved
+    moves = np.arange(group.max() + 1)[:, None] == group
+    values = scale.values(np.vstack([point, np.where(moves, beyond, point)]))
+    # each constant as a column (1 + groups, 1), which broadcasts against the steps
+    columns = {name: values[:, i : i + 1] for i, name in enumerate(scale.names)}
+    moved = replace(begin, constants=begin.constants | columns)
+    log_s = np.log(step_s(steps, moved))
+    change = log_s[1:] - log_s[0]
+    # a constant has the change of its group, over the step that rounding left
+    slopes = change[group].T / (beyond - point)
+    return np.where(_occurs(steps, scale, len(slopes)), slopes, 0.0)
 
 
-def _occurs(
-    steps: Steps, names: Sequence[str], begin: Parameters, count: int
-) -> np.ndarray:
-    """(count, names) whether a step has the constant: of its products, or of those of
-    its heads.
+def _occurs(steps: Steps, scale: FittingScale, count: int):
+    """(count, names) whether a step has the constant: in its products or its heads."""
+    table = bounds()
+    row_of = {name: row for row, name in enumerate(table.index)}
+    names = table["name"].loc[list(scale.names)].unique()
+    occurs = np.zeros((count, len(row_of)), bool)
+    every = np.arange(count)
+    for name in names:
+        occurs[every, constant_index(steps, name, row_of)] = True
+    # heads may be wider than products, so they have an efficiency of their own
+    of_heads = constant_index(steps, "gemm_efficiency", row_of, "head")
+    occurs[every, of_heads] = True
+    return occurs[:, [row_of[name] for name in scale.names]]
+
+
+def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parameters:
+    """Constants of a stack after rows: the Gauss-Newton point with the least mean error.
+
+    The prior is one of the points, so no update makes the rows worse. A row is forgiven
+    what it alone is off, not what all are before the first step.
     """
-    places = {name: place for place, name in enumerate(begin.constants)}
-    fields = [
-        (name, None) for name in dict.fromkeys(name.partition(":")[0] for name in names)
-    ]
-    result = np.zeros((count, len(places)), bool)
-    for name, field in [*fields, ("gemm_efficiency", "head")]:
-        result[np.arange(count), constant_index(steps, name, places, field)] = True
-    return result[:, [places[name] for name in names]]
+    table = bounds()
+    scale = FittingScale.of(table.index[table["low"] < table["high"]])
+    row_of, all_covariance = begin.uncertainty
+    rows = [row_of[name] for name in scale.names]
+    shared = all_covariance[np.ix_(rows, rows)]
+    # strangers err more than the covariance says by this factor, squared
+    inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
+    of_stack = np.diag((_STACK_SHARE * scale.sigma) ** 2)
+    covariance = inflation * shared + of_stack
+
+    def error_at(point):
+        """(n,) log(measured / predicted)."""
+        constants = begin.constants | scale.constants(point)
+        return log_measured - np.log(step_s(steps, replace(begin, constants=constants)))
+
+    prior = best = point = scale.point(begin.constants)
+    error = error_at(point)
+    least = _mean_error(error)
+    noise = _noise_variance(error - np.median(error))
+    for _ in range(_ROUNDS):
+        slopes = gradient(steps, scale, point, begin)
+        gain = _gain(covariance, slopes, noise)
+        # always from the prior: the error is linearised at the point
+        moved = prior + gain @ (error + slopes @ (point - prior))
+        point = np.clip(moved, scale.low, scale.high)
+        error = error_at(point)
+        noise = _noise_variance(error)
+        if _mean_error(error) < least:
+            best = point
+            least = _mean_error(error)
+    # P - K J P, of the part that all stacks share
+    gain = _gain(shared, slopes, noise / inflation)
+    covariance = shared - gain @ slopes @ shared
+    return scale.solved(replace(begin, intervals={}), best, covariance)
 
 
-class StackPrior:
-    """What is known of one stack before its first row: constants and covariance, in the
-    fitting scale.
+def _noise_variance(error):
+    """Variance of each row's noise, as Student's t weighs errors.
+
+    s^2 (v + (e/s)^2) / (v + 1): rows that are far off count little.
     """
-
-    def __init__(self, begin: Parameters):
-        table = bounds()[bounds()["low"] < bounds()["high"]]
-        table = table.assign(at=[begin.constants[name] for name in table.index])
-        self.begin = begin
-        self.names = table.index.tolist()
-        self.logarithmic = (table["scale"] == "log").to_numpy()
-        self.at, self.low, self.high = (
-            scaled(table, name) for name in ("at", "low", "high")
-        )
-        places, covariance = begin.uncertainty
-        of_table = [places[name] for name in self.names]
-        self.inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
-        self.shared = covariance[np.ix_(of_table, of_table)]
-        own = np.diag((_OWN * table["sigma"].to_numpy(float)) ** 2)
-        self.covariance = self.inflation * self.shared + own
-
-    def given(self, steps: Steps, log_measured: np.ndarray) -> Parameters:
-        """Constants after rows: of the Gauss-Newton steps from the prior, the one that
-        meets the rows best on average.
-
-        The prior is one of them, so no update makes the rows worse. A row is forgiven
-        what it alone is off, not what all are before the first step.
-        """
-        best = point = self.at
-        error = self._error(steps, log_measured, point)
-        least = _mean(error)
-        noise = _forgiven(error - np.median(error))
-        for _ in range(_ROUNDS):
-            slopes = gradient(steps, point, self.names, self.begin)
-            gain = _gain(self.covariance, slopes, noise)
-            point = np.clip(
-                self.at + gain @ (error + slopes @ (point - self.at)),
-                self.low,
-                self.high,
-            )
-            error = self._error(steps, log_measured, point)
-            noise = _forgiven(error)
-            if _mean(error) < least:
-                best = point
-                least = _mean(error)
-        gain = _gain(self.shared, slopes, noise / self.inflation)
-        return self._parameters(best, self.shared - gain @ slopes @ self.shared)
-
-    def _error(
-        self, steps: Steps, log_measured: np.ndarray, point: np.ndarray
-    ) -> np.ndarray:
-        """log(measured / predicted)."""
-        return log_measured - np.log(
-            step_s(steps, replace(self.begin, constants=self._constants(point)))
-        )
-
-    def _constants(self, point: np.ndarray) -> dict[str, float]:
-        values = np.where(self.logarithmic, np.exp(point), point)
-        return self.begin.constants | dict(
-            zip(self.names, values.tolist(), strict=True)
-        )
-
-    def _parameters(self, point: np.ndarray, covariance: np.ndarray) -> Parameters:
-        width = 1.645 * np.sqrt(np.diag(covariance))
-        ends = np.clip([point - width, point + width], self.low, self.high)
-        low, high = np.where(self.logarithmic, np.exp(ends), ends).tolist()
-        return replace(
-            self.begin,
-            constants=self._constants(point),
-            intervals=dict(zip(self.names, zip(low, high, strict=True), strict=True)),
-            fitted=tuple(self.names),
-            covariance=tuple(map(tuple, covariance.tolist())),
-        )
-
-
-def _forgiven(error: np.ndarray) -> np.ndarray:
-    """Variance of each row's noise, as Student's t weighs errors."""
     return _NOISE**2 * (_FREEDOM + (error / _NOISE) ** 2) / (_FREEDOM + 1)
 
 
-def _gain(covariance: np.ndarray, slopes: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    return (
-        covariance
-        @ slopes.T
-        @ np.linalg.inv(slopes @ covariance @ slopes.T + np.diag(noise))
-    )
+def _gain(covariance, slopes, noise):
+    """(names, n) Kalman gain P J' (J P J' + N)^-1."""
+    of_rows = slopes @ covariance @ slopes.T + np.diag(noise)
+    return covariance @ slopes.T @ np.linalg.inv(of_rows)
 
 
-def _mean(error: np.ndarray) -> float:
-    """Relative error of predictions."""
+def _mean_error(error) -> float:
+    """Mean of |predicted / measured - 1|."""
     return float(np.abs(np.expm1(-error)).mean())

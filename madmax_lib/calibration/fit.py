@@ -1,13 +1,10 @@
-"""Which constants make the step-time model meet measured rows? Bounded robust least
-squares on log residuals.
+"""Fit of the step-time model's constants to measured rows: bounded, robust least squares.
 
 Residual of a row: log(predicted / measured) / 0.03, soft-L1; of a constant: its
 distance from the start value over the prior width of `data/parameter_bounds.csv`. Rows
 of one source and model share machine, software and luck, so a row of a large group
 weighs less.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -17,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import least_squares
+from scipy.optimize import OptimizeResult, least_squares
 
 from madmax_lib import catalog
-from madmax_lib.calibration.bayes import StackPrior, gradient
-from madmax_lib.calibration.judge.identifiability import scaled
+from madmax_lib.calibration.bayes import gradient, updated
 from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
+from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.catalog.datasets import local_data
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
@@ -34,37 +31,35 @@ __all__ = [
     "fingerprint",
     "fit",
     "known_rows",
-    "posterior",
     "slowness",
     "update",
     "usable",
     "weights",
 ]
 
-# columns and sources: see `published_rows`
+# files of a data directory, with the columns that `published.rows` reads
 _LOCAL = (
     "vtrain/ground_truth_multi.shared.csv",
     "published_more/published_more.csv",
     "published_more/layout_sweep.csv",
 )
-_STOP = {"xtol": 1e-4, "ftol": 1e-4}
-# evaluations from a distance and from near the solution; after 3 a fold still knows its
-# rows
-_MOST = 60
-_FEW = 10
+_TOLERANCES = {"xtol": 1e-4, "ftol": 1e-4}
+# evaluations from a distance, and from near the solution, where 3 already bring a fold
+# back to its rows
+_MOST_EVALUATIONS = 60
+_FEW_EVALUATIONS = 10
+_INSIDE = 1e-6  # from a bound, on which `least_squares` may not begin
 # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3
 # to 10 %
 SCALE = 0.03
 _SILENT = 1e-9  # relative change of a time that is arithmetic
 _FULL = 40  # rows of a repository that count in full
 # factor between measured and predicted beyond which a row of one's own is a mistake
-_FARTHEST = 10.0
-SLOWEST = (
-    3.0  # slowness of a layout that is fitted; beyond, stacks fail in ways of their own
-)
-GROUP_DAMPING = (
-    0.15  # a row of a (source, model) with n rows weighs n to this power less
-)
+_ABSURD = 10.0
+# slowness of a layout that is fitted; beyond, stacks fail in ways of their own
+SLOWEST = 3.0
+# a row of a (source, model) with n rows weighs n to this power less
+GROUP_DAMPING = 0.15
 
 
 def usable(rows: pd.DataFrame) -> pd.Series:
@@ -92,28 +87,30 @@ def fit(
     ValueError for a value that cannot be read, with row and column, if no row can be
     fitted or a constant is unknown.
     """
-    if "supported" not in (rows := to_table(rows)).columns:
+    rows = to_table(rows)
+    if "supported" not in rows.columns:
         rows = read_rows(rows)
+        # a field that cannot be read begins its reason with name=value
         unread = rows[
             ~rows["supported"].astype(bool) & rows["reason"].str.match(r"\w+=")
         ]
         if len(unread):
             raise ValueError(f"row {unread.index[0]}: {unread['reason'].iloc[0]}")
-    used = rows[usable(rows)]
-    used = used[slowness(used) <= SLOWEST]
-    if used.empty:
+    rows = rows[usable(rows)]
+    rows = rows[slowness(rows) <= SLOWEST]
+    if rows.empty:
         raise ValueError("rows: none is supported, consistent and measured")
-    problem = _LeastSquares(used, begin or start(), near.fitted if near else only)
-    best = (
-        problem.solve(problem.point(near), _FEW)
-        if near
-        else problem.solve(problem.begin)
-    )
+    problem = _LeastSquares(rows, begin or start(), near.fitted if near else only)
+    if near:
+        point = problem.scale.point(near.constants)
+        best = problem.solve(point, _FEW_EVALUATIONS)
+    else:
+        best = problem.solve(problem.begin)
     random = np.random.default_rng(0)
     for _ in range(starts - 1):
         other = problem.solve(problem.scatter(random))
         best = other if other.cost < best.cost else best
-    return problem.parameters(best, used)
+    return problem.parameters(best, rows)
 
 
 def update(
@@ -140,169 +137,129 @@ def update(
     and with it the intervals shrink; on the rows themselves the mean error never grows.
     Raises ValueError for rows that cannot be used, with the reason of the first.
 
-    >>> rows = pd.DataFrame({"model": "llama3-8b", "gpu": "h100", "n_gpus": [8, 16], "global_batch": [16, 32],
-    ...     "zero_stage": 3, "software": "torchtitan", "iteration_time_s": [3.2, 3.3]})
+    Two runs that are slower than those of the fit:
+
+    >>> rows = pd.DataFrame({"model": "llama3-8b", "gpu": "h100", "software": "torchtitan"}, [0, 1])
+    >>> rows = rows.assign(n_gpus=[8, 16], zero_stage=3, global_batch=[16, 32])
+    >>> rows = rows.assign(iteration_time_s=[3.2, 3.3])
     >>> steps = to_steps(read_rows(rows))
-    >>> (step_s(steps, shipped()) < step_s(steps, update(rows))).tolist()  # slower than the stacks of the fit
+    >>> (step_s(steps, shipped()) < step_s(steps, update(rows))).tolist()
     [True, True]
     """
     begin = begin or shipped()
-    if "supported" not in (rows := to_table(rows)).columns:
+    rows = to_table(rows)
+    if "supported" not in rows.columns:
         rows = read_rows(rows)
-    if (refused := rows[~usable(rows)]).size or rows.empty:
-        reasons = refused["reason"].where(
-            refused["reason"] != "", "no time is measured"
-        )
-        others = (
-            f" ({len(refused) - 1} more rows cannot be used)"
-            if len(refused) > 1
-            else ""
-        )
-        lines = (f"row {index}: {reason}{others}" for index, reason in reasons.items())
-        raise ValueError(next(lines, "rows: there are none"))
+    refused = rows[~usable(rows)]
+    if rows.empty:
+        raise ValueError("rows: there are none")
+    if len(refused):
+        reason = refused["reason"].iloc[0] or "no time is measured"
+        more = len(refused) - 1
+        others = f" ({more} more rows cannot be used)" if more else ""
+        raise ValueError(f"row {refused.index[0]}: {reason}{others}")
     steps = to_steps(rows)
     measured_s = rows["measured_s"].to_numpy(float)
     predicted_s = step_s(steps, begin)
-    for row in np.flatnonzero(
-        np.abs(np.log(measured_s / predicted_s)) > np.log(_FARTHEST)
-    ):
-        times = f"{measured_s[row]:.4g} s measured, {predicted_s[row]:.4g} s predicted"
+    mistaken = np.abs(np.log(measured_s / predicted_s)) > np.log(_ABSURD)
+    if mistaken.any():
+        row = int(mistaken.argmax())
         raise ValueError(
-            f"row {rows.index[row]}: {times}; is it in seconds, and the plan the one "
+            f"row {rows.index[row]}: {measured_s[row]:.4g} s measured, "
+            f"{predicted_s[row]:.4g} s predicted; is it in seconds, and the plan the one "
             "that ran?"
         )
-    updated = StackPrior(begin).given(steps, np.log(measured_s))
+    constants = updated(begin, steps, np.log(measured_s))
     origin = {"update": {"rows": len(rows), "sha256": fingerprint(rows)}}
-    return replace(updated, provenance={**begin.provenance, **origin})
-
-
-def _free_constants(steps: Steps, begin: Parameters) -> list[str]:
-    """Constants that move the time of any of these steps, of those that no prior fixes."""
-    table = bounds()[bounds()["scale"] != "fixed"]
-    values = np.array([begin.constants[name] for name in table.index])
-    farther = np.where(values > table["start"], table["low"], table["high"]).astype(
-        float
-    )
-    points = np.where(np.eye(len(values), dtype=bool), farther, values)
-    moved = begin.constants | {
-        name: points[:, i : i + 1] for i, name in enumerate(table.index)
-    }
-    seconds, at = (
-        step_s(steps, Parameters(constants=of)) for of in (moved, begin.constants)
-    )
-    return table.index[(np.abs(seconds / at - 1) > _SILENT).any(axis=1)].tolist()
+    return replace(constants, provenance={**begin.provenance, **origin})
 
 
 class _LeastSquares:
-    """Least squares over the free constants: `point` is in the fitting scale (log or
-    linear).
-    """
+    """Least squares over the constants that rows can tell; a point is in fitting scale."""
 
     def __init__(
         self, rows: pd.DataFrame, begin: Parameters, only: Sequence[str] | None = None
     ):
-        table = bounds()
-        if unknown := set(only or ()) - set(table.index):
-            raise ValueError(
-                f"constant {sorted(unknown)[0]!r} is not in data/parameter_bounds.csv"
-            )
         self.steps = to_steps(rows)
-        self.names = list(only) if only else _free_constants(self.steps, begin)
-        table = table.loc[self.names]
-        self.logarithmic = (table["scale"] == "log").to_numpy()
-        table = table.assign(begin=[begin.constants[name] for name in self.names])
-        self.prior, self.low, self.high, at = (
-            scaled(table, name) for name in ("start", "low", "high", "begin")
-        )
-        self.sigma = table["sigma"].to_numpy(float)
-        self.begin = np.clip(at, self.low, self.high)
+        names = only or _free_constants(self.steps, begin)
+        self.scale = scale = FittingScale.of(names)
+        self.begin = np.clip(scale.point(begin.constants), scale.low, scale.high)
         self.fixed = Parameters(
             constants=begin.constants, collectives=begin.collectives, links=begin.links
         )
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
         self.weight = weights(rows) / SCALE
 
-    def values(self, point: np.ndarray) -> np.ndarray:
-        return np.where(self.logarithmic, np.exp(point), point)
+    def residuals(self, point) -> np.ndarray:
+        """(rows + constants,) weighted log errors, then distances from the priors."""
+        constants = self.fixed.constants | self.scale.constants(point)
+        predicted = step_s(self.steps, replace(self.fixed, constants=constants))
+        errors = (np.log(predicted) - self.log_measured) * self.weight
+        return np.concatenate([errors, (point - self.scale.prior) / self.scale.sigma])
 
-    def constants(self, point: np.ndarray) -> dict[str, float]:
-        return self.fixed.constants | dict(
-            zip(self.names, self.values(point).tolist(), strict=True)
-        )
+    def jacobian(self, point) -> np.ndarray:
+        """(rows + constants, constants) slopes of `residuals`."""
+        slopes = gradient(self.steps, self.scale, point, self.fixed)
+        # a row's weight holds for all its slopes
+        weighted = slopes * self.weight[:, None]
+        return np.vstack([weighted, np.diag(1 / self.scale.sigma)])
 
-    def residuals(self, point: np.ndarray) -> np.ndarray:
-        """Rows, then priors."""
-        predicted = step_s(
-            self.steps, replace(self.fixed, constants=self.constants(point))
-        )
-        of_rows = (np.log(predicted) - self.log_measured) * self.weight
-        return np.concatenate([of_rows, (point - self.prior) / self.sigma])
-
-    def jacobian(self, point: np.ndarray) -> np.ndarray:
-        slopes = gradient(self.steps, point, self.names, self.fixed)
-        return np.vstack([slopes * self.weight[:, None], np.diag(1 / self.sigma)])
-
-    def point(self, parameters: Parameters) -> np.ndarray:
-        """Where these constants are."""
-        return scaled(
-            bounds()
-            .loc[self.names]
-            .assign(at=[parameters.constants[name] for name in self.names]),
-            "at",
-        )
-
-    def solve(self, point: np.ndarray, evaluations: int = _MOST):
-        inside = np.clip(point, self.low + 1e-6, self.high - 1e-6)
-        edges = self.low, self.high
+    def solve(self, point, evaluations: int = _MOST_EVALUATIONS) -> OptimizeResult:
+        low, high = self.scale.low, self.scale.high
         return least_squares(
             self.residuals,
-            inside,
+            np.clip(point, low + _INSIDE, high - _INSIDE),
             self.jacobian,
-            bounds=edges,
+            bounds=(low, high),
             loss="soft_l1",
-            x_scale=self.sigma,
+            x_scale=self.scale.sigma,
             max_nfev=evaluations,
-            **_STOP,
+            **_TOLERANCES,
         )
 
     def scatter(self, random: np.random.Generator) -> np.ndarray:
-        return self.prior + self.sigma * random.standard_normal(len(self.prior))
+        """A random point of the prior."""
+        sigma = self.scale.sigma
+        return self.scale.prior + sigma * random.standard_normal(len(sigma))
 
-    def parameters(self, result, rows: pd.DataFrame) -> Parameters:
-        """The solution with covariance (Gauss-Newton), intervals and provenance."""
-        covariance, low, high = posterior(result)
-        low = self.values(np.maximum(low, self.low))
-        high = self.values(np.minimum(high, self.high))
-        ends = zip(low.tolist(), high.tolist(), strict=True)
-        return replace(
-            self.fixed,
-            constants=self.constants(result.x),
-            intervals=dict(zip(self.names, ends, strict=True)),
-            fitted=tuple(self.names),
-            covariance=tuple(map(tuple, covariance.tolist())),
-            provenance={
-                "rows": len(rows),
-                "sha256": fingerprint(rows),
-                "cost": float(result.cost),
-                "scale": _scale_of(rows),
-            },
-        )
+    def parameters(self, solution: OptimizeResult, rows: pd.DataFrame) -> Parameters:
+        """The constants of a solution with their covariance and provenance."""
+        fitted = self.scale.solved(self.fixed, solution.x, covariance_of(solution))
+        origin = {
+            "rows": len(rows),
+            "sha256": fingerprint(rows),
+            "cost": float(solution.cost),
+            "scale": _scale_of(rows),
+        }
+        return replace(fitted, provenance=origin)
+
+
+def _free_constants(steps: Steps, begin: Parameters) -> list[str]:
+    """Constants that move the time of any of these steps and that no prior fixes."""
+    table = bounds()[bounds()["scale"] != "fixed"]
+    names = table.index
+    values = np.array([begin.constants[name] for name in names])
+    # the bound that is farther away, so that the constant moves at all
+    bound = np.where(values > table["start"], table["low"], table["high"]).astype(float)
+    # (names, names): row i has constant i at its bound; a column of it broadcasts
+    # against the steps
+    points = np.where(np.eye(len(values), dtype=bool), bound, values)
+    columns = {name: points[:, i : i + 1] for i, name in enumerate(names)}
+    moved = Parameters(constants=begin.constants | columns)
+    still = Parameters(constants=begin.constants)
+    change = np.abs(step_s(steps, moved) / step_s(steps, still) - 1)
+    return names[(change > _SILENT).any(axis=1)].tolist()
 
 
 def _scale_of(rows: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
-    """By device family: between which devices, and tokens per sample, 90 % of its rows
-    lie.
-    """
+    """Devices and tokens per sample between which 90 % of the rows of a family lie."""
     cases = rows["case"]
     sizes = {
         "devices": [case.plan.world_size for case in cases],
         "sequence": [case.sequence for case in cases],
     }
-    ends = (
-        pd.DataFrame(sizes, dtype=float)
-        .groupby(rows["family"].to_numpy())
-        .quantile([0.05, 0.95])
-    )
+    by_family = pd.DataFrame(sizes, dtype=float).groupby(rows["family"].to_numpy())
+    ends = by_family.quantile([0.05, 0.95])
     return {
         family: {name: ends.loc[family, name].tolist() for name in sizes}
         for family in rows["family"].unique()
@@ -310,38 +267,25 @@ def _scale_of(rows: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
 
 
 def weights(rows: pd.DataFrame) -> np.ndarray:
-    """Of rows in the fit: less for one of many of a source and model, and of many of a
-    repository.
+    """Weight of each row in a fit.
 
-    So do layouts that are slower than the best one of their model and devices: what
-    slows them down most is seldom what the model knows.
+    One of many rows of a source and model, or of a repository, weighs less. So do
+    layouts that are slower than the best one of their model and devices: what slows
+    them down most is seldom what the model knows.
     """
-    of_group, of_all = (
+    of_group, of_repository = (
         rows.groupby(name)[name].transform("size").to_numpy(float)
         for name in ("group", "repository")
     )
-    return (
-        of_group**-GROUP_DAMPING
-        * np.minimum((_FULL / of_all) ** 0.5, 1.0)
-        * slowness(rows) ** -0.5
-    )
+    damping = of_group**-GROUP_DAMPING * np.minimum((_FULL / of_repository) ** 0.5, 1.0)
+    return damping * slowness(rows) ** -0.5
 
 
 def slowness(rows: pd.DataFrame) -> np.ndarray:
     """Measured time over the best of the same group, devices, batch and data type."""
-    alike = rows.groupby(["group", "n_gpus", "global_batch", "dtype"], dropna=False)[
-        "measured_s"
-    ]
-    return rows["measured_s"].to_numpy(float) / alike.transform("min").to_numpy(float)
-
-
-def posterior(result) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Covariance of a least-squares solution (Gauss-Newton), and low and high end of
-    its 90 % interval.
-    """
-    covariance = np.linalg.inv(result.jac.T @ result.jac)
-    half_width = 1.645 * np.sqrt(np.diag(covariance))
-    return covariance, result.x - half_width, result.x + half_width
+    keys = ["group", "n_gpus", "global_batch", "dtype"]
+    best_s = rows.groupby(keys, dropna=False)["measured_s"].transform("min")
+    return rows["measured_s"].to_numpy(float) / best_s.to_numpy(float)
 
 
 def fingerprint(rows: pd.DataFrame) -> str:
@@ -351,11 +295,11 @@ def fingerprint(rows: pd.DataFrame) -> str:
 
 
 def known_rows() -> pd.DataFrame:
-    """Normalised rows behind the shipped constants: `data/published_train.csv`, and
-    tables of a data directory.
+    """Normalised rows behind the shipped constants.
 
-    The latter are not part of this project: vTrain's multi-node measurements, runs of
-    further stacks, and a sweep of layouts of one stack. What is missing is left out.
+    `data/published_train.csv`, and tables of a data directory that are not part of this
+    project: vTrain's multi-node measurements, runs of further stacks, and a sweep of
+    layouts of one stack. What is missing is left out.
     """
     tables = [catalog.table("published_train")]
     for name in _LOCAL:

@@ -1,11 +1,9 @@
-"""Which constants does the workbench ship? Those of all its rows, with the intervals
+"""The constants that the workbench ships: those of all its rows, with the intervals
 that sources left out give.
 
 `python -m madmax_lib.calibration.ship` writes `data/parameters.json`, unless the same
 constants stand there already.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from importlib.resources import files
@@ -31,19 +29,21 @@ _SAME_INTERVALS = 1e-3
 
 
 def ship(path: str | Path) -> Parameters:
-    """Fits the constants of all `known_rows`, adds the intervals that sources left out
-    give, writes `parameters.json`.
+    """Fit the constants of all `known_rows` and write them with their intervals.
 
-    A file that has the same constants and intervals, but for digits that the fit leaves
-    open, stays as it is.
+    The intervals are those that sources left out give. A file that has the same
+    constants and intervals, but for digits that the fit leaves open, stays as it is.
     """
     rows = known_rows()
     rows = rows[usable(rows)]
     fitted = fit(rows)
     fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
-    apart = folds(rows, by="source", near=fitted)
-    held_out = folds(rows, near=fitted)
-    fitted = replace(fitted, residuals=spread(apart) | comparison_widths(held_out))
+    # strangers' errors set the components, those of further models the width of a
+    # comparison
+    without_source = folds(rows, by="source", near=fitted)
+    without_model = folds(rows, near=fitted)
+    widths = spread(without_source) | comparison_widths(without_model)
+    fitted = replace(fitted, residuals=widths)
     if Path(path).exists() and _same(present := load(path), fitted):
         return present
     save(fitted, path)
@@ -52,21 +52,18 @@ def ship(path: str | Path) -> Parameters:
 
 def _same(a: Parameters, b: Parameters) -> bool:
     """From the same rows, and no further apart than fits on two machines are."""
-    if (
-        a.provenance["sha256"] != b.provenance["sha256"]
-        or a.fitted != b.fitted
-        or set(a.residuals) != set(b.residuals)
-    ):
+    same_rows = a.provenance["sha256"] == b.provenance["sha256"]
+    if not same_rows or a.fitted != b.fitted or set(a.residuals) != set(b.residuals):
         return False
-    constants = (
+    same_constants = (
         np.isclose(value, b.constants[name], rtol=_SAME_CONSTANTS)
         for name, value in a.constants.items()
     )
-    intervals = (
+    same_intervals = (
         np.isclose(size, b.residuals[name], rtol=_SAME_INTERVALS)
         for name, size in a.residuals.items()
     )
-    return all(constants) and all(intervals)
+    return all(same_constants) and all(same_intervals)
 
 
 if __name__ == "__main__":

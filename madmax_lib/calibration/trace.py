@@ -1,5 +1,5 @@
-"""What does a user's own trace say about the constants? Kernel seconds of a measured
-Timeline against the model's.
+"""Constants from a user's own trace: kernel seconds of a measured Timeline against the
+model's.
 
 Profile a run, fit, then predict what cannot be run:
 `estimate(..., parameters=fit_timeline(...))`. Matrix products, attention, pointwise
@@ -10,23 +10,23 @@ the constants it starts from. A trace that cannot be one of its case is refused
 holds it.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import least_squares
+from scipy.optimize import OptimizeResult, least_squares
 
 from madmax_lib import catalog
-from madmax_lib.calibration.fit import SCALE, posterior
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.fit import SCALE
+from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.catalog.measured_collectives import KINDS, MeasuredCollectives
 from madmax_lib.plan.case import Case
-from madmax_lib.simulator.costs.inputs import ClassColumn, Steps
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
@@ -36,15 +36,17 @@ from madmax_lib.traces.comm.collectives import bus_factor, calls
 
 __all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline", "slowest_stage"]
 
-_CAUSES = {
-    "optimizer_s": "optimizer",
-    "attention_s": "attention",
-    "gemm_s": "gemm",
-}  # classes of data/op_classes.csv
-_NEWER = {"gemm_s": "nvjet"}  # names of cuBLAS on Hopper and Blackwell
-_OF_KERNELS = ("pointwise_factor", "step_s")  # constants of how kernels are made
+# part of a step: class of data/op_classes.csv whose pattern its kernels match, the
+# first that does
+_CLASSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}
+_CUBLAS = {"gemm_s": "nvjet"}  # names on Hopper and Blackwell, further patterns
 _FITTED = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s", "step_s")
 _LARGE_BYTES = 1e6  # smaller messages show latency, not bandwidth
+_FROM_BOUND = 1e-6  # where `least_squares` may begin
+_WIDER = (
+    1 + 1e-6
+)  # of a variance, so that the interval holds what it must after rounding
+# a kernel of each part, as a profiler names it
 _KERNELS = {
     "gemm_s": "sm90_xmma_gemm_bf16",
     "attention_s": "flash_fwd_kernel",
@@ -53,10 +55,18 @@ _KERNELS = {
 }
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A traced run: the step as the model times it, and its measured seconds by part."""
+
+    case: Case
+    steps: Steps
+    measured: dict[str, float]
+
+
 def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     """Seconds per step of compute kernels by cause (gemm_s, attention_s, optimizer_s,
-    pointwise_s) and of the
-    step itself (step_s).
+    pointwise_s) and of the step itself (step_s).
 
     Medians over ranks and steps; a step lasts from its first span on a device to its
     last. Spans outside of steps (step -1) count if there are no others. Raises
@@ -64,29 +74,23 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     """
     spans = timeline.spans
     spans = spans[spans["kind"].isin(["compute", "comm", "memcpy"])]
-    spans = spans[spans["step"] >= 0] if (spans["step"] >= 0).any() else spans
+    # spans outside of the marked steps are no part of one
+    if (spans["step"] >= 0).any():
+        spans = spans[spans["step"] >= 0]
     compute = spans[spans["kind"] == "compute"]
     if compute.empty:
         raise ValueError("timeline: no compute span, nothing to fit")
     names = compute["name"].astype(str)
-    causes = {name: _cause(name) for name in names.unique()}
-    seconds = compute["dur_ns"].astype(float) / 1e9
-    sums = (
-        seconds.groupby([compute["rank"], compute["step"], names.map(causes)])
-        .sum()
-        .unstack(fill_value=0.0)
-    )
-    result = {
-        cause: float(sums[cause].median()) if cause in sums else 0.0
-        for cause in (*_CAUSES, "pointwise_s")
-    }
-    ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"]).groupby(
-        ["rank", "step"]
-    )
-    result["step_s"] = float(
-        ((ends["end_ns"].max() - ends["start_ns"].min()) / 1e9).median()
-    )
-    return result
+    causes = names.map({name: _cause(name) for name in names.unique()})
+    by_cause = compute["dur_ns"].groupby([compute["rank"], compute["step"], causes])
+    # a rank without kernels of a cause spends nothing on it
+    sums_s = by_cause.sum().unstack(fill_value=0) / NS_PER_S
+    causes = [*_CLASSES, "pointwise_s"]
+    seconds = sums_s.reindex(columns=causes, fill_value=0.0).median().to_dict()
+    ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"])
+    ends = ends.groupby(["rank", "step"])
+    length_ns = ends["end_ns"].max() - ends["start_ns"].min()
+    return seconds | {"step_s": float((length_ns / NS_PER_S).median())}
 
 
 def fit_timeline(
@@ -110,134 +114,119 @@ def fit_timeline(
         raise ValueError(
             f"{len(traces)} traces and {len(cases)} cases: each trace needs its own"
         )
-    for trace, of in zip(traces, cases, strict=True):
-        check_trace(trace, of)
+    for trace, case in zip(traces, cases, strict=True):
+        check_trace(trace, case)
     begin = shipped()
     runs = []
-    start = {}
-    names = {}
-    for trace, of in zip(traces, cases, strict=True):
-        steps = _steps(of)
-        runs.append((steps, slowest_stage(trace, of)))
-        start |= _link_share(trace, of, steps.machine.near)
-        classes = {
-            "gemm_efficiency": steps.machine.gemm,
-            "attention_efficiency": steps.machine.attention,
-        }
-        classes |= dict.fromkeys(_OF_KERNELS, steps.traits.kernels)
-        names |= {
-            coded.keys(name, bounds().index)[0]: None for name, coded in classes.items()
-        }
-        names |= {"optimizer_factor": None} if runs[-1][1]["optimizer_s"] > 0 else {}
-    start = dict(begin.constants) | start
-    names = list(names)
-    collectives = {**begin.collectives, **_collectives(traces, cases)}
-    first = cases[0].cluster
-    solution, edges = _solve(runs, start, names, collectives)
-    covariance, *ends = posterior(solution)
-    ends = np.exp(np.clip(ends, *edges)).T.tolist()
-    fitted = replace(
-        begin,
-        constants=start | dict(zip(names, np.exp(solution.x).tolist(), strict=True)),
-        intervals={
-            **begin.intervals,
-            **dict(zip(names, map(tuple, ends), strict=True)),
-        },
-        fitted=tuple(names),
-        covariance=tuple(map(tuple, covariance.tolist())),
-        collectives=collectives,
-        links=begin.links
-        or tuple(
-            link.bandwidth_bytes_per_s
-            for link in (first.intra, first.inter)
-            if collectives
-        ),
+    constants = dict(begin.constants)
+    names: dict[str, None] = {}  # an ordered set
+    for trace, case in zip(traces, cases, strict=True):
+        run = _Run(case, _steps(case), slowest_stage(trace, case))
+        constants |= _link_share(trace, run)
+        names |= dict.fromkeys(_constants_of(run))
+        runs.append(run)
+    links = begin.links
+    collectives = _collectives(traces, cases)
+    collectives = {**begin.collectives, **collectives}
+    if collectives and not links:
+        ends = (cases[0].cluster.intra, cases[0].cluster.inter)
+        links = tuple(link.bandwidth_bytes_per_s for link in ends)
+    # constants that any of the runs tells, fitted to all of them together
+    scale = FittingScale.of(names)
+    solution = _solve(
+        runs, Parameters(constants=constants, collectives=collectives), scale
     )
-    errors = [_errors(_seconds(steps, fitted), measured) for steps, measured in runs]
+    begin = replace(begin, constants=constants, collectives=collectives, links=links)
+    fitted = scale.solved(begin, solution.x, covariance_of(solution))
+    errors = []
+    for run in runs:
+        seconds = _seconds(run.steps, fitted)
+        errors.append(
+            {
+                part: seconds[part] / measured - 1
+                for part, measured in run.measured.items()
+                if measured > 0
+            }
+        )
     origin = {
         "source": "timeline",
         "device": traces[0].meta.device,
-        **runs[0][1],
+        **runs[0].measured,
         "errors": errors,
+        "scale": begin.provenance.get("scale", {}),
     }
-    origin |= {"scale": begin.provenance.get("scale", {})}
-    return replace(
-        fitted, residuals=_wide_enough(fitted, cases, runs), provenance=origin
-    )
+    residuals = _wide_enough(fitted, runs)
+    return replace(fitted, residuals=residuals, provenance=origin)
 
 
-def _solve(
-    runs: list[tuple[Steps, dict]],
-    start: dict[str, float],
-    names: list[str],
-    collectives: dict[str, tuple],
-):
-    """Least squares over the logarithms of the named constants, and their bounds; runs:
-    steps and measured seconds.
-    """
-    table = bounds().loc[names]
-    low, high, sigma = (
-        table[column].to_numpy(float) for column in ("low", "high", "sigma")
-    )
-    prior = np.log(np.clip([start[name] for name in names], low, high))
-    edges = (np.log(low), np.log(high))
+def _constants_of(run: _Run) -> Iterator[str]:
+    """Constants that a run can tell, by the classes of its device and kernels."""
+    machine = run.steps.machine
+    kernels = run.steps.traits.kernels
+    classes = {
+        "gemm_efficiency": machine.gemm,
+        "attention_efficiency": machine.attention,
+        "pointwise_factor": kernels,
+        "step_s": kernels,
+    }
+    for name, of_class in classes.items():
+        yield of_class.keys(name, bounds().index)[0]
+    if run.measured["optimizer_s"] > 0:
+        yield "optimizer_factor"
 
-    def residuals(point: np.ndarray) -> np.ndarray:
-        constants = start | dict(zip(names, np.exp(point).tolist(), strict=True))
-        parameters = Parameters(constants=constants, collectives=collectives)
-        of_parts = []
-        for steps, measured in runs:
-            seconds = _seconds(steps, parameters)
-            of_parts += [
-                np.log(seconds[part] / measured[part]) / SCALE
+
+def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale) -> OptimizeResult:
+    """Least squares over the constants of the scale; the others are those of begin."""
+    prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
+
+    def residuals(point) -> np.ndarray:
+        constants = begin.constants | scale.constants(point)
+        parameters = replace(begin, constants=constants)
+        errors = []
+        for run in runs:
+            seconds = _seconds(run.steps, parameters)
+            errors += [
+                np.log(seconds[part] / run.measured[part]) / SCALE
                 for part in _FITTED
-                if measured[part] > 0
+                if run.measured[part] > 0
             ]
-        return np.array([*of_parts, *((point - prior) / sigma)])
+        return np.array([*errors, *((point - prior) / scale.sigma)])
 
-    inside = np.clip(prior, edges[0] + 1e-6, edges[1] - 1e-6)
-    return least_squares(residuals, inside, bounds=edges), edges
+    inside = np.clip(prior, scale.low + _FROM_BOUND, scale.high - _FROM_BOUND)
+    return least_squares(residuals, inside, bounds=(scale.low, scale.high))
 
 
 def _collectives(traces: list[Timeline], cases: list[Case]) -> dict[str, tuple]:
-    """What traces of all ranks show of their collectives, as `Parameters` take it:
-    groups with two sizes or more.
-
-    A call takes what the rank that came last sees. gloo reduces and scatters by an
-    all-reduce.
+    """Collectives of traces of all ranks, as `Parameters` take them: groups with two
+    sizes or more.
     """
     tables = []
     for trace, case in zip(traces, cases, strict=True):
         table = calls(trace)
-        table = table[
-            (table["call"] >= 0) & (table["size_bytes"] > 0) & (table["duration_s"] > 0)
-        ]
-        keys = {
-            "collective": "first",
-            "group_size": "first",
-            "size_bytes": "max",
-            "duration_s": "min",
-        }
-        table = table.groupby("call").agg(keys).assign(nodes=1)
-        table["nodes"] = -(-table["group_size"] // case.cluster.devices_per_node)
-        table["collective"] = table["collective"].replace(
-            {"send": "send_recv", "recv": "send_recv"}
+        matched = (table["call"] >= 0) & (table["size_bytes"] > 0)
+        table = table[matched & (table["duration_s"] > 0)]
+        # a call takes what the rank that came last sees: the others wait for it
+        table = table.groupby("call").agg(
+            collective=("collective", "first"),
+            ranks=("group_size", "first"),
+            size_bytes=("size_bytes", "max"),
+            seconds=("duration_s", "min"),
         )
+        # rounded up to whole nodes
+        nodes = -(-table["ranks"] // case.cluster.devices_per_node)
+        both = {"send": "send_recv", "recv": "send_recv"}
+        table = table.assign(nodes=nodes, collective=table["collective"].replace(both))
         tables.append(table)
         if case.cluster.device.family == "cpu":
-            tables.append(
-                table[table["collective"] == "all_reduce"].assign(
-                    collective="reduce_scatter"
-                )
-            )
-    rows = pd.concat(tables).rename(
-        columns={"group_size": "ranks", "duration_s": "seconds"}
-    )
+            # gloo reduces and scatters by an all-reduce
+            reduces = table[table["collective"] == "all_reduce"]
+            tables.append(reduces.assign(collective="reduce_scatter"))
+    rows = pd.concat(tables)
     rows = rows[rows["collective"].isin(KINDS)]
-    sizes = rows.groupby(["collective", "ranks", "nodes"])["size_bytes"].transform(
-        "nunique"
-    )
-    return MeasuredCollectives(rows[sizes > 1]).curves if (sizes > 1).any() else {}
+    groups = rows.groupby(["collective", "ranks", "nodes"])["size_bytes"]
+    # a line through one size tells no latency
+    rows = rows[groups.transform("nunique") > 1]
+    return MeasuredCollectives(rows).curves if len(rows) else {}
 
 
 def slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
@@ -247,35 +236,26 @@ def slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
     if case.plan.pp == 1:
         return kernel_seconds(timeline)
     ranks = [kernel_seconds(timeline.select(ranks=[rank])) for rank in timeline.ranks]
+    # the longest kernels; a step is as long as the slowest rank's
     slowest = max(ranks, key=lambda seconds: sum(seconds.values()) - seconds["step_s"])
     return slowest | {"step_s": max(seconds["step_s"] for seconds in ranks)}
 
 
-def _errors(seconds: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
-    return {
-        part: seconds[part] / value - 1 for part, value in measured.items() if value > 0
-    }
-
-
-def _wide_enough(
-    parameters: Parameters, cases: list[Case], runs: list[tuple]
-) -> dict[str, float]:
-    """Residuals whose interval of each case's step holds what was measured."""
+def _wide_enough(parameters: Parameters, runs: list[_Run]):
+    """Residuals whose interval of each run's step holds what was measured."""
     residuals = dict(parameters.residuals)
     if "quantile" not in residuals:
         return residuals
-    for case, (_, measured) in zip(cases, runs, strict=True):
-        steps = Steps.of(case)
+    for run in runs:
+        steps = Steps.of(run.case)
         times = step_time(steps, parameters)
-        error = abs(float(np.log(times["step_s"][0] / measured["step_s"])))
+        error = float(np.log(times["step_s"][0] / run.measured["step_s"]))
         width = float(np.ravel(log_width(steps, times, parameters))[0])
-        missing = (error / residuals["quantile"]) ** 2 - (
-            width / residuals["quantile"]
-        ) ** 2
+        # variances add, each the half-width over the quantile, squared
+        missing = (error**2 - width**2) / residuals["quantile"] ** 2
         if missing > 0:
-            residuals["stranger"] = float(
-                np.sqrt(residuals["stranger"] ** 2 + missing * (1 + 1e-6))
-            )
+            variance = residuals["stranger"] ** 2 + missing * _WIDER
+            residuals["stranger"] = float(np.sqrt(variance))
             parameters = replace(parameters, residuals=residuals)
     return residuals
 
@@ -300,36 +280,32 @@ def kernel_timeline(
             f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; "
             "profile with pp=1"
         )
-    parts = _seconds(_steps(case), parameters)
+    seconds = _seconds(_steps(case), parameters)
     random = np.random.default_rng(seed)
     rows = []
-    now = 0
+    now_ns = 0
     for step in range(steps):
-        begin = now
+        begin_ns = now_ns
         for cause, name in _KERNELS.items():
-            length = round(
-                parts[cause] * np.exp(noise * random.standard_normal()) * 1e9
-            )
-            rows.append((7, "compute", name, now, length, step))
-            now += length
-        now = max(now, begin + round(parts["step_s"] * 1e9))
-        rows.append(
-            (8, "memcpy", "Memcpy DtoH", now - 1, 1, step)
-        )  # the loss is read: the step ends
-    spans = pd.DataFrame(
-        rows, columns=["stream", "kind", "name", "start_ns", "dur_ns", "step"]
-    )
+            factor = np.exp(noise * random.standard_normal())
+            length_ns = round(seconds[cause] * factor * NS_PER_S)
+            rows.append((7, "compute", name, now_ns, length_ns, step))
+            now_ns += length_ns
+        now_ns = max(now_ns, begin_ns + round(seconds["step_s"] * NS_PER_S))
+        # the loss is read: the step ends
+        rows.append((8, "memcpy", "Memcpy DtoH", now_ns - 1, 1, step))
+    columns = ["stream", "kind", "name", "start_ns", "dur_ns", "step"]
+    spans = pd.DataFrame(rows, columns=columns)
     spans = spans.assign(rank=0, correlation=-1, op=-1, group=None, size_bytes=np.nan)
     origin = {
         "model": case.model.name,
         "cluster": case.cluster.name,
         "nodes": case.cluster.nodes,
+        "plan": str(case.plan),
+        "global_batch": case.global_batch,
     }
-    origin |= {"plan": str(case.plan), "global_batch": case.global_batch}
-    return Timeline(
-        spans,
-        Meta(source="simulated", device=case.cluster.device.name, provenance=origin),
-    )
+    device = case.cluster.device.name
+    return Timeline(spans, Meta(source="simulated", device=device, provenance=origin))
 
 
 def _steps(case: Case) -> Steps:
@@ -337,62 +313,54 @@ def _steps(case: Case) -> Steps:
     return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
 
-def _seconds(steps: Steps, parameters: Parameters) -> dict[str, float]:
+def _seconds(steps: Steps, parameters: Parameters):
     """Seconds of a step by cause; the head's matrix products count as such."""
-    seconds = {
-        name: float(value[0]) for name, value in step_time(steps, parameters).items()
-    }
+    times = step_time(steps, parameters)
+    seconds = {name: float(value[0]) for name, value in times.items()}
     return seconds | {"gemm_s": seconds["gemm_s"] + seconds["head_s"]}
 
 
 def _cause(name: str) -> str:
-    """The first cause whose pattern is in the name; other compute kernels are
-    pointwise.
-    """
-    return next(
-        (cause for cause, pattern in _patterns() if pattern.search(name)), "pointwise_s"
-    )
+    """The first cause whose pattern is in the name; other kernels are pointwise."""
+    causes = (cause for cause, pattern in _patterns() if pattern.search(name))
+    return next(causes, "pointwise_s")
 
 
 @lru_cache(maxsize=1)
-def _patterns() -> list[tuple[str, re.Pattern]]:
+def _patterns():
+    """Causes with the patterns of their kernels' names, in order."""
     table = catalog.table("op_classes").set_index("class")["pattern"]
-    texts = {
-        cause: "|".join(filter(None, [table[kind], _NEWER.get(cause)]))
-        for cause, kind in _CAUSES.items()
-    }
-    return [(cause, re.compile(text, re.IGNORECASE)) for cause, text in texts.items()]
+    patterns = []
+    for cause, kind in _CLASSES.items():
+        text = "|".join(filter(None, [table[kind], _CUBLAS.get(cause)]))
+        patterns.append((cause, re.compile(text, re.IGNORECASE)))
+    return patterns
 
 
-def _link_share(timeline: Timeline, case: Case, near: ClassColumn) -> dict[str, float]:
-    """Share of the link that large all-reduces reach, where all devices of the run are
-    one group inside a node.
+def _link_share(timeline: Timeline, run: _Run):
+    """Share of the link that large all-reduces reach.
+
+    Nothing unless all devices of the run are one group inside a node.
     """
-    plan = case.plan
-    ranks = case.plan.world_size
-    spans = timeline.spans
-    if (
-        not 1 < ranks <= case.cluster.devices_per_node
-        or max(plan.dp, plan.tp, plan.cp) != ranks
-    ):
+    plan = run.case.plan
+    cluster = run.case.cluster
+    ranks = plan.world_size
+    one_group = max(plan.dp, plan.tp, plan.cp) == ranks
+    if not (one_group and 1 < ranks <= cluster.devices_per_node):
         return {}
-    spans = spans[
-        (spans["kind"] == "comm")
-        & (spans["size_bytes"].fillna(0).astype(float) >= _LARGE_BYTES)
-    ]
-    spans = (
-        spans[collective_names(spans["name"].astype(str).tolist()) == "all_reduce"]
-        if len(spans)
-        else spans
-    )
+    spans = timeline.spans
+    large = spans["size_bytes"].fillna(0).astype(float) >= _LARGE_BYTES
+    spans = spans[(spans["kind"] == "comm") & large]
+    if len(spans):
+        # other collectives pass other multiples of their size on
+        names = collective_names(spans["name"].astype(str).tolist())
+        spans = spans[names == "all_reduce"]
     if spans.empty:
         return {}
-    rates = (
-        bus_factor("all_reduce", ranks)
-        * spans["size_bytes"].astype(float)
-        / (spans["dur_ns"] / 1e9)
-    )
-    (name,) = near.keys("link_share", bounds().index)
-    share = float(rates.median() / case.cluster.intra.bandwidth_bytes_per_s)
+    sent_bytes = bus_factor("all_reduce", ranks) * spans["size_bytes"].astype(float)
+    rate = float((sent_bytes / (spans["dur_ns"] / NS_PER_S)).median())
+    (name,) = run.steps.machine.near.keys("link_share", bounds().index)
+    # a share outside the bounds would be no share of this link
     low, high = bounds().loc[name, ["low", "high"]]
+    share = rate / cluster.intra.bandwidth_bytes_per_s
     return {name: min(max(share, low), high)}

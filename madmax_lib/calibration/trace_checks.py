@@ -1,12 +1,10 @@
-"""Can this trace be one of that run? Device, work and groups of a trace against model,
+"""Checks that a trace can be one of a run: its device, work and groups against model,
 machine and plan of a case.
 
 A fit gives constants for any trace and any case; only what both say can tell that they
 do not belong together. What a trace does not record is not checked: its device without
 a name, its products without shapes, its groups without sizes.
 """
-
-from __future__ import annotations
 
 from itertools import combinations
 from math import prod
@@ -17,38 +15,32 @@ from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.plan.case import Case
 from madmax_lib.timeline.kinds import POINT_TO_POINT
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls
 
 __all__ = ["check_trace"]
 
-_WORK = (
-    0.75,
-    1.25,
-    # traced FLOPs over those of the model: what is counted differs by norms, heads and
-    # causal attention
-)
-_AGAIN = 4 / 3  # with recomputation
+# traced FLOPs over those of the model: what is counted differs by norms, heads and
+# causal attention
+_LEAST_WORK = 0.75
+_MOST_WORK = 1.25
+_FROZEN = 2 / 3  # LoRA: weights have no gradients, one of three passes
+_RECOMPUTED = 4 / 3  # the forward pass again
 _STAGE = 2.5  # of one stage of a pipeline: ends are larger
 _LEAST_SHARE = 1e-3  # of the peak; no device is kept so slow by its own kernels
-_SAME_PEAK = 0.1
-_ARITHMETIC = {
-    "tf32": "fp32",
-    "fp64": "fp64",
-    "fp32": "fp32",
-    "fp16": "fp16",
-    "bf16": "bf16",
-}  # others mix types
+_SAME_PEAK = 0.1  # log ratio of peaks of one device under two names
+# data types that traces name alike; others mix types
+_ARITHMETIC = {name: name for name in ("fp64", "fp32", "fp16", "bf16")}
+_ARITHMETIC |= {"tf32": "fp32"}
 _NOTHING = 1e-3  # of a model's parameters: smaller messages are losses and norms
 
 
 def check_trace(timeline: Timeline, case: Case) -> None:
-    """Raises ValueError, with what the trace and what the case says, where they cannot
+    """Raise ValueError, with what the trace and what the case says, where they cannot
     belong together.
     """
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    if not (spans["kind"] == "compute").any():
+    if not (timeline.spans["kind"] == "compute").any():
         raise ValueError("timeline: no compute span, nothing to fit")
     _check_device(timeline, case)
     _check_groups(timeline, case)
@@ -56,40 +48,37 @@ def check_trace(timeline: Timeline, case: Case) -> None:
         _check_work(timeline, case)
 
 
-def _check_device(timeline: Timeline, case: Case) -> None:
+def _check_device(timeline: Timeline, case: Case):
+    """Family and peak of the traced device against the case's."""
     device = case.cluster.device
+    traced_name = timeline.meta.device
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    # processes on a CPU have no streams
     on_host = bool((compute["stream"] < 0).all())
     if on_host != (device.family == "cpu"):
-        what = (
-            "a trace of a CPU"
-            if on_host
-            else f"a trace of {timeline.meta.device or 'a GPU'}"
+        traced = "a CPU" if on_host else traced_name or "a GPU"
+        raise ValueError(
+            f"timeline: a trace of {traced}, but the case's device is {device.name}"
         )
-        raise ValueError(f"timeline: {what}, but the case's device is {device.name}")
-    traced = (
-        catalog.device_named(timeline.meta.device) if timeline.meta.device else None
-    )
+    traced = catalog.device_named(traced_name) if traced_name else None
     if traced is None or traced.name == device.name:
         return
-    rates = [of.peak(of.nearest("bf16")) for of in (traced, device)]
-    if traced.family != device.family or abs(np.log(rates[0] / rates[1])) > _SAME_PEAK:
+    peaks = [of.peak(of.nearest("bf16")) for of in (traced, device)]
+    differs = abs(np.log(peaks[0] / peaks[1])) > _SAME_PEAK
+    if traced.family != device.family or differs:
         raise ValueError(
-            f"timeline: a trace of {timeline.meta.device}, but the case's device is "
-            f"{device.name}"
+            f"timeline: a trace of {traced_name}, but the case's device is {device.name}"
         )
 
 
-def _check_groups(timeline: Timeline, case: Case) -> None:
-    """World, sizes of groups and kinds of collectives against the plan."""
+def _check_groups(timeline: Timeline, case: Case):
+    """World and sizes of groups against the plan, then what they send."""
     plan = case.plan
     table = calls(timeline)
+    measured = timeline.meta.source == "measured"
     world = max(timeline.meta.world_size, len(timeline.ranks))
-    if (
-        (world > 1 or table.empty)
-        and timeline.meta.source == "measured"
-        and world != plan.world_size
-    ):
+    # one stage or rank of many may have been traced, but then it has collectives
+    if measured and world != plan.world_size and (world > 1 or table.empty):
         raise ValueError(
             f"timeline: {world} rank(s) without others, but {plan} has "
             f"{plan.world_size}"
@@ -101,114 +90,101 @@ def _check_groups(timeline: Timeline, case: Case) -> None:
                 "one rank"
             )
         return
-    if timeline.meta.source == "simulated" and table.empty:
+    if not measured and table.empty:
         return
-    degrees = [
-        plan.dp,
-        plan.tp,
-        plan.pp,
-        plan.cp,
-        plan.ep,
-        max(plan.dp * plan.cp // plan.ep, 1),
-        plan.shard or 1,
-    ]
-    sizes = {
-        prod(some) for count in range(5) for some in combinations(degrees, count)
-    } | {plan.world_size}
+    degrees = [plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.shard or 1]
+    degrees.append(max(plan.dp * plan.cp // plan.ep, 1))
+    # a group may span any dimensions, at most four of which are its own
+    sizes = {prod(some) for count in range(5) for some in combinations(degrees, count)}
+    sizes |= {plan.world_size}
     other = set(table["group_size"]) - sizes - {1}
     if other and world > 1:
         raise ValueError(
             f"timeline: collectives of {min(other)} ranks, but groups of {plan} have "
             f"{sorted(sizes - {1})}"
         )
-    sent = (
-        table.groupby("collective")["size_bytes"].sum()
-        / max(len(timeline.steps), 1)
-        / max(len(timeline.ranks), 1)
+    steps_of_ranks = max(len(timeline.steps), 1) * max(len(timeline.ranks), 1)
+    _check_messages(
+        table.groupby("collective")["size_bytes"].sum() / steps_of_ranks, case
     )
-    whole = 2.0 * case.model.parameters / (plan.tp * plan.pp)  # in 16 bits
-    gathers = sent.get("all_gather", 0.0) > whole * 0.5
-    if (
-        plan.zero >= 3
-        and plan.dp * plan.cp > 1
-        and "all_gather" not in sent.index
-        and "generic" not in sent.index
-    ):
+
+
+def _check_messages(sent_bytes, case: Case):
+    """Bytes of a rank and step by kind of collective, a Series, against the plan.
+
+    A kind that profilers call generic may be any.
+    """
+    plan = case.plan
+    kinds = set(sent_bytes.index)
+    weights_bytes = 2.0 * case.model.parameters / (plan.tp * plan.pp)  # in 16 bits
+    sharded = plan.zero >= 3 and plan.dp * plan.cp > 1
+    if sharded and not kinds & {"all_gather", "generic"}:
         raise ValueError(f"timeline: no all-gather, but {plan} gathers parameters")
-    if gathers and plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1:
+    gathered_bytes = sent_bytes.get("all_gather", 0.0)
+    gathers_nothing = plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1
+    if gathered_bytes > weights_bytes * 0.5 and gathers_nothing:
         raise ValueError(
-            f"timeline: all-gathers of {sent['all_gather']:.2g} bytes a step, but "
-            f"{plan} gathers nothing"
+            f"timeline: all-gathers of {gathered_bytes:.2g} bytes a step, but {plan} "
+            "gathers nothing"
         )
-    sides = {*POINT_TO_POINT, "generic"} & set(sent.index)
-    if plan.pp > 1 and not sides:
+    if plan.pp > 1 and not kinds & {*POINT_TO_POINT, "generic"}:
         raise ValueError(
             f"timeline: no message between stages, but {plan} is a pipeline"
         )
-    if plan.world_size == plan.dp and {"send", "recv"} & set(sent.index):
+    if plan.world_size != plan.dp:
+        return
+    if kinds & {"send", "recv"}:
         raise ValueError(f"timeline: messages from rank to rank, but {plan} sends none")
-    reduced = (
-        sent.reindex(["all_reduce", "reduce_scatter", "generic"]).fillna(0.0).sum()
-    )
-    if (
-        plan.world_size == plan.dp
-        and not sent.isna().any()
-        and 0 < reduced < _NOTHING * whole
-    ):
+    reductions = ["all_reduce", "reduce_scatter", "generic"]
+    reduced_bytes = sent_bytes.reindex(reductions).fillna(0.0).sum()
+    if not sent_bytes.isna().any() and 0 < reduced_bytes < _NOTHING * weights_bytes:
         raise ValueError(
-            f"timeline: {reduced:.2g} bytes are reduced in a step, but the gradients "
-            f"of {plan} have {whole:.2g}"
+            f"timeline: {reduced_bytes:.2g} bytes are reduced in a step, but the "
+            f"gradients of {plan} have {weights_bytes:.2g}"
         )
 
 
-def _check_work(timeline: Timeline, case: Case) -> None:
+def _check_work(timeline: Timeline, case: Case):
     """Traced products against those of the model, and its needed rate against the
     device's.
     """
     plan = case.plan
     device = case.cluster.device
-    flops = (
-        3 * case.model.forward_flops(case.global_batch, case.sequence) / plan.world_size
-    )
-    low = _WORK[0] * (2 / 3 if plan.lora_rank else 1)
-    high = _WORK[1] * (_AGAIN if plan.recompute != "none" else 1)
-    if plan.pp > 1:
-        low = low / _STAGE
-        high = high * _STAGE
-    what = (
+    # forward, dgrad and wgrad take the same
+    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
+    flops = flops / plan.world_size
+    stage = _STAGE if plan.pp > 1 else 1
+    low = _LEAST_WORK * (_FROZEN if plan.lora_rank else 1) / stage
+    high = _MOST_WORK * (_RECOMPUTED if plan.recompute != "none" else 1) * stage
+    run = (
         f"{case.model.name}, global_batch={case.global_batch}, "
         f"sequence={case.sequence}, {plan}"
     )
     table, _ = operator_calls(timeline)
-    table = table[
-        (table["flops"] > 0) & ((table["step"] >= 0) | (len(timeline.steps) == 0))
-    ]
+    in_steps = (table["step"] >= 0) | (len(timeline.steps) == 0)
+    table = table[(table["flops"] > 0) & in_steps]
     if len(table):
         by_step = table.groupby(["rank", "step"])["flops"].sum().median()
         if not low <= by_step / flops <= high:
             raise ValueError(
                 f"timeline: {by_step:.3g} FLOPs of a rank and step were traced, but "
-                f"{what} has {flops:.3g}"
+                f"{run} has {flops:.3g}"
             )
-        main = table.groupby("dtype")["flops"].sum().idxmax()
-        if (
-            case.dtype in _ARITHMETIC
-            and main in _ARITHMETIC
-            and _ARITHMETIC[case.dtype] != main
-        ):
+        dtype = table.groupby("dtype")["flops"].sum().idxmax()
+        named = dtype in _ARITHMETIC and case.dtype in _ARITHMETIC
+        if named and _ARITHMETIC[case.dtype] != dtype:
             raise ValueError(
-                f"timeline: products in {main} were traced, but dtype={case.dtype} "
+                f"timeline: products in {dtype} were traced, but dtype={case.dtype} "
                 "is the case's"
             )
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    seconds = (compute.groupby(["rank", "step"])["dur_ns"].sum() / NS_PER_S).median()
+    by_step_ns = compute.groupby(["rank", "step"])["dur_ns"].sum()
+    seconds = (by_step_ns / NS_PER_S).median()
     share = flops / seconds / device.peak(case.dtype)
-    if (
-        not _LEAST_SHARE
-        <= share * (1 if len(table) or plan.pp == 1 else 1 / _STAGE)
-        <= 1
-    ):
+    # without shapes a small stage may have been traced
+    least = share if len(table) else share / stage
+    if not _LEAST_SHARE <= least <= 1:
         raise ValueError(
             f"timeline: {seconds:.3g} s of compute would be {share:.2g} of "
-            f"{device.name}'s peak for {what}"
+            f"{device.name}'s peak for {run}"
         )

@@ -1,5 +1,3 @@
-"""Predictions for measured rows, at a public path: see
-`madmax_lib.calibration.judge.validate`.
-"""
+"""Predictions for measured rows, at the public path of `judge.validate`."""
 
 from madmax_lib.calibration.judge.validate import *

@@ -43,9 +43,8 @@ def predicted_s(rows, parameters):
 def test_slopes_are_those_of_each_constant_alone(rows):
     """Those of a name move at once, as a row has one of them."""
     problem = _LeastSquares(rows.sample(150, random_state=0), start())
-    point = problem.begin + 0.1 * problem.sigma * np.random.default_rng(
-        0
-    ).standard_normal(len(problem.begin))
+    random = np.random.default_rng(0).standard_normal(len(problem.begin))
+    point = problem.begin + 0.1 * problem.scale.sigma * random
     moves = 1e-6 * np.eye(len(point))
     slopes = [
         (problem.residuals(point + to) - problem.residuals(point - to)) / 2e-6

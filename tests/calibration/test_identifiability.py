@@ -12,10 +12,10 @@ from madmax_lib.calibration.judge.identifiability import (
     STATES,
     constants_of,
     leverage,
-    scaled,
     strongest_pairs,
 )
 from madmax_lib.calibration.published.rows import read_rows, to_steps
+from madmax_lib.calibration.scale import scaled
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 
 NAMES = ("gemm_efficiency:ampere-16", "network_share:ib", "contention")

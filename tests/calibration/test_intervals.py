@@ -9,8 +9,8 @@ from scipy.stats import norm, t
 
 from madmax_lib.calibration.bayes import gradient
 from madmax_lib.calibration.judge import intervals
-from madmax_lib.calibration.judge.identifiability import scaled
 from madmax_lib.calibration.published.rows import to_steps
+from madmax_lib.calibration.scale import FittingScale
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components
@@ -132,10 +132,8 @@ def test_shares_of_parts_stand_for_slopes(rows):
         to_steps(rows),
         bounds().index[bounds()["low"] < bounds()["high"]].tolist(),
     )
-    at = scaled(
-        bounds().loc[names].assign(at=[strange.constants[name] for name in names]), "at"
-    )
-    slopes = gradient(steps, at, names, strange)
+    scale = FittingScale.of(names)
+    slopes = gradient(steps, scale, scale.point(strange.constants), strange)
     exact = np.sqrt((slopes**2) @ bounds().loc[names, "sigma"].to_numpy(float) ** 2)
     ratio = (
         np.sqrt(components(steps, step_time(steps, strange), strange)["constants"])

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.calibration.judge.overlap import overlap_errors, overlap_facts
+from madmax_lib.calibration.verdict.overlap import overlap_errors, overlap_facts
 from madmax_lib.catalog.datasets import PROJECT
 
 

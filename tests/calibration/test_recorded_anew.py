@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.calibration.machine.planned_runs import planned_runs
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from tests.support import needs_namespaces
@@ -30,12 +31,19 @@ LINKS = {"all_reduce": (1.0, 1.35), "send_recv": (1.0, 1.35), "all_gather": (0.5
 )
 @needs_namespaces
 def test_a_calibration_made_here_agrees_with_the_recorded_one(tmp_path, monkeypatch):
+    few = {
+        "fitted": ["wide dp", "short dp", "long dp", "short tp"],
+        "predicted": ["gpt dp", "gpt z3"],
+    }
     stages = sys.modules[mm.calibrate.__module__]
     monkeypatch.setattr(
-        stages, "_FITTED", ("wide dp", "short dp", "long dp", "short tp")
+        stages,
+        "planned_runs",
+        lambda purpose: [
+            run for run in planned_runs(purpose) if run.name in few[purpose]
+        ],
     )
-    monkeypatch.setattr(stages, "_PREDICTED", ("gpt dp", "gpt z3"))
-    monkeypatch.setattr(stages, "_STEPS", 6)  # the last one is counted
+    monkeypatch.setattr(sys.modules[planned_runs.__module__], "_STEPS", 6)
     made = mm.calibrate(tmp_path, hosts=2, network=NETWORK, device="cpu")
     curves = [
         MeasuredCollectives(pd.read_csv(folder / "links.csv"))

@@ -15,7 +15,6 @@ from madmax_lib.calibration.fit import known_rows, slowness
 from madmax_lib.calibration.judge.intervals import coverage, coverage_by_class, spread
 from madmax_lib.calibration.judge.validate import (
     baseline,
-    confusion,
     errors,
     folds,
     layout_ranks,
@@ -23,6 +22,7 @@ from madmax_lib.calibration.judge.validate import (
     score,
 )
 from madmax_lib.calibration.published.rows import to_steps
+from madmax_lib.calibration.verdict.confusion import confusion
 from madmax_lib.calibration.verdict.expect import VERDICTS
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped

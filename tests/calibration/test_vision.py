@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
-from madmax_lib.calibration.judge.vision import _vision_rows, vision_errors
+from madmax_lib.calibration.verdict.vision import _vision_rows, vision_errors
 
 
 def test_rows_follow_the_sheet():

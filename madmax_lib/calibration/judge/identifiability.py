@@ -1,5 +1,5 @@
-"""What have the rows said about each constant? Priors beside posteriors, constants at a
-bound, correlated pairs.
+"""What the rows say about each constant: priors beside posteriors, constants at a bound,
+correlated pairs.
 
 In the scale of the fit (log or linear) a prior has the width `sigma` of
 `data/parameter_bounds.csv` and the posterior the square root of its covariance.
@@ -8,19 +8,18 @@ the rows have removed: 0 = nothing was learned and the constant stands where it 
 1 = the rows alone fix it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib.calibration.scale import scaled
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.timeline.timeline import with_origin
 
-__all__ = ["STATES", "constants_of", "leverage", "scaled", "strongest_pairs"]
+__all__ = ["STATES", "constants_of", "leverage", "strongest_pairs"]
 
 STATES = (
     "fixed by rows",
@@ -47,54 +46,43 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     """
     if not parameters.fitted:
         raise ValueError("parameters: nothing was fitted, there is no covariance")
-    table = (
-        bounds()
-        .loc[
-            list(parameters.fitted), ["start", "low", "high", "sigma", "scale", "note"]
-        ]
-        .copy()
-    )
+    columns = ["start", "low", "high", "scale"]
+    priors = bounds().loc[list(parameters.fitted)]
+    table = priors[columns].copy()
     table["fitted"] = [parameters.constants[name] for name in table.index]
     intervals = [parameters.intervals[name] for name in table.index]
     table["interval_low"], table["interval_high"] = np.transpose(intervals)
-    at, first, low, high = (
+    at, start, low, high = (
         scaled(table, column) for column in ("fitted", "start", "low", "high")
     )
     width = np.sqrt(np.diag(np.array(parameters.covariance)))
-    table["moved"] = (at - first) / table["sigma"].to_numpy()
-    table["learned"] = np.clip(1 - (width / table["sigma"].to_numpy()) ** 2, 0, 1)
-    edge = np.minimum(at - low, high - at) < _AT_BOUND * (high - low)
-    learned = table["learned"].to_numpy()
-    little = learned < _LITTLE
-    far = table["moved"].abs().to_numpy() > _FAR
-    cases = [edge, learned >= _MOST, little & far, little]
-    table["state"] = np.select(
-        cases,
-        ["at a bound", "fixed by rows", "pulled off its prior", "prior alone"],
-        STATES[1],
-    )
-    origin = {
-        "files": {"rows": {"sha256": parameters.provenance.get("sha256", "")}},
-        "rules": "calibration.fit",
+    sigma = priors["sigma"].to_numpy()
+    moved = (at - start) / sigma
+    learned = np.clip(1 - (width / sigma) ** 2, 0, 1)
+    table["moved"] = moved
+    table["learned"] = learned
+    # the first condition that holds gives the state
+    states = {
+        "at a bound": np.minimum(at - low, high - at) < _AT_BOUND * (high - low),
+        "fixed by rows": learned >= _MOST,
+        "pulled off its prior": (learned < _LITTLE) & (np.abs(moved) > _FAR),
+        "prior alone": learned < _LITTLE,
     }
-    return with_origin(
-        table.drop(columns=["sigma", "note"]).assign(note=table["note"]), origin
-    )
-
-
-def scaled(table: pd.DataFrame, column: str) -> np.ndarray:
-    """A column of `constants_of` or `bounds` in the scale of the fit."""
-    values = table[column].to_numpy(float)
-    return np.where(table["scale"] == "log", np.log(np.maximum(values, 1e-300)), values)
+    table["state"] = np.select([*states.values()], [*states], "rows and prior")
+    sha256 = parameters.provenance.get("sha256", "")
+    origin = {"files": {"rows": {"sha256": sha256}}, "rules": "calibration.fit"}
+    return with_origin(table.assign(note=priors["note"]), origin)
 
 
 def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
-    """The most correlated pairs (first, second, correlation): their product or ratio is
-    known better than each.
+    """The most correlated pairs: first, second, correlation.
+
+    The product or the ratio of such constants is known better than each of them.
     """
     covariance = np.array(parameters.covariance)
     names = np.array(parameters.fitted)
     width = np.sqrt(np.diag(covariance))
+    # indices of the upper triangle, each pair once
     first, second = np.triu_indices(len(names), 1)
     pairs = pd.DataFrame({"first": names[first], "second": names[second]})
     pairs["correlation"] = (covariance / np.outer(width, width))[first, second]
@@ -103,21 +91,18 @@ def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
 
 
 def leverage(parameters: Parameters, steps: Steps) -> pd.DataFrame:
-    """How far predictions move when a constant goes through its 90 % interval, the
-    others standing still.
+    """Changes of predictions when one constant crosses its 90 % interval.
 
     Columns median and largest of |log(step at one end / step at the other)| over the
-    steps.
+    steps, a row per fitted constant.
     """
     rows = {}
     for name in parameters.fitted:
         ends = [
-            parameters.constants | {name: value} for value in parameters.intervals[name]
+            replace(parameters, constants={**parameters.constants, name: value})
+            for value in parameters.intervals[name]
         ]
-        low_s, high_s = (
-            step_time(steps, replace(parameters, constants=end))["step_s"]
-            for end in ends
-        )
+        low_s, high_s = (step_time(steps, end)["step_s"] for end in ends)
         change = np.abs(np.log(high_s / low_s))
         rows[name] = (float(np.median(change)), float(change.max()))
     return pd.DataFrame.from_dict(rows, orient="index", columns=["median", "largest"])

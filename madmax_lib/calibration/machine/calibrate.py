@@ -1,5 +1,5 @@
-"""What would this machine take for a step that it has not run? Measure it, fit,
-predict, run, and show the error.
+"""Calibration of a machine: measure it, fit, predict further runs, make them, and show
+the error.
 
 Stages: devices (products and memory), links (collectives), a few short traced runs, a
 fit to them, predictions of further runs, and only then those runs. Each leaves files in
@@ -7,12 +7,10 @@ the directory, so that a calibration that was stopped goes on; runs are made as 
 the minutes last. A stage that cannot run here is a line of the page.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from madmax_lib.calibration.machine.machine import (
     parts_of,
 )
 from madmax_lib.calibration.machine.machine_page import write_page
+from madmax_lib.calibration.machine.planned_runs import PlannedRun, planned_runs
 from madmax_lib.calibration.published.run_rows import run_row
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.catalog.models import Cluster, Device, Link
@@ -48,173 +47,283 @@ from madmax_lib.simulator.rates.parameters import shipped, start
 
 __all__ = ["calibrate"]
 
-# of a run: one to warm up, four traced, six counted
-_STEPS = 11
-_WARMUP = 1
 _TOGETHER = 4  # runs in one start of the processes
-_GPT = {
-    "positions": "learned",
-    "norm": "layer",
-    "gated": False,
-    "attention_bias": "all",
-    "mlp_bias": True,
-}
-_WIDER = {
-    "cpu": {},
-    "cuda": {"hidden": 8, "ffn": 8, "expert_ffn": 8, "heads": 4, "kv_heads": 4},
-}  # sizes of models there
-# to be fitted: models of unlike shape, and layouts that tell compute, its launches and
-# its neighbours apart
-_FIT = {
-    "short": (
-        "gpt-tiny",
-        {
-            "layers": 3,
-            "hidden": 192,
-            "heads": 6,
-            "kv_heads": 6,
-            "ffn": 512,
-            "sequence": 64,
-        },
-        16,
-    ),
-    "wide": (
-        "gpt-tiny",
-        {"layers": 2, "hidden": 320, "heads": 8, "kv_heads": 4, "ffn": 1280, **_GPT},
-        4,
-    ),
-    "long": (
-        "gpt-tiny",
-        {
-            "layers": 2,
-            "hidden": 64,
-            "heads": 2,
-            "kv_heads": 2,
-            "ffn": 256,
-            "sequence": 512,
-        },
-        8,
-    ),
-    "images": ("vit-tiny", {"layers": 4, "hidden": 128, "heads": 4, "ffn": 512}, 32),
-    "mixture": (
-        "moe-tiny",
-        {"layers": 2, "hidden": 160, "heads": 5, "kv_heads": 5, "expert_ffn": 320},
-        8,
-    ),
-    "experts": (
-        "moe-tiny",
-        {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "expert_ffn": 64},
-        4,
-    ),
-}
-_FITTED = (
-    *(
-        "wide dp",
-        "mixture dp",
-        "short dp",
-        "images dp",
-        "long dp",
-        "short tp",
-        "experts dp",
-        "experts tp",
-    ),
-    *("wide dp1", "mixture dp1"),
-)
-# to be predicted, most telling first: other models, in layouts of which all but tp are
-# new to the fit
-_FURTHER = {
-    "gpt": (
-        "gpt-tiny",
-        {"layers": 4, "hidden": 224, "heads": 8, "kv_heads": 4, "ffn": 640},
-        8,
-    ),
-    "vit": ("vit-tiny", {"layers": 6, "hidden": 160, "heads": 4, "ffn": 640}, 16),
-    "moe": ("moe-tiny", {"layers": 3, "hidden": 128, "heads": 8, "expert_ffn": 224}, 8),
-}
-_PREDICTED = (
-    *(
-        "gpt dp",
-        "gpt z3",
-        "moe ep",
-        "gpt pp",
-        "vit z2",
-        "gpt cp",
-        "gpt tp",
-        "moe dp",
-        "vit dp",
-        "vit pp",
-        "moe z3",
-    ),
-    *("gpt z2", "vit z3", "moe pp", "vit tp-image", "moe cp"),
-)
+_FIRST_RUN_S = 8.0  # a guess until one was made
+# guesses where no collectives were timed: a link in a node as a share of the rate of
+# copies, and latencies
+_LINK_SHARE = 1 / 4
+_UNTIMED = {"near": np.nan, "far": np.nan, "latency_s": 1e-4, "hop_s": 1e-5}
+_TIMED_WIDTH = 0.05  # relative half-width of what was timed
 
 
 @dataclass
 class _Calibration:
-    """A calibration on its way: where, on how many processes of which device, and until
-    when.
-    """
+    """A calibration on its way."""
 
     directory: Path
     hosts: int
     network: str
-    device: str
+    device: str  # cpu or cuda
     ranks: int
-    until_s: float
-    notes: list[str] = field(default_factory=list)
-    once_s: float = 8.0  # of a run, a guess until one was made
+    until_s: float  # of time.monotonic, when no further run is begun
+    notes: list[str] = field(default_factory=list)  # lines of the page
+    run_s: float = _FIRST_RUN_S  # of the last runs, each
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What fails in here is a line of the page, and the next stage goes on."""
+        """A part whose failure is a line of the page, and the next one goes on."""
         try:
             yield
         except (OSError, ValueError, ImportError, RuntimeError) as error:
-            self.notes.append(
-                f"{name}: {next(iter(str(error).splitlines()), type(error).__name__)}"
-            )
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            self.notes.append(f"{name}: {first_line}")
 
-    @property
-    def left_s(self) -> float:
-        return self.until_s - time.monotonic()
+    def settle(self) -> None:
+        """Check the settings, and keep them in the directory.
+
+        Raises ValueError or OSError.
+        """
+        check_hosts(self.hosts, self.network, (), self.ranks)
+        path = self.directory / "settings.json"
+        names = ("hosts", "network", "device", "ranks")
+        settings = {name: getattr(self, name) for name in names}
+        if path.exists() and json.loads(path.read_text()) != settings:
+            raise ValueError(
+                f"{self.directory}: holds a calibration with other settings, "
+                f"{path.read_text().strip()}"
+            )
+        (self.directory / "runs").mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(settings) + "\n")
+
+    def save(self, table: pd.DataFrame, name: str) -> None:
+        """Write a table with a row per run."""
+        path = self.directory / name
+        table.to_csv(path, index_label="run", float_format="%.6g")
 
     def folder(self, name: str) -> Path:
         """Directory of a run."""
         return self.directory / "runs" / name.replace(" ", "_")
 
-    def legal(self, name: str) -> RunSpec | None:
-        """The run of a name such as "short tp"; None, with a line, where it cannot be
-        made here.
-        """
-        with self.stage(name):
-            resolve(spec := self.spec(name))
-            if spec.plan.world_size <= self.ranks:
-                return spec
-            raise ValueError(
-                f"{spec.strategy} needs {spec.plan.world_size} ranks, here are "
-                f"{self.ranks}"
-            )
+    def is_done(self, name: str) -> bool:
+        folder = self.folder(name)
+        if not (folder / "summary.json").exists():
+            return False
+        return read_run(folder).summary.get("status") == "completed"
 
-    def spec(self, name: str) -> RunSpec:
-        """The run of a name, whether it can be made or not."""
-        model, layout = name.split()
-        base, sizes, batch = (_FIT | _FURTHER)[model]
-        sizes = sizes | {
-            key: sizes[key] * times
-            for key, times in _WIDER[self.device].items()
-            if key in sizes
+    def specs(self, runs: Sequence[PlannedRun]) -> dict[str, RunSpec]:
+        """Runs by name that can be made here; the others get a line."""
+        specs = {}
+        for run in runs:
+            with self.stage(run.name):
+                spec = run.spec(self.device, self.ranks, self.hosts, self.network)
+                resolve(spec)
+                if spec.plan.world_size > self.ranks:
+                    raise ValueError(
+                        f"{spec.strategy} needs {spec.plan.world_size} ranks, here are "
+                        f"{self.ranks}"
+                    )
+                specs[run.name] = spec
+        return specs
+
+    def make_runs(self, runs: Sequence[PlannedRun]) -> dict[str, Run]:
+        """Completed runs by name, in their order.
+
+        Further ones are begun as long as there is time for them.
+        """
+        specs = self.specs(runs)
+        open_runs = [
+            run for run in runs if run.name in specs and not self.is_done(run.name)
+        ]
+        # one start of processes has one number of ranks
+        for is_alone in (False, True):
+            names = [run.name for run in open_runs if run.is_alone == is_alone]
+            for first in range(0, len(names), _TOGETHER):
+                together = names[first : first + _TOGETHER]
+                title = ", ".join(together)
+                if self.until_s - time.monotonic() < self.run_s * len(together):
+                    self.notes.append(f"{title}: not run, the minutes are over")
+                    continue
+                begun_s = time.monotonic()
+                with self.stage(title):
+                    launch_all({self.folder(name): specs[name] for name in together})
+                self.run_s = (time.monotonic() - begun_s) / len(together)
+        completed = {}
+        for name in (run.name for run in runs):
+            if not (self.folder(name) / "summary.json").exists():
+                continue
+            run = read_run(self.folder(name))
+            if run.summary["status"] == "completed":
+                completed[name] = run
+            else:
+                status, error = (run.summary[key] for key in ("status", "error"))
+                self.notes.append(f"{name}: {status}, {error}")
+        return completed
+
+    def kernels(self) -> pd.DataFrame:
+        """Products and copies of one device, from kernels.csv if it is there."""
+        path = self.directory / "kernels.csv"
+        if not path.exists():
+            from madmax_lib.runs.measure.bench import bench  # imports torch
+
+            parts = ("linear", "linear up", "copy")
+            # ranks have one thread each
+            threads = 1 if self.device == "cpu" else 0
+            table = bench(parts, "quick", device=self.device, threads=threads)
+            table.to_csv(path, index=False, float_format="%.6g")
+        return pd.read_csv(path)
+
+    def links(self) -> pd.DataFrame | None:
+        """Collectives of all ranks, from links.csv if it is there.
+
+        None for one rank, or where they cannot be timed.
+        """
+        path = self.directory / "links.csv"
+        if self.ranks > 1 and not path.exists():
+            with self.stage("links"):
+                # complete or not at all
+                part = path.with_suffix(".part")
+                where = {"ranks": self.ranks, "hosts": self.hosts}
+                measure_links(part, "quick", **where, network=self.network)
+                part.rename(path)
+        return pd.read_csv(path) if path.exists() else None
+
+    def timed_machine(
+        self, kernels: pd.DataFrame, links: pd.DataFrame | None, env: Mapping
+    ) -> Machine:
+        """Devices and links as they were timed, with the constants that a fit begins at."""
+        listed = catalog.device_named(env["device"]) if self.device == "cuda" else None
+        on_cpu = self.device == "cpu"
+        products = kernels[kernels["kernel"].str.startswith("linear")]
+        copies = kernels[kernels["kernel"].str.startswith("copy")]
+        # pageable memory shows the host, not the device
+        copies = copies[copies["how"] != "pageable"]
+        bytes_per_s = float(copies["bytes_per_s"].max())
+        if listed is None:
+            host_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            # processes on a CPU share what the host has
+            memory_bytes = env.get("device_memory_bytes") or host_bytes / self.ranks
+            peak = {env["dtype"]: float(products["flops_per_s"].max())}
+            family = "cpu" if on_cpu else "other"
+            device = Device(
+                env["device"], memory_bytes, bytes_per_s, peak, family=family
+            )
+        begin = start() if listed is None else shipped()
+        rates = _UNTIMED if links is None else link_rates(links)
+        near = rates["near"] if rates["near"] > 0 else bytes_per_s * _LINK_SHARE
+        far = rates["far"] if rates["far"] > 0 else near
+        # what was timed is what is reached: the shares of the links are 1
+        timed = {
+            "collective_s": rates["latency_s"],
+            "hop_s": rates["hop_s"],
+            "network_hop_s:ethernet": rates["hop_s"],
+            "link_share:other": 1.0,
+            "link_share:pcie": 1.0,
+            "network_share:ethernet": 1.0,
+            "network_s:ethernet": 1e-6,
         }
-        batch = batch * max(self.ranks // 2, 1)
-        strategy = _strategy(layout, self.ranks, fitted=model in _FIT)
-        alone = layout == "dp1"
-        where = {} if alone else {"hosts": self.hosts, "network": self.network}
-        how = {
-            "global_batch": batch,
-            "steps": _STEPS,
-            "warmup": _WARMUP,
-            "timeout_s": 120.0,
+        low, high = 1 - _TIMED_WIDTH, 1 + _TIMED_WIDTH
+        widths = {name: (low * value, high * value) for name, value in timed.items()}
+        parameters = replace(
+            begin,
+            constants=begin.constants | timed,
+            intervals={**begin.intervals, **widths},
+            collectives={} if links is None else MeasuredCollectives(links).curves,
+            links=() if links is None else (near, far),
+        )
+        cluster = Cluster(
+            self.directory.name,
+            listed or device,
+            self.ranks // self.hosts,
+            self.hosts,
+            Link("loopback" if on_cpu else "pcie", near),
+            Link("ethernet", far),
+        )
+        about = {"device": env["device"], "hosts": self.hosts, "network": self.network}
+        return Machine(cluster, parameters, env["dtype"], provenance=about)
+
+    def fitted_machine(self, machine: Machine, runs: Mapping[str, Run]) -> Machine:
+        """The machine that a fit to these runs gives.
+
+        parts.csv gets their predicted parts beside the measured ones.
+        """
+        parts = {name: traced_parts(run) for name, run in runs.items()}
+        measured = pd.DataFrame(parts).T.astype(float)
+        cases = [case_of(run.spec, machine) for run in runs.values()]
+        parameters = fit_constants(cases, measured, machine.parameters)
+        fitted = parts_of(Steps.stack(cases), parameters).set_axis(measured.index)
+        measured = measured.add_prefix("measured_")
+        self.save(fitted.add_prefix("predicted_").join(measured), "parts.csv")
+        if self.device == "cpu":
+            # Python and torch, which no model of tensors knows
+            sizes = [process_bytes(run, machine) for run in runs.values()]
+            device = replace(
+                machine.cluster.device, process_bytes=float(np.median(sizes))
+            )
+            machine = replace(machine, cluster=replace(machine.cluster, device=device))
+        return replace(machine, parameters=parameters)
+
+    def predictions(self, machine: Machine, runs: Sequence[PlannedRun]) -> pd.DataFrame:
+        """Predictions of runs, written before they are made.
+
+        What was predicted of those made earlier stays.
+        """
+        path = self.directory / "predictions.csv"
+        specs = self.specs(runs)
+        rows = {name: predicted(machine, spec) for name, spec in specs.items()}
+        if path.exists():
+            earlier = pd.read_csv(path, index_col="run")
+            done = [
+                name for name in rows if name in earlier.index and self.is_done(name)
+            ]
+            rows |= {name: earlier.loc[name].to_dict() for name in done}
+        table = pd.DataFrame(rows).T
+        self.save(table, path.name)
+        return table
+
+    def finish(self) -> Machine:
+        """All stages; those that are done already cost nothing."""
+        begun_s = time.monotonic()
+        kernels = self.kernels()
+        links = self.links()
+        fitted = self.make_runs(planned_runs("fitted"))
+        if not fitted:
+            raise ValueError(
+                f"{self.directory}: no run was completed; {'; '.join(self.notes)}"
+            )
+        env = next(iter(fitted.values())).env
+        machine = self.fitted_machine(self.timed_machine(kernels, links, env), fitted)
+        new_runs = planned_runs("predicted")
+        # first the predictions, then the runs: no run can have shaped them
+        predictions = self.predictions(machine, new_runs)
+        legal = [run for run in new_runs if run.name in predictions.index]
+        judged = self.make_runs(legal)
+        rows = {
+            name: compared(predictions.loc[name], run) for name, run in judged.items()
         }
-        return RunSpec(base, strategy, sizes=sizes, device=self.device, **how, **where)
+        results = pd.DataFrame(rows).T
+        self.save(results, "results.csv")
+        errors = pd.Series(
+            {name: abs(row["error"]) for name, row in rows.items()}, dtype=float
+        )
+        path = self.directory / "machine.json"
+        # of what was done before it was stopped
+        earlier_s = read_json(path).get("provenance", {}).get("seconds", 0.0)
+        facts = {
+            "seconds": earlier_s + time.monotonic() - begun_s,
+            "judged": {
+                "runs": len(results),
+                "median_error": float(errors.median()),
+                "worst_error": float(errors.max()),
+            },
+            "notes": self.notes,
+        }
+        machine = replace(machine, provenance=machine.provenance | facts)
+        machine.save(path)
+        rows = {name: run_row(run, path) for name, run in (fitted | judged).items()}
+        table = pd.DataFrame.from_dict(rows, orient="index")
+        table.to_csv(self.directory / "rows.csv", index=False)
+        write_page(self.directory, machine)
+        return machine
 
 
 def calibrate(
@@ -245,272 +354,11 @@ def calibrate(
     gpus = 0 if RunSpec(device=device).device == "cpu" else gpu_count()
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but torch sees no CUDA device here")
-    device = ("cuda" if gpus else "cpu") if device == "auto" else device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
     ranks = ranks or (gpus if device == "cuda" else max(2, hosts))
     directory = Path(directory).expanduser().resolve()
-    self = _Calibration(
-        directory, hosts, network, device, ranks, time.monotonic() + 60 * minutes
-    )
-    _settle(self)
-    return _finished(self)
-
-
-def _settle(self: _Calibration) -> None:
-    """Check the settings, and keep them in the directory. Raises ValueError or OSError."""
-    check_hosts(self.hosts, self.network, (), self.ranks)
-    path = self.directory / "settings.json"
-    settings = {
-        name: getattr(self, name) for name in ("hosts", "network", "device", "ranks")
-    }
-    if path.exists() and json.loads(path.read_text()) != settings:
-        raise ValueError(
-            f"{self.directory}: holds a calibration with other settings, "
-            f"{path.read_text().strip()}"
-        )
-    (self.directory / "runs").mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(settings) + "\n")
-
-
-def _finished(self: _Calibration) -> Machine:
-    """All stages; those that are done already cost nothing."""
-    start_s = time.monotonic()
-    kernels = _kernels(self)
-    links = _links(self)
-    fitted = _runs(self, _FITTED)
-    if not fitted:
-        raise ValueError(
-            f"{self.directory}: no run was completed; {'; '.join(self.notes)}"
-        )
-    machine = _fit(self, kernels, links, fitted)
-    specs = {name: spec for name in _PREDICTED if (spec := self.legal(name))}
-    predictions = _predictions(self, machine, specs)
-    made = _runs(self, tuple(specs))
-    results = pd.DataFrame(
-        {name: compared(predictions.loc[name], run) for name, run in made.items()}
-    ).T
-    results.to_csv(
-        self.directory / "results.csv", index_label="run", float_format="%.6g"
-    )
-    errors = (
-        np.abs(results["error"].astype(float))
-        if len(results)
-        else pd.Series(dtype=float)
-    )
-    judged = {
-        "runs": len(results),
-        "median_error": float(errors.median()),
-        "worst_error": float(errors.max()),
-    }
-    path = self.directory / "machine.json"
-    earlier_s = (
-        read_json(path).get("provenance", {}).get("seconds", 0.0)
-    )  # of what was done before it was stopped
-    seconds = earlier_s + time.monotonic() - start_s
-    facts = machine.provenance | {
-        "seconds": seconds,
-        "judged": judged,
-        "notes": self.notes,
-    }
-    machine = replace(machine, provenance=facts)
-    machine.save(path)
-    rows = {name: run_row(run, path) for name, run in (fitted | made).items()}
-    pd.DataFrame.from_dict(rows, orient="index").to_csv(
-        self.directory / "rows.csv", index=False
-    )
-    write_page(self.directory, machine)
-    return machine
-
-
-def _predictions(
-    self: _Calibration, machine: Machine, specs: Mapping[str, RunSpec]
-) -> pd.DataFrame:
-    """Predictions of runs, written before they are made; what was predicted of those
-    made earlier stays.
-    """
-    path = self.directory / "predictions.csv"
-    earlier = pd.read_csv(path, index_col="run") if path.exists() else pd.DataFrame()
-    rows = {name: predicted(machine, spec) for name, spec in specs.items()}
-    made = [
-        name for name in rows if name in earlier.index and _is_done(self.folder(name))
-    ]
-    table = pd.DataFrame(rows | {name: earlier.loc[name].to_dict() for name in made}).T
-    table.to_csv(path, index_label="run", float_format="%.6g")
-    return table
-
-
-def _kernels(self: _Calibration) -> pd.DataFrame:
-    """Products and copies of one device, from kernels.csv if it is there."""
-    path = self.directory / "kernels.csv"
-    if not path.exists():
-        from madmax_lib.runs.measure.bench import bench  # imports torch
-
-        threads = 1 if self.device == "cpu" else 0
-        table = bench(
-            ("linear", "linear up", "copy"),
-            "quick",
-            device=self.device,
-            threads=threads,
-        )
-        table.to_csv(path, index=False, float_format="%.6g")
-    return pd.read_csv(path)
-
-
-def _links(self: _Calibration) -> pd.DataFrame | None:
-    """Collectives of all ranks, from links.csv if it is there; None for one rank, or
-    where they cannot be timed.
-    """
-    path = self.directory / "links.csv"
-    if self.ranks > 1 and not path.exists():
-        with self.stage("links"):
-            part = path.with_suffix(".part")
-            measure_links(
-                part, "quick", ranks=self.ranks, hosts=self.hosts, network=self.network
-            )
-            part.rename(path)
-    return pd.read_csv(path) if path.exists() else None
-
-
-def _runs(self: _Calibration, names: tuple[str, ...]) -> dict[str, Run]:
-    """Completed runs of these names, in their order; further ones are begun as long as
-    there is time for them.
-    """
-    folders = {name: self.folder(name) for name in names}
-    specs = {
-        name: spec
-        for name in names
-        if (spec := self.legal(name)) and not _is_done(folders[name])
-    }
-    for alone in (False, True):
-        group = [name for name in specs if name.endswith("dp1") == alone]
-        for some in (
-            group[at : at + _TOGETHER] for at in range(0, len(group), _TOGETHER)
-        ):
-            if self.left_s < self.once_s * len(some):
-                self.notes.append(f"{', '.join(some)}: not run, the minutes are over")
-                continue
-            begun_s = time.monotonic()
-            with self.stage(", ".join(some)):
-                launch_all({folders[name]: specs[name] for name in some})
-            self.once_s = (time.monotonic() - begun_s) / len(some)
-    runs = {
-        name: read_run(folder)
-        for name, folder in folders.items()
-        if (folder / "summary.json").exists()
-    }
-    for name, run in runs.items():
-        if run.summary["status"] != "completed":
-            self.notes.append(
-                f"{name}: {run.summary['status']}, {run.summary['error']}"
-            )
-    return {
-        name: run for name, run in runs.items() if run.summary["status"] == "completed"
-    }
-
-
-def _is_done(folder: Path) -> bool:
-    return (folder / "summary.json").exists() and read_run(folder).summary.get(
-        "status"
-    ) == "completed"
-
-
-def _strategy(layout: str, ranks: int, fitted: bool) -> str:
-    """Text of a layout on so many ranks: of its own dimension two, the rest data
-    parallel.
-    """
-    others = ranks // 2
-    if layout in ("dp1", "dp"):
-        return (
-            layout
-            if layout == "dp1"
-            else f"dp{ranks}.one-bucket"
-            if fitted
-            else f"dp{ranks}"
-        )
-    if layout in ("z2", "z3"):
-        return f"dp{ranks}.{layout}"
-    kind = {"ep": f"dp{ranks}.ep2", "tp-image": "tp2.nosp"}.get(layout, f"{layout}2")
-    return kind + f".dp{others}" * (others > 1 and layout != "ep")
-
-
-def _fit(
-    self: _Calibration,
-    kernels: pd.DataFrame,
-    links: pd.DataFrame | None,
-    runs: Mapping[str, Run],
-) -> Machine:
-    """The machine that a fit to these runs gives; parts.csv has their predicted parts
-    beside the measured ones.
-    """
-    env = next(iter(runs.values())).env
-    machine = _machine_before(self, kernels, links, env)
-    measured = pd.DataFrame(
-        {name: traced_parts(run) for name, run in runs.items()}
-    ).T.astype(float)
-    cases = [case_of(run.spec, machine) for run in runs.values()]
-    parameters = fit_constants(cases, measured, machine.parameters)
-    fitted = parts_of(Steps.stack(cases), parameters).set_axis(measured.index)
-    table = fitted.add_prefix("predicted_").join(measured.add_prefix("measured_"))
-    table.to_csv(self.directory / "parts.csv", index_label="run", float_format="%.6g")
-    if self.device == "cpu":
-        beside = float(
-            np.median([process_bytes(run, machine) for run in runs.values()])
-        )
-        device = replace(machine.cluster.device, process_bytes=beside)
-        machine = replace(machine, cluster=replace(machine.cluster, device=device))
-    return replace(machine, parameters=parameters)
-
-
-def _machine_before(
-    self: _Calibration, kernels: pd.DataFrame, links: pd.DataFrame | None, env: dict
-) -> Machine:
-    """Devices and links as they were timed, with the constants that a fit begins at."""
-    name = env["device"]
-    nodes = self.hosts
-    products, copies = (
-        kernels[kernels["kernel"].str.startswith(kind)] for kind in ("linear", "copy")
-    )
-    known = catalog.device_named(name) if self.device == "cuda" else None
-    moved = float(copies.loc[copies["how"] != "pageable", "bytes_per_s"].max())
-    held = env.get("device_memory_bytes") or _host_bytes() / self.ranks
-    peak = {env["dtype"]: float(products["flops_per_s"].max())}
-    device = known or Device(
-        name, held, moved, peak, family="cpu" if self.device == "cpu" else "other"
-    )
-    begin = shipped() if known else start()
-    rates = (
-        link_rates(links)
-        if links is not None
-        else {"near": np.nan, "far": np.nan, "latency_s": 1e-4, "hop_s": 1e-5}
-    )
-    near = rates["near"] if rates["near"] > 0 else moved / 4
-    far = rates["far"] if rates["far"] > 0 else near
-    intra = Link("loopback" if self.device == "cpu" else "pcie", near)
-    inter = Link("ethernet", far)
-    timed = {
-        "collective_s": rates["latency_s"],
-        "hop_s": rates["hop_s"],
-        "network_hop_s:ethernet": rates["hop_s"],
-    }
-    timed |= {
-        "link_share:other": 1.0,
-        "link_share:pcie": 1.0,
-        "network_share:ethernet": 1.0,
-        "network_s:ethernet": 1e-6,
-    }
-    parameters = replace(
-        begin,
-        constants=begin.constants | timed,
-        intervals=begin.intervals
-        | {name: (0.95 * value, 1.05 * value) for name, value in timed.items()},
-        collectives={} if links is None else MeasuredCollectives(links).curves,
-        links=() if links is None else (near, far),
-    )
-    cluster = Cluster(
-        self.directory.name, device, self.ranks // nodes, nodes, intra, inter
-    )
-    about = {"device": name, "hosts": self.hosts, "network": self.network}
-    return Machine(cluster, parameters, env["dtype"], provenance=about)
-
-
-def _host_bytes() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    until_s = time.monotonic() + 60 * minutes
+    calibration = _Calibration(directory, hosts, network, device, ranks, until_s)
+    calibration.settle()
+    return calibration.finish()

@@ -1,8 +1,6 @@
-"""What is predicted of a run on a calibrated machine, and what was measured? Step,
-shares, overlap and memory.
+"""Predictions of a run on a calibrated machine beside what was measured: step, shares,
+overlap and memory.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -24,19 +22,21 @@ __all__ = ["case_of", "compared", "predicted", "process_bytes", "traced_parts"]
 
 
 def traced_parts(run: Run) -> dict[str, float]:
-    """Seconds of a step, as it was measured without the profiler, and of the parts that
-    the trace tells apart.
+    """Seconds of the parts that a trace tells apart, and of the step.
+
+    The step is that without the profiler.
     """
-    return kernel_seconds(read_trace(run.directory)) | {
-        "step_s": run.summary["step_s"]["median"]
-    }
+    parts = kernel_seconds(read_trace(run.directory))
+    return parts | {"step_s": run.summary["step_s"]["median"]}
 
 
 def case_of(spec: RunSpec, machine: Machine) -> Case:
     """A run as a step on as many devices of the machine."""
     plan = spec.plan
-    world = spec.plan.world_size
-    plan = replace(plan, context="ulysses") if plan.cp > 1 else plan
+    world = plan.world_size
+    if plan.cp > 1:  # these runs share a sequence by Ulysses
+        plan = replace(plan, context="ulysses")
+    # a run may be smaller than the machine
     node = min(world // spec.hosts, machine.cluster.devices_per_node) or 1
     cluster = replace(machine.cluster, devices_per_node=node, nodes=world // node)
     return Case(
@@ -55,32 +55,26 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
     before it is made.
     """
     case = case_of(spec, machine)
-    what = {
-        "global_batch": case.global_batch,
-        "sequence": case.sequence,
-        "dtype": case.dtype,
+    step = (case.model, case.cluster, case.plan)
+    options = {
+        name: getattr(case, name) for name in ("global_batch", "sequence", "dtype")
     }
-    step = simulate(
-        case.model, case.cluster, case.plan, parameters=machine.parameters, **what
-    )
-    row = estimate(
-        case.model, case.cluster, case.plan, parameters=machine.parameters, **what
-    ).iloc[0]
-    step_s = float((step.spans["start_ns"] + step.spans["dur_ns"]).max() / NS_PER_S)
-    ends = {
-        name: step_s * float(row[name] / row["step_s"]) for name in ("low_s", "high_s")
-    }
-    about = {
+    options["parameters"] = machine.parameters
+    timeline = simulate(*step, **options)
+    spans = timeline.spans
+    row = estimate(*step, **options).iloc[0]
+    step_s = float((spans["start_ns"] + spans["dur_ns"]).max() / NS_PER_S)
+    # torch counts allocations on a GPU, a CPU shows whole processes
+    on_gpu = case.cluster.device.family != "cpu"
+    return {
         "model": spec.model,
         "strategy": spec.strategy,
         "predicted_s": step_s,
-        **ends,
-    }
-    about |= _shares(breakdown(step), "predicted", step_s)
-    return about | {
-        "predicted_bytes": _held_bytes(
-            case, allocated=case.cluster.device.family != "cpu"
-        )
+        # the interval of the closed form, around the engine's step
+        "low_s": step_s * float(row["low_s"] / row["step_s"]),
+        "high_s": step_s * float(row["high_s"] / row["step_s"]),
+        **_shares(breakdown(timeline), "predicted", step_s),
+        "predicted_bytes": _predicted_bytes(case, allocated=on_gpu),
     }
 
 
@@ -90,45 +84,42 @@ def compared(prediction: pd.Series, run: Run) -> dict[str, object]:
     """
     step_s = run.summary["step_s"]["median"]
     table = breakdown(read_trace(run.directory))
-    measured = {"measured_s": step_s, "error": prediction["predicted_s"] / step_s - 1}
-    measured |= _shares(table, "measured", float(table["total_s"].mean()))
-    return prediction.to_dict() | measured | {"measured_bytes": _measured_bytes(run)}
+    return prediction.to_dict() | {
+        "measured_s": step_s,
+        "error": prediction["predicted_s"] / step_s - 1,
+        **_shares(table, "measured", float(table["total_s"].mean())),
+        "measured_bytes": _measured_bytes(run),
+    }
 
 
 def _shares(table: pd.DataFrame, which: str, total_s: float) -> dict[str, float]:
-    """Compute and exposed communication as shares of the time, and overlap; mean of the
-    ranks.
+    """Compute and exposed communication as shares of the time, and overlap.
+
+    table: of `breakdown`, whose ranks are averaged.
     """
-    shares = {
-        name: float(table[f"{name}_s"].mean() / total_s)
-        for name in ("compute", "exposed_comm")
-    }
+    mean = table.mean(numeric_only=True)
     return {
-        f"{which}_{name}": value
-        for name, value in {**shares, "overlap": float(table["overlap"].mean())}.items()
+        f"{which}_compute": float(mean["compute_s"] / total_s),
+        f"{which}_exposed_comm": float(mean["exposed_comm_s"] / total_s),
+        f"{which}_overlap": float(mean["overlap"]),
     }
 
 
 def process_bytes(run: Run, machine: Machine) -> float:
-    """What a process holds beside the tensors of a step: Python, torch and their
-    allocators.
-    """
-    return _measured_bytes(run) - _held_bytes(
-        case_of(run.spec, machine), allocated=True
-    )
+    """Bytes of a process beside the tensors of a step: Python, torch, their allocators."""
+    case = case_of(run.spec, machine)
+    return _measured_bytes(run) - _predicted_bytes(case, allocated=True)
 
 
-def _held_bytes(case: Case, *, allocated: bool) -> float:
-    what = {
-        name: getattr(case, name)
-        for name in ("sequence", "dtype", "global_batch", "software", "cluster")
-    }
-    return peak_bytes(memory(case.model, case.plan, **what), allocated=allocated)
+def _predicted_bytes(case: Case, *, allocated: bool) -> float:
+    """Bytes of the fullest rank; allocated: those of tensors alone."""
+    names = ("sequence", "dtype", "global_batch", "software", "cluster")
+    options = {name: getattr(case, name) for name in names}
+    return peak_bytes(memory(case.model, case.plan, **options), allocated=allocated)
 
 
 def _measured_bytes(run: Run) -> float:
-    """Of the fullest rank: allocated on a GPU, resident on a CPU."""
+    """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
     ranks = run.summary.get("ranks") or [run.summary]
-    return float(
-        max(rank.get("memory_peak_bytes") or rank["host_rss_bytes"] for rank in ranks)
-    )
+    sizes = [rank.get("memory_peak_bytes") or rank["host_rss_bytes"] for rank in ranks]
+    return float(max(sizes))

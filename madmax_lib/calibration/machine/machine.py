@@ -1,12 +1,10 @@
-"""Which machine was calibrated? Its devices and links as a cluster, the constants of
-its runs, and their file.
+"""A calibrated machine: its devices and links as a cluster, the constants of its runs,
+and their file.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
-from madmax_lib.calibration.fit import posterior
+from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.catalog.models import Cluster
 from madmax_lib.plan.case import Case
 from madmax_lib.runs.read import with_nulls
@@ -31,7 +29,8 @@ from madmax_lib.simulator.steady.step_time import step_time
 
 __all__ = ["Machine", "fit_constants", "link_rates", "machine", "parts_of"]
 
-_CPU = {  # where a fit of a machine begins whose devices are processes on a CPU
+# where a fit of a machine begins whose devices are processes on a CPU
+_CPU = {
     "gemm_efficiency": 0.8,
     "attention_efficiency": 0.3,
     "gemm_bytes": 0.5,
@@ -45,7 +44,8 @@ _CPU = {  # where a fit of a machine begins whose devices are processes on a CPU
     "moe_launch_s": 5e-4,
     "alone": 0.9,
 }
-# standard deviations of their logarithms, and of those of other machines
+# standard deviations of the logarithms of constants: of CPUs, which no shipped row
+# shows, and of other machines
 _WIDE = 0.7
 _NARROW = 0.3
 # log residuals of a step and of a part that count as one standard deviation
@@ -53,12 +53,19 @@ _STEP = 0.03
 _PART = 0.10
 _SEEN = 1e-3  # relative change of a step by half more of a constant that its time tells
 _PARTS = ("gemm_s", "attention_s", "optimizer_s")  # which traces tell apart
+_LEAST_S = 1e-12  # in place of parts that take no time
+# bytes of a link take so many seconds each where a search begins: near, far; then a
+# call, and a further rank
+_LINKS_BEGIN = (1e-9, 1e-8, 2e-4, 2e-5)
+_LINKS_PRIOR = 0.05  # weight of that beginning: it decides what no row shows
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A calibrated machine:
-    `simulate(model, machine.cluster, plan, parameters=machine.parameters, ...)`.
+    """A calibrated machine.
+
+        here = mm.machine("calibration")
+        mm.simulate("gpt2", here.cluster, "dp2", global_batch=8, parameters=here.parameters)
 
     cluster: its devices and links, at the rates that were measured.
     parameters: constants fitted to its runs, with the collectives that were timed.
@@ -74,13 +81,13 @@ class Machine:
 
     def save(self, path: Path) -> None:
         """Write the file that `machine` reads."""
-        parts = {
+        content = {
             "cluster": asdict(self.cluster),
             "parameters": to_json(self.parameters),
             "dtype": self.dtype,
+            "provenance": self.provenance,
         }
-        parts |= {"provenance": self.provenance}
-        write_text(path, json.dumps(with_nulls(parts), indent=1) + "\n")
+        write_text(path, json.dumps(with_nulls(content), indent=1) + "\n")
 
 
 def machine(directory: str | Path) -> Machine:
@@ -100,11 +107,7 @@ def machine(directory: str | Path) -> Machine:
     parameters = constants_of(path)
     content = json.loads(path.read_text())
     try:
-        return Machine(
-            cluster,
-            parameters,
-            **{name: content[name] for name in ("dtype", "provenance")},
-        )
+        return Machine(cluster, parameters, content["dtype"], content["provenance"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the file of a machine ({error})") from None
 
@@ -114,43 +117,41 @@ def link_rates(table: pd.DataFrame) -> dict[str, float]:
     for groups not measured.
 
     table: rows of a bench, as `MeasuredCollectives` takes. Least squares over the
-    logarithms of all-gathers and
-    messages: near and far, bytes/s inside a node and of a rank's share of the network
-    (NaN where no group shows them); latency_s, of a call; hop_s, of a further rank.
+    logarithms of all-gathers and messages: near and far, bytes/s inside a node and of a
+    rank's share of the network (NaN where no group shows them); latency_s, of a call;
+    hop_s, of a further rank.
     """
-    rows = table[
-        table["collective"].isin(["all_gather", "send_recv"]) & (table["ranks"] > 1)
-    ]
-    ranks, nodes, size = (
+    kinds = table["collective"].isin(["all_gather", "send_recv"])
+    rows = table[kinds & (table["ranks"] > 1)]
+    ranks, nodes, size_bytes = (
         rows[name].to_numpy(float) for name in ("ranks", "nodes", "size_bytes")
     )
-    gather = (rows["collective"] == "all_gather").to_numpy()
-    far = nodes > 1
-    share = np.where(gather, (ranks - 1) / ranks, 1.0)
-    ports = np.where(gather, np.maximum(ranks / nodes, 1.0), 1.0)
-
-    def seconds(point: np.ndarray) -> np.ndarray:
-        near_s, far_s, latency_s, hop_s = np.exp(point)
-        byte_s = np.where(
-            far, np.maximum(far_s / ports, (ranks > nodes) * near_s), near_s
-        )
-        return latency_s + hop_s * (ranks - 1) + share * size * byte_s
-
+    gathers = (rows["collective"] == "all_gather").to_numpy()
+    crosses = nodes > 1
+    has_near = ranks > nodes  # some ranks of the group share a node
+    # a ring passes (p-1)/p of the gathered bytes on, over one uplink per rank of a node
+    sent_bytes = size_bytes * np.where(gathers, (ranks - 1) / ranks, 1.0)
+    uplinks = np.where(gathers, np.maximum(ranks / nodes, 1.0), 1.0)
     measured = np.log(rows["seconds"].to_numpy(float))
-    begin = np.log([1e-9, 1e-8, 2e-4, 2e-5])
-    solution = least_squares(
-        lambda point: np.append(
-            np.log(seconds(point)) - measured, 0.05 * (point - begin)
-        ),
-        begin,
-        loss="soft_l1",
-    )
+    begin = np.log(_LINKS_BEGIN)
+
+    def residuals(point) -> np.ndarray:
+        """Log errors of t = latency + (p-1) hop + bytes * seconds per byte, priors."""
+        near_s, far_s, latency_s, hop_s = np.exp(point)
+        # the slower of network and node
+        across_s = np.maximum(far_s / uplinks, has_near * near_s)
+        byte_s = np.where(crosses, across_s, near_s)
+        seconds = latency_s + hop_s * (ranks - 1) + sent_bytes * byte_s
+        return np.append(np.log(seconds) - measured, _LINKS_PRIOR * (point - begin))
+
+    solution = least_squares(residuals, begin, loss="soft_l1")
     near_s, far_s, latency_s, hop_s = np.exp(solution.x).tolist()
-    shown = {
-        "near": 1 / near_s if (ranks > nodes).any() else np.nan,
-        "far": 1 / far_s if far.any() else np.nan,
+    return {
+        "near": 1 / near_s if has_near.any() else np.nan,
+        "far": 1 / far_s if crosses.any() else np.nan,
+        "latency_s": latency_s,
+        "hop_s": hop_s,
     }
-    return shown | {"latency_s": latency_s, "hop_s": hop_s}
 
 
 def fit_constants(
@@ -165,60 +166,39 @@ def fit_constants(
     residuals from how far the steps stay apart.
     """
     steps = Steps.stack(list(cases))
-    constants, sigma = _priors(steps, begin)
-    names = [name for name in sigma if _moves(name, steps, begin, constants)]
-    prior = np.log([constants[name] for name in names])
-    widths = np.array([sigma[name] for name in names])
-    columns = [
-        name
-        for name in ("step_s", *_PARTS)
-        if name in measured and measured[name].notna().any()
-    ]
-    observed = np.log(measured[columns].where(measured[columns] > 0).to_numpy(float))
-    observed[
-        np.ix_(
-            [case.plan.tp > 1 for case in cases], [name != "step_s" for name in columns]
-        )
-    ] = np.nan
-    weight = np.array(
-        [1 / _STEP if name == "step_s" else 1 / _PART for name in columns]
+    first, scale = _scale_of(steps, begin)
+    names = ["step_s", *_PARTS]
+    columns = [name for name in names if measured.get(name, pd.Series()).notna().any()]
+    log_s = np.log(measured[columns].where(measured[columns] > 0).to_numpy(float))
+    is_part = np.array(columns) != "step_s"
+    # (runs, columns): parts under tp are not compared
+    log_s[np.ix_([case.plan.tp > 1 for case in cases], is_part)] = np.nan
+    weights = 1 / np.where(is_part, _PART, _STEP)
+
+    def errors(point) -> np.ndarray:
+        """(runs, columns) log(predicted / measured), 0 where nothing was measured."""
+        constants = first.constants | scale.constants(point)
+        predicted = parts_of(steps, replace(first, constants=constants))[columns]
+        return np.nan_to_num(np.log(np.maximum(predicted.to_numpy(), _LEAST_S)) - log_s)
+
+    def residuals(point) -> np.ndarray:
+        of_runs = (errors(point) * weights).ravel()
+        return np.concatenate([of_runs, (point - scale.prior) / scale.sigma])
+
+    solution = least_squares(
+        residuals, scale.prior, loss="soft_l1", x_scale=scale.sigma
     )
-
-    def errors(point: np.ndarray) -> np.ndarray:
-        fitted = constants | dict(zip(names, np.exp(point).tolist(), strict=True))
-        predicted = parts_of(
-            steps, Parameters(constants=fitted, collectives=begin.collectives)
-        )[columns]
-        return np.nan_to_num(np.log(np.maximum(predicted.to_numpy(), 1e-12)) - observed)
-
-    def residuals(point: np.ndarray) -> np.ndarray:
-        return np.concatenate(
-            [(errors(point) * weight).reshape(-1), (point - prior) / widths]
-        )
-
-    solution = least_squares(residuals, prior, loss="soft_l1", x_scale=widths)
-    covariance, *ends = posterior(solution)
-    low, high = np.exp(ends)
-    spread = float(np.sqrt(np.mean(errors(solution.x)[:, 0] ** 2)))
-    return Parameters(
-        constants=constants
-        | dict(zip(names, np.exp(solution.x).tolist(), strict=True)),
-        intervals=begin.intervals
-        | dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True)),
-        fitted=tuple(names),
-        covariance=tuple(map(tuple, covariance.tolist())),
-        collectives=begin.collectives,
+    unexplained = float(np.sqrt(np.mean(errors(solution.x)[:, 0] ** 2)))
+    widths = dict.fromkeys(("stranger", "mixture", "rare"), unexplained)
+    first = replace(
+        first,
+        intervals=begin.intervals,
         links=begin.links,
-        residuals={
-            "quantile": 1.645,
-            "constants": 1.0,
-            "stranger": spread,
-            "mixture": spread,
-            "rare": spread,
-        },
+        residuals={"quantile": 1.645, "constants": 1.0, **widths},
         sensitivities=shipped().sensitivities,
         provenance={"rows": len(cases), "software": "workbench"},
     )
+    return scale.solved(first, solution.x, covariance_of(solution))
 
 
 def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
@@ -230,56 +210,59 @@ def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
     return pd.DataFrame({name: times[name] for name in ("step_s", *_PARTS)})
 
 
-def _priors(
-    steps: Steps, begin: Parameters
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Constants where a fit begins, and the standard deviations of the logarithms of
-    those that may move.
+def _scale_of(steps: Steps, begin: Parameters) -> tuple[Parameters, FittingScale]:
+    """Constants where a fit begins, and those of them that these runs can tell.
+
+    They move as logarithms and have no bounds: a machine may be as slow as it likes.
     """
-    on_host = np.any(steps.traits.on_host)
-    (machine, habits) = (steps.machine, steps.traits)
-    classes = {
-        "gemm_efficiency": machine.gemm,
-        "attention_efficiency": machine.attention,
-    }
-    classes |= dict.fromkeys(
-        ("weight_bytes", "pointwise_factor", "launch_s", "step_s", "comm_launch_s"),
-        habits.kernels,
+    on_cpu = bool(np.any(steps.traits.on_host))
+    kernels = (
+        "weight_bytes",
+        "pointwise_factor",
+        "launch_s",
+        "step_s",
+        "comm_launch_s",
     )
-    classes |= dict.fromkeys(("moe_pointwise", "moe_launch_s"), habits.mixture)
-    names = {name: coded.keys(name, bounds().index) for name, coded in classes.items()}
-    names |= {
-        name: [name]
-        for name in (
-            "gemm_bytes",
-            "optimizer_factor",
-            "moe_gemm",
-            *(["alone"] if on_host else []),
-        )
+    classes = {
+        "gemm_efficiency": steps.machine.gemm,
+        "attention_efficiency": steps.machine.attention,
+        **dict.fromkeys(kernels, steps.traits.kernels),
+        **dict.fromkeys(("moe_pointwise", "moe_launch_s"), steps.traits.mixture),
     }
-    constants = dict(begin.constants)
-    sigma = {}
-    for base, keys in names.items():
-        for key in keys:
-            if on_host:
-                constants[key] = _CPU.get(base, constants[key])
-            if bounds().at[key, "scale"] != "fixed" or base == "alone":
-                sigma[key] = _WIDE if on_host else _NARROW
-    return constants, sigma
-
-
-def _moves(
-    name: str, steps: Steps, begin: Parameters, constants: Mapping[str, float]
-) -> bool:
-    """Whether a constant changes any of these steps."""
-    step_s = [
-        step_time(
-            steps,
-            Parameters(
-                constants=constants | {name: factor * constants[name]}, collectives=of
-            ),
-        )["step_s"]
-        for of in [begin.collectives]
-        for factor in (1.0, 1.5)
+    # constant: the name of its class
+    bases = {
+        key: name
+        for name, coded in classes.items()
+        for key in coded.keys(name, bounds().index)
+    }
+    single = [
+        "gemm_bytes",
+        "optimizer_factor",
+        "moe_gemm",
+        *(["alone"] if on_cpu else []),
     ]
-    return bool(np.any(np.abs(step_s[1] / step_s[0] - 1) > _SEEN))
+    bases |= {name: name for name in single}
+    constants = dict(begin.constants)
+    if on_cpu:
+        constants |= {key: _CPU[name] for key, name in bases.items() if name in _CPU}
+    first = Parameters(constants=constants, collectives=begin.collectives)
+    still_s = step_time(steps, first)["step_s"]
+    names = []
+    for key in bases:
+        # a CPU may have its own pace while its peers idle, which is fixed elsewhere
+        if bounds().at[key, "scale"] == "fixed" and key != "alone":
+            continue
+        moved = replace(first, constants={**constants, key: 1.5 * constants[key]})
+        moved_s = step_time(steps, moved)["step_s"]
+        if np.any(np.abs(moved_s / still_s - 1) > _SEEN):
+            names.append(key)
+    count = len(names)
+    scale = FittingScale(
+        tuple(names),
+        logarithmic=np.ones(count, bool),
+        prior=np.log([constants[name] for name in names]),
+        low=np.full(count, -np.inf),
+        high=np.full(count, np.inf),
+        sigma=np.full(count, _WIDE if on_cpu else _NARROW),
+    )
+    return first, scale

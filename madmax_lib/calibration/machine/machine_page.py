@@ -1,8 +1,6 @@
-"""How well is a machine predicted? One HTML page of a calibration: a picture, tables,
-and what could not be run.
+"""One HTML page of a calibration: a picture and tables of how well a machine is
+predicted, and what could not be run.
 """
-
-from __future__ import annotations
 
 import html
 from pathlib import Path
@@ -26,6 +24,14 @@ _TITLES = {
     "attention_s": "attention",
     "optimizer_s": "optimizer",
 }
+# title of a column: quantity of results.csv, factor to its unit, and its text
+_QUANTITIES = {
+    "step, ms": ("s", 1e3, "{:.0f}"),
+    "memory, MB": ("bytes", 1e-6, "{:.0f}"),
+    "compute": ("compute", 100, "{:.0f} %"),
+    "exposed": ("exposed_comm", 100, "{:.0f} %"),
+    "overlap": ("overlap", 100, "{:.0f} %"),
+}
 
 
 def write_page(directory: Path, machine: Machine) -> Path:
@@ -39,40 +45,35 @@ def write_page(directory: Path, machine: Machine) -> Path:
     where = (
         f"{cluster.nodes} host(s) of {cluster.devices_per_node} x {cluster.device.name}"
     )
-    where += f", uplinks of {facts['network']}" if facts.get("network") else ""
-    body = [
-        f"<h1>{html.escape(cluster.name)}</h1><p>{html.escape(where)}. "
-        f"{_verdict(results)}</p>"
-    ]
+    if facts.get("network"):
+        where += f", uplinks of {facts['network']}"
+    title = html.escape(cluster.name)
+    body = [f"<h1>{title}</h1><p>{html.escape(where)}. {_verdict(results)}</p>"]
     if len(results):
-        body += [
-            "<h2>Runs that the fit had not seen</h2>",
-            _picture(results),
-            _table(_results(results)),
-        ]
+        body.append("<h2>Runs that the fit had not seen</h2>")
+        body += [_picture(results), _table(_results(results))]
+    ratios = {
+        title: parts[f"predicted_{name}"] / parts[f"measured_{name}"]
+        for name, title in _TITLES.items()
+    }
+    parameters = machine.parameters
+    constants = {
+        name: (parameters.constants[name], *parameters.intervals[name])
+        for name in parameters.fitted
+    }
+    constants = pd.DataFrame.from_dict(
+        constants, orient="index", columns=["value", "low", "high"]
+    )
     body += [
         "<h2>Runs of the fit: predicted over measured</h2>",
-        _table(_residuals(parts)),
+        _table(pd.DataFrame(ratios).map("{:.2f}".format)),
         "<h2>Constants</h2>",
+        _table(constants.map("{:.3g}".format)),
     ]
-    known = machine.parameters.intervals
-    rows = {
-        name: (machine.parameters.constants[name], *known[name])
-        for name in machine.parameters.fitted
-    }
-    body.append(
-        _table(
-            pd.DataFrame.from_dict(
-                rows, orient="index", columns=["value", "low", "high"]
-            ).map("{:.3g}".format)
-        )
-    )
+    # what could not be run
     body += [f"<li>{html.escape(note)}</li>" for note in facts.get("notes", ())]
+    head = f"<meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
     path = directory / "page.html"
-    head = (
-        "<meta "
-        f"charset='utf-8'><title>{html.escape(cluster.name)}</title><style>{_STYLE}</style>"
-    )
     path.write_text(f"<!doctype html>{head}{''.join(body)}\n")
     return path
 
@@ -88,76 +89,60 @@ def _verdict(results: pd.DataFrame) -> str:
 def _results(results: pd.DataFrame) -> pd.DataFrame:
     """Predicted / measured, side by side."""
     table = pd.DataFrame(index=results.index)
-    percent = "{:.0f} %".format
-    pairs = {
-        "step, ms": ("s", 1e3, "{:.0f}".format),
-        "memory, MB": ("bytes", 1e-6, "{:.0f}".format),
-    }
-    pairs |= {
-        name.removesuffix("_comm"): (name, 100, percent)
-        for name in ("compute", "exposed_comm", "overlap")
-    }
-    for title, (name, scale, text) in pairs.items():
-        both = [
-            (scale * results[f"{which}_{name}"]).map(text)
+    for title, (name, factor, text) in _QUANTITIES.items():
+        predicted, measured = (
+            (factor * results[f"{which}_{name}"]).map(text.format)
             for which in ("predicted", "measured")
-        ]
-        table[f"{title}: predicted / measured"] = both[0] + " / " + both[1]
+        )
+        table[f"{title}: predicted / measured"] = predicted + " / " + measured
     table["error of the step"] = results["error"].map("{:+.1%}".format)
     return table
 
 
-def _residuals(parts: pd.DataFrame) -> pd.DataFrame:
-    shares = {
-        title: parts[f"predicted_{name}"] / parts[f"measured_{name}"]
-        for name, title in _TITLES.items()
-    }
-    return pd.DataFrame(shares).map("{:.2f}".format)
-
-
 def _table(table: pd.DataFrame) -> str:
+    # one rank has no overlap
     return table.replace(r"\bnan( %)?", "-", regex=True).to_html(border=0)
 
 
 def _picture(results: pd.DataFrame) -> str:
-    """Predicted over measured steps, both on the same logarithmic scale; on the line a
-    prediction is exact.
+    """Predicted over measured steps on one logarithmic scale, as SVG.
+
+    On the diagonal a prediction is exact.
     """
-    both = np.log(results[["measured_s", "predicted_s"]].to_numpy(float))
-    low = both.min() - 0.2
-    high = both.max() + 0.2
-    x, y = ((part - low) / (high - low) * (_EDGE - 2 * _MARGIN) for part in both.T)
-    near = _MARGIN
+    steps = np.log(results[["measured_s", "predicted_s"]].to_numpy(float))
+    # room for the marks beside the frame
+    low = steps.min() - 0.2
+    high = steps.max() + 0.2
+    inside = _EDGE - 2 * _MARGIN
     far = _EDGE - _MARGIN
-    marks = [f'<line x1="{near}" y1="{far}" x2="{far}" y2="{near}" stroke="#999"/>']
-    for name, right, up in zip(map(html.escape, results.index), x, y, strict=True):
+
+    def pixels(log_s):
+        """Distance from the corner of the frame."""
+        return (log_s - low) / (high - low) * inside
+
+    def text(x, y, words, anchor="start"):
+        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
+
+    marks = [
+        f'<rect x="{_MARGIN}" y="{_MARGIN}" width="{inside}" height="{inside}" '
+        'fill="none" stroke="#ccc"/>',
+        f'<line x1="{_MARGIN}" y1="{far}" x2="{far}" y2="{_MARGIN}" stroke="#999"/>',
+        text(_EDGE / 2, _EDGE - 10, "measured step, ms", "middle"),
+        text(_MARGIN, _MARGIN - 14, "predicted step, ms"),
+    ]
+    for run, (measured, predicted) in zip(results.index, pixels(steps), strict=True):
+        name = html.escape(run)
+        x = _MARGIN + measured
+        y = far - predicted
         marks.append(
-            f'<circle cx="{near + right:.1f}" cy="{far - up:.1f}" r="4" '
-            f'fill="#2a78b8"><title>{name}</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#2a78b8">'
+            f"<title>{name}</title></circle>"
         )
-        marks.append(
-            f'<text x="{near + right + 7:.1f}" y="{far - up + 4:.1f}">{name}</text>'
-        )
-    for value in np.geomspace(np.exp(low + 0.1), np.exp(high - 0.1), 4):
-        at = (np.log(value) - low) / (high - low) * (_EDGE - 2 * _MARGIN)
-        marks.append(
-            f'<text x="{near + at:.1f}" y="{far + 16}" '
-            f'text-anchor="middle">{1e3 * value:.0f}</text>'
-        )
-        marks.append(
-            f'<text x="{near - 6}" y="{far - at + 4:.1f}" '
-            f'text-anchor="end">{1e3 * value:.0f}</text>'
-        )
-    axes = (
-        f'<text x="{_EDGE / 2}" y="{_EDGE - 10}" text-anchor="middle">measured '
-        "step, ms</text>"
-    )
-    axes += f'<text x="{near}" y="{near - 14}">predicted step, ms</text>'
-    frame = (
-        f'<rect x="{near}" y="{near}" width="{far - near}" height="{far - near}" '
-        'fill="none" stroke="#ccc"/>'
-    )
-    return (
-        f'<svg width="{_EDGE + 60}" '
-        f'height="{_EDGE}">{frame}{"".join(marks)}{axes}</svg>'
-    )
+        marks.append(text(x + 7, y + 4, name))
+    # four ticks at equal ratios
+    for log_s in np.linspace(low + 0.1, high - 0.1, 4):
+        milliseconds = f"{1e3 * np.exp(log_s):.0f}"
+        marks.append(text(_MARGIN + pixels(log_s), far + 16, milliseconds, "middle"))
+        marks.append(text(_MARGIN - 6, far - pixels(log_s) + 4, milliseconds, "end"))
+    size = f'width="{_EDGE + 60}" height="{_EDGE}"'
+    return f"<svg {size}>{''.join(marks)}</svg>"

@@ -1,12 +1,9 @@
-"""What does a row of a published table say? A row in, one normalised row out: the step
-as a `Case`, and its time.
+"""Rows of published tables, normalised: the step as a `Case`, and its time.
 
-Every rule stands once: about model, machine and software in `row_facts`, about the plan
-in `row_plans`. A row that cannot be timed keeps its place with `supported=False` and
-the reason; a table never dies of one row.
+Every rule stands once: about model, machine and software in `plan.stated`, about the
+plan in `row_plans`. A row that cannot be timed keeps its place with `supported=False`
+and the reason; a table never dies of one row.
 """
-
-from __future__ import annotations
 
 import difflib
 import warnings
@@ -22,6 +19,7 @@ from madmax_lib.calibration.published.run_rows import run_rows
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import SOFTWARE, enforce
 from madmax_lib.plan.stated import (
     completed,
@@ -35,12 +33,21 @@ from madmax_lib.plan.stated import (
 )
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import start
-from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.steady.step_time import step_s
 
-__all__ = ["facts_of", "model_flops", "read_rows", "to_steps", "to_table"]
+__all__ = [
+    "facts_of",
+    "flops_and_peaks",
+    "model_flops",
+    "read_rows",
+    "to_steps",
+    "to_table",
+]
 
+# layouts that a row leaves open are compared before any fit, so that no fit chooses
+# its own data
 _begin = lru_cache(maxsize=1)(start)
-_VTRAIN_SOURCE = "VIA-Research/vTrain data/ground_truth_multi.csv"
+# column of vTrain's ground truth: ours
 _VTRAIN = {
     "Parameters (billion)": "params_b",
     "# GPUs": "n_gpus",
@@ -54,35 +61,24 @@ _VTRAIN = {
     "data parallelism": "dp",
     "pipeline parallelism": "pp",
 }
+# what its repository says of all its runs
+_VTRAIN_FACTS = {
+    "source": "VIA-Research/vTrain data/ground_truth_multi.csv",
+    "vocab": 50257,
+    "precision": "fp16",
+    "gpu": "A100-80GB",
+    "recompute": "full",
+}
+# columns of a normalised row, in order
 _ABOUT = ["source", "model", "repository", "group", "n_gpus", "recompute_stated"]
 _JUDGED = ["supported", "consistent", "reason", "measured_s", "case"]
-_PLAN = [
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "zero",
-    "micro_batch",
-    "interleave",
-    "recompute",
-    "attention",
-]
+_DEGREES = ["dp", "tp", "pp", "cp", "ep"]
+_PLAN = [*_DEGREES, "zero", "micro_batch", "interleave", "recompute", "attention"]
 _FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
 # columns that rows may have beside those of published_train.csv, row_clusters.csv and
-# row_models.csv, and what is added
-_FURTHER = {
-    "plan",
-    "sizes",
-    "lora_rank",
-    *OVERLAPS,
-    "iteration time (ms)",
-    "predicted_s",
-    "low_s",
-    "high_s",
-    "fits",
-}
-_FURTHER |= {"predicted_memory_bytes"}
+# row_models.csv, and what `predict` adds
+_FURTHER = {"plan", "sizes", "lora_rank", *OVERLAPS, "iteration time (ms)"}
+_FURTHER |= {"predicted_s", "low_s", "high_s", "fits", "predicted_memory_bytes"}
 
 
 def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
@@ -105,7 +101,7 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
         micro_batch, interleave, recompute, attention.
     """
     table = to_table(table)
-    renamed = _renamed(table)
+    renamed = _renamed(table) if "# GPUs" in table.columns else table
     _warn_of_unknown(renamed)
     rows = [_read(raw) for raw in renamed.to_dict("records")]
     return pd.DataFrame(rows, index=table.index, columns=[*_ABOUT, *_JUDGED, *_FACTS])
@@ -120,30 +116,30 @@ def to_table(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
     """A table as it is, of a CSV file, or of a folder of runs (`run_rows`)."""
     if isinstance(rows, pd.DataFrame):
         return rows
-    return (
-        run_rows(rows)
-        if Path(rows).is_dir()
-        else pd.read_csv(rows, encoding="utf-8-sig")
-    )
+    if Path(rows).is_dir():
+        return run_rows(rows)
+    return pd.read_csv(rows, encoding="utf-8-sig")
 
 
-def _warn_of_unknown(table: pd.DataFrame) -> None:
+def _warn_of_unknown(table: pd.DataFrame):
+    """Warn of columns that nothing reads, with the nearest name that something does."""
     names = ("published_train", "row_clusters", "row_models")
-    known = _FURTHER.union(_JUDGED, *(catalog.table(name).columns for name in names))
-    if unknown := [str(name) for name in table.columns if name not in known]:
-        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.5)
-        words = (
-            f"nearest to {unknown[0]}: {near[0]}"
-            if near
-            else "known are those of help(calibration.fit.update)"
-        )
-        warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
+    columns = _FURTHER.union(_JUDGED, *(catalog.table(name).columns for name in names))
+    unknown = [str(name) for name in table.columns if name not in columns]
+    if not unknown:
+        return
+    near = difflib.get_close_matches(unknown[0], sorted(columns), n=1, cutoff=0.5)
+    words = (
+        f"nearest to {unknown[0]}: {near[0]}"
+        if near
+        else "known are those of help(calibration.fit.update)"
+    )
+    warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
 
 
 def facts_of(case: Case) -> dict:
-    """What groups and plots ask of a case: its kind, software, machine and plan, in
-    columns of `read_rows`.
-    """
+    """Kind, software, machine and plan of a case, in columns of `read_rows`."""
+    # the first that applies
     kinds = {
         "vision": case.model.image,
         "lora": case.plan.lora_rank,
@@ -161,44 +157,29 @@ def facts_of(case: Case) -> dict:
 
 
 def _renamed(table: pd.DataFrame) -> pd.DataFrame:
-    """vTrain's columns in the published names; its rows are fp16 with a vocabulary of
-    50257 and full recompute.
-    """
-    if "# GPUs" not in table.columns:
-        return table
+    """vTrain's ground truth in the published columns."""
     table = table.rename(columns=_VTRAIN)
-    stated = {
-        name: table.get(name, pd.Series(np.nan, table.index))
-        for name in ("iteration time (ms)", "params_b")
-    }
-    table["iteration_time_s"] = (
-        pd.to_numeric(stated["iteration time (ms)"], errors="coerce") / 1e3
-    )
-    table["model"] = stated["params_b"].map(lambda billion: f"GPT {billion}B")
-    facts = {
-        "vocab": 50257,
-        "precision": "fp16",
-        "gpu": "A100-80GB",
-        "recompute": "full",
-    }
-    return table.assign(source=_VTRAIN_SOURCE, **facts)
+    empty = pd.Series(np.nan, table.index)
+    time_ms = table.get("iteration time (ms)", empty)
+    table["iteration_time_s"] = pd.to_numeric(time_ms, errors="coerce") / 1e3
+    billions = table.get("params_b", empty)
+    table["model"] = billions.map(lambda billion: f"GPT {billion}B")
+    return table.assign(**_VTRAIN_FACTS)
 
 
 def _read(raw: dict) -> dict:
     """One row; anything wrong with it becomes its reason."""
     source = text_of(raw, "source")
     model = text_of(raw, "model")
+    # pages of one repository, such as owner/name, are of one hand
     first = source.partition(" ")[0]
-    repository = (
-        first if "/" in first else source
-    )  # pages of one repository are of one hand
+    repository = first if "/" in first else source
+    # what is known of a row that is refused
     row = {
         "source": source,
         "model": model,
         "repository": repository,
         "group": f"{repository} | {model}",
-    }
-    row |= {
         "n_gpus": np.nan,
         "recompute_stated": False,
         "case": None,
@@ -207,47 +188,42 @@ def _read(raw: dict) -> dict:
     try:
         row["n_gpus"] = devices = number_of(raw, "n_gpus")
         shape = model_of(raw)
-        (raw, device) = completed(raw)
-        case = _fastest(
-            cases_of(
-                raw,
-                shape,
-                *machine_of(raw, device, devices_of(raw)),
-                software_of(raw, device),
-            )
+        raw, device = completed(raw)
+        cluster, dtype = machine_of(raw, device, devices_of(raw))
+        software = software_of(raw, device)
+        cases = cases_of(
+            raw, Case(shape, cluster, Plan(), dtype=dtype, software=software)
         )
+        case = cases[0]
+        if len(cases) > 1:  # the one that the model finds fastest
+            times_s = step_s(Steps.stack(cases), _begin())
+            case = cases[int(np.argmin(times_s))]
         enforce(SOFTWARE if case.software else (), case.plan, case)
         seconds = _measured_s(case, raw)
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         return row | {"supported": False, "consistent": False, "reason": str(error)}
-    said = text_of(raw, "recompute")
+    # offload is no recompute, though tables put it there
+    recompute = text_of(raw, "recompute")
     reason = _violation_of(case, devices, text_of(raw, "software"))
     row |= {
-        "recompute_stated": bool(said) and "offloads" not in said,
+        "recompute_stated": bool(recompute) and "offloads" not in recompute,
         "measured_s": seconds,
+        "supported": True,
+        "consistent": not reason,
+        "reason": reason,
+        "case": case,
     }
-    return (
-        row
-        | {"supported": True, "consistent": not reason, "reason": reason, "case": case}
-        | facts_of(case)
-    )
-
-
-def _fastest(cases: list[Case]) -> Case:
-    """The one that the model finds fastest, with its start values."""
-    if len(cases) == 1:
-        return cases[0]
-    return cases[int(np.argmin(step_time(Steps.stack(cases), _begin())["step_s"]))]
+    return row | facts_of(case)
 
 
 def _violation_of(case: Case, devices: float, software: str) -> str:
-    """What contradicts itself in a row, empty if nothing: its world size, software or
+    """The contradiction in a row, empty if none: its world size, software or
     micro-batch, or a rule of plans.
 
     devices, software: as stated, NaN and empty where not.
     """
     plan = case.plan
-    if devices == devices and plan.world_size != devices:
+    if devices == devices and plan.world_size != devices:  # not NaN
         return f"dp x tp x pp x cp = {plan.world_size:g}, but n_gpus = {devices:g}"
     if software not in ("", "none") and not case.software:
         return (
@@ -263,56 +239,63 @@ def _violation_of(case: Case, devices: float, software: str) -> str:
 
 
 def model_flops(case: Case, raw: dict) -> float:
-    """FLOPs of a step as a source counts them: 6N + 12 L h s per token, N with head and
-    without embedding.
+    """FLOPs of a step as a source counts them: 6N + 12 L h s per token.
 
-    Megatron-Bridge halves the attention term (causal), NeMo leaves it out in
-    fine-tuning; frozen weights have no gradients. SC'21, BLOOM and MT-NLG count the
-    repeated forward pass (x 4/3).
+    N counts the head, but not the embedding. Megatron-Bridge halves the attention term
+    (causal), NeMo leaves it out in fine-tuning; frozen weights have no gradients. SC'21,
+    BLOOM and MT-NLG count the repeated forward pass (x 4/3).
     """
     model = case.model
     source = text_of(raw, "source")
-    used = (model.active_experts + model.shared_experts) * model.expert_ffn
-    width = model.moe_layers * used + (model.layers - model.moe_layers) * model.ffn
+    # N: attention, feed-forward parts (those of experts that a token meets), and head
+    routed_width = (model.active_experts + model.shared_experts) * model.expert_ffn
+    dense_layers = model.layers - model.moe_layers
+    width = model.moe_layers * routed_width + dense_layers * model.ffn
     products = sum(inputs * outputs for _, inputs, outputs in model.attention_matrices)
     weights = model.layers * products + (2 + model.gated) * model.hidden * width
-    weights += model.hidden * (
-        model.classes / case.sequence if model.image else model.vocab
-    )
+    # an image is classified once, not token by token
+    outputs = model.classes / case.sequence if model.image else model.vocab
+    weights += model.hidden * outputs
     attention = 12 * model.layers * model.core_width * case.sequence
-    attention *= 0.5 if "Megatron-Bridge" in source else 1.0
-    attention *= 0.0 if "SFT" in remarks_of(raw) and "NeMo docs" in source else 1.0
-    repeated = (
-        4 / 3
-        if text_of(raw, "flops_kind").startswith(("hardware", "as published"))
-        else 1.0
-    )
-    return (
-        case.global_batch
-        * case.sequence
-        * repeated
-        * ((4 if case.plan.lora_rank else 6) * weights + attention)
-    )
+    if "Megatron-Bridge" in source:
+        attention *= 0.5
+    if "SFT" in remarks_of(raw) and "NeMo docs" in source:
+        attention = 0.0
+    # forward, dgrad and wgrad: 2 FLOPs per weight each; frozen weights have no wgrad
+    per_weight = 4 if case.plan.lora_rank else 6
+    per_token = per_weight * weights + attention
+    kind = text_of(raw, "flops_kind")
+    repeated = 4 / 3 if kind.startswith(("hardware", "as published")) else 1.0
+    return case.global_batch * case.sequence * repeated * per_token
+
+
+def flops_and_peaks(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """FLOPs of normalised rows, and FLOP/s of their devices by the data sheet, (n,)."""
+    cases = rows["case"]
+    flops = [
+        model_flops(case, {"source": source})
+        for case, source in zip(cases, rows["source"], strict=True)
+    ]
+    peaks = [
+        case.plan.world_size * case.cluster.device.peak(case.dtype) for case in cases
+    ]
+    return np.array(flops), np.array(peaks)
 
 
 def _measured_s(case: Case, raw: dict) -> float:
-    """Seconds per step: as published, else from tokens per second, else from FLOP/s;
-    NaN if none is given.
+    """Seconds per step: as published, else from tokens per second, else from FLOP/s.
 
-    Where a source does not say how long a sample is, only a step that it timed tells.
+    NaN if none is given. Where a source does not say how long a sample is, only a step
+    that it timed tells.
     """
-    stated = positive_of(raw, "iteration_time_s")
+    stated_s = positive_of(raw, "iteration_time_s")
     if text_of(raw, "source") and not text_of(raw, "seq_len"):
-        return stated
-    by_tokens = (
-        case.global_batch
-        * case.sequence
-        / (positive_of(raw, "tokens_per_s_per_gpu") * case.plan.world_size)
-    )
-    by_flops = model_flops(case, raw) / (
-        positive_of(raw, "tflops_per_gpu") * 1e12 * case.plan.world_size
-    )
-    return next(
-        (seconds for seconds in (stated, by_tokens, by_flops) if seconds > 0),
-        float("nan"),
-    )
+        return stated_s
+    tokens_per_s = positive_of(raw, "tokens_per_s_per_gpu")
+    tflops = positive_of(raw, "tflops_per_gpu")
+    if stated_s > 0:
+        return stated_s
+    world = case.plan.world_size
+    if tokens_per_s > 0:
+        return case.global_batch * case.sequence / (tokens_per_s * world)
+    return model_flops(case, raw) / (tflops * 1e12 * world)

@@ -1,12 +1,9 @@
-"""What does a run tell a fit? Run directories as rows of `published_train.csv`'s
-columns.
+"""Run directories as rows of `published_train.csv`'s columns.
 
 A row has all that the run was: sizes of the model as JSON, plan in its text form,
 software `workbench` (or DeepSpeed), and the `machine.json` of the calibration that it
 belongs to, if its folder or the one above has one.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import asdict
@@ -18,6 +15,10 @@ from madmax_lib.runs.read import Run, read_runs
 
 __all__ = ["run_row", "run_rows"]
 
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+# fields of a plan that are columns under the same names
+_DEGREES = ("tp", "pp", "dp", "cp", "ep")
+
 
 def run_rows(folder: str | Path) -> pd.DataFrame:
     """One row per completed run of a folder, indexed by its name.
@@ -25,11 +26,10 @@ def run_rows(folder: str | Path) -> pd.DataFrame:
     Raises FileNotFoundError where there is no run, ValueError where none is completed.
     """
     path = Path(folder)
-    runs = (
-        {path.name: read_runs(path.parent)[path.name]}
-        if (path / "spec.json").exists()
-        else read_runs(path)
-    )
+    if (path / "spec.json").exists():  # the folder of a run itself
+        runs = {path.name: read_runs(path.parent)[path.name]}
+    else:
+        runs = read_runs(path)
     rows = {
         name: run_row(run)
         for name, run in runs.items()
@@ -41,32 +41,31 @@ def run_rows(folder: str | Path) -> pd.DataFrame:
 
 
 def run_row(run: Run, machine: str | Path = "") -> dict:
-    """A run as a row; machine: `machine.json` of where it ran, found by its directory
-    if not given.
+    """A run as a row.
+
+    machine: `machine.json` of where it ran, found by its directory if not given.
     """
     spec = run.spec
-    plan = run.spec.plan
-    model = run.spec.shapes
-    machine = machine or _machine_file(run.directory)
-    memory = [
-        rank["memory_peak_bytes"]
-        for rank in run.summary.get("ranks", ())
-        if rank.get("memory_peak_bytes")
-    ]
-    tokens = spec.sequence or model.sequence
-    return {
+    plan = spec.plan
+    model = spec.shapes
+    ranks = run.summary.get("ranks", ())
+    memory_bytes = [rank.get("memory_peak_bytes") or 0 for rank in ranks]
+    # nothing counts allocations on a CPU
+    peak_bytes = max(memory_bytes, default=0) or float("nan")
+    plan_text = str(plan)
+    # these runs share a sequence by Ulysses, which a spec need not say
+    if plan.cp > 1 and "ulysses" not in plan_text:
+        plan_text += ".ulysses"
+    row = {
         "source": f"run of this project: {run.directory.name}",
         "table_row": run.directory.name,
         "model": model.name,
         "params_b": model.parameters / 1e9,
-        **{
-            name: getattr(model, name)
-            for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-        },
-        "seq_len": tokens,
+        **{name: getattr(model, name) for name in _SIZES},
+        "seq_len": spec.sequence or model.sequence,
         "gpu": run.env.get("device", ""),
         "n_gpus": plan.world_size,
-        **{name: getattr(plan, name) for name in ("tp", "pp", "dp", "cp", "ep")},
+        **{name: getattr(plan, name) for name in _DEGREES},
         "vpp": plan.interleave,
         "zero_stage": plan.zero,
         "micro_batch": plan.micro_batch,
@@ -74,26 +73,20 @@ def run_row(run: Run, machine: str | Path = "") -> dict:
         "precision": run.env.get("dtype", spec.dtype),
         "recompute": plan.recompute,
         "iteration_time_s": run.summary["step_s"]["median"],
-        "mem_gb": max(memory, default=float("nan")) / 1e9,
+        "mem_gb": peak_bytes / 1e9,
         "time_basis": "median of the counted steps",
         "software": "deepspeed" if spec.engine == "deepspeed" else "workbench",
+        # hosts of a testbed stand for nodes
         "devices_per_node": plan.world_size // spec.hosts,
-        "plan": _plan_text(run),
+        "plan": plan_text,
         "sizes": json.dumps(asdict(model)),
-        **({"cluster": str(machine)} if machine else {}),
     }
-
-
-def _plan_text(run: Run) -> str:
-    """The plan as it ran: with Ulysses where a sequence is shared."""
-    text = str(run.spec.plan)
-    return text if run.spec.plan.cp == 1 or "ulysses" in text else f"{text}.ulysses"
-
-
-def _machine_file(directory: Path) -> str:
-    """The machine.json beside or above a run, empty if there is none."""
-    places = (
-        directory.resolve() / "machine.json",
-        *(p / "machine.json" for p in directory.resolve().parents[:2]),
-    )
-    return next((str(path) for path in places if path.exists()), "")
+    if not machine:
+        # beside the run, or above its folder
+        directory = run.directory.resolve()
+        folders = (directory, *directory.parents[:2])
+        paths = (folder / "machine.json" for folder in folders)
+        machine = next((path for path in paths if path.exists()), "")
+    if machine:
+        row["cluster"] = str(machine)
+    return row

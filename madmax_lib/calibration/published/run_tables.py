@@ -1,10 +1,8 @@
-"""What do training runs tell side by side? Breakdowns of their traces, and memory
-predicted beside memory measured.
+"""Training runs side by side: breakdowns of their traces, and memory predicted beside
+memory measured.
 
 They need runs, traces and the simulator together; `view.plots.runs` draws them.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -31,33 +29,27 @@ def trace_breakdowns(runs: dict[str, Run]) -> pd.DataFrame:
     """
     rows = []
     files = {}
-    for row in runs_table(runs).itertuples():
-        path = runs[row.run].directory / "breakdown.csv"
+    for about in runs_table(runs).to_dict("records"):
+        directory = runs[about["run"]].directory
+        path = directory / "breakdown.csv"
         if path.exists():
             table = pd.read_csv(path)
-            digests = {"breakdown.csv": content_sha256(path)}
+            digests = {path.name: content_sha256(path)}
         else:
-            table = breakdown(read_trace(runs[row.run].directory))
-            digests = {
-                file["name"]: file["sha256"]
-                for file in table.attrs["provenance"]["files"].values()
-            }
-        files |= {f"{row.run}/{name}": sha256 for name, sha256 in digests.items()}
-        about = {
-            "run": row.run,
-            "strategy": row.strategy,
-            "dimensions": row.dimensions,
-            "ranks": row.ranks,
-        }
-        shares = {
-            name: (table[f"{name}_s"] / table["total_s"]).mean()
-            for name in ("compute", "exposed_comm", "idle")
-        }
-        overlap = (
-            table["overlap"].mean() if row.ranks > 1 else np.nan
-        )  # one process has nothing to hide
-        rows.append(about | shares | {"overlap": overlap})
-    return _with_files(pd.DataFrame(rows), files)
+            table = breakdown(read_trace(directory))
+            traced = table.attrs["provenance"]["files"].values()
+            digests = {file["name"]: file["sha256"] for file in traced}
+        files |= {f"{about['run']}/{name}": digest for name, digest in digests.items()}
+        row = {name: about[name] for name in ("run", "strategy", "dimensions", "ranks")}
+        # shares of each rank, then their mean: ranks may run for unlike times
+        for name in ("compute", "exposed_comm", "idle"):
+            row[name] = (table[f"{name}_s"] / table["total_s"]).mean()
+        # one process has nothing to hide
+        row["overlap"] = table["overlap"].mean() if about["ranks"] > 1 else np.nan
+        rows.append(row)
+    result = pd.DataFrame(rows)
+    result.attrs["provenance"] = {"files": files}
+    return result
 
 
 def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
@@ -70,24 +62,20 @@ def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
     too). A run out of memory has its plan and prediction here, and what its first steps
     took. attrs carry the model and the files.
     """
-    about = runs_table(runs)[["run", "strategy", "dimensions", "status"]]
-    rows = []
-    for run in (runs[name] for name in about["run"]):
-        peaks = [rank["memory_peak_bytes"] for rank in run.summary.get("ranks", ())]
-        peaks = [
-            size
-            for size in (*peaks, run.summary.get("memory_peak_bytes"))
-            if size is not None
-        ]
-        measured = float(max(peaks, default=np.nan))
-        rows.append(
-            {
-                "plan": str(run.spec.plan),
-                "predicted_bytes": _predicted(run),
-                "measured_bytes": measured,
-            }
-        )
-    table = _with_files(about.join(pd.DataFrame(rows)), steps_files(runs))
+    table = runs_table(runs)[["run", "strategy", "dimensions", "status"]]
+    measured = []
+    for run in (runs[name] for name in table["run"]):
+        parts = [*run.summary.get("ranks", ()), run.summary]
+        peaks = [part.get("memory_peak_bytes") for part in parts]
+        sizes = [float(size) for size in peaks if size is not None]
+        # a run out of memory may have no peak
+        measured.append(max(sizes, default=np.nan))
+    table = table.assign(
+        plan=[str(runs[name].spec.plan) for name in table["run"]],
+        predicted_bytes=[_predicted_bytes(runs[name]) for name in table["run"]],
+        measured_bytes=measured,
+    )
+    table.attrs["provenance"] = {"files": steps_files(runs)}
     table.attrs["model"] = next(iter(runs.values())).spec.model
     return table
 
@@ -102,30 +90,29 @@ def steps_files(runs: dict[str, Run]) -> dict[str, str]:
     }
 
 
-def _with_files(table: pd.DataFrame, files: dict[str, str]) -> pd.DataFrame:
-    table.attrs["provenance"] = {"files": files}
-    return table
-
-
-def _predicted(run: Run) -> float:
+def _predicted_bytes(run: Run) -> float:
     """Bytes allocated at the peak of the fullest rank."""
     spec = run.spec
     job = run.env.get("job", {})
+    # adapters: parameters that are trained over those that are there
     trainable = job.get("trained_local_parameters", 1) / job.get("local_parameters", 1)
     software = catalog.software("deepspeed" if spec.engine == "deepspeed" else "fsdp2")
-    own = replace(
+    # these runs take plans that the released stack would refuse
+    software = replace(
         software,
         zero=(0, 1, 2, 3),
         expert_placement=("dp-cp",),
         context=("ring", "ulysses"),
     )
-    dtype = run.env.get("dtype", spec.dtype)  # the latter may be auto
-    shape = {
-        "sequence": spec.sequence or None,
-        "dtype": dtype,
-        "global_batch": spec.global_batch,
-    }
-    table = memory(spec.shapes, spec.plan, **shape, software=own, trainable=trainable)
-    return peak_bytes(
-        table[(table["component"] != "buckets") | own.engine], allocated=True
+    table = memory(
+        spec.shapes,
+        spec.plan,
+        sequence=spec.sequence or None,
+        dtype=run.env.get("dtype", spec.dtype),  # the latter may be auto
+        global_batch=spec.global_batch,
+        software=software,
+        trainable=trainable,
     )
+    # gradients are views into DDP's buckets, so buckets take nothing of their own
+    counted = (table["component"] != "buckets") | software.engine
+    return peak_bytes(table[counted], allocated=True)

@@ -1,15 +1,12 @@
-"""Is this run normal? A measured step beside its predicted distribution: a verdict, and
-what could explain it.
+"""Verdicts on measured steps, beside their predicted distribution.
 
 log(measured / predicted) follows Student's t with the 90 % interval of
-`step.uncertainty`, whose width sources left out have set. Outside of it a run is slow
-or suspiciously fast, faster than its matrix products take at the data sheet's rate
+`simulator.uncertainty`, whose width sources left out have set. Outside of it a run is
+slow or suspiciously fast, faster than its matrix products take at the data sheet's rate
 always; inside it is fine, unless the interval reaches farther than a factor of 1.5 from
 the prediction to either side, so that its ends are more than a factor of 2.25 apart:
 then nobody can tell.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,7 +42,7 @@ __all__ = ["VERDICTS", "Expectation", "expect", "verdicts"]
 
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 # factor from the prediction to an end of the interval, beyond which a run inside is not
-# called fine
+# called fine: too much may hide there
 _WIDE = 1.5
 _ABSURD = 1e6  # times the prediction, or a share of it: no measurement
 _FREEDOM = 4.0  # of Student's t, as the components are fitted with
@@ -54,7 +51,10 @@ _INSIDE = 0.9
 
 @dataclass(frozen=True, repr=False)
 class Expectation:
-    """What was measured beside what was to be expected.
+    """A measured step beside what was to be expected of it.
+
+        run = mm.expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, step_s=4.1)
+        print(run)  # the verdict, what it could be, what to try
 
     verdict: one of `VERDICTS`; reason: why, in a sentence.
     step_s: seconds of a step as measured; predicted_s, low_s, high_s: and as predicted,
@@ -123,15 +123,16 @@ def verdicts(
     >>> verdicts(np.array([1.0, 2.0, 0.5, 1.3]), 1.0, np.array([1.2, 1.2, 1.2, 1.6])).tolist()
     ['fine', 'slow', 'suspiciously fast', 'cannot tell']
     """
-    ratio = np.asarray(measured_s) / predicted_s
+    measured_s = np.asarray(measured_s)
+    ratio = measured_s / predicted_s
     factor = np.asarray(high_s) / predicted_s
-    fast = (np.asarray(measured_s) < floor_s) | (ratio < 1 / factor)
-    unsure = ~(factor <= _WIDE)
-    return np.select(
-        [fast, ratio > factor, unsure],
-        ["suspiciously fast", "slow", "cannot tell"],
-        "fine",
-    )
+    # the first condition that holds
+    conditions = {
+        "suspiciously fast": (measured_s < floor_s) | (ratio < 1 / factor),
+        "slow": ratio > factor,
+        "cannot tell": ~(factor <= _WIDE),  # NaN is unknown too
+    }
+    return np.select([*conditions.values()], [*conditions], "fine")
 
 
 def expect(
@@ -161,43 +162,45 @@ def expect(
     million times off, and for a recommendation model. See also: mm.estimate,
     mm.compare, mm.traces.advise.
 
-    >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, software="torchtitan", tokens_per_s=25_000)
+    >>> step = {"global_batch": 16, "software": "torchtitan"}
+    >>> run = expect("llama3-8b", "dgx-h100", "dp8.z3", **step, tokens_per_s=25_000)
     >>> run.verdict, round(run.percentile)
     ('slow', 100)
     """
     require_type("timeline", timeline, Timeline | None)
     parameters = constants_of(cluster, parameters)
-    case = Case.of_step(
-        model,
-        cluster,
-        Plan.parse(plan),
-        global_batch,
-        sequence,
-        dtype,
-        software_of(software, parameters),
-    )
+    software = software_of(software, parameters)
+    plan = Plan.parse(plan)
+    case = Case.of_step(model, cluster, plan, global_batch, sequence, dtype, software)
     if isinstance(case.model, DLRM):
         raise ValueError(
             f"{case.model.name}: recommendation models have no closed form; use "
             "simulate"
         )
     enforce(rules_of(case), case.plan, case)
-    given = {
+    arguments = {
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_device": tokens_per_s_per_device,
+        "tflops": tflops,
     }
-    given["tflops"] = tflops
-    named, measured_s = _measured_s(case, given, timeline)
-    outlook = Outlook.of(
-        case, require_type("parameters", parameters, Parameters, shipped)
-    )
+    source, measured_s = _measured_s(case, arguments, timeline)
+    parameters = require_type("parameters", parameters, Parameters, shipped)
+    outlook = Outlook.of(case, parameters)
     predicted_s = outlook.predicted_s
-    high_s = outlook.predicted_s * outlook.factor
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
-        raise ValueError(_absurd(named, given, measured_s, predicted_s))
+        stated = f"{source}={arguments[source]:.4g}" if source in arguments else source
+        raise ValueError(
+            f"{stated}: {measured_s:.3g} s a step where {predicted_s:.3g} s are "
+            "expected; is its unit right?"
+        )
+    high_s = predicted_s * outlook.factor
+    # ideal constants: every product at the data sheet's rate
     floor_s = Outlook.of(case, Parameters()).row["gemm_s"]
     verdict = str(verdicts(measured_s, predicted_s, high_s, floor_s))
+    # of Student's t whose 90 % interval is that of the prediction
+    scale = np.log(outlook.factor) / student.ppf((1 + _INSIDE) / 2, _FREEDOM)
+    deviation = np.log(measured_s / predicted_s) / scale
     return Expectation(
         verdict=verdict,
         reason=_reason(verdict, measured_s, outlook, floor_s),
@@ -205,70 +208,60 @@ def expect(
         predicted_s=predicted_s,
         low_s=predicted_s / outlook.factor,
         high_s=high_s,
-        percentile=_percentile(measured_s, outlook),
+        percentile=float(100 * student.cdf(deviation, _FREEDOM)),
         floor_s=floor_s,
         parts=parts_of(outlook, measured_s, timeline),
-        explanations=causes(outlook, measured_s, named, timeline),
+        explanations=causes(outlook, measured_s, source, timeline),
         tries=neighbours(outlook),
         case=case,
     )
 
 
 def _measured_s(
-    case: Case, given: dict[str, float | None], timeline: Timeline | None
+    case: Case, arguments: dict[str, float | None], timeline: Timeline | None
 ) -> tuple[str, float]:
     """The argument that tells the step, and its seconds. Raises ValueError unless it is
     exactly one.
     """
     stated = {
         name: require_number(name, value, positive=True)
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None
     }
     if len(stated) > 1 or not (stated or timeline is not None):
         got = f"got {' and '.join(stated)}" if stated else "got none"
         raise ValueError(
-            f"one of {', '.join(given)} or a timeline tells what was measured, {got}"
+            f"one of {', '.join(arguments)} or a timeline tells what was measured, {got}"
         )
+    # a number beats the trace, which then only tells the parts
     if not stated:
         return "timeline", timed_s(timeline)
     ((name, value),) = stated.items()
     tokens = case.global_batch * case.sequence
     world = case.plan.world_size
-    of = {
-        "step_s": lambda: value,
-        "tokens_per_s": lambda: tokens / value,
-        "tokens_per_s_per_device": lambda: tokens / (value * world),
-        "tflops": lambda: model_flops(case, {}) / (value * 1e12 * world),
-    }
-    return name, float(of[name]())
-
-
-def _absurd(
-    named: str, given: dict[str, float | None], measured_s: float, predicted_s: float
-) -> str:
-    said = f"{named}={given[named]:.4g}" if named in given else named
-    return (
-        f"{said}: {measured_s:.3g} s a step where {predicted_s:.3g} s are "
-        "expected; is its unit right?"
-    )
-
-
-def _percentile(measured_s: float, outlook: Outlook) -> float:
-    scale = np.log(outlook.factor) / student.ppf((1 + _INSIDE) / 2, _FREEDOM)
-    return float(
-        100 * student.cdf(np.log(measured_s / outlook.predicted_s) / scale, _FREEDOM)
-    )
+    match name:
+        case "step_s":
+            seconds = value
+        case "tokens_per_s":
+            seconds = tokens / value
+        case "tokens_per_s_per_device":
+            seconds = tokens / (value * world)
+        # 1e12 model FLOP/s of a device
+        case "tflops":
+            seconds = model_flops(case, {}) / (value * 1e12 * world)
+    return name, float(seconds)
 
 
 def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float) -> str:
+    """The verdict's sentence."""
     predicted_s = outlook.predicted_s
     factor = outlook.factor
-    ends = f"{predicted_s / factor:.4g} to {predicted_s * factor:.4g} s"
     text = (
         f"{measured_s:.4g} s a step, {measured_s / predicted_s:.2f} x the "
-        f"predicted {predicted_s:.4g} s ({ends})"
+        f"predicted {predicted_s:.4g} s "
+        f"({predicted_s / factor:.4g} to {predicted_s * factor:.4g} s)"
     )
+    # faster than the hardware allows: the number or the plan is wrong
     if measured_s < floor_s:
         text += (
             f"; its matrix products alone take {floor_s:.4g} s at the data sheet's rate"
@@ -279,7 +272,7 @@ def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float) -
             f"{factor:.2f} either way"
         )
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
-        room_gb = outlook.case.cluster.device.memory_bytes / 1e9
-        held_gb = outlook.row["memory_bytes"] / 1e9
-        text += f"; the plan should not fit: {held_gb:.0f} GB of {room_gb:.0f} GB"
+        device_gb = outlook.case.cluster.device.memory_bytes / 1e9
+        needed_gb = outlook.row["memory_bytes"] / 1e9
+        text += f"; the plan should not fit: {needed_gb:.0f} GB of {device_gb:.0f} GB"
     return text

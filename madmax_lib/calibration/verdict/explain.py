@@ -1,5 +1,5 @@
-"""What could explain a step that is not as predicted, and what would be faster? Parts,
-causes and neighbour plans.
+"""Explanations of a step that is not as predicted, and faster plans: parts, causes and
+neighbours.
 
 A cause is one change of the run, such as a network at a quarter of its rate, estimated
 again; it explains as much of the gap as log(step if so / predicted) is of log(measured
@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,8 @@ from madmax_lib.traces.waits.step_times import steps as steps_of
 
 __all__ = ["Outlook", "causes", "neighbours", "parts_of", "timed_s"]
 
-_PARTS = {  # of a step, by the columns of `estimate`
+# parts of a step: columns of `estimate`
+_PARTS = {
     "matrix products": ("gemm_s", "head_s"),
     "attention": ("attention_s",),
     "pointwise kernels": ("pointwise_s",),
@@ -35,48 +37,60 @@ _PARTS = {  # of a step, by the columns of `estimate`
     "communication": COMMUNICATION,
     "waiting": ("launch_s", "bubble_s", "overhead_s"),
 }
-_TRACED = dict(
-    zip(_PARTS, ("gemm_s", "attention_s", "pointwise_s", "optimizer_s"), strict=False)
-)
+# parts that kernels tell apart: entries of `kernel_seconds`
+_TRACED = {
+    "matrix products": "gemm_s",
+    "attention": "attention_s",
+    "pointwise kernels": "pointwise_s",
+    "optimizer": "optimizer_s",
+}
 _LEAST_GAIN = 1.01  # of a neighbour plan
 _MOST = 8  # rows of a table
+# share of the gap that a cause explains: less is noise, and from 2 the prediction would
+# be as far off on the other side
+_LEAST_SHARE = 0.05
+_MOST_SHARE = 2.0
 _TIMES = (0.5, 2)  # of a degree or micro-batch
+_LINK_SHARES = (2, 4, 10)  # by which a link may be slower
+_CAPPED = 0.7  # of the clocks under a power cap
+_CAUSE_COLUMNS = ["part", "cause", "step_s", "explains"]
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A run and its prediction: the row of `estimate`, the step, and its 90 % interval
-    as a factor to both sides.
-    """
+    """A run and its prediction."""
 
     case: Case
     parameters: Parameters
-    row: dict[str, float]
+    row: dict[str, float]  # of `estimate`
     predicted_s: float
-    factor: float
+    factor: float  # of the 90 % interval, to both sides
 
     @classmethod
     def of(cls, case: Case, parameters: Parameters) -> Outlook:
-        """Raises ValueError, as `estimate` does, for a step that cannot be laid out."""
+        """The outlook of a case.
+
+        Raises ValueError, as `estimate` does, for a step that cannot be laid out.
+        """
         row = _estimated(case, case.plan, parameters).iloc[0].to_dict()
         return cls(case, parameters, row, row["step_s"], row["high_s"] / row["step_s"])
+
+
+class _Cause(NamedTuple):
+    """One change of a run."""
+
+    part: str  # of `_PARTS`, or number where a number was misread
+    cause: str
+    step_s: float  # if so
 
 
 def _estimated(
     case: Case, plan: Plan | pd.DataFrame, parameters: Parameters
 ) -> pd.DataFrame:
-    how = {
-        "global_batch": case.global_batch,
-        "sequence": case.sequence,
-        "dtype": case.dtype,
-    }
-    how |= {
-        "software": case.software,
-        "imbalance": case.imbalance,
-        "jitter": case.jitter,
-        "parameters": parameters,
-    }
-    return estimate(case.model, case.cluster, plan, **how)
+    """`estimate` of a case under a plan or a table of them."""
+    names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
+    options = {name: getattr(case, name) for name in names}
+    return estimate(case.model, case.cluster, plan, **options, parameters=parameters)
 
 
 def timed_s(timeline: Timeline) -> float:
@@ -90,11 +104,10 @@ def timed_s(timeline: Timeline) -> float:
             "given as a number"
         )
     table = steps_of(timeline)
-    table = table[~(table["cut"] | table["warmup"])]
-    periods = table["period_s"].dropna()
-    return (
-        float(periods.median()) if len(periods) else kernel_seconds(timeline)["step_s"]
-    )
+    periods = table["period_s"][~(table["cut"] | table["warmup"])].dropna()
+    if len(periods):
+        return float(periods.median())
+    return kernel_seconds(timeline)["step_s"]
 
 
 def parts_of(
@@ -110,245 +123,208 @@ def parts_of(
         part: sum(outlook.row.get(name, 0.0) for name in names)
         for part, names in _PARTS.items()
     }
-    table = pd.DataFrame(
-        {"part": list(predicted), "predicted_s": list(predicted.values())}
-    )
-    traced = (
-        dict.fromkeys(predicted, np.nan)
-        if timeline is None
-        else _traced(timeline, outlook.case)
-    )
-    table["measured_s"] = table["part"].map(traced)
+    traced = {} if timeline is None else _traced(timeline, outlook.case)
+    table = pd.DataFrame({"part": [*predicted], "predicted_s": [*predicted.values()]})
+    table["measured_s"] = table["part"].map(traced).astype(float)
     table["excess_s"] = table["measured_s"] - table["predicted_s"]
-    alone_s = table["predicted_s"] + measured_s - outlook.predicted_s
-    table["factor"] = (alone_s / table["predicted_s"]).where(
-        (table["predicted_s"] > 0) & (alone_s > 0)
-    )
+    gap_s = measured_s - outlook.predicted_s
+    # the part that would fill the gap, if all others were as predicted
+    alone_s = table["predicted_s"] + gap_s
+    possible = (table["predicted_s"] > 0) & (alone_s > 0)
+    table["factor"] = (alone_s / table["predicted_s"]).where(possible)
     if timeline is None:
-        return table.sort_values(
-            "factor", ignore_index=True, key=lambda factor: np.abs(np.log(factor))
-        )
-    side = np.sign(measured_s - outlook.predicted_s) or 1.0
-    return table.sort_values(
-        "excess_s", ignore_index=True, key=lambda excess: -side * excess
-    )
+        # the part that would change least comes first
+        change = np.abs(np.log(table["factor"]))
+        order = change.sort_values().index
+    else:
+        # the part that is farthest off on the side of the step
+        side = np.sign(gap_s) or 1.0
+        order = (-side * table["excess_s"]).sort_values().index
+    return table.loc[order].reset_index(drop=True)
 
 
 def _traced(timeline: Timeline, case: Case) -> dict[str, float]:
-    """Seconds of each part in a step of a trace; what is neither compute nor exposed
-    communication is waiting.
+    """Seconds of each part in a step of a trace.
+
+    What is neither compute nor exposed communication is waiting.
     """
     if not timeline.steps:
-        return dict.fromkeys(_PARTS, np.nan)
+        return {}
     seconds = slowest_stage(timeline, case)
     table = steps_of(timeline)
     table = table[~table["cut"]]
     compute_s, exposed_s = (
         float(table[name].median()) for name in ("compute_s", "exposed_comm_s")
     )
-    waiting_s = max(timed_s(timeline) - compute_s - exposed_s, 0.0)
     traced = {part: seconds[name] for part, name in _TRACED.items()}
-    return traced | {"communication": exposed_s, "waiting": waiting_s}
+    # what is hidden costs nothing
+    traced["communication"] = exposed_s
+    traced["waiting"] = max(timed_s(timeline) - compute_s - exposed_s, 0.0)
+    return traced
 
 
 def causes(
-    outlook: Outlook, measured_s: float, given: str, timeline: Timeline | None
+    outlook: Outlook, measured_s: float, source: str, timeline: Timeline | None
 ) -> pd.DataFrame:
-    """What would bring the prediction closer to the measured step: part, cause, step_s
-    if so, explains, best first.
+    """Causes that would bring the prediction closer to the measured step.
 
-    given: name of the argument that told the measured step, which may be misread.
-    timeline: of the run, which may contradict it; causes in the part that is off come
-    first then.
+    Columns part, cause, step_s if so, explains, best first. source: name of the
+    argument that told the measured step, which may be misread. timeline: of the run,
+    which may contradict it; causes in the part that is off come first then.
     """
     gap = np.log(measured_s / outlook.predicted_s)
     rows = []
-    for part, cause, step_s in (*_misread(outlook, given), *_changed(outlook)):
-        share = np.log(step_s / outlook.predicted_s) / gap if gap else 0.0
-        wholly = part != "number" or abs(np.log(measured_s / step_s)) < np.log(
-            outlook.factor
-        )
-        if (
-            0.05 < share < 2.0 and wholly
-        ):  # closer than the prediction is; a misread number explains all or nothing
-            rows.append(
-                {"part": part, "cause": cause, "step_s": step_s, "explains": share}
-            )
-    table = pd.DataFrame(rows, columns=["part", "cause", "step_s", "explains"])
+    for cause in (*_misread(outlook, source), *_changed(outlook)):
+        share = np.log(cause.step_s / outlook.predicted_s) / gap if gap else 0.0
+        # a misread number explains all or nothing
+        left = abs(np.log(measured_s / cause.step_s))
+        if cause.part == "number" and left >= np.log(outlook.factor):
+            continue
+        if _LEAST_SHARE < share < _MOST_SHARE:
+            rows.append((*cause, share))
+    table = pd.DataFrame(rows, columns=_CAUSE_COLUMNS)
     table = table.sort_values(
         "explains", ignore_index=True, key=lambda share: (share - 1).abs()
     )
-    if timeline is None:
-        return table.head(_MOST)
-    parts = parts_of(outlook, measured_s, timeline)
-    table = table.merge(
-        parts[["part", "predicted_s", "measured_s"]], on="part", how="left"
-    )
-    order = {part: place for place, part in enumerate(parts["part"])}
-    table = table.sort_values(
-        "part",
-        kind="stable",
-        ignore_index=True,
-        key=lambda part: part.map(order).fillna(-1),
-    )
-    try:
-        check_trace(timeline, outlook.case)
-    except ValueError as error:
-        first = pd.DataFrame(
-            [{"part": "trace", "cause": str(error)}], columns=table.columns
-        )
-        table = pd.concat([first, table], ignore_index=True).astype(table.dtypes)
+    if timeline is not None:
+        table = _by_trace(table, outlook, measured_s, timeline)
     return table.head(_MOST)
 
 
-def _misread(outlook: Outlook, given: str) -> Iterator[tuple[str, str, float]]:
-    """What a run as predicted would show if its number meant something else."""
+def _by_trace(
+    table: pd.DataFrame, outlook: Outlook, measured_s: float, timeline: Timeline
+) -> pd.DataFrame:
+    """Causes with the seconds of their parts, those first whose part is off."""
+    parts = parts_of(outlook, measured_s, timeline)
+    columns = ["part", "predicted_s", "measured_s"]
+    table = table.merge(parts[columns], on="part", how="left")
+    rank_of = {part: rank for rank, part in enumerate(parts["part"])}
+    rank = table["part"].map(rank_of).fillna(-1)  # misread numbers before all parts
+    table = table.loc[rank.sort_values(kind="stable").index].reset_index(drop=True)
+    try:
+        check_trace(timeline, outlook.case)
+    except ValueError as error:
+        first = {"part": "trace", "cause": str(error)}
+        first = pd.DataFrame([first], columns=table.columns)
+        table = pd.concat([first, table], ignore_index=True).astype(table.dtypes)
+    return table
+
+
+def _misread(outlook: Outlook, source: str) -> Iterator[_Cause]:
+    """Steps of a run as predicted whose number meant something else."""
     case = outlook.case
-    normal_s = outlook.predicted_s
+    predicted_s = outlook.predicted_s
     world = case.plan.world_size
     count = case.micro_batches
-    if given == "tokens_per_s":
-        yield (
-            "number",
-            "tokens_per_s is that of one device, not of all",
-            normal_s * world,
-        )
-    if given == "tokens_per_s_per_device":
-        yield (
-            "number",
-            "tokens_per_s_per_device is that of all devices",
-            normal_s / world,
-        )
-    if given == "step_s":
-        yield "number", "step_s is in milliseconds", normal_s * 1e3
-        yield "number", "step_s is of one micro-batch", normal_s / count
-    if given == "tflops":
-        yield "number", "tflops is of all devices", normal_s / world
-        if case.plan.recompute == "full":
-            yield (
-                "number",
-                "tflops counts what is recomputed (hardware FLOPs)",
-                normal_s * 3 / 4,
-            )
+    causes = {
+        "tokens_per_s": [
+            ("tokens_per_s is that of one device, not of all", predicted_s * world)
+        ],
+        "tokens_per_s_per_device": [
+            ("tokens_per_s_per_device is that of all devices", predicted_s / world)
+        ],
+        "step_s": [
+            ("step_s is in milliseconds", predicted_s * 1e3),
+            ("step_s is of one micro-batch", predicted_s / count),
+        ],
+        "tflops": [("tflops is of all devices", predicted_s / world)],
+    }
+    if case.plan.recompute == "full":
+        # four passes for three
+        hardware = "tflops counts what is recomputed (hardware FLOPs)"
+        causes["tflops"].append((hardware, predicted_s * 3 / 4))
+    for cause, step_s in causes.get(source, ()):
+        yield _Cause("number", cause, step_s)
     if count > 1:
-        yield (
-            "number",
-            "global_batch is that of a micro-batch of all devices",
-            normal_s * count,
-        )
+        cause = "global_batch is that of a micro-batch of all devices"
+        yield _Cause("number", cause, predicted_s * count)
 
 
-def _changed(outlook: Outlook) -> Iterator[tuple[str, str, float]]:
-    """Part, cause and step of changed runs, of those that can be laid out."""
+def _changed(outlook: Outlook) -> Iterator[_Cause]:
+    """Steps of changed runs, of those that can be laid out."""
     for part, cause, case in _changes(outlook.case):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # links are changed here on purpose
             try:
-                step_s = float(
-                    _estimated(case, case.plan, outlook.parameters)["step_s"].iloc[0]
-                )
+                row = _estimated(case, case.plan, outlook.parameters).iloc[0]
             except ValueError:
                 continue
-        yield part, cause, step_s
+        yield _Cause(part, cause, float(row["step_s"]))
 
 
 def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
-    """Part, cause and changed case."""
+    """Part, cause and changed case, the parts in turn."""
+    yield from _changed_products(case)
+    yield from _changed_communication(case)
     model = case.model
-    cluster = case.cluster
+    if model.heads:
+        for kernel in {"flash", "unfused"} - {case.plan.attention}:
+            yield "attention", f"{kernel} attention", _with_plan(case, attention=kernel)
+    if not model.image and case.sequence % 2 == 0:
+        half = replace(case, sequence=case.sequence // 2)
+        yield "number", "samples are half as long", half
+    # one rank waits for nobody
+    if case.plan.world_size > 1:
+        cause = "stragglers (ranks 10 % late on average)"
+        yield "waiting", cause, replace(case, jitter=0.1)
+
+
+def _with_plan(case: Case, **changes) -> Case:
+    return replace(case, plan=replace(case.plan, **changes))
+
+
+def _changed_products(case: Case) -> Iterator[tuple[str, str, Case]]:
+    """Changes of what devices compute, and how fast."""
+    part = "matrix products"
     device = case.cluster.device
-    plan = case.plan
-    slower = replace(
-        device,
-        peak_flops={kind: 0.7 * peak for kind, peak in device.peak_flops.items()},
-    )
-    yield (
-        "matrix products",
-        "clocks at 70 % (power cap, heat)",
-        replace(case, cluster=replace(cluster, device=slower)),
-    )
+    capped = {dtype: _CAPPED * peak for dtype, peak in device.peak_flops.items()}
+    cluster = replace(case.cluster, device=replace(device, peak_flops=capped))
+    yield part, "clocks at 70 % (power cap, heat)", replace(case, cluster=cluster)
+    # the stated type may not be the one that ran
     for dtype in ("fp8", "bf16", "tf32", "fp32"):
         if dtype in device.peak_flops and dtype != case.dtype:
-            yield (
-                "matrix products",
-                f"products in {dtype}, not {case.dtype}",
-                replace(case, dtype=dtype),
-            )
+            cause = f"products in {dtype}, not {case.dtype}"
+            yield part, cause, replace(case, dtype=dtype)
+    for recompute in ("none", "selective", "full"):
+        if recompute != case.plan.recompute:
+            cause = f"recompute is {recompute}"
+            yield part, cause, _with_plan(case, recompute=recompute)
+    if not case.plan.lora_rank:
+        yield part, "weights are frozen (LoRA)", _with_plan(case, lora_rank=16)
+
+
+def _changed_communication(case: Case) -> Iterator[tuple[str, str, Case]]:
+    """Changes of links, and of what their traffic hides under."""
+    part = "communication"
+    cluster = case.cluster
+    plan = case.plan
     links = {
         "inter": ("network between nodes", cluster.nodes),
         "intra": ("link in a node", cluster.devices_per_node),
     }
-    for link, (where, ends) in links.items():
-        for share in (2, 4, 10) if ends > 1 else ():
-            rate = getattr(cluster, link).bandwidth_bytes_per_s / share
-            other = replace(
-                cluster,
-                **{link: replace(getattr(cluster, link), bandwidth_bytes_per_s=rate)},
-            )
-            yield (
-                "communication",
-                f"{where} at 1/{share} of its rate",
-                replace(case, cluster=other),
-            )
+    for name, (words, ends) in links.items():
+        link = getattr(cluster, name)
+        for share in _LINK_SHARES if ends > 1 else ():
+            rate = link.bandwidth_bytes_per_s / share
+            slower = {name: replace(link, bandwidth_bytes_per_s=rate)}
+            cause = f"{words} at 1/{share} of its rate"
+            yield part, cause, replace(case, cluster=replace(cluster, **slower))
+    # overlap_dp is a choice below ZeRO 3
     degrees = {
-        "overlap_tp": plan.tp,
-        "overlap_dp": plan.dp * plan.cp * (plan.zero < 3),
-        "overlap_ep": plan.ep,
+        "tp": plan.tp,
+        "dp": plan.dp * plan.cp * (plan.zero < 3),
+        "ep": plan.ep,
     }
-    for name, degree in degrees.items():
-        for beside in (False, True) if degree > 1 else ():
-            words = (
-                f"{name.removeprefix('overlap_')} communication "
-                f"{'hidden' if beside else 'not hidden'}"
-            )
-            yield (
-                "communication",
-                words,
-                replace(case, plan=replace(plan, **{name: beside})),
-            )
+    for dimension, degree in degrees.items():
+        for hidden in (False, True) if degree > 1 else ():
+            cause = f"{dimension} communication {'hidden' if hidden else 'not hidden'}"
+            yield part, cause, _with_plan(case, **{f"overlap_{dimension}": hidden})
+    # each gather then stands before its layer
     if plan.zero == 3 and plan.prefetch:
-        yield (
-            "communication",
-            "layers not prefetched (FSDP)",
-            replace(case, plan=replace(plan, prefetch=0)),
-        )
-    for how in ("none", "selective", "full"):
-        if how != plan.recompute:
-            yield (
-                "matrix products",
-                f"recompute is {how}",
-                replace(case, plan=replace(plan, recompute=how)),
-            )
-    for how in ({"flash", "unfused"} if model.heads else set()) - {plan.attention}:
-        yield (
-            "attention",
-            f"{how} attention",
-            replace(case, plan=replace(plan, attention=how)),
-        )
-    if not plan.lora_rank:
-        yield (
-            "matrix products",
-            "weights are frozen (LoRA)",
-            replace(case, plan=replace(plan, lora_rank=16)),
-        )
-    if not model.image and case.sequence % 2 == 0:
-        yield (
-            "number",
-            "samples are half as long",
-            replace(case, sequence=case.sequence // 2),
-        )
-    if plan.world_size > 1:
-        yield (
-            "waiting",
-            "stragglers (ranks 10 % late on average)",
-            replace(case, jitter=0.1),
-        )
-    if model.experts and plan.ep > 1:
-        yield (
-            "communication",
-            "uneven experts, as measured elsewhere",
-            replace(case, imbalance="measured"),
-        )
+        yield part, "layers not prefetched (FSDP)", _with_plan(case, prefetch=0)
+    if case.model.experts and plan.ep > 1:
+        uneven = replace(case, imbalance="measured")
+        yield part, "uneven experts, as measured elsewhere", uneven
 
 
 def neighbours(outlook: Outlook) -> pd.DataFrame:
@@ -358,25 +334,17 @@ def neighbours(outlook: Outlook) -> pd.DataFrame:
     case = outlook.case
     rows = []
     for change in _steps_away(case.plan):
+        text = ", ".join(f"{name} {value}" for name, value in change.items())
         try:
-            rows.append(
-                (
-                    ", ".join(f"{name} {value}" for name, value in change.items()),
-                    replace(case.plan, **change),
-                )
-            )
-        except ValueError:
+            rows.append((text, replace(case.plan, **change)))
+        except ValueError:  # no legal plan
             continue
     table = pd.DataFrame(rows, columns=["change", "plan"])
+    # all at once: a table of plans costs little more than one
     times = _estimated(case, table[["plan"]], outlook.parameters)
-    table = table.assign(
-        plan=table["plan"].map(str),
-        step_s=times["step_s"],
-        gain=outlook.predicted_s / times["step_s"],
-    )
-    table = table[times["fits"] & (table["gain"] >= _LEAST_GAIN)].drop_duplicates(
-        "plan"
-    )
+    gain = outlook.predicted_s / times["step_s"]
+    table = table.assign(plan=table["plan"].map(str), step_s=times["step_s"], gain=gain)
+    table = table[times["fits"] & (gain >= _LEAST_GAIN)].drop_duplicates("plan")
     return table.sort_values("gain", ascending=False, ignore_index=True).head(_MOST)
 
 
@@ -384,31 +352,21 @@ def _steps_away(plan: Plan) -> Iterator[dict[str, object]]:
     """Changes of one choice of a plan; a degree is taken from dp or given to it."""
     for name in ("tp", "pp", "cp"):
         for times in _TIMES:
-            degrees = getattr(plan, name) * times, plan.dp / times
-            if all(degree >= 1 and degree % 1 == 0 for degree in degrees):
-                yield {
-                    name: int(degrees[0]),
-                    "dp": int(degrees[1]),
-                    **({"interleave": 1} if name == "pp" else {}),
-                }
+            degree = getattr(plan, name) * times
+            dp = plan.dp / times
+            if min(degree, dp) < 1 or degree % 1 or dp % 1:
+                continue
+            change = {name: int(degree), "dp": int(dp)}
+            # other stages have other chunks
+            yield change | {"interleave": 1} if name == "pp" else change
     for name in ("micro_batch", "ep", "interleave"):
-        yield from (
-            {name: int(getattr(plan, name) * times)}
-            for times in _TIMES
-            if getattr(plan, name) * times >= 1
-        )
-    for name, choices in (
-        ("recompute", ("none", "selective", "full")),
-        ("zero", range(4)),
-    ):
-        yield from (
-            {name: choice} for choice in choices if choice != getattr(plan, name)
-        )
-    for name in (
-        "overlap_tp",
-        "overlap_dp",
-        "overlap_ep",
-        "overlap_gather",
-        "sequence_parallel",
-    ):
-        yield from ({name: True},) if not getattr(plan, name) else ()
+        sizes = (getattr(plan, name) * times for times in _TIMES)
+        yield from ({name: int(size)} for size in sizes if size >= 1)
+    choices = {"recompute": ("none", "selective", "full"), "zero": range(4)}
+    for name, values in choices.items():
+        others = (value for value in values if value != getattr(plan, name))
+        yield from ({name: value} for value in others)
+    overlaps = ("overlap_tp", "overlap_dp", "overlap_ep", "overlap_gather")
+    for name in (*overlaps, "sequence_parallel"):
+        if not getattr(plan, name):
+            yield {name: True}

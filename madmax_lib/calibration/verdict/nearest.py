@@ -1,8 +1,6 @@
-"""Which published runs are most like this one? By model, device, count, precision,
-sequence and how it is split.
+"""Published runs most like a given one: by model, device, count, precision, sequence and
+how it is split.
 """
-
-from __future__ import annotations
 
 from functools import lru_cache
 
@@ -13,7 +11,7 @@ from madmax_lib import catalog
 from madmax_lib.calibration.fit import usable
 from madmax_lib.calibration.published.rows import (
     facts_of,
-    model_flops,
+    flops_and_peaks,
     read_rows,
     to_steps,
 )
@@ -23,21 +21,14 @@ from madmax_lib.simulator.steady.step_time import step_s
 
 __all__ = ["nearest"]
 
-_COLUMNS = [
-    "source",
-    "model",
-    "gpu",
-    "n_gpus",
-    "dtype",
-    "software",
-    "plan",
-    "step_s",
-    "mfu",
-    "over_predicted",
-]
+_ABOUT = ["source", "model", "gpu", "n_gpus", "dtype", "software", "plan"]
+_COLUMNS = [*_ABOUT, "step_s", "mfu", "over_predicted"]
+_SAME_RUN = ["model", "gpu", "n_gpus", "dtype", "plan"]
 _SHOWN = 3
-# how far runs are apart: a factor of two in size counts as much as ...
+# distance of runs a factor of two apart in a size or degree
 _SIZES = {"parameters": 1.0, "devices": 0.3, "sequence": 0.5}
+_DEGREES = {"tp": 0.2, "pp": 0.2, "cp": 0.2, "micro_batch": 0.05}
+# and of runs that differ in one of these
 _CHOICES = {
     "gpu": 1.5,
     "family": 2.0,
@@ -47,7 +38,6 @@ _CHOICES = {
     "recompute": 0.3,
     "zero": 0.3,
 }
-_DEGREES = {"tp": 0.2, "pp": 0.2, "cp": 0.2, "micro_batch": 0.05}
 
 
 def nearest(case: Case) -> pd.DataFrame:
@@ -59,26 +49,25 @@ def nearest(case: Case) -> pd.DataFrame:
     these rows.
     """
     rows, facts = _published()
-    own = _facts(case)
+    asked = _facts(case)
     distance = np.zeros(len(rows))
     for name, weight in (_SIZES | _DEGREES).items():
-        distance += weight * np.abs(np.log2(facts[name].to_numpy(float) / own[name]))
+        doublings = np.abs(np.log2(facts[name].to_numpy(float) / asked[name]))
+        distance += weight * doublings
     for name, weight in _CHOICES.items():
-        distance += weight * (facts[name] != own[name]).to_numpy(float)
+        distance += weight * (facts[name] != asked[name]).to_numpy(float)
     table = rows.assign(distance=distance).sort_values("distance", kind="stable")
-    table = table.drop_duplicates(["model", "gpu", "n_gpus", "dtype", "plan"]).head(
-        _SHOWN
-    )
+    table = table.drop_duplicates(_SAME_RUN).head(_SHOWN)
     return table[_COLUMNS].reset_index(drop=True)
 
 
 def _facts(case: Case) -> dict[str, float | str]:
-    sizes = {
+    return facts_of(case) | {
         "parameters": case.model.active_parameters,
         "devices": case.plan.world_size,
         "sequence": case.sequence,
+        "bits": case.dtype[-1],  # the last digit tells 16, 8, 4 and 32 bits apart
     }
-    return facts_of(case) | sizes | {"bits": case.dtype[-1]}
 
 
 @lru_cache(maxsize=1)
@@ -86,22 +75,12 @@ def _published() -> tuple[pd.DataFrame, pd.DataFrame]:
     """Usable published rows with columns of `nearest`, and what they are compared by."""
     rows = read_rows(catalog.table("published_train"))
     rows = rows[usable(rows)].reset_index(drop=True)
-    flops = np.array(
-        [
-            model_flops(row["case"], row)
-            for row in rows[["case", "source"]].to_dict("records")
-        ]
-    )
-    peak = np.array(
-        [
-            case.plan.world_size * case.cluster.device.peak(case.dtype)
-            for case in rows["case"]
-        ]
-    )
-    seconds = rows["measured_s"].to_numpy(float)
-    over = seconds / step_s(to_steps(rows), shipped())
-    plans = [str(case.plan) for case in rows["case"]]
+    flops, peaks = flops_and_peaks(rows)
+    measured_s = rows["measured_s"].to_numpy(float)
     rows = rows.assign(
-        plan=plans, step_s=seconds, mfu=flops / seconds / peak, over_predicted=over
+        plan=[str(case.plan) for case in rows["case"]],
+        step_s=measured_s,
+        mfu=flops / measured_s / peaks,
+        over_predicted=measured_s / step_s(to_steps(rows), shipped()),
     )
     return rows, pd.DataFrame([_facts(case) for case in rows["case"]])

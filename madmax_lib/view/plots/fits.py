@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.calibration.judge.identifiability import STATES, scaled
+from madmax_lib.calibration.judge.identifiability import STATES
+from madmax_lib.calibration.scale import scaled
 from madmax_lib.view import drawing as draw
 
 __all__ = ["plot_constants", "plot_errors", "plot_measured_overlap", "plot_predicted"]

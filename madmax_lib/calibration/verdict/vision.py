@@ -1,5 +1,4 @@
-"""How well does the step-time model, told about other runs, predict the vision
-transformers of MAD-Max?
+"""Vision transformers of MAD-Max, predicted by constants of the other runs.
 
 Nine FSDP runs on AWS p4d (8 x A100-40, 400 Gb/s a node) in the artifact of [Hsia et
 al., ISCA 2024, arXiv 2310.02784], figure 8; ViT-L to ViT-120B, FLOP/s per device. Each
@@ -7,8 +6,6 @@ run is predicted by constants fitted to the other eight. The sheet says FSDP and
 more. Of three descriptions (weights gathered ahead, kept where they fit, gathered in
 turn) the last, FSDP of 2022, meets these runs best.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -27,42 +24,43 @@ __all__ = ["vision_errors"]
 # matrix products at any size and what small ones lose, and the network; all else stays
 # as fitted on language models
 _CONSTANTS = ("gemm_efficiency:ampere-16", "gemm_bytes", "network_share:efa")
-_SOURCE = {"gpu": "A100-40GB", "cluster": "p4d", "software": "fsdp2", "zero_stage": 3}
+# what the sheet says of all runs
+_SHEET = {
+    "source": "MAD-Max sheet",
+    "gpu": "A100-40GB",
+    "cluster": "p4d",
+    "software": "fsdp2",
+    "zero_stage": 3,
+}
+_VIT_H_TOKENS = 197  # patches of 16 pixels, as its FLOPs tell
 
 
 def _vision_rows() -> pd.DataFrame:
-    """The nine runs as normalised rows (see `published_rows.read_rows`), with measured
-    and paper, in FLOP/s per device.
+    """The nine runs as normalised rows, with measured and paper in FLOP/s per device.
 
     Blocks are recomputed where the activations do not fit without.
     """
-    runs = catalog.table("published_vision", numbers=True).rename(
-        columns={"gpus": "n_gpus"}
+    runs = catalog.table("published_vision", numbers=True)
+    runs = runs.rename(columns={"gpus": "n_gpus"})
+    measured = 1e12 * runs["measured_tflop_per_s"]
+    paper = 1e12 * runs["paper_tflop_per_s"]
+    micro_batch = runs["global_batch"] / runs["n_gpus"]
+    # forward and backward pass are three forward passes
+    flops = 3 * 1e12 * runs["forward_tflop"] * micro_batch
+    runs = runs.loc[:, ~runs.columns.str.contains("tflop")].assign(
+        micro_batch=micro_batch,
+        iteration_time_s=flops / measured,
+        seq_len=runs["model"].map({"ViT-H": _VIT_H_TOKENS}),
+        **_SHEET,
     )
-    measured, paper = (
-        1e12 * runs[f"{who}_tflop_per_s"] for who in ("measured", "paper")
-    )
-    runs["micro_batch"] = runs["global_batch"] / runs["n_gpus"]
-    runs["iteration_time_s"] = (
-        3 * 1e12 * runs["forward_tflop"] * runs["micro_batch"] / measured
-    )
-    runs["seq_len"] = runs["model"].map(
-        {"ViT-H": 197}
-    )  # patches of 16 pixels, as its FLOPs tell
-    rows = read_rows(
-        runs.loc[:, ~runs.columns.str.contains("tflop")].assign(
-            source="MAD-Max sheet", **_SOURCE
-        )
-    )
+    rows = read_rows(runs)
     rows["case"] = [
         replace(case, software=replace(case.software, gathers_tensorwise=True))
         for case in rows["case"]
     ]
     rows = rows.assign(group=rows.index.astype(str), measured=measured, paper=paper)
-    return with_origin(
-        rows,
-        {"files": {"rows": {"sha256": fingerprint(rows)}}, "rules": "gathers in turn"},
-    )
+    files = {"rows": {"sha256": fingerprint(rows)}}
+    return with_origin(rows, {"files": files, "rules": "gathers in turn"})
 
 
 def vision_errors() -> pd.DataFrame:
@@ -78,14 +76,12 @@ def vision_errors() -> pd.DataFrame:
         others = np.arange(len(rows)) != run
         fitted = fit(rows[others], starts=1, only=_CONSTANTS, begin=shipped())
         seconds[run] = step_time(to_steps(rows[~others]), fitted)["step_s"][0]
-    table = rows[["model", "global_batch", "measured", "paper"]].assign(
-        gpus=rows["dp"].astype(int)
-    )
+    table = rows[["model", "global_batch", "measured", "paper"]]
+    table = table.assign(gpus=rows["dp"].astype(int))
     table["ours"] = table["measured"] * rows["measured_s"] / seconds
     peak = [case.cluster.device.peak(case.dtype) for case in rows["case"]]
-    table[["measured", "paper", "ours"]] = table[["measured", "paper", "ours"]].div(
-        peak, axis=0
-    )
-    for who in ("paper", "ours"):
-        table[f"{who}_error"] = table[who] / table["measured"] - 1
+    rates = ["measured", "paper", "ours"]
+    table[rates] = table[rates].div(peak, axis=0)
+    for name in ("paper", "ours"):
+        table[f"{name}_error"] = table[name] / table["measured"] - 1
     return with_origin(table, rows.attrs["provenance"])

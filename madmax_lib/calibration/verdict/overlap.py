@@ -1,13 +1,10 @@
-"""Does the simulator hide as much communication as was measured? Traced and published
-facts with ours beside them.
+"""Traced and published facts about overlap beside the simulator's.
 
 The facts are those of `data/overlap.csv`: how much communication a step hides and
 shows, how much compute slows down beside it, and what switching an overlap or a
 recomputation on brings. No fit sees them, but what `data/software.csv` says of the
 defaults of two stacks was read off the same traces.
 """
-
-from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
@@ -16,7 +13,6 @@ from functools import lru_cache
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.stated import machine_of, model_of, number_of, software_of
@@ -42,14 +38,9 @@ def overlap_facts() -> pd.DataFrame:
     table = catalog.table("overlap")
     rows = [_row(raw) for raw in table.to_dict("records")]
     result = table[["source", "case", "model", "gpu"]].join(pd.DataFrame(rows))
-    file = {
-        "overlap.csv": {
-            "sha256": hashlib.sha256(
-                catalog.data_file("overlap.csv").read_bytes()
-            ).hexdigest()
-        }
-    }
-    return with_origin(result, {"files": file, "rules": "not fitted"})
+    content = catalog.data_file("overlap.csv").read_bytes()
+    files = {"overlap.csv": {"sha256": hashlib.sha256(content).hexdigest()}}
+    return with_origin(result, {"files": files, "rules": "not fitted"})
 
 
 def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
@@ -58,9 +49,9 @@ def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
 
     Facts of one configuration, such as those of two ranks, are not independent.
     """
-    away = (
-        facts["measured"] - facts.groupby("what")["measured"].transform("median")
-    ).abs()
+    median = facts.groupby("what")["measured"].transform("median")
+    away = (facts["measured"] - median).abs()
+    # ratios err in proportion, shares in points
     away = away.where(facts["what"] != "speed_ratio", away / facts["measured"])
     groups = facts.assign(error_size=facts["error"].abs(), away=away).groupby("what")
     return pd.DataFrame(
@@ -78,75 +69,69 @@ def _row(raw: dict) -> dict:
     case = _case(raw, raw["plan"])
     measured = number_of(raw, "measured")
     predicted = _predicted(case, raw)
-    error = (predicted - measured) / (measured if raw["what"] == "speed_ratio" else 1.0)
-    run = f"{case.model.name} {case.plan}, {case.dtype}, {case.software.name}"
-    facts = {
+    error = predicted - measured
+    if raw["what"] == "speed_ratio":
+        error = error / measured
+    return {
         "software": case.software.name,
         "devices": case.plan.world_size,
-        "run": run,
+        "run": f"{case.model.name} {case.plan}, {case.dtype}, {case.software.name}",
         "what": raw["what"],
+        "measured": measured,
+        "predicted": predicted,
+        "error": error,
     }
-    return facts | {"measured": measured, "predicted": predicted, "error": error}
 
 
 def _case(raw: dict, plan: str) -> Case:
+    """The run of a row under a plan."""
     plan = Plan.parse(plan)
     device = catalog.device(raw["gpu"])
     cluster, dtype = machine_of(raw, device, plan.world_size)
     batch = int(raw["global_batch"])
     sequence = int(raw["seq_len"])
-    return Case(
-        model_of(raw), cluster, plan, batch, sequence, dtype, software_of(raw, device)
-    )
+    software = software_of(raw, device)
+    return Case(model_of(raw), cluster, plan, batch, sequence, dtype, software)
 
 
 def _predicted(case: Case, raw: dict) -> float:
+    """The quantity of a row, of the simulated step."""
+    # some traces show a stage's layers alone
     parts = _means(case, raw["traced"] == "layers")
+    exposed_s, comm_s = (parts[name] for name in ("exposed_comm_s", "comm_s"))
     match raw["what"]:
         case "overlap":
-            return (
-                1 - parts["exposed_comm_s"] / parts["comm_s"]
-                if parts["comm_s"]
-                else 0.0
-            )
+            return 1 - exposed_s / comm_s if comm_s else 0.0
         case "exposed_share":
-            return parts["exposed_comm_s"] / parts["total_s"]
+            return exposed_s / parts["total_s"]
         case "comm_share":
-            return parts["comm_s"] / (
-                parts["comm_s"] + parts["compute_s"] + parts["memory_s"]
-            )
+            return comm_s / (comm_s + parts["compute_s"] + parts["memory_s"])
         case "compute_slowdown":
-            fast = replace(
-                case.cluster,
-                intra=_fast(case.cluster.intra),
-                inter=_fast(case.cluster.inter),
-            )
-            return (
-                parts["compute_s"] / _means(replace(case, cluster=fast))["compute_s"]
-                - 1
-            )
+            # without communication beside it, compute is alone
+            cluster = case.cluster
+            links = {
+                name: replace(
+                    link, bandwidth_bytes_per_s=_FAST * link.bandwidth_bytes_per_s
+                )
+                for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
+            }
+            alone = _means(replace(case, cluster=replace(cluster, **links)))
+            return parts["compute_s"] / alone["compute_s"] - 1
         case "speed_ratio":
-            return (
-                _means(_case(raw, raw["reference_plan"]))["total_s"] / parts["total_s"]
-            )
+            reference = _means(_case(raw, raw["reference_plan"]))
+            return reference["total_s"] / parts["total_s"]
     raise ValueError(f"what={raw['what']!r} of data/overlap.csv is not known")
 
 
 @lru_cache(maxsize=64)
 def _means(case: Case, layers: bool = False) -> pd.Series:
-    """Mean over the ranks of the breakdown of a simulated step, or of its layers,
-    without messages between stages.
+    """Mean over the ranks of the breakdown of a simulated step.
+
+    layers: of its layers, without messages between stages, as some traces show them.
     """
-    run = {
-        "global_batch": case.global_batch,
-        "sequence": case.sequence,
-        "dtype": case.dtype,
-    }
-    step = simulate(case.model, case.cluster, case.plan, **run, software=case.software)
+    names = ("global_batch", "sequence", "dtype", "software")
+    options = {name: getattr(case, name) for name in names}
+    step = simulate(case.model, case.cluster, case.plan, **options)
     if layers:
         step = step.where((step.spans["group"] != "pp").to_numpy())
     return breakdown(step).mean()
-
-
-def _fast(link: Link) -> Link:
-    return replace(link, bandwidth_bytes_per_s=_FAST * link.bandwidth_bytes_per_s)

@@ -1,0 +1,130 @@
+"""Accuracy of the model on rows that its fit has not seen: errors by kind and source,
+coverage of the intervals, ranks of layouts, and a baseline.
+"""
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from madmax_lib.calibration.judge.intervals import class_of, spread
+from madmax_lib.calibration.published.rows import flops_and_peaks
+from madmax_lib.simulator.uncertainty import width_of
+
+__all__ = [
+    "baseline",
+    "coverage",
+    "coverage_by_class",
+    "errors",
+    "layout_ranks",
+    "score",
+]
+
+# runs of one layout agree in these columns of a normalised row
+_LAYOUT = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
+_FEWEST_LAYOUTS = 4  # of a model; ranks of fewer say nothing
+
+
+def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
+    """Seconds by one achieved FLOP/s per (device, 16/8/4-bit class): the median of the
+    rows outside the fold.
+
+    rows: normalised. fold: of each row; all rows are their own reference if None. A
+    device and class that no row outside the fold has takes the median share of the
+    peak.
+    """
+    flops, peak = flops_and_peaks(rows)
+    share = flops / rows["measured_s"].to_numpy(float) / peak
+    # products of one width run on the same units
+    bits = rows["dtype"].str.extract(r"(\d+)$", expand=False)
+    keys = rows["gpu"] + " " + bits
+    result = np.full(len(rows), np.nan)
+    for number in [None] if fold is None else np.unique(fold):
+        out = np.ones(len(rows), bool) if fold is None else fold == number
+        seen = out if fold is None else ~out
+        medians = pd.Series(share[seen]).groupby(keys.to_numpy()[seen]).median()
+        # a device that nobody else ran takes the median share of all
+        shares = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
+        result[out] = flops[out] / (shares * peak[out])
+    return result
+
+
+def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
+    """Rows, bias, MAPE and median absolute error of `folds` by source, gpu, model, ...
+
+    bias: median log error; the others are ratios.
+    """
+    absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
+    groups = table.assign(absolute=absolute).groupby(by)
+    result = groups["absolute"].agg(rows="size", mape="mean", median="median")
+    # the sign of the error, which the absolute ones hide
+    result.insert(1, "bias", groups["log_error"].median())
+    result.attrs.update(table.attrs)
+    return result
+
+
+def score(table: pd.DataFrame) -> dict[str, float]:
+    """MAPE and median of dense and of mixture rows (ratios)."""
+    by_kind = errors(table.assign(kind=class_of(table)), "kind")
+    return {
+        f"{kind} {name}": float(by_kind.at[kind, name])
+        for kind in by_kind.index
+        for name in ("mape", "median")
+    }
+
+
+def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's correlation of predicted and measured layouts, by model of `folds`.
+
+    Columns rows and ranks (every run counts), layouts and layout_ranks (runs of one
+    layout, such as those of different days, count as their mean). Models with less than
+    four layouts are left out.
+    """
+    heads = [case.model.heads for case in table["case"]]
+    table = table.assign(measured_s=table["measured_s"].astype(float), heads=heads)
+    rows = {}
+    for model, runs in table.groupby("model"):
+        means = runs.groupby(_LAYOUT)[["measured_s", "predicted_s"]].mean()
+        of_runs, of_means = (
+            spearmanr(part["measured_s"], part["predicted_s"]).statistic
+            for part in (runs, means)
+        )
+        rows[model] = (len(runs), of_runs, len(means), of_means)
+    columns = ["rows", "ranks", "layouts", "layout_ranks"]
+    result = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+    return result[result["layouts"] >= _FEWEST_LAYOUTS]
+
+
+def coverage(
+    table: pd.DataFrame, reference: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """Whether each row of `validate.folds` lies in its interval, and its half-width.
+
+    A row's source has no part in its interval: the components come from the rows of
+    reference (the table itself if None) of other sources. Columns inside and half_width
+    (of the interval over the prediction).
+    """
+    reference = table if reference is None else reference
+    width = np.zeros(len(table))
+    for source in pd.unique(table["repository"]):
+        out = (table["repository"] == source).to_numpy()
+        others = reference[reference["repository"] != source]
+        width[out] = width_of(table[out], spread(others))
+    inside = table["log_error"].abs().to_numpy(float) <= width
+    # the interval goes from exp(-w) to exp(w): half of it is sinh(w)
+    columns = {"inside": inside, "half_width": np.sinh(width)}
+    return pd.DataFrame(columns, index=table.index)
+
+
+def coverage_by_class(
+    table: pd.DataFrame, reference: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """Rows, share inside and median half-width of `coverage`: dense, mixture and all."""
+    rows = coverage(table, reference)
+    classes = class_of(table)
+    parts = {name: rows[classes == name] for name in ("dense", "mixture")}
+    values = {
+        name: (len(part), part["inside"].mean(), part["half_width"].median())
+        for name, part in {**parts, "all": rows}.items()
+    }
+    columns = ["rows", "inside", "half_width"]
+    return pd.DataFrame.from_dict(values, orient="index", columns=columns)
