@@ -267,13 +267,13 @@ def _results(words: list[str], run: _Run):
     return results
 
 
-def _tested(text: str) -> str:
+def _tested(text: str):
     """The library's name of the collective whose test a text names, else ""."""
     test = _TEST.search(text)
     return _name_in(test[1]) if test else ""
 
 
-def _name_in(text: str) -> str:
+def _name_in(text: str):
     """The library's name of the collective that a test or a file is named after.
 
     Empty if there is none.
