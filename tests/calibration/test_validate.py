@@ -12,16 +12,17 @@ from support import local_or_skip
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import known_rows, slowness
-from madmax_lib.calibration.judge.intervals import coverage, coverage_by_class, spread
-from madmax_lib.calibration.judge.validate import (
+from madmax_lib.calibration.judge.intervals import spread
+from madmax_lib.calibration.judge.validate import folds, predict
+from madmax_lib.calibration.published.rows import to_steps
+from madmax_lib.calibration.verdict.accuracy import (
     baseline,
+    coverage,
+    coverage_by_class,
     errors,
-    folds,
     layout_ranks,
-    predict,
     score,
 )
-from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.confusion import confusion
 from madmax_lib.calibration.verdict.expect import VERDICTS
 from madmax_lib.catalog.datasets import PROJECT

@@ -14,7 +14,7 @@ from support import local_or_skip, passes_held
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.calibration.judge.validate import _held
+from madmax_lib.calibration.published.row_plans import least_memory
 from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
@@ -590,7 +590,7 @@ def published():
     result = []
     for row in rows.itertuples():
         held, usable = (
-            _held(row.case, row.recompute_stated),
+            least_memory(row.case, row.recompute_stated),
             usable_bytes(row.case.cluster.device),
         )
         # SimuMax and seed 004 publish what the allocator handed out, the others what

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.calibration.fit import SLOWEST, fingerprint, fit, slowness, usable
-from madmax_lib.calibration.published.row_plans import case_memory
+from madmax_lib.calibration.published.row_plans import least_memory
 from madmax_lib.calibration.published.rows import (
     read_rows,
     to_steps,
@@ -91,22 +91,11 @@ def _predictions(rows: pd.DataFrame, parameters: Parameters):
 
 
 def _peak_bytes(case: Case, recompute_stated: bool) -> float:
-    """Bytes of the fullest device; NaN where the plan cannot be laid out.
-
-    Recompute that a source does not state is the least that fits: none, selective or
-    full.
-    """
-    stated = recompute_stated or case.plan.recompute != "none"
-    choices = [case.plan.recompute] if stated else ["none", "selective", "full"]
+    """Bytes of the fullest device; NaN where the plan cannot be laid out."""
     try:
-        for recompute in choices:
-            plan = replace(case.plan, recompute=recompute)
-            peak = peak_bytes(case_memory(replace(case, plan=plan)))
-            if peak <= usable_bytes(case.cluster.device):
-                break
+        return peak_bytes(least_memory(case, recompute_stated))
     except ValueError:
         return float("nan")
-    return peak
 
 
 def folds(

@@ -176,7 +176,7 @@ def _run_of_json(path: Path, text: str, notes):
     return run
 
 
-def _devices_of_json(config: dict):
+def _devices_of_json(config):
     """Devices of a configuration that lists all of them, or the first of each process."""
     of_process = int(config["nthreads"]) * int(config["ngpus"])
     # the list may hold every device of a process; the first one numbers the others
@@ -285,7 +285,7 @@ def _name_in(text: str):
     return next(names, "")
 
 
-def _width(dtype: str) -> float:
+def _width(dtype: str):
     """Bytes of an element, NaN for what is no type."""
     return dtype_bytes(recorded_dtype(_FLOAT8.sub("float8_", dtype)))
 

@@ -28,7 +28,7 @@ from madmax_lib.plan.stated import (
 )
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 
-__all__ = ["case_memory", "cases_of", "devices_of"]
+__all__ = ["cases_of", "devices_of", "least_memory"]
 
 _DEGREES = ("tp", "pp", "cp")
 # field of a plan: column
@@ -97,13 +97,13 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
 def _fits(case: Case) -> bool:
     """Whether the fullest device holds its part; never for a plan that breaks a rule."""
     try:
-        peak = peak_bytes(case_memory(case))
+        peak = peak_bytes(_case_memory(case))
     except ValueError:
         return False
     return peak <= usable_bytes(case.cluster.device)
 
 
-def case_memory(case: Case) -> pd.DataFrame:
+def _case_memory(case: Case) -> pd.DataFrame:
     """The table of `memory` of a row's step."""
     return memory(
         case.model,
@@ -114,6 +114,21 @@ def case_memory(case: Case) -> pd.DataFrame:
         software=case.software,
         fused_loss=case.software.fused_loss,
     )
+
+
+def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
+    """`_case_memory`, where recompute that is not stated is the least that fits.
+
+    Of none, selective and full; full where nothing does.
+    """
+    stated = recompute_stated or case.plan.recompute != "none"
+    for recompute in [case.plan.recompute] if stated else ["none", "selective", "full"]:
+        table = _case_memory(
+            replace(case, plan=replace(case.plan, recompute=recompute))
+        )
+        if peak_bytes(table) <= usable_bytes(case.cluster.device):
+            break
+    return table
 
 
 def _own_plan(raw: dict, case: Case) -> Plan:
@@ -193,7 +208,7 @@ def _plans(raw: dict, case: Case) -> Iterator[Plan]:
             yield replace(plan, micro_batch=micro_batch, interleave=interleave)
 
 
-def _micro_batches(raw: dict, case: Case, plan: Plan) -> list[int]:
+def _micro_batches(raw: dict, case: Case, plan: Plan):
     """Samples of a micro-batch: as stated, else what its software takes.
 
     FSDP takes the whole batch of a device, LoRA a sample (MLPerf's default), others
@@ -209,7 +224,7 @@ def _micro_batches(raw: dict, case: Case, plan: Plan) -> list[int]:
     return [size for size in _MICRO_BATCHES if local % size == 0] or [1]
 
 
-def _interleaves(raw: dict, case: Case, count: float) -> list[int]:
+def _interleaves(raw: dict, case: Case, count: float):
     """Chunks of a stage: as stated, else all that divide its layers.
 
     Interleaving needs a number of micro-batches, count, that is a multiple of pp.
