@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import OptimizeResult, least_squares
+from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
@@ -175,7 +175,7 @@ def _constants_of(run: _Run) -> Iterator[str]:
         yield "optimizer_factor"
 
 
-def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale) -> OptimizeResult:
+def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale):
     """Least squares over the constants of the scale; the others are those of begin."""
     prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
 
@@ -308,7 +308,7 @@ def kernel_timeline(
     return Timeline(spans, Meta(source="simulated", device=device, provenance=origin))
 
 
-def _steps(case: Case) -> Steps:
+def _steps(case: Case):
     """The run as a step to be timed, its collectives beside no products."""
     return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
@@ -320,7 +320,7 @@ def _seconds(steps: Steps, parameters: Parameters):
     return seconds | {"gemm_s": seconds["gemm_s"] + seconds["head_s"]}
 
 
-def _cause(name: str) -> str:
+def _cause(name: str):
     """The first cause whose pattern is in the name; other kernels are pointwise."""
     causes = (cause for cause, pattern in _patterns() if pattern.search(name))
     return next(causes, "pointwise_s")
