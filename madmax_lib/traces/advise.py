@@ -1,5 +1,4 @@
-"""What should be fixed first? Causes of lost time, ranked by the seconds that a fix
-would gain, with the evidence.
+"""Causes of lost time, ranked by the seconds that a fix would gain, with the evidence.
 
 Each gain is the time per rank and step that would go if this one cause went and nothing
 else changed: an upper bound. Causes overlap (a late rank also exposes its collective),
@@ -56,10 +55,10 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     warm-up and cut ones unless there are no others.
     """
     timeline, counted = steady_state(require_type("timeline", timeline, Timeline))
-    whole = breakdown(timeline)
-    ranks = max(len(whole), 1)
+    parts_s = breakdown(timeline)
+    ranks = max(len(parts_s), 1)
     steps = max(len(counted), 1)
-    total_s = whole["total_s"].sum()
+    total_s = parts_s["total_s"].sum()
     rows = [
         (
             cause,
@@ -142,7 +141,7 @@ def _communication(timeline: Timeline) -> Iterator[Finding]:
 
 
 def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
-    """What the exposed calls of one group would gain at the bus bandwidth of its best
+    """Gain of the exposed calls of one group at the bus bandwidth of its best
     call.
     """
     best = part.loc[part["rate"].idxmax()]

@@ -1,5 +1,5 @@
-"""What decides how long a step takes, and how long would it take if something were
-faster?
+"""Critical path of a step: what decides how long it takes, and how long would it take
+if something were faster?
 
 The critical path is walked backwards from the last event of a step: each slice of work
 started, or ended, when the last of what it waited for had happened (`dependencies`).
@@ -19,7 +19,7 @@ import pandas as pd
 from madmax_lib.base.intervals import pack, total
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.waits.dependencies import Graph, dependency_graph
+from madmax_lib.traces.waits.dependencies import Graph, dependency_graph, longest_path
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
@@ -162,7 +162,7 @@ def what_if(
     rows = []
     for scenario in scenarios:
         of_event, of_edge = _factors(graph, scenario)
-        step_s = _replay(graph, own_ns / of_event, delay_ns / of_edge) / NS_PER_S
+        step_s = longest_path(graph, own_ns / of_event, delay_ns / of_edge) / NS_PER_S
         factor = (
             next(iter(set(scenario.values())))
             if len(set(scenario.values())) == 1 and not other
@@ -192,7 +192,7 @@ def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
 
 
 def launch_gain(timeline: Timeline) -> pd.DataFrame:
-    """What a compiler or a CUDA graph would gain: the median step of `median_step`,
+    """Gain by a compiler or a CUDA graph: the median step of `median_step`,
     replayed with cheaper launches.
 
     scenario: as measured; free launches: they take none of the host's time, but kernels
@@ -241,28 +241,18 @@ def _graph_of_step(timeline: Timeline, steps: list[int]) -> Graph:
     chosen = (spans["step"] == steps[0]).to_numpy()
     begin_ns = spans.loc[chosen & (spans["kind"] != "memory"), "start_ns"].min()
     end_ns = spans["start_ns"] + spans["dur_ns"]
-    own = (
-        spans[chosen & busy & (spans["stream"] >= 0)]
-        .groupby(["rank", "stream"])["start_ns"]
-        .min()
-        .rename("own_ns")
+    # Work without a step is of an earlier one where it starts before the first kernel of
+    # the step on its stream.
+    on_device = busy & (spans["stream"] >= 0)
+    lane = [spans["rank"], spans["stream"]]
+    kernel_ns = spans["start_ns"].where(chosen & on_device)
+    first_kernel_ns = kernel_ns.groupby(lane).transform("min").fillna(begin_ns)
+    earlier = (spans["step"] < 0) & (
+        spans["start_ns"] < first_kernel_ns.clip(lower=begin_ns)
     )
-    own_ns = (
-        spans[["rank", "stream"]]
-        .join(own, on=["rank", "stream"])["own_ns"]
-        .fillna(begin_ns)
-        .clip(lower=begin_ns)
-    )
-    earlier = spans["step"].between(0, steps[0] - 1) | (
-        (spans["step"] < 0) & (spans["start_ns"] < own_ns)
-    )
-    left = (
-        busy
-        & (spans["stream"] >= 0)
-        & earlier
-        & (end_ns > begin_ns)
-        & (spans["start_ns"] < end_ns[chosen].max())
-    )
+    earlier |= spans["step"].between(0, steps[0] - 1)
+    left = on_device & earlier & (end_ns > begin_ns)
+    left &= spans["start_ns"] < end_ns[chosen].max()
     if timeline.edges.empty and left.any():
         clipped = spans["start_ns"].mask(left, np.maximum(spans["start_ns"], begin_ns))
         spans = spans.assign(
@@ -307,59 +297,42 @@ def _durations(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _factors(graph: Graph, scenario: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Factors by which a scenario shortens the work before each event and the delay of
+    each edge.
+    """
     of_event = np.ones(len(graph.time_ns))
     of_edge = np.ones(len(graph.source))
-    names = graph.slices["name"].astype("category")
+    delay_kind = np.array([_DELAY.get(why, "wait") for why in graph.why], dtype=object)
     for key, factor in scenario.items():
-        if isinstance(factor, bool) or not (
-            isinstance(factor, int | float) and factor > 0
-        ):
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not (is_number and factor > 0):
             raise ValueError(
                 f"faster: factor {factor!r} of {key!r} is not a positive number"
             )
         if key in PATH_KINDS:
             faster = (graph.slices["kind"] == key).to_numpy()
-            of_edge[
-                np.array(
-                    [_DELAY.get(why, "wait") == key for why in graph.why], dtype=bool
-                )
-            ] *= factor
+            of_edge[delay_kind == key] *= factor
         else:
-            faster = np.array(
-                [_matches(key, n) for n in names.cat.categories], dtype=bool
-            )[names.cat.codes]
-            if not faster.any():
-                raise ValueError(
-                    f"faster: {key!r} is no kind ({', '.join(PATH_KINDS)}) and in no "
-                    "name of the step"
-                )
+            faster = _named(graph.slices["name"], key)
+        # Slice i has the events 2i and 2i + 1; further events have no slice.
         of_event[: 2 * len(faster)][np.repeat(faster, 2)] *= factor
     return of_event, of_edge
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _named(names: pd.Series, pattern: str) -> np.ndarray:
+    """Whether each name (n,) matches; ValueError for a pattern that none does."""
     try:
-        return bool(re.search(pattern, name))
+        search = re.compile(pattern).search
     except re.error as error:
+        text = f"faster: {pattern!r} is not a regular expression: {error}"
+        raise ValueError(text) from None
+    matches = names.map({name: bool(search(name)) for name in names.unique()})
+    if not matches.any():
         raise ValueError(
-            f"faster: {pattern!r} is not a regular expression: {error}"
-        ) from None
-
-
-def _replay(graph: Graph, own_ns: np.ndarray, delay_ns: np.ndarray) -> float:
-    """When the last event happens, in ns; events without a known reason happen when
-    they did.
-    """
-    ready = np.where(
-        np.isin(np.arange(len(graph.time_ns)), graph.target), 0.0, graph.time_ns
-    ).tolist()
-    weight = (own_ns[graph.source] + delay_ns).tolist()
-    for source, target, ns in zip(
-        graph.source.tolist(), graph.target.tolist(), weight, strict=True
-    ):
-        if (at := ready[source] + ns) > ready[target]:
-            ready[target] = at
-    return float((np.array(ready) + own_ns).max(initial=0.0))
+            f"faster: {pattern!r} is no kind ({', '.join(PATH_KINDS)}) and in no "
+            "name of the step"
+        )
+    return matches.to_numpy(dtype=bool)
 
 
 def _busy_s(slices: pd.DataFrame) -> dict[str, float]:

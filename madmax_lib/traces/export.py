@@ -1,5 +1,5 @@
-"""How does a Timeline become a profiler trace again, for Perfetto and for HTA? One
-Chrome-trace JSON file per rank.
+"""A Timeline as a profiler trace again, for Perfetto and for HTA: one Chrome-trace JSON
+file per rank.
 
 Rows are chosen in `export_rows`, names in `kernel_names`; here they become text.
 Format: Kineto, 2024.

@@ -1,5 +1,5 @@
-"""Which rows does a trace file hold? The spans of a rank, and what a host would have
-recorded beside them.
+"""Rows of a trace file: the spans of a rank, and what a host would have recorded beside
+them.
 
 The reader knows a row's kind by category and name, its thread by order of appearance
 and its step by annotations and launches; here spans are ordered, categorised and
@@ -79,7 +79,7 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
     """
     streams, first = np.unique(stream, return_index=True)
     by_row = [s for s in streams[np.argsort(first)].tolist() if s != _NO_LANE]
-    if all(s >= 0 or s == -1 - place for place, s in enumerate(by_row)):
+    if all(s >= 0 or s == -1 - turn for turn, s in enumerate(by_row)):
         return np.arange(len(stream))
     host = {s for s in by_row if s < 0}
     device = iter([s for s in by_row if s >= 0])
@@ -89,8 +89,8 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
         lane = lane if lane in host else next(device, max(host))
         host.discard(lane)
         lanes.append(lane)
-    place = dict(zip(streams.tolist(), first.tolist(), strict=True))
-    lead = np.array([place[s] for s in lanes], dtype=np.int64)
+    first_row = dict(zip(streams.tolist(), first.tolist(), strict=True))
+    lead = np.array([first_row[s] for s in lanes], dtype=np.int64)
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
@@ -221,6 +221,7 @@ def _launch_rows(
     )
     launch = np.where((step < 0) & (start < before), start, np.minimum(start, latest))
     dur = np.where(launch == start, np.minimum(spans["dur_ns"].to_numpy(), _US), 0)
+    # Number of each span's stream among all streams; lane 0 holds the steps.
     lane = 1 + np.unique(spans["stream"].to_numpy(), return_inverse=True)[1]
     rows = spans.assign(
         start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane

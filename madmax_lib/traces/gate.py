@@ -1,5 +1,5 @@
-"""Did B get slower than A by a threshold or more, how surely, and through which
-operations? A verdict for CI.
+"""A verdict for CI: did B get slower than A by a threshold or more, how surely, and
+through which operations?
 
 Compared are a step's time, its exposed communication, the peak of memory, and each
 operation that takes 2 % of a step, over the steps that are neither warm-up nor cut: the

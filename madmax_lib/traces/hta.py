@@ -1,5 +1,5 @@
-"""What does Holistic Trace Analysis say about the same traces? The only module that
-imports `hta`.
+"""Results of Holistic Trace Analysis on the same traces. The only module that imports
+`hta`.
 
 Each function gives one of HTA's results as a tidy table in seconds and ratios. Where
 HTA 0.5.0 itself fails (traces without a GPU, queues without launches) the table is

@@ -1,5 +1,5 @@
-"""Which rank arrives last at collectives, how often, and what does that cost the
-others? And the step without them?
+"""Ranks that arrive last at collectives, how often, and what that costs the others; and
+the step without them.
 
 Skew is the last arrival minus the first at the same call. Arrivals are compared by
 start on timelines with one clock (after `alignment.align`, and simulated), else by
@@ -66,14 +66,14 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
         "waited_s": ("wait_s", "sum"),
         "exposed_waited_s": ("exposed_wait_s", "sum"),
     }
-    own = table.groupby("rank").agg(calls=("call", "size"), **waited)
+    by_rank = table.groupby("rank").agg(calls=("call", "size"), **waited)
     late = table[table["skew_s"] > 0].groupby("last_rank")
     late = late.agg(
         last=("call", "nunique"),
         cost_s=("wait_s", "sum"),
         exposed_cost_s=("exposed_wait_s", "sum"),
     )
-    result = own.join(late).rename_axis("rank").reset_index()
+    result = by_rank.join(late).rename_axis("rank").reset_index()
     result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(
         0.0
     )

@@ -1,5 +1,4 @@
-"""By how much do the clocks of the ranks differ? Collectives end together, so their
-ends tell.
+"""Clocks of the ranks, compared by the ends of their collectives, which end together.
 
 For every pair of ranks that share calls the offset is the median difference of the
 ends; offsets of all ranks follow by least squares over these pairs, each weighted by
@@ -10,7 +9,6 @@ agree to the time a rank needs to notice; an offset below its spread is noise.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -27,7 +25,7 @@ _APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
 
 def clock_offsets(timeline: Timeline) -> pd.DataFrame:
-    """How far the clock of each rank is ahead, one row per rank.
+    """Offset by which the clock of each rank is ahead, one row per rank.
 
     rank. reference: the lowest rank that calls connect with it, whose clock it is
     compared with; its own number for a rank that shares no call. offset_s: its clock -
@@ -85,16 +83,18 @@ def align(timeline: Timeline) -> Timeline:
         timeline.meta,
         provenance=timeline.meta.provenance | {"clock_offsets_s": taken_s},
     )
-    side_tables = SideTables(partial(_shifted, timeline.side_tables, shift_ns))
+
+    def shifted() -> dict[str, pd.DataFrame]:
+        memory = timeline.side_tables["memory"]
+        time_ns = memory["time_ns"] - shift_ns.reindex(memory["rank"]).to_numpy()
+        return {**timeline.side_tables, "memory": memory.assign(time_ns=time_ns)}
+
     return Timeline(
-        timeline.spans.assign(start_ns=start_ns), meta, timeline.edges, side_tables
+        timeline.spans.assign(start_ns=start_ns),
+        meta,
+        timeline.edges,
+        SideTables(shifted),
     )
-
-
-def _shifted(side_tables: SideTables, shift_ns: pd.Series) -> dict[str, pd.DataFrame]:
-    memory = side_tables["memory"]
-    time_ns = memory["time_ns"] - shift_ns.reindex(memory["rank"]).to_numpy()
-    return {**side_tables, "memory": memory.assign(time_ns=time_ns)}
 
 
 def _shared_ends(timeline: Timeline) -> pd.DataFrame:

@@ -1,5 +1,5 @@
-"""How much of a call can be transfer, and how much is waiting for ranks whose traces
-are not here?
+"""Bound of a call's transfer: what is longer is waiting for ranks whose traces are not
+here.
 
 transfer <= latency + bytes on the busiest link / rate of that link. The link is the
 slowest that a cluster of the catalog has between devices of the kind: inside a node

@@ -1,5 +1,4 @@
-"""What is known about each communication call: collective, bytes, type, process group,
-peers?
+"""Metadata of each communication call: collective, bytes, type, process group, peers.
 
 From the richest source that the timeline has: metadata that Kineto writes on the call's
 own row, else on the host row with the same operator id (record_param_comms), else the

@@ -1,5 +1,5 @@
-"""How long, how large and how fast is each collective, and which calls of the ranks
-belong together?
+"""Collectives: how long, how large and how fast each is, and which calls of the ranks
+belong together.
 
 `calls` has one row per communication span. Bandwidths follow the NCCL tests: algorithm
 bandwidth is message size over time; bus bandwidth is that times 2(n-1)/n for
@@ -129,8 +129,8 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
     all-to-all under the name of a send.
     """
     comm = np.flatnonzero(timeline.spans["kind"] == "comm")
-    told = calls(timeline).set_index("row")["collective"].reindex(comm).to_numpy()
-    return exposed_by_name(timeline, told if pd.notna(told).all() else None)
+    collective = calls(timeline).set_index("row")["collective"].reindex(comm).to_numpy()
+    return exposed_by_name(timeline, collective if pd.notna(collective).all() else None)
 
 
 def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
@@ -252,12 +252,12 @@ def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
 
 def _with_every_call(table: pd.DataFrame) -> pd.DataFrame:
     """`calls` in which one that was not matched has a number of its own."""
-    own = pd.Series(-1 - np.arange(len(table)), index=table.index)
-    return table.assign(call=table["call"].where(table["call"] >= 0, own))
+    number = pd.Series(-1 - np.arange(len(table)), index=table.index)
+    return table.assign(call=table["call"].where(table["call"] >= 0, number))
 
 
 def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
-    """What each call of `by_group` moved in its shortest time; bytes and sized_s only
+    """Bytes that each call of `by_group` moved in its shortest time; bytes and sized_s only
     where both are known.
     """
     of_call = table.groupby(["group", "collective", "call"], sort=False)
@@ -275,10 +275,8 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
         (each["call"] < 0) & (each["transfer_s"] > each["longest_s"]), each["longest_s"]
     )
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
-    each["sized_s"], each["sent_bytes"] = (
-        each["transfer_s"].where(timed),
-        each["size_bytes"].where(timed),
-    )
+    each["sized_s"] = each["transfer_s"].where(timed)
+    each["sent_bytes"] = each["size_bytes"].where(timed)
     each["bus_bytes"] = each["sent_bytes"] * bus_factor(
         each["collective"], each["group_size"]
     )

@@ -1,5 +1,4 @@
-"""Who sends how much to whom in an uneven all-to-all, and how unevenly do the ranks
-receive?
+"""Bytes from rank to rank in uneven all-to-alls, and how unevenly the ranks receive.
 
 Traces record the rows that a rank sends to each member of the group and gets from each
 (`In split size` and `Out split size` of all_to_allv, which experts and embedding tables
@@ -29,21 +28,21 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
     records = require_type("timeline", timeline, Timeline).side_tables["calls"]
     recorded = ((records["in_splits"] != "") | (records["out_splits"] != "")).any()
     row = np.flatnonzero((timeline.spans["kind"] == "comm") & recorded)
-    told = call_metadata(timeline, row).assign(
+    records = call_metadata(timeline, row).assign(
         rank=timeline.spans["rank"].to_numpy()[row]
     )
-    told = told[
-        (told["collective"] == "all_to_all")
-        & (told["in_splits"] + told["out_splits"] != "")
+    records = records[
+        (records["collective"] == "all_to_all")
+        & (records["in_splits"] + records["out_splits"] != "")
     ]
     turn = (
-        told.groupby(["group", "rank"])["sequence"]
+        records.groupby(["group", "rank"])["sequence"]
         .cumcount()
-        .where(told["sequence"] < 0, told["sequence"])
+        .where(records["sequence"] < 0, records["sequence"])
     )
     seen = set(timeline.ranks)
     rows = []
-    for call in told.assign(turn=turn).itertuples():
+    for call in records.assign(turn=turn).itertuples():
         ranks = members(call.group)
         sent, got = (
             list(map(int, filter(None, text.split(","))))

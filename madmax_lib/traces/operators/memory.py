@@ -1,4 +1,4 @@
-"""Who holds the memory, and since when? Allocator events become totals over time,
+"""Memory: who holds it, and since when. Allocator events become totals over time,
 allocations and the peak's holders.
 
 PyTorch's profiler with profile_memory=True records an event for every allocation and
@@ -132,7 +132,7 @@ def peak(timeline: Timeline) -> pd.DataFrame:
 
 
 def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
-    """Whose allocations the peak of each device is made of: rank, device, operator,
+    """Allocations that the peak of each device is made of: rank, device, operator,
     size_bytes, count, share (0..1).
 
     The `top` operators by bytes, then "other operators" and "before the trace" (count
@@ -143,24 +143,28 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
         raise ValueError(f"top={top} is not at least 1")
     events = _events(timeline)
     peaks = _peaks(events)
-    live = _held(events, peaks)
+    live = _live_at_peak(events, peaks)
     of_pool = peaks.set_index("pool")
     live = live.assign(operator=_innermost_operator(timeline, live))
-    held = (
+    by_operator = (
         live.groupby(["pool", "operator"])["size_bytes"]
         .agg(["sum", "count"])
         .reset_index()
     )
-    held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
-    rest = held.groupby("pool").cumcount() >= top
+    by_operator = by_operator.sort_values(
+        ["pool", "sum", "operator"], ascending=[True, False, True]
+    )
+    rest = by_operator.groupby("pool").cumcount() >= top
     others = (
-        held[rest]
+        by_operator[rest]
         .groupby("pool")[["sum", "count"]]
         .sum()
         .reset_index()
         .assign(operator=_OTHERS)
     )
-    followed = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    followed = (
+        by_operator.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    )
     before = (
         (of_pool["peak_bytes"] - followed)
         .rename("sum")
@@ -168,9 +172,11 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
         .assign(operator=BEFORE, count=np.nan)
     )
     parts = [
-        part for part in (held[~rest], others, before[before["sum"] != 0]) if len(part)
+        part
+        for part in (by_operator[~rest], others, before[before["sum"] != 0])
+        if len(part)
     ]
-    table = pd.concat(parts) if parts else held
+    table = pd.concat(parts) if parts else by_operator
     table = table.sort_values("pool", kind="stable").rename(
         columns={"sum": "size_bytes"}
     )
@@ -330,7 +336,7 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def _held(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
+def _live_at_peak(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
     """Allocations that are alive at the peak of their device."""
     at = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
     return events[

@@ -1,5 +1,5 @@
-"""How much work is an operator, as its recorded inputs tell? FLOPs, bytes and dtype of
-one call, from shapes and types.
+"""Work of an operator from its recorded inputs: FLOPs, bytes and dtype of one call, from
+shapes and types.
 
 FLOPs count as torch.utils.flop_counter does: 2 per multiply-add of matrix products,
 convolutions and attention (causal attention counted dense), nothing else. Bytes are the

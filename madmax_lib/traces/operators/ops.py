@@ -1,4 +1,4 @@
-"""Which operator and which module does the device work for?
+"""Work of the device by operator and by module.
 
 A kernel belongs to the innermost operator that is open on the launching thread when the
 launch starts; launch and kernel share a correlation. FLOPs and bytes come from recorded
@@ -341,8 +341,8 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list
 
 
 def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Which calls count their FLOPs, and which their bytes, so that nothing counts
-    twice.
+    """Calls that count their FLOPs, and calls that count their bytes, so that nothing
+    counts twice.
 
     FLOPs: those without a call inside that has FLOPs. Bytes: the same, and outside of
     them every call that does not pass on more than half of its bytes to those inside

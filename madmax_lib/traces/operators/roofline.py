@@ -1,4 +1,5 @@
-"""How far from the limits of its device does each operator run, and each step?
+"""Roofline and MFU: how far from the limits of its device each operator and each step
+runs.
 
 The roofline is Williams et al. 2009: min(peak FLOP/s, FLOPs per byte * bandwidth), with
 the rates of the catalog.
@@ -28,7 +29,7 @@ _HOST_OPERATOR = (
 
 
 def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataFrame:
-    """Where each operator and shape stands under the roofs of its device, longest
+    """Place of each operator and shape under the roofs of its device, longest
     first.
 
     rank, name, shapes, dtype, count, device_s, share, flops_per_byte (0 without matrix

@@ -1,5 +1,5 @@
-"""What had to happen before a slice of a step's work could start, or end? The graph of
-a step, measured or simulated.
+"""Graph of a step, measured or simulated: what had to happen before a slice of its work
+could start, or end.
 
 The work of a step is cut into slices: a device span is one; host threads, whose spans
 nest, are cut where the innermost span changes, so that every instant of a thread
@@ -8,9 +8,10 @@ event came after another one:
 
     order       start of a host slice after the end of the slice before it in its thread
     stream      start of a kernel after the end of the one before it in its stream
-    launch      start of a kernel (or of a gloo transfer) after the start of the call that launches it
-    event       start of a kernel after the end of the one that its stream was told to wait for
-    backward    start of the backward pass after the forward thread came to it, and that thread's going on after it
+    launch      start of a kernel (or of a gloo transfer) after the start of its launch
+    event       start of a kernel after the end of the one its stream was told to await
+    backward    start of the backward pass after the forward thread came to it, and that
+                thread's going on after it
     sync        end of a blocking call after the end of the kernels, copies or transfers it waits for
     collective  end of a collective, or of a message, after the start of its last rank
     link        end of a gloo transfer after the end of the one that left the rank before it
@@ -31,15 +32,18 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces.tables import ends_ns
 from madmax_lib.traces.waits.slices import (
     IN_FLIGHT,
     cut_into_slices,
     one_slice_per_span,
 )
 from madmax_lib.traces.waits.transfers import messages, pauses, transfers
+from madmax_lib.traces.waits.work import Work, end_of, joined_edges, start_of
 
-__all__ = ["Graph", "dependency_graph"]
+__all__ = ["Graph", "dependency_graph", "longest_path"]
 
+# Kinds of edges; of equally late sources the first kind decides.
 _WHY = (
     "work",
     "order",
@@ -51,18 +55,15 @@ _WHY = (
     "sync",
     "link",
     "collective",
-)  # ties: first wins
+)
 _BLOCKS = r"^(?:cuda|hip|cu)(?:Device|Stream|Event|Ctx)Synchronize"
 _COPIES = r"^(?:cuda|hip|cu)Memcpy"
 _WAIT_EVENT = r"^(?:cuda|hip|cu)StreamWaitEvent"
-_LONGEST_TIE = (
-    1000  # events at one instant that follow from each other; more is a circle
-)
+# events at one instant that follow from each other; more is a circle
+_LONGEST_TIE = 1000
 _LAUNCH_NS = 10_000  # a launch on an idle device takes less
-# more than a launch takes, even when busy; more than a stream takes to go on
-_LATE_NS = 30_000
-_SOON_NS = 20_000
-_NONE = np.zeros(0, dtype=np.int64)
+_LATE_NS = 30_000  # more than a launch takes, even when busy
+_SOON_NS = 20_000  # more than a stream takes to go on after the event it waits for
 
 
 @dataclass(frozen=True)
@@ -87,75 +88,96 @@ class Graph:
     binding: np.ndarray
 
 
+def longest_path(graph: Graph, own_ns: np.ndarray, delay_ns: np.ndarray) -> float:
+    """Time of the last event in ns, of work own_ns (events,) before the events and
+    delays delay_ns (edges,); events without a known reason happen when they did.
+
+    ready(v) = max over edges u -> v of ready(u) + own(u) + delay(u, v)
+    """
+    has_reason = np.zeros(len(graph.time_ns), dtype=bool)
+    has_reason[graph.target] = True
+    ready = np.where(has_reason, 0.0, graph.time_ns).tolist()
+    weight = (own_ns[graph.source] + delay_ns).tolist()
+    edges = zip(graph.source.tolist(), graph.target.tolist(), weight, strict=True)
+    # Edges are sorted: the source's time is final before the first edge out of it.
+    for source, target, ns in edges:
+        at = ready[source] + ns
+        if at > ready[target]:
+            ready[target] = at
+    return float((np.array(ready) + own_ns).max(initial=0.0))
+
+
 def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:
     """The graph of the spans that a mask (n,) keeps, all if none is given."""
     spans = timeline.spans if keep is None else timeline.spans[keep]
     spans = spans.astype({"rank": "int64", "stream": "int64"})
-    given = timeline.edges[
-        timeline.edges["source"].isin(spans.index)
-        & timeline.edges["target"].isin(spans.index)
-    ]
-    simulated = len(timeline.edges) > 0
-    slices = one_slice_per_span(spans) if simulated else cut_into_slices(spans)
-    message = (
-        pd.Series(dtype="int64")
-        if simulated
-        else messages(timeline, slices, slices["stream"] <= IN_FLIGHT)
-    )
-    slices.loc[message.index, "end_ns"] = (
-        slices["end_ns"].groupby(message).transform("min").loc[message.index]
-    )
-    slice_of_row = np.full((2, len(timeline)), -1)  # first and last slice of each row
-    slice_of_row[0, slices["row"].to_numpy()[::-1]] = np.arange(len(slices))[::-1]
-    slice_of_row[1, slices["row"].to_numpy()] = np.arange(len(slices))
-    zero_ns = slices["start_ns"].min() if len(slices) else 0
-    time_ns = slices[["start_ns", "end_ns"]].to_numpy().reshape(-1) - zero_ns
-    start = 2 * np.arange(len(slices))
-    edges = [("work", start, start + 1), ("stream", *_streams(slices))]
-    if simulated:
-        edges.append(
-            (
-                "data",
-                2 * slice_of_row[0, given["source"]] + 1,
-                2 * slice_of_row[0, given["target"]],
-            )
-        )
-    elif len(slices):
-        edges += _measured(timeline, spans, slices, slice_of_row)
+    if len(timeline.edges):
+        return _simulated_graph(timeline, spans)
+    slices = cut_into_slices(spans)
+    message = messages(timeline, slices, slices["stream"] <= IN_FLIGHT)
+    # A message has arrived when the first of its two ends goes on.
+    first_end_ns = slices["end_ns"].groupby(message).transform("min")
+    slices.loc[message.index, "end_ns"] = first_end_ns.loc[message.index]
+    work = Work.of(timeline, spans, slices)
+    time_ns = _times_ns(work)
+    edges = _edges_inside(work)
+    if len(slices):
+        edges += _measured(work)
         edges.append(("event", *_unrecorded(slices, time_ns, edges)))
-        arrive, leave, meetings_ns = _collectives(
-            spans, slices, slice_of_row, message, zero_ns
-        )
-        edges += [("collective", *arrive), ("collective", *leave)]
-        time_ns = np.concatenate([time_ns, meetings_ns])
+        meetings = _meetings(work, message)
+        meeting = len(time_ns) + meetings.number
+        edges.append(("collective", start_of(meetings.first), meeting))
+        edges.append(("collective", meeting, end_of(meetings.last)))
+        time_ns = np.concatenate([time_ns, meetings.time_ns])
     return _sorted(slices, time_ns, edges)
+
+
+def _simulated_graph(timeline: Timeline, spans: pd.DataFrame) -> Graph:
+    """The graph of a simulated step, whose dependencies the timeline has as edges."""
+    work = Work.of(timeline, spans, one_slice_per_span(spans))
+    pairs = timeline.edges[["source", "target"]]
+    pairs = pairs[pairs.isin(spans.index).all(axis=1)]
+    source = end_of(work.first[pairs["source"]])
+    target = start_of(work.first[pairs["target"]])
+    edges = [*_edges_inside(work), ("data", source, target)]
+    return _sorted(work.slices, _times_ns(work), edges)
+
+
+def _times_ns(work: Work) -> np.ndarray:
+    times_ns = work.slices[["start_ns", "end_ns"]].to_numpy() - work.zero_ns
+    # (slices, 2) row by row: start and end of slice i are the events 2i and 2i + 1
+    return times_ns.reshape(-1)
+
+
+def _edges_inside(work: Work) -> list[tuple]:
+    """Edges from the start of each slice to its end, and along the device streams."""
+    number = np.arange(len(work.slices))
+    inside = ("work", start_of(number), end_of(number))
+    return [inside, ("stream", *_streams(work.slices))]
 
 
 def _streams(slices: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Each device slice after those of its stream that started, and that ended, last
     before it.
     """
-    sources = [_NONE]
-    targets = [_NONE]
-    device = slices[slices["stream"] >= 0].sort_values(
-        ["start_ns", "end_ns"], kind="stable"
-    )
+    parts = []
+    device = slices[slices["stream"] >= 0]
+    device = device.sort_values(["start_ns", "end_ns"], kind="stable")
     for _, lane in device.groupby(["rank", "stream"]):
+        slice_number = lane.index.to_numpy()
         start = lane["start_ns"].to_numpy()
         end = lane["end_ns"].to_numpy()
         by_end = np.argsort(end, kind="stable")
+        ended = np.searchsorted(end[by_end], start, side="right")
         number = np.arange(len(lane))
-        latest = np.r_[by_end, -1][
-            np.searchsorted(end[by_end], start, side="right") - 1
-        ]
-        for before in (
-            latest,
-            number - 1,
-        ):  # not the same where branches of a CUDA graph run side by side
-            ended = (before >= 0) & (before < number) & (end[before] <= start)
-            sources.append(2 * lane.index.to_numpy()[before[ended]] + 1)
-            targets.append(2 * lane.index.to_numpy()[ended])
-    return np.concatenate(sources), np.concatenate(targets)
+        last_ended = np.r_[by_end, -1][ended - 1]
+        last_started = number - 1
+        # These differ where branches of a CUDA graph run side by side.
+        for before in (last_ended, last_started):
+            is_before = (before >= 0) & (before < number) & (end[before] <= start)
+            source = slice_number[before[is_before]]
+            parts.append((end_of(source), start_of(slice_number[is_before])))
+    return joined_edges(parts)
 
 
 def _unrecorded(
@@ -164,145 +186,149 @@ def _unrecorded(
     """End of a device slice -> start of one in another stream right then, if all that
     is known is longer ago.
     """
-    known_ns = np.full(len(time_ns), -_LATE_NS)
+    reason_ns = np.full(len(time_ns), -_LATE_NS)
     for _, source, target in edges:
         forward = time_ns[source] <= time_ns[target]
-        np.maximum.at(known_ns, target[forward], time_ns[source][forward])
-    sources = [_NONE]
-    targets = [_NONE]
+        np.maximum.at(reason_ns, target[forward], time_ns[source][forward])
+    parts = []
     for _, device in slices[slices["stream"] >= 0].groupby("rank"):
-        starts = 2 * device.index.to_numpy()
-        ends = 2 * device.index.to_numpy() + 1
-        ends = ends[np.argsort(time_ns[ends], kind="stable")]
-        late = starts[time_ns[starts] - known_ns[starts] > _LATE_NS]
-        at = np.searchsorted(time_ns[ends], time_ns[late], side="right") - 1
-        soon = (
-            (at >= 0)
-            & (time_ns[late] - time_ns[ends[at]] <= _SOON_NS)
-            & (ends[at] != late + 1)
-        )
-        sources.append(ends[at[soon]])
-        targets.append(late[soon])
-    return np.concatenate(sources), np.concatenate(targets)
+        number = device.index.to_numpy()
+        start = start_of(number)
+        end = end_of(number)
+        end = end[np.argsort(time_ns[end], kind="stable")]
+        late = start[time_ns[start] - reason_ns[start] > _LATE_NS]
+        at = np.searchsorted(time_ns[end], time_ns[late], side="right") - 1
+        soon = time_ns[late] - time_ns[end[at]] <= _SOON_NS
+        soon &= (at >= 0) & (end[at] != late + 1)  # not its own end
+        parts.append((end[at[soon]], late[soon]))
+    return joined_edges(parts)
 
 
-def _measured(
-    timeline: Timeline,
-    spans: pd.DataFrame,
-    slices: pd.DataFrame,
-    slice_of_row: np.ndarray,
-) -> Iterator[tuple]:
-    thread = slices.loc[
-        slices["stream"] < 0, ["rank", "stream"]
-    ].to_numpy()  # host slices come first, in their order
-    order = np.flatnonzero((thread[1:] == thread[:-1]).all(axis=1))
-    yield "order", 2 * order + 1, 2 * order + 2
-    calls = spans[
-        (spans["stream"] < 0)
-        & (spans["kind"] == "cpu")
-        & (slice_of_row[0, spans.index] >= 0)
-    ]
-    first, last = slice_of_row[:, calls.index]
-    start_ns = calls["start_ns"] - slices["start_ns"].min()
-    calls = calls.assign(
-        first=first, last=last, thread=calls["stream"], start_ns=start_ns
+def _measured(work: Work) -> Iterator[tuple]:
+    """Edges that follow from the names, correlations and threads of measured spans."""
+    slices = work.slices
+    # Host slices come first, thread by thread: neighbours of one thread are in order.
+    thread = slices.loc[slices["stream"] < 0, ["rank", "stream"]].to_numpy()
+    before = np.flatnonzero((thread[1:] == thread[:-1]).all(axis=1))
+    yield "order", end_of(before), start_of(before + 1)
+    calls = _host_calls(work)
+    linked = calls[calls["correlation"] >= 0]
+    launches = linked.drop_duplicates(["rank", "correlation"])
+    device = _launched_work(work, launches)
+    launched = device[device["first"] >= 0]
+    copied = device[device["copies"] > 0]  # a copy may block the thread that calls
+    number = launched["slice"].to_numpy()
+    yield "launch", start_of(launched["first"].to_numpy()), start_of(number)
+    number = copied["slice"].to_numpy()
+    yield "sync", end_of(number), end_of(copied["last"].to_numpy())
+    yield from _waits(_waiting_calls(calls, launches, _syncs(work)), device)
+    yield from transfers(work)
+    yield from _backward(work)
+
+
+def _host_calls(work: Work) -> pd.DataFrame:
+    """Host spans with a slice: rank, correlation, thread, start_ns (from the start of
+    the step), first and last slice, and whether they copy, block, or tell a stream to
+    wait.
+    """
+    calls = work.spans
+    calls = calls[(calls["stream"] < 0) & (calls["kind"] == "cpu")]
+    calls = calls[work.has_slice(calls.index)]
+    name = calls["name"]
+    table = calls[["rank", "correlation", "op", "step", "dur_ns"]]
+    return table.assign(
+        thread=calls["stream"],
+        start_ns=calls["start_ns"] - work.zero_ns,
+        first=work.first[calls.index],
+        last=work.last[calls.index],
+        copies=name.str.contains(_COPIES),
+        blocks=name.str.contains(_BLOCKS),
+        tells=name.str.contains(_WAIT_EVENT),
     )
-    for column, pattern in (
-        ("copies", _COPIES),
-        ("blocks", _BLOCKS),
-        ("tells", _WAIT_EVENT),
-    ):
-        calls[column] = calls["name"].str.contains(pattern)
-    calls = calls.drop(columns=["stream", "name", "kind", "group"])
-    launches = calls[calls["correlation"] >= 0].drop_duplicates(["rank", "correlation"])
-    device = slices.loc[
-        slices["stream"] >= 0, ["row", "rank", "stream", "start_ns"]
-    ].reset_index(names="slice")
-    device["start_ns"] -= slices[
-        "start_ns"
-    ].min()  # so that ns survive where a missing launch makes them floats
-    device["correlation"] = spans.loc[device["row"], "correlation"].to_numpy()
-    device = device.merge(
-        launches, "left", on=["rank", "correlation"], suffixes=("", "_launch")
-    )
-    device["launch_ns"] = (
-        device["start_ns_launch"].fillna(device["start_ns"]).astype("int64")
-    )
+
+
+def _launched_work(work: Work, launches: pd.DataFrame) -> pd.DataFrame:
+    """Device slices in order of their launch: rank, stream, slice, launch_ns (its own
+    start without a launch), and thread, first, last (-1 without) and copies of the call.
+    """
+    slices = work.slices
+    device = slices[slices["stream"] >= 0]
+    device = device[["row", "rank", "stream", "start_ns"]].reset_index(names="slice")
+    device["correlation"] = work.spans.loc[device["row"], "correlation"].to_numpy()
+    # From the start of the step, so that ns survive where a missing launch makes them
+    # floats.
+    device["own_start_ns"] = device.pop("start_ns") - work.zero_ns
+    device = device.merge(launches, "left", on=["rank", "correlation"])
+    launch_ns = device["start_ns"].fillna(device["own_start_ns"]).astype("int64")
     without_launch = {"thread": 0, "first": -1, "last": -1, "copies": 0}
     of_call = device[list(without_launch)].astype(float).fillna(without_launch)
-    device = device.assign(**of_call.astype("int64")).sort_values("launch_ns")
-    launched = device[device["first"] >= 0]
-    copied = device[device["copies"] > 0]
-    yield "launch", 2 * launched["first"].to_numpy(), 2 * launched["slice"].to_numpy()
-    yield "sync", 2 * copied["slice"].to_numpy() + 1, 2 * copied["last"].to_numpy() + 1
-    yield from _waits(calls, launches, _syncs(timeline, spans), device)
-    yield from transfers(timeline, spans, slices, slice_of_row)
-    yield from _backward(timeline, spans, slices)
+    device = device.assign(launch_ns=launch_ns, **of_call.astype("int64"))
+    return device.sort_values("launch_ns")
 
 
-def _syncs(timeline: Timeline, spans: pd.DataFrame) -> pd.DataFrame:
-    """What cuda_sync rows know of a call: rank, correlation, on (stream that waits), of
-    (stream waited for), record.
+def _syncs(work: Work) -> pd.DataFrame:
+    """Calls that cuda_sync rows explain: rank, correlation, on (stream that waits), of
+    (stream waited for), record (correlation of the event's record).
     """
     columns = ["rank", "correlation", "on", "of", "record"]
+    spans = work.spans
     if not (spans["kind"] == "idle").any():
         return pd.DataFrame(columns=columns, dtype="int64")
-    syncs = timeline.side_tables["syncs"].rename(
+    syncs = work.timeline.side_tables["syncs"]
+    syncs = syncs.rename(
         columns={"correlation": "record", "stream": "of", "name": "sync"}
     )
-    syncs = syncs.join(
-        spans[["rank", "stream", "correlation"]], on="row", how="inner"
-    ).rename(columns={"stream": "on"})
+    where = spans[["rank", "stream", "correlation"]].rename(columns={"stream": "on"})
+    syncs = syncs.join(where, on="row", how="inner")
     syncs["of"] = syncs["of"].mask(syncs["sync"] == "Stream Sync", syncs["on"])
-    return syncs.loc[syncs["correlation"] >= 0, columns].drop_duplicates(
-        ["rank", "correlation"]
-    )
+    syncs = syncs.loc[syncs["correlation"] >= 0, columns]
+    return syncs.drop_duplicates(["rank", "correlation"])
 
 
-def _waits(
-    calls: pd.DataFrame,
-    launches: pd.DataFrame,
-    syncs: pd.DataFrame,
-    device: pd.DataFrame,
-) -> Iterator[tuple]:
+def _waiting_calls(
+    calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame
+) -> pd.DataFrame:
+    """Calls that block or tell a stream to wait, in order of time, with what `_syncs`
+    knows of them (-1: unknown) and before_ns: what was launched later does not count.
+    """
+    waits = calls[calls["blocks"] | calls["tells"]]
+    waits = waits.merge(syncs, "left", on=["rank", "correlation"])
+    unknown = {"on": -1, "of": -1, "record": -1}
+    waits = waits.fillna(unknown).astype(dict.fromkeys(unknown, "int64"))
+    records = launches[["rank", "correlation", "start_ns"]]
+    records = records.rename(columns={"correlation": "record", "start_ns": "before_ns"})
+    waits = waits.merge(records, "left", on=["rank", "record"])
+    before_ns = waits["before_ns"].fillna(waits["start_ns"]).astype("int64")
+    return waits.assign(before_ns=before_ns).sort_values("start_ns")
+
+
+def _waits(waits: pd.DataFrame, device: pd.DataFrame) -> Iterator[tuple]:
     """Host calls and streams that wait for what was launched before, on one stream or,
     where unknown, on any.
     """
-    waits = calls[calls["blocks"] | calls["tells"]].merge(
-        syncs, "left", on=["rank", "correlation"]
-    )
-    waits = waits.fillna({"on": -1, "of": -1, "record": -1}).astype(
-        {"on": "int64", "of": "int64", "record": "int64"}
-    )
-    records = launches[["rank", "correlation", "start_ns"]].rename(
-        columns={"correlation": "record"}
-    )
-    waits = waits.merge(
-        records, "left", on=["rank", "record"], suffixes=("", "_record")
-    ).sort_values("start_ns")
-    waits["before_ns"] = (
-        waits["start_ns_record"].fillna(waits["start_ns"]).astype("int64")
-    )
     tells = waits["tells"]
-    yield (
-        "sync",
-        *_last_launched(
-            waits[~tells].assign(target=2 * waits.loc[~tells, "last"] + 1), device
-        ),
-    )
-    waits = waits.rename(columns={"thread": "caller"})
-    device = device.rename(columns={"stream": "own"})
-    for chosen, lane, by in (
-        (waits["on"] >= 0, "on", "own"),
-        (waits["on"] < 0, "caller", "thread"),
+    blocking = waits[~tells]
+    blocking = blocking.assign(target=end_of(blocking["last"]))
+    yield "sync", *_last_launched(blocking, device)
+    # A stream that was told to wait does so at the next work that is launched on it, or,
+    # where the stream is unknown, by the thread that told it.
+    on_stream = waits["on"] >= 0
+    waits = waits.assign(lane=waits["on"].where(on_stream, waits["thread"]))
+    for column, telling in (
+        ("stream", waits[tells & on_stream]),
+        ("thread", waits[tells & ~on_stream]),
     ):
-        after = device.rename(columns={by: lane})[["rank", lane, "launch_ns", "slice"]]
-        keys = {"left_on": "start_ns", "right_on": "launch_ns", "by": ["rank", lane]}
-        held = pd.merge_asof(
-            waits[tells & chosen], after, direction="forward", **keys
+        following = device[["rank", "launch_ns", "slice"]].assign(lane=device[column])
+        held_back = pd.merge_asof(
+            telling,
+            following,
+            left_on="start_ns",
+            right_on="launch_ns",
+            by=["rank", "lane"],
+            direction="forward",
         ).dropna(subset="slice")
-        held["target"] = 2 * held["slice"].astype("int64")
-        yield "event", *_last_launched(held, device.rename(columns={"own": "stream"}))
+        held_back["target"] = start_of(held_back["slice"].astype("int64"))
+        yield "event", *_last_launched(held_back, device)
 
 
 def _last_launched(
@@ -311,139 +337,138 @@ def _last_launched(
     """End of the last slice that was launched before a wait -> the wait's target, on
     each stream it is about.
     """
-    waits = waits[["rank", "target", "before_ns", "of"]].merge(
-        device[["rank", "stream"]].drop_duplicates(), on="rank"
-    )
-    waits = waits[(waits["of"] < 0) | (waits["of"] == waits["stream"])].sort_values(
-        "before_ns"
-    )
-    device = device[["rank", "stream", "launch_ns", "slice"]]
+    streams = device[["rank", "stream"]].drop_duplicates()
+    waits = waits[["rank", "target", "before_ns", "of"]].merge(streams, on="rank")
+    waits = waits[(waits["of"] < 0) | (waits["of"] == waits["stream"])]
     last = pd.merge_asof(
-        waits, device, left_on="before_ns", right_on="launch_ns", by=["rank", "stream"]
-    )
-    last = last.dropna(subset="slice").astype({"slice": "int64"})
-    return 2 * last["slice"].to_numpy() + 1, last["target"].to_numpy()
+        waits.sort_values("before_ns"),
+        device[["rank", "stream", "launch_ns", "slice"]],
+        left_on="before_ns",
+        right_on="launch_ns",
+        by=["rank", "stream"],
+    ).dropna(subset="slice")
+    source = last["slice"].to_numpy(dtype="int64")
+    return end_of(source), last["target"].to_numpy()
 
 
-def _backward(
-    timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame
-) -> Iterator[tuple]:
+def _backward(work: Work) -> Iterator[tuple]:
     """The thread of the forward pass to autograd's thread and back, wherever the first
     rests while the second works.
     """
-    operators = timeline.side_tables["operators"]
-    operators = operators[
-        (operators["sequence"] >= 0) & operators["row"].isin(spans.index)
-    ]
-    operators = operators.join(spans[["rank", "stream"]], on="row")
-    later = operators["forward_thread"] > 0
-    first = operators[~later].drop_duplicates(["rank", "sequence"])
-    pairs = operators[later].merge(
-        first, on=["rank", "sequence"], suffixes=("", "_forward")
+    spans = work.spans
+    operators = work.timeline.side_tables["operators"]
+    operators = operators[operators["sequence"] >= 0]
+    operators = operators.join(spans[["rank", "stream"]], on="row", how="inner")
+    is_backward = operators["forward_thread"] > 0
+    forward = operators[~is_backward].drop_duplicates(["rank", "sequence"])
+    pairs = operators[is_backward].merge(
+        forward, on=["rank", "sequence"], suffixes=("", "_forward")
     )
-    pairs = pairs[pairs["stream"] != pairs["stream_forward"]].value_counts(
-        ["rank", "stream", "stream_forward"]
-    )
-    for rank, backward, forward in pairs.index[
-        ~pairs.index.droplevel(2).duplicated()
-    ]:  # the most frequent pair
-        lane, other = (
-            slices[(slices["rank"] == rank) & (slices["stream"] == s)]
-            for s in (forward, backward)
-        )
+    threads = ["rank", "stream", "stream_forward"]
+    pairs = pairs[pairs["stream"] != pairs["stream_forward"]].value_counts(threads)
+    # The most frequent forward thread of each backward thread comes first.
+    main_pairs = pairs.index[~pairs.index.droplevel(2).duplicated()]
+    for rank, backward_thread, forward_thread in main_pairs:
+        lane = work.lane(rank, forward_thread)
+        other = work.lane(rank, backward_thread)
+        # Stretches of the backward thread in which no forward slice starts.
         at = np.searchsorted(lane["start_ns"], other["start_ns"], side="right")
         change = np.flatnonzero(np.diff(at, prepend=-1, append=-1))
         begin = other.iloc[change[:-1]]
         end = other.iloc[change[1:] - 1]
-        before, after = pauses(
-            lane, spans, begin["start_ns"].to_numpy(), end["end_ns"].to_numpy()
-        )
-        yield "backward", before[before >= 0], 2 * begin.index.to_numpy()[before >= 0]
-        yield "backward", 2 * end.index.to_numpy()[after >= 0] + 1, after[after >= 0]
+        from_ns = begin["start_ns"].to_numpy()
+        before, after = pauses(lane, spans, from_ns, end["end_ns"].to_numpy())
+        rests = before >= 0
+        yield "backward", before[rests], start_of(begin.index.to_numpy()[rests])
+        resumes = after >= 0
+        yield "backward", end_of(end.index.to_numpy()[resumes]), after[resumes]
 
 
-def _collectives(
-    spans: pd.DataFrame,
-    slices: pd.DataFrame,
-    slice_of_row: np.ndarray,
-    message: pd.Series,
-    zero_ns: int,
-) -> tuple[tuple, tuple, np.ndarray]:
-    """Edges into and out of the meetings of ranks, and their times; a call is the k-th
-    of its name, group and step.
-    """
-    keys = ["group", "name", "step"]
-    events = 2 * len(slices)
-    comm = spans[
-        (spans["kind"] == "comm") & (slice_of_row[0, spans.index] >= 0)
-    ].sort_values("start_ns", kind="stable")
+@dataclass(frozen=True)
+class _Meetings:
+    """Collectives and messages that the ranks made together, one entry per rank."""
+
+    number: np.ndarray  # (n,) of the meeting, 0, 1, ...
+    first: np.ndarray  # (n,) first slice of the rank's call
+    last: np.ndarray  # (n,) its last slice
+    time_ns: np.ndarray  # (meetings,) when the last rank came
+
+
+def _meetings(work: Work, message: pd.Series) -> _Meetings:
+    """Meetings of ranks; a call is the k-th of its name, group and step."""
+    comm = work.spans[work.spans["kind"] == "comm"]
+    comm = comm[work.has_slice(comm.index)].sort_values("start_ns", kind="stable")
     comm = comm.assign(
-        group=comm["group"].cat.codes, name=comm["name"].cat.codes, row=comm.index
+        group=comm["group"].cat.codes,
+        name=comm["name"].cat.codes,
+        end_ns=ends_ns(comm),
     )
-    comm["turn"] = comm.groupby([*keys, "rank"]).cumcount()
-    comm["end_ns"] = comm["start_ns"] + comm["dur_ns"]
-    call = comm.groupby([*keys, "turn"])
+    keys = ["group", "name", "step"]
+    turn = comm.groupby([*keys, "rank"]).cumcount()
+    call = comm.assign(turn=turn).groupby([*keys, "turn"])
     ranks = comm.groupby(["group", "name"])["rank"].transform("nunique")
     meets = (ranks > 1) & (call["rank"].transform("size") == ranks)
-    complete = meets.groupby([comm[key] for key in keys]).transform(
-        "all"
-    )  # a lost call would shift the later ones
-    together = call["start_ns"].transform("max") <= call["end_ns"].transform("min")
-    comm = comm[complete & together]
-    meeting = comm.groupby([*keys, "turn"]).ngroup().to_numpy()
-    row = comm["row"].to_numpy(dtype=np.int64)
-    meeting = np.r_[meeting, message.to_numpy() + meeting.max(initial=-1) + 1]
-    first, last = (np.r_[place[row], message.index] for place in slice_of_row)
-    times_ns = (
-        slices["start_ns"].iloc[first].groupby(meeting).max().to_numpy(dtype=np.int64)
-        - zero_ns
-    )
-    return (2 * first, events + meeting), (events + meeting, 2 * last + 1), times_ns
+    # A lost call would shift the later ones of its name: then none of them count.
+    complete = meets.groupby([comm[key] for key in keys]).transform("all")
+    last_start_ns = call["start_ns"].transform("max")
+    overlaps = last_start_ns <= call["end_ns"].transform("min")
+    counts = complete & overlaps
+    # Number 0, 1, ... of the meeting of each rank's call.
+    _, number = np.unique(call.ngroup()[counts], return_inverse=True)
+    row = comm.index[counts].to_numpy()
+    number = np.r_[number, message.to_numpy() + number.max(initial=-1) + 1]
+    first = np.r_[work.first[row], message.index]
+    last = np.r_[work.last[row], message.index]
+    start_ns = work.slices["start_ns"].iloc[first]
+    time_ns = start_ns.groupby(number).max().to_numpy(dtype=np.int64) - work.zero_ns
+    return _Meetings(number, first, last, time_ns)
 
 
 def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Graph:
     """The graph without edges that go back in time, or in a circle at one instant."""
-    source, target = (
-        np.concatenate([np.asarray(e[i], dtype=np.int64) for e in edges])
-        for i in (1, 2)
+    source, target = joined_edges([edge[1:] for edge in edges])
+    lengths = [len(edge[1]) for edge in edges]
+    why = np.repeat([_WHY.index(edge[0]) for edge in edges], lengths)
+    forward = (time_ns[source] <= time_ns[target]) & (source != target)
+    level = _levels(time_ns, source[forward], target[forward])
+    forward &= (time_ns[source] < time_ns[target]) | (level[source] < level[target])
+    source = source[forward]
+    target = target[forward]
+    why = why[forward]
+    # Edges in the order of their targets, the latest source first: that one decides.
+    turn = np.empty(len(time_ns), dtype=np.int64)
+    turn[np.lexsort((level, time_ns))] = np.arange(len(time_ns))
+    from_ns = time_ns[source].astype(float)
+    order = np.lexsort((why, -from_ns, turn[target]))
+    deciding = order[np.diff(target[order], prepend=-1) != 0]
+    launch = why == _WHY.index("launch")
+    alone = deciding[launch[deciding]]
+    if len(alone):
+        # A launch decides, too, when something else ended while it was on its way.
+        on_the_way_ns = time_ns[target[alone]] - time_ns[source[alone]]
+        from_ns[launch] += min(np.quantile(on_the_way_ns, 0.1), _LAUNCH_NS)
+        order = np.lexsort((why, -from_ns, turn[target]))
+    return Graph(
+        slices=slices,
+        time_ns=time_ns,
+        source=source[order],
+        target=target[order],
+        why=np.array(_WHY, dtype=object)[why[order]],
+        binding=np.diff(target[order], prepend=-1) != 0,
     )
-    why = np.concatenate([np.full(len(e[1]), _WHY.index(e[0])) for e in edges])
-    keep = (time_ns[source] <= time_ns[target]) & (source != target)
-    source = source[keep]
-    target = target[keep]
-    why = why[keep]
-    at_once = time_ns[source] == time_ns[target]
+
+
+def _levels(time_ns: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Longest chain (events,) of edges at the same instant that leads to each event; in
+    a circle it is cut, and the edge that closes it does not rise.
+    """
     level = np.zeros(len(time_ns), dtype=np.int64)
-    (before, after) = (source[at_once], target[at_once])
+    at_once = time_ns[source] == time_ns[target]
+    before = source[at_once]
+    after = target[at_once]
     for _ in range(_LONGEST_TIE):
         late = level[after] <= level[before]
         if not late.any():
             break
         np.maximum.at(level, after[late], level[before[late]] + 1)
-    keep = ~at_once | (level[source] < level[target])
-    source = source[keep]
-    target = target[keep]
-    why = why[keep]
-    turn = np.empty(len(time_ns), dtype=np.int64)
-    turn[np.lexsort((level, time_ns))] = np.arange(len(time_ns))
-    known_ns = time_ns[source].astype(float)
-    order = np.lexsort((why, -known_ns, turn[target]))
-    last = order[np.diff(target[order], prepend=-1) != 0]
-    alone = last[why[last] == _WHY.index("launch")]
-    if len(
-        alone
-    ):  # a launch decides, too, when something else ended while it was on its way
-        usual_ns = np.quantile(time_ns[target[alone]] - time_ns[source[alone]], 0.1)
-        known_ns[why == _WHY.index("launch")] += min(usual_ns, _LAUNCH_NS)
-        order = np.lexsort((why, -known_ns, turn[target]))
-    source = source[order]
-    target = target[order]
-    why = why[order]
-    return Graph(
-        slices,
-        time_ns,
-        source,
-        target,
-        np.array(_WHY, dtype=object)[why],
-        np.diff(target, prepend=-1) != 0,
-    )
+    return level

@@ -1,4 +1,4 @@
-"""Why is the device idle? Causes of the gaps of each stream, and what the host's
+"""Idle time of the device: causes of the gaps of each stream, and what the host's
 launches cost the device as a whole.
 
 The causes are those of Holistic Trace Analysis 0.5.0. The gap before a kernel is
@@ -7,12 +7,15 @@ it is shorter than a usual delay between consecutive kernels, and other (an even
 another stream, a collective) else.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import covered_before, pack, union
+from madmax_lib.base.intervals import covered_before
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 
 __all__ = ["idle", "launch_bound"]
@@ -21,6 +24,7 @@ _CAUSES = ("host_wait", "kernel_wait", "other")
 # times the usual time from launch to start, and at least: beyond, a start is late
 _LATE = 10
 _LATE_NS = 100_000
+_GAP_TIMES = ["idle_ns", "launch_bound_ns", "launching_ns", "late_start_ns"]
 
 
 def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.DataFrame:
@@ -38,37 +42,28 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
             f"consecutive_kernel_delay_s={consecutive_kernel_delay_s} is negative"
         )
     work = device_work(timeline)
-    end_ns = work["start_ns"] + work["dur_ns"]
-    keys = [work["rank"], work["stream"]]
-    reach_ns = (
-        end_ns.groupby(keys)
-        .cummax()
-        .groupby(keys)
-        .shift(fill_value=np.iinfo(np.int64).max)
-        .to_numpy()
-    )
-    gap_ns = np.where(work["start_ns"] > reach_ns, work["start_ns"] - reach_ns, 0)
-    late = work["launch_ns"] > reach_ns
+    start_ns = work["start_ns"]
+    lane = [work["rank"], work["stream"]]
+    # End of all work before, on the same stream; before the first there is no gap.
+    reach_ns = ends_ns(work).groupby(lane).cummax()
+    reach_ns = reach_ns.groupby(lane).shift(fill_value=np.iinfo(np.int64).max)
+    gap_ns = (start_ns - reach_ns).where(start_ns > reach_ns, 0)
     short = gap_ns < consecutive_kernel_delay_s * NS_PER_S
-    cause = pd.Categorical.from_codes(np.where(late, 0, np.where(short, 1, 2)), _CAUSES)
+    late = work["launch_ns"] > reach_ns
+    code = np.where(late, 0, np.where(short, 1, 2))
     gaps = work[["rank", "stream"]].assign(
-        cause=cause, count=gap_ns > 0, idle_s=gap_ns / NS_PER_S
+        cause=np.array(_CAUSES, dtype=object)[code],
+        count=(gap_ns > 0).astype("int64"),
+        idle_s=gap_ns / NS_PER_S,
     )
-    streams = gaps[["rank", "stream"]].drop_duplicates()
+    keys = ["rank", "stream", "cause"]
+    streams = gaps[keys[:2]].drop_duplicates()
     table = streams.merge(pd.DataFrame({"cause": _CAUSES}), how="cross")
-    sums = (
-        gaps.groupby(["rank", "stream", "cause"], observed=True)[["count", "idle_s"]]
-        .sum()
-        .reset_index()
-    )
-    table = table.merge(
-        sums.astype({"cause": object}), on=["rank", "stream", "cause"], how="left"
-    )
-    table = table.fillna({"count": 0, "idle_s": 0.0}).astype(
-        {"count": "int64", "idle_s": "float64"}
-    )
-    whole_s = table.groupby(["rank", "stream"])["idle_s"].transform("sum")
-    table["share"] = table["idle_s"] / whole_s.where(whole_s > 0)
+    sums = gaps.groupby(keys)[["count", "idle_s"]].sum().reset_index()
+    table = table.merge(sums, on=keys, how="left").fillna({"count": 0, "idle_s": 0.0})
+    table = table.astype({"count": "int64", "idle_s": "float64"})
+    stream_idle_s = table.groupby(["rank", "stream"])["idle_s"].transform("sum")
+    table["share"] = ratio(table["idle_s"], stream_idle_s)
     return with_origin(table, timeline)
 
 
@@ -92,127 +87,102 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     profiler makes launches slower than they are. A gap on one stream under work on
     another costs nothing here; `idle` counts it.
     """
-    rows = []
-    starts = []
+    parts = []
+    latest = _LateStart(late_s=0.0)
+    late_count = 0
     for rank, work in device_work(timeline).groupby("rank"):
         work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
-        gaps = _gaps(work)
-        launching = timeline.spans.iloc[
-            work.loc[work["launch_row"] >= 0, "launch_row"].unique()
-        ]
-        calls = union(pack(launching["start_ns"], launching["dur_ns"]))
-        edges, steps = _device_steps(work, gaps)
-        place = np.maximum(
-            np.searchsorted(edges, gaps["start"], side="right") - 1, 0
-        )  # HTA's times may run backwards
-        bound = gaps["launch_ns"] > gaps["start"]
-        whole = gaps["end"] - gaps["start"]
-        late = np.clip(
-            gaps["launch_ns"], gaps["start"], gaps["end"]
-        )  # from here on the next kernel is under way
-        calling = (
-            covered_before(calls, late)
-            - covered_before(calls, gaps["start"])
-            + gaps["end"]
-            - late
-        )
-        usual = _usual_ns(work, (gaps["end"] - late)[bound])
-        beyond = np.where(
-            bound & (gaps["end"] - late > max(_LATE * usual, _LATE_NS)),
-            gaps["end"] - late - usual,
-            0,
-        )
-        starts += [
-            (rank, gaps["row"][at], beyond[at] / NS_PER_S)
-            for at in np.flatnonzero(beyond)
-        ]
-        lost_ns = {"idle_s": whole, "launch_bound_s": whole * bound - beyond}
-        lost_ns |= {"launching_s": calling * bound - beyond, "late_start_s": beyond}
-        sums = {
-            key: np.bincount(place, ns, minlength=len(steps)) / NS_PER_S
-            for key, ns in lost_ns.items()
-        }
-        total_s = (
-            np.diff(edges, append=(work["start_ns"] + work["dur_ns"]).max()) / NS_PER_S
-        )
-        rows.append(
-            pd.DataFrame({"rank": rank, "step": steps, "total_s": total_s, **sums})
-        )
-    columns = [
-        "rank",
-        "step",
-        "total_s",
-        "idle_s",
-        "launch_bound_s",
-        "launching_s",
-        "late_start_s",
-    ]
-    table = (
-        pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns)
-    )
-    total_s = table["total_s"].where(table["total_s"] > 0)
-    table = table.assign(
-        share=table["launch_bound_s"] / total_s,
-        launching_share=table["launching_s"] / total_s,
-    )
-    starts = sorted(starts, key=lambda start: -start[2])
-    latest = [
-        (int(rank), str(timeline.spans["name"].iloc[row]), float(late_s))
-        for rank, row, late_s in starts[:1]
-    ]
-    return with_origin(table, timeline, late=latest, late_count=len(starts))
+        gaps = _gaps(timeline, work)
+        late_ns = gaps["late_start_ns"]
+        late_count += (late_ns > 0).sum()
+        if late_ns.max() / NS_PER_S > latest.late_s:
+            worst = late_ns.idxmax()
+            name = timeline.spans["name"].iloc[gaps["row"][worst]]
+            latest = _LateStart(late_ns[worst] / NS_PER_S, int(rank), str(name))
+        begins_ns = _step_begins_ns(work, gaps)
+        # HTA's times may run backwards, to before the first step.
+        step = np.searchsorted(begins_ns, gaps["start"], side="right") - 1
+        of_step = gaps.groupby(np.maximum(step, 0))
+        sums = of_step[_GAP_TIMES].sum().reindex(range(len(begins_ns)), fill_value=0)
+        total_ns = np.diff(begins_ns, append=ends_ns(work).max())
+        times_s = sums.assign(total_ns=total_ns) / NS_PER_S
+        step_number = begins_ns.index.astype("int64")
+        parts.append(times_s.assign(rank=rank, step=step_number))
+    columns = ["rank", "step", "total_ns", *_GAP_TIMES]
+    table = pd.concat(parts) if parts else pd.DataFrame(columns=columns)
+    table = table[columns].reset_index(drop=True)
+    table = table.rename(columns=lambda name: name.replace("_ns", "_s"))
+    table["share"] = ratio(table["launch_bound_s"], table["total_s"])
+    table["launching_share"] = ratio(table["launching_s"], table["total_s"])
+    late = [(latest.rank, latest.name, latest.late_s)] if late_count else []
+    return with_origin(table, timeline, late=late, late_count=int(late_count))
 
 
-def _usual_ns(work: pd.DataFrame, on_idle_ns: np.ndarray) -> int:
+@dataclass(frozen=True)
+class _LateStart:
+    """Kernel that started longest after its launch."""
+
+    late_s: float
+    rank: int = -1
+    name: str = ""
+
+
+def _gaps(timeline: Timeline, work: pd.DataFrame) -> pd.DataFrame:
+    """Stretches without work between the first and the last span of a rank: start, end,
+    row and launch_ns of the span that ends it, and the _GAP_TIMES in ns.
+    """
+    start = work["start_ns"].to_numpy()
+    reach = np.maximum.accumulate(ends_ns(work).to_numpy())
+    first = np.flatnonzero(start[1:] > reach[:-1]) + 1
+    gaps = work[["row", "launch_ns"]].iloc[first].reset_index(drop=True)
+    gaps = gaps.assign(start=reach[first - 1], end=start[first])
+    bound = gaps["launch_ns"] > gaps["start"]
+    # From the launch on the next kernel is under way; before it, only what lies inside
+    # of other launch calls is launching.
+    under_way = gaps["launch_ns"].clip(gaps["start"], gaps["end"])
+    launch_rows = work.loc[work["launch_row"] >= 0, "launch_row"].unique()
+    launch_calls = covered(timeline.spans.iloc[launch_rows])
+    launching_ns = covered_before(launch_calls, under_way)
+    launching_ns -= covered_before(launch_calls, gaps["start"])
+    delay_ns = gaps["end"] - under_way
+    launching_ns += delay_ns
+    # Beyond ten times the usual delay the start is late: no matter of the host.
+    usual_ns = _usual_ns(work, delay_ns[bound])
+    is_late = bound & (delay_ns > max(_LATE * usual_ns, _LATE_NS))
+    late_start_ns = (delay_ns - usual_ns).where(is_late, 0)
+    idle_ns = gaps["end"] - gaps["start"]
+    return gaps.assign(
+        idle_ns=idle_ns,
+        launch_bound_ns=idle_ns * bound - late_start_ns,
+        launching_ns=launching_ns * bound - late_start_ns,
+        late_start_ns=late_start_ns,
+    )
+
+
+def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series) -> int:
     """Median time from launch to start, the smaller of that on an idle device and that
     of all launches.
     """
-    launched = work["launch_row"] >= 0
-    every_ns = (work["start_ns"] - work["launch_ns"])[launched].clip(lower=0).to_numpy()
-    return min(
-        (
-            int(np.quantile(ns, 0.5, method="lower"))
-            for ns in (on_idle_ns, every_ns)
-            if len(ns)
-        ),
-        default=0,
-    )
+    launched = work[work["launch_row"] >= 0]
+    every_ns = (launched["start_ns"] - launched["launch_ns"]).clip(lower=0)
+    delays = [ns for ns in (on_idle_ns, every_ns) if len(ns)]
+    medians = (int(np.quantile(ns, 0.5, method="lower")) for ns in delays)
+    return min(medians, default=0)
 
 
-def _gaps(work: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Stretches without work between the first and the last span of a rank, with row
-    and launch of the next one.
-    """
-    start = work["start_ns"].to_numpy()
-    reach = np.maximum.accumulate(start + work["dur_ns"].to_numpy())
-    first = np.flatnonzero(start[1:] > reach[:-1]) + 1
-    after = {column: work[column].to_numpy()[first] for column in ("row", "launch_ns")}
-    return {"start": reach[first - 1], "end": start[first], **after}
-
-
-def _device_steps(
-    work: pd.DataFrame, gaps: dict[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where each step begins on the device, (k,) ns in order, and its number; a gap
-    before a step belongs to it.
+def _step_begins_ns(work: pd.DataFrame, gaps: pd.DataFrame) -> pd.Series:
+    """Begin of each step on the device, in order, by step; a gap before a step belongs
+    to it. Step -1 is what precedes the first.
     """
     inside = work[work["step"] >= 0]
-    launched = inside[
-        inside["launch_row"] >= 0
-    ]  # the step of others is that of their time, which may be a later one
-    begins = (
-        (launched if len(launched) else inside)
-        .groupby("step")["start_ns"]
-        .min()
-        .sort_values(kind="stable")
-    )
-    edges = begins.to_numpy()
-    steps = begins.index.to_numpy()
-    if len(gaps["end"]) and len(edges):
-        place = np.minimum(np.searchsorted(gaps["end"], edges), len(gaps["end"]) - 1)
-        edges = np.where(gaps["end"][place] == edges, gaps["start"][place], edges)
-    first = work["start_ns"].min()
-    if not len(edges) or edges[0] > first:
-        edges = np.r_[first, edges]
-        steps = np.r_[-1, steps]
-    return edges, steps.astype(np.int64)
+    # Work without a launch has the step of its time, which may be a later one.
+    launched = inside[inside["launch_row"] >= 0]
+    by_step = (launched if len(launched) else inside).groupby("step")["start_ns"]
+    begins_ns = by_step.min().sort_values(kind="stable")
+    gap_before = dict(zip(gaps["end"], gaps["start"], strict=True))
+    begins_ns = begins_ns.map(lambda ns: gap_before.get(ns, ns))
+    first_ns = work["start_ns"].min()
+    if not len(begins_ns) or begins_ns.iloc[0] > first_ns:
+        before = pd.Series({-1: first_ns}, dtype="int64")
+        begins_ns = pd.concat([before, begins_ns])
+    return begins_ns

@@ -1,5 +1,5 @@
-"""Does the host keep the device fed? Launches beside their kernels, and the queue
-between them.
+"""Launches beside their kernels, and the queue between them: does the host keep the
+device fed?
 
 A launch is a host call (cudaLaunchKernel, hipMemcpyAsync, cudaGraphLaunch, ...) that
 shares its correlation with work on a device stream of its rank. One graph launch starts
@@ -223,7 +223,7 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
 def launch_floor(
     timeline: Timeline, launch_s: float, speedups: Sequence[float]
 ) -> pd.DataFrame:
-    """What faster devices gain when each computation still costs a launch: rank,
+    """Gain by faster devices when each computation still costs a launch: rank,
     speedup, step_s, free_s, share.
 
     Of the compute spans of a rank (kernels, or top-level operators on a CPU) with

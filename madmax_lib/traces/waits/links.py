@@ -1,5 +1,4 @@
-"""What do the collectives and messages of a step take over other links, or among more
-ranks?
+"""Times of a step's collectives and messages over other links, or among more ranks.
 
 What a transfer takes begins when the last of its ranks has come. Where others have not
 left the link by then, each has its share of it, so that the times over which a link is
@@ -133,7 +132,7 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
 def _alone(
     spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each transfer would take alone on the link of its rank, and its run; those
+    """Time that each transfer would take alone on the link of its rank, and its run; those
     in gloo's threads share it.
     """
     alone_ns = (end_ns - start_ns).astype(float)
@@ -145,6 +144,7 @@ def _alone(
         start = start_ns[places]
         end = end_ns[places]
         cuts = np.unique(np.r_[start, end])
+        # (transfers, stretches between cuts): those that run side by side share a stretch
         running = (start[:, None] <= cuts[:-1]) & (end[:, None] >= cuts[1:])
         alone_ns[places] = (
             running * (np.diff(cuts) / np.maximum(running.sum(axis=0), 1))

@@ -1,4 +1,4 @@
-"""How long would steps take with other times of their operations?
+"""Graphs of a step's operations, and how long it takes with other times of them.
 
 One step is a graph: an operation starts when the operations before it have ended; the
 members of a matched call end together, each its own time after the last member has
@@ -10,6 +10,7 @@ seen takes their place.
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,13 +19,15 @@ import pandas as pd
 
 __all__ = ["StepGraph", "pipeline_graph", "seen_graph"]
 
+# what follows the passes of a step, in order
 _TAIL = (
     "gc",
     "layernorm-grads-all-reduce",
     "embedding-grads-all-reduce",
     "grads-reduce-scatter",
+    "optimizer-clip-main-grad",
+    "optimizer",
 )
-_TAIL += ("optimizer-clip-main-grad", "optimizer")
 _SLACK_S = 1e-6  # clocks of traces count microseconds
 _BLOCK = 32  # scenarios that are replayed at once
 
@@ -42,28 +45,27 @@ class StepGraph:
     def ends_s(self, own_s: np.ndarray) -> np.ndarray:
         """End (n, ...) of every operation if they take own_s (n, ...), which may hold
         any number of replays.
+
+        end(i) = max over what its unit waits for of end(j), + own(i)
         """
         end = np.zeros(own_s.shape)
         for members, before in self.units:
-            end[members] = (end[before].max(axis=0) if len(before) else 0.0) + own_s[
-                members
-            ]
+            start = end[before].max(axis=0) if len(before) else 0.0
+            end[members] = start + own_s[members]
         return end
 
     def last_s(
         self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
     ) -> np.ndarray:
         """End (steps, scenarios) of a step whose operations take own_s (n, steps) where
-        actual (n, scenarios), else
-        ideal_s (n,)."""
+        actual (n, scenarios), else ideal_s (n,).
+        """
         blocks = []
         for first in range(0, actual.shape[1], _BLOCK):
+            # (n, steps, scenarios): each operation in each step under each scenario
             chosen = actual[:, None, first : first + _BLOCK]
-            blocks.append(
-                self.ends_s(
-                    np.where(chosen, own_s[:, :, None], ideal_s[:, None, None])
-                ).max(axis=0)
-            )
+            times_s = np.where(chosen, own_s[:, :, None], ideal_s[:, None, None])
+            blocks.append(self.ends_s(times_s).max(axis=0))
         return np.concatenate(blocks, axis=1)
 
 
@@ -74,68 +76,57 @@ def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     The order of computation is read from the times of the lowest dp rank whose stage
     has the same operations.
     """
-    keys = zip(
-        step["dp_rank"], step["stage"], step["optype"], step["seq_id"], strict=True
-    )
-    row = {key: i for i, key in enumerate(keys)}
+    keys = step[["dp_rank", "stage", "optype", "seq_id"]].itertuples(index=False)
+    row = {tuple(key): number for number, key in enumerate(keys)}
     before = defaultdict(set)
     orders = {}
     for (dp_rank, stage), worker in step.groupby(["dp_rank", "stage"]):
-        count = worker.groupby("optype", observed=True).size()
-        alike = (stage, tuple(count.items()))
-        if alike not in orders:
-            compute = worker[
-                worker["optype"].isin(("forward-compute", "backward-compute"))
-            ]
-            compute = compute.sort_values("start_ts")
-            orders[alike] = list(zip(compute["optype"], compute["seq_id"], strict=True))
-        for source, target in _worker_edges(orders[alike], count.to_dict()):
+        count = worker.groupby("optype", observed=True).size().to_dict()
+        same_work = (stage, tuple(count.items()))
+        if same_work not in orders:
+            passes = worker["optype"].isin(("forward-compute", "backward-compute"))
+            compute = worker[passes].sort_values("start_ts")
+            names = zip(compute["optype"], compute["seq_id"], strict=True)
+            orders[same_work] = list(names)
+        for source, target in _worker_edges(orders[same_work], count):
             before[row[dp_rank, stage, *target]].add(row[dp_rank, stage, *source])
     return _graph(step, before)
 
 
-def _worker_edges(order: list[tuple], count: dict[str, int]):
+def _worker_edges(order: list[tuple], count: dict[str, int]) -> Iterator[tuple]:
     """(operation before, operation) of one worker, an operation being (kind, its
-    number).
+    number). order: of the passes; count: operations of each kind.
     """
+
+    def all_of(kind: str) -> list[tuple]:
+        return [(kind, number) for number in range(count.get(kind, 0))]
+
     yield from pairwise(order)
-    place = {operation: i for i, operation in enumerate(order)}
     for way in ("forward", "backward"):
-        for side in ("send", "recv"):
-            yield from pairwise(
-                (f"{way}-{side}", k) for k in range(count.get(f"{way}-{side}", 0))
-            )
-        for k in range(count.get(f"{way}-recv", 0)):
-            yield (f"{way}-recv", k), (f"{way}-compute", k)
-            if k:
-                yield (f"{way}-compute", k - 1), (f"{way}-recv", k)
-        for k in range(count.get(f"{way}-send", 0)):
-            yield (f"{way}-compute", k), (f"{way}-send", k)
-    first = min(
-        (i for i, (kind, _) in enumerate(order) if kind == "backward-compute"),
-        default=0,
-    )
+        compute = f"{way}-compute"
+        receives = all_of(f"{way}-recv")
+        sends = all_of(f"{way}-send")
+        yield from pairwise(sends)
+        yield from pairwise(receives)
+        for receive in receives:
+            number = receive[1]
+            yield receive, (compute, number)
+            # A receive is posted when the pass before has ended.
+            if number:
+                yield (compute, number - 1), receive
+        for send in sends:
+            yield (compute, send[1]), send
+    # The first gradient is awaited one pass before it is used, as in 1F1B.
+    kinds = [kind for kind, _ in order]
+    first = kinds.index("backward-compute") if "backward-compute" in kinds else 0
     if count.get("backward-recv") and first >= 2:
         yield order[first - 2], ("backward-recv", 0)
-    gathers = [
-        ("params-all-gather", k) for k in range(count.get("params-all-gather", 0))
-    ]
-    tail = [(kind, k) for kind in _TAIL for k in range(count.get(kind, 0))]
-    yield from pairwise(
-        [
-            *gathers,
-            *(
-                operation
-                for operation in tail
-                if operation[0] == "grads-reduce-scatter"
-            ),
-        ]
-    )
-    yield from (
-        (gather, ("forward-compute", 0))
-        for gather in gathers
-        if ("forward-compute", 0) in place
-    )
+    gathers = all_of("params-all-gather")
+    tail = [operation for kind in _TAIL for operation in all_of(kind)]
+    # Gathers and reductions share the data-parallel stream.
+    yield from pairwise([*gathers, *all_of("grads-reduce-scatter")])
+    if ("forward-compute", 0) in order:
+        yield from ((gather, ("forward-compute", 0)) for gather in gathers)
     yield from pairwise([*order[-1:], *tail])
 
 
@@ -147,24 +138,27 @@ def seen_graph(step: pd.DataFrame) -> StepGraph:
     its rank, for the last that ended before it started.
     """
     start = step["start_ts"].to_numpy()
-    before = defaultdict(set)
     end = start + step["duration"].to_numpy()
+    before = defaultdict(set)
     for _, rank in step.groupby("rank"):
-        streams = [
-            part.index.to_numpy()[np.argsort(start[part.index], kind="stable")]
-            for _, part in rank.groupby("stream")
-        ]
-        for own in streams:
-            for i, j in pairwise(own):
-                before[j].add(i)
-            for other in (other for other in streams if other is not own):
-                ended = other[np.argsort(end[other], kind="stable")]
-                place = (
-                    np.searchsorted(end[ended], start[own] + _SLACK_S, side="right") - 1
-                )
-                for j, i in zip(own[place >= 0], ended[place[place >= 0]], strict=True):
-                    before[j].add(i)
+        streams = [lane.index.to_numpy() for _, lane in rank.groupby("stream")]
+        by_start = [_by_time(lane, start) for lane in streams]
+        by_end = [_by_time(lane, end) for lane in streams]
+        for number, lane in enumerate(by_start):
+            for earlier, later in pairwise(lane):
+                before[later].add(earlier)
+            for ended in by_end[:number] + by_end[number + 1 :]:
+                starts = start[lane] + _SLACK_S
+                at = np.searchsorted(end[ended], starts, side="right") - 1
+                some = at >= 0
+                for later, earlier in zip(lane[some], ended[at[some]], strict=True):
+                    before[later].add(earlier)
     return _graph(step, before)
+
+
+def _by_time(number: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Numbers (m,) of operations in order of a time (all operations,)."""
+    return number[np.argsort(time[number], kind="stable")]
 
 
 def _graph(step: pd.DataFrame, before: dict[int, set]) -> StepGraph:
@@ -172,46 +166,51 @@ def _graph(step: pd.DataFrame, before: dict[int, set]) -> StepGraph:
     contradict, in order of time.
     """
     members = defaultdict(list)
-    start = step["start_ts"].to_numpy()
-    for i, met in enumerate(step["met"]):
-        members[met if met >= 0 else -1 - i].append(i)
-    units = [np.array(rows) for rows in members.values()]
-    unit_of = np.empty(len(step), dtype=np.int64)
-    for number, rows in enumerate(units):
-        unit_of[rows] = number
+    for number, met in enumerate(step["met"]):
+        members[met if met >= 0 else -1 - number].append(number)
+    units = list(members.values())
+    unit_of = {number: unit for unit, rows in enumerate(units) for number in rows}
     waits = [sorted(set().union(*(before.get(i, ()) for i in rows))) for rows in units]
-    follow = defaultdict(list)
-    open_waits = np.zeros(len(units), dtype=np.int64)
-    for number, rows in enumerate(waits):
-        for earlier in {unit_of[i] for i in rows} - {number}:
-            follow[earlier].append(number)
-            open_waits[number] += 1
+    start = step["start_ts"].to_numpy()
     begin = [start[rows].max() for rows in units]
-    ready = [(begin[number], number) for number in np.flatnonzero(open_waits == 0)]
-    rest = sorted(range(len(units)), key=begin.__getitem__, reverse=True)
-    heapq.heapify(ready)
-    order = []
-    place = np.full(len(units), -1)
-    while len(order) < len(units):
-        while not ready:  # a circle
-            if place[number := rest.pop()] < 0:
-                ready.append((begin[number], number))
-        number = heapq.heappop(ready)[1]
-        if place[number] >= 0:
-            continue
-        place[number] = len(order)
-        order.append(number)
-        for later in follow[number]:
-            open_waits[later] -= 1
-            if not open_waits[later] and place[later] < 0:
-                heapq.heappush(ready, (begin[later], later))
-    earlier = [
-        [i for i in waits[number] if place[unit_of[i]] < place[number]]
-        for number in order
+    awaited = [
+        {unit_of[number] for number in rows} - {unit} for unit, rows in enumerate(waits)
     ]
-    return StepGraph(
-        [
-            (units[n], np.array(rows, dtype=np.int64))
-            for n, rows in zip(order, earlier, strict=True)
-        ]
-    )
+    order = _topological(awaited, begin)
+    turn = {unit: number for number, unit in enumerate(order)}
+    ordered = []
+    for unit in order:
+        earlier = [i for i in waits[unit] if turn[unit_of[i]] < turn[unit]]
+        ordered.append((np.array(units[unit]), np.array(earlier, dtype=np.int64)))
+    return StepGraph(ordered)
+
+
+def _topological(awaited: list[set[int]], begin: list[float]) -> list[int]:
+    """Nodes in an order in which each comes after those it awaits, the earliest begin
+    first; in a circle the earliest one does not wait.
+    """
+    follow = defaultdict(list)
+    for node, earlier in enumerate(awaited):
+        for other in earlier:
+            follow[other].append(node)
+    missing = [len(earlier) for earlier in awaited]
+    ready = [(begin[node], node) for node, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    by_begin = sorted(range(len(awaited)), key=begin.__getitem__, reverse=True)
+    order = []
+    seen = set()
+    while len(order) < len(awaited):
+        while not ready:  # a circle
+            node = by_begin.pop()
+            if node not in seen:
+                ready.append((begin[node], node))
+        node = heapq.heappop(ready)[1]
+        if node in seen:
+            continue
+        seen.add(node)
+        order.append(node)
+        for later in follow[node]:
+            missing[later] -= 1
+            if not missing[later] and later not in seen:
+                heapq.heappush(ready, (begin[later], later))
+    return order

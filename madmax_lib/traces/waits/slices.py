@@ -1,4 +1,4 @@
-"""Which slice of work does each instant of a thread belong to?
+"""Slices of work: which one does each instant of a thread belong to?
 
 Host spans nest; here they are cut where the innermost one changes. A device span is one
 slice.
@@ -9,127 +9,125 @@ import pandas as pd
 
 from madmax_lib.base.intervals import pack, union
 from madmax_lib.timeline.timeline import BUSY_KINDS
+from madmax_lib.traces.tables import ends_ns
 
 __all__ = ["IN_FLIGHT", "cut_into_slices", "one_slice_per_span"]
 
-# streams up to here are of one message each, which a thread of the host has sent or
-# awaits
+# Streams up to here hold one message each, which a host thread has sent or awaits.
 IN_FLIGHT = -1_000_000
+_COLUMNS = ["row", "rank", "stream", "kind", "name", "start_ns", "end_ns"]
 
 
 def one_slice_per_span(spans: pd.DataFrame) -> pd.DataFrame:
     """Simulated spans as slices, one each; what a host does has the kind host."""
-    slices = spans[["rank", "stream", "kind", "name", "start_ns"]].assign(
-        row=spans.index,
-        end_ns=spans["start_ns"] + spans["dur_ns"],
-        kind=spans["kind"].astype(object),
-    )
-    return slices.replace({"kind": {"cpu": "host", "idle": "host"}}).reset_index(
-        drop=True
-    )
+    kind = spans["kind"].astype(object).replace({"cpu": "host", "idle": "host"})
+    slices = spans.assign(row=spans.index, kind=kind, end_ns=ends_ns(spans))
+    return slices[_COLUMNS].reset_index(drop=True)
 
 
 def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
     """Slices of measured spans, host threads first, in their order; annotations count
     where nothing is inside them.
     """
-    spans = spans[(spans["stream"] >= 0) | _working(spans)]
+    spans = spans[(spans["stream"] >= 0) | _on_working_thread(spans)]
+    on_host = spans["stream"] < 0
+    # Durations may be negative where HTA's rounding was asked for.
     end_ns = spans["start_ns"] + spans["dur_ns"].clip(lower=0)
-    work = spans["kind"].isin(BUSY_KINDS) | (
-        (spans["kind"] == "cpu") & (spans["stream"] < 0)
-    )
-    last_ns = end_ns[work].max()  # an annotation may outlive the step it starts in
+    work = spans["kind"].isin(BUSY_KINDS) | (spans["kind"].eq("cpu") & on_host)
+    # An annotation may outlive the step that it starts in: it ends with the work.
+    last_ns = end_ns[work].max()
     annotation = (
-        (spans["kind"] == "annotation")
-        & (spans["stream"] < 0)
-        & (spans["start_ns"] < last_ns)
+        spans["kind"].eq("annotation") & on_host & (spans["start_ns"] < last_ns)
     )
+    # On the host only operators that do the work of a device stay compute.
+    host = spans["kind"].isin(("cpu", "annotation"))
     spans = spans.assign(
-        end_ns=end_ns.where(work, np.minimum(end_ns, last_ns) if work.any() else end_ns)
+        row=spans.index,
+        kind=spans["kind"].astype(object).mask(host, "host"),
+        end_ns=end_ns.where(work, end_ns.clip(upper=last_ns)),
     )
-    host = spans["kind"].isin(
-        ("cpu", "annotation")
-    )  # without a device, operators are the compute
-    spans = spans.assign(
-        row=spans.index, kind=spans["kind"].astype(object).mask(host, "host")
-    )
-    spans = spans[work | (annotation & work.any())]
-    spans = spans[["row", "rank", "stream", "kind", "name", "start_ns", "end_ns"]]
-    flying = (spans["kind"] == "comm") & _calling(spans)
-    spans.loc[flying, "stream"] = IN_FLIGHT - np.arange(flying.sum())
-    host = [
-        _cut(thread)
-        for _, thread in spans[spans["stream"] < 0].groupby(["rank", "stream"])
-    ]
-    return pd.concat([*host, spans[spans["stream"] >= 0]], ignore_index=True)
+    spans = spans.loc[work | annotation, _COLUMNS]
+    # Sends and receives last beside what their thread does: each gets a lane of its own.
+    names_call = (spans["stream"] < 0) & spans["name"].str.startswith("c10d::")
+    thread = [spans["rank"], spans["stream"]]
+    calling = names_call.groupby(thread).transform("any")
+    in_flight = (spans["kind"] == "comm") & calling
+    spans.loc[in_flight, "stream"] = IN_FLIGHT - np.arange(in_flight.sum())
+    threads = spans[spans["stream"] < 0].groupby(["rank", "stream"])
+    cut = [_cut_thread(thread) for _, thread in threads]
+    return pd.concat([*cut, spans[spans["stream"] >= 0]], ignore_index=True)
 
 
-def _working(spans: pd.DataFrame) -> pd.Series:
+def _on_working_thread(spans: pd.DataFrame) -> pd.Series:
     """Spans of host threads that run operators or calls of the device; where a rank has
     such, others only wait.
     """
-    works = (
-        (spans["correlation"] >= 0)
-        | (spans["op"] >= 0)
-        | spans["kind"].isin(BUSY_KINDS)
-    )
-    works = works & (spans["stream"] < 0) & (spans["kind"] != "annotation")
-    rank_works = works.groupby(spans["rank"]).transform("any")
-    return (
-        works.groupby([spans["rank"], spans["stream"]]).transform("any") | ~rank_works
-    )
+    rank = spans["rank"]
+    stream = spans["stream"]
+    kind = spans["kind"]
+    works = kind.isin(BUSY_KINDS)
+    works |= spans["correlation"] >= 0
+    works |= spans["op"] >= 0
+    works &= (stream < 0) & (kind != "annotation")
+    rank_works = works.groupby(rank).transform("any")
+    return works.groupby([rank, stream]).transform("any") | ~rank_works
 
 
-def _calling(spans: pd.DataFrame) -> pd.Series:
-    """Spans of host threads that call collectives."""
-    calls = (spans["stream"] < 0) & spans["name"].str.startswith("c10d::")
-    return calls.groupby([spans["rank"], spans["stream"]]).transform("any")
-
-
-def _cut(thread: pd.DataFrame) -> pd.DataFrame:
+def _cut_thread(thread: pd.DataFrame) -> pd.DataFrame:
     """A host thread cut where its innermost span changes; each span keeps a slice at
     its start, even an empty one.
     """
-    thread = thread[
-        (thread["kind"] == "comm") | ~_inside(thread, thread, "comm")
-    ]  # a transfer is one slice
-    thread = thread.sort_values(
-        ["start_ns", "end_ns"], ascending=[True, False], kind="stable"
-    )
+    # What runs inside of a transfer is part of it: a transfer is one slice.
+    thread = thread[(thread["kind"] == "comm") | ~_inside(thread, thread, "comm")]
+    thread = thread.sort_values("end_ns", ascending=False, kind="stable")
+    thread = thread.sort_values("start_ns", kind="stable")
     start = thread["start_ns"].to_numpy()
     end = thread["end_ns"].to_numpy()
     number = np.arange(len(thread))
-    # at one instant what is running ends first, inner before outer; then spans start,
-    # and empty ones end at once
-    turn = np.where(end > start, -number, 2 * number + 1)
+    empty = end <= start
+    # The 2n events of the n spans, starts before ends, in order of time. At one instant
+    # what is running ends first, inner before outer (-number); then spans start in their
+    # order, and an empty one ends right after its own start (2 number, 2 number + 1).
     times = np.concatenate([start, end])
-    ends = np.repeat([False, True], len(thread))
-    order = np.lexsort(
-        (
-            np.concatenate([2 * number, turn]),
-            np.concatenate([number >= 0, end <= start]),
-            times,
-        )
-    )
-    depth = np.cumsum(np.where(ends[order], -1, 1))
-    opened = depth[~ends[order]]  # in the order of starts, which is that of the spans
-    base = len(thread) + 1
-    keys = np.sort(opened * base + number)
-    below = keys[np.searchsorted(keys, (opened - 1) * base + number) - 1]
-    parent = np.where((below // base == opened - 1) & (opened > 1), below % base, -1)
+    is_end = np.repeat([False, True], len(thread))
+    after_ends = np.concatenate([number >= 0, empty])
+    turn = np.concatenate([2 * number, np.where(empty, 2 * number + 1, -number)])
+    order = np.lexsort((turn, after_ends, times))
+    depth = np.cumsum(np.where(is_end[order], -1, 1))
+    parent = _parents(depth[~is_end[order]])
+    # Between two events runs the span that has just started, or the parent of the one
+    # that has just ended.
     inner = np.concatenate([number, parent])[order][:-1]
     begin = times[order][:-1]
     until = times[order][1:]
-    keep = (inner >= 0) & ((until > begin) | ~ends[order][:-1]) & (until <= end[inner])
+    starts = ~is_end[order][:-1]
+    keep = (until > begin) | starts
+    keep &= (inner >= 0) & (until <= end[inner])
     cut = thread.iloc[inner[keep]].assign(start_ns=begin[keep], end_ns=until[keep])
-    return cut.assign(
-        kind=np.where(_inside(cut, thread, "compute"), "compute", cut["kind"])
-    )
+    computes = _inside(cut, thread, "compute")
+    return cut.assign(kind=np.where(computes, "compute", cut["kind"]))
+
+
+def _parents(depth: np.ndarray) -> np.ndarray:
+    """Number (n,) of the span around each one, -1 without; depth (n,) of nested spans
+    in the order of their starts, 1 for the outermost.
+
+    The parent is the last earlier span that is one level up: with keys
+    depth * (n + 1) + number in order, it is the one before (depth - 1, own number).
+    """
+    number = np.arange(len(depth))
+    base = len(depth) + 1
+    keys = np.sort(depth * base + number)
+    before = keys[np.searchsorted(keys, (depth - 1) * base + number) - 1]
+    level, span = np.divmod(before, base)
+    return np.where((level == depth - 1) & (depth > 1), span, -1)
 
 
 def _inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str) -> np.ndarray:
-    """Which rows lie within the spans of a kind, (n,) of bool."""
+    """Whether each row (n,) lies within the thread's spans of a kind."""
     thread = thread[thread["kind"] == kind]
-    spans = union(pack(thread["start_ns"], thread["end_ns"] - thread["start_ns"]))
-    at = np.searchsorted(spans[:, 0], rows["start_ns"], side="right") - 1
-    return (at >= 0) & (rows["end_ns"].to_numpy() <= np.r_[spans[:, 1], 0][at])
+    start_ns = thread["start_ns"]
+    start, end = union(pack(start_ns, thread["end_ns"] - start_ns)).T
+    at = np.searchsorted(start, rows["start_ns"], side="right") - 1
+    # Position -1, no span before, reads the 0 that is appended to the ends.
+    return (at >= 0) & (rows["end_ns"].to_numpy() <= np.r_[end, 0][at])

@@ -1,4 +1,4 @@
-"""How long is a step, what is in it, and which steps should not be counted?
+"""Steps: how long each is, what is in it, and which should not be counted.
 
 The first steps of a run allocate, compile and fill caches. A leading step is warm-up
 when it is slower than the median of the steps after it by more than 5 times their
@@ -117,15 +117,15 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
         )
         or timeline.steps
     )
-    own = spans["step"].isin(counted)
-    if own.all() or not counted:
+    counts = spans["step"].isin(counted)
+    if counts.all() or not counted:
         return timeline, counted
     start_ns = spans["start_ns"]
     end_ns = spans["start_ns"] + spans["dur_ns"]
     side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
-    first_ns = start_ns.where(own, end_ns.max()).groupby(side).transform("min")
-    last_ns = end_ns.where(own, start_ns.min()).groupby(side).transform("max")
-    keep = own | ((start_ns >= first_ns) & (end_ns <= last_ns))
+    first_ns = start_ns.where(counts, end_ns.max()).groupby(side).transform("min")
+    last_ns = end_ns.where(counts, start_ns.min()).groupby(side).transform("max")
+    keep = counts | ((start_ns >= first_ns) & (end_ns <= last_ns))
     if keep.all() and counted == timeline.steps:
         return timeline, counted
     part = timeline.where(keep.to_numpy())
@@ -136,8 +136,8 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
 
 
 def median_step(timeline: Timeline, step: int | None = None) -> list[int]:
-    """As `Timeline.one_step`; if none is given that of median wall_s (the lower),
-    without warm-up and cut ones.
+    """The step as `Timeline.one_step` gives it; if none is given that of median wall_s
+    (the lower), without warm-up and cut ones.
     """
     chosen = timeline.one_step(step)
     if step is not None or not chosen or len(timeline.steps) < 2:
@@ -267,18 +267,20 @@ def _warmup(table: pd.DataFrame) -> list[int]:
     """The leading steps that are slow."""
     walls = table.groupby("step")["wall_s"].median()
     slow = []
-    for place in range(len(walls) - 2):
-        rest = walls.to_numpy()[place + 1 :]
+    for number in range(len(walls) - 2):
+        rest = walls.to_numpy()[number + 1 :]
         median = np.median(rest)
         deviation = np.median(np.abs(rest - median))
-        if walls.iloc[place] <= median + max(_DEVIATIONS * deviation, _SLOWER * median):
+        if walls.iloc[number] <= median + max(
+            _DEVIATIONS * deviation, _SLOWER * median
+        ):
             break
-        slow.append(walls.index[place])
+        slow.append(walls.index[number])
     return slow
 
 
 def input_wait(timeline: Timeline) -> pd.DataFrame:
-    """How long the host waits for input: rank, step, calls, wait_s; one row per rank
+    """Time that the host waits for input: rank, step, calls, wait_s; one row per rank
     and step with such calls.
 
     Calls are those in which PyTorch's DataLoader hands out the next batch, as its label

@@ -1,5 +1,5 @@
-"""Who waits for the transfers of gloo, on a trace without a device? Their edges in the
-graph of a step.
+"""Edges of gloo's transfers in the graph of a step: who waits for them, on a trace
+without a device?
 
 A c10d operator hands a transfer to a thread of gloo and returns; where the caller waits
 is no event of a trace. It is seen where the calling thread pauses until the transfer
@@ -17,177 +17,141 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, union
 from madmax_lib.traces.comm.call_metadata import call_metadata
+from madmax_lib.traces.tables import covered, ends_ns
+from madmax_lib.traces.waits.work import Work, end_of, joined_edges, start_of
 
 __all__ = ["pauses", "transfers"]
 
 _PAUSES = r"wait|run_backward|: backward"
 _AUTOGRAD = "autograd::engine::evaluate_function"
-_MOSTLY = (
-    0.5  # of the calls of a kind must show that their thread waits for them at once
-)
+# of the calls of a kind must show that their thread waits for them at once
+_MOSTLY = 0.5
+_NEVER = np.iinfo(np.int64).max
 
 
-def transfers(
-    timeline, spans: pd.DataFrame, slices: pd.DataFrame, slice_of_row: np.ndarray
-) -> Iterator[tuple]:
-    """Edges launch, sync and link of gloo's transfers; spans: of the step, slices: its
-    work.
-    """
-    host = spans[spans["stream"] < 0]
-    operators = host[host["name"].str.startswith("c10d::")].sort_values(
-        "start_ns", kind="stable"
-    )
-    gloo = host[(host["kind"] == "comm") & (slice_of_row[0, host.index] >= 0)]
+def transfers(work: Work) -> Iterator[tuple]:
+    """Edges launch, sync and link of gloo's transfers."""
+    host = work.spans[work.spans["stream"] < 0].sort_values("start_ns", kind="stable")
+    operators = host[host["name"].str.startswith("c10d::")]
+    gloo = host[(host["kind"] == "comm") & work.has_slice(host.index)]
     for rank, calls in operators.groupby("rank"):
-        mine = gloo[gloo["rank"] == rank].sort_values("start_ns", kind="stable")
-        in_flight = mine["stream"].isin(calls["stream"])
-        messages = calls["name"].str.contains(r"::(?:send|recv)")
-        for own, made in (
-            (mine[~in_flight], calls[~messages]),
-            (mine[in_flight], calls[messages]),
-        ):
-            own, made = _started(own, made)
-            yield (
-                "launch",
-                2 * slice_of_row[0, made.index],
-                2 * slice_of_row[0, own.index],
-            )
-            yield (
-                "sync",
-                *_waits(own, made, host[host["rank"] == rank], slices, slice_of_row),
-            )
-    yield from _link(gloo, slice_of_row, slices)
+        ours = gloo[gloo["rank"] == rank]
+        in_flight = ours["stream"].isin(calls["stream"])
+        is_message = calls["name"].str.contains(r"::(?:send|recv)")
+        threads = host[host["rank"] == rank]
+        # Collectives run on gloo's own threads, messages on the thread that calls.
+        yield from _queue(work, ours[~in_flight], calls[~is_message], threads)
+        yield from _queue(work, ours[in_flight], calls[is_message], threads)
+    yield from _links(work, gloo)
 
 
-def _started(
-    transfers: pd.DataFrame, calls: pd.DataFrame
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Transfers, and the call of each: they queue one after the other; if some are
-    missing, the last call before.
+def _queue(
+    work: Work, transfers: pd.DataFrame, calls: pd.DataFrame, host: pd.DataFrame
+) -> Iterator[tuple]:
+    """Edges from calls to their transfers, which queue one after the other, and from
+    the transfers to where their callers go on.
     """
     turn = np.arange(len(transfers))
     if len(transfers) != len(calls):
-        turn = (
-            np.searchsorted(calls["start_ns"], transfers["start_ns"], side="right") - 1
-        )
-    return transfers[turn >= 0], calls.iloc[turn[turn >= 0]]
+        # Some are missing: each belongs to the last call before it.
+        starts = transfers["start_ns"]
+        turn = np.searchsorted(calls["start_ns"], starts, side="right") - 1
+    transfers = transfers[turn >= 0]
+    calls = calls.iloc[turn[turn >= 0]]
+    first = start_of(work.first[calls.index])
+    yield "launch", first, start_of(work.first[transfers.index])
+    yield "sync", *_waits(work, transfers, calls, host)
 
 
 def _waits(
-    own: pd.DataFrame,
-    calls: pd.DataFrame,
-    host: pd.DataFrame,
-    slices: pd.DataFrame,
-    slice_of_row: np.ndarray,
+    work: Work, transfers: pd.DataFrame, calls: pd.DataFrame, host: pd.DataFrame
 ) -> tuple[np.ndarray, np.ndarray]:
     """End of a transfer -> where the thread that called goes on."""
-    sources = [np.zeros(0, np.int64)]
-    targets = [np.zeros(0, np.int64)]
-    end_ns = (own["start_ns"] + own["dur_ns"]).to_numpy()
-    ended = 2 * slice_of_row[1, own.index] + 1
+    parts = []
+    end_ns = ends_ns(transfers).to_numpy()
+    ended = end_of(work.last[transfers.index])
     for thread in calls["stream"].unique():
-        mine = np.flatnonzero(calls["stream"] == thread)
-        lane = slices[
-            (slices["rank"] == calls["rank"].iloc[0]) & (slices["stream"] == thread)
-        ]
-        _, after = pauses(lane, host, end_ns[mine], end_ns[mine])
-        after = _at_the_end_of_backward(
-            after, calls.iloc[mine], lane, host[host["stream"] == thread]
-        )
-        sources.append(ended[mine][after >= 0])
-        targets.append(after[after >= 0])
-    return np.concatenate(sources), np.concatenate(targets)
+        at = np.flatnonzero(calls["stream"] == thread)
+        lane = work.lane(calls["rank"].iloc[0], thread)
+        _, after = pauses(lane, host, end_ns[at], end_ns[at])
+        on_thread = host[host["stream"] == thread]
+        after = _end_of_backward(after, calls.iloc[at], lane, on_thread)
+        parts.append((ended[at][after >= 0], after[after >= 0]))
+    return joined_edges(parts)
 
 
-def _at_the_end_of_backward(
+def _end_of_backward(
     after: np.ndarray, calls: pd.DataFrame, lane: pd.DataFrame, host: pd.DataFrame
 ) -> np.ndarray:
-    """Events (n,) at which a thread goes on after its calls, with those of calls that
-    backward does not wait for.
+    """Events (n,) at which a thread goes on after its calls; those calls of backward
+    that it does not wait for at once are awaited when backward has ended.
     """
     nodes = host[host["name"].str.startswith(_AUTOGRAD)]
     if nodes.empty or not len(lane):
         return after
-    inside = _within(calls["start_ns"], nodes)
-    works = lane[
-        lane["kind"].isin(("compute", "host"))
-        & (host["kind"].reindex(lane["row"]) != "annotation").to_numpy()
-    ]
+    call_ns = calls["start_ns"]
+    in_backward = _within(call_ns, nodes)
+    # Work outside of backward, and the first of it after each call.
+    is_annotation = host["kind"].reindex(lane["row"]).eq("annotation").to_numpy()
+    works = lane[lane["kind"].isin(("compute", "host")) & ~is_annotation]
     works = works[~_within(works["start_ns"], nodes)]
-    next_work = np.searchsorted(works["start_ns"], calls["start_ns"], side="right")
-    at = np.r_[2 * works.index.to_numpy(), -1][
-        next_work
-    ]  # the first work after backward
-    last = np.r_[nodes["start_ns"].to_numpy(), 0][
-        np.searchsorted(nodes["start_ns"], np.r_[works["start_ns"], np.inf][next_work])
-        - 1
-    ]
-    seen = (after >= 0) & (
-        lane["end_ns"].reindex(after // 2).to_numpy() > last
-    )  # it waits when backward has ended
-    of_kind = (
-        pd.Series(after >= 0)
-        .groupby([calls["name"].to_numpy(), inside])
-        .transform("mean")
-        .to_numpy()
+    following = np.searchsorted(works["start_ns"], call_ns, side="right")
+    resume = np.r_[start_of(works.index.to_numpy()), -1][following]
+    # Start of the last node of that backward pass. A thread that pauses later than that
+    # waits when backward has ended.
+    resume_ns = np.r_[works["start_ns"], np.inf][following]
+    node_ns = nodes["start_ns"].to_numpy()
+    last_ns = np.r_[node_ns, 0][np.searchsorted(node_ns, resume_ns) - 1]
+    pauses_late = (after >= 0) & (
+        lane["end_ns"].reindex(after // 2).to_numpy() > last_ns
     )
-    late = inside & ((of_kind <= _MOSTLY) | seen) & (at >= 0)
-    first = (
-        pd.Series(np.where(seen & late, after, np.iinfo(np.int64).max))
-        .groupby(at)
-        .transform("min")
-        .to_numpy()
-    )
-    return np.where(late, np.where(seen, after, np.minimum(first, at)), after)
+    kind_of_call = [calls["name"].to_numpy(), in_backward]
+    pausing = pd.Series(after >= 0).groupby(kind_of_call).transform("mean").to_numpy()
+    late = in_backward & ((pausing <= _MOSTLY) | pauses_late) & (resume >= 0)
+    # Calls of one backward pass without a pause of their own: the first pause of it.
+    late_pause = pd.Series(np.where(pauses_late & late, after, _NEVER))
+    first = late_pause.groupby(resume).transform("min").to_numpy()
+    awaited = np.where(pauses_late, after, np.minimum(first, resume))
+    return np.where(late, awaited, after)
 
 
 def _within(start_ns: pd.Series, spans: pd.DataFrame) -> np.ndarray:
-    """Which times (n,) lie inside of spans of a thread."""
-    covered = union(pack(spans["start_ns"], spans["dur_ns"]))
-    at = np.searchsorted(covered[:, 0], start_ns, side="right") - 1
-    return (at >= 0) & (np.asarray(start_ns) < np.r_[covered[:, 1], 0][at])
+    """Whether each time (n,) lies inside of spans of a thread."""
+    start, end = covered(spans).T
+    at = np.searchsorted(start, start_ns, side="right") - 1
+    # Position -1, no span before, reads the 0 that is appended to the ends.
+    return (at >= 0) & (np.asarray(start_ns) < np.r_[end, 0][at])
 
 
-def _link(
-    gloo: pd.DataFrame, slice_of_row: np.ndarray, slices: pd.DataFrame
-) -> Iterator[tuple]:
+def _links(work: Work, gloo: pd.DataFrame) -> Iterator[tuple]:
     """End of a transfer -> end of the next one over the link of its rank; messages one
     way do not hold up others.
     """
-    ends = slices.loc[slice_of_row[1, gloo.index], ["end_ns"]].assign(
-        at=2 * slice_of_row[1, gloo.index] + 1
-    )
-    way = gloo["name"].astype(str).str.extract(r":(send|recv)")[0].fillna("").to_numpy()
-    for _, lane in ends.groupby([gloo["rank"].to_numpy(), way]):
-        at = lane.sort_values("end_ns", kind="stable")["at"].to_numpy()
-        yield "link", at[:-1], at[1:]
+    last = work.last[gloo.index]
+    ends = work.slices.loc[last, ["end_ns"]].assign(event=end_of(last))
+    way = gloo["name"].astype(str).str.extract(r":(send|recv)")[0].fillna("")
+    for _, lane in ends.groupby([gloo["rank"].to_numpy(), way.to_numpy()]):
+        event = lane.sort_values("end_ns", kind="stable")["event"].to_numpy()
+        yield "link", event[:-1], event[1:]
 
 
-def messages(timeline, slices: pd.DataFrame, flying: np.ndarray) -> pd.Series:
+def messages(timeline, slices: pd.DataFrame, in_flight: np.ndarray) -> pd.Series:
     """Number (n,) of the message of each slice in flight (mask), that both ends share;
     only complete ones.
     """
-    sides = slices[flying]
-    about = call_metadata(timeline, sides["row"].to_numpy()).set_index(sides.index)
-    known = (about["source_rank"] >= 0) & (about["target_rank"] >= 0)
-    sides = (
-        sides[known]
-        .join(about[["collective", "source_rank", "target_rank"]])
-        .sort_values("start_ns", kind="stable")
-    )
-    ends = ["source_rank", "target_rank"]
-    sides["turn"] = sides.groupby([*ends, "collective"]).cumcount()
-    sent = (
-        (sides["collective"] == "send")
-        .astype(float)
-        .groupby([sides[end] for end in ends])
-        .transform("mean")
-    )
-    return sides.groupby([*ends, "turn"]).ngroup()[
-        sent == 0.5
-    ]  # as many sent as received
+    sides = slices[in_flight]
+    columns = ["collective", "source_rank", "target_rank"]
+    about = call_metadata(timeline, sides["row"].to_numpy())[columns]
+    sides = sides.join(about.set_index(sides.index))
+    pair = ["source_rank", "target_rank"]
+    sides = sides[(sides[pair] >= 0).all(axis=1)]
+    sides = sides.sort_values("start_ns", kind="stable")
+    turn = sides.groupby([*pair, "collective"]).cumcount()
+    is_send = sides["collective"].eq("send").astype(float)
+    sends = is_send.groupby([sides[end] for end in pair]).transform("mean")
+    number = sides.assign(turn=turn).groupby([*pair, "turn"]).ngroup()
+    return number[sends == 0.5]  # as many sent as received
 
 
 def pauses(
@@ -200,17 +164,14 @@ def pauses(
     """
     if not len(lane):
         return np.full((2, len(from_ns)), -1)
-    waits = (
-        lane["name"].str.contains(_PAUSES).to_numpy()
-        | (spans.loc[lane["row"], "kind"] == "annotation").to_numpy()
-    )
-    start = lane["start_ns"].to_numpy()
+    waits = lane["name"].str.contains(_PAUSES).to_numpy()
+    waits |= spans.loc[lane["row"], "kind"].eq("annotation").to_numpy()
     end = lane["end_ns"].to_numpy()
-    at = np.searchsorted(start, from_ns, side="left") - 1
+    at = np.searchsorted(lane["start_ns"], from_ns, side="left") - 1
+    # The last slice that began covers the stretch, or ended before it began.
     inside = end[at] >= until_ns
-    before = np.where(
-        at < 0, -1, 2 * lane.index.to_numpy()[at] + np.where(inside, 0, 1)
-    )
-    after = np.where(inside, before + 1, np.where(at + 1 < len(lane), before + 1, -1))
     running = (end[at] >= from_ns) & ~(inside & waits[at])
+    before = start_of(lane.index.to_numpy()[at]) + ~inside
+    has_next = inside | (at + 1 < len(lane))
+    after = np.where(has_next, before + 1, -1)
     return np.where(running | (at < 0), -1, np.stack([before, after]))

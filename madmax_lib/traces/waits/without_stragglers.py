@@ -1,13 +1,12 @@
-"""How much faster would steps be without stragglers, and which operations, stages and
-workers cost the time?
+"""Steps without stragglers: how much faster they would be, and which operations, stages
+and workers cost the time.
 
 The ideal of an operation is the average over everything of its class: the mean for
 computation, the median for communication. Steps are replayed with the own times of
 operations, and with some or all of them at their ideal; of a matched call only what
 follows its last member's start is own time. Definitions of "Understanding Stragglers in
 Large Model Training Using What-if Analysis" (OSDI 2025, arXiv 2505.05713). The ideal
-holds the stragglers' share of the
-average: S is below "all as fast as the best", and 1 where all are slow alike. Names say
+holds the stragglers' share of the average: S is below "all as fast as the best", and 1 where all are slow alike. Names say
 where, not why.
 """
 
@@ -131,7 +130,7 @@ class WithoutStragglers:
 
 
 def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
-    """How much faster without stragglers, by kind, stage, worker and step.
+    """Gain without stragglers, by kind, stage, worker and step.
 
     ops: a timeline, or one row per operation: dp_rank, stage, rank, step, optype,
     start_ts and duration (s, on one clock), seq_id; as `operations` gives them, or
@@ -197,7 +196,12 @@ class _Replays:
     """The steps of operations as graphs, with own and ideal times."""
 
     def __init__(self, ops: pd.DataFrame):
-        ops = ops.assign(own_s=_own_s(ops), kind=ops["optype"].replace(_TWO_SIDED))
+        # Of members of a call only the time from the last member's start is their own.
+        end = ops["start_ts"] + ops["duration"]
+        member_s = end - ops.groupby(["step", "met"])["start_ts"].transform("max")
+        member_s = member_s.mask(member_s <= _CLOCK_S, 0.0)
+        own_s = member_s.where(ops["met"] >= 0, ops["duration"])
+        ops = ops.assign(own_s=own_s, kind=ops["optype"].replace(_TWO_SIDED))
         of_class = ops.groupby(["optype", "like"])["own_s"]
         average = of_class.transform("median").where(
             ops["is_call"], of_class.transform("mean")
@@ -253,13 +257,6 @@ class _Replays:
     ) -> np.ndarray:
         actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
         return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
-
-
-def _own_s(ops: pd.DataFrame) -> pd.Series:
-    """Durations; of members of a call, from the last member's start."""
-    end = ops["start_ts"] + ops["duration"]
-    own = end - ops.groupby(["step", "met"])["start_ts"].transform("max")
-    return own.mask(own <= _CLOCK_S, 0.0).where(ops["met"] >= 0, ops["duration"])
 
 
 def _checked(ops: pd.DataFrame) -> pd.DataFrame:
@@ -332,5 +329,5 @@ def _whole_steps(ops: pd.DataFrame) -> tuple[pd.DataFrame, int]:
         .groupby(each["step"])
         .sum()
     )
-    whole = sets.index[sets == sets.mode()[0]]
-    return ops[ops["step"].isin(whole)].reset_index(drop=True), len(sets) - len(whole)
+    usual = sets.index[sets == sets.mode()[0]]
+    return ops[ops["step"].isin(usual)].reset_index(drop=True), len(sets) - len(usual)

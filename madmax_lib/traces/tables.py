@@ -1,0 +1,36 @@
+"""Small steps that many analyses share: ends of spans, covered time, ratios, tables in
+order.
+"""
+
+import pandas as pd
+
+from madmax_lib.base.intervals import pack, union
+from madmax_lib.timeline.timeline import BUSY_KINDS
+
+__all__ = ["busy_spans", "covered", "ends_ns", "largest_first", "ratio"]
+
+
+def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
+    """Spans in which a device, or a worker thread on a CPU, is at work."""
+    return spans[spans["kind"].isin(BUSY_KINDS)]
+
+
+def ends_ns(spans: pd.DataFrame) -> pd.Series:
+    """End (n,) of each span, of spans or slices of spans."""
+    return spans["start_ns"] + spans["dur_ns"]
+
+
+def covered(spans: pd.DataFrame):
+    """Intervals (m, 2) in normal form that at least one span covers, in ns."""
+    return union(pack(spans["start_ns"], spans["dur_ns"]))
+
+
+def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
+    """value / by, NaN where by is not positive."""
+    return value.astype(float) / by.where(by > 0).astype(float)
+
+
+def largest_first(table: pd.DataFrame, column: str, *ties: str) -> pd.DataFrame:
+    """The rows by falling value of a column, equal ones by rising values of the others."""
+    ascending = [False] + [True] * len(ties)
+    return table.sort_values([column, *ties], ascending=ascending, ignore_index=True)
