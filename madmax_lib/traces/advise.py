@@ -6,6 +6,7 @@ so gains do not add up.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -28,18 +29,25 @@ _WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
 _SLOW = 0.5
 
 _REMEDY = {
-    "exposed communication": "overlap it with compute (prefetch, buckets, a stream of its own), send less, or use a "
-    "faster link",
+    "exposed communication": "overlap it with compute (prefetch, buckets, a stream of its "
+    "own), send less, or use a faster link",
     "waiting for peers": "read the traces of all ranks: they tell who is late, and why",
-    "straggler rank": "look at this rank: data loading, uneven work, a slow or throttled device",
-    "small messages": "make buckets larger or fuse calls, so that the link and not the latency rules",
+    "straggler rank": "look at this rank: data loading, uneven work, a slow or throttled "
+    "device",
+    "small messages": "make buckets larger or fuse calls, so that the link and not the "
+    "latency rules",
     "launch-bound": "fuse kernels, compile, or capture a CUDA graph",
-    "late start": "look for a module that is loaded, a copy that blocks, another process, unrecorded streams",
-    "host wait": "remove synchronisation (.item(), .cpu(), prints) and feed data ahead of the step",
+    "late start": "look for a module that is loaded, a copy that blocks, another process, "
+    "unrecorded streams",
+    "host wait": "remove synchronisation (.item(), .cpu(), prints) and feed data ahead of "
+    "the step",
     "short gaps": "fuse the small kernels of this stream or capture a CUDA graph",
-    "pipeline bubble": "use more micro-batches, an interleaved or a zero-bubble schedule, stages of equal work",
-    "other idle": "look for events, for streams that wait for each other, and for ranks that wait outside of calls",
-    "exposed copies": "pin host memory, copy with non_blocking=True on a stream of its own, keep data on the device",
+    "pipeline bubble": "use more micro-batches, an interleaved or a zero-bubble schedule, "
+    "stages of equal work",
+    "other idle": "look for events, for streams that wait for each other, and for ranks "
+    "that wait outside of calls",
+    "exposed copies": "pin host memory, copy with non_blocking=True on a stream of its "
+    "own, keep data on the device",
 }
 
 
@@ -81,9 +89,13 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline, steps=counted)
 
 
-Finding = tuple[
-    str, str, float, str
-]  # cause, where, seconds over all ranks and steps, evidence
+class Finding(NamedTuple):
+    """One cause of lost time."""
+
+    cause: str
+    where: str
+    gain_s: float  # over all ranks and steps
+    evidence: str
 
 
 def _communication(timeline: Timeline) -> Iterator[Finding]:
@@ -155,7 +167,7 @@ def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding
         f"{format_bytes(best['size_bytes'])} reach {format_bytes(best['rate'])}/s"
     )
     gain_s = (slow["lost_s"] * (1 - slow["rate"] / best["rate"])).sum()
-    return "small messages", where, min(gain_s, exposed_s), evidence
+    return Finding("small messages", where, min(gain_s, exposed_s), evidence)
 
 
 def _late_ranks(timeline: Timeline) -> Iterator[Finding]:

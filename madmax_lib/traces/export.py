@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -227,8 +228,7 @@ def _spans(
 ) -> Iterator[str]:
     """One event per row; what rows have in common is made once."""
     common: dict[tuple, tuple[str, str]] = {}
-    columns = ("cat", "label", "name", "kind", "stream", "group")
-    keys = zip(*(table[column].tolist() for column in columns), strict=True)
+    keys = zip(*(table[column].tolist() for column in _Row._fields), strict=True)
     start = _microseconds(table["start_ns"].to_numpy() - base_ns)
     dur = _microseconds(table["dur_ns"].to_numpy())
     numbers = (table[column].tolist() for column in ("correlation", "op", "size_bytes"))
@@ -236,7 +236,7 @@ def _spans(
         keys, start, dur, *numbers, strict=True
     ):
         if key not in common:
-            common[key] = _common(*key, _thread(key[4], pids, first))
+            common[key] = _common(_Row(*key), _thread(key[4], pids, first))
         head, tail = common[key]
         args = "" if correlation == -1 else f'"correlation": {correlation}, '
         args += "" if op == -1 else f'"External id": {op}, '
@@ -244,24 +244,34 @@ def _spans(
         yield f'{head}, "ts": {ts}, "dur": {length}, "args": {{{args}{tail}}}}}'
 
 
-def _common(cat, label, name, kind, stream, group, thread) -> tuple[str, str]:
+class _Row(NamedTuple):
+    """Fields of a row that many rows have in common."""
+
+    cat: str
+    label: str
+    name: str
+    kind: str
+    stream: int
+    group: str
+
+
+def _common(row: _Row, thread: tuple[int, int]) -> tuple[str, str]:
     """Text before the times, and the last of the args: kind always, stream only of what
     HTA shall count as a kernel.
     """
-    phase = "i" if kind == "memory" else "X"
-    head = (
-        f'{{"ph": "{phase}", "cat": "{cat}", "name": {_text(label)}, "pid": '
-        f'{thread[0]}, "tid": {thread[1]}'
-    )
-    args = [f'"kind": "{kind}"']
-    if label != name:
-        args.append(f'"op name": {_text(original_name(label))}')
-    if stream >= 0 and kind in BUSY_KINDS:
-        args.append(f'"device": 0, "stream": {stream}')
-    if kind == "comm":
-        args.append(f'"Collective name": "{collective_of(name)}"')
-    if group:
-        args.append(f'"Process Group Name": {_text(group)}')
+    phase = "i" if row.kind == "memory" else "X"
+    pid, tid = thread
+    name = f'"cat": "{row.cat}", "name": {_text(row.label)}'
+    head = f'{{"ph": "{phase}", {name}, "pid": {pid}, "tid": {tid}'
+    args = [f'"kind": "{row.kind}"']
+    if row.label != row.name:
+        args.append(f'"op name": {_text(original_name(row.label))}')
+    if row.stream >= 0 and row.kind in BUSY_KINDS:
+        args.append(f'"device": 0, "stream": {row.stream}')
+    if row.kind == "comm":
+        args.append(f'"Collective name": "{collective_of(row.name)}"')
+    if row.group:
+        args.append(f'"Process Group Name": {_text(row.group)}')
     return head, ", ".join(args)
 
 

@@ -29,6 +29,7 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.memory import peak
+from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.step_times import steps
 
 __all__ = ["GateResult", "gate"]
@@ -78,7 +79,7 @@ class GateResult:
         alike), a_s, b_s, difference_s (per step), ratio. Of a collective the rank that
         waits least counts.
     threshold: as given.
-    alike: factor by which a host's operations changed in the median, which may be the
+    host_factor: factor by which a host's operations changed in the median, which may be the
         machine's; 1 on a device, and where enough recordings show how far runs are
         apart.
     """
@@ -87,35 +88,32 @@ class GateResult:
     table: pd.DataFrame = field(repr=False)
     explanation: pd.DataFrame = field(repr=False)
     threshold: float = 0.03
-    alike: float = 1.0
+    host_factor: float = 1.0
 
     def __repr__(self) -> str:
-        slower, unclear = (
-            self.table[self.table["verdict"] == verdict]
-            for verdict in ("slower", "cannot tell")
-        )
+        verdict = self.table["verdict"]
+        slower = self.table[verdict == "slower"]
+        unclear = self.table[verdict == "cannot tell"]
         lines = [f"{'passed' if self.passed else 'failed'} at {self.threshold:.3g}"]
         for row in slower.itertuples():
             lines.append(
                 f"{row.quantity}: {row.ratio - 1:+.1%} ({row.low - 1:+.1%} to "
                 f"{row.high - 1:+.1%})"
             )
-        if len(slower):
-            lines += [
-                f"  {_place(row)}: {row.difference_s * 1e3:+.3g} ms"
-                for row in self.explanation.itertuples()
-            ]
+        for row in self.explanation.itertuples() if len(slower) else ():
+            rank = "" if row.rank == -1 else f" on rank {row.rank}"
+            grew_ms = row.difference_s * 1e3
+            lines.append(f"  {row.operation}{rank}: {grew_ms:+.3g} ms")
         operations = unclear["kind"].isin(BUSY_KINDS)
         for row in unclear[~operations].itertuples():
-            said = f"cannot tell at {self.threshold:.3g}"
             lines.append(
-                f"{row.quantity}: {said}, in this noise {row.detectable:.1%} is the "
-                "least that shows"
+                f"{row.quantity}: cannot tell at {self.threshold:.3g}, in this noise "
+                f"{row.detectable:.1%} is the least that shows"
             )
         lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
-        if abs(self.alike - 1) > self.threshold:
+        if abs(self.host_factor - 1) > self.threshold:
             lines += [
-                f"all operations take {self.alike:.3g} times as long: the machine, "
+                f"all operations take {self.host_factor:.3g} times as long: the machine, "
                 f"or work beside? {_MORE}"
             ]
         return "\n".join(lines)
@@ -139,31 +137,30 @@ def gate(
         raise ValueError(
             f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %"
         )
-    sides = [
-        [_Recording(one) for one in _several(name, side)]
-        for name, side in (("a", a), ("b", b))
-    ]
+    sides = []
+    for name, side in (("a", a), ("b", b)):
+        timelines = list(side) if isinstance(side, (list, tuple)) else [side]
+        if not timelines:
+            raise ValueError(f"{name} is an empty list, not a recording")
+        timelines = [require_type(name, one, Timeline) for one in timelines]
+        sides.append([_Recording(one) for one in timelines])
     _check_whole([one.timeline for side in sides for one in side])
-    table, alike = _tested(sides, threshold)
+    table, factor = _tested(sides, threshold)
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
-    table = table.sort_values(
-        ["verdict", "ratio"], key=lambda c: c.map(order) if c.name == "verdict" else -c
-    )
-    table = table.reset_index(drop=True)
-    named = [
-        (f"{label}{n}", one)
-        for label, side in zip("ab", sides, strict=True)
-        for n, one in enumerate(side, 1)
-    ]
+    table = table.assign(severity=table["verdict"].map(order), growth=-table["ratio"])
+    table = table.sort_values(["severity", "growth"], ignore_index=True)
+    table = table.drop(columns=["severity", "growth"])
     files = {
-        label: one.timeline.meta.provenance.get("files", {}) for label, one in named
+        f"{label}{number}": one.timeline.meta.provenance.get("files", {})
+        for label, side in zip("ab", sides, strict=True)
+        for number, one in enumerate(side, 1)
     }
     return GateResult(
         passed=not (table["verdict"] == "slower").any(),
         table=with_origin(table, {"files": files}),
         explanation=with_origin(_explained(*sides), {"files": files}),
         threshold=threshold,
-        alike=alike,
+        host_factor=factor,
     )
 
 
@@ -172,8 +169,8 @@ def _check_whole(timelines: list[Timeline]) -> None:
     less work looks like a gain.
     """
     ranks = [set(timeline.spans["rank"].unique().tolist()) for timeline in timelines]
-    for missing in (sorted(set.union(*ranks) - own) for own in ranks):
-        if missing:
+    for present in ranks:
+        if missing := sorted(set.union(*ranks) - present):
             raise ValueError(
                 f"one recording has no trace of rank {missing[0]}, which another "
                 "has; a gate needs all of both"
@@ -198,71 +195,68 @@ class _Recording:
     def __init__(self, timeline: Timeline):
         table = steps(timeline)
         left_out = table.loc[table["warmup"] | table["cut"], "step"]
-        table = table[~table["step"].isin(left_out)]
-        on_device = (
-            timeline.spans["kind"].isin(BUSY_KINDS) & (timeline.spans["stream"] >= 0)
-        ).any()
-        self.on_device = bool(on_device)
-        pace = (
-            "period_s" if on_device and table["period_s"].notna().any() else "wall_s"
-        )  # a host may run ahead
-        values = (
-            table.rename(columns={pace: "step_s"})
-            .groupby("step")[["step_s", "exposed_comm_s"]]
-            .mean()
-            .dropna()
-        )
-        if len(values) < _LEAST_STEPS:
-            name = next(
-                iter(timeline.meta.provenance.get("files", {}).values()), {}
-            ).get("name", "timeline")
-            more = (
-                f"record {_LEAST_STEPS + 2} or more: the first may be warm-up, "
-                "the last cut"
-            )
-            more = (
-                more
-                if steps(timeline)["annotated"].any()
-                else "mark steps with profiler.step()"
-            )
-            rule = f"a gate needs {_LEAST_STEPS}; {more}"
-            raise ValueError(
-                f"{name}: {len(values)} steps that are neither warm-up nor cut, {rule}"
-            )
+        counted = table[~table["step"].isin(left_out)]
+        spans = timeline.spans
+        busy_on_device = spans["kind"].isin(BUSY_KINDS) & (spans["stream"] >= 0)
         self.timeline = timeline
+        self.on_device = bool(busy_on_device.any())
+        # A host may run ahead of its device: then the device's pace is the step.
+        has_pace = self.on_device and counted["period_s"].notna().any()
+        step_s = counted["period_s" if has_pace else "wall_s"]
+        by_step = counted.assign(step_s=step_s).groupby("step")
+        values = by_step[["step_s", "exposed_comm_s"]].mean().dropna()
+        if len(values) < _LEAST_STEPS:
+            raise ValueError(_too_few_steps(timeline, len(values)))
         self.operations = _operations(timeline, list(values.index))
-        by_name = (
-            self.operations.groupby("step").mean().T.groupby("operation").sum().T
-        )  # of one name in two kinds too
-        self.values = values.join(by_name)
-        self.peak_bytes = (
-            peak(timeline)["peak_bytes"].max()
-            if len(timeline.side_tables["memory"])
-            else np.nan
-        )
+        per_step = self.operations.groupby("step").mean()
+        # An operation of one name in two kinds counts once.
+        self.values = values.join(per_step.T.groupby("operation").sum().T)
+        has_memory = len(timeline.side_tables["memory"])
+        self.peak_bytes = peak(timeline)["peak_bytes"].max() if has_memory else np.nan
 
-    def location(
-        self, names: Sequence[str]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """log of each quantity's middle (n,), its standard error (n,), the steps'
-        spread (n,), the number of blocks.
-        """
+    def location(self, names: Sequence[str]) -> _Location:
+        """Location of each quantity (n,), in logarithms."""
         values = self.values.reindex(columns=names, fill_value=0.0).to_numpy()
         count = len(values)
+        # Block bootstrap [Kuensch 1989]: blocks of about count^(1/3) steps keep what
+        # makes neighbours alike; each draw joins as many as cover the steps.
         block = max(round(count ** (1 / 3)), 1)
-        starts = np.random.default_rng(_SEED).integers(
-            count, size=(_DRAWS, -(-count // block))
-        )
-        rows = ((starts[:, :, None] + np.arange(block)) % count).reshape(_DRAWS, -1)[
-            :, :count
-        ]
+        shape = (_DRAWS, -(-count // block))
+        starts = np.random.default_rng(_SEED).integers(count, size=shape)
+        # (draws, blocks, steps of a block) -> (draws, steps), wrapped round at the end
+        rows = (starts[:, :, None] + np.arange(block)) % count
+        rows = rows.reshape(_DRAWS, -1)[:, :count]
         with np.errstate(divide="ignore", invalid="ignore"):
-            error = np.log(_middle(values[rows])).std(axis=0) * np.sqrt(
-                count / (count - block)
-            )
+            # blocks of b among n steps vary less than they should, by 1 - b / n
+            correction = np.sqrt(count / (count - block))
             low, high = np.quantile(values, [0.25, 0.75], axis=0)
-            spread = (high - low) / _NORMAL / np.median(values, axis=0)
-            return np.log(_middle(values[None])[0]), error, spread, count / block
+            return _Location(
+                middle=np.log(_middle(values[None])[0]),
+                error=np.log(_middle(values[rows])).std(axis=0) * correction,
+                spread=(high - low) / _NORMAL / np.median(values, axis=0),
+                blocks=count / block,
+            )
+
+
+@dataclass(frozen=True)
+class _Location:
+    """Location of the quantities of a recording, as logarithms."""
+
+    middle: np.ndarray  # (n,) log of the mean without the outer quarters
+    error: np.ndarray  # (n,) its standard error
+    spread: np.ndarray  # (n,) of the steps, relative to their median
+    blocks: float  # of steps that may be taken for independent
+
+
+def _too_few_steps(timeline: Timeline, count: int) -> str:
+    files = timeline.meta.provenance.get("files", {})
+    name = next(iter(files.values()), {}).get("name", "timeline")
+    advice = "mark steps with profiler.step()"
+    if steps(timeline)["annotated"].any():
+        most = _LEAST_STEPS + 2
+        advice = f"record {most} or more: the first may be warm-up, the last cut"
+    rule = f"a gate needs {_LEAST_STEPS}; {advice}"
+    return f"{name}: {count} steps that are neither warm-up nor cut, {rule}"
 
 
 def _operations(timeline: Timeline, counted: list[int]) -> pd.DataFrame:
@@ -303,63 +297,69 @@ def _tested(
     from scipy.stats import t as student
 
     names = _names(sides)
-    kinds = {
-        operation: kind
-        for side in sides
-        for one in side
-        for kind, operation in one.operations.columns
-    }
-    kind = [kinds.get(name, "") for name in names]
-    (mean_a, mean_b), error, freedom, alike = _compared(
-        sides, names, np.array(kind) == "compute"
-    )
-    table = pd.DataFrame({"quantity": names, "kind": kind})
-    table["a"] = np.exp(mean_a)
-    table["b"] = np.exp(mean_b)
-    growth = mean_b - mean_a
-    table["ratio"] = np.exp(growth)
+    every = [one for side in sides for one in side]
+    kinds = {name: kind for one in every for kind, name in one.operations.columns}
+    kind = np.array([kinds.get(name, "") for name in names], dtype=object)
+    compared = _compared(sides, names, kind == "compute")
+    error = compared.error
+    freedom = compared.freedom
+    growth = compared.log_b - compared.log_a
     width = student.ppf(1 - _LEVEL, freedom) * error
-    # any part of it may be the machine's
-    least = growth - max(alike, 0.0)
-    most = growth - min(alike, 0.0)
-    table["low"] = np.exp(least - width)
-    table["high"] = np.exp(most + width)
+    # Any part of what a host's operations share may be the machine's.
+    least = growth - max(compared.shared, 0.0)
+    most = growth - min(compared.shared, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = np.where(
-            error > 0, student.sf(least / error, freedom), np.where(least > 0, 0.0, 1.0)
-        )
+        chance = student.sf(least / error, freedom)
+    exact = np.where(least > 0, 0.0, 1.0)
     weights = _weights(names)
-    table["p"] = _holm(p, weights)
-    shows = (
-        student.ppf(1 - _LEVEL * weights, freedom) + student.ppf(_POWER, freedom)
-    ) * error
-    table["detectable"] = np.expm1(shows + abs(alike))
-    memory = [np.mean([one.peak_bytes for one in side]) for side in sides]
-    if np.isfinite(memory).all() and memory[0] > 0:
-        ratio = memory[1] / memory[0]
-        known = {
-            "ratio": ratio,
-            "low": ratio,
-            "high": ratio,
-            "p": float(ratio <= 1),
-            "detectable": 0.0,
+    # Growth that a test at this level finds with the stated power:
+    #   (t_level + t_power) error
+    level_t = student.ppf(1 - _LEVEL * weights, freedom)
+    shows = (level_t + student.ppf(_POWER, freedom)) * error
+    table = pd.DataFrame(
+        {
+            "quantity": names,
+            "kind": kind,
+            "unit": "s",
+            "a": np.exp(compared.log_a),
+            "b": np.exp(compared.log_b),
+            "ratio": np.exp(growth),
+            "low": np.exp(least - width),
+            "high": np.exp(most + width),
+            "p": _holm(np.where(error > 0, chance, exact), weights),
+            "detectable": np.expm1(shows + abs(compared.shared)),
         }
+    )
+    table = _with_peak(table, sides)
+    is_exact = table["kind"] == "memory"
+    bound = np.where(is_exact, 1.0, _BOUND)
+    small = table["high"] < 1 + threshold * bound
+    sure = table["p"] < _LEVEL
+    grown_s = table["b"] - table["a"]
+    minor = (grown_s < _MINOR * threshold * table["a"].iloc[0]) & ~is_exact
+    verdicts = ["fine", "minor", "slower"]
+    rules = [small, sure & minor, sure]
+    table["verdict"] = np.select(rules, verdicts, "cannot tell")
+    return table, float(np.exp(compared.shared))
+
+
+def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]) -> pd.DataFrame:
+    """The table with the peak of memory, which is exact, where both sides have it."""
+    a, b = (np.mean([one.peak_bytes for one in side]) for side in sides)
+    if np.isfinite(a) and np.isfinite(b) and a > 0:
         table.loc[len(table)] = {
             "quantity": "peak_bytes",
             "kind": "memory",
-            "a": memory[0],
-            "b": memory[1],
-            **known,
+            "unit": "bytes",
+            "a": a,
+            "b": b,
+            "ratio": b / a,
+            "low": b / a,
+            "high": b / a,
+            "p": float(b <= a),
+            "detectable": 0.0,
         }
-    exact = table["kind"] == "memory"
-    table.insert(2, "unit", np.where(exact, "bytes", "s"))
-    small = table["high"] < 1 + threshold * np.where(exact, 1.0, _BOUND)
-    sure = table["p"] < _LEVEL
-    minor = (table["b"] - table["a"] < _MINOR * threshold * table["a"].iloc[0]) & ~exact
-    table["verdict"] = np.select(
-        [small, sure & minor, sure], ["fine", "minor", "slower"], "cannot tell"
-    )
-    return table, float(np.exp(alike))
+    return table
 
 
 def _names(sides: list[list[_Recording]]) -> list[str]:
@@ -380,41 +380,62 @@ def _names(sides: list[list[_Recording]]) -> list[str]:
     ] + list(operations.index)
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """Both sides as logarithms of their quantities."""
+
+    log_a: np.ndarray  # (n,) means over the recordings of each side
+    log_b: np.ndarray
+    error: np.ndarray  # (n,) standard error of the difference
+    freedom: float  # its degrees of freedom
+    shared: float = 0.0  # log of the factor that all operations of a host share
+
+
 def _compared(
     sides: list[list[_Recording]], names: list[str], computes: np.ndarray
-) -> tuple[list[np.ndarray], np.ndarray, float, float]:
-    """Mean logarithms (n,) of both sides, the error (n,) of their difference, its
-    degrees of freedom, and how much of
-    the difference may be the machine's. computes: (n,) whether a quantity is an
-    operation that computes.
+) -> _Compared:
+    """The comparison of quantities. computes: (n,) whether a quantity is an operation
+    that computes.
     """
-    found = [[one.location(names) for one in side] for side in sides]
-    places, errors, spreads = (
-        [np.array([one[at] for one in side]) for side in found] for at in range(3)
-    )
-    within, apart = (
-        sum((v**2).sum(axis=0) / len(v) ** 2 for v in values)
-        for values in (errors, spreads)
-    )
+    locations = [[one.location(names) for one in side] for side in sides]
+    middles = [np.array([one.middle for one in side]) for side in locations]
+    log_a, log_b = (middle.mean(axis=0) for middle in middles)
+    within = _variance_of_means([[one.error for one in side] for side in locations])
     counts = [len(side) for side in sides]
-    means = [place.mean(axis=0) for place in places]
-    freedom = sum(blocks for side in found for *_, blocks in side) - sum(counts)
     if sum(counts) >= _LEAST_RUNS:
+        # Enough recordings show themselves how far apart two runs of one code are:
+        # pooled variance of the recordings, of a difference of two means.
         squares = sum(
-            ((place - place.mean(axis=0)) ** 2).sum(axis=0) for place in places
+            ((middle - middle.mean(axis=0)) ** 2).sum(axis=0) for middle in middles
         )
-        between = squares / (sum(counts) - 2) * sum(1 / count for count in counts)
-        return means, np.sqrt(np.maximum(between, within)), sum(counts) - 2, 0.0
-    variance = within + _RUNS_APART**2 * apart
+        freedom = sum(counts) - 2
+        between = squares / freedom * sum(1 / count for count in counts)
+        return _Compared(log_a, log_b, np.sqrt(np.maximum(between, within)), freedom)
+    spread = _variance_of_means([[one.spread for one in side] for side in locations])
+    variance = within + _RUNS_APART**2 * spread
+    freedom = sum(one.blocks for side in locations for one in side) - sum(counts)
     if all(one.on_device for side in sides for one in side):
-        return means, np.sqrt(variance), freedom, 0.0
-    growth = (means[1] - means[0])[computes]
-    if len(growth) < _SEVERAL:  # what they share cannot be told from what each does
-        every = np.append(growth, (means[1] - means[0])[0])
-        return means, np.sqrt(variance), freedom, float(every[np.abs(every).argmax()])
-    alike = float(np.median(growth))
-    variance = variance + (_MAD * np.median(np.abs(growth - alike))) ** 2
-    return means, np.sqrt(variance), min(freedom, len(growth) - 1), alike
+        return _Compared(log_a, log_b, np.sqrt(variance), freedom)
+    growth = (log_b - log_a)[computes]
+    if len(growth) < _SEVERAL:
+        # What so few operations share cannot be told from what each does.
+        growth = np.append(growth, (log_b - log_a)[0])
+        shared = float(growth[np.abs(growth).argmax()])
+    else:
+        shared = float(np.median(growth))
+        deviation = np.median(np.abs(growth - shared))
+        variance = variance + (_MAD * deviation) ** 2
+        freedom = min(freedom, len(growth) - 1)
+    return _Compared(log_a, log_b, np.sqrt(variance), freedom, shared)
+
+
+def _variance_of_means(deviations: list[list[np.ndarray]]) -> np.ndarray:
+    """Variance (n,) of the difference of two means, from the standard deviations of
+    their recordings: sum over sides of sum(sigma^2) / count^2.
+    """
+    return sum(
+        (np.array(side) ** 2).sum(axis=0) / len(side) ** 2 for side in deviations
+    )
 
 
 def _weights(names: list[str]) -> np.ndarray:
@@ -442,45 +463,37 @@ def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
     """The explanation of a `GateResult`."""
-    tables = [
-        pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0)
-        for side in (a, b)
-    ]
-    with np.errstate(divide="ignore"):  # means of recordings are those of `_compared`
-        tables = [np.exp(np.log(table).T.groupby(level=0).mean().T) for table in tables]
-    tables = [
-        table.reindex(tables[0].index.union(tables[1].index), fill_value=0.0)
-        for table in tables
-    ]
-    grew = tables[1] - tables[0]
-    comm = grew.index.get_level_values("kind") == "comm"
+    before = _means_of_recordings(a)
+    after = _means_of_recordings(b)
+    every = before.index.union(after.index)
+    before = before.reindex(every, fill_value=0.0)
+    after = after.reindex(every, fill_value=0.0)
     rows = []
-    for at, (kind, operation) in enumerate(grew.index):
-        own = grew.iloc[at].drop(-1)
-        columns = [table.iloc[at] for table in tables]
-        rank = (
-            -1
-            if comm[at] or own.max() < 1.5 * own.mean() or len(own) == 1
-            else own.idxmax()
-        )
-        a_s, b_s = (one.drop(-1).min() if comm[at] else one[rank] for one in columns)
-        rows.append(
-            (
-                operation,
-                kind,
-                rank,
-                a_s,
-                b_s,
-                b_s - a_s,
-                b_s / a_s if a_s > 0 else np.nan,
-            )
-        )
-    table = pd.DataFrame(
-        rows,
-        columns=["operation", "kind", "rank", "a_s", "b_s", "difference_s", "ratio"],
-    )
+    for kind, operation in every:
+        a_s = before.loc[(kind, operation)]
+        b_s = after.loc[(kind, operation)]
+        grew_s = (b_s - a_s).drop(-1)
+        one_rank = len(grew_s) > 1 and grew_s.max() >= 1.5 * grew_s.mean()
+        rank = -1
+        if kind == "comm":
+            # The rank that waits least shows the transfer.
+            times_s = (a_s.drop(-1).min(), b_s.drop(-1).min())
+        else:
+            rank = grew_s.idxmax() if one_rank else -1
+            times_s = (a_s[rank], b_s[rank])
+        rows.append((operation, kind, rank, *times_s))
+    table = pd.DataFrame(rows, columns=["operation", "kind", "rank", "a_s", "b_s"])
+    table["difference_s"] = table["b_s"] - table["a_s"]
+    table["ratio"] = ratio(table["b_s"], table["a_s"])
     table = table.nlargest(3, "difference_s").reset_index(drop=True)
     return table[table["difference_s"] > _NEGLIGIBLE * table["difference_s"].max()]
+
+
+def _means_of_recordings(side: list[_Recording]) -> pd.DataFrame:
+    """Geometric mean over the recordings, as in `_compared`, of `_by_rank`."""
+    table = pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0)
+    with np.errstate(divide="ignore"):
+        return np.exp(np.log(table).T.groupby(level=0).mean().T)
 
 
 def _by_rank(one: _Recording) -> pd.DataFrame:
@@ -492,14 +505,3 @@ def _by_rank(one: _Recording) -> pd.DataFrame:
     }
     by_rank = {rank: _middle(part.to_numpy()[None])[0] for rank, part in parts.items()}
     return pd.DataFrame(by_rank, index=one.operations.columns)
-
-
-def _several(name: str, side: Timeline | Sequence[Timeline]) -> list[Timeline]:
-    timelines = list(side) if isinstance(side, (list, tuple)) else [side]
-    if not timelines:
-        raise ValueError(f"{name} is an empty list, not a recording")
-    return [require_type(name, one, Timeline) for one in timelines]
-
-
-def _place(row) -> str:
-    return row.operation if row.rank == -1 else f"{row.operation} on rank {row.rank}"

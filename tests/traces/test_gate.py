@@ -230,7 +230,7 @@ def test_a_host_that_is_slow_in_all_operations_alike_may_be_busy(shift):
     five recordings.
     """
     result = gate(recording(1, host=True), recording(2, host=True, shift=shift))
-    assert result.passed and result.alike == pytest.approx(shift, rel=0.01)
+    assert result.passed and result.host_factor == pytest.approx(shift, rel=0.01)
     row = result.table.set_index("quantity").loc["step_s"]
     assert row["low"] < min(1, shift) and max(1, shift) < row["high"]
     assert row["verdict"] == ("cannot tell" if shift > 1 else "fine")
@@ -241,7 +241,7 @@ def test_a_host_that_is_slow_in_all_operations_alike_may_be_busy(shift):
     )
     assert verdicts(slow)["softmax"] == "slower" and not slow.passed
     on_device = gate(recording(1), recording(2, shift=shift))
-    assert on_device.passed == (shift <= 1) and on_device.alike == 1
+    assert on_device.passed == (shift <= 1) and on_device.host_factor == 1
     sides = [
         [recording(10 * at + n, host=True, shift=own) for n in range(3)]
         for at, own in enumerate((1.0, shift))
@@ -261,7 +261,7 @@ def test_too_few_operations_do_not_show_what_a_host_does_to_all():
     assert (
         result.passed
         and verdicts(result)["step_s"] == "cannot tell"
-        and result.alike > 1.3
+        and result.host_factor > 1.3
     )
 
 

@@ -11,6 +11,7 @@ dependencies.
 import json
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -49,25 +50,26 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)
     annotation, operator = _labels_around_launch(timeline, row, spans)
-    given = _messages(timeline, annotation)
+    annotated = _messages(timeline, annotation)
     moved = _messages(timeline, operator)
     labels = _collectives_of_labels(
         timeline, np.where(annotation >= 0, annotation, operator)
     )
-    table["collective"] = _first_text(
-        table["collective"], labels, _collectives_of_names(timeline, spans["name"])
-    )
+    name = spans["name"].cat.remove_unused_categories()
+    of_name = collectives_of(timeline, list(name.cat.categories))[name.cat.codes]
+    of_name = pd.Series(of_name, dtype=object)
+    table["collective"] = _first_text(table["collective"], labels, of_name)
     table["group"] = _first_text(
         table["group"], _simulated_groups(timeline, spans), spans["group"]
     )
-    table["dtype"] = _first_text(table["dtype"], moved["dtype"], given["dtype"])
+    table["dtype"] = _first_text(table["dtype"], moved["dtype"], annotated["dtype"])
     table["group_size"] = _group_sizes(timeline, table, spans["rank"], moved["ratio"])
     parts = np.where(
         table["collective"].isin(("all_gather", "gather")), table["group_size"], 1
     )
     size_bytes = _recorded_bytes(table).fillna(spans["size_bytes"])
     table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(
-        given["sum_bytes"] * parts
+        annotated["sum_bytes"] * parts
     )
     _set_peers(timeline, table, row, spans["rank"])
     return table.drop(columns=["ranks", "in_elements", "out_elements"])
@@ -84,16 +86,16 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
         .reset_index(drop=True)
     )
     records = records.reset_index(drop=True).join(at)
-    own = records["row"].isin(row)
+    on_call = records["row"].isin(row)
     columns = [*_TEXTS, *_NUMBERS]
     by_row = (
-        records[own]
+        records[on_call]
         .drop_duplicates("row")
         .set_index("row")
         .reindex(row)
         .reset_index(drop=True)
     )
-    host = records[~own & (records["op"] >= 0)].drop_duplicates(["rank", "op"])
+    host = records[~on_call & (records["op"] >= 0)].drop_duplicates(["rank", "op"])
     by_op = spans[["rank", "op"]].merge(host, on=["rank", "op"], how="left")
     by_row, by_op = (
         table[columns].astype(dict.fromkeys(_TEXTS, object))
@@ -101,12 +103,12 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
     )
     table = by_row.where(by_row["collective"].notna(), by_op)
     texts = table[list(_TEXTS)].fillna("")
-    whole = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
+    numbers = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
     listed = texts["group"] + " [" + texts["ranks"].str.replace(",", ", ") + "]"
     texts["group"] = texts["group"].mask(
         (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False), listed
     )
-    return texts.join(whole)
+    return texts.join(numbers)
 
 
 def _recorded_bytes(table: pd.DataFrame) -> pd.Series:
@@ -187,14 +189,6 @@ def _collectives_of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
     )
 
 
-def _collectives_of_names(timeline: Timeline, name: pd.Series) -> pd.Series:
-    name = name.cat.remove_unused_categories()
-    return pd.Series(
-        collectives_of(timeline, list(name.cat.categories))[name.cat.codes],
-        dtype=object,
-    )
-
-
 def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     """Tensors of the operators in each row of `row` (-1: none): sum_bytes,
     larger_bytes, ratio of two sides, dtype.
@@ -212,17 +206,26 @@ def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))
     message_of = {pair: _message(*pair) for pair in set(pairs)}
-    columns = ["sum_bytes", "larger_bytes", "ratio", "dtype"]
-    table = pd.DataFrame([message_of[pair] for pair in pairs], columns=columns)
-    return table.astype(dict.fromkeys(columns[:3], np.float64) | {"dtype": object})
+    messages = [message_of[pair] for pair in pairs]
+    table = pd.DataFrame(messages, columns=_Message._fields)
+    types = dict.fromkeys(_Message._fields, np.float64) | {"dtype": object}
+    return table.astype(types)
 
 
-def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
-    """Bytes in all and of the larger tensor, how many times larger it is, and the type,
-    from recorded inputs.
+class _Message(NamedTuple):
+    """Tensors of one call, as its recorded inputs tell them."""
+
+    sum_bytes: float = math.nan
+    larger_bytes: float = math.nan
+    ratio: float = math.nan  # of the larger to the smaller, where there are two
+    dtype: str = ""
+
+
+def _message(shapes: str, types: str) -> _Message:
+    """Bytes and type of a call's tensors from recorded inputs.
 
     >>> _message("[[65536,64],[8192,64],[]]", '["float","float","Scalar"]')
-    (18874368.0, 16777216.0, 8.0, 'float')
+    _Message(sum_bytes=18874368.0, larger_bytes=16777216.0, ratio=8.0, dtype='float')
     """
     try:
         pairs = list(zip(json.loads(shapes), json.loads(types), strict=False))
@@ -233,9 +236,11 @@ def _message(shapes: str, types: str) -> tuple[float, float, float, str]:
     except (ValueError, TypeError, AttributeError):
         sizes = []
     if not sizes:
-        return math.nan, math.nan, math.nan, ""
-    ratio = max(sizes) / min(sizes) if len(sizes) == 2 and min(sizes) > 0 else math.nan
-    return float(sum(sizes)), float(max(sizes)), ratio, named[0][1]
+        return _Message()
+    smaller = min(sizes)
+    larger = max(sizes)
+    ratio = larger / smaller if len(sizes) == 2 and smaller > 0 else math.nan
+    return _Message(float(sum(sizes)), float(larger), ratio, named[0][1])
 
 
 def _group_sizes(

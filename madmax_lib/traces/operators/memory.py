@@ -143,7 +143,11 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
         raise ValueError(f"top={top} is not at least 1")
     events = _events(timeline)
     peaks = _peaks(events)
-    live = _live_at_peak(events, peaks)
+    # Alive at the peak of its device: allocated by then, and freed later or never.
+    peak_row = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
+    is_live = events["born"] & (events.index <= peak_row)
+    is_live &= (events["end"] == -1) | (events["end"] > peak_row)
+    live = events[is_live]
     of_pool = peaks.set_index("pool")
     live = live.assign(operator=_innermost_operator(timeline, live))
     by_operator = (
@@ -336,16 +340,6 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def _live_at_peak(events: pd.DataFrame, peaks: pd.DataFrame) -> pd.DataFrame:
-    """Allocations that are alive at the peak of their device."""
-    at = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
-    return events[
-        events["born"]
-        & (events.index <= at)
-        & ((events["end"] == -1) | (events["end"] > at))
-    ]
-
-
 def _with_time_and_step(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
     """Events with time_s from the beginning of the timeline and the step they fall
     into.
@@ -374,13 +368,13 @@ def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     for rank, rows in events.groupby("rank").indices.items():
         spans = host.iloc[of_rank.get(rank, [])]
         time_ns = events["time_ns"].to_numpy()[rows]
-        place = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
+        number = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
         reach_ns = np.r_[
             np.iinfo(np.int64).min,
             np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"]),
         ]
         step[rows] = np.where(
-            time_ns <= reach_ns[place], np.r_[-1, spans["step"]][place], -1
+            time_ns <= reach_ns[number], np.r_[-1, spans["step"]][number], -1
         )
     return step
 
@@ -438,8 +432,8 @@ def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
     open, "" without.
     """
     nest = Nest(spans, np.arange(len(spans)), closed=True)
-    place = nest.at(thread_of(events), events["time_ns"].to_numpy())
+    number = nest.at(thread_of(events), events["time_ns"].to_numpy())
     names = np.full(len(events), "", dtype=object)
-    inside = place >= 0
-    names[inside] = spans["name"].iloc[nest.rows[place[inside]]].astype(object)
+    inside = number >= 0
+    names[inside] = spans["name"].iloc[nest.rows[number[inside]]].astype(object)
     return names

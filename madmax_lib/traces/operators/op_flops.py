@@ -13,12 +13,14 @@ reductions only the inputs count. Traces have shapes when they were made with
 import json
 import re
 from collections.abc import Callable
+from functools import cache, partial
 from math import nan, prod
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 __all__ = ["operator_costs", "served_attention"]
@@ -30,7 +32,7 @@ _ARITHMETIC = {
     "bfloat16": "bf16",
     "char": "int8",
 }
-_MATRICES = {  # place of the first factor among the inputs
+_MATRICES = {  # position of the first factor among the inputs
     "mm": 0,
     "bmm": 0,
     "matmul": 0,
@@ -43,64 +45,51 @@ _MATRICES = {  # place of the first factor among the inputs
     "baddbmm_": 1,
     "_addmm_activation": 1,
 }
-_CONVOLUTIONS = {  # places of stride, padding, dilation, transposed (99: none)
-    "convolution": (3, 4, 5, 6),
-    "_convolution": (3, 4, 5, 6),
-    "convolution_overrideable": (3, 4, 5, 6),
-    "conv1d": (3, 4, 5, 99),
-    "conv2d": (3, 4, 5, 99),
-    "conv3d": (3, 4, 5, 99),
-    "cudnn_convolution": (3, 2, 4, 99),
-    "cudnn_convolution_relu": (3, 4, 5, 99),
-    "miopen_convolution": (4, 3, 5, 99),
-    "miopen_depthwise_convolution": (4, 3, 5, 99),
-    "mkldnn_convolution": (4, 3, 5, 99),
-    "_slow_conv2d_forward": (4, 5, 99, 99),
-    "slow_conv3d_forward": (4, 5, 99, 99),
-    "_conv_depthwise2d": (4, 5, 6, 99),
-    "slow_conv_dilated2d": (4, 5, 6, 99),
+
+
+class _Where(NamedTuple):
+    """Positions of a convolution's numbers among its inputs; None: it has no such input."""
+
+    stride: int
+    padding: int
+    dilation: int | None = None
+    transposed: int | None = None
+
+
+_CONVOLUTIONS = {
+    "convolution": _Where(3, 4, 5, 6),
+    "_convolution": _Where(3, 4, 5, 6),
+    "convolution_overrideable": _Where(3, 4, 5, 6),
+    "conv1d": _Where(3, 4, 5),
+    "conv2d": _Where(3, 4, 5),
+    "conv3d": _Where(3, 4, 5),
+    "cudnn_convolution": _Where(3, 2, 4),
+    "cudnn_convolution_relu": _Where(3, 4, 5),
+    "miopen_convolution": _Where(4, 3, 5),
+    "miopen_depthwise_convolution": _Where(4, 3, 5),
+    "mkldnn_convolution": _Where(4, 3, 5),
+    "_slow_conv2d_forward": _Where(4, 5),
+    "slow_conv3d_forward": _Where(4, 5),
+    "_conv_depthwise2d": _Where(4, 5, 6),
+    "slow_conv_dilated2d": _Where(4, 5, 6),
 }
-_HEADS_FIRST = """
-_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
-"""
-_TOKENS_FIRST = (
-    "_flash_attention",
-    "_efficient_attention",
-    "_flash_attn",
-)  # with _forward and _backward
-_POINTWISE = """
-add sub rsub mul div remainder pow neg abs exp log log2 sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu elu
-leaky_relu hardtanh hardswish softplus erf clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul
-addcdiv floor ceil round sign threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward
-hardtanh_backward leaky_relu_backward mse_loss_backward native_dropout_backward bitwise_and bitwise_or bitwise_not
-"""
-# pointwise, too
-_TO_BOOL = (
-    "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf"
-)
-_THREE_INPUTS = (
-    "addcmul",
-    "addcdiv",
-    "where",
-    "lerp",
-    "clamp",
-)  # a third input of others is the output, given as out=
-_LIKE_FIRST = """
-_softmax _log_softmax native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm cumsum
-_fused_rms_norm flip roll tril triu _softmax_backward_data _log_softmax_backward_data native_layer_norm_backward
-native_batch_norm_backward native_group_norm_backward _fused_rms_norm_backward cudnn_batch_norm_backward
-miopen_batch_norm_backward
-"""
-_READS = """
-sum mean amax amin max min argmax argmin prod all any std var var_mean linalg_vector_norm norm nll_loss_forward nonzero
-max_pool2d_with_indices avg_pool2d copy_ fill_ zero_
-"""
+# attention with heads before tokens, and with tokens before heads
+_HEADS_FIRST = [
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+]
+_TOKENS_FIRST = ["_flash_attention", "_efficient_attention", "_flash_attn"]
+# a third input of others is the output, given as out=
+_THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
 _SERVES = re.compile(r"paged_attention|unified_attention|mha_batch_prefill")
 # of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills,
 # and of those that it decodes
 _BATCH = re.compile(
-    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
+    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
+    r"_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
 )
 
 
@@ -124,40 +113,44 @@ class _Inputs(NamedTuple):
     inputs: list[str]
     strides: list
 
-    def elements(self, place: int) -> int:
+    def elements(self, position: int) -> int:
         return (
-            prod(self.shapes[place])
-            if place < len(self.shapes) and self.sizes[place]
+            prod(self.shapes[position])
+            if position < len(self.shapes) and self.sizes[position]
             else 0
         )
 
-    def bytes(self, *places: int) -> float:
-        """Bytes of the inputs at some places, of all inputs where none is named."""
-        places = places or range(len(self.shapes))
+    def bytes(self, *positions: int) -> float:
+        """Bytes of the inputs at some positions, of all inputs where none is named."""
+        positions = positions or range(len(self.shapes))
         return float(
             sum(
-                self._stored(place) * self.sizes[place]
-                for place in places
-                if place < len(self.shapes)
+                self._stored(position) * self.sizes[position]
+                for position in positions
+                if position < len(self.shapes)
             )
         )
 
-    def like(self, *places: int) -> float:
+    def like(self, *positions: int) -> float:
         """Bytes of new tensors of the shapes and types of some inputs."""
-        return float(sum(self.elements(place) * self.sizes[place] for place in places))
+        return float(
+            sum(
+                self.elements(position) * self.sizes[position] for position in positions
+            )
+        )
 
-    def _stored(self, place: int) -> int:
+    def _stored(self, position: int) -> int:
         """Elements in memory: an expanded dimension has stride 0, and windows that
         overlap share theirs.
         """
-        shape = self.shapes[place]
-        strides = self.strides[place] if place < len(self.strides) else []
+        shape = self.shapes[position]
+        strides = self.strides[position] if position < len(self.strides) else []
         if (
-            not self.elements(place)
+            not self.elements(position)
             or not _is_shape(strides)
             or len(strides) != len(shape)
         ):
-            return self.elements(place)
+            return self.elements(position)
         pairs = [
             (length, stride)
             for length, stride in zip(shape, strides, strict=True)
@@ -168,13 +161,19 @@ class _Inputs(NamedTuple):
             1 + sum((length - 1) * stride for length, stride in pairs),
         )
 
-    def number(self, place: int, default=None):
+    def number(self, position: int | None, default=None):
         """A recorded number, flag or list of them; the default where the operator has
         no such input.
         """
-        if place >= 99:
+        if position is None:
             return default
-        return json.loads(self.inputs[place].lower())
+        return json.loads(self.inputs[position].lower())
+
+    def per_dimension(self, position: int | None, default: int, rank: int) -> list[int]:
+        """One recorded number per dimension; torch lets one stand for all."""
+        value = self.number(position, default)
+        values = value if isinstance(value, list) else [value]
+        return values if len(values) == rank else values * rank
 
 
 def _operator_cost(
@@ -190,11 +189,11 @@ def _operator_cost(
     _Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
     """
     library, _, bare = name.rpartition("::")
-    if library not in ("aten", "flash_attn") or bare not in _RULES:
+    if library not in ("aten", "flash_attn") or bare not in _rules():
         return _Cost()
     try:
         call, dtype = _read(shapes, types, inputs, strides)
-        flops, moved_bytes = _RULES[bare](bare, call)
+        flops, moved_bytes = _rules()[bare](bare, call)
         return _Cost(
             float(flops), float(moved_bytes) if dtype is not None else nan, dtype or ""
         )
@@ -225,8 +224,11 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
         table[column].astype("category")
         for column in ("name", "shapes", "types", "inputs", "strides")
     ]
+    # Number of each distinct call: columns are folded in one by one, as digits of a
+    # number, and numbered anew so that it stays small.
     call = np.zeros(len(table), dtype=np.int64)
     for key in keys:
+        # new numbers of the combinations so far
         call = np.unique(
             call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1,
             return_inverse=True,
@@ -252,11 +254,11 @@ def served_attention(
     serves = {name: bool(_SERVES.search(name)) for name in table["name"].unique()}
     at = np.flatnonzero(table["name"].map(serves).astype(bool))
     rows = {}
-    for place, around in zip(at, batches(at) if len(at) else [], strict=True):
-        call = table.iloc[place]
-        if not (told := _BATCH.search(around)) or not call["shapes"]:
+    for position, around in zip(at, batches(at) if len(at) else [], strict=True):
+        call = table.iloc[position]
+        if not (counts := _BATCH.search(around)) or not call["shapes"]:
             continue
-        prefilled, first, decoded, second = map(int, told.groups())
+        prefilled, first, decoded, second = map(int, counts.groups())
         inputs, dtype = _read(call["shapes"], call["types"])
         tokens, heads, width = next(
             (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
@@ -266,7 +268,7 @@ def served_attention(
             decoded: second,
             prefilled + decoded: first + second,
         }.get(tokens, nan)
-        rows[table.index[place]] = (4.0 * pairs * heads * width, dtype or "")
+        rows[table.index[position]] = (4.0 * pairs * heads * width, dtype or "")
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
@@ -315,11 +317,18 @@ def _product(left: list[int], right: list[int]) -> tuple[int, int]:
 
 
 def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
+    """Products of two matrices, of batches of them, and linear layers."""
+    if name == "linear":
+        *rows, features = call.shapes[0]
+        work, out = _product([prod(rows), features], call.shapes[1][::-1])
+        return 2 * work, call.bytes() + out * call.sizes[0]
     first = _MATRICES[name]
     work, out = _product(call.shapes[first], call.shapes[first + 1])
-    size = (
-        4 if name == "_int_mm" else 2 if "scaled" in name else call.sizes[first]
-    )  # fp8 products come out as bf16
+    size = call.sizes[first]
+    if name == "_int_mm":
+        size = 4  # int8 factors are summed in int32
+    elif "scaled" in name:
+        size = 2  # fp8 products come out as bf16
     return 2 * work, call.bytes(*range(first + 2)) + out * size
 
 
@@ -335,52 +344,39 @@ def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
         raise ValueError(f"inner dimensions {left[-1]} and {right[-2]} differ")
     both = len(left) == len(right) == 3
     neither = len(left) == len(right) == 2
-    groups = (
-        left[0]
-        if both
-        else call.shapes[4 if "scaled" in name else 2][0]
-        if neither
-        else 1
-    )
+    groups = 1
+    if both:
+        groups = left[0]
+    elif neither:  # the summed dimension is cut by as many offsets as there are groups
+        groups = call.shapes[4 if "scaled" in name else 2][0]
     out = left[-2] * right[-1]
     size = 2 if "scaled" in name else call.sizes[0]
-    return 2 * out * left[-1] * (groups if both else 1), call.bytes(
-        0, 1
-    ) + out * groups * size
-
-
-def _linear(_: str, call: _Inputs) -> tuple[float, float]:
-    work, out = _product(
-        [prod(call.shapes[0][:-1]), call.shapes[0][-1]], call.shapes[1][::-1]
-    )
-    return 2 * work, call.bytes() + out * call.sizes[0]
+    flops = 2 * out * left[-1] * (groups if both else 1)
+    return flops, call.bytes(0, 1) + out * groups * size
 
 
 def _convolution(name: str, call: _Inputs) -> tuple[float, float]:
-    stride, padding, dilation, transposed = (
-        call.number(place, default)
-        for place, default in zip(_CONVOLUTIONS[name], (1, 0, 1, False), strict=True)
-    )
-    image = call.shapes[0]
+    """Every output element is a product over the kernel and the channels of its group."""
+    where = _CONVOLUTIONS[name]
     weight = call.shapes[1]
     rank = len(weight) - 2
+    image = call.shapes[0]
     image = image if len(image) == rank + 2 else [1, *image]
-    if transposed:
+    if call.number(where.transposed, False):
         return 2 * image[0] * prod(image[2:]) * prod(weight), nan
-    sides = zip(
-        image[2:],
-        weight[2:],
-        *(_each(v, rank) for v in (stride, padding, dilation)),
-        strict=True,
-    )
+    stride = call.per_dimension(where.stride, 1, rank)
+    padding = call.per_dimension(where.padding, 0, rank)
+    dilation = call.per_dimension(where.dilation, 1, rank)
+    sides = zip(image[2:], weight[2:], stride, padding, dilation, strict=True)
+    # out = (side + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down
+    #                                                              [torch.nn.Conv2d]
     out = [
         (side + 2 * pad - dil * (kernel - 1) - 1) // step + 1
         for side, kernel, step, pad, dil in sides
     ]
-    filters = image[0] * prod(out)
-    return 2 * filters * prod(weight), call.bytes() + filters * weight[0] * call.sizes[
-        0
-    ]
+    windows = image[0] * prod(out)
+    out_bytes = windows * weight[0] * call.sizes[0]
+    return 2 * windows * prod(weight), call.bytes() + out_bytes
 
 
 def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
@@ -391,17 +387,11 @@ def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
     """
     to_input, to_weight, _ = call.number(10)
     gradient, image, weight = call.shapes[:3]
-    places = image if call.number(7) else gradient
+    # Output elements are windows; of a transposed convolution, those of the input are.
+    windows = image if call.number(7) else gradient
+    once = 2 * windows[0] * prod(windows[2:]) * prod(weight)
     out_bytes = call.like(1) * to_input + call.like(2) * to_weight
-    return 2 * places[0] * prod(places[2:]) * prod(weight) * (
-        to_input + to_weight
-    ), call.bytes() + out_bytes
-
-
-def _each(value, rank: int) -> list[int]:
-    """One number per dimension; torch lets one stand for all."""
-    values = value if isinstance(value, list) else [value]
-    return values if len(values) == rank else values * rank
+    return once * (to_input + to_weight), call.bytes() + out_bytes
 
 
 def _attention(name: str, call: _Inputs) -> tuple[float, float]:
@@ -417,9 +407,8 @@ def _attention(name: str, call: _Inputs) -> tuple[float, float]:
     pairs = 2 * batch * heads * tokens * key[2 if heads_first else 1]
     if backward:
         return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.like(1, 2, 3)
-    return pairs * (width + value[-1]), call.bytes() + batch * heads * tokens * value[
-        -1
-    ] * call.sizes[0]
+    out_bytes = batch * heads * tokens * value[-1] * call.sizes[0]
+    return pairs * (width + value[-1]), call.bytes() + out_bytes
 
 
 def _rows(name: str, call: _Inputs) -> tuple[float, float]:
@@ -437,51 +426,55 @@ def _rows(name: str, call: _Inputs) -> tuple[float, float]:
     return nan, call.bytes(index) + 2 * call.elements(index) * row * call.sizes[0]
 
 
-def _elements(name: str, call: _Inputs) -> tuple[float, float]:
+def _elements(name: str, call: _Inputs, out_size: int = 0) -> tuple[float, float]:
     """One pass over the elements: every input is read, the output has the shape they
-    broadcast to.
+    broadcast to. out_size: bytes of its elements, where they are not the inputs'.
     """
-    tensors = [place for place, size in enumerate(call.sizes) if size][
-        : 3 if name in _THREE_INPUTS else 2
-    ]
-    out = prod(np.broadcast_shapes(*(tuple(call.shapes[place]) for place in tensors)))
-    size = (
-        1
-        if name in _TO_BOOL.split()
-        else max(call.sizes[p] for p in tensors if call.shapes[p] or len(tensors) == 1)
-    )
-    return nan, call.bytes(*tensors) + out * size
+    count = 3 if name in _THREE_INPUTS else 2
+    tensors = [number for number, size in enumerate(call.sizes) if size][:count]
+    shapes = [tuple(call.shapes[number]) for number in tensors]
+    # A tensor without dimensions, a number, does not decide about the type.
+    sizes = [call.sizes[n] for n in tensors if call.shapes[n] or len(tensors) == 1]
+    size = out_size or max(sizes)
+    return nan, call.bytes(*tensors) + prod(np.broadcast_shapes(*shapes)) * size
 
 
 def _like_first(_: str, call: _Inputs) -> tuple[float, float]:
-    return nan, call.bytes() + call.like(
-        next(place for place, size in enumerate(call.sizes) if size)
-    )
+    """One pass that writes a tensor like the first; inputs are read."""
+    first = next(number for number, size in enumerate(call.sizes) if size)
+    return nan, call.bytes() + call.like(first)
 
 
-def _reads(_: str, call: _Inputs) -> tuple[float, float]:
-    return nan, call.bytes()
-
-
-_RULES: dict[str, Callable[[str, _Inputs], tuple[float, float]]] = {
-    **dict.fromkeys(_MATRICES, _matrices),
+# the rule of each operator: (name, inputs) -> (FLOPs, bytes)
+_Rule = Callable[[str, _Inputs], tuple[float, float]]
+_PRODUCTS: dict[str, _Rule] = {
+    **dict.fromkeys([*_MATRICES, "linear"], _matrices),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
-    "linear": _linear,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     "convolution_backward": _convolution_backward,
+    **dict.fromkeys(_HEADS_FIRST, _attention),
+    **dict.fromkeys([f"{name}_forward" for name in _TOKENS_FIRST], _attention),
     **dict.fromkeys(
-        [name + end for name in _HEADS_FIRST.split() for end in ("", "_backward")],
-        _attention,
-    ),
-    **dict.fromkeys(
-        [name + end for name in _TOKENS_FIRST for end in ("_forward", "_backward")],
-        _attention,
+        [f"{name}_backward" for name in _HEADS_FIRST + _TOKENS_FIRST], _attention
     ),
     **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
-    **dict.fromkeys(f"{_POINTWISE} {_TO_BOOL}".split(), _elements),
-    **dict.fromkeys(
-        [f"{name}_" for name in f"{_POINTWISE} {_TO_BOOL}".split()], _like_first
-    ),
-    **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
-    **dict.fromkeys(_READS.split(), _reads),
 }
+_MOVES: dict[str, _Rule] = {
+    "broadcast": _elements,
+    "broadcast to bool": partial(_elements, out_size=1),
+    "like first": _like_first,
+    "inputs": lambda _, call: (nan, call.bytes()),
+}
+
+
+@cache
+def _rules() -> dict[str, _Rule]:
+    """Rules by operator: of products and rows as above, of others as the rows of
+    `data/operator_bytes.csv` say what they move.
+    """
+    table = catalog.table("operator_bytes")
+    moves = dict(zip(table["operator"], table["moves"], strict=True))
+    rules = {operator: _MOVES[what] for operator, what in moves.items()}
+    # In place, such as add_: the inputs are read, the first is written.
+    pointwise = [name for name, what in moves.items() if what.startswith("broadcast")]
+    return rules | {f"{name}_": _like_first for name in pointwise} | _PRODUCTS

@@ -131,10 +131,11 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     thread = np.r_[calls["thread"], launched["thread"]]
     start_ns = np.r_[calls["start_ns"], launched["launch_ns"]]
     device_ns = np.r_[host_ns, launched["dur_ns"]]
-    place, backward = _module_of(nest, calls, thread, start_ns, spans)
+    module, backward = _module_of(nest, calls, thread, start_ns, spans)
     flops = np.r_[calls["flops"].fillna(0), np.zeros(len(launched))]
-    own = {"device_s": device_ns, "backward_s": device_ns * backward, "flops": flops}
-    own = {column: nest.sums(place, values) for column, values in own.items()}
+    work_of = {"device_s": device_ns, "backward_s": device_ns * backward}
+    work_of["flops"] = flops
+    in_module = {key: nest.sums(module, values) for key, values in work_of.items()}
     names = np.array(
         [_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object
     )
@@ -148,8 +149,8 @@ def modules(timeline: Timeline) -> pd.DataFrame:
             else names,
             "count": 1,
             "host_s": (nest.end - nest.start) * once,
-            "self_device_s": own["device_s"],
-            **{column: nest.inclusive(values) * once for column, values in own.items()},
+            "self_device_s": in_module["device_s"],
+            **{key: nest.inclusive(ns) * once for key, ns in in_module.items()},
         }
     )
     how = {
@@ -259,7 +260,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     table = table.iloc[nest.order].reset_index(drop=True)
     work = device_work(timeline)
     work["thread"] = np.append(thread_of(spans), -1)[work["launch_row"]]
-    place = np.where(
+    call = np.where(
         work["launch_row"] >= 0,
         nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy()),
         -1,
@@ -269,7 +270,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
         nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table)
     )
     self_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64)
-    own_ns = nest.sums(place, work["dur_ns"])
+    own_ns = nest.sums(call, work["dur_ns"])
     rank = spans["rank"].to_numpy()[nest.rows]
     on_device = np.isin(rank, work["rank"].unique())
     calls = pd.DataFrame(
@@ -290,7 +291,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
             "self_device_ns": np.where(on_device, own_ns, self_ns),
             "kernels": nest.inclusive(
-                nest.sums(place, np.ones(len(work), dtype=np.int64))
+                nest.sums(call, np.ones(len(work), dtype=np.int64))
             ),
         }
     )
@@ -308,7 +309,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = (
         nest.inclusive(
-            nest.sums(place, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])
+            nest.sums(call, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])
         )
         > 0
     )
@@ -321,7 +322,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
         moved_bytes=costs["moved_bytes"].where(movers),
     )
     calls["counted"] = products | nest.within(products)
-    return calls, work.assign(call=place)
+    return calls, work.assign(call=call)
 
 
 def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list[str]:
@@ -335,9 +336,9 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list
         & spans["name"].str.startswith("execute_")
     ]
     at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
-    place = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
+    inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
     names = batches["name"].iloc[at.rows].astype(object).tolist()
-    return [names[p] if p >= 0 else "" for p in place]
+    return [names[number] if number >= 0 else "" for number in inside]
 
 
 def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -416,9 +417,9 @@ def _module_of(
     direct_ns, through_ns = (
         np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through))
     )
-    place = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
-    is_backward = (place >= 0) & (through_ns >= direct_ns)
-    return np.where(is_backward, place, direct), is_backward
+    through_module = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
+    is_backward = (through_module >= 0) & (through_ns >= direct_ns)
+    return np.where(is_backward, through_module, direct), is_backward
 
 
 def ratio(value: pd.Series, by: pd.Series) -> pd.Series:

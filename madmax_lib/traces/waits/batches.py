@@ -84,8 +84,8 @@ def _batch(name: str) -> _Batch | None:
         prefills = int(match[1])
         decodes = int(match[3])
         # A request that is decoded makes one token; prompts have any length.
-        decoded = int(match[4] or decodes)
-        prefilled = float(match[2] or np.nan) if prefills else 0.0
+        decoded = int(match[4] or 0) or decodes
+        prefilled = (float(match[2] or 0) or np.nan) if prefills else 0.0
         phase = "prefill" if prefills else "decode"
         if prefills and decodes:
             phase = "mixed"

@@ -98,7 +98,7 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
         if late_ns.max() / NS_PER_S > latest.late_s:
             worst = late_ns.idxmax()
             name = timeline.spans["name"].iloc[gaps["row"][worst]]
-            latest = _LateStart(late_ns[worst] / NS_PER_S, int(rank), str(name))
+            latest = _LateStart(float(late_ns[worst] / NS_PER_S), int(rank), str(name))
         begins_ns = _step_begins_ns(work, gaps)
         # HTA's times may run backwards, to before the first step.
         step = np.searchsorted(begins_ns, gaps["start"], side="right") - 1

@@ -227,8 +227,8 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
         table[unclear].set_index("quantity")["detectable"]
     )
     # all operations changed alike: the machine rather than the program
-    if result.alike != 1:
-        about["alike"] = result.alike
+    if result.host_factor != 1:
+        about["alike"] = result.host_factor
     return Answer(table, about, passed=result.passed)
 
 
