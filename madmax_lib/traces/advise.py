@@ -17,6 +17,7 @@ from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
+from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import steady_state
@@ -105,66 +106,59 @@ def _communication(timeline: Timeline) -> Iterator[Finding]:
     table = unseen_waits(timeline, calls(timeline))
     waits = arrivals(timeline).set_index("row")[["wait_s", "exposed_wait_s"]]
     table = table.join(waits, on="row").fillna({"wait_s": 0.0, "exposed_wait_s": 0.0})
+    # Bandwidth of the transfer alone, without what a call waits for others.
     transfer_s = (table["duration_s"] - table["wait_s"]).mask(table["unseen_s"] > 0)
-    rate = (
-        table["bus_bytes_per_s"]
-        * table["duration_s"]
-        / transfer_s.where(transfer_s > 0)
-    )
-    table = table.assign(
-        rate=rate,
-        lost_s=table["exposed_s"] - table["exposed_wait_s"] - table["exposed_unseen_s"],
-    )
-    role = table["group"].str.replace(
-        r"\s*\[.*", "", regex=True
-    )  # groups of one name differ in their ranks
-    compute = timeline.spans[timeline.spans["kind"] == "compute"]
+    bus_bytes = table["bus_bytes_per_s"] * table["duration_s"]
+    waiting_s = table["exposed_wait_s"] + table["exposed_unseen_s"]
+    table["rate"] = ratio(bus_bytes, transfer_s)
+    table["lost_s"] = table["exposed_s"] - waiting_s
+    # Groups of one name differ in their ranks.
+    role = table["group"].str.replace(r"\s*\[.*", "", regex=True)
+    spans = timeline.spans
+    compute = spans[spans["kind"] == "compute"]
     for (name, collective), part in table.groupby([role, "collective"]):
-        groups = (
-            f" ({part['group'].nunique()} groups)"
-            if part["group"].nunique() > 1
-            else ""
-        )
-        where = " · ".join(filter(None, (collective.replace("_", "-"), name))) + groups
-        total_s = part["duration_s"].sum()
-        waited_s = part["wait_s"].sum()
-        alone_s = exposed_s(
-            timeline.spans.loc[part["row"]], compute
-        )  # calls side by side are exposed once
-        evidence = f"{alone_s / max(total_s, 1e-12):.0%} of {format_s(total_s)} in {len(part)} calls exposed"
-        evidence += (
-            f"; {waited_s / total_s:.0%} is waiting for late ranks"
-            if waited_s > 0
-            else ""
-        )
+        where = " · ".join(filter(None, (collective.replace("_", "-"), name)))
+        groups = part["group"].nunique()
+        if groups > 1:
+            where += f" ({groups} groups)"
+        # Calls side by side are exposed once.
+        alone_s = exposed_s(spans.loc[part["row"]], compute)
         gain_s = min(alone_s, part["lost_s"].sum())
-        yield "exposed communication", where, gain_s, evidence
+        yield Finding("exposed communication", where, gain_s, _exposed(part, alone_s))
         late = part[part["unseen_s"] > 0]
         size, mean_s, most_s = late[["size_bytes", "duration_s", "longest_s"]].mean()
-        evidence = f"{len(late)} calls of {format_bytes(size)} take {format_s(mean_s)}, a transfer {format_s(most_s)} at most"
-        yield (
-            "waiting for peers",
-            where,
-            min(alone_s, part["exposed_unseen_s"].sum()),
-            evidence,
+        evidence = (
+            f"{len(late)} calls of {format_bytes(size)} take {format_s(mean_s)}, "
+            f"a transfer {format_s(most_s)} at most"
         )
-        if (part["rate"] > 0).any():
-            yield _small_messages(part[part["rate"] > 0], where, gain_s)
+        unseen_s = min(alone_s, part["exposed_unseen_s"].sum())
+        yield Finding("waiting for peers", where, unseen_s, evidence)
+        sized = part[part["rate"] > 0]
+        if len(sized):
+            yield _small_messages(sized, where, gain_s)
+
+
+def _exposed(part: pd.DataFrame, alone_s: float) -> str:
+    """Evidence of exposed calls, in words."""
+    total_s = part["duration_s"].sum()
+    waited_s = part["wait_s"].sum()
+    share = alone_s / max(total_s, 1e-12)
+    evidence = f"{share:.0%} of {format_s(total_s)} in {len(part)} calls exposed"
+    if waited_s > 0:
+        evidence += f"; {waited_s / total_s:.0%} is waiting for late ranks"
+    return evidence
 
 
 def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
-    """Gain of the exposed calls of one group at the bus bandwidth of its best
-    call.
-    """
+    """Gain of the exposed calls of one group at the bus bandwidth of its best call."""
     best = part.loc[part["rate"].idxmax()]
-    slow = part[
-        (part["rate"] < _SLOW * best["rate"])
-        & (part["size_bytes"] < best["size_bytes"])
-    ]
+    is_slow = part["rate"] < _SLOW * best["rate"]
+    slow = part[is_slow & (part["size_bytes"] < best["size_bytes"])]
     size, rate = slow[["size_bytes", "rate"]].median() if len(slow) else (0.0, 0.0)
-    evidence = f"{len(slow)} calls of median {format_bytes(size)} at {format_bytes(rate)}/s bus bandwidth; "
-    evidence += (
-        f"{format_bytes(best['size_bytes'])} reach {format_bytes(best['rate'])}/s"
+    evidence = (
+        f"{len(slow)} calls of median {format_bytes(size)} at {format_bytes(rate)}/s "
+        f"bus bandwidth; {format_bytes(best['size_bytes'])} reach "
+        f"{format_bytes(best['rate'])}/s"
     )
     gain_s = (slow["lost_s"] * (1 - slow["rate"] / best["rate"])).sum()
     return Finding("small messages", where, min(gain_s, exposed_s), evidence)
@@ -173,36 +167,46 @@ def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding
 def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
     table = stragglers(timeline)
     for row in table.itertuples():
-        often = (
-            ""
-            if row.rank in table.attrs["often_last"]
-            else ", no more often than by chance"
+        often = ", no more often than by chance"
+        if row.rank in table.attrs["often_last"]:
+            often = ""
+        evidence = (
+            f"last in {row.last} of {row.calls} calls{often}; "
+            f"the others wait {format_s(row.cost_s)} for it"
         )
-        evidence = f"last in {row.last} of {row.calls} calls{often}; the others wait {format_s(row.cost_s)} for it"
-        yield "straggler rank", f"rank {row.rank}", row.exposed_cost_s, evidence
+        yield Finding(
+            "straggler rank", f"rank {row.rank}", row.exposed_cost_s, evidence
+        )
 
 
 def _host(timeline: Timeline) -> Iterator[Finding]:
     """Device idle because the host is late: in launches themselves, or elsewhere."""
     table = launch_bound(timeline)
-    by_rank = table.groupby("rank")[
-        ["launching_s", "launch_bound_s", "late_start_s", "idle_s"]
-    ].sum()
+    columns = ["launching_s", "launch_bound_s", "late_start_s", "idle_s"]
+    by_rank = table.groupby("rank")[columns].sum()
     of_idle = f"of {format_s(by_rank['idle_s'].sum())} idle"
     launching_s = by_rank["launching_s"]
-    other_s = by_rank["launch_bound_s"] - by_rank["launching_s"]
-    inside = f"{format_s(launching_s.sum())} {of_idle} lie inside launches"
-    yield "launch-bound", _worst(launching_s), launching_s.sum(), inside
-    late = f"during {format_s(other_s.sum())} {of_idle} the host is late for another reason than launches"
-    yield "host wait", _worst(other_s), other_s.sum(), late
+    gain_s = launching_s.sum()
+    evidence = f"{format_s(gain_s)} {of_idle} lie inside launches"
+    yield Finding("launch-bound", _worst(launching_s), gain_s, evidence)
+    other_s = by_rank["launch_bound_s"] - launching_s
+    gain_s = other_s.sum()
+    evidence = (
+        f"during {format_s(gain_s)} {of_idle} the host is late for another reason "
+        "than launches"
+    )
+    yield Finding("host wait", _worst(other_s), gain_s, evidence)
+    late_start_s = by_rank["late_start_s"]
     for rank, name, late_s in table.attrs["late"]:
         count = table.attrs["late_count"]
-        late_by_rank_s = by_rank["late_start_s"]
-        where = (
-            f"rank {rank}, before {name[:60]}" if count == 1 else _worst(late_by_rank_s)
+        where = _worst(late_start_s)
+        if count == 1:
+            where = f"rank {rank}, before {name[:60]}"
+        evidence = (
+            f"{count} kernel(s) start long after the launch on an idle device, "
+            f"{name[:60]} by {format_s(late_s)}"
         )
-        evidence = f"{count} kernel(s) start long after the launch on an idle device, {name[:60]} by {format_s(late_s)}"
-        yield "late start", where, late_by_rank_s.sum(), evidence
+        yield Finding("late start", where, late_start_s.sum(), evidence)
 
 
 def _other_idle(timeline: Timeline) -> Iterator[Finding]:
@@ -210,42 +214,31 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     if (timeline.spans["stream"] < 0).all():  # of CPU threads nobody is kept waiting
         return
     idle_s = breakdown(timeline).set_index("rank")["idle_s"]
-    late_s = (
-        launch_bound(timeline)
-        .groupby("rank")[["launch_bound_s", "late_start_s"]]
-        .sum()
-        .sum(axis=1)
-    )
+    by_rank = launch_bound(timeline).groupby("rank")
+    late_s = by_rank[["launch_bound_s", "late_start_s"]].sum().sum(axis=1)
     short_s = _short_gaps(timeline).groupby("rank")["idle_s"].sum()
-    left_s = (idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)).clip(
-        lower=0.0
-    )
-    table = calls(
-        timeline
-    )  # send_recv alone may be an all-to-all whose name NCCL does not tell
+    left_s = idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)
+    left_s = left_s.clip(lower=0.0)
+    # send_recv alone may be an all-to-all whose name NCCL does not tell.
+    table = calls(timeline)
     named = (table["group"] != "") | (table["source_rank"] >= 0)
     passes_on = (table["collective"].isin(POINT_TO_POINT) & named).any()
-    evidence = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle are no matter of the host"
-    yield (
-        "pipeline bubble" if passes_on else "other idle",
-        _worst(left_s),
-        left_s.sum(),
-        evidence,
-    )
+    cause = "pipeline bubble" if passes_on else "other idle"
+    of_idle = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle"
+    evidence = f"{of_idle} are no matter of the host"
+    yield Finding(cause, _worst(left_s), left_s.sum(), evidence)
 
 
 def _gaps(timeline: Timeline) -> Iterator[Finding]:
     """Short gaps between kernels that were launched in time."""
     for stream, part in _short_gaps(timeline).groupby("stream"):
+        by_rank_s = part.groupby("rank")["idle_s"].sum()
         idle_s = part["idle_s"].sum()
         count = part["count"].sum()
-        evidence = f"{count} gaps of {format_s(idle_s / count)} between kernels launched in time"
-        yield (
-            "short gaps",
-            f"stream {stream}, {_worst(part.groupby('rank')['idle_s'].sum())}",
-            idle_s,
-            evidence,
-        )
+        mean = format_s(idle_s / count)
+        evidence = f"{count} gaps of {mean} between kernels launched in time"
+        where = f"stream {stream}, {_worst(by_rank_s)}"
+        yield Finding("short gaps", where, idle_s, evidence)
 
 
 def _short_gaps(timeline: Timeline) -> pd.DataFrame:
@@ -272,7 +265,7 @@ def _copies(timeline: Timeline) -> Iterator[Finding]:
         copies.groupby("name", observed=True)["dur_ns"].sum().nlargest(1).index.tolist()
     )
     evidence = f"{len(copies)} copies, most time in {longest[0] if longest else ''}"
-    yield "exposed copies", _worst(alone_s), alone_s.sum(), evidence
+    yield Finding("exposed copies", _worst(alone_s), alone_s.sum(), evidence)
 
 
 def _worst(by_rank: pd.Series) -> str:

@@ -62,6 +62,7 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
         if len(events)
         else graph.time_ns
     )
+    # Edge that decided each event; the last entry of why, "start", where none did.
     edge = np.full(len(graph.time_ns), len(graph.why))
     edge[graph.target[graph.binding]] = np.flatnonzero(graph.binding)
     why = np.r_[graph.why, ["start"]].astype(object)[edge[events]]
@@ -284,10 +285,13 @@ def _durations(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     gap_ns = (graph.time_ns[graph.target] - graph.time_ns[graph.source]).astype(float)
     ends = (graph.target % 2 == 1) & (graph.target < 2 * len(graph.slices))
     own_ns = np.zeros(len(graph.time_ns))
+    # Work before an end is the gap to what came last; waiting inside a slice is none.
     own_ns[graph.target[graph.binding & ends]] = gap_ns[graph.binding & ends]
     delay_ns = np.where(ends, 0.0, gap_ns)
     decides = graph.binding & ~ends
     for why in set(graph.why[~ends]):
+        # A delay that did not decide may contain waiting: cut to the median of its
+        # kind.
         usual = gap_ns[decides & (graph.why == why)]
         other = ~graph.binding & (graph.why == why)
         delay_ns[other] = np.minimum(

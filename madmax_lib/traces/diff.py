@@ -167,6 +167,7 @@ def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
         pairs = [(steps_a[0], step) for step in steps_b]
     else:
         pairs = common or list(zip(steps_a, steps_b, strict=False))
+    # The first measured step allocates and compiles; a simulated one does not.
     warm_up = len(pairs) > 2 and "measured" in (a.meta.source, b.meta.source)
     return pd.DataFrame(
         pairs[1 if warm_up else 0 :], columns=["step_a", "step_b"], dtype="int64"
@@ -271,6 +272,7 @@ def _means(
     spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
     cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
+    # One breakdown of all (rank, step) cells, each as if it were a rank.
     every = {cell: [cell] for cell in range(len(cells))}
     meta = replace(timeline.meta, represents=every)
     table = (
@@ -280,10 +282,12 @@ def _means(
     )
     if not len(table):
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
+    # A cell counts as often as its rank and its step were paired.
     weight = cells.map(lambda cell: ranks[cell[0]] * steps[cell[1]]).to_numpy(
         dtype=float
     )
     mean = pd.Series(np.average(table, axis=0, weights=weight), index=table.columns)
+    # Overlap of the mean communication, not the mean of overlaps.
     mean["overlap"] = (
         1 - mean["exposed_comm_s"] / mean["comm_s"] if mean["comm_s"] else np.nan
     )
@@ -299,6 +303,7 @@ def _ops(
     weight = spans["rank"].map(ranks).to_numpy(float) * spans["step"].map(
         steps
     ).to_numpy(float)
+    # Sums over spans become means per paired rank and step.
     per_cell = weight / max(sum(ranks.values()) * sum(steps.values()), 1)
     spans = spans[["name", "kind"]].assign(
         count=per_cell, total_s=per_cell * spans["dur_ns"] / NS_PER_S
@@ -317,6 +322,7 @@ def _ops(
         collective != "", collective, op_classes(list(table["name"]))
     )
     if mixed:
+        # What a simulation does in one block has the class of that block.
         simulated = {c: s or c for c, s, _ in _class_table()} | _CARRIED_AS
         table["class"] = [simulated.get(c, c) for c in table["class"]]
     return table
@@ -357,11 +363,13 @@ def _joined(
 def _status(table: pd.DataFrame, mixed: bool) -> np.ndarray:
     a = table["count_a"].to_numpy()
     b = table["count_b"].to_numpy()
+    # A simulated block stands for many kernels: its count says nothing.
     block = (
         mixed
         & (table["matched"] == "class").to_numpy()
         & (table["kind"] != "comm").to_numpy()
     )
+    # Counts are means over steps: equal ones may differ in the last bits.
     cases = [b == 0, a == 0, np.isclose(a, b, rtol=1e-9) | block, b > a]
     return np.select(cases, ["missing", "extra", "both", "more"], "fewer")
 

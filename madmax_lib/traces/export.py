@@ -86,6 +86,7 @@ def export_trace(
 def _check(spans: pd.DataFrame) -> None:
     start = spans["start_ns"].to_numpy()
     dur = spans["dur_ns"].to_numpy()
+    # An end that overflows shows as one before its start.
     with np.errstate(over="ignore"):
         end = start + dur
     for wrong, rule in (
@@ -113,6 +114,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
     """
     filled = [table for table in tables.values() if len(table)]
     first = min((int(table["start_ns"].min()) for table in filled), default=0)
+    # Whole microseconds, so that ts keeps its three decimals.
     base_ns = first // _US * _US if timeline.meta.clock == "unix" or first < 0 else 0
     if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= FAR_NS:
         raise ValueError(
@@ -227,6 +229,7 @@ def _spans(
     table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]
 ) -> Iterator[str]:
     """One event per row; what rows have in common is made once."""
+    # Text that rows share, by the fields that decide it.
     common: dict[tuple, tuple[str, str]] = {}
     keys = zip(*(table[column].tolist() for column in _Row._fields), strict=True)
     start = _microseconds(table["start_ns"].to_numpy() - base_ns)
@@ -284,6 +287,7 @@ def _flows(table: pd.DataFrame, base_ns: int) -> Iterator[str]:
     kernels = np.flatnonzero(
         (table["stream"] >= 0) & table["kind"].isin(BUSY_KINDS) & (correlation >= 0)
     )
+    # First launch of each correlation, and its row for each kernel.
     numbers, first = np.unique(correlation[launches], return_index=True)
     kernels = kernels[np.isin(correlation[kernels], numbers)]
     launches = launches[first][np.searchsorted(numbers, correlation[kernels])]

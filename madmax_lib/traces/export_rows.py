@@ -83,6 +83,9 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
         return np.arange(len(stream))
     host = {s for s in by_row if s < 0}
     device = iter([s for s in by_row if s >= 0])
+    # The reader numbers host threads -1, -2, ... as they first occur: one row of each
+    # thread goes first, in that order; where a number is missing a device stream takes
+    # the turn.
     lanes = []
     while host:
         lane = -1 - len(lanes)
@@ -127,6 +130,7 @@ def _host_categories(table: pd.DataFrame, rank: int) -> np.ndarray:
         np.lexsort((kind[work] != "comm", -end[work], start[work], -lane[work]))
     ]  # as the reader sorts
     for part in np.split(work, np.flatnonzero(np.diff(lane[work])) + 1):
+        # Latest end of compute so far: what starts before it is inside.
         reach = np.maximum.accumulate(np.where(kind[part] == "cpu", -FAR_NS, end[part]))
         reach = np.r_[-FAR_NS, reach[:-1]][: len(part)]
         inside = start[part] < reach
@@ -157,6 +161,7 @@ def _with_host_rows(
         launched = np.isin(correlation, correlation[~device & (correlation >= 0)])
         need = device & (table["kind"] != "annotation").to_numpy() & ~launched
         new = need & (correlation < 0)
+        # Numbers that no launch of the timeline has.
         free = np.setdiff1d(np.arange(1, 1 + len(table) + new.sum()), correlation)
         correlation[new] = free[: new.sum()]
         table["correlation"] = correlation
@@ -197,6 +202,7 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.Data
         if step >= 0
     ]
     if len(steps) > 1 or not rows:
+        # After the end, rounded up to a microsecond, and one more.
         after = -(-max(end for _, end in windows.values()) // _US) * _US + _US
         rows.append((f"ProfilerStep#{max(steps, default=-1) + 1}", after, 0, -1))
     table = pd.DataFrame(rows, columns=["name", "start_ns", "dur_ns", "step"])
@@ -214,6 +220,7 @@ def _launch_rows(
     """
     start = spans["start_ns"].to_numpy()
     step = spans["step"].to_numpy()
+    # A launch belongs to the step in whose window it lies.
     before = min(begin for begin, _ in windows.values())
     last = {s: end - 1 for s, (_, end) in windows.items() if s >= 0}
     latest = np.array(

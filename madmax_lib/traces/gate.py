@@ -286,6 +286,7 @@ def _operations(timeline: Timeline, counted: list[int]) -> pd.DataFrame:
 
 def _middle(values: np.ndarray) -> np.ndarray:
     """Mean without the smallest and largest quarter, over the axis before the last."""
+    # As robust as a median, and less coarse.
     cut = int(_TRIM * values.shape[-2])
     return np.sort(values, axis=-2)[..., cut : values.shape[-2] - cut, :].mean(axis=-2)
 
@@ -368,6 +369,7 @@ def _names(sides: list[list[_Recording]]) -> list[str]:
         pd.concat([one.values.mean() for one in side], axis=1).fillna(0.0).mean(axis=1)
         for side in sides
     ]
+    # Share of a step that a quantity takes on each side.
     shares = pd.concat([mean / mean["step_s"] for mean in means], axis=1).dropna()
     large = shares[(shares.max(axis=1) >= _SMALLEST) & (shares.min(axis=1) > 0)].max(
         axis=1
@@ -452,6 +454,8 @@ def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
     >>> _holm(np.array([0.01, 0.04]), np.array([0.5, 0.5])).tolist()
     [0.02, 0.04]
     """
+    # Holm 1979, weighted: the k-th smallest p / w may use the level that the ones
+    # before it have left, w_k / (w_k + w_k+1 + ...).
     order = np.argsort(p / weights, kind="stable")
     left = weights[order][::-1].cumsum()[::-1]
     adjusted = np.empty(len(p))

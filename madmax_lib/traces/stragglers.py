@@ -109,6 +109,8 @@ def _often_last(table: pd.DataFrame, result: pd.DataFrame) -> Iterator[int]:
         .groupby(late["rank"])
         .agg(["size", "mean"])
     )
+    # P(last at least so often | each call has a random last rank), for each of the
+    # ranks
     for rank, last in zip(result["rank"], result["last"], strict=True):
         if last and binom.sf(last - 1, *by_rank.loc[rank]) * len(result) < _LEVEL:
             yield rank

@@ -35,6 +35,7 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
     """
     shared = _shared_ends(timeline)
     ranks = np.array(timeline.ranks, dtype=np.int64)
+    # Medians of differences; spans have whole nanoseconds.
     exact_ns, reference = _solve(_pairs(shared), ranks)
     offset_ns = np.rint(exact_ns)
     rest_ns = (
@@ -137,6 +138,7 @@ def _solve(pairs: pd.DataFrame, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarr
     a = np.searchsorted(ranks, pairs["first"])
     b = np.searchsorted(ranks, pairs["rank"])
     together = pairs["together"].to_numpy(dtype=bool)
+    # Calls that need not end together join only ranks that nothing else joins.
     strongly = components(a[together], b[together], len(ranks))
     use = together | (strongly[a] != strongly[b])
     a = a[use]
@@ -146,6 +148,7 @@ def _solve(pairs: pd.DataFrame, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarr
     weight = np.sqrt(pairs["count"].to_numpy(dtype=np.float64))
     system = np.zeros((len(pairs), len(ranks)))
     edge = np.arange(len(pairs))
+    # One row per pair: weight (offset_b - offset_a) = weight ahead
     system[edge, b] = weight
     system[edge, a] = -weight
     offset_ns = np.linalg.lstsq(
@@ -158,6 +161,7 @@ def components(a: np.ndarray, b: np.ndarray, count: int) -> np.ndarray:
     """Lowest member (count,) of the connected set of each node, for edges a - b."""
     lowest = np.arange(count)
     while len(a):
+        # Labels spread along the edges until none falls any more.
         low = np.minimum(lowest[a], lowest[b])
         before = lowest.copy()
         np.minimum.at(lowest, a, low)

@@ -104,6 +104,7 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
     table = by_row.where(by_row["collective"].notna(), by_op)
     texts = table[list(_TEXTS)].fillna("")
     numbers = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
+    # Groups of one name differ in their ranks: they belong to the name.
     listed = texts["group"] + " [" + texts["ranks"].str.replace(",", ", ") + "]"
     texts["group"] = texts["group"].mask(
         (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False), listed
@@ -135,6 +136,7 @@ def _labels_around_launch(
     ]
     prefix = np.array([*prefixes, ""], dtype=object)[names.codes]
     on_host = (spans["stream"] < 0).to_numpy()
+    # On CPU traces the annotation is the call itself.
     annotation = np.where(on_host[row] & (prefix[row] != ""), row, -1)
     launched = calls.loc[
         calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]
@@ -158,6 +160,8 @@ def _labels_around_launch(
         at = np.flatnonzero(on_host & chosen)
         label = spans[["rank", "stream", "start_ns"]].iloc[at].assign(row=at)
         label["end_ns"] = label["start_ns"] + spans["dur_ns"].to_numpy()[at]
+        # The last label of the thread that began before the launch, if it has not
+        # ended.
         around = pd.merge_asof(
             launch, label.sort_values("start_ns"), on="start_ns", by=["rank", "stream"]
         )
@@ -301,6 +305,7 @@ def _simulated_groups(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
     ):
         of_group = spans.loc[spans["group"] == name, "rank"]
         if plan.world_size == timeline.meta.world_size:
+            # Lowest rank of the group: the rank without its digit of this dimension.
             first = of_group - of_group // stride % degree * stride
             texts = {
                 f: f"{name} {[*range(f, f + degree * stride, stride)]}"
@@ -318,6 +323,7 @@ def _set_peers(
     """
     edges = timeline.edges
     ranks = timeline.spans["rank"].to_numpy()
+    # Simulated messages: an edge between two ranks leads from sender to receiver.
     edges = edges[
         (ranks[edges["source"]] != ranks[edges["target"]]) & edges["source"].isin(row)
     ]

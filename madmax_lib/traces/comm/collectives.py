@@ -240,6 +240,7 @@ def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
     shortest time, which hardly waits, and slowest_bytes_per_s of the one with the
     longest.
     """
+    # The shortest time of a call has the highest bandwidth.
     of_call = _with_every_call(table).groupby(["collective", "call"], sort=False)
     points = of_call.agg(
         size_bytes=("size_bytes", "mean"),
@@ -274,6 +275,7 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
     each["transfer_s"] = each["transfer_s"].mask(
         (each["call"] < 0) & (each["transfer_s"] > each["longest_s"]), each["longest_s"]
     )
+    # Bytes over time only of calls that tell both.
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
     each["sized_s"] = each["transfer_s"].where(timed)
     each["sent_bytes"] = each["size_bytes"].where(timed)
@@ -299,9 +301,11 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     start_ns = spans["start_ns"]
     dur_ns = spans["dur_ns"]
     of_call = table["call"]
+    # The rank that spends least time in a call came last: nobody waited for it less.
     lateness_ns = start_ns if one_clock else -dur_ns
     last = lateness_ns.groupby(of_call).transform("idxmax").astype(np.int64)
     behind_ns = pd.Series(lateness_ns.to_numpy()[last] - lateness_ns)
+    # Nobody waits longer than the call takes.
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]
     table["wait_s"] = wait_ns / NS_PER_S
@@ -316,6 +320,8 @@ def bus_factor(collective, group_size):
     """Bytes on the busiest link per byte of message, for a group of n ranks
     (nccl-tests); both numbers or (n,).
     """
+    # (n - 1) / n of the message cross a link; an all-reduce is a reduce-scatter and an
+    # all-gather: twice that.
     share = (group_size - 1) / group_size
     one_way = np.where(
         np.isin(collective, ("all_gather", "reduce_scatter", "all_to_all")), share, 1.0
@@ -338,11 +344,13 @@ def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Seri
     key = table.groupby(
         [who, what.where(~numbered, ""), step, sequence], sort=False
     ).ngroup()
+    # The k-th call of a key on one rank is the k-th on the others.
     turn = start_ns.groupby([key, rank]).rank(method="first").astype(np.int64)
     call = table.groupby([key, turn], sort=False).ngroup()
     size = key.groupby([key, rank]).transform("size")
     in_group = rank.groupby([who, what]).transform("nunique")
     complete = rank.groupby(key).transform("nunique") == in_group
+    # A rank that made fewer calls would shift the ones after the lost one.
     complete &= size.groupby(key).transform("min") == size.groupby(key).transform("max")
     one_sided = (
         table["collective"].isin(("send", "recv")) & ~peers

@@ -40,6 +40,7 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
         .cumcount()
         .where(records["sequence"] < 0, records["sequence"])
     )
+    # A pair is told twice where both ranks are in the timeline: the sender counts.
     seen = set(timeline.ranks)
     rows = []
     for call in records.assign(turn=turn).itertuples():

@@ -250,14 +250,19 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     followed = size.where(born | nameless, 0).to_numpy(
         copy=True
     )  # change of the bytes that can be followed
+    # The event that frees a block takes off what its allocation added, whatever size it
+    # tells.
     freed = end[has_end := (born & (end >= 0)).to_numpy()]
     followed[freed] -= size.to_numpy()[has_end]
+    # Blocks that are freed without having been allocated here are from before the
+    # trace.
     older = (
         (-size)
         .where((size < 0) & (followed == 0) & ~nameless, 0)
         .groupby(pool)
         .transform("sum")
     )
+    # Without addresses only the sum of the sizes shows that something was there before.
     older -= (
         size.where(nameless, 0)
         .groupby(pool)
@@ -271,6 +276,8 @@ def _events(timeline: Timeline) -> pd.DataFrame:
     )
     total = _without_gaps(events["allocated_bytes"], size, pool, older)
     before = total - pd.Series(followed).groupby(pool).cumsum()
+    # What was there before can only be given back: it is never more than the least
+    # total since.
     left = pd.Series(total).groupby(pool).cummin()  # of what was there before, at most
     before = before.mask(nameless & (before > left), left)
     return events.assign(
@@ -327,6 +334,7 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     """
     top = events.loc[events.groupby("pool")["allocated_bytes"].idxmax()]
     first = events.groupby("pool").head(1)
+    # What was in use before the first event.
     at_begin = (first["allocated_bytes"] - first["size_bytes"]).to_numpy()
     falls = at_begin > top["allocated_bytes"].to_numpy()
     rows = np.where(falls, first.index - 1, top.index)
@@ -369,6 +377,7 @@ def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
         spans = host.iloc[of_rank.get(rank, [])]
         time_ns = events["time_ns"].to_numpy()[rows]
         number = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
+        # Latest end of the spans that began by then; position 0 is before all spans.
         reach_ns = np.r_[
             np.iinfo(np.int64).min,
             np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"]),

@@ -63,6 +63,7 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
         if len(part)
     ]
     calls = pd.concat(parts, ignore_index=True) if parts else calls
+    # A call inside of one of the same name (and shapes) is in its time already.
     again = calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
     once = ~again  # a call inside of one of the same name is in its time already
     sums = pd.DataFrame(
@@ -84,6 +85,7 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
             "bytes_per_s": calls["device_ns"] * calls["moved_bytes"].notna(),
         }
     )
+    # min_count: a sum in which nothing is known is NaN, not 0.
     table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
     times = [
         "host_s",
@@ -95,6 +97,7 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     ]
     table[times] = table[times].astype(float) / NS_PER_S
     table["share"] = _share_of_rank(table, "self_device_s")
+    # So far these two held the device time of the calls that count.
     table["flops_per_s"] = ratio(table["flops"], table["flops_per_s"])
     table["bytes_per_s"] = ratio(table["moved_bytes"], table["bytes_per_s"])
     table["flops_per_byte"] = ratio(table["flops"], table["moved_bytes"])
@@ -124,6 +127,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
         spans,
         np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)),
     )
+    # Without a device the operators themselves are the work; else the kernels are.
     host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(
         dtype=bool
     )  # kernels bring the device's
@@ -139,6 +143,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     names = np.array(
         [_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object
     )
+    # Time of a module inside of itself (a recursive call) is counted by the outer one.
     once = ~nest.within(np.ones(len(names), dtype=bool), names)
     table = pd.DataFrame(
         {
@@ -156,6 +161,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     how = {
         column: "first" if column == "inside" else "sum" for column in table.columns[2:]
     }
+    # In order of time, so that "inside" is the module around the first call.
     table = table.iloc[np.argsort(nest.start, kind="stable")]
     table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
     table.insert(
@@ -219,7 +225,11 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
             union(pack(part["start_ns"], part["dur_ns"]))
             for part in (spans[spans["kind"] == k] for k in kinds)
         ]
+        # (2m,) starts, then ends of the m covered stretches of each kind
         times = np.concatenate([c.T.ravel() for c in covered])
+        # Each kind is a bit of the state: added where a stretch starts, taken off at
+        # its end. Stretches of one kind are disjoint, so the sum is the set of kinds
+        # that run.
         change = np.concatenate(
             [
                 np.repeat([1 << bit, -(1 << bit)], len(c))
@@ -269,9 +279,11 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     inside_ns = np.bincount(
         nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table)
     )
+    # Clocks of threads may make the inner calls longer than the outer one.
     self_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64)
     own_ns = nest.sums(call, work["dur_ns"])
     rank = spans["rank"].to_numpy()[nest.rows]
+    # A rank that has any work on a device computes there.
     on_device = np.isin(rank, work["rank"].unique())
     calls = pd.DataFrame(
         {
@@ -306,6 +318,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             table.assign(name=calls["name"]), partial(_batches, spans, calls)
         )
     )
+    # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = (
         nest.inclusive(
@@ -335,6 +348,7 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list
         & (spans["stream"] < 0)
         & spans["name"].str.startswith("execute_")
     ]
+    # Batches are marked on one thread and run on others: all are taken for one.
     at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
     inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
     names = batches["name"].iloc[at.rows].astype(object).tolist()
@@ -351,7 +365,9 @@ def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """
     flops = costs["flops"].notna().to_numpy()
     moved_bytes = costs["moved_bytes"].fillna(0).to_numpy()
+    # No other call inside of it has FLOPs.
     product = flops & (nest.inclusive(flops) == 1)
+    # At most half as much again is moved inside of it: it is the one that works.
     works = nest.inclusive(moved_bytes) <= 1.5 * moved_bytes
     return product, product | (works & ~flops & ~nest.within(product))
 
@@ -404,6 +420,7 @@ def _module_of(
     numbered = calls["sequence"] >= 0
     backward = calls["forward_thread"] > 0
     forward = calls[numbered & ~backward].sort_values("start_ns", kind="stable")
+    # Several forward operators may share a number: the last made the backward node.
     forward = forward.drop_duplicates(["rank", "sequence"], keep="last")
     forward["place"] = nest.at(
         forward["thread"].to_numpy(), forward["start_ns"].to_numpy()
@@ -418,6 +435,7 @@ def _module_of(
         np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through))
     )
     through_module = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
+    # The innermost decides: the backward operator began after the module around it.
     is_backward = (through_module >= 0) & (through_ns >= direct_ns)
     return np.where(is_backward, through_module, direct), is_backward
 

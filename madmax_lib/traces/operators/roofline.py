@@ -48,10 +48,14 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     specs = _device_of(timeline, device) if len(table) else None
     table["peak_flops"] = [_peak(specs, dtype) for dtype in table["dtype"]]
     table["peak_bytes_per_s"] = specs.memory_bandwidth_bytes_per_s if specs else np.nan
+    # An operator without matrix products stands at the left edge, under the memory
+    # roof.
     table["flops_per_byte"] = table["flops_per_byte"].fillna(0.0)
     compute = (table["flops_per_s"] / table["peak_flops"]).fillna(0.0)
     memory = table["bytes_per_s"] / table["peak_bytes_per_s"]
     table["bound"] = np.where(compute >= memory, "compute", "memory") if specs else ""
+    # Share of the lower roof: P / min(peak, intensity bandwidth) = max(P / peak, B /
+    # bandwidth) [Williams et al. 2009].
     table["roof"] = np.maximum(compute, memory)
     columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
     columns += [
@@ -120,6 +124,7 @@ def mfu(
     device: as for `roofline`.
     """
     table = step_periods(timeline).sort_values(["rank", "step"], ignore_index=True)
+    # The last step has no next one to end its period.
     table["total_s"] = table["period_s"].fillna(
         (table["end_ns"] - table["begin_ns"]) / NS_PER_S
     )
@@ -148,6 +153,7 @@ def mfu(
     by_dtype = by_dtype.reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
     specs = _device_of(timeline, device) if some or device is not None else None
+    # Time at the peak of each dtype; FLOPs over their sum is the peak of the mix.
     by_dtype["peak_s"] = by_dtype["flops"] / [
         _peak(specs, dtype) for dtype in by_dtype["dtype"]
     ]
@@ -164,6 +170,7 @@ def mfu(
         table["flops"] = float(flops_per_step)
     table = table[["rank", "step", "flops", "total_s", "coverage"]]
     table["flops_per_s"] = ratio(table["flops"], table["total_s"])
+    # Shapes that tell less than half of the time of products tell no utilisation.
     table["mfu"] = (table["flops_per_s"] / peak).mask(
         (flops_per_step is None) & (table["coverage"] < _ENOUGH)
     )
@@ -176,6 +183,7 @@ def _coverage(
     """rank, step, coverage of `mfu`: by kernels, on ranks without a device by
     operators.
     """
+    # Position -1, work that no operator launched, reads the False that is appended.
     counted = np.append(calls["counted"].to_numpy(dtype=bool), False)
     kernels = work[["rank", "step"]].assign(
         name=timeline.spans["name"].iloc[work["row"]].astype(object).to_numpy(),

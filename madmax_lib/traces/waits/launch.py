@@ -60,6 +60,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
         & ~spans["name"].isin(_SYNCS)
     )
     calls = np.flatnonzero(linked & (spans["stream"] < 0) & (spans["kind"] == "cpu"))
+    # Of host calls with one correlation the earliest is the launch.
     calls = calls[np.argsort(spans["start_ns"].to_numpy()[calls], kind="stable")]
     host = spans[keys].iloc[calls].assign(launch_row=calls).drop_duplicates(keys)
     rows = np.flatnonzero(on_device)
@@ -101,6 +102,8 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     table["kernels"] = by_launch.size().to_numpy(dtype=np.int64)
     table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
     call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)
+    # From the start of the call; from its end it may be negative, when the kernel
+    # starts during the call.
     since_ns = table["start_ns"] - table["launch_ns"]
     table = table.assign(
         name=spans["name"].iloc[table["row"]].astype(object).to_numpy(),
@@ -197,8 +200,10 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
     for (rank, stream), part in queue.groupby(["rank", "stream"]):
         full = (part["length"] >= capacity).to_numpy()
         time_ns = part["time_ns"].to_numpy()
+        # A length lasts until the next change; the last one has no duration.
         full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()
         begins_ns = spans.loc[spans["rank"] == rank, "start_ns"]
+        # A launch into a full queue blocks: what it takes beyond the usual is waiting.
         beyond_ns = part["cpu_ns"] - part.loc[part["enters"], "cpu_ns"].median()
         blocked_ns = beyond_ns[full & part["enters"]].clip(lower=0).sum()
         share = full_ns / max(begins_ns.max() - begins_ns.min(), 1)
@@ -241,6 +246,8 @@ def launch_floor(
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
     rows = []
     for rank, part in compute.groupby("rank"):
+        # Sorted, so that for each speed-up the spans under the floor are the first
+        # ones: sum max(d / f, launch) = short launch + (sum of the longer ones) / f
         dur_s = np.sort(part["dur_ns"].to_numpy()) / NS_PER_S
         steps = max((part["step"].unique() >= 0).sum(), 1)
         short = np.searchsorted(
@@ -301,10 +308,12 @@ def _queue(timeline: Timeline) -> pd.DataFrame:
     cpu_ns = timeline.spans["dur_ns"].to_numpy()[work["launch_row"]]
     keys = work[["rank", "stream"]]
     enter = keys.assign(time_ns=work["launch_ns"], enters=True, cpu_ns=cpu_ns)
+    # A launch cannot leave the queue before it enters; clocks may disagree.
     leave_ns = np.maximum(
         work["start_ns"], work["launch_ns"]
     )  # clocks of host and device may disagree
     queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
+    # At equal times launches come first, so that no length is negative.
     queue = queue.assign(change=np.where(queue["enters"], 1, -1))
     queue = queue.sort_values(
         ["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False]

@@ -40,6 +40,7 @@ def transfer_times(
     """The work (events,) before each event, with new times of transfers. Arguments and
     errors as in `what_if`.
     """
+    # bytes on the busiest link grow as bus_factor(p), the message staying as it is
     table = _transfers(timeline, graph)
     more = table["group_size"] * _growth(timeline, table, ranks)
     if collectives is None:
@@ -80,6 +81,8 @@ def transfer_times(
                 f"{size} ranks"
             )
         seconds = seconds.fillna(table["alone_s"])
+    # Transfers that share a link stretch and shrink together: what a run of them takes
+    # is scaled by the sum of their new times over that of the old ones.
     after = (
         (seconds + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
     )
@@ -116,6 +119,7 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
     ready = np.zeros(len(graph.time_ns), dtype=np.int64)
     met = np.zeros(len(graph.time_ns), dtype=bool)
     of_ranks = np.isin(graph.why, ("work", "collective"))
+    # A transfer can begin when the last of its ranks has come.
     np.maximum.at(ready, graph.target[of_ranks], graph.time_ns[graph.source[of_ranks]])
     met[graph.target[graph.why == "collective"]] = True
     at = table["event"].to_numpy()
@@ -123,6 +127,8 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
         graph.slices.iloc[at // 2], ready[at], graph.time_ns[at]
     )
     table["alone_s"] = alone_ns / NS_PER_S
+    # A rank whose partners are not seen waits for what its call takes beyond the
+    # shortest call of the same kind, size and group.
     least = table.groupby([*_KEY, "group"], dropna=False)["alone_s"].transform("min")
     table["wait_s"] = np.where(met[at], 0.0, table["alone_s"] - least)
     table["alone_s"] -= table["wait_s"]
@@ -146,9 +152,11 @@ def _alone(
         cuts = np.unique(np.r_[start, end])
         # (transfers, stretches between cuts): those that run side by side share a stretch
         running = (start[:, None] <= cuts[:-1]) & (end[:, None] >= cuts[1:])
+        # Each of k transfers at a time has 1 / k of the link.
         alone_ns[places] = (
             running * (np.diff(cuts) / np.maximum(running.sum(axis=0), 1))
         ).sum(axis=1)
+        # A new run begins where the link was free: after all earlier ends.
         rests = np.r_[True, start[1:] >= np.maximum.accumulate(end)[:-1]]
         run[places] = places[rests][np.cumsum(rests) - 1]
     return alone_ns, run

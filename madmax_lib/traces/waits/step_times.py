@@ -122,6 +122,7 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
         return timeline, counted
     start_ns = spans["start_ns"]
     end_ns = spans["start_ns"] + spans["dur_ns"]
+    # Host and device apart: the host may be steps ahead.
     side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
     first_ns = start_ns.where(counts, end_ns.max()).groupby(side).transform("min")
     last_ns = end_ns.where(counts, start_ns.min()).groupby(side).transform("max")
@@ -176,6 +177,7 @@ def step_periods(timeline: Timeline) -> pd.DataFrame:
         ["rank", "step"]
     )
     table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
+    # Work that the step itself has launched; other work may be of a step before.
     launched = (
         work[(work["launch_row"] >= 0) & (work["step"] >= 0)]
         .groupby(["rank", "step"])["start_ns"]
@@ -256,6 +258,8 @@ def _cut(table: pd.DataFrame) -> np.ndarray:
         rows = part.index.to_numpy()
         order = np.argsort(part["first_ns"].to_numpy())
         for edge in {order[0], order[-1]} if len(part) > 2 else ():
+            # A cut step has less than half as many spans as the others have in the
+            # median.
             others = np.delete(part["spans"].to_numpy(), edge)
             cut[rows[edge]] = part["spans"].iloc[edge] < np.median(others) / 2
         for present in (part["annotated"], part["total_s"] > 0):
@@ -270,6 +274,7 @@ def _warmup(table: pd.DataFrame) -> list[int]:
     for number in range(len(walls) - 2):
         rest = walls.to_numpy()[number + 1 :]
         median = np.median(rest)
+        # Median absolute deviation: one slow later step does not hide a slow first one.
         deviation = np.median(np.abs(rest - median))
         if walls.iloc[number] <= median + max(
             _DEVIATIONS * deviation, _SLOWER * median
@@ -287,6 +292,7 @@ def input_wait(timeline: Timeline) -> pd.DataFrame:
     or its Python function.
     """
     spans = timeline.spans
+    # Names are few and spans many: the pattern is matched once per name.
     codes = np.flatnonzero(spans["name"].cat.categories.str.contains(_NEXT_BATCH))
     rows = np.flatnonzero(
         np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy()

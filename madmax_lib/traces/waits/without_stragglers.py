@@ -150,6 +150,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         for column in ("kind", "stage", "dp_rank")
     }
     workers = ops.groupby("rank")[["stage", "dp_rank"]].first()
+    # A worker is as slow as the less slow of its stage and its dp rank.
     by_rank = pd.concat([workers[c].map(slowdown[c]) for c in workers], axis=1).min(
         axis=1
     )
@@ -159,6 +160,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         : ceil(len(by_rank) * _WORST - _NOTHING)
     ]
     shares = dict.fromkeys(("M_S", "M_W", "M_S_add", "M_W_add"), nan)
+    # M = (T_replay - T_with the part repaired) / (T_replay - T_ideal)  [OSDI 2025]
     lost_s = actual_s - ideal_s
     some = abs(lost_s) > _NOTHING * ideal_s
     for name, column, bad in (
@@ -295,6 +297,7 @@ def _checked(ops: pd.DataFrame) -> pd.DataFrame:
         ops["stage"] + kind.eq("forward-send") - kind.eq("backward-send")
     )  # sends meet receives of the neighbour
     over_dp = kind.isin(("params-all-gather", "grads-reduce-scatter"))
+    # The first and the last stage share the embedding table.
     over_ends = kind.eq("embedding-grads-all-reduce")
     everyone = kind.eq("optimizer-clip-main-grad")
     alone = (
@@ -310,6 +313,7 @@ def _checked(ops: pd.DataFrame) -> pd.DataFrame:
         ops["seq_id"],
     ]
     met = ops.groupby(members, sort=False).ngroup().mask(alone, -1)
+    # A message has two members: its send and its receive.
     sides = kind.isin(_TWO_SIDED)
     if (ops[sides].groupby([ops["step"], met]).size() != 2).any():
         raise ValueError(
