@@ -63,6 +63,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     found, not that the run is fast. `.attrs["steps"]`: those that count, without
     warm-up and cut ones unless there are no others.
     """
+    # Warm-up and cut steps would add causes that a run does not keep.
     timeline, counted = steady_state(require_type("timeline", timeline, Timeline))
     parts_s = breakdown(timeline)
     ranks = max(len(parts_s), 1)
@@ -151,7 +152,9 @@ def _exposed(part: pd.DataFrame, alone_s: float) -> str:
 
 def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
     """Gain of the exposed calls of one group at the bus bandwidth of its best call."""
+    # The best call of the group shows what its link can do.
     best = part.loc[part["rate"].idxmax()]
+    # Smaller and slower: latency rules, not the link.
     is_slow = part["rate"] < _SLOW * best["rate"]
     slow = part[is_slow & (part["size_bytes"] < best["size_bytes"])]
     size, rate = slow[["size_bytes", "rate"]].median() if len(slow) else (0.0, 0.0)
@@ -216,6 +219,7 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     idle_s = breakdown(timeline).set_index("rank")["idle_s"]
     by_rank = launch_bound(timeline).groupby("rank")
     late_s = by_rank[["launch_bound_s", "late_start_s"]].sum().sum(axis=1)
+    # What the host and the pace of kernels explain is told as causes of their own.
     short_s = _short_gaps(timeline).groupby("rank")["idle_s"].sum()
     left_s = idle_s.sub(late_s, fill_value=0.0).sub(short_s, fill_value=0.0)
     left_s = left_s.clip(lower=0.0)
@@ -232,6 +236,7 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
 def _gaps(timeline: Timeline) -> Iterator[Finding]:
     """Short gaps between kernels that were launched in time."""
     for stream, part in _short_gaps(timeline).groupby("stream"):
+        # One finding per stream, over all ranks.
         by_rank_s = part.groupby("rank")["idle_s"].sum()
         idle_s = part["idle_s"].sum()
         count = part["count"].sum()
@@ -256,6 +261,7 @@ def _copies(timeline: Timeline) -> Iterator[Finding]:
     """Copies beside which the device does nothing else."""
     spans = timeline.spans
     copies = spans[spans["kind"] == "memcpy"]
+    # Copies under other work cost nothing.
     others = spans[spans["kind"].isin(("compute", "comm", "other"))]
     alone_s = pd.Series(
         {rank: exposed_s(part, others) for rank, part in copies.groupby("rank")},

@@ -56,6 +56,7 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     chosen = median_step(timeline, step)
     graph = _graph_of_step(timeline, chosen)
     events = _walk(graph)
+    # A part lasts from the event before to its own.
     before = np.r_[-1, events[:-1]]  # the event that decided about each one
     begin_ns = (
         np.where(before >= 0, graph.time_ns[before], 0)
@@ -69,6 +70,7 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     row = graph.slices.iloc[np.minimum(events // 2, len(graph.slices) - 1)].reset_index(
         drop=True
     )
+    # Slices in flight have lanes of their own: users see the stream of the span.
     row["stream"] = timeline.spans["stream"].to_numpy()[row["row"]]
     delay = np.array([_DELAY.get(reason, "wait") for reason in why], dtype=object)
     path = row.assign(
@@ -159,6 +161,7 @@ def what_if(
         *["other links"] * (collectives is not None),
         *[f"{ranks} ranks"] * (ranks is not None),
     ]
+    # Measured: what the speed-up compares with.
     now_s = float(graph.time_ns.max(initial=0) / NS_PER_S)
     rows = []
     for scenario in scenarios:
@@ -219,6 +222,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     if len(calls):
         scenarios["free launches"] = {_LAUNCH_CALLS: np.inf}
         scenarios["graph of kernels"] = {_LAUNCH_CALLS: np.inf, "launch delay": np.inf}
+    # A graph leaves the host nothing to do between launches.
     scenarios["graph of the step"] = {"host": np.inf, "launch delay": np.inf}
     ranks = max(len(timeline.ranks), 1)
     table = what_if(timeline, list(scenarios.values())).drop(
@@ -255,6 +259,7 @@ def _graph_of_step(timeline: Timeline, steps: list[int]) -> Graph:
     left = on_device & earlier & (end_ns > begin_ns)
     left &= spans["start_ns"] < end_ns[chosen].max()
     if timeline.edges.empty and left.any():
+        # What earlier steps left running counts from the start of this one.
         clipped = spans["start_ns"].mask(left, np.maximum(spans["start_ns"], begin_ns))
         spans = spans.assign(
             start_ns=clipped, dur_ns=spans["dur_ns"].mask(left, end_ns - clipped)

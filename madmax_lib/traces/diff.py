@@ -118,6 +118,7 @@ def compare_ops(
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ValueError(f"kind {unknown[0]!r} is not one of {', '.join(KINDS)}")
     mixed = a.meta.source != b.meta.source
+    # Measured kernels have names; a simulation has blocks, which only a class matches.
     levels = (by,) if by else _LEVELS[: 3 if mixed else 2]
     left, right = (
         _ops(timeline, *weights, kinds, mixed)
@@ -128,6 +129,7 @@ def compare_ops(
         keys = [
             pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)
         ]
+        # What both sides have is joined at this level; the rest goes on to the next.
         shared = keys[0].isin(keys[1]), keys[1].isin(keys[0])
         parts.append(_joined(left[shared[0]], right[shared[1]], level, level))
         left = left[~shared[0]]
@@ -142,6 +144,7 @@ def compare_ops(
     )
     table["difference_s"] = table["total_b_s"] - table["total_a_s"]
     table["status"] = _status(table, mixed)
+    # Largest difference first, equal ones by name.
     by_size = table["difference_s"].abs().to_numpy()
     table = table.iloc[np.lexsort((table["name"], -by_size))].reset_index(drop=True)[
         _OPS
@@ -160,6 +163,7 @@ def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
     """
     steps_a = _busy_steps(a)
     steps_b = _busy_steps(b)
+    # Steps of equal numbers are the same step of a run.
     common = [(step, step) for step in steps_a if step in set(steps_b)]
     if len(steps_b) == 1 and (b.meta.source == "simulated" or not common):
         pairs = [(step, steps_b[0]) for step in steps_a]
@@ -219,6 +223,7 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     ['gemm', 'layer', 'all_gather']
     """
     collectives = collective_names(list(names))
+    # The first row that matches decides: rows go from the particular to the general.
     rows = _class_table()
     classes = [next(c for c, _, search in rows if search(name)) for name in names]
     return np.array(
@@ -443,6 +448,7 @@ def _op_name(name: str) -> str:
         "reduce_kernel",
         "multi_tensor_apply_kernel",
     ):
+        # The function inside of the template tells elementwise kernels apart.
         inner = [
             word
             for word in _FUNCTION.findall(name[len(head) :])
@@ -458,5 +464,6 @@ def _op_name(name: str) -> str:
     ):  # CUTLASS: the kernel is the template's argument
         outer = re.split(r"[<(>]", name)[1].rpartition("::")[2]
     outer = re.sub(r"_MT\d.*", "", outer)  # Tensile: tile and everything after it
+    # Tile sizes such as 128x64, and every other number.
     outer = re.sub(r"(?:\d+x)*\d+", "", _ARCHITECTURE.sub("", outer))
     return re.sub(r"([_ ])[_ ]+", r"\1", outer).strip("_ ") or name

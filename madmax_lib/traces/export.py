@@ -68,6 +68,7 @@ def export_trace(
     """
     require_type("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()
+    # Before any work: a long timeline takes minutes to write.
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory}: is not a directory")
     _check(timeline.spans)
@@ -127,6 +128,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
 def _rank_text(
     timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int
 ) -> Iterator[str]:
+    # HTA tells GPU from CPU runs by the backend.
     backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
     names = {
         0: f"rank {rank} {timeline.meta.device or 'device'}",
@@ -177,6 +179,7 @@ def _document(
         else f"{meta.source}, all ranks",
     }
     yield json.dumps(envelope)[:-1] + ', "traceEvents": [\n'
+    # A comma goes between blocks of lines, not after the last one: JSON allows none.
     separator = ""
     lines = []
     for part in parts:
@@ -198,6 +201,7 @@ def _names(
     for pid, name in names.items():
         yield _meta(pid, 0, "process_name", name)
         yield _meta(pid, 0, "process_sort_index", pid)
+    # Streams in order, then host threads -1, -2, ...
     for stream in sorted(set(table["stream"].tolist()), key=lambda s: (s < 0, abs(s))):
         pid, tid = _thread(stream, (min(names), max(names)), first)
         yield _meta(
@@ -210,6 +214,7 @@ def _names(
 
 
 def _meta(pid: int, tid: int, name: str, value: str | int) -> str:
+    # Metadata events of the Chrome trace format: M, with name or sort_index.
     args = {"sort_index" if isinstance(value, int) else "name": value}
     return json.dumps(
         {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
@@ -262,6 +267,7 @@ def _common(row: _Row, thread: tuple[int, int]) -> tuple[str, str]:
     """Text before the times, and the last of the args: kind always, stream only of what
     HTA shall count as a kernel.
     """
+    # Allocator events are instants; all others have a duration (X).
     phase = "i" if row.kind == "memory" else "X"
     pid, tid = thread
     name = f'"cat": "{row.cat}", "name": {_text(row.label)}'
@@ -301,6 +307,7 @@ def _flows(table: pd.DataFrame, base_ns: int) -> Iterator[str]:
     for number, ts, at, launcher, stream in zip(
         correlation[kernels].tolist(), *times, *threads, strict=True
     ):
+        # async CPU to GPU, as Kineto calls the arrows of launches
         row = f'"cat": "ac2g", "name": "ac2g", "id": {number}'
         yield f'{{"ph": "s", {row}, "pid": 1, "tid": {-launcher}, "ts": {ts}}}'
         yield f'{{"ph": "f", {row}, "pid": 0, "tid": {stream}, "ts": {at}, "bp": "e"}}'

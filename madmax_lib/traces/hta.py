@@ -34,6 +34,7 @@ def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
 
     Raises what `read_trace` raises, and ImportError when HTA is not installed.
     """
+    # HTA asks for the rank of each file; it reads a file anew and by its absolute path.
     files = {
         read_trace(path).ranks[0]: str(path.resolve()) for path in find_traces(source)
     }
@@ -56,6 +57,7 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     seconds, overlap in 0..1.
     """
     hta = analysis(source)
+    # Ranks without a GPU have an overlap but no times.
     theirs = temporal(hta).merge(overlap(hta), on="rank", how="right")
     exact, compatible = (
         breakdown(read_trace(source, hta_compatible=flag)) for flag in (False, True)
@@ -65,6 +67,7 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
         table[list(theirs)].melt("rank", var_name="quantity", value_name=name)
         for name, table in tables.items()
     ]
+    # One row per rank and quantity, a column per reading.
     table = reduce(pd.merge, long)
     return table.assign(error=table["compatible"] - table["hta"])
 
@@ -72,6 +75,7 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
 def temporal(hta: TraceAnalysis) -> pd.DataFrame:
     """rank, total_s, compute_s, non_compute_s, idle_s (HTA get_temporal_breakdown)."""
     names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s"}
+    # HTA counts in microseconds.
     names |= {"non_compute_time(us)": "non_compute_s", "idle_time(us)": "idle_s"}
     if not (ranks := _gpu_ranks(hta, "temporal breakdown")):
         return pd.DataFrame(columns=["rank", *names.values()])
@@ -87,6 +91,7 @@ def overlap(hta: TraceAnalysis) -> pd.DataFrame:
     with _quiet():
         table = hta.get_comm_comp_overlap(visualize=False)
     return pd.DataFrame(
+        # Percentage points, as HTA rounds them.
         {"rank": table["rank"], "overlap": table["comp_comm_overlap_pctg"] / 100}
     )
 
@@ -149,6 +154,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Back to what it was at the end: the level is global.
         logger.setLevel(logging.ERROR)
         try:
             yield

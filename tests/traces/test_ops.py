@@ -274,14 +274,14 @@ def test_any_forest_of_spans():
     } == inclusive
 
 
+# Linear_1 is recomputed in the backward pass; the view has the number of mm and makes
+# no node
 MODULES = lanes("""
     -1 cpu: nn.Module: Net_0 0+100, nn.Module: Linear_0 14+16, aten::view 12+2, aten::mm 14+10, launch 15+2 #1
     -1 cpu: nn.Module: Linear_1 40+20, triton launch 45+2 #2, launch 80+2 #3
     -2 cpu: evaluate_function: MmBackward0 200+50, aten::mm 205+20, launch 210+2 #4
     -2 cpu: nn.Module: Linear_1 230+10, launch 232+2 #5
     7 compute: k 400+2 #1, k 500+4 #2, k 600+8 #3, k 700+16 #4, k 800+32 #5
-# Linear_1 is recomputed in the backward pass; the view has the number of mm and makes
-# no node
 """)
 MODULE_OPS = {
     2: ("", "", "", 7, 0),

@@ -64,9 +64,12 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     )
     table["dtype"] = _first_text(table["dtype"], moved["dtype"], annotated["dtype"])
     table["group_size"] = _group_sizes(timeline, table, spans["rank"], moved["ratio"])
+    # Of an all-gather the annotation has one rank's part, the message is all of them.
     parts = np.where(
         table["collective"].isin(("all_gather", "gather")), table["group_size"], 1
     )
+    # From the richest source to the poorest: metadata, the span, the operator, the
+    # annotation.
     size_bytes = _recorded_bytes(table).fillna(spans["size_bytes"])
     table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(
         annotated["sum_bytes"] * parts
@@ -101,6 +104,7 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
         table[columns].astype(dict.fromkeys(_TEXTS, object))
         for table in (by_row, by_op)
     )
+    # The row of the call itself, else the host row with its operator id.
     table = by_row.where(by_row["collective"].notna(), by_op)
     texts = table[list(_TEXTS)].fillna("")
     numbers = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
@@ -138,6 +142,7 @@ def _labels_around_launch(
     on_host = (spans["stream"] < 0).to_numpy()
     # On CPU traces the annotation is the call itself.
     annotation = np.where(on_host[row] & (prefix[row] != ""), row, -1)
+    # Calls on a device, and the host calls that launched them.
     launched = calls.loc[
         calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]
     ]
@@ -209,6 +214,7 @@ def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     )
     operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))
+    # Distinct inputs are few: each is read once.
     message_of = {pair: _message(*pair) for pair in set(pairs)}
     messages = [message_of[pair] for pair in pairs]
     table = pd.DataFrame(messages, columns=_Message._fields)
@@ -257,6 +263,7 @@ def _group_sizes(
     listed = group.map({name: len(members(name)) for name in group.unique()}).astype(
         np.float64
     )
+    # The larger side of a gather is as many times the smaller as there are ranks.
     sides = ratio.where(
         table["collective"].isin(("all_gather", "reduce_scatter"))
         & (ratio > 1)
@@ -347,6 +354,7 @@ def _set_peers(
         np.where(reached >= 0, reached, (pair - rank).where(pair >= 0, -1)),
         index=table.index,
     )
+    # A simulated message is recorded on the sender's side.
     sends = table["collective"].eq("send") | (
         table["collective"].eq("send_recv") & (reached >= 0)
     )

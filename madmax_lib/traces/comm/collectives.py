@@ -69,6 +69,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     more ranks without named process groups.
     """
     spans = timeline.spans
+    # A simulated span of no bytes waits for what another call moves.
     awaited = (spans["size_bytes"] == 0) & (
         timeline.meta.source == "simulated"
     )  # a wait for what another call moves
@@ -99,6 +100,7 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     )
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
     table["call"], lost = _match(table, comm["start_ns"])
+    # With two ranks one group is no assumption: there is only one.
     unnamed = (
         len(timeline.ranks) > 2
         and bool((table["call"] >= 0).any())
@@ -144,6 +146,7 @@ def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
         .iloc[table["row"]]
         .reset_index(drop=True)
     )
+    # More than the longest transfer must be waiting; matched calls show their waiting.
     beyond_s = (
         (table["duration_s"] - table["longest_s"])
         .where(table["call"] < 0)
@@ -151,6 +154,7 @@ def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
         .clip(lower=0.0)
     )
     beyond_ns = np.rint(beyond_s * NS_PER_S).astype(np.int64)
+    # Waiting comes first in a call: from its start on.
     hidden = (
         exposed_ns(timeline, spans["rank"], spans["start_ns"], beyond_ns) / NS_PER_S
     )
@@ -335,9 +339,11 @@ def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Seri
     """
     rank = table["rank"]
     peers = (table["source_rank"] >= 0) & (table["target_rank"] >= 0)
+    # A message belongs to its pair of ranks, whatever the group is called.
     ends = table["source_rank"].astype(str) + " > " + table["target_rank"].astype(str)
     who = table["group"].where(~peers, ends)
     what = table["collective"].where(~peers, "send_recv")
+    # Sequence numbers count per group, across steps and kinds of calls.
     numbered = (table["sequence"] >= 0) & ~peers
     step = table["step"].where(~numbered, -1)
     sequence = table["sequence"].where(numbered, -1)
@@ -355,6 +361,7 @@ def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Seri
     one_sided = (
         table["collective"].isin(("send", "recv")) & ~peers
     )  # to or from whom is not known
+    # A call of one rank alone has met nobody.
     met = rank.groupby(call).transform("nunique") > 1
     matched = met & (complete | numbered) & ~one_sided
     return call.where(matched, -1), ~matched & (in_group > 1)

@@ -151,11 +151,14 @@ class _Inputs(NamedTuple):
             or len(strides) != len(shape)
         ):
             return self.elements(position)
+        # Stride 0 repeats one element: such dimensions take no memory.
         pairs = [
             (length, stride)
             for length, stride in zip(shape, strides, strict=True)
             if stride
         ]
+        # Windows that overlap span less than their elements: from the first to the last
+        # element is 1 + sum (length - 1) stride.
         return min(
             prod(length for length, _ in pairs),
             1 + sum((length - 1) * stride for length, stride in pairs),
@@ -188,6 +191,7 @@ def _operator_cost(
     >>> _operator_cost("aten::mm", "[[4,8],[8,2]]", '["c10::Half","c10::Half"]')
     _Cost(flops=128.0, moved_bytes=112.0, dtype='fp16')
     """
+    # Operators of other libraries may have the same bare name and other inputs.
     library, _, bare = name.rpartition("::")
     if library not in ("aten", "flash_attn") or bare not in _rules():
         return _Cost()
@@ -260,9 +264,11 @@ def served_attention(
             continue
         prefilled, first, decoded, second = map(int, counts.groups())
         inputs, dtype = _read(call["shapes"], call["types"])
+        # The query: the first input with three dimensions.
         tokens, heads, width = next(
             (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
         )
+        # A kernel may serve the prefill, the decode, or both: its tokens tell which.
         pairs = {
             prefilled: first,
             decoded: second,
@@ -312,6 +318,7 @@ def _product(left: list[int], right: list[int]) -> tuple[int, int]:
     *batch_right, k_right, n = right if len(right) > 1 else [*right, 1]
     if k != k_right:
         raise ValueError(f"inner dimensions {k} and {k_right} differ")
+    # Batches that differ broadcast: a batch of 1 is repeated.
     outer = prod(np.broadcast_shapes(tuple(batch), tuple(batch_right)))
     return outer * m * n * k, outer * m * n
 
@@ -322,6 +329,8 @@ def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
         *rows, features = call.shapes[0]
         work, out = _product([prod(rows), features], call.shapes[1][::-1])
         return 2 * work, call.bytes() + out * call.sizes[0]
+    # What stands before the factors (of addmm) is added to the product: read, not
+    # multiplied.
     first = _MATRICES[name]
     work, out = _product(call.shapes[first], call.shapes[first + 1])
     size = call.sizes[first]
@@ -350,6 +359,7 @@ def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
     elif neither:  # the summed dimension is cut by as many offsets as there are groups
         groups = call.shapes[4 if "scaled" in name else 2][0]
     out = left[-2] * right[-1]
+    # fp8 factors, bf16 output
     size = 2 if "scaled" in name else call.sizes[0]
     flops = 2 * out * left[-1] * (groups if both else 1)
     return flops, call.bytes(0, 1) + out * groups * size
@@ -402,8 +412,10 @@ def _attention(name: str, call: _Inputs) -> tuple[float, float]:
     heads_first = name.startswith("_scaled_dot_product")
     if name.startswith("_efficient") and call.elements(6 if backward else 4):
         raise ValueError("sequences of unknown lengths, packed into one")
+    # Backward calls have the gradient of the output first.
     query, key, value = call.shapes[backward : backward + 3]
     batch, heads, tokens, width = query  # or tokens and heads
+    # Multiply-adds of a query-key pair count 2; the width of the heads comes below.
     pairs = 2 * batch * heads * tokens * key[2 if heads_first else 1]
     if backward:
         return pairs * (3 * width + 2 * value[-1]), call.bytes() + call.like(1, 2, 3)

@@ -132,6 +132,7 @@ def mfu(
     table = table.merge(
         _coverage(timeline, calls, work), on=["rank", "step"], how="left"
     )
+    # Simulated spans have no shapes; a measured trace may lack them.
     simulated = timeline.meta.source == "simulated"
     if flops_per_step is None and (
         simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())
@@ -190,6 +191,7 @@ def _coverage(
         time_ns=work["dur_ns"],
         counted=counted[work["call"]],
     )
+    # Without a device the operators are the work; others stand for what runs inside.
     host = calls[
         ~calls["on_device"].astype(bool) & calls["name"].str.match(_HOST_OPERATOR)
     ]
@@ -206,6 +208,7 @@ def _coverage(
     every = every[
         every["counted"].astype(bool) | every["name"].map(product).astype(bool)
     ]
+    # Time of products whose FLOPs are known, of all time of products.
     known_ns = every["time_ns"].where(every["counted"].astype(bool), 0).astype(float)
     sums = (
         every.assign(known_ns=known_ns)
@@ -226,6 +229,7 @@ def _device_of(timeline: Timeline, device: str | Device | None = None) -> Device
         return device
     if device is not None:
         return catalog.device(device)
+    # Traces name devices in words of the driver; the catalog knows them.
     specs = catalog.device_named(timeline.meta.device)
     name = timeline.meta.device
     if (

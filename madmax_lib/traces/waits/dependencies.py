@@ -12,7 +12,8 @@ event came after another one:
     event       start of a kernel after the end of the one its stream was told to await
     backward    start of the backward pass after the forward thread came to it, and that
                 thread's going on after it
-    sync        end of a blocking call after the end of the kernels, copies or transfers it waits for
+    sync        end of a blocking call after the end of what it waits for: kernels, copies
+                or transfers
     collective  end of a collective, or of a message, after the start of its last rank
     link        end of a gloo transfer after the end of the one that left the rank before it
     data        simulated timelines: start after the end of what is needed

@@ -142,8 +142,9 @@ def _gaps(timeline: Timeline, work: pd.DataFrame) -> pd.DataFrame:
     under_way = gaps["launch_ns"].clip(gaps["start"], gaps["end"])
     launch_rows = work.loc[work["launch_row"] >= 0, "launch_row"].unique()
     launch_calls = covered(timeline.spans.iloc[launch_rows])
+    start_ns = gaps["start"]
     launching_ns = covered_before(launch_calls, under_way)
-    launching_ns -= covered_before(launch_calls, gaps["start"])
+    launching_ns -= covered_before(launch_calls, start_ns)
     delay_ns = gaps["end"] - under_way
     launching_ns += delay_ns
     # Beyond ten times the usual delay the start is late: no matter of the host.

@@ -60,6 +60,7 @@ def transfer_times(
             if callable(collectives)
             else MeasuredCollectives(collectives).seconds
         )
+        # Calls repeat: each distinct one is priced once.
         keys = pd.DataFrame(
             {
                 "kind": table["price"],
@@ -94,6 +95,7 @@ def transfer_times(
     )
     result = own_ns.copy()
     at = table["event"].to_numpy()
+    # A transfer that took no time on any link takes the new price.
     scaled_ns = own_ns[at] * np.divide(
         after, before, out=np.ones(len(at)), where=before > 0
     )
@@ -113,6 +115,7 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
         [*_KEY, "group"]
     ].assign(event=ends)
     table = table[table["collective"].notna().to_numpy()].reset_index(drop=True)
+    # Tables of measured collectives have a message once, and no reduce.
     table["price"] = table["collective"].replace(
         {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
     )
@@ -177,6 +180,7 @@ def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None) -> np.nd
         raise ValueError(
             f"ranks={ranks} is no multiple of the {world} ranks of the timeline"
         )
+    # Groups of tensor or pipeline parallelism stay as they are.
     grows = (table["group_size"] == world) | table["group"].str.contains(_PARALLEL)
     if not grows.any():
         raise ValueError(
@@ -193,6 +197,7 @@ def _nodes(
     rows; else one.
     """
     if per_node:
+        # Without a list of members ranks are dealt out node by node.
         members = [
             int(text)
             for text in group.partition("[")[2].rstrip("]").split(",")
@@ -206,6 +211,7 @@ def _nodes(
         )
     if callable(table):
         return 1
+    # A group is on as many nodes as it was measured on.
     nodes = sorted(
         table.loc[(table["collective"] == kind) & (table["ranks"] == ranks), "nodes"]
         .unique()

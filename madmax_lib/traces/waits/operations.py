@@ -71,9 +71,11 @@ def operations(timeline: Timeline) -> pd.DataFrame:
         call=table["call"].fillna(-1).astype(np.int64),
         optype=table["collective"].where(has_name, kind),
     )
+    # A message ends for both ranks at once: the replay needs both.
     table = _two_sided(table, timeline.ranks)
     stage = _stages(table, timeline.ranks)
     table = _passes(table.reset_index(drop=True), stage)
+    # The first work of a step on any rank is its time 0.
     zero_ns = table.groupby("step")["start_ns"].transform("min")
     table["start_ts"] = (table["start_ns"] - zero_ns) / NS_PER_S
     table["duration"] = table["dur_ns"] / NS_PER_S
@@ -93,6 +95,7 @@ def _phases(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
     key = ["rank", "correlation"]
     host = timeline.spans
     host = host[(host["kind"] == "cpu") & (host["correlation"] >= 0)]
+    # Thread of the host that launched each kernel.
     thread = host.drop_duplicates(key).set_index(key)["stream"].rename("thread")
     thread = spans[key].join(thread, on=key)["thread"]
     first = thread.groupby([spans["rank"], spans["step"]]).transform("first")
@@ -119,9 +122,12 @@ def _stages(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     """
     sent = table[table["collective"].isin(POINT_TO_POINT)]
     ends = sent[["source_rank", "target_rank"]]
+    # Peers outside of the timeline belong to no stage of it.
     ends = ends[ends.isin(ranks).all(axis=1)]
     source = np.searchsorted(ranks, ends["source_rank"])
     target = np.searchsorted(ranks, ends["target_rank"])
+    # Ranks that reach each other by messages are one pipeline; its lowest rank names
+    # it.
     lowest = pd.Series(components(source, target, len(ranks)), index=ranks)
     return pd.DataFrame(
         {
@@ -142,6 +148,7 @@ def _passes(table: pd.DataFrame, stage: pd.DataFrame) -> pd.DataFrame:
     size = of_phase["name"].transform("size")
     micro_batches = _micro_batches(table, stage["stage"])
     ranks_of_phase = spans.groupby("phase")["rank"].nunique()
+    # Only where every rank has every phase do passes of all ranks compare.
     every_rank_has = len(ranks_of_phase) > 1 and (ranks_of_phase == len(stage)).all()
     if not (micro_batches and every_rank_has) or (size % micro_batches).any():
         # Alike are operations of one name that come equally late in the step.

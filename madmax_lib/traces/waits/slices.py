@@ -15,13 +15,25 @@ __all__ = ["IN_FLIGHT", "cut_into_slices", "one_slice_per_span"]
 
 # Streams up to here hold one message each, which a host thread has sent or awaits.
 IN_FLIGHT = -1_000_000
-_COLUMNS = ["row", "rank", "stream", "kind", "name", "start_ns", "end_ns"]
+_COLUMNS = [
+    "row",
+    "rank",
+    "stream",
+    "kind",
+    "name",
+    "start_ns",
+    "end_ns",
+]
 
 
 def one_slice_per_span(spans: pd.DataFrame) -> pd.DataFrame:
     """Simulated spans as slices, one each; what a host does has the kind host."""
     kind = spans["kind"].astype(object).replace({"cpu": "host", "idle": "host"})
-    slices = spans.assign(row=spans.index, kind=kind, end_ns=ends_ns(spans))
+    slices = spans.assign(
+        row=spans.index,
+        kind=kind,
+        end_ns=ends_ns(spans),
+    )
     return slices[_COLUMNS].reset_index(drop=True)
 
 
@@ -103,7 +115,11 @@ def _cut_thread(thread: pd.DataFrame) -> pd.DataFrame:
     starts = ~is_end[order][:-1]
     keep = (until > begin) | starts
     keep &= (inner >= 0) & (until <= end[inner])
-    cut = thread.iloc[inner[keep]].assign(start_ns=begin[keep], end_ns=until[keep])
+    cut = thread.iloc[inner[keep]]
+    cut = cut.assign(
+        start_ns=begin[keep],
+        end_ns=until[keep],
+    )
     computes = _inside(cut, thread, "compute")
     return cut.assign(kind=np.where(computes, "compute", cut["kind"]))
 

@@ -79,10 +79,12 @@ def steps(timeline: Timeline) -> pd.DataFrame:
         _annotated(timeline), on=["rank", "step"], how="left"
     )
     table["annotated"] = table["annotated_ns"].notna()
+    # A step without annotation lasts from its first to its last span.
     wall_ns = table["annotated_ns"].where(
         table["annotated"], table["last_ns"] - table["first_ns"]
     )
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
+    # Each step of each rank becomes a rank of one breakdown: no loop over steps.
     cells = pd.MultiIndex.from_frame(table[["rank", "step"]])
     busy = inside[inside["kind"].isin(BUSY_KINDS)]
     cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
@@ -297,6 +299,7 @@ def input_wait(timeline: Timeline) -> pd.DataFrame:
     rows = np.flatnonzero(
         np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy()
     )
+    # A label and the Python function inside of it are one wait.
     nest = Nest(spans, rows)
     table = spans[["rank", "step", "dur_ns"]].iloc[
         nest.rows[nest.parent < 0]

@@ -47,7 +47,10 @@ def transfers(work: Work) -> Iterator[tuple]:
 
 
 def _queue(
-    work: Work, transfers: pd.DataFrame, calls: pd.DataFrame, host: pd.DataFrame
+    work: Work,
+    transfers: pd.DataFrame,
+    calls: pd.DataFrame,
+    host: pd.DataFrame,
 ) -> Iterator[tuple]:
     """Edges from calls to their transfers, which queue one after the other, and from
     the transfers to where their callers go on.
@@ -65,7 +68,10 @@ def _queue(
 
 
 def _waits(
-    work: Work, transfers: pd.DataFrame, calls: pd.DataFrame, host: pd.DataFrame
+    work: Work,
+    transfers: pd.DataFrame,
+    calls: pd.DataFrame,
+    host: pd.DataFrame,
 ) -> tuple[np.ndarray, np.ndarray]:
     """End of a transfer -> where the thread that called goes on."""
     parts = []
@@ -74,15 +80,21 @@ def _waits(
     for thread in calls["stream"].unique():
         at = np.flatnonzero(calls["stream"] == thread)
         lane = work.lane(calls["rank"].iloc[0], thread)
-        _, after = pauses(lane, host, end_ns[at], end_ns[at])
+        pause_ns = end_ns[at]
+        _, after = pauses(lane, host, pause_ns, pause_ns)
         on_thread = host[host["stream"] == thread]
         after = _end_of_backward(after, calls.iloc[at], lane, on_thread)
-        parts.append((ended[at][after >= 0], after[after >= 0]))
+        resumes = after >= 0
+        source = ended[at]
+        parts.append((source[resumes], after[resumes]))
     return joined_edges(parts)
 
 
 def _end_of_backward(
-    after: np.ndarray, calls: pd.DataFrame, lane: pd.DataFrame, host: pd.DataFrame
+    after: np.ndarray,
+    calls: pd.DataFrame,
+    lane: pd.DataFrame,
+    host: pd.DataFrame,
 ) -> np.ndarray:
     """Events (n,) at which a thread goes on after its calls; those calls of backward
     that it does not wait for at once are awaited when backward has ended.
@@ -94,21 +106,25 @@ def _end_of_backward(
     in_backward = _within(call_ns, nodes)
     # Work outside of backward, and the first of it after each call.
     is_annotation = host["kind"].reindex(lane["row"]).eq("annotation").to_numpy()
-    works = lane[lane["kind"].isin(("compute", "host")) & ~is_annotation]
+    is_work = lane["kind"].isin(("compute", "host"))
+    works = lane[is_work & ~is_annotation]
     works = works[~_within(works["start_ns"], nodes)]
-    following = np.searchsorted(works["start_ns"], call_ns, side="right")
+    work_ns = works["start_ns"]
+    following = np.searchsorted(work_ns, call_ns, side="right")
     resume = np.r_[start_of(works.index.to_numpy()), -1][following]
     # Start of the last node of that backward pass. A thread that pauses later than that
     # waits when backward has ended.
-    resume_ns = np.r_[works["start_ns"], np.inf][following]
+    resume_ns = np.r_[work_ns, np.inf][following]
     node_ns = nodes["start_ns"].to_numpy()
-    last_ns = np.r_[node_ns, 0][np.searchsorted(node_ns, resume_ns) - 1]
-    pauses_late = (after >= 0) & (
-        lane["end_ns"].reindex(after // 2).to_numpy() > last_ns
-    )
+    last_node = np.searchsorted(node_ns, resume_ns) - 1
+    last_ns = np.r_[node_ns, 0][last_node]
+    end_ns = lane["end_ns"].reindex(after // 2).to_numpy()
+    pauses_late = (after >= 0) & (end_ns > last_ns)
     kind_of_call = [calls["name"].to_numpy(), in_backward]
-    pausing = pd.Series(after >= 0).groupby(kind_of_call).transform("mean").to_numpy()
-    late = in_backward & ((pausing <= _MOSTLY) | pauses_late) & (resume >= 0)
+    pauses_at_once = pd.Series(after >= 0).groupby(kind_of_call)
+    share = pauses_at_once.transform("mean").to_numpy()
+    late = (share <= _MOSTLY) | pauses_late
+    late &= in_backward & (resume >= 0)
     # Calls of one backward pass without a pause of their own: the first pause of it.
     late_pause = pd.Series(np.where(pauses_late & late, after, _NEVER))
     first = late_pause.groupby(resume).transform("min").to_numpy()
@@ -131,7 +147,8 @@ def _links(work: Work, gloo: pd.DataFrame) -> Iterator[tuple]:
     last = work.last[gloo.index]
     ends = work.slices.loc[last, ["end_ns"]].assign(event=end_of(last))
     way = gloo["name"].astype(str).str.extract(r":(send|recv)")[0].fillna("")
-    for _, lane in ends.groupby([gloo["rank"].to_numpy(), way.to_numpy()]):
+    link = [gloo["rank"].to_numpy(), way.to_numpy()]
+    for _, lane in ends.groupby(link):
         event = lane.sort_values("end_ns", kind="stable")["event"].to_numpy()
         yield "link", event[:-1], event[1:]
 
@@ -150,12 +167,16 @@ def messages(timeline, slices: pd.DataFrame, in_flight: np.ndarray) -> pd.Series
     turn = sides.groupby([*pair, "collective"]).cumcount()
     is_send = sides["collective"].eq("send").astype(float)
     sends = is_send.groupby([sides[end] for end in pair]).transform("mean")
-    number = sides.assign(turn=turn).groupby([*pair, "turn"]).ngroup()
+    message = sides.assign(turn=turn).groupby([*pair, "turn"])
+    number = message.ngroup()
     return number[sends == 0.5]  # as many sent as received
 
 
 def pauses(
-    lane: pd.DataFrame, spans: pd.DataFrame, from_ns: np.ndarray, until_ns: np.ndarray
+    lane: pd.DataFrame,
+    spans: pd.DataFrame,
+    from_ns: np.ndarray,
+    until_ns: np.ndarray,
 ) -> np.ndarray:
     """(2, n) events before and after the pause of a thread around each stretch of time,
     -1 if it does not pause.

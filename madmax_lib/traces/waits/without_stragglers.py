@@ -6,8 +6,8 @@ computation, the median for communication. Steps are replayed with the own times
 operations, and with some or all of them at their ideal; of a matched call only what
 follows its last member's start is own time. Definitions of "Understanding Stragglers in
 Large Model Training Using What-if Analysis" (OSDI 2025, arXiv 2505.05713). The ideal
-holds the stragglers' share of the average: S is below "all as fast as the best", and 1 where all are slow alike. Names say
-where, not why.
+holds the stragglers' share of the average: S is below "all as fast as the best", and 1
+where all are slow alike. Names say where, not why.
 """
 
 from collections.abc import Callable
@@ -299,6 +299,7 @@ def _checked(ops: pd.DataFrame) -> pd.DataFrame:
     over_dp = kind.isin(("params-all-gather", "grads-reduce-scatter"))
     # The first and the last stage share the embedding table.
     over_ends = kind.eq("embedding-grads-all-reduce")
+    # The norm of the gradients is summed over all ranks.
     everyone = kind.eq("optimizer-clip-main-grad")
     alone = (
         ~is_call
@@ -326,8 +327,10 @@ def _whole_steps(ops: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """Without the steps whose operations differ from those of most steps (seen
     operations: whose ranks differ).
     """
+    # Seen operations differ from step to step; their ranks must not.
     what = ["rank"] if "stream" in ops else ["dp_rank", "stage", "optype", "seq_id"]
     each = ops.drop_duplicates(["step", *what])
+    # A sum of hashes does not depend on the order of the operations.
     sets = (
         pd.util.hash_pandas_object(each[what].astype(str), index=False)
         .groupby(each["step"])
