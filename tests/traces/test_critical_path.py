@@ -117,7 +117,7 @@ def test_two_streams_with_an_event():
     assert share.index.tolist() == ["host", "launch delay", "compute", "comm", "wait"]
     assert share["path_s"].mul(1e9).round().tolist() == [3, 3, 37, 20, 2]
     assert share["busy_s"].mul(1e9).round().tolist() == [65, 0, 37, 20, 0]
-    assert share["apply_core_sharing"].sum() == pytest.approx(1)
+    assert share["share"].sum() == pytest.approx(1)
 
 
 def test_a_collective_waits_for_the_slow_rank():
