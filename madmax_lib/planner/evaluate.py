@@ -175,7 +175,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResu
         skipped = 0  # counted with the first block
 
 
-def _nonempty_rows_and_columns(mask: Array, shape) -> tuple[Array, Array]:
+def _nonempty_rows_and_columns(mask: Array, shape):
     """Rows and columns of a product in which a mask is true somewhere.
 
     mask: of that shape or (a, 1), (1, b), (1, 1), as rules that look at one of the
@@ -225,7 +225,7 @@ def _evaluate_block(
     plans: Plans,
     position,
     masks,
-    skipped: int,
+    skipped,
 ) -> PartialResult:
     """The best of a product of plans; those that fit are timed.
 
@@ -307,7 +307,7 @@ def _rounded(values: Array) -> Array:
     return ((bits + _ROUNDED_BITS // 2) & -_ROUNDED_BITS).view(float)
 
 
-def _best_of_layouts(plans: Plans, objective, memory, step_s) -> Iterator[int]:
+def _best_of_layouts(plans: Plans, objective, memory, step_s):
     """Flat positions of the best plan of each recompute and ZeRO stage, of plans of the
     same degrees.
     """
@@ -317,14 +317,16 @@ def _best_of_layouts(plans: Plans, objective, memory, step_s) -> Iterator[int]:
     for recompute, zero in product(dict.fromkeys(recomputes), dict.fromkeys(zeros)):
         rows = np.flatnonzero(recomputes == recompute)
         columns = np.flatnonzero(zeros == zero)
-        part = np.ix_(rows, columns)
-        best, _ = _smallest(objective[part], memory[part], step_s[part], 1)
-        for flat in best:  # one, or none where nothing fits
-            row, column = divmod(flat, len(columns))
-            yield rows[row] * len(zeros) + columns[column]
+        part = objective[np.ix_(rows, columns)]
+        least = part.min()
+        if least < np.inf:
+            flat = np.add.outer(rows * len(zeros), columns)[part == least]
+            # of equal objectives the least memory, then time, then the first
+            order = np.lexsort((flat, step_s.flat[flat], memory.flat[flat]))
+            yield flat[order[0]]
 
 
-def _smallest(objective, memory, step_s, count: int) -> tuple[Array, Array]:
+def _smallest(objective, memory, step_s, count) -> tuple[Array, Array]:
     """Flat positions of the `count` smallest finite values in order, and how many plans
     tie with each in time and memory.
     """
