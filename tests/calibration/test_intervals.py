@@ -11,6 +11,7 @@ from madmax_lib.calibration.bayes import gradient
 from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale
+from madmax_lib.calibration.verdict import accuracy
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components
@@ -69,7 +70,7 @@ def test_known_spreads_are_found():
 
 def test_strangers_lie_inside_as_promised():
     rows = strangers(stranger=0.1, mixture=0.25, constants=0.5)
-    sure = intervals.coverage_by_class(rows)
+    sure = accuracy.coverage_by_class(rows)
     assert sure.index.tolist() == ["dense", "mixture", "all"] and sure[
         "rows"
     ].tolist() == [600, 600, 1200]
@@ -95,7 +96,7 @@ def test_coverage_uses_the_other_sources_only():
     """
     rows = table(np.random.default_rng(0).uniform(-0.1, 0.1, 500), np.arange(500) % 5)
     rows.loc[rows["repository"] == 0, "log_error"] = 1.0
-    sure = intervals.coverage(rows)
+    sure = accuracy.coverage(rows)
     assert not sure.loc[rows["repository"] == 0, "inside"].any()
     assert (
         sure.loc[rows["repository"] == 0, "half_width"].max()
