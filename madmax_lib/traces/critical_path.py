@@ -335,13 +335,13 @@ def _named(names: pd.Series, pattern: str) -> np.ndarray:
     except re.error as error:
         text = f"faster: {pattern!r} is not a regular expression: {error}"
         raise ValueError(text) from None
-    matches = names.map({name: bool(search(name)) for name in names.unique()})
-    if not matches.any():
+    matching = [name for name in names.unique() if search(name)]
+    if not matching:
         raise ValueError(
             f"faster: {pattern!r} is no kind ({', '.join(PATH_KINDS)}) and in no "
             "name of the step"
         )
-    return matches.to_numpy(dtype=bool)
+    return names.isin(matching).to_numpy()
 
 
 def _busy_s(slices: pd.DataFrame) -> dict[str, float]:

@@ -61,7 +61,12 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     table = streams.merge(pd.DataFrame({"cause": _CAUSES}), how="cross")
     sums = gaps.groupby(keys)[["count", "idle_s"]].sum().reset_index()
     table = table.merge(sums, on=keys, how="left").fillna({"count": 0, "idle_s": 0.0})
-    table = table.astype({"count": "int64", "idle_s": "float64"})
+    table = table.astype(
+        {
+            "count": "int64",
+            "idle_s": "float64",
+        }
+    )
     stream_idle_s = table.groupby(["rank", "stream"])["idle_s"].transform("sum")
     table["share"] = ratio(table["idle_s"], stream_idle_s)
     return with_origin(table, timeline)
