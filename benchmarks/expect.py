@@ -45,7 +45,7 @@ def by_one_rate(table):
 
 def show(title, table):
     print(
-        f"\n{title}\n{table.to_string(index=False, formatters={k: v.format for k, v in SHOWN.items()})}"
+        f"\n{title}\n{table.to_string(index=False, formatters={k: v.format for k, v in SHOWN.items()})}"  # noqa: E501
     )
 
 

@@ -22,7 +22,7 @@ const bytes = Uint8Array.from(atob("{data}"), (c) => c.charCodeAt(0));
 const values = {{ _about: {about}, _report: "", selection: [] }};
 values._data = new DataView(bytes.buffer);
 const model = {{ get: (name) => values[name], on() {{}}, off() {{}}, set() {{}}, save_changes() {{}} }};
-render({{ model, el: document.getElementById("at") }});</script>"""
+render({{ model, el: document.getElementById("at") }});</script>"""  # noqa: E501
 PRESS = """(key) => new Promise((done) => {
   const canvas = document.querySelector("canvas"), began = performance.now();
   canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));

@@ -170,9 +170,9 @@ def compare(folder: Path) -> pd.DataFrame:
             else 2 * (ranks - 1) / ranks
         )
         rows.append({
-            "model": model, "strategy": strategy, "ranks": ranks, "network": network, "traced_s": traced_s,
+            "model": model, "strategy": strategy, "ranks": ranks, "network": network, "traced_s": traced_s,  # noqa: E501
             "measured_s": pd.read_csv(directory / "steps.csv")["total_s"].iloc[UNTRACED].median(),
-            "predicted_s": pd.concat(steps)["step_s"].median(), "peer_s": traced_s + (slower - 1) * exposed_s,
+            "predicted_s": pd.concat(steps)["step_s"].median(), "peer_s": traced_s + (slower - 1) * exposed_s,  # noqa: E501
         })  # fmt: skip
     result = pd.DataFrame(rows)
     for name in ("predicted", "peer"):

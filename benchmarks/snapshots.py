@@ -63,7 +63,7 @@ status = open("/proc/self/status").read()
 peak_bytes = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 print()
 print(json.dumps([seconds, peak_bytes, found]))
-"""
+"""  # noqa: E501
 
 
 def measured(python: str, what: str, path: Path) -> tuple[float, int, int | None] | str:

@@ -18,7 +18,7 @@ def measure(plan: mm.Plan) -> float | None:
     memory.
     """
     result = Path(f"tuning/{plan}.txt")
-    script = f"mkdir -p tuning && srun python train.py --dp {plan.dp} --tp {plan.tp} --pp {plan.pp} --out {result}"
+    script = f"mkdir -p tuning && srun python train.py --dp {plan.dp} --tp {plan.tp} --pp {plan.pp} --out {result}"  # noqa: E501
     job = [
         "sbatch",
         "--wait",

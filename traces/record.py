@@ -281,7 +281,7 @@ def list_files() -> None:
     for path in sorted(HERE.glob("*/rank*.json.gz")):
         data = path.read_bytes()
         print(
-            f"{path.relative_to(HERE.parent).as_posix():<28}{len(data):>9}  {hashlib.sha256(data).hexdigest()}"
+            f"{path.relative_to(HERE.parent).as_posix():<28}{len(data):>9}  {hashlib.sha256(data).hexdigest()}"  # noqa: E501
         )
 
 

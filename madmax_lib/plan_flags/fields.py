@@ -9,7 +9,7 @@ from madmax_lib.plan_flags.megatron import bridge, megatron
 from madmax_lib.plan_flags.text import Source, source_of
 from madmax_lib.plan_flags.torchtitan import torchtitan
 
-__all__ = ["StatedFields", "fields_of", "plan_fields"]
+__all__ = ["StatedFields", "fields_of"]
 
 _READERS = dict(
     zip(FRAMEWORKS, (torchtitan, megatron, bridge, deepspeed, accelerate), strict=True)
@@ -55,13 +55,6 @@ def fields_of(
     keys.check_unused()
     run = {field: fields.pop(field, None) for field in _RUN}
     return StatedFields(name, fields, run, keys)
-
-
-def plan_fields(
-    source, framework: str, world_size: int | None = None, layers: int | None = None
-) -> dict:
-    """The fields of the plan alone."""
-    return fields_of(source, framework, world_size, layers).plan
 
 
 def _framework_of(source: Source) -> str:

@@ -11,7 +11,7 @@ and start on each
 `torchrun --nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST -m madmax_lib.runs.train
 DIRECTORY`; under Slurm by `srun --ntasks-per-node
 1`, K being $SLURM_NODEID. Power is then that of the machine of rank 0.
-"""
+"""  # noqa: E501
 
 import os
 import signal

@@ -7,7 +7,7 @@ where at least three others remain, profiled ones. Waiting for data is in the wa
     MFU = model FLOPs / (wall time x peak)      [PaLM, arXiv 2204.02311, appendix B]
 
 HFU counts recomputed work too.
-"""
+"""  # noqa: E501
 
 from collections.abc import Sequence
 from dataclasses import replace

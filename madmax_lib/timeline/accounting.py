@@ -59,7 +59,7 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     >>> spans = spans.assign(rank=0, stream=0, step=0, name="", group="", correlation=-1, op=-1, size_bytes=None)
     >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
-    """
+    """  # noqa: E501
     table = rank_breakdown(require_type("timeline", timeline, Timeline))
     by_hta = timeline.meta.provenance.get("rules") == "hta"
     if timeline.meta.source == "simulated" and not by_hta:

@@ -93,7 +93,7 @@ def collective_names(
 
     >>> collective_names(["gloo:all_reduce", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)"]).tolist()
     ['all_reduce', 'send_recv']
-    """
+    """  # noqa: E501
     return _first_match(names, "exact", table)["collective"].to_numpy()
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from madmax_lib.base.intervals import pack, union
 from madmax_lib.timeline.timeline import BUSY_KINDS
 
-__all__ = ["busy_spans", "covered", "ends_ns", "largest_first", "ratio"]
+__all__ = ["busy_spans", "covered", "ends_ns", "ratio"]
 
 
 def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
@@ -28,9 +28,3 @@ def covered(spans: pd.DataFrame):
 def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
     """value / by, NaN where by is not positive."""
     return value.astype(float) / by.where(by > 0).astype(float)
-
-
-def largest_first(table: pd.DataFrame, column: str, *ties: str) -> pd.DataFrame:
-    """The rows by falling value of a column, equal ones by rising values of the others."""
-    ascending = [False] + [True] * len(ties)
-    return table.sort_values([column, *ties], ascending=ascending, ignore_index=True)

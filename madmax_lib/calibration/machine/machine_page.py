@@ -17,7 +17,7 @@ _EDGE = 420
 _MARGIN = 50
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}svg text{font:12px system-ui}"""
+td:first-child,th:first-child{text-align:left}svg text{font:12px system-ui}"""  # noqa: E501
 _TITLES = {
     "step_s": "step",
     "gemm_s": "products",

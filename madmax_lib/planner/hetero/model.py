@@ -52,7 +52,7 @@ def simulated_prices(
     case: its plan and cluster are not looked at. A GPU type that lacks its dtype runs
     the nearest, such as fp16 for bf16. Raises ValueError for a recommendation or vision model, experts, and
     a recompute that is no choice of Plan.
-    """
+    """  # noqa: E501
     model = case.model
     if (
         not isinstance(model, Transformer)

@@ -119,7 +119,7 @@ def campaign(
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
     >>> bool(answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"])  # hours of its model card
     True
-    """
+    """  # noqa: E501
     if (days is None) == (devices is None):
         raise ValueError("either days or devices says what is asked for")
     if not require_number("sure", sure, positive=True) < 1:

@@ -117,7 +117,7 @@ class Goodput:
         return (
             f"{self.share(devices, parameters):.1%} of the time trains: a stop every "
             f"{between_s / 3600:,.1f} h (by "
-            f"default at the rate per device of Llama 3) loses {lost_s / 3600:,.2g} h, a checkpoint of "
+            f"default at the rate per device of Llama 3) loses {lost_s / 3600:,.2g} h, a checkpoint of "  # noqa: E501
             f"{writing_s:.2g} s is written every {interval_s / 3600:,.2g} h, evaluation takes "
             f"{self.evaluation:.0%}"
         )

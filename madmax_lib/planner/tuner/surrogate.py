@@ -94,7 +94,7 @@ def beliefs(
     """Beliefs after trials of the plans in the places tried (k,), NaN where they failed.
 
     asked: places that are being tried. Where plans are being tried, wins is the chance to win where none of them does.
-    """
+    """  # noqa: E501
     legal = np.isfinite(plans.log_s)
     tried = np.asarray(tried, int)
     runs = np.where(legal, _runs(plans, tried, np.isfinite(log_s)), 0.0)

@@ -29,7 +29,6 @@ __all__ = [
     "phases",
     "pointwise",
     "precision",
-    "storage_dtype",
 ]
 
 BYTES = {  # of an element

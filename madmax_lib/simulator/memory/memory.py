@@ -127,7 +127,7 @@ def memory(
     >>> gpt = catalog.model("gpt2-large")
     >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
     [1.0, 1.0, 2.0]
-    """
+    """  # noqa: E501
     if not (is_number(trainable) and trainable <= 1):
         raise ValueError(
             f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"

@@ -49,7 +49,7 @@ _PLAIN = re.compile(
     + rb")++",
     re.DOTALL,
 )
-"""Opcodes that ask for nothing, with their arguments; possessive, as what matched once needs no other try."""
+"""Opcodes that ask for nothing, with their arguments; possessive, as what matched once needs no other try."""  # noqa: E501
 
 
 class _Plain(pickle.Unpickler):

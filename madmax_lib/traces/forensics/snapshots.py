@@ -98,7 +98,7 @@ def snapshot_held(
     the history, "oom" (the last one). The `top` of them, the rest as "others"; the
     bytes of a device sum to what is allocated then. Raises ValueError for another by,
     at or top, and a device without oom.
-    """
+    """  # noqa: E501
     for name, value, words in (("by", by, _BY), ("at", at, _AT)):
         if value not in words:
             raise ValueError(f"{name}={value!r} is none of {', '.join(words)}")
@@ -164,7 +164,7 @@ def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
     rounding_bytes: of active blocks, beyond what was asked for. releasable_bytes: free
     in segments that `empty_cache()` gives back. fragmentation: the other free bytes, as
     a share of what is reserved.
-    """
+    """  # noqa: E501
     blocks = snapshot.blocks
     keys = ["rank", "device", "pool"]
     free = blocks["state"] == "inactive"

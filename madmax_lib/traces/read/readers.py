@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-__all__ = ["READERS", "TRACE_SUFFIXES", "Provenance", "Reader", "reader_of"]
+__all__ = ["TRACE_SUFFIXES", "Provenance", "Reader", "reader_of"]
 
 
 class Provenance(TypedDict, total=False):

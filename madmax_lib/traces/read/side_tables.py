@@ -25,7 +25,7 @@ from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_tim
 from madmax_lib.traces.read.events import Args, Event, RawTrace
 from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
-__all__ = ["read_side_tables", "side_tables_of"]
+__all__ = ["side_tables_of"]
 
 # allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
 # COLLECTIVES, in which a reduce-scatter is found before reduce and scatter
@@ -104,7 +104,7 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
     def read() -> Timeline:
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        tables = read_side_tables(path, rank)
+        tables = _side_tables_of_file(path, rank)
         # the cache holds timelines: one without spans carries the tables
         no_spans = {column: pd.Series([], dtype=d) for column, d in SPANS.items()}
         side_tables = SideTables(partial(dict, tables))
@@ -113,7 +113,7 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
 
-def read_side_tables(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+def _side_tables_of_file(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
     return {

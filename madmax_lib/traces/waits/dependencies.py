@@ -40,7 +40,7 @@ from madmax_lib.traces.waits.slices import (
     one_slice_per_span,
 )
 from madmax_lib.traces.waits.transfers import messages, pauses, transfers
-from madmax_lib.traces.waits.work import Work, end_of, joined_edges, start_of
+from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
 __all__ = ["Graph", "dependency_graph", "longest_path"]
 
@@ -119,7 +119,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
     # A message has arrived when the first of its two ends goes on.
     first_end_ns = slices["end_ns"].groupby(message).transform("min")
     slices.loc[message.index, "end_ns"] = first_end_ns.loc[message.index]
-    work = Work.of(timeline, spans, slices)
+    work = StepWork.of(timeline, spans, slices)
     time_ns = _times_ns(work)
     edges = _edges_inside(work)
     if len(slices):
@@ -135,7 +135,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
 
 def _simulated_graph(timeline: Timeline, spans: pd.DataFrame) -> Graph:
     """The graph of a simulated step, whose dependencies the timeline has as edges."""
-    work = Work.of(timeline, spans, one_slice_per_span(spans))
+    work = StepWork.of(timeline, spans, one_slice_per_span(spans))
     pairs = timeline.edges[["source", "target"]]
     pairs = pairs[pairs.isin(spans.index).all(axis=1)]
     source = end_of(work.first[pairs["source"]])
@@ -144,13 +144,13 @@ def _simulated_graph(timeline: Timeline, spans: pd.DataFrame) -> Graph:
     return _sorted(work.slices, _times_ns(work), edges)
 
 
-def _times_ns(work: Work) -> np.ndarray:
+def _times_ns(work: StepWork) -> np.ndarray:
     times_ns = work.slices[["start_ns", "end_ns"]].to_numpy() - work.zero_ns
     # (slices, 2) row by row: start and end of slice i are the events 2i and 2i + 1
     return times_ns.reshape(-1)
 
 
-def _edges_inside(work: Work) -> list[tuple]:
+def _edges_inside(work: StepWork) -> list[tuple]:
     """Edges from the start of each slice to its end, and along the device streams."""
     number = np.arange(len(work.slices))
     inside = ("work", start_of(number), end_of(number))
@@ -205,7 +205,7 @@ def _unrecorded(
     return joined_edges(parts)
 
 
-def _measured(work: Work) -> Iterator[tuple]:
+def _measured(work: StepWork) -> Iterator[tuple]:
     """Edges that follow from the names, correlations and threads of measured spans."""
     slices = work.slices
     # Host slices come first, thread by thread: neighbours of one thread are in order.
@@ -227,7 +227,7 @@ def _measured(work: Work) -> Iterator[tuple]:
     yield from _backward(work)
 
 
-def _host_calls(work: Work) -> pd.DataFrame:
+def _host_calls(work: StepWork) -> pd.DataFrame:
     """Host spans with a slice: rank, correlation, thread, start_ns (from the start of
     the step), first and last slice, and whether they copy, block, or tell a stream to
     wait.
@@ -248,7 +248,7 @@ def _host_calls(work: Work) -> pd.DataFrame:
     )
 
 
-def _launched_work(work: Work, launches: pd.DataFrame) -> pd.DataFrame:
+def _launched_work(work: StepWork, launches: pd.DataFrame) -> pd.DataFrame:
     """Device slices in order of their launch: rank, stream, slice, launch_ns (its own
     start without a launch), and thread, first, last (-1 without) and copies of the call.
     """
@@ -267,7 +267,7 @@ def _launched_work(work: Work, launches: pd.DataFrame) -> pd.DataFrame:
     return device.sort_values("launch_ns")
 
 
-def _syncs(work: Work) -> pd.DataFrame:
+def _syncs(work: StepWork) -> pd.DataFrame:
     """Calls that cuda_sync rows explain: rank, correlation, on (stream that waits), of
     (stream waited for), record (correlation of the event's record).
     """
@@ -352,7 +352,7 @@ def _last_launched(
     return end_of(source), last["target"].to_numpy()
 
 
-def _backward(work: Work) -> Iterator[tuple]:
+def _backward(work: StepWork) -> Iterator[tuple]:
     """The thread of the forward pass to autograd's thread and back, wherever the first
     rests while the second works.
     """
@@ -395,7 +395,7 @@ class _Meetings:
     time_ns: np.ndarray  # (meetings,) when the last rank came
 
 
-def _meetings(work: Work, message: pd.Series) -> _Meetings:
+def _meetings(work: StepWork, message: pd.Series) -> _Meetings:
     """Meetings of ranks; a call is the k-th of its name, group and step."""
     comm = work.spans[work.spans["kind"] == "comm"]
     comm = comm[work.has_slice(comm.index)].sort_values("start_ns", kind="stable")

@@ -19,7 +19,7 @@ import pandas as pd
 
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.traces.tables import covered, ends_ns
-from madmax_lib.traces.waits.work import Work, end_of, joined_edges, start_of
+from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
 __all__ = ["pauses", "transfers"]
 
@@ -30,7 +30,7 @@ _MOSTLY = 0.5
 _NEVER = np.iinfo(np.int64).max
 
 
-def transfers(work: Work) -> Iterator[tuple]:
+def transfers(work: StepWork) -> Iterator[tuple]:
     """Edges launch, sync and link of gloo's transfers."""
     host = work.spans[work.spans["stream"] < 0].sort_values("start_ns", kind="stable")
     operators = host[host["name"].str.startswith("c10d::")]
@@ -47,7 +47,7 @@ def transfers(work: Work) -> Iterator[tuple]:
 
 
 def _queue(
-    work: Work,
+    work: StepWork,
     transfers: pd.DataFrame,
     calls: pd.DataFrame,
     host: pd.DataFrame,
@@ -68,7 +68,7 @@ def _queue(
 
 
 def _waits(
-    work: Work,
+    work: StepWork,
     transfers: pd.DataFrame,
     calls: pd.DataFrame,
     host: pd.DataFrame,
@@ -104,7 +104,7 @@ def _end_of_backward(
         return after
     call_ns = calls["start_ns"]
     in_backward = _within(call_ns, nodes)
-    # Work outside of backward, and the first of it after each call.
+    # StepWork outside of backward, and the first of it after each call.
     is_annotation = host["kind"].reindex(lane["row"]).eq("annotation").to_numpy()
     is_work = lane["kind"].isin(("compute", "host"))
     works = lane[is_work & ~is_annotation]
@@ -140,7 +140,7 @@ def _within(start_ns: pd.Series, spans: pd.DataFrame) -> np.ndarray:
     return (at >= 0) & (np.asarray(start_ns) < np.r_[end, 0][at])
 
 
-def _links(work: Work, gloo: pd.DataFrame) -> Iterator[tuple]:
+def _links(work: StepWork, gloo: pd.DataFrame) -> Iterator[tuple]:
     """End of a transfer -> end of the next one over the link of its rank; messages one
     way do not hold up others.
     """

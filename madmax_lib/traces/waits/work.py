@@ -1,4 +1,4 @@
-"""Work of a step that the edges of its graph are found in: spans, their slices and the
+"""StepWork of a step that the edges of its graph are found in: spans, their slices and the
 numbers of events.
 
 Slice i has two events: 2i is its start, 2i + 1 its end.
@@ -11,7 +11,7 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["Work", "end_of", "joined_edges", "start_of"]
+__all__ = ["StepWork", "end_of", "joined_edges", "start_of"]
 
 
 def start_of(number: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ def joined_edges(parts: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Spans of a step, cut into slices."""
 
     timeline: Timeline
@@ -44,7 +44,7 @@ class Work:
     @classmethod
     def of(
         cls, timeline: Timeline, spans: pd.DataFrame, slices: pd.DataFrame
-    ) -> "Work":
+    ) -> "StepWork":
         """The work of spans whose slices are known."""
         number = np.arange(len(slices))
         row = slices["row"].to_numpy()

@@ -72,7 +72,7 @@ class Option(NamedTuple):
 
     >>> Option("--nodes", "how many (default: the catalog's)", int)._replace(default=2)
     Option(name='--nodes', help="how many (default: the catalog's)", type=<class 'int'>, default=2, metavar=None)
-    """
+    """  # noqa: E501
 
     name: str
     help: str
