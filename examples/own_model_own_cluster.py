@@ -1,6 +1,4 @@
-"""How fast would my model train on my cluster? Both written down here: 4 nodes of 8
-L40S on 100 Gbit/s Ethernet.
-"""
+"""How fast would my model train on my cluster? Both written down here: 4 nodes of 8 L40S on 100 Gbit/s Ethernet."""
 
 import madmax_lib as mm
 from madmax_lib.catalog import Cluster, Device, Link, Transformer
@@ -20,36 +18,14 @@ CLUSTER = Cluster(
     intra=Link("PCIe 4.0 x16", 32e9),  # bytes/s per device, one way
     inter=Link("100 Gbit/s a node", 100e9 / 8 / 8),  # 12.5 GB/s shared by eight devices
 )
-MODEL = Transformer(
-    "my-3b",
-    layers=28,
-    hidden=3072,
-    heads=24,
-    ffn=8192,
-    sequence=4096,
-    vocab=128256,
-    gated=True,
-)
+MODEL = Transformer("my-3b", layers=28, hidden=3072, heads=24, ffn=8192, sequence=4096, vocab=128256, gated=True)
 
 
 def main(global_batch: int = 128):
     """Print the best plans, and what fills the memory of the first."""
-    found = mm.search(
-        MODEL,
-        CLUSTER,
-        global_batch,
-        space=mm.planner.Space.quick(),
-        top=5,
-        progress=False,
-    )
-    print(
-        found.table[["plan", "step_s", "low_s", "high_s", "mfu"]].to_string(index=False)
-    )
-    print(
-        mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch).table.to_string(
-            index=False
-        )
-    )
+    found = mm.search(MODEL, CLUSTER, global_batch, space=mm.planner.Space.quick(), top=5, progress=False)
+    print(found.table[["plan", "step_s", "low_s", "high_s", "mfu"]].to_string(index=False))
+    print(mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch).table.to_string(index=False))
     return found
 
 

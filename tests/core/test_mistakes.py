@@ -220,10 +220,10 @@ OF_THE_DESIGN = """read_trace breakdown export_trace compare plot_timeline save_
 
 @pytest.mark.parametrize("name", OF_THE_DESIGN.split())
 def test_help_names_what_to_look_at_next(name):
-    told = re.search(
-        r"See also: (.*?)\.$", inspect.getdoc(getattr(mm, name)), re.MULTILINE
-    )[1]
-    for other in told.split(", "):
+    text = inspect.getdoc(getattr(mm, name))
+    # the list may go on in the next line
+    listed = re.search(r"See\s+also:\s+(.*?)\.$", text, re.MULTILINE | re.DOTALL)[1]
+    for other in re.split(r",\s+", listed):
         assert other != f"mm.{name}" and callable(
             operator.attrgetter(other.removeprefix("mm."))(mm)
         ), other
