@@ -46,7 +46,7 @@ _COLUMNS = (*_SECONDS, "mfu", "tokens_per_s", "memory_bytes")
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """What offload adds to a table."""
+    """Columns and refusals that offload adds to a table."""
 
     columns: dict[str, np.ndarray]  # offload_s and offload_share
     refused: dict[int, str]  # reason of each row that cannot offload

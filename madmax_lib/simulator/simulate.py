@@ -119,7 +119,7 @@ def simulate(
 
 
 def _meta(case: Case, seed: int, offloaded) -> Meta:
-    """What a timeline says of the step; offloaded: the split of states that leave the
+    """Facts that a timeline tells of the step; offloaded: the split of states that leave the
     device, if any does.
     """
     plan = case.plan
@@ -263,7 +263,7 @@ def _with_members(
     kinds = group.cat.categories
     codes = group.cat.codes.to_numpy()
     ranks = rank.to_numpy()
-    unique_ranks, place = np.unique(ranks, return_inverse=True)
+    unique_ranks, index = np.unique(ranks, return_inverse=True)
 
     def name(kind: str, member: int) -> str:
         return (
@@ -277,7 +277,7 @@ def _with_members(
         dtype=object,
     )
     texts, code = np.unique(names, return_inverse=True)
-    of_span = np.where(codes < 0, -1, code.reshape(names.shape)[codes, place])
+    of_span = np.where(codes < 0, -1, code.reshape(names.shape)[codes, index])
     return pd.Categorical.from_codes(
         of_span, pd.Index(texts, dtype=object)
     ).remove_unused_categories()

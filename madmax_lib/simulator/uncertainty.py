@@ -67,7 +67,7 @@ def width_of(
 def components(
     steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
 ) -> dict[str, np.ndarray]:
-    """What the components of the variance are multiplied by: `COMPONENTS`, and
+    """Factors of the components of the variance: `COMPONENTS`, and
     doublings.
     """
     shape = steps.work.shape
@@ -90,7 +90,7 @@ def components(
 def constant_index(
     steps: Steps, name: str, places: Mapping[str, int], field: str | None = None
 ) -> int | np.ndarray:
-    """Of the constant of that name which each step has, by the field that says so.
+    """Row of each step's `name:class` in the covariance, by the field that says so.
     places: of each `name:group`.
     """
     field = _fields()[name] if field is None else field
@@ -99,8 +99,8 @@ def constant_index(
     coded: ClassColumn = getattr(
         steps.machine if hasattr(steps.machine, field) else steps.traits, field
     )
-    known = [places[key] for key in coded.keys(name, places)]
-    return known[0] if len(known) == 1 else np.array(known)[coded.code]
+    rows = [places[key] for key in coded.keys(name, places)]
+    return rows[0] if len(rows) == 1 else np.array(rows)[coded.code]
 
 
 @lru_cache(maxsize=1)
@@ -123,13 +123,13 @@ def _open_variance(
     which = [constant_index(steps, name, places) for name in parameters.sensitivities]
     result = np.empty(shares.shape[1])
     kind = np.zeros(1, np.int64)
-    for place in which:
-        if np.ndim(place):
-            kind = np.unique(kind * len(covariance) + place, return_inverse=True)[1]
+    for index in which:
+        if np.ndim(index):
+            kind = np.unique(kind * len(covariance) + index, return_inverse=True)[1]
     for number in range(kind.max() + 1):
         first = np.argmax(kind == number)
         rows = slice(None) if len(kind) == 1 else kind == number
-        at = [place[first] if np.ndim(place) else place for place in which]
+        at = [index[first] if np.ndim(index) else index for index in which]
         of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
         result[rows] = np.einsum(
             "pn,pn->n", of_parts @ shares[:, rows], shares[:, rows]
@@ -160,7 +160,7 @@ def shared_errors(
 
 
 def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
-    """Of devices and of tokens per sample, from those of the rows of a device's family;
+    """Doublings of devices and tokens per sample beyond the rows of a device's family;
     unseen families have none.
     """
     scale = parameters.provenance.get("scale", {})
@@ -172,7 +172,7 @@ def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
     }
     result = np.zeros(())
     for name, size in sizes.items():
-        ends = [scale.get(known, {}).get(name, (1.0, np.inf)) for known in family.names]
+        ends = [scale.get(one, {}).get(name, (1.0, np.inf)) for one in family.names]
         low, high = np.log2(ends)[family.code].T
         size = np.log2(size)
         result = result + np.maximum(size - high, 0.0) + np.maximum(low - size, 0.0)

@@ -28,7 +28,7 @@ __all__ = ["ClassColumn", "Hardware", "SoftwareTraits", "Steps"]
 
 @dataclass(frozen=True)
 class ClassColumn:
-    """Which class of fitted constants each step uses."""
+    """Class of fitted constants that each step uses."""
 
     names: tuple[str, ...]  # classes that occur
     code: np.ndarray | int = 0  # (n,) index into `names` of each step
@@ -93,7 +93,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class SoftwareTraits:
-    """What the software of a step does where the plan does not say, as in `Software`.
+    """Behaviour of the software of a step where the plan does not say, as in `Software`.
 
     A question is answered by 1 or 0.
     """

@@ -55,7 +55,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class _BlockTime:
-    """Seconds of compute of a block beside which its collectives may run."""
+    """Seconds of compute of a block time which its collectives may run."""
 
     forward_s: Number
     recompute_s: Number
@@ -67,7 +67,7 @@ class _BlockTime:
 
 
 def hidden_share(group: str, prices: Prices) -> Number:
-    """Share of a block's collectives of a group that software runs beside compute of
+    """Share of a block's collectives of a group that software runs time compute of
     the block or its layer.
     """
     work = work_of(group)
@@ -83,7 +83,7 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     priced = [prices.block_s(block) for block in blocks]
     waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
     computed, weight_s = _computed(priced, waits, prices)
-    for block, seconds, waits_s, beside in zip(
+    for block, seconds, waits_s, time in zip(
         blocks, priced, waits, computed, strict=True
     ):
         back_waits_s = waits_s
@@ -92,16 +92,16 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
         add(forward, seconds["forward"])
         for phase in ("backward", "weight", "recompute"):
             add(backward, seconds[phase])
-        add(forward, _exposed(waits_s, prices, beside.forward_s))
-        add(backward, _exposed(back_waits_s, prices, beside.backward_s))
+        add(forward, _exposed(waits_s, prices, time.forward_s))
+        add(backward, _exposed(back_waits_s, prices, time.backward_s))
         if any_nonzero(prices.repeats):  # full recompute repeats collectives too
-            again = _exposed(waits_s, prices, beside.recompute_s)
+            again = _exposed(waits_s, prices, time.recompute_s)
             add(backward, again, prices.repeats)
         if any_nonzero(block.ring_bytes):
-            again_s = beside.recompute_s
+            again_s = time.recompute_s
             repeated_s = np.where(again_s > 0, _ring_s(block, prices, again_s), 0.0)
-            back_s = _ring_s(block, prices, beside.backward_s, returns=True)
-            add(forward, {"cp_s": _ring_s(block, prices, beside.forward_s)})
+            back_s = _ring_s(block, prices, time.backward_s, returns=True)
+            add(forward, {"cp_s": _ring_s(block, prices, time.forward_s)})
             add(backward, {"cp_s": back_s + repeated_s})
     _add_host(forward, backward, blocks, prices)
     return LayerTime(forward, backward, weight_s)
@@ -110,7 +110,7 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
 def _computed(
     priced: list[dict], waits: list[dict[str, Number]], prices: Prices
 ) -> tuple[list[_BlockTime], Number]:
-    """Compute of each block beside which its collectives run, and wgrad of the layer."""
+    """Compute of each block time which its collectives run, and wgrad of the layer."""
     times = []
     weight_s = 0.0
     joint = 1 - prices.overlap.splits_backward  # wgrad follows dgrad at once
@@ -131,7 +131,7 @@ def _computed(
 def with_spare_compute(
     computed_s: Sequence[Number], exchanges_s: Sequence[Number]
 ) -> list[Number]:
-    """Compute beside which the exchanges of each block of a layer run, of another
+    """Compute time which the exchanges of each block of a layer run, of another
     micro-batch.
 
     All of the layer's compute serves, attention's too [DeepSeek-V3, arXiv 2412.19437,

@@ -62,7 +62,7 @@ class Under(Enum):
 
 @dataclass(frozen=True)
 class OverlapRule:
-    """How one kind of work overlaps with compute."""
+    """Overlap of one kind of work with compute."""
 
     issued: Issued
     under: Under
@@ -143,14 +143,14 @@ class Overlap:
 
     @cached_property
     def gathers_late(self) -> bool | np.ndarray:
-        """Where ZeRO-3 gathers nothing ahead."""
+        """Plans whose ZeRO-3 gathers nothing ahead."""
         traits = self.traits
         waits = (traits.tensorwise > 0) | (traits.fsdp_blocks > 0)
         return (self.plan.prefetch == 0) | waits
 
     @cached_property
     def reduces_each(self) -> bool | np.ndarray:
-        """Where each micro-batch reduces its gradients: by ZeRO-2 without pipeline, by
+        """Plans whose micro-batches each reduce their gradients: by ZeRO-2 without pipeline, by
         some pipelines without ZeRO.
         """
         zero = self.plan.zero
@@ -160,7 +160,7 @@ class Overlap:
 
     @cached_property
     def sharded_buckets(self) -> bool | np.ndarray:
-        """Where ZeRO-3 reduces gradients in buckets, as DeepSpeed does; after late
+        """Plans whose ZeRO-3 reduces gradients in buckets, as DeepSpeed does; after late
         gathers, or in a pipeline, by layer.
         """
         p = self.plan
@@ -169,7 +169,7 @@ class Overlap:
 
     @cached_property
     def hides_reductions(self) -> bool | np.ndarray:
-        """Where reductions run beside the backward pass: as the plan or its software
+        """Plans whose reductions run beside the backward pass: as the plan or its software
         says, those of ZeRO-3 on a GPU always.
         """
         sharded = np.asarray(self.plan.zero) >= 3
@@ -178,7 +178,7 @@ class Overlap:
 
     @cached_property
     def hides_messages(self) -> bool | np.ndarray:
-        """Where a stage goes on while its message travels."""
+        """Plans whose stages go on while their messages travel."""
         stops = (self.traits.blocking_sends > 0) | (self.traits.rendezvous_sends > 0)
         return np.logical_not(stops)
 

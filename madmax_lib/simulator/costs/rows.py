@@ -118,8 +118,8 @@ def take_rows(item, index: np.ndarray):
     `index` names.
     """
 
-    def taken(part):
+    def entries(part):
         is_column = np.ndim(part) and np.shape(part)[-1] > 1
         return part[..., index] if is_column else part
 
-    return map_leaves(taken, item)
+    return map_leaves(entries, item)

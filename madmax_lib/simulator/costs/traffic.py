@@ -59,7 +59,7 @@ class ParameterCount:
         return tuple((experts, count) for experts, count in both if np.any(count))
 
     def owned(self, prices: Prices) -> Number:
-        """Those of them whose optimizer states a device owns; none that are frozen."""
+        """Parameters whose optimizer states a device owns; none that are frozen."""
         p = prices.plan
         sharing = np.where(np.asarray(p.zero) >= 1, p.sharing, 1)
         count = owned(self.dense, self.experts, sharing, p.ep, p.expert_spread)

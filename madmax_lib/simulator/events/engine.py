@@ -170,9 +170,9 @@ def run_with_stragglers(
     program: Program,
     slower: np.ndarray,
     groups: Mapping[str, tuple[int, int]],
-    shown: int,
+    devices: int,
 ) -> np.ndarray:
-    """Start and end in seconds, (2, n, shown), on the first of the devices that ranks
+    """Start and end in seconds, (2, n, devices), on the first of the devices that ranks
     stand for where some are slower.
 
     slower: (ranks, devices), of compute. groups: (size, distance of neighbours) by
@@ -180,7 +180,7 @@ def run_with_stragglers(
     has come and ends a duration after the last one of its group has. What a rank sends
     to another goes from each device to its like.
     """
-    times_s = np.empty((2, len(program), shown))
+    times_s = np.empty((2, len(program), devices))
     # the last op that waits for each: its end can be forgotten then
     needed = {other: op for op, after in enumerate(program.after) for other in after}
     ends = dict[int, np.ndarray]()
@@ -205,7 +205,7 @@ def run_with_stragglers(
             latest = members.max(axis=1, keepdims=True)
             end = np.broadcast_to(latest, members.shape).reshape(-1)
         end = end + duration_s * (slower[rank] if kind == "compute" else 1.0)
-        times_s[:, op] = begin[:shown], end[:shown]
+        times_s[:, op] = begin[:devices], end[:devices]
         tail[rank, stream] = ends[op] = end
         for done in (op, *after):
             if needed.get(done, op) <= op:

@@ -20,7 +20,7 @@ __all__ = ["Message", "crosses"]
 
 @dataclass(frozen=True)
 class Message:
-    """What a pass has for another stage: activation or gradient, after these ops of the
+    """Message of a pass to another stage: activation or gradient, after these ops of the
     sender.
     """
 
@@ -31,7 +31,7 @@ class Message:
     sender: int = -1
 
     def of(self, sender: int, base: int) -> Message:
-        """That of a pass whose ops begin at base."""
+        """Message of a pass whose ops begin at base."""
         return replace(self, sender=sender, after=tuple(base + op for op in self.after))
 
     def received(self, program: Program, asked: int | None, crossing: bool) -> int:

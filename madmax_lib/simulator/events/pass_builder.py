@@ -191,22 +191,22 @@ class PassBuilder:
         them: it is that of other tiles.
         """
         before = block.before
-        behind = block.after
+        after_block = block.after
         if phase == "backward":
-            before, behind = block.back
+            before, after_block = block.back
             before = () if block.table else before
         elif phase == "recompute" and self.plan.recompute == "selective":
-            before = behind = ()  # the scores alone
+            before = after_block = ()  # the scores alone
         name = f"{block.name} {phase}"
         after = [*after, *pass_.launches[-1:]]
         if block.ring_bytes and self.plan.cp > 1:
             after = pass_.comms(before, name, after)
             done = self._ring(pass_, block, phase, duration_s, after)
-            return pass_.comms(behind, name, done)
+            return pass_.comms(after_block, name, done)
         # compute beside the collectives before and after; all of it, if they are longer
         slower = pass_.slowdown(block.unit)
         lead_s = self._hidden_s(before) / slower
-        tail_s = self._hidden_s(behind) / slower
+        tail_s = self._hidden_s(after_block) / slower
         beside_s = lead_s + tail_s
         scale = min(1.0, duration_s / beside_s) if beside_s else 0.0
         ready = pass_.comms(before, name, after)
@@ -214,7 +214,7 @@ class PassBuilder:
             pass_.compute(name, scale * lead_s, after, block.unit)
         alone_s = max(duration_s - scale * beside_s, 0.0)
         first = pass_.compute(name, alone_s, ready, block.unit)
-        done = pass_.comms(behind, name, [first])
+        done = pass_.comms(after_block, name, [first])
         if tail_s:  # what computes next comes after it on the stream
             pass_.compute(name, scale * tail_s, [first], block.unit)
         return done

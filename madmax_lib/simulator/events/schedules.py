@@ -18,7 +18,7 @@ Slot = tuple[str, int, int]  # (forward, backward or weight, chunk, micro-batch)
 def order(
     schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1
 ) -> list[Slot]:
-    """What a stage works on, in order. Raises ValueError for a schedule that has no
+    """Slots that a stage works on, in order. Raises ValueError for a schedule that has no
     such order.
 
     >>> [f"{direction[0]}{m}" for direction, _, m in order("1f1b", 0, 2, 3)]
@@ -80,8 +80,12 @@ def dependency(slot: Slot, stage: int, pp: int, chunks: int) -> tuple[int, Slot]
 
 def _needs(slot: Slot, stage: int, pp: int, chunks: int) -> list[tuple[int, Slot]]:
     message = dependency(slot, stage, pp, chunks)
-    own = {"backward": "forward", "weight": "backward"}.get(slot[0])
-    return ([message] if message else []) + ([(stage, (own, *slot[1:]))] if own else [])
+    needed = [message] if message else []
+    # the same stage's pass over the same micro-batch that comes before this one
+    before = {"backward": "forward", "weight": "backward"}.get(slot[0])
+    if before:
+        needed.append((stage, (before, *slot[1:])))
+    return needed
 
 
 def in_order(orders: list[list[Slot]], chunks: int = 1) -> Iterator[tuple[int, Slot]]:

@@ -213,11 +213,11 @@ class Sharding:
         """Do with a layer's checkpoint what is due once its input is there: it stays."""
 
     def restore(self, pass_: Pass, block: Block) -> list[int]:
-        """What the recomputation of a layer waits for beside its input: nothing."""
+        """Ops that the recomputation of a layer waits for beside its input: none."""
         return []
 
     def update(
         self, program: Program, stage: int, owned: float, tiles: int, after: list[int]
     ) -> list[int]:
-        """What updates beside the device: nothing."""
+        """Ops that update beside the device: none."""
         return []

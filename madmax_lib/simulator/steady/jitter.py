@@ -1,4 +1,4 @@
-"""Waits of ranks that differ: each computes behind the fastest one by a random delay.
+"""Waits of ranks that differ: each computes delays the fastest one by a random delay.
 
 With exponential delays of mean j the slowest of n ranks is behind the fastest of N by
 
@@ -64,16 +64,16 @@ def with_waits(
     # expected delay of the slowest rank of each group, in mean delays
     world = steps.work.plan.world_size
     ranks = _nested_ranks(steps, times)
-    behind = _Nested(*(_harmonic(count) - 1 / world for count in ranks))
-    delay = behind.stages - behind.rank  # of the step beyond the mean rank's
+    delays = _Nested(*(_harmonic(count) - 1 / world for count in ranks))
+    delay = delays.stages - delays.rank  # of the step beyond the mean rank's
     # fill and drain pass through each stage once, at its own speed
     once_s = growth["bubble_s"] + growth["launch_s"]
     once_s = np.clip(once_s, 0.0, growth["step_s"])
-    once_s = once_s * (behind.stages - behind.sharded)
+    once_s = once_s * (delays.stages - delays.sharded)
     waits_s = growth["step_s"] * delay - once_s
-    result = {part: times[part] + growth[part] * behind.rank for part in parts}
+    result = {part: times[part] + growth[part] * delays.rank for part in parts}
     # each group's ranks wait as much longer as the group is larger
-    for part, (inner, outer) in zip(_WAITING, pairwise(behind), strict=True):
+    for part, (inner, outer) in zip(_WAITING, pairwise(delays), strict=True):
         share = (outer - inner) / np.maximum(delay, 1e-9)
         result[part] = result[part] + waits_s * share
     return result
@@ -90,7 +90,7 @@ def _nested_ranks(steps: Steps, times: Parts) -> _Nested:
     other_s = np.where(np.equal(plan.schedule, "zero-bubble"), stage_s, other_s)
     # probability that another stage is behind by more than it is faster
     lag = np.minimum(other_s / stage_s - 1, 0.0)
-    alike = np.exp(lag / np.maximum(steps.jitter, 1e-9))
+    equal_chance = np.exp(lag / np.maximum(steps.jitter, 1e-9))
     exchanging = plan.ep * tp // plan.expert_spread
     in_layer = np.maximum(tp * plan.cp, exchanging)
     sharing = (np.asarray(plan.zero) >= 3) * tp * plan.sharing
@@ -102,7 +102,7 @@ def _nested_ranks(steps: Steps, times: Parts) -> _Nested:
         expert=in_layer,
         sharded=np.maximum(in_layer, sharing),
         stage=of_stage,
-        stages=of_stage * (1 + (pp - 1) * alike),
+        stages=of_stage * (1 + (pp - 1) * equal_chance),
     )
 
 

@@ -165,8 +165,8 @@ def _passes_of_rows(steps: Steps, parameters: Parameters) -> _Passes:
             result[..., group] = part
         return result
 
-    whole = map_leaves(joined, *passes) if len(groups) > 1 else passes[0]
-    return take_rows(whole, index)
+    joint = map_leaves(joined, *passes) if len(groups) > 1 else passes[0]
+    return take_rows(joint, index)
 
 
 def _passes(prices: Prices) -> _Passes:
@@ -218,10 +218,10 @@ def _mixture_layer(prices: Prices) -> KindCost:
             ways.append(KindCost(layer.time, layer.count))
     if len(ways) == 1:
         return ways[0]
-    together, apart = ways
-    dense = np.where(exchanged, apart.count.dense, together.count.dense)
-    count = ParameterCount(dense, exchanged * apart.count.experts)
-    return KindCost(mean(together.time, apart.time, exchanged), count)
+    together, exchanged_way = ways
+    dense = np.where(exchanged, exchanged_way.count.dense, together.count.dense)
+    count = ParameterCount(dense, exchanged * exchanged_way.count.experts)
+    return KindCost(mean(together.time, exchanged_way.time, exchanged), count)
 
 
 def _kinds(prices: Prices, model: Transformer) -> tuple[KindCost, ...]:

@@ -166,8 +166,8 @@ def _gradients(stage: PassesOfStage, prices: Prices) -> _Gradients:
         fill = np.ceil(first_bytes / np.maximum(width * count, 1.0))
         ready = np.maximum(ready, np.where(np.asarray(count) > 0, fill, 0.0))
         if np.any(gathers):
-            held = stage.layers * count + (0.0 if experts else sum(ends))
-            size_bytes = prices.steps.work.width.storage_bytes * held
+            parameters = stage.layers * count + (0.0 if experts else sum(ends))
+            size_bytes = prices.steps.work.width.storage_bytes * parameters
             one_s = prices.comm_s("all_gather", size_bytes, replicas, stage.layers)
             gather_s = gather_s + gathers * one_s
     serial_s = within_s + across_s

@@ -205,12 +205,12 @@ def _stage_layers(steps: Steps) -> StageLayers:
         shape = steps.work.shape
         layer = shape.attention_parameters + shape.mlp_parameters(shape.ffn)
         share = (layers + shape.outputs * shape.hidden / layer) / pp
-        whole = np.floor(share)
-        at_most = np.minimum(whole + 1, layers)
+        floor = np.floor(share)
+        at_most = np.minimum(floor + 1, layers)
         at_least = np.maximum(layers - np.floor(share * (pp - 1)) - 1, 0)
         first = np.where(balances, at_most, first)
         last = np.where(balances, at_least, last)
-        middle = np.where(balances, whole + (share % 1 * (pp - 1) >= 1), middle)
+        middle = np.where(balances, floor + (share % 1 * (pp - 1) >= 1), middle)
     single = pp == 1
     return StageLayers(
         np.where(single, layers, first), middle, np.where(single, layers, last)

@@ -324,12 +324,12 @@ def _after_passes(pipeline: PipelineTimes) -> Parts:
     the device.
     """
     prices = pipeline.prices
-    shown = exposed_gradients(pipeline.first_stage, prices)
-    busy_s = pipeline.passes_s + shown.during_s + shown.after_s
-    host_s = pipeline.host_s + shown.after_host_s
+    exposed = exposed_gradients(pipeline.first_stage, prices)
+    busy_s = pipeline.passes_s + exposed.during_s + exposed.after_s
+    host_s = pipeline.host_s + exposed.after_host_s
     return {
         "launch_s": np.maximum(host_s - busy_s, 0.0),
-        "dp_s": shown.during_s + shown.after_s,
+        "dp_s": exposed.during_s + exposed.after_s,
         "optimizer_s": prices.update_s(pipeline.mean_stage.owned(prices)),
         "overhead_s": prices.host_s,
     }
