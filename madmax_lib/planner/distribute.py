@@ -54,7 +54,7 @@ def run_parts(
     if client is None:
         results = ((number, evaluate(problem, part)) for number, part in todo)
     else:
-        results = _on_workers(problem, todo, client)
+        results = _on_workers(evaluate, problem, todo, client)
     with bar(
         total=len(parts),
         initial=len(stored),
@@ -72,14 +72,14 @@ def run_parts(
     return result, True
 
 
-def _on_workers(problem, todo, client) -> Iterator[tuple[int, PartialResult]]:
-    """Results of parts, in the order in which workers finish them."""
+def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
+    """(number, result of `work(problem, part)`) of parts, as workers finish them."""
     from distributed import as_completed
 
     # sent once to every worker, not with every part; hashing it would cost more
     problem = client.scatter(problem, broadcast=True, hash=False)
     futures = {
-        client.submit(evaluate, problem, part, retries=_RETRIES, pure=False): number
+        client.submit(work, problem, part, retries=_RETRIES, pure=False): number
         for number, part in todo
     }
     try:

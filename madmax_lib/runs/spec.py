@@ -8,6 +8,7 @@ perhaps with an engine: `dp2.tp2.z3`, `dp2.z2@deepspeed`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -125,6 +126,11 @@ class RunSpec(Settings):
     def kind(self) -> str:
         """images or text."""
         return "images" if self.shapes.image else "text"
+
+    @property
+    def digest(self) -> str:
+        """Eight letters that differ from those of any other spec."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     @property
     def engine(self) -> str:
