@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from madmax_lib import __version__
 from madmax_lib.view.commands import (
@@ -19,9 +19,6 @@ from madmax_lib.view.commands import (
     trace as trace_commands,
 )
 from madmax_lib.view.commands.answers import envelope
-
-if TYPE_CHECKING:
-    from madmax_lib.view.notebooks.runner import Result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {line}\n")
 
 
-def _parser(words: list[str]) -> argparse.ArgumentParser:
+def _parser(words: list[str]):
     """The parser of a command line; some help depends on the words of it."""
     _Parser.json = "--json" in words
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
@@ -82,7 +79,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     folders = {"metavar": "FOLDER", "help": "the only places that it may read"}
     agent.add_argument("folders", nargs="+", type=Path, **folders)
 
-    def serve(options: argparse.Namespace) -> int:
+    def serve(options: argparse.Namespace):
         from madmax_lib.view.commands.mcp_server import server  # late: a wing
 
         server(options.folders, main).run("stdio")
@@ -95,7 +92,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(commands, words: list[str]) -> None:
+def _add_run(commands, words: list[str]):
     about = {"help": "run notebooks headless", "epilog": _parameters(words)}
     about["formatter_class"] = argparse.RawDescriptionHelpFormatter
     run = commands.add_parser("run", **about)
@@ -110,7 +107,7 @@ def _add_run(commands, words: list[str]) -> None:
     run.set_defaults(command=_run)
 
 
-def _parameters(words: list[str]) -> str:
+def _parameters(words: list[str]):
     """The parameters of the notebook that `run NAME --help` asks about."""
     names = [word for word in words[1:] if not word.startswith("-")]
     asks = words[:1] == ["run"] and bool({"-h", "--help"} & set(words))
@@ -121,7 +118,7 @@ def _parameters(words: list[str]) -> str:
     return described(notebook_named(names[0]))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace):
     from madmax_lib.catalog.datasets import PROJECT, SHIPPED
     from madmax_lib.view.notebooks.runner import (
         notebook_named,
@@ -154,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if any(result.error for result in results) else 0
 
 
-def _site(options: argparse.Namespace) -> int:
+def _site(options: argparse.Namespace):
     from madmax_lib.view.notebooks.runner import notebooks
     from madmax_lib.view.notebooks.site import write_site
 
@@ -166,7 +163,7 @@ def _site(options: argparse.Namespace) -> int:
     return 1 if any(result.error for result in results) else 0
 
 
-def _build() -> Path:
+def _build():
     """Folder of what notebooks write: of the checkout, else of the working folder."""
     # an installed package ships its notebooks elsewhere than beside itself
     from madmax_lib.catalog.datasets import PROJECT, SHIPPED
@@ -174,7 +171,7 @@ def _build() -> Path:
     return (PROJECT if SHIPPED == PROJECT else Path.cwd()) / "build"
 
 
-def _folder(path: Path) -> Path:
+def _folder(path: Path):
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file, give the name of a folder")
     # made at once: what cannot be written to is said before anything runs
@@ -182,9 +179,7 @@ def _folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _execute(
-    paths: list[Path], parameters: dict, build: Path, figures: Path
-) -> list[Result]:
+def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path):
     """Run notebooks one after another and print how each went."""
     from madmax_lib.base.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook

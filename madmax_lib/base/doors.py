@@ -78,7 +78,7 @@ def open_room(name: str) -> list[str]:
     return list(calls)
 
 
-def _source_path(room: ModuleType, module: str) -> Path:
+def _source_path(room: ModuleType, module: str):
     """Source file of a module inside a room, whether it is there or not."""
     inside = module.removeprefix(f"{room.__name__}.").replace(".", "/")
     return Path(room.__file__).parent / f"{inside}.py"

@@ -35,7 +35,7 @@ _WAYS_OUT = {
 }
 
 
-def _is_real(value) -> bool:
+def _is_real(value):
     # Python takes bool for a number, but no count or size is True
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -125,7 +125,7 @@ def check_fields(item, *positive: str) -> None:
 
 
 @lru_cache(maxsize=32)  # types are resolved from text, which takes longer than a check
-def _hints(kind: type) -> dict[str, tuple]:
+def _hints(kind: type):
     """Type and default of each field; of a generic type such as tuple[int, ...] its
     origin, which is all that is checked.
     """
@@ -165,7 +165,7 @@ def dataclass_repr(item) -> str:
     return wrapped.replace("\xa0", " ")
 
 
-def _field_text(value) -> str:
+def _field_text(value):
     # blanks inside a value do not break the line: textwrap leaves \xa0 alone
     if isinstance(value, Mapping):
         items = [f"{key!r}:\xa0{_field_text(each)}" for key, each in value.items()]
@@ -176,7 +176,7 @@ def _field_text(value) -> str:
     return repr(value).replace(" ", "\xa0")
 
 
-def _differs_from_default(item, field) -> bool:
+def _differs_from_default(item, field):
     """Whether a field holds another value than it gets when it is left out: its default,
     or what is worked out from the others.
     """

@@ -108,7 +108,7 @@ def total(intervals: np.ndarray) -> int:
     return int((end - start).sum())
 
 
-def _merge(intervals: np.ndarray) -> np.ndarray:
+def _merge(intervals: np.ndarray):
     """Start and end of each group of intervals that overlap or touch, in order."""
     # (n, 2) also where an empty list comes in as (0,)
     start, end = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T

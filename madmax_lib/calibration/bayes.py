@@ -132,6 +132,6 @@ def _gain(covariance, slopes, noise):
     return covariance @ slopes.T @ np.linalg.inv(of_rows)
 
 
-def _mean_error(error) -> float:
+def _mean_error(error):
     """Mean of |predicted / measured - 1|."""
     return float(np.abs(np.expm1(-error)).mean())

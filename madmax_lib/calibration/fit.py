@@ -234,7 +234,7 @@ class _LeastSquares:
         return replace(fitted, provenance=origin)
 
 
-def _free_constants(steps: Steps, begin: Parameters) -> list[str]:
+def _free_constants(steps: Steps, begin: Parameters):
     """Constants that move the time of any of these steps and that no prior fixes."""
     table = bounds()[bounds()["scale"] != "fixed"]
     names = table.index
@@ -251,7 +251,7 @@ def _free_constants(steps: Steps, begin: Parameters) -> list[str]:
     return names[(change > _SILENT).any(axis=1)].tolist()
 
 
-def _scale_of(rows: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
+def _scale_of(rows: pd.DataFrame):
     """Devices and tokens per sample between which 90 % of the rows of a family lie."""
     cases = rows["case"]
     sizes = {

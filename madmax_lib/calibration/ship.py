@@ -50,7 +50,7 @@ def ship(path: str | Path) -> Parameters:
     return fitted
 
 
-def _same(a: Parameters, b: Parameters) -> bool:
+def _same(a: Parameters, b: Parameters):
     """From the same rows, and no further apart than fits on two machines are."""
     same_rows = a.provenance["sha256"] == b.provenance["sha256"]
     if not same_rows or a.fitted != b.fitted or set(a.residuals) != set(b.residuals):

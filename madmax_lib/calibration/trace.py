@@ -11,7 +11,7 @@ holds it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -119,7 +119,7 @@ def fit_timeline(
     begin = shipped()
     runs = []
     constants = dict(begin.constants)
-    names: dict[str, None] = {}  # an ordered set
+    names = {}  # an ordered set
     for trace, case in zip(traces, cases, strict=True):
         run = _Run(case, _steps(case), slowest_stage(trace, case))
         constants |= _link_share(trace, run)
@@ -159,7 +159,7 @@ def fit_timeline(
     return replace(fitted, residuals=residuals, provenance=origin)
 
 
-def _constants_of(run: _Run) -> Iterator[str]:
+def _constants_of(run: _Run):
     """Constants that a run can tell, by the classes of its device and kernels."""
     machine = run.steps.machine
     kernels = run.steps.traits.kernels
@@ -179,7 +179,7 @@ def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale):
     """Least squares over the constants of the scale; the others are those of begin."""
     prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
 
-    def residuals(point) -> np.ndarray:
+    def residuals(point):
         constants = begin.constants | scale.constants(point)
         parameters = replace(begin, constants=constants)
         errors = []
@@ -196,7 +196,7 @@ def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale):
     return least_squares(residuals, inside, bounds=(scale.low, scale.high))
 
 
-def _collectives(traces: list[Timeline], cases: list[Case]) -> dict[str, tuple]:
+def _collectives(traces: list[Timeline], cases: list[Case]):
     """Collectives of traces of all ranks, as `Parameters` take them: groups with two
     sizes or more.
     """

@@ -118,7 +118,7 @@ def check_blocks(model) -> None:
     _check_combinations(model)
 
 
-def _check_combinations(model) -> None:
+def _check_combinations(model):
     """Raises ValueError for fields, mixers and orders that do not go together."""
     blocks = Blocks(model.blocks)
     unused = () if blocks.has_experts else ("experts",)

@@ -68,7 +68,7 @@ def dataset(name: str, *, download: bool = True) -> Path:
     return _download(name, rows)
 
 
-def _folder_or_file(paths: list[Path]) -> Path:
+def _folder_or_file(paths: list[Path]):
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
@@ -114,7 +114,7 @@ def cache_folder() -> Path:
     return Path(pooch.os_cache("madmax-workbench"))
 
 
-def _download(name: str, rows: pd.DataFrame) -> Path:
+def _download(name: str, rows: pd.DataFrame):
     import pooch
 
     url, sha256, size_bytes = rows[["url", "download_sha256", "download_bytes"]].iloc[0]
@@ -157,7 +157,7 @@ def _download(name: str, rows: pd.DataFrame) -> Path:
     return _folder_or_file(targets)
 
 
-def _check_content(path: Path, sha256: str) -> None:
+def _check_content(path: Path, sha256: str):
     content = path.read_bytes()
     if content.startswith(_GZIP):
         content = gzip.decompress(content)

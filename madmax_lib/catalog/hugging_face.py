@@ -87,7 +87,7 @@ class _UnmodelledError(ValueError):
     """Layers that no `Transformer` describes: the message shows what comes nearest."""
 
 
-def _trained_part(path: Path, config: dict) -> dict:
+def _trained_part(path: Path, config: dict):
     """The image part of SigLIP, the text part of others that have several."""
     kind = config.get("model_type")
     if kind == "siglip" and isinstance(config.get("vision_config"), dict):
@@ -102,7 +102,7 @@ def _trained_part(path: Path, config: dict) -> dict:
     return part
 
 
-def _fields(config: dict, rows: pd.DataFrame, where: str) -> dict:
+def _fields(config: dict, rows: pd.DataFrame, where: str):
     """Fields of the `Transformer` of a configuration."""
     kind = config.get("model_type", "")
     by_kind = _keys_by_kind(rows)
@@ -139,7 +139,7 @@ def _fields(config: dict, rows: pd.DataFrame, where: str) -> dict:
         raise _UnmodelledError(str(error)) from None
 
 
-def _nearest_call(config: dict) -> str:
+def _nearest_call(config: dict):
     """The call that describes a model that no configuration says, with the sizes that this one
     has.
     """
@@ -155,11 +155,11 @@ def _nearest_call(config: dict) -> str:
     )
 
 
-def _keys_by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
+def _keys_by_kind(rows: pd.DataFrame):
     """Key and default by field of each kind, with those of the kinds that it is like;
     these stand above it.
     """
-    kinds: dict[str, dict[str, tuple[str, str]]] = {}
+    kinds = {}
     columns = ["model_type", "field", "key", "default"]
     for names, field, key, default in rows[columns].itertuples(index=False):
         for kind in names.split():
@@ -168,7 +168,7 @@ def _keys_by_kind(rows: pd.DataFrame) -> dict[str, dict[str, tuple[str, str]]]:
     return kinds
 
 
-def _value(where: str, config: dict, key: str, default: str) -> str:
+def _value(where: str, config: dict, key: str, default: str):
     """The value of the first of the keys that is there, as text."""
     values = [config[name] for name in key.split() if config.get(name) is not None]
     if not values and not default:
@@ -187,7 +187,7 @@ def _value(where: str, config: dict, key: str, default: str) -> str:
     return str(value)
 
 
-def _trained_sequence(config: dict, positions: int) -> int:
+def _trained_sequence(config: dict, positions: int):
     """Tokens per sample of the pre-training, 0 where positions are those of a long
     context that was added later.
     """
@@ -201,7 +201,7 @@ def _trained_sequence(config: dict, positions: int) -> int:
     return positions if positions <= _LONGEST_TRAINED else 0
 
 
-def _full_every(config: dict, every: int) -> int:
+def _full_every(config: dict, every: int):
     """Every layer of this number attends to all tokens, 0 for none; by `layer_types`
     where it is there.
     """
@@ -219,7 +219,7 @@ def _full_every(config: dict, every: int) -> int:
     return every
 
 
-def _fields_without_key(kind: str, config: dict, shape: dict) -> dict:
+def _fields_without_key(kind: str, config: dict, shape: dict):
     """Parameters and flags that no key tells alone [the modelling files of
     transformers].
     """
@@ -258,7 +258,7 @@ def _fields_without_key(kind: str, config: dict, shape: dict) -> dict:
     return _shared_expert(config, shape) if kind == "qwen2_moe" else {}
 
 
-def _of_images(kind: str, config: dict, hidden: int) -> dict:
+def _of_images(kind: str, config: dict, hidden: int):
     """Fields of ViT and DINOv2, which has a mask token, scales of both branches and the
     ratio of its feed-forward part; biases of both kinds.
     """
@@ -275,7 +275,7 @@ def _of_images(kind: str, config: dict, hidden: int) -> dict:
     return fields | {"ffn": ffn, "other_parameters": hidden}
 
 
-def _shared_expert(config: dict, shape: dict) -> dict:
+def _shared_expert(config: dict, shape: dict):
     """Fields of Qwen2-MoE's shared expert: as wide as several, with a gate."""
     key = "shared_expert_intermediate_size"
     width = size_of(config, key, 5632, least=0)

@@ -82,7 +82,7 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
 
 def _encoder_decoder(
     config: dict, shape: dict, usual: str = "gated-gelu", tables: int = 0
-) -> dict:
+):
     """T5: two stacks with a norm after each, and tables of relative positions, 0 for
     one in each layer.
     """
@@ -100,14 +100,14 @@ def _encoder_decoder(
     }
 
 
-def _mamba(config: dict, shape: dict) -> dict:
+def _mamba(config: dict, shape: dict):
     """Layers of one mixer each."""
     letter = "M" if shape.get("mixer_heads") else "m"
     mixer = _mixer(config, shape, letter)
     return {"blocks": [letter] * shape["layers"], **mixer}
 
 
-def _jamba(config: dict, shape: dict) -> dict:
+def _jamba(config: dict, shape: dict):
     """A mixer or attention, and after it a feed-forward part or experts, each in its
     period.
     """
@@ -129,7 +129,7 @@ def _jamba(config: dict, shape: dict) -> dict:
     return {"blocks": blocks, **fields}
 
 
-def _bamba(config: dict, shape: dict) -> dict:
+def _bamba(config: dict, shape: dict):
     """A mixer, or attention in the layers of a list, and a feed-forward part."""
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
@@ -140,7 +140,7 @@ def _bamba(config: dict, shape: dict) -> dict:
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}
 
 
-def _granite(config: dict, shape: dict) -> dict:
+def _granite(config: dict, shape: dict):
     """After each mixer or attention experts, where there are any, with a shared one of
     a multiple of their width.
     """
@@ -163,7 +163,7 @@ def _granite(config: dict, shape: dict) -> dict:
     return fields | _mixer(config, shape, "M", "mamba_")
 
 
-def _nemotron(config: dict, shape: dict) -> dict:
+def _nemotron(config: dict, shape: dict):
     """A block per layer; the shared expert may be as wide as several."""
     pattern = config.get("hybrid_override_pattern")
     types = config.get("layers_block_type") or config.get("layer_types")
@@ -187,7 +187,7 @@ def _nemotron(config: dict, shape: dict) -> dict:
     return fields
 
 
-def _letters(types: list) -> list[str]:
+def _letters(types: list):
     wrong = types
     if isinstance(types, list):
         wrong = next((name for name in types if name not in _LAYER_TYPES), None)
@@ -202,7 +202,7 @@ def _mixer(
     letter: str,
     prefix: str = "",
     channels: int | None = None,
-) -> dict:
+):
     """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""
     if channels is None:
         width = config.get(f"{prefix}expand", 2)

@@ -26,17 +26,17 @@ class Listing(pd.DataFrame):
     """
 
     @property
-    def _constructor(self) -> type:
+    def _constructor(self):
         return Listing
 
-    def _pretty(self) -> pd.DataFrame:
+    def _pretty(self):
         texts = {column: [_text(column, v) for v in self[column]] for column in self}
         return pd.DataFrame(texts, self.index)
 
     def __repr__(self) -> str:
         return self._pretty().to_string(max_rows=60, max_colwidth=40)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         return self._pretty().to_html(max_rows=200, border=0)
 
 
@@ -112,13 +112,13 @@ def devices() -> Listing:
     return _listing("devices", rows)
 
 
-def _listing(file: str, rows: dict[str, dict]) -> Listing:
+def _listing(file: str, rows: dict[str, dict]):
     origin = tables.table(file).groupby("name")[["source", "date"]].first()
     table = pd.DataFrame.from_dict(rows, orient="index").join(origin)
     return Listing(table.rename_axis("name"))
 
 
-def _model_row(model: Model) -> dict:
+def _model_row(model: Model):
     row = {"kind": _kind(model)} | {name: getattr(model, name, 0) for name in _SHAPE}
     if isinstance(model, DLRM):
         row |= {
@@ -129,7 +129,7 @@ def _model_row(model: Model) -> dict:
     return row
 
 
-def _kind(model: Model) -> str:
+def _kind(model: Model):
     if isinstance(model, DLRM):
         return "recommendation"
     if model.decoder_sequence:
@@ -141,7 +141,7 @@ def _kind(model: Model) -> str:
     return "mixture" if model.experts else "dense"
 
 
-def _text(column: str, value) -> str:
+def _text(column: str, value):
     """A cell as an engineer writes it, by the unit at the end of the column's name;
     empty where nothing is known.
     """

@@ -1,7 +1,5 @@
 """Measured collectives: points of size and time by kind and group, and times between."""
 
-from typing import NoReturn
-
 import numpy as np
 import pandas as pd
 
@@ -71,7 +69,7 @@ class MeasuredCollectives:
         return None if points is None else float(measured_s(points, size_bytes))
 
 
-def _refuse(rule: str) -> NoReturn:
+def _refuse(rule: str):
     raise ValueError(f"measured collectives: {rule}")
 
 

@@ -115,7 +115,7 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
     return pd.concat([rows, theirs], ignore_index=True)
 
 
-def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame) -> None:
+def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame):
     """Raises ValueError with file, row and unit for numbers of a user's table that
     cannot be read.
     """
@@ -140,7 +140,7 @@ def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame) -> None:
                 raise ValueError(f"{where}: {name}={text!r} is no {noun}")
 
 
-def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]) -> None:
+def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]):
     if quantity not in units:
         near = difflib.get_close_matches(str(quantity), units, n=3, cutoff=0.0)
         raise ValueError(
@@ -158,7 +158,7 @@ def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]) -> 
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path | Traversable, numbers: bool) -> pd.DataFrame:
+def _read(path: Path | Traversable, numbers: bool):
     # without these a text such as 007 or None would not come out as it went in
     as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
     with path.open(encoding="utf-8") as file:
@@ -238,9 +238,7 @@ def cluster(
     )
 
 
-def _extent(
-    name: str, usual: tuple[int, int], nodes: int | None, devices: int | None
-) -> tuple[int, int]:
+def _extent(name: str, usual: tuple[int, int], nodes: int | None, devices: int | None):
     """(devices of a node, nodes) that are asked for; usual: those of the cluster."""
     full, usual_nodes = usual
     if nodes is not None:
@@ -259,9 +257,7 @@ def _extent(
     return used, nodes
 
 
-def _part_of_machine(
-    machine: Cluster, nodes: int | None, devices: int | None
-) -> Cluster:
+def _part_of_machine(machine: Cluster, nodes: int | None, devices: int | None):
     """A calibrated machine with other nodes. Raises ValueError where its network is not
     known.
     """
@@ -276,7 +272,7 @@ def _part_of_machine(
     return replace(machine, devices_per_node=used, nodes=nodes)
 
 
-def _cluster_name(name: str) -> tuple[str, int | None]:
+def _cluster_name(name: str):
     """The name of a cluster, and how many devices the text asks for: the text names a
     cluster, a device, or 8 x that.
     """
@@ -308,7 +304,7 @@ def cluster_with(device: Device, gpus: int = 0) -> str:
     return rows["name"].iloc[0]
 
 
-def _from_machine(path: Path) -> Cluster:
+def _from_machine(path: Path):
     """The cluster in a file that a calibration wrote. Raises ValueError for other
     content.
     """
@@ -373,7 +369,7 @@ def software(name: str | Software | None) -> Software:
     return Software(name=name, **parse_fields(Software, values, f"software {name}"))
 
 
-def _fields(what: str, name: str, *below: str) -> tuple[str, dict[str, str]]:
+def _fields(what: str, name: str, *below: str):
     """The catalog's spelling of a name and its fields, after those of what it is
     `like`.
     """
@@ -385,7 +381,7 @@ def _fields(what: str, name: str, *below: str) -> tuple[str, dict[str, str]]:
     return name, (_fields(what, like, name, *below)[1] if like else {}) | values
 
 
-def _rows(what: str, name: str) -> tuple[str, list[dict]]:
+def _rows(what: str, name: str):
     """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows
     in the table of its kind.
     """
@@ -412,11 +408,11 @@ def _rows(what: str, name: str) -> tuple[str, list[dict]]:
     )
 
 
-def _file_of(what: str) -> str:
+def _file_of(what: str):
     return what if what == "software" else f"{what}s"
 
 
-def _index(what: str) -> _Index:
+def _index(what: str):
     """The table of such things by name, read anew where a user's may have changed."""
     if os.environ.get(USER_FOLDER):
         return _indexed.__wrapped__(what)
@@ -424,7 +420,7 @@ def _index(what: str) -> _Index:
 
 
 @lru_cache(maxsize=16)
-def _indexed(what: str) -> _Index:
+def _indexed(what: str):
     aliases = table("aliases")
     rows = {}
     names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
@@ -437,7 +433,7 @@ def _indexed(what: str) -> _Index:
     return _Index({_plain(what, word): name for word, name in names.items()}, rows)
 
 
-def _plain(what: str, name: str) -> str:
+def _plain(what: str, name: str):
     """A name in lower case; of hardware without its maker, and separators only where
     two numbers meet.
     """
@@ -453,7 +449,7 @@ def _plain(what: str, name: str) -> str:
     return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
 
 
-def _quantities(rows: Iterable[dict]) -> dict[str, float]:
+def _quantities(rows: Iterable[dict]):
     """Values in SI units by quantity."""
     numbers = (row for row in rows if row["quantity"] not in _DEVICE_CLASSES)
     return {
@@ -461,7 +457,7 @@ def _quantities(rows: Iterable[dict]) -> dict[str, float]:
     }
 
 
-def _link(name: str, devices: int) -> Link:
+def _link(name: str, devices: int):
     """A link with the rate of each of the devices of a node; the table gives that or
     the node's.
     """
@@ -478,7 +474,7 @@ def _link(name: str, devices: int) -> Link:
     )
 
 
-def _host(cluster_name: str) -> Host | None:
+def _host(cluster_name: str):
     """Host of a cluster's nodes, None where the table has none."""
     values = _quantities(_index("host").rows.get(cluster_name, []))
     if not values:

@@ -35,10 +35,10 @@ def with_origin(table: pd.DataFrame, *names: str, rules: str) -> pd.DataFrame:
     return timeline.with_origin(table, provenance(*names, rules=rules))
 
 
-def _path(name: str) -> str:
+def _path(name: str):
     return f"papers/{name}" if "/" in name else name
 
 
 @lru_cache
-def _sha256(file: str) -> str:
+def _sha256(file: str):
     return hashlib.sha256(catalog.data_file(_path(file)).read_bytes()).hexdigest()

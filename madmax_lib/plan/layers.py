@@ -8,7 +8,7 @@ from madmax_lib.plan.rules import STAGES, enforce, layers_between
 __all__ = ["chunk_layers"]
 
 
-def _stage_layers(layers: int, pp: int) -> list[range]:
+def _stage_layers(layers: int, pp: int):
     """Layers of each pipeline stage; a remainder goes to the middle stages, which have
     neither embedding nor head.
 
@@ -49,7 +49,7 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     return [parts[stage::pp] for stage in range(pp)]
 
 
-def _uneven(layers: int, plan: Plan) -> list[int]:
+def _uneven(layers: int, plan: Plan):
     """Layers of each virtual stage where the ends differ."""
     enforce(STAGES, plan, layers)
     between = layers_between(plan, layers)
@@ -73,13 +73,13 @@ def _uneven(layers: int, plan: Plan) -> list[int]:
     return sizes
 
 
-def _filled(layers: int, chunks: int) -> list[int]:
+def _filled(layers: int, chunks: int):
     """Chunks filled one after another, the last ones shorter or empty."""
     full = -(-layers // chunks)  # rounded up
     return [min(full, max(layers - full * chunk, 0)) for chunk in range(chunks)]
 
 
-def _ranges(sizes: list[int]) -> list[range]:
+def _ranges(sizes: list[int]):
     """Layers of each part, where the parts follow each other."""
     ends = accumulate(sizes)
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

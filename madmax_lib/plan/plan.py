@@ -151,7 +151,7 @@ class Plan(Plans):
             raise ValueError(
                 f"plan={short_repr(text)} must be a Plan or its text, such as dp2.tp2.z3"
             )
-        values: dict = {}
+        values = {}
         for part in filter(None, re.split(r"[.,\s]+", text.lower())):
             stated = cls._parse_part(part, text)
             for name in stated:
@@ -161,7 +161,7 @@ class Plan(Plans):
         return cls(**values)
 
     @staticmethod
-    def _parse_part(part: str, text: str) -> dict:
+    def _parse_part(part: str, text: str):
         """Fields that a part of a plan's text names."""
         if part == "zpp":
             return dict.fromkeys(ZERO_PLUS, True)

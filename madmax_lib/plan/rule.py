@@ -71,7 +71,7 @@ def _is_not_number(value, least: float):
     return np.logical_not(value >= least)  # NaN is not, either
 
 
-def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule:
+def _field_rule(name: str, general: str, is_wrong: Callable, words: str):
     """The rule of one field; general: its name for all values, words: for one."""
     return Rule(
         f"{name} must be {general}",
@@ -80,7 +80,7 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str) -> Rule
     )
 
 
-def _count_rule(name: str, least: int) -> Rule:
+def _count_rule(name: str, least: int):
     def is_wrong(value):
         if isinstance(value, np.ndarray):
             is_fraction = value % 1 != 0 if value.dtype.kind == "f" else False

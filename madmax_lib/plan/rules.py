@@ -41,7 +41,7 @@ def _leaves_rest(count, degree):
     return count % np.maximum(degree, 1) != 0
 
 
-def _pipeline_rule(name: str, default: int) -> Rule:
+def _pipeline_rule(name: str, default: int):
     """A field is at its default where there is one stage.
 
     default: 1 or 0, what the field is without a pipeline.
@@ -58,7 +58,7 @@ def _has_zero_plus(p):
     return p.qwz | p.hpz | p.qgz
 
 
-def _zero_plus(p) -> str:
+def _zero_plus(p):
     return f"{next(name for name in ZERO_PLUS if getattr(p, name))} (ZeRO++)"
 
 
@@ -131,7 +131,7 @@ ALONE = (
 )
 
 
-def _not_filled(p, c) -> str:
+def _not_filled(p, c):
     """Words of the devices that a plan needs, with the nodes that have as many.
 
     No number of nodes is named where the plan fills the last one in part.
@@ -197,7 +197,7 @@ STAGES = (
 )
 
 
-def _of_layers(rule: Rule) -> Rule:
+def _of_layers(rule: Rule):
     """A rule of `STAGES` for the layers of a case's model.
 
     The rule itself judges a number of layers, for those who cut without a case.
@@ -209,7 +209,7 @@ def _of_layers(rule: Rule) -> Rule:
     )
 
 
-def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
+def _shape_rule(name: str, what: str, count: Callable, unit: str):
     """A degree must divide what a model has; count: of a case."""
     return Rule(
         f"{name} must divide {what}",
@@ -221,7 +221,7 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str) -> Rule:
     )
 
 
-def _kinds_rule(name: str, what: str, broken: Callable) -> Rule:
+def _kinds_rule(name: str, what: str, broken: Callable):
     """A choice is not modelled for layers of several kinds."""
     return Rule(
         f"{name} must be modelled for the kinds of layers",

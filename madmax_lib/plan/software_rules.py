@@ -19,7 +19,7 @@ from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 __all__ = ["SOFTWARE", "STATED"]
 
 
-def _software_rule(what: str, broken: Callable, words: str) -> Rule:
+def _software_rule(what: str, broken: Callable, words: str):
     """broken: of plans and the software of their case; words: what it does not run, a
     format of the plan.
     """
@@ -30,7 +30,7 @@ def _software_rule(what: str, broken: Callable, words: str) -> Rule:
     )
 
 
-def _zero_plus_rule(part: str) -> Rule:
+def _zero_plus_rule(part: str):
     """The software must have a part of ZeRO++ where a plan does.
 
     A part stands for itself in the words of the rule.
@@ -42,7 +42,7 @@ def _zero_plus_rule(part: str) -> Rule:
     return _software_rule(part, broken, part)
 
 
-def _kind_of(model) -> str:
+def _kind_of(model):
     if isinstance(model, DLRM):
         return "recommendation"
     return "image" if model.image else "language"
@@ -145,14 +145,14 @@ def _makes(choice: str, p, c):
     return is_made & _MATTERS[name](p) if name in _MATTERS else is_made
 
 
-def _choices_rule(which: str, verb: str) -> Rule:
+def _choices_rule(which: str, verb: str):
     """The rule of all choices that a software lists in a field, `refuses` or `unsaid`."""
 
     def broken(p, c):
         is_made = (_makes(choice, p, c) for choice in getattr(c.software, which))
         return reduce(or_, is_made, False)
 
-    def words(p, c) -> str:
+    def words(p, c):
         choices = getattr(c.software, which)
         choice = next(choice for choice in choices if _makes(choice, p, c))
         text = _CHOICES[choice][1].format(p=p) if choice in _CHOICES else choice

@@ -181,7 +181,7 @@ def model_of(raw: dict) -> Transformer:
     return _of_style(usual | fields, positive_of(raw, "params_b"))
 
 
-def _of_style(fields: dict, billions: float) -> Transformer:
+def _of_style(fields: dict, billions: float):
     """A model of GPT's or LLaMA's style, with the token table as head or not, as the
     stated parameters tell.
 
@@ -198,7 +198,7 @@ def _of_style(fields: dict, billions: float) -> Transformer:
     return models[0] if is_plain else models[-1]
 
 
-def _vision(fields: dict) -> Transformer:
+def _vision(fields: dict):
     """A vision transformer: the patch is in its name, the image follows from its
     tokens, the classes are ImageNet's.
     """
@@ -219,7 +219,7 @@ def _vision(fields: dict) -> Transformer:
 
 
 @lru_cache(maxsize=256)
-def _facts(name: str) -> dict:
+def _facts(name: str):
     """Fields of a model by its name in `data/row_models.csv`, empty without a row."""
     for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
         if re.search(facts.pop("pattern"), name, re.I):
@@ -229,7 +229,7 @@ def _facts(name: str) -> dict:
 
 
 @lru_cache(maxsize=256)
-def _listed(name: str) -> dict:
+def _listed(name: str):
     """Fields of the catalog's model of a name or of a row's spelling of it, empty if
     there is none.
     """
@@ -271,7 +271,7 @@ def completed(raw: dict) -> tuple[dict, Device]:
 
 
 @lru_cache(maxsize=1)
-def _sources() -> list[dict]:
+def _sources():
     return catalog.table("row_clusters").to_dict("records")
 
 
@@ -302,7 +302,7 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     return cluster, device.nearest(_dtype(text_of(raw, "precision").lower()))
 
 
-def _dtype(text: str) -> str:
+def _dtype(text: str):
     """The data type that a precision names first, before its brackets if it can."""
     if not text:
         return "bf16"
@@ -347,7 +347,7 @@ def software_of(raw: dict, device: Device) -> Software:
 
 
 @lru_cache(maxsize=64)
-def _software(name: str) -> Software:
+def _software(name: str):
     """A software of the catalog, `none` for an unknown one."""
     try:
         return catalog.software(name)

@@ -68,7 +68,7 @@ def deepspeed(
     return plan | {"recompute": _recompute(keys)}, keys
 
 
-def _dtype(keys: Keys, auto: list[str]) -> str | None:
+def _dtype(keys: Keys, auto: list[str]):
     """The dtype of the products, None where the training script says it."""
     enabled = [name for name in ("bf16", "fp16") if keys.flag(f"{name}.enabled")]
     if len(enabled) > 1:
@@ -78,7 +78,7 @@ def _dtype(keys: Keys, auto: list[str]) -> str | None:
     return enabled[0] if enabled else "fp32"
 
 
-def _recompute(keys: Keys) -> str:
+def _recompute(keys: Keys):
     interval = "pipeline.activation_checkpoint_interval"
     inputs = "activation_checkpointing.cpu_checkpointing"
     default = int(keys.flag("script.gradient_checkpointing"))
@@ -95,7 +95,7 @@ def _recompute(keys: Keys) -> str:
     return "full" if layers else "none"
 
 
-def _batch(keys: Keys, plan: dict, world_size: int | None) -> dict:
+def _batch(keys: Keys, plan: dict, world_size: int | None):
     """Micro-batch, steps of accumulation and batch, of which one follows from the
     others.
 
@@ -149,7 +149,7 @@ def _batch(keys: Keys, plan: dict, world_size: int | None) -> dict:
     return {"dp": dp, "micro_batch": micro, "global_batch": micro * (steps or 1) * dp}
 
 
-def _zero(keys: Keys, plan: dict) -> dict:
+def _zero(keys: Keys, plan: dict):
     zero = plan.get("zero", 0)
     elements = keys.number(_ZERO + "reduce_bucket_size", _USUAL_BUCKET)
     width = 4.0 if plan.get("reduce_fp32", False) else 2.0
@@ -181,7 +181,7 @@ def _zero(keys: Keys, plan: dict) -> dict:
     return fields | parts
 
 
-def _offload(keys: Keys, zero: int) -> dict:
+def _offload(keys: Keys, zero: int):
     optimizer = _offload_device(keys, "optimizer", "cpu_offload")
     parameters = _offload_device(keys, "param", "cpu_offload_param")
     if parameters and zero < 3:
@@ -199,7 +199,7 @@ def _offload(keys: Keys, zero: int) -> dict:
     return {"offload": "all" if parameters else "optimizer"}
 
 
-def _offload_device(keys: Keys, what: str, old_flag: str) -> str | None:
+def _offload_device(keys: Keys, what: str, old_flag: str):
     """cpu or nvme, where such states are offloaded."""
     name = f"{_ZERO}offload_{what}."
     device = keys.get(name + "device")
@@ -213,7 +213,7 @@ def _offload_device(keys: Keys, what: str, old_flag: str) -> str | None:
     return device
 
 
-def _experts(keys: Keys, tp: int) -> dict:
+def _experts(keys: Keys, tp: int):
     """AutoEP; ep_size of deepspeed.moe.layer.MoE is an argument of the script."""
     ep = 1
     if keys.flag("expert_parallel.enabled"):
@@ -270,7 +270,7 @@ def accelerate(
     return plan, keys
 
 
-def _section_of(values: dict, kind: str, dtype: str) -> dict:
+def _section_of(values: dict, kind: str, dtype: str):
     """The values of another framework's section, by its own names."""
     section = f"{kind.lower()}_config."
     if file := values.get(section + "deepspeed_config_file"):
@@ -296,7 +296,7 @@ def _section_of(values: dict, kind: str, dtype: str) -> dict:
     return inner
 
 
-def _mesh(keys: Keys, kind: str, world: int) -> dict:
+def _mesh(keys: Keys, kind: str, world: int):
     """Degrees of parallelism_config; FSDP shards over dp_shard x cp."""
     copies = keys.count(_SIZES + "dp_replicate_size")
     shards = keys.count(_SIZES + "dp_shard_size")
@@ -330,7 +330,7 @@ def _mesh(keys: Keys, kind: str, world: int) -> dict:
     return plan
 
 
-def _fsdp(keys: Keys, plan: dict, world: int) -> dict:
+def _fsdp(keys: Keys, plan: dict, world: int):
     """ZeRO stage, shard group and offload of FSDP 1 and 2."""
     reshard = "fsdp_config.fsdp_reshard_after_forward"
     fields = {}

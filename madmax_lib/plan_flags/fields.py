@@ -57,7 +57,7 @@ def fields_of(
     return StatedFields(name, fields, run, keys)
 
 
-def _framework_of(source: Source) -> str:
+def _framework_of(source: Source):
     first = {key.split(".")[0] for key in source.values}
     # a dictionary of arguments may have underscores, or the dashes of a command line
     first |= {key.lstrip("-").replace("_", "-") for key in first}

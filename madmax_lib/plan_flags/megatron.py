@@ -88,7 +88,7 @@ def bridge(
     return plan, keys
 
 
-def _put_arguments(keys: Keys, values: dict) -> None:
+def _put_arguments(keys: Keys, values: dict):
     """Hand the keys of Bridge to Megatron-LM's names, where it has one."""
     names = {row["key"]: row["means"][1:] for row in rows_of("megatron-bridge")}
     for key, value in values.items():
@@ -100,7 +100,7 @@ def _put_arguments(keys: Keys, values: dict) -> None:
             keys.set(flag if is_known("megatron-lm", flag) else key, value, key)
 
 
-def _put_reduce_dtype(keys: Keys, values: dict) -> None:
+def _put_reduce_dtype(keys: Keys, values: dict):
     """Say in Megatron-LM's flags in what gradients are reduced; the last key counts."""
     in_fp32 = [
         value
@@ -116,7 +116,7 @@ def _put_reduce_dtype(keys: Keys, values: dict) -> None:
         keys.values[fp32 if in_fp32[-1] else "grad-reduce-in-bf16"] = True
 
 
-def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict, Keys]:
+def _read(keys: Keys, world_size: int | None, layers: int | None):
     plan = keys.fields()
     tp = plan.get("tp", 1)
     cp = plan.get("cp", 1)
@@ -155,7 +155,7 @@ def _read(keys: Keys, world_size: int | None, layers: int | None) -> tuple[dict,
     return plan, keys
 
 
-def _attention(keys: Keys) -> dict:
+def _attention(keys: Keys):
     is_unfused = (
         keys.get("attention-backend") in ("unfused", "local")
         or keys.get("transformer-impl") == "local"
@@ -164,7 +164,7 @@ def _attention(keys: Keys) -> dict:
     return {"attention": "flash" if is_flash else "unfused"}
 
 
-def _offload(keys: Keys) -> dict:
+def _offload(keys: Keys):
     if not keys.flag("optimizer-cpu-offload"):
         return {}
     share = keys.get("optimizer-offload-fraction", 1)
@@ -178,7 +178,7 @@ def _offload(keys: Keys) -> dict:
 
 def _data_parallel(
     keys: Keys, model_devices: int, least_dp: int, world_size: int | None
-) -> int:
+):
     """dp, from the number of devices that the caller, the flags or the launcher give."""
     stated = [world_size] if world_size is not None else []
     # a dump of arguments has it
@@ -203,7 +203,7 @@ def _data_parallel(
     return devices // model_devices
 
 
-def _stages(keys: Keys, plan: dict, layers: int) -> dict:
+def _stages(keys: Keys, plan: dict, layers: int):
     """Megatron-LM counts embedding and loss as layers only for equal stages, and cuts
     stated ends into equal chunks.
     """
@@ -247,7 +247,7 @@ def _stages(keys: Keys, plan: dict, layers: int) -> dict:
     return {"interleave": chunks} if chunks > 1 else {}
 
 
-def _chunks(each: int, layers: int, extra: int, pp: int) -> int:
+def _chunks(each: int, layers: int, extra: int, pp: int):
     """Chunks of a stage, of `each` layers; extra: ends that count as layers."""
     name = f"--num-layers-per-virtual-pipeline-stage={each}"
     if not layers:
@@ -259,7 +259,7 @@ def _chunks(each: int, layers: int, extra: int, pp: int) -> int:
     return counted // pp // each
 
 
-def _layout(layout: str, pp: int, keys: Keys) -> dict:
+def _layout(layout: str, pp: int, keys: Keys):
     """Fields of equal stages but for their ends: `Et*3|(tt|)*29,m|L` has E embedding, t
     layer, m MTP layer, L loss.
     """
@@ -305,7 +305,7 @@ def _layout(layout: str, pp: int, keys: Keys) -> dict:
     )
 
 
-def _sharding(keys: Keys, replicas: int) -> dict:
+def _sharding(keys: Keys, replicas: int):
     """ZeRO stage and shard group: of Megatron's FSDP, PyTorch's, or the optimizer's."""
     megatron_fsdp = keys.flag("use-megatron-fsdp")
     torch_fsdp = keys.flag("use-torch-fsdp2")
@@ -333,7 +333,7 @@ def _sharding(keys: Keys, replicas: int) -> dict:
     return fields
 
 
-def _gradients(keys: Keys, replicas: int) -> dict:
+def _gradients(keys: Keys, replicas: int):
     """Megatron-LM adds bf16 gradients up, and reduces them, in fp32; without overlap in
     one piece at the end.
     """
@@ -350,7 +350,7 @@ def _gradients(keys: Keys, replicas: int) -> dict:
     return {"reduce_fp32": fp32, "bucket_bytes": size_bytes}
 
 
-def _recompute(keys: Keys) -> str:
+def _recompute(keys: Keys):
     granularity = keys.get("recompute-granularity", "")
     short = keys.flag("recompute-activations")
     # --recompute-activations is the short form of selective

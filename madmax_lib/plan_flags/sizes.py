@@ -106,7 +106,7 @@ def megatron_sizes(model: Transformer, sequence: int) -> dict:
     return without_off(flags)
 
 
-def _mixture(model: Transformer) -> dict:
+def _mixture(model: Transformer):
     layers = None  # all are mixtures
     if model.moe_every > 1:
         layers = f"'{_mixtures(model)}'".replace(" ", "")
@@ -128,7 +128,7 @@ def _mixture(model: Transformer) -> dict:
     }
 
 
-def _mixtures(model: Transformer) -> list[int]:
+def _mixtures(model: Transformer):
     """1 for each layer that is a mixture, else 0."""
     return [int(blocks.has_experts) for blocks in model.layer_kinds]
 

@@ -78,7 +78,7 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
     return _yaml(text, name)
 
 
-def _json(text: str, name: str) -> Mapping:
+def _json(text: str, name: str):
     """The first object of a text, such as a log in which it is followed by other lines;
     without lines of comments.
     """
@@ -89,7 +89,7 @@ def _json(text: str, name: str) -> Mapping:
         raise ValueError(f"{name}: not JSON ({' '.join(str(error).split())})") from None
 
 
-def _yaml(text: str, name: str) -> Source:
+def _yaml(text: str, name: str):
     """YAML, or a command line or script if it is not a mapping."""
     import yaml
 
@@ -108,14 +108,14 @@ def _yaml(text: str, name: str) -> Source:
     return _flags(text)
 
 
-def _flags(text: str) -> Source:
+def _flags(text: str):
     """Flags of a command line or a shell script, whose variables are filled in where it
     sets them.
     """
     source = Source("flags", {}, text)
     variables = {}
 
-    def value_of(match: re.Match) -> str:
+    def value_of(match: re.Match):
         """The variable's value, else its default, else its name as it stands."""
         default = match[0] if match[2] is None else match[2]
         return variables.get(match[1] or match[3], default)
@@ -139,13 +139,13 @@ def _flags(text: str) -> Source:
     return source
 
 
-def _flags_of(words: list[str]) -> list[tuple[str, list[str]]]:
+def _flags_of(words: list[str]):
     """Flags with their values; words before the first flag are passed over.
 
     >>> _flags_of("torchrun --nnodes 2 train.py --bf16 --a.tensor-size=4".split())
     [('nnodes', ['2']), ('bf16', []), ('a.tensor_size', ['4'])]
     """
-    flags: list[tuple[str, list[str]]] = []
+    flags = []
     for word in words:
         # an array of a shell: ARGS=(--name value)
         if "(--" in word:

@@ -70,7 +70,7 @@ def torchtitan(
     return plan, keys
 
 
-def _fsdp(keys: Keys, plan: dict, world_size: int | None) -> dict:
+def _fsdp(keys: Keys, plan: dict, world_size: int | None):
     """Data parallelism and its shards, which lie over cp too."""
     # HSDP: copies of groups that shard over dp_shard x cp
     copies, shards = _shards(keys, plan["tp"] * plan["pp"] * plan["cp"], world_size)
@@ -89,7 +89,7 @@ def _fsdp(keys: Keys, plan: dict, world_size: int | None) -> dict:
     return fields
 
 
-def _tensor(keys: Keys, plan: dict) -> dict:
+def _tensor(keys: Keys, plan: dict):
     """Tensor parallelism of layers and of experts."""
     tp = plan["tp"]
     fields = {}
@@ -110,7 +110,7 @@ def _tensor(keys: Keys, plan: dict) -> dict:
     return fields
 
 
-def _shards(keys: Keys, model_devices: int, world_size: int | None) -> tuple[int, int]:
+def _shards(keys: Keys, model_devices: int, world_size: int | None):
     """Copies and shards of data parallelism; -1 shards over the rest of the world."""
     name = "parallelism.data_parallel_shard_degree"
     copies = keys.count("parallelism.data_parallel_replicate_degree")
@@ -134,7 +134,7 @@ def _shards(keys: Keys, model_devices: int, world_size: int | None) -> tuple[int
     return copies, shards
 
 
-def _pipeline(keys: Keys, pp: int, layers: int | None) -> dict:
+def _pipeline(keys: Keys, pp: int, layers: int | None):
     prefix = "parallelism.pipeline_parallel_"
     first = keys.count(f"{prefix}first_stage_less_layers", 1, 0)
     last = keys.count(f"{prefix}last_stage_less_layers", 1, 0)
@@ -173,7 +173,7 @@ def _pipeline(keys: Keys, pp: int, layers: int | None) -> dict:
     }
 
 
-def _recompute(keys: Keys) -> str:
+def _recompute(keys: Keys):
     """Selective per operation stands as "selective": products are kept, the rest is
     recomputed.
 
@@ -211,7 +211,7 @@ def _recompute(keys: Keys) -> str:
     return mode
 
 
-def _batch(keys: Keys, plan: dict) -> dict:
+def _batch(keys: Keys, plan: dict):
     """Samples of a forward pass, of the local batch, which a pipeline splits; batch and
     sequence of a step.
     """
@@ -241,7 +241,7 @@ def _batch(keys: Keys, plan: dict) -> dict:
     return {"micro_batch": micro, "global_batch": total, "sequence": sequence}
 
 
-def _token_batch(keys: Keys, passes: int) -> dict:
+def _token_batch(keys: Keys, passes: int):
     """The same where torchtitan counts tokens, since August 2026."""
     name = "training.num_tokens_per_microbatch_per_dp_rank"
     sequence = keys.count("training.max_context_length", _SEQUENCE)

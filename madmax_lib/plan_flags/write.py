@@ -82,7 +82,7 @@ def write(
     return text
 
 
-def _check(plan: Plan, run: StatedRun, name: str, text: str) -> None:
+def _check(plan: Plan, run: StatedRun, name: str, text: str):
     """Raises ValueError for the first field that the text does not state as it is."""
     usual = catalog.software(_SOFTWARE_OF[name])
     try:

@@ -84,7 +84,7 @@ def is_moot(field: str, plan: Plan) -> bool:
     return field in _MOOT and _MOOT[field](plan)
 
 
-def _shards(plan: Plan) -> tuple[int, int]:
+def _shards(plan: Plan):
     """Copies and shards of the data of FSDP, which shards over cp too."""
     # DDP copies all
     if not plan.zero:
@@ -98,9 +98,9 @@ def _shards(plan: Plan) -> tuple[int, int]:
     return plan.dp // shards, shards
 
 
-def _megatron_flags(plan: Plan, run: StatedRun) -> dict:
+def _megatron_flags(plan: Plan, run: StatedRun):
     """Flags with their values, True for those without."""
-    flags: dict = {
+    flags = {
         "tensor-model-parallel-size": plan.tp,
         "micro-batch-size": plan.micro_batch,
         **_by_rows("megatron-lm", plan),
@@ -146,7 +146,7 @@ def _megatron_flags(plan: Plan, run: StatedRun) -> dict:
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def _by_rows(framework: str, plan: Plan) -> dict:
+def _by_rows(framework: str, plan: Plan):
     """Keys of the fields that stand for themselves, from the rows that readers use."""
     flags = {}
     for row in rows_of(framework):
@@ -162,7 +162,7 @@ def _by_rows(framework: str, plan: Plan) -> dict:
     return flags
 
 
-def _megatron(plan: Plan, run: StatedRun) -> str:
+def _megatron(plan: Plan, run: StatedRun):
     """A command line; with a model it trains on made up data."""
     flags = _megatron_flags(plan, run)
     program = "pretrain_gpt.py"
@@ -173,11 +173,11 @@ def _megatron(plan: Plan, run: StatedRun) -> str:
     return " \\\n    ".join([f"{_torchrun(plan, run)} {program}", *_words(flags)])
 
 
-def _torchrun(plan: Plan, run: StatedRun) -> str:
+def _torchrun(plan: Plan, run: StatedRun):
     return " ".join(["torchrun", *(f"--{k} {v}" for k, v in run.launch(plan).items())])
 
 
-def _words(flags: dict) -> list[str]:
+def _words(flags: dict):
     return [f"--{k}" if v is True else f"--{k} {v}" for k, v in flags.items()]
 
 
@@ -202,7 +202,7 @@ _TARGETS = {
 }
 
 
-def _bridge(plan: Plan, run: StatedRun) -> str:
+def _bridge(plan: Plan, run: StatedRun):
     """Overrides, which name what a recipe could have set otherwise, too."""
     flags = _RECIPE | _megatron_flags(plan, run)
     flags |= {
@@ -214,7 +214,7 @@ def _bridge(plan: Plan, run: StatedRun) -> str:
         flags["optimizer-offload-fraction"] = 1.0
     # the last row of a flag: what is in effect
     names = {row["means"][1:]: row["key"] for row in rows_of("megatron-bridge")}
-    sections: dict = {"model": {}, "ddp": {}, "train": {}}
+    sections = {"model": {}, "ddp": {}, "train": {}}
     if run.model:
         sections["model"] = bridge_sizes(run.model, run.sequence)
     for name in flags.keys() - {"grad-reduce-in-bf16", "ckpt-format"}:
@@ -227,24 +227,24 @@ def _bridge(plan: Plan, run: StatedRun) -> str:
     return _script(launch) + _yaml(sections)
 
 
-def _yaml(values: dict) -> str:
+def _yaml(values: dict):
     import yaml
 
     return yaml.safe_dump(values)
 
 
-def _script(words: dict, before: str = "# ", after: str = "\n") -> str:
+def _script(words: dict, before: str = "# ", after: str = "\n"):
     """A comment of what the training script does, empty if that is nothing."""
     stated = [f"{name}={value}" for name, value in words.items() if value is not None]
     return f"{before}script: {' '.join(stated)}{after}" if stated else ""
 
 
-def _torchtitan(plan: Plan, run: StatedRun) -> str:
+def _torchtitan(plan: Plan, run: StatedRun):
     copies, shards = _shards(plan)
     has_pipeline = plan.pp > 1
     etp = plan.tp if plan.ep > 1 and plan.tp > 1 and plan.etp != 1 else None
     reshard = "always" if plan.zero == 3 else "never"
-    parallelism: dict = {
+    parallelism = {
         "data_parallel_replicate_degree": copies,
         "data_parallel_shard_degree": shards,
         "fsdp_reshard_after_forward": reshard if plan.zero else None,
@@ -283,7 +283,7 @@ def _torchtitan(plan: Plan, run: StatedRun) -> str:
     return script + " \\\n    ".join([program, *_words(config), *words])
 
 
-def _titan_stages(plan: Plan, layers: int | None) -> dict:
+def _titan_stages(plan: Plan, layers: int | None):
     kind = {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule)
     if kind is None:
         raise ValueError(
@@ -315,7 +315,7 @@ def _titan_stages(plan: Plan, layers: int | None) -> dict:
     return flags
 
 
-def _deepspeed(plan: Plan, run: StatedRun) -> str:
+def _deepspeed(plan: Plan, run: StatedRun):
     # accumulation; of a pipeline its micro-batches
     steps = run.passes(plan)
     samples = plan.micro_batch * steps * plan.dp
@@ -346,9 +346,9 @@ def _deepspeed(plan: Plan, run: StatedRun) -> str:
     return json.dumps(without_off({"_comment": comment or None} | values), indent=2)
 
 
-def _deepspeed_zero(plan: Plan, devices_per_node: int) -> dict:
+def _deepspeed_zero(plan: Plan, devices_per_node: int):
     """The section of ZeRO, in which what is not set is DeepSpeed's default."""
-    zero: dict = {"stage": plan.zero, "reduce_bucket_size": _elements(plan)}
+    zero = {"stage": plan.zero, "reduce_bucket_size": _elements(plan)}
     if plan.overlap_dp is not None:
         zero["overlap_comm"] = plan.overlap_dp
     if plan.zero == 3:
@@ -369,14 +369,14 @@ def _deepspeed_zero(plan: Plan, devices_per_node: int) -> dict:
     return zero
 
 
-def _elements(plan: Plan) -> int:
+def _elements(plan: Plan):
     """Elements of a bucket, which Megatron-LM and DeepSpeed reckon with."""
     if math.isinf(plan.bucket_bytes):
         return int(ONE_BUCKET)
     return round(plan.bucket_bytes / (4 if plan.reduce_fp32 else 2))
 
 
-def _accelerate(plan: Plan, run: StatedRun) -> str:
+def _accelerate(plan: Plan, run: StatedRun):
     """FSDP 2 where there are shards, DeepSpeed where only the optimizer or gradients
     are, DDP without.
     """
@@ -386,7 +386,7 @@ def _accelerate(plan: Plan, run: StatedRun) -> str:
                 f"accelerate cannot state {name}={getattr(plan, name)}: FSDP has no "
                 "such degree"
             )
-    values: dict = {
+    values = {
         "distributed_type": "MULTI_GPU",
         "mixed_precision": "no" if run.dtype == "fp32" else run.dtype,
         "num_processes": plan.world_size,

@@ -111,7 +111,7 @@ class SearchResult:
         """The best plan. Raises ValueError if none fits."""
         return self._plan(0)
 
-    def _plan(self, row: int) -> Plan:
+    def _plan(self, row: int):
         count = len(self.table)
         if require_int("row", row) >= count:
             rule = f"row={row}: the table has {count}" if count else "no plan fits"
@@ -164,7 +164,7 @@ class SearchResult:
         """
         return hint(self.problem, self.different) if self.complete else ""
 
-    def _lines(self) -> list[str]:
+    def _lines(self):
         case = self.problem.case
         counts = self.dropped.set_index("rule")["count"]
         unlaunched = counts["a stack must launch it"]
@@ -200,7 +200,7 @@ class SearchResult:
     def __repr__(self) -> str:
         return "\n".join(self._lines())
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         lines = "<br>".join(self._lines())
         if not len(self.table):
             return f"<p>{lines}</p>"
@@ -216,7 +216,7 @@ class SearchResult:
         return f"<p>{lines}</p>{html}"
 
 
-def _configured_for(stacks: str) -> str:
+def _configured_for(stacks: str):
     """Line that says which framework's configuration can be written."""
     try:
         from madmax_lib.plan_flags.keys import framework_named  # a wing
@@ -268,7 +268,7 @@ def described(problem: SearchProblem, columns: Columns) -> _Described:
     return _Described(table, steps, times)
 
 
-def _launched_s(case: Case, stacks: list[str], problem: SearchProblem) -> np.ndarray:
+def _launched_s(case: Case, stacks: list[str], problem: SearchProblem):
     """Seconds of each plan of a case as the first of its stacks."""
     seconds = np.full(len(stacks), np.nan)
     first = np.array([names.split(" ")[0] for names in stacks])
@@ -298,9 +298,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     )
 
 
-def _chances(
-    steps: Steps, times: dict, parameters: Parameters, experts: bool
-) -> np.ndarray:
+def _chances(steps: Steps, times: dict, parameters: Parameters, experts: bool):
     """Probability of each plan to be the fastest; NaN for parameters that know no
     intervals.
     """
@@ -327,7 +325,7 @@ def _chances(
     return np.bincount(fastest, minlength=count) / _DRAWS
 
 
-def _limits(seconds: pd.DataFrame) -> list[str]:
+def _limits(seconds: pd.DataFrame):
     """The two largest parts of each step beside compute, as shares of it."""
     shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="work_s")
     limits = []
@@ -339,7 +337,7 @@ def _limits(seconds: pd.DataFrame) -> list[str]:
     return limits
 
 
-def _reasons(seconds: pd.DataFrame) -> list[str]:
+def _reasons(seconds: pd.DataFrame):
     """The part in which each of the first steps saves most beside the median of all, in
     shares of the median step.
     """

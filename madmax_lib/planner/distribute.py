@@ -7,7 +7,7 @@ resumed one end the same. dask starts the part of a worker that dies again.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def run_parts(
     return result, True
 
 
-def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
+def _on_workers(work, problem, todo, client):
     """(number, result of `work(problem, part)`) of parts, as workers finish them."""
     from distributed import as_completed
 
@@ -91,7 +91,7 @@ def _on_workers(work, problem, todo, client) -> Iterator[tuple]:
 
 def _folder(
     directory: str | Path | None, problem: SearchProblem, degrees: Sequence[Degrees]
-) -> Path | None:
+):
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
@@ -116,7 +116,7 @@ def _folder(
     return folder
 
 
-def _save(folder: Path | None, number: int, part: PartialResult) -> None:
+def _save(folder: Path | None, number: int, part: PartialResult):
     """Write a part: its tables below each other, each row with the name of its own."""
     if folder is None:
         return
@@ -129,7 +129,7 @@ def _save(folder: Path | None, number: int, part: PartialResult) -> None:
         table.to_parquet(temporary)
 
 
-def _load(folder: Path | None, number: int) -> PartialResult | None:
+def _load(folder: Path | None, number: int):
     """The stored result of a part; None if there is none, or none that can be read."""
     path = folder / f"part-{number:02d}.parquet" if folder else None
     if path is None or not path.exists():

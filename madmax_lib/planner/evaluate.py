@@ -9,7 +9,7 @@ then to less time.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -147,7 +147,7 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
     return PartialResult(table, front, layouts, *counts, least_bytes)
 
 
-def _blocks_of(problem: SearchProblem, degrees: Degrees) -> Iterator[PartialResult]:
+def _blocks_of(problem: SearchProblem, degrees: Degrees):
     """The plans of some degrees, block by block."""
     passes = pass_choices(problem.space, problem.case, degrees)
     shardings = sharding_choices(problem.space, degrees, problem.case)
@@ -186,7 +186,7 @@ def _nonempty_rows_and_columns(mask: Array, shape):
     return np.flatnonzero(rows), np.flatnonzero(columns)
 
 
-def _unlaunchable(plans: Plans, problem: SearchProblem) -> list[Array]:
+def _unlaunchable(plans: Plans, problem: SearchProblem):
     """Masks, one per stack and with two axes each, of the plans that it does not
     launch, or that its configuration cannot say.
     """
@@ -226,7 +226,7 @@ def _evaluate_block(
     position,
     masks,
     skipped,
-) -> PartialResult:
+):
     """The best of a product of plans; those that fit are timed.
 
     position: in the product of all plans of the same degrees. masks: by stack, what it
@@ -275,7 +275,7 @@ def _evaluate_block(
     )
 
 
-def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits) -> Array:
+def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits):
     """Mask of the plans that also fit in the memory of a stack that launches them.
 
     masks: by stack, what it launches; fits: in the memory of the usual software.
@@ -295,7 +295,7 @@ def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits) -> Array
     return fits_one
 
 
-def _rounded(values: Array) -> Array:
+def _rounded(values: Array):
     """Positive numbers to twelve digits, so that plans which differ in the last bits
     are equal.
     """
@@ -326,7 +326,7 @@ def _best_of_layouts(plans: Plans, objective, memory, step_s):
             yield flat[order[0]]
 
 
-def _smallest(objective, memory, step_s, count) -> tuple[Array, Array]:
+def _smallest(objective, memory, step_s, count):
     """Flat positions of the `count` smallest finite values in order, and how many plans
     tie with each in time and memory.
     """
@@ -350,7 +350,7 @@ def _smallest(objective, memory, step_s, count) -> tuple[Array, Array]:
         wanted *= 4  # too many were ties: look farther
 
 
-def _first_of_ties(order, times, sizes, ties=None) -> tuple[Array, Array]:
+def _first_of_ties(order, times, sizes, ties=None):
     """The members of an order of plans that no earlier one equals in time and memory,
     and how many later ones equal each.
 
@@ -367,7 +367,7 @@ def _first_of_ties(order, times, sizes, ties=None) -> tuple[Array, Array]:
     return order[in_order], counts[which[in_order]] - 1
 
 
-def _front(step_s, memory, fits) -> Array:
+def _front(step_s, memory, fits):
     """Flat positions of feasible plans that no other one beats in time and memory."""
     times = step_s.ravel()
     sizes = memory.ravel()
@@ -382,7 +382,7 @@ def _front(step_s, memory, fits) -> Array:
     return at[sizes[at] < faster_bytes]
 
 
-def _columns(plans: Plans, values: dict, chosen: Array) -> Columns:
+def _columns(plans: Plans, values: dict, chosen: Array):
     """Chosen plans of a product as columns, each without ties."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
@@ -391,7 +391,7 @@ def _columns(plans: Plans, values: dict, chosen: Array) -> Columns:
     return columns | {"ties": 0 * chosen}
 
 
-def _joined(parts: list[Columns], *order: str) -> Columns:
+def _joined(parts: list[Columns], *order: str):
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
     if not filled:
@@ -403,5 +403,5 @@ def _joined(parts: list[Columns], *order: str) -> Columns:
     return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
-def _rows(table: Columns, rows: Array | slice) -> Columns:
+def _rows(table: Columns, rows: Array | slice):
     return {name: column[rows] for name, column in table.items()}

@@ -80,7 +80,7 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
     return ""
 
 
-def _small(problem: SearchProblem, different: pd.DataFrame) -> SearchProblem:
+def _small(problem: SearchProblem, different: pd.DataFrame):
     """The problem in the choices of its best plans, for one answer."""
     best = {name: tuple(different[name].unique().tolist()) for name in _FROM_BEST}
     space = replace(
@@ -96,7 +96,7 @@ def _small(problem: SearchProblem, different: pd.DataFrame) -> SearchProblem:
     return replace(problem, space=space, top=1)
 
 
-def _least_s(problem: SearchProblem, batch: int, nodes: int) -> float:
+def _least_s(problem: SearchProblem, batch: int, nodes: int):
     """Seconds of the best plan, infinite if none fits."""
     case = problem.case
     cluster = case.cluster
@@ -108,7 +108,7 @@ def _least_s(problem: SearchProblem, batch: int, nodes: int) -> float:
     return float(table["step_s"][0]) if table else math.inf
 
 
-def _neighbours(number: int, world: int) -> list[int]:
+def _neighbours(number: int, world: int):
     """Numbers near by that have more divisors in common with a world than all that are
     nearer, nearest first.
 

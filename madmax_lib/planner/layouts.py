@@ -40,7 +40,7 @@ def layouts(spec: RunSpec, devices: int) -> list[str]:
     """
     image = bool(spec.shapes.image)
 
-    def named(text: str) -> str:
+    def named(text: str):
         # patches and class token of an image are not split over ranks
         return f"{text}.nosp" if image and "tp" in text else text
 

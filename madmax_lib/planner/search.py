@@ -164,7 +164,7 @@ def stacks_of(case: Case) -> tuple[Software, ...]:
     return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
 
 
-def _nothing_fits(problem: SearchProblem, result: PartialResult) -> str:
+def _nothing_fits(problem: SearchProblem, result: PartialResult):
     """Why a search ends without a plan: nothing is launched, or nothing is small enough."""
     model = problem.case.model.name
     device = problem.case.cluster.device.name

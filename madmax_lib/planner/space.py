@@ -11,7 +11,6 @@ schedules without pp, ZeRO on one replica.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -169,7 +168,7 @@ class Space:
         )
 
 
-def _checked(name: str, values) -> tuple:
+def _checked(name: str, values):
     """Values of one choice as a tuple, each of which a Plan takes."""
     values = tuple(values) if isinstance(values, (tuple, list, range)) else (values,)
     # two choices have no field of their own name in a Plan
@@ -225,7 +224,7 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     return [filling[i] for i in np.flatnonzero(allowed)], dropped
 
 
-def _filling(space: Space, case: Case) -> list[Degrees]:
+def _filling(space: Space, case: Case):
     """All degrees of the space that fill the cluster, in order."""
     world = case.cluster.world_size
     divisors = _divisors(world)
@@ -289,9 +288,7 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     }
 
 
-def _schedules(
-    space: Space, layers: int, pp: int, micro_batches: int
-) -> Iterator[_Schedule]:
+def _schedules(space: Space, layers: int, pp: int, micro_batches: int):
     """Schedules that differ: with one stage or one micro-batch all are 1F1B."""
     if pp == 1:
         yield _Schedule()
@@ -314,7 +311,7 @@ def _schedules(
 
 
 @lru_cache(maxsize=4096)
-def _ends(layers: int, pp: int, chunks: int) -> list[tuple[int, bool, bool]]:
+def _ends(layers: int, pp: int, chunks: int):
     """The last_layers, embedding_as_layer and head_as_layer that cut layers into stages
     of so many chunks.
 
@@ -353,7 +350,7 @@ def sharding_choices(
     if ranks == 1:
         stages = (0,)
     reduce_fp32 = space.reduce_fp32 if ranks > 1 else (False,)
-    rows: list[_Sharding] = []
+    rows = []
     for zero in stages:
         if zero == 3:
             # replicas in a node: its devices that tp leaves
@@ -373,9 +370,7 @@ def sharding_choices(
     }
 
 
-def _full_shardings(
-    space: Space, ranks: int, ep: int, node: int
-) -> Iterator[_Sharding]:
+def _full_shardings(space: Space, ranks: int, ep: int, node: int):
     """ZeRO-3 over some ranks, `node` of them in a node: plain, HSDP with every size of
     shard, ZeRO++ in its parts.
     """
@@ -409,11 +404,11 @@ def plan_of(row: dict) -> Plan:
     )
 
 
-def _divisors(number: int) -> list[int]:
+def _divisors(number: int):
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _among(values: tuple | None, choices: list[int]) -> list[int]:
+def _among(values: tuple | None, choices: list[int]):
     """The values that are choices; all choices for None."""
     if values is None:
         return choices

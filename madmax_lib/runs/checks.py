@@ -80,7 +80,7 @@ def _refuse(rules):
         raise ValueError(sentence)
 
 
-def _model_rules(plan, spec, settings) -> dict[str, object]:
+def _model_rules(plan, spec, settings):
     name = spec.name
     asked = settings.sequence
     # a table of positions has no row for tokens beyond it; patches of images are fixed
@@ -119,7 +119,7 @@ def _model_rules(plan, spec, settings) -> dict[str, object]:
     }
 
 
-def _torch_rules(plan, settings) -> dict[str, object]:
+def _torch_rules(plan, settings):
     zero_bubble = plan.schedule == "zero-bubble" and plan.pp > 1
     plus = "is ZeRO++, which only DeepSpeed runs: add @deepspeed to the plan"
     rules = {
@@ -155,7 +155,7 @@ def _torch_rules(plan, settings) -> dict[str, object]:
     }
 
 
-def _deepspeed_rules(plan, settings) -> dict[str, object]:
+def _deepspeed_rules(plan, settings):
     offload = plan.offload
     least = _LEAST_ZERO.get(offload, 0)
     only = "only dp, z, mb, zpp, recompute and offload run on DeepSpeed here"
@@ -176,7 +176,7 @@ def _deepspeed_rules(plan, settings) -> dict[str, object]:
     }
 
 
-def _division_rules(plan, spec, sequence) -> dict[str, object]:
+def _division_rules(plan, spec, sequence):
     """Every tensor is cut into equal parts: nothing is padded, and no key-value head is
     copied to two ranks.
     """
@@ -199,7 +199,7 @@ def _division_rules(plan, spec, sequence) -> dict[str, object]:
     return rules
 
 
-def _pipeline_rules(plan, spec, micro_batches) -> dict[str, object]:
+def _pipeline_rules(plan, spec, micro_batches):
     has_layers = all(map(all, chunk_layers(spec.layers, plan)))
     zero_bubble = plan.schedule == "zero-bubble"
     plain_1f1b = plan.schedule == "1f1b" and plan.interleave == 1

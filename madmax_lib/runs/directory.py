@@ -132,7 +132,7 @@ def last_checkpoint(directory: Path) -> Path | None:
     return folder / name
 
 
-def _earlier_launch(directory, spec) -> Resolved | None:
+def _earlier_launch(directory, spec):
     """Values that an earlier launch of a run resolved, None if there was none. Raises Occupied
     for another run.
     """
@@ -151,7 +151,7 @@ def _earlier_launch(directory, spec) -> Resolved | None:
     raise Occupied(f"{directory}: holds another run; give a new directory")
 
 
-def _text(path) -> str:
+def _text(path):
     return path.read_text(errors="replace")
 
 

@@ -59,7 +59,7 @@ def failure(spec: RunSpec, directories: list[Path]) -> tuple[str, str]:
     return status, f"{text}\n{_end_of(log, output)}"
 
 
-def _killed(launcher) -> dict | None:
+def _killed(launcher):
     """Failure of the first rank that a signal ended, other than torchrun's own SIGTERM;
     it could not write one.
     """
@@ -74,6 +74,6 @@ def _killed(launcher) -> dict | None:
     return None
 
 
-def _end_of(log, text) -> str:
+def _end_of(log, text):
     lines = text.rstrip().splitlines()[-_TAIL_LINES:]
     return "\n".join([f"end of {log}:", *lines]) if lines else f"{log} is empty"

@@ -30,7 +30,6 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
-from madmax_lib.runs.data.batches import Data
 from madmax_lib.runs.directory import Occupied, clear, owned, refuse, starts
 from madmax_lib.runs.failures import current, failure, python_error
 from madmax_lib.runs.measure.meter import meter
@@ -93,7 +92,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     return _launch(require_type("spec", spec, RunSpec), directory, resolve(spec), check)
 
 
-def _launch(spec, directory, resolved, check) -> Path:
+def _launch(spec, directory, resolved, check):
     directory = _absolute(directory)
     with owned(directory) as lock:
         _write_spec(spec, directory, resolved)
@@ -114,7 +113,7 @@ def launch_all(specs: Mapping[Path, RunSpec]) -> None:
     specs = {_absolute(directory): spec for directory, spec in specs.items()}
     waiting = dict(specs)
 
-    def processes(directory: Path) -> list[object]:
+    def processes(directory: Path):
         spec = specs[directory]
         fields = [getattr(spec, name) for name in _OF_PROCESSES]
         return [spec.plan.world_size, *fields]
@@ -184,7 +183,7 @@ def _write_spec(spec, directory, resolved):
     write_json(directory / "spec.json", asdict(spec) | {"resolved": asdict(resolved)})
 
 
-def _absolute(directory) -> Path:
+def _absolute(directory):
     return Path(directory).expanduser().resolve()
 
 
@@ -234,7 +233,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _load_data(spec) -> Data:
+def _load_data(spec):
     """The data of a run, loaded once here so that the ranks find it; a fall-back is
     announced and its reason noted.
     """
@@ -253,7 +252,7 @@ def _load_data(spec) -> Data:
     return data
 
 
-def _environment(device, scratch) -> dict[str, str]:
+def _environment(device, scratch):
     """Environment of the ranks, this process's with the run's own variables."""
     paths = [str(PROJECT), os.environ.get("PYTHONPATH")]
     added = {
@@ -316,7 +315,7 @@ def measure_links(
     return ranks
 
 
-def _start(spec, directories, device, locks) -> tuple[str, str]:
+def _start(spec, directories, device, locks):
     """Status and error of a start of prepared runs; if it failed, they are in the
     summary of the run that ended it.
     """
@@ -338,7 +337,7 @@ def _run(
     directories,
     environment,
     locks,
-) -> tuple[str, str]:
+):
     """Status and error of a run, or of the first that ends a start; the processes are
     gone when this returns.
     """
@@ -380,7 +379,7 @@ def _run(
     return ("completed", "") if process.returncode == 0 else failure(spec, directories)
 
 
-def _wait(process, steps, timeout_s) -> bool:
+def _wait(process, steps, timeout_s):
     """Wait for the end of a process; True if it makes no progress: no new step for
     longer than the timeout.
     """

@@ -30,7 +30,7 @@ def on_trace_ready(directory: str | Path) -> Callable[[object], None]:
     is exposed, idle time and MFU.
     """
 
-    def write(prof) -> Path:
+    def write(prof):
         path = Path(directory) / f"rank{_rank()}_step{prof.step_num}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         prof.export_chrome_trace(str(path))
@@ -121,7 +121,7 @@ def _safely(act):
         print(f"madmax: no summary of the trace: {text}", file=sys.stderr, flush=True)
 
 
-def _rank() -> int:
+def _rank():
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -166,7 +166,7 @@ def _print_summary(path):
     )
 
 
-def _comm_text(row, steps) -> str:
+def _comm_text(row, steps):
     """Communication of a step, the part under compute and the part exposed."""
     if not row["comm_s"]:
         return "no communication"

@@ -56,7 +56,7 @@ def selftest() -> Iterator[tuple[str, str, str]]:
         yield from answers(questions | {"power meter": _meter})
 
 
-def _smi(*arguments) -> list[str]:
+def _smi(*arguments):
     if not shutil.which("nvidia-smi"):
         raise Missing("nothing of NVIDIA here: runs use the CPU")
     command = ["nvidia-smi", *arguments]
@@ -64,12 +64,12 @@ def _smi(*arguments) -> list[str]:
     return subprocess.run(command, **options).stdout.splitlines()
 
 
-def _driver() -> str:
+def _driver():
     fields = "--query-gpu=name,memory.total,driver_version"
     return "; ".join(_smi(fields, "--format=csv,noheader"))
 
 
-def _topology() -> str:
+def _topology():
     """Links of the first GPU to the others, in nvidia-smi's words."""
     # NV is NVLink, PIX to SYS are ways over PCIe, X is the GPU itself. The table has a
     # header, which begins with a blank, and rows of network cards after those of GPUs.
@@ -80,7 +80,7 @@ def _topology() -> str:
     raise Missing("nvidia-smi knows no topology")
 
 
-def _torch() -> str:
+def _torch():
     """Its build and the device that runs take, which must be the GPU where there is
     one.
     """
@@ -108,7 +108,7 @@ def _torch() -> str:
     return f"{version}, {os.cpu_count()} CPU cores"
 
 
-def _kernels() -> str:
+def _kernels():
     """A matrix product on every device, in every dtype, beside the same in fp64."""
     import torch
 
@@ -135,7 +135,7 @@ def _kernels() -> str:
     return f"products in {', '.join(TORCH_DTYPES)} on {about}"
 
 
-def _all_reduce() -> str:
+def _all_reduce():
     """Ranks of a start of torchrun that have summed a number."""
     # one rank per GPU, or two processes on a CPU; a firewall or a name that does not
     # resolve shows here
@@ -144,7 +144,7 @@ def _all_reduce() -> str:
     return f"{ranks} ranks over {backend}"
 
 
-def _meter() -> str:
+def _meter():
     from madmax_lib.runs.measure.meter import meter
 
     gpus = gpu_count()

@@ -230,7 +230,7 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     return _device(spec, ranks, gpus, nodes)
 
 
-def _device(spec, ranks, gpus, nodes) -> str:
+def _device(spec, ranks, gpus, nodes):
     """The device of a run; refuses GPUs that are not here."""
     device = spec.device
     if device == "auto":

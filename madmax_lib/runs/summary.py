@@ -92,7 +92,7 @@ def _summarise(
     peak_flops=nan,
     power_cap_w=nan,
     **counting,
-) -> dict:
+):
     """Throughput, times, use of the devices, memory and energy of the steps that count.
 
     steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of
@@ -182,7 +182,7 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
     return summary
 
 
-def _ends_flops(shapes, sequence) -> float:
+def _ends_flops(shapes, sequence):
     """Embedding and head, which are not recomputed."""
     if not shapes.image:
         layers_alone = replace(shapes, vocab=0)
@@ -193,7 +193,7 @@ def _ends_flops(shapes, sequence) -> float:
     return patches + 2 * shapes.hidden * shapes.classes
 
 
-def _energy(counted, cap_w) -> dict[str, float]:
+def _energy(counted, cap_w):
     """Mean power, and energy by what it is spread over; NaN if a step has none."""
     joule = nan
     if len(counted) and "energy_j" in counted:
@@ -211,10 +211,10 @@ def _energy(counted, cap_w) -> dict[str, float]:
     return energy | {"power_cap_w": cap_w, "power_share": energy["power_w"] / cap_w}
 
 
-def _aggregate(table, column, how) -> float:
+def _aggregate(table, column, how):
     return float(table[column].agg(how)) if column in table and len(table) else nan
 
 
-def _last(table, column) -> float:
+def _last(table, column):
     values = table[column].dropna() if column in table else ()
     return float(values.iloc[-1]) if len(values) else nan

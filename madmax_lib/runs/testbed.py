@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def canonical(network: str) -> str:
     return re.sub(r"\s+|/s$", "", network.strip().lower())
 
 
-def _rate_bits_per_s(network) -> float:
+def _rate_bits_per_s(network):
     match = _RATE.fullmatch(network.strip())
     rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
     if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
@@ -136,7 +136,7 @@ def command(
     return [*_unshare(), *python, *map(str, values)]
 
 
-def _torchrun(rendezvous, ranks, module, *arguments) -> list[str]:
+def _torchrun(rendezvous, ranks, module, *arguments):
     python = [sys.executable, "-m", "torch.distributed.run"]
     options = (*rendezvous, "--nproc-per-node", ranks, "-m", module, *arguments)
     return [*python, *map(str, options)]
@@ -183,14 +183,14 @@ def main(
             _end(agents)
 
 
-def _unshare() -> list[str]:
+def _unshare():
     """Prefix of a command whose mounts and network namespaces nobody else sees."""
     # without root, a namespace of users in which this one is
     as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", "--mount", "--net", *as_root, "--"]
 
 
-def _join_hosts(hosts, network) -> list[str]:
+def _join_hosts(hosts, network):
     """Make the hosts and their links; addresses of the hosts."""
     _call("mount -t tmpfs tmpfs /run")  # where ip names its namespaces
     Path("/run/netns").mkdir()
@@ -235,13 +235,13 @@ def _call(*lines):
             raise SystemExit(f"{line}: {done.stderr.strip()}")
 
 
-def _group_root() -> Path:
+def _group_root():
     root = Path("/sys/fs/cgroup")
     return root if (root / "cgroup.controllers").exists() else root / "cpu"
 
 
 @contextmanager
-def _groups(speed) -> Iterator[dict[str, str]]:
+def _groups(speed):
     """Environment of the agents, with the control groups of slowed devices while they
     run; stale groups are removed.
     """
@@ -281,7 +281,7 @@ def _groups(speed) -> Iterator[dict[str, str]]:
                 time.sleep(_POLL_S)
 
 
-def _first_failure(agents) -> int:
+def _first_failure(agents):
     """Wait until all agents ended well, or one did not; its status."""
     while True:
         codes = [agent.poll() for agent in agents]
@@ -304,7 +304,7 @@ def _end(agents):
             agent.kill()
 
 
-def _shares(speed) -> list[float]:
+def _shares(speed):
     return [float(share) for share in speed.split(",") if share]
 
 

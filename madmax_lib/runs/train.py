@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import record_function
 
@@ -219,7 +217,7 @@ def _loop(spec, trainer, data, power, directory, write):
                 _save(trainer, directory / "checkpoints", replace_last=bool(write))
 
 
-def _is_due(step, every) -> bool:
+def _is_due(step, every):
     return every > 0 and (step + 1) % every == 0
 
 
@@ -235,7 +233,7 @@ def _save(trainer, folder, replace_last):
                 shutil.rmtree(old)
 
 
-def _result_columns(result, validation, spec) -> dict:
+def _result_columns(result, validation, spec):
     """Columns of steps.csv of what `Trainer.step` and `Trainer.evaluate` return."""
     columns = {name: result[name] for name in ("samples", "loss", "accuracy")}
     for name in read.PHASES:
@@ -248,7 +246,7 @@ def _result_columns(result, validation, spec) -> dict:
     return columns
 
 
-def _draw(data, spec, trainer, step, split="train") -> dict[str, Tensor]:
+def _draw(data, spec, trainer, step, split="train"):
     """This rank's share of a global batch, where a GPU copies it from while it
     computes.
     """
@@ -260,7 +258,7 @@ def _draw(data, spec, trainer, step, split="train") -> dict[str, Tensor]:
 
 
 @contextmanager
-def _writer(spec, directory) -> Iterator[Callable[[dict], None]]:
+def _writer(spec, directory):
     """A function that appends a row to steps.csv, and sends it with rates of the step
     to Weights & Biases.
     """
@@ -271,7 +269,7 @@ def _writer(spec, directory) -> Iterator[Callable[[dict], None]]:
         if not file.tell():
             table.writerow(read.COLUMNS)
 
-        def write(row: dict) -> None:
+        def write(row: dict):
             values = {name: read.with_nulls(row[name]) for name in read.COLUMNS}
             table.writerow(values.values())
             if log:
@@ -282,7 +280,7 @@ def _writer(spec, directory) -> Iterator[Callable[[dict], None]]:
         log(None)
 
 
-def _wandb_log(spec, directory) -> Callable[[dict | None], None]:
+def _wandb_log(spec, directory):
     """A function that sends a row, or, for None, ends."""
     import wandb
 
@@ -295,7 +293,7 @@ def _wandb_log(spec, directory) -> Callable[[dict | None], None]:
         config=asdict(spec),
     )
 
-    def send(row: dict | None) -> None:
+    def send(row: dict | None):
         if row is None:
             run.finish()
             return
@@ -311,7 +309,7 @@ def _wandb_log(spec, directory) -> Callable[[dict | None], None]:
     return send
 
 
-def _failure(error, rank) -> dict:
+def _failure(error, rank):
     text = next(iter(str(error).strip().splitlines()), "")
     no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     no_memory = no_memory or any(sign in text for sign in _OUT_OF_MEMORY)

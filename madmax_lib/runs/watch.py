@@ -37,7 +37,7 @@ def guard() -> None:
     parent = os.getppid()
     launcher = int(os.environ.get("MADMAX_LAUNCHER", 0))
 
-    def lives(process: int) -> bool:
+    def lives(process: int):
         try:
             os.kill(process, 0)  # signal 0 only asks
         except ProcessLookupError:
@@ -46,7 +46,7 @@ def guard() -> None:
             pass
         return True
 
-    def look() -> None:
+    def look():
         while os.getppid() == parent and (not launcher or lives(launcher)):
             time.sleep(_LOOK_S)
         os._exit(_ALONE)  # other threads may be stuck in a collective

@@ -126,9 +126,7 @@ def estimate(
     return table
 
 
-def _as_table(
-    values: np.ndarray, case: Case, index, counted: bool, offload: dict
-) -> pd.DataFrame:
+def _as_table(values: np.ndarray, case: Case, index, counted: bool, offload: dict):
     """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
     step_s = values[0]
     peak_flops = case.cluster.world_size * case.cluster.device.peak(case.dtype)
@@ -151,7 +149,7 @@ def _as_table(
     return table
 
 
-def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]) -> np.ndarray:
+def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]):
     """The rule that each plan of a table breaks where it is wrong (n,), or why its
     offload was refused; else empty.
     """
@@ -163,7 +161,7 @@ def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]) -> np.nd
     return reasons
 
 
-def _values_of_table(case: Case, parameters: Parameters, counted: bool) -> np.ndarray:
+def _values_of_table(case: Case, parameters: Parameters, counted: bool):
     """Values (columns, n) of a table, NaN where a plan is not legal; equal rows are
     worked out once.
     """
@@ -196,7 +194,7 @@ def _fill(
     parameters: Parameters,
     counted: bool,
     columns: np.ndarray | None = None,
-) -> None:
+):
     """Fill in seconds of legal plans, and their memory if it is counted, in these
     columns of values (all if None).
     """
@@ -219,7 +217,7 @@ def _fill(
             row[into] = times[name]
 
 
-def _device_bytes(case: Case) -> np.ndarray:
+def _device_bytes(case: Case):
     """Peak bytes of a device, NaN for plans with offload."""
     peak_bytes = table_peak_bytes(case)
     if case.plan.offload is None:
@@ -227,9 +225,7 @@ def _device_bytes(case: Case) -> np.ndarray:
     return np.where(np.equal(case.plan.offload, None), peak_bytes, np.nan)
 
 
-def _with_offload(
-    values: np.ndarray, case: Case, parameters: Parameters, policy
-) -> _Offloaded:
+def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy):
     """Offload of the rows that have it, timed one by one; their values are replaced."""
     # offload is a wing: imported where a step needs it
     from madmax_lib.simulator.offload.rows import offload_row, policy_of
@@ -238,7 +234,7 @@ def _with_offload(
     size = values.shape[1]
     kinds = np.broadcast_to(np.asarray(case.plan.offload, dtype=object), size)
     rows = np.flatnonzero([kind is not None for kind in kinds])
-    refused: dict[int, str] = {}
+    refused = {}
     if not rows.size:
         return _Offloaded({}, refused)
     is_single = isinstance(case.plan, Plan)
@@ -259,7 +255,7 @@ def _with_offload(
     return _Offloaded(added, refused)
 
 
-def _row_of(case: Case, parameters: Parameters) -> dict[str, float]:
+def _row_of(case: Case, parameters: Parameters):
     """Seconds of one plan, without what offload adds."""
     values = np.empty((len(_SECONDS), 1))
     _fill(values, case, parameters, counted=False)

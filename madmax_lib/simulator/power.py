@@ -88,7 +88,7 @@ def step_energy(
     return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
-def _known_tdp(device: Device) -> None:
+def _known_tdp(device: Device):
     if not device.tdp_w > 0:
         raise ValueError(
             f"{device.name} has no TDP in the catalog, energy cannot be told"

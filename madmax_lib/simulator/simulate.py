@@ -118,7 +118,7 @@ def simulate(
     return with_receive_kernels(_delayed(timeline, program, case, step.groups, seed))
 
 
-def _meta(case: Case, seed: int, offloaded) -> Meta:
+def _meta(case: Case, seed: int, offloaded):
     """Facts that a timeline tells of the step; offloaded: the split of states that leave the
     device, if any does.
     """
@@ -145,9 +145,7 @@ def _meta(case: Case, seed: int, offloaded) -> Meta:
     )
 
 
-def _lay_out(
-    case: Case, parameters: Parameters | None = None, *, policy=None
-) -> tuple[StepBuilder, Program]:
+def _lay_out(case: Case, parameters: Parameters | None = None, *, policy=None):
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
@@ -166,12 +164,12 @@ def _lay_out(
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _default(case: Case) -> Parameters:
+def _default(case: Case):
     """The shipped constants; recommendation models are priced by the data sheet."""
     return Parameters() if isinstance(case.model, DLRM) else shipped()
 
 
-def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> MicroBatch:
+def _micro_batch(case: Case, samples: int, parameters: Parameters | None):
     """Blocks of a micro-batch of so many samples per device, their prices and the
     message between stages.
     """
@@ -189,7 +187,7 @@ def _micro_batch(case: Case, samples: int, parameters: Parameters | None) -> Mic
     return MicroBatch(chunks, Prices(steps, parameters), float(sent_bytes))
 
 
-def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeline:
+def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups):
     """Stage numbers become device ranks: the first of each stage, or every one in a
     small world.
     """
@@ -227,7 +225,7 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups) -> Timeli
 
 def _delayed(
     timeline: Timeline, program: Program, case: Case, groups: Groups, seed: int
-) -> Timeline:
+):
     """The same with ranks that compute behind the fastest one, each by a delay drawn
     for the step.
     """
@@ -251,9 +249,7 @@ def _delayed(
     )
 
 
-def _with_members(
-    group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups
-) -> pd.Categorical:
+def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups):
     """Names of groups with their ranks; tp, dp and pp alone need none, they follow from
     the plan.
     """
@@ -265,7 +261,7 @@ def _with_members(
     ranks = rank.to_numpy()
     unique_ranks, index = np.unique(ranks, return_inverse=True)
 
-    def name(kind: str, member: int) -> str:
+    def name(kind: str, member: int):
         return (
             kind
             if kind in plain

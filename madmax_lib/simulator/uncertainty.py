@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.simulator.costs.inputs import ClassColumn, Steps
+from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
 __all__ = [
@@ -96,7 +96,7 @@ def constant_index(
     field = _fields()[name] if field is None else field
     if not field:
         return places[name]
-    coded: ClassColumn = getattr(
+    coded = getattr(
         steps.machine if hasattr(steps.machine, field) else steps.traits, field
     )
     rows = [places[key] for key in coded.keys(name, places)]
@@ -104,7 +104,7 @@ def constant_index(
 
 
 @lru_cache(maxsize=1)
-def _fields() -> dict[str, str]:
+def _fields():
     """Field of `Hardware` or `SoftwareTraits` that says which constant of a name a step has;
     empty where there is one alone.
     """
@@ -113,7 +113,7 @@ def _fields() -> dict[str, str]:
 
 def _open_variance(
     steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
-) -> np.ndarray:
+):
     """Variance of log step_s that the constants leave open, s' C s."""
     parts, slopes = parameters.slopes
     if not parts:
@@ -159,7 +159,7 @@ def shared_errors(
     return parameters.residuals["constants"] ** 2 * (pulls @ covariance @ pulls.T)
 
 
-def _doublings(steps: Steps, parameters: Parameters) -> np.ndarray:
+def _doublings(steps: Steps, parameters: Parameters):
     """Doublings of devices and tokens per sample beyond the rows of a device's family;
     unseen families have none.
     """

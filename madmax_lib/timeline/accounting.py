@@ -190,28 +190,28 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     return with_origin(table.head(count), timeline)
 
 
-def _by_rank(spans: pd.DataFrame) -> dict[int, np.ndarray]:
+def _by_rank(spans: pd.DataFrame):
     """Intervals of the spans of each rank."""
     times = _intervals(spans)
     return {rank: times[rows] for rank, rows in spans.groupby("rank").indices.items()}
 
 
-def _intervals(spans: pd.DataFrame) -> np.ndarray:
+def _intervals(spans: pd.DataFrame):
     return pack(spans["start_ns"], spans["dur_ns"])
 
 
-def _window_ns(times: np.ndarray) -> int:
+def _window_ns(times: np.ndarray):
     """Time from the first start to the last end of intervals (n, 2)."""
     return int(times[:, 1].max() - times[:, 0].min()) if len(times) else 0
 
 
-def _in_window(table: pd.DataFrame, window_s: float) -> pd.DataFrame:
+def _in_window(table: pd.DataFrame, window_s: float):
     """`breakdown` in a window that is wider than that of each rank: the rest is idle."""
     idle_s = table["idle_s"] + window_s - table["total_s"]
     return table.assign(idle_s=idle_s, total_s=window_s)
 
 
-def _rank_breakdown(times: dict[str, np.ndarray]) -> dict[str, float]:
+def _rank_breakdown(times: dict[str, np.ndarray]):
     """One row of `breakdown` from the intervals of each busy kind."""
     all_kinds = np.concatenate(list(times.values()))
     span_ns = _window_ns(all_kinds)

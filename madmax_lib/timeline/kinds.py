@@ -8,7 +8,6 @@ empty pattern matches everything. A user's table is put in front of ours.
 """
 
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -70,7 +69,7 @@ def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=1)
-def _shipped_kinds() -> pd.DataFrame:
+def _shipped_kinds():
     return _read_csv(files("madmax_lib") / "data" / "kernel_kinds.csv")
 
 
@@ -109,9 +108,7 @@ def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
     return np.array(collectives, dtype=object)
 
 
-def _first_match(
-    names: list[str], rules: str, table: pd.DataFrame | None
-) -> pd.DataFrame:
+def _first_match(names: list[str], rules: str, table: pd.DataFrame | None):
     table = load_kinds() if table is None else table
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
@@ -121,7 +118,7 @@ def _first_match(
 
 
 @lru_cache(maxsize=8)
-def _matcher(patterns: tuple[str, ...], hta: bool) -> Callable[[str], int]:
+def _matcher(patterns: tuple[str, ...], hta: bool):
     """Function from a name to the row of the first pattern that matches it."""
     if hta:
         matches = [re.compile(pattern).match for pattern in patterns]
@@ -130,14 +127,14 @@ def _matcher(patterns: tuple[str, ...], hta: bool) -> Callable[[str], int]:
 
     # all ranks run the same kernels: 32,768 names are remembered across files
     @lru_cache(1 << 15)
-    def first_row(name: str) -> int:
+    def first_row(name: str):
         # the last pattern of each rule is empty and matches everything
         return next(i for i, match in enumerate(matches) if match(name[:_LONGEST]))
 
     return first_row
 
 
-def _read_csv(path: Path | Traversable) -> pd.DataFrame:
+def _read_csv(path: Path | Traversable):
     with path.open(encoding="utf-8") as file:
         try:
             table = pd.read_csv(file, dtype=str, keep_default_na=False)

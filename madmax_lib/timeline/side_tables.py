@@ -135,7 +135,7 @@ def _select(
     side_tables: SideTables,
     new_row: np.ndarray,
     windows_ns: dict[int, tuple[float, float]],
-) -> dict:
+):
     tables = {}
     for name, table in side_tables.present().items():
         if "row" in table:
@@ -153,7 +153,7 @@ def _select(
     return tables
 
 
-def _join(parts: list[tuple[SideTables, int]]) -> dict[str, pd.DataFrame]:
+def _join(parts: list[tuple[SideTables, int]]):
     tables = {}
     for name, schema in SIDE_TABLES.items():
         pieces = []

@@ -186,7 +186,7 @@ class Timeline:
         """
         return self._part(np.asarray(keep), self.meta)
 
-    def _part(self, keep: np.ndarray, meta: Meta) -> Timeline:
+    def _part(self, keep: np.ndarray, meta: Meta):
         if keep.all() and meta.represents == self.meta.represents:
             return self
         # (n,) row of each span in the part, -1 where it is left out
@@ -201,9 +201,7 @@ class Timeline:
             spans, meta, edges, self.side_tables.select(new_row, windows_ns)
         )
 
-    def _windows_ns(
-        self, keep: np.ndarray, meta: Meta
-    ) -> dict[int, tuple[float, float]]:
+    def _windows_ns(self, keep: np.ndarray, meta: Meta):
         """Time of the kept spans of each rank, all time where every span of the rank is
         kept.
         """
@@ -273,7 +271,7 @@ class Timeline:
         )
 
 
-def _pack(frame: pd.DataFrame) -> bytes:
+def _pack(frame: pd.DataFrame):
     """A table as text that fits into the metadata of a Parquet file."""
     import pyarrow as pa
 
@@ -285,7 +283,7 @@ def _pack(frame: pd.DataFrame) -> bytes:
     return base64.b64encode(sink.getvalue())
 
 
-def _unpack(text: bytes) -> pd.DataFrame:
+def _unpack(text: bytes):
     import pyarrow as pa
 
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
@@ -329,10 +327,10 @@ def cached_per_timeline(
     """Decorate an analysis that others build on: it runs once per timeline, whose tables
     stay as long as the timeline lives; callers get copies, which they may change.
     """
-    tables: WeakKeyDictionary = WeakKeyDictionary()
+    tables = WeakKeyDictionary()
 
     @wraps(analysis)
-    def remembered(timeline: Timeline) -> _Tables:
+    def remembered(timeline: Timeline):
         if require_type("timeline", timeline, Timeline) not in tables:
             tables[timeline] = analysis(timeline)
         result = tables[timeline]
@@ -351,7 +349,7 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
     """
     if not timelines:
         raise ValueError("concat needs at least one timeline")
-    seen: set[int] = set()
+    seen = set()
     for timeline in timelines:
         if twice := seen & set(timeline.ranks):
             raise ValueError(f"rank {min(twice)} is in more than one timeline")
@@ -378,10 +376,10 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
     )
 
 
-def _joined_meta(metas: list[Meta]) -> Meta:
+def _joined_meta(metas: list[Meta]):
     """Origin of timelines that are put together; entries by rank are merged."""
-    represents: dict = {}
-    provenance: dict = {}
+    represents = {}
+    provenance = {}
     for meta in metas:
         represents |= meta.represents
         for key, value in meta.provenance.items():
@@ -398,7 +396,7 @@ def _joined_meta(metas: list[Meta]) -> Meta:
     return replace(metas[0], world_size=world_size, **changes)
 
 
-def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataFrame:
+def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str):
     """The columns of a schema, of its types and in its order; the frame itself where it
     is right, as millions of rows are not copied for nothing.
     """
@@ -428,7 +426,7 @@ def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str) -> pd.DataF
     return frame
 
 
-def _check(timeline: Timeline) -> None:
+def _check(timeline: Timeline):
     spans = timeline.spans
     if unknown := set(spans["kind"].cat.categories) - set(KINDS):
         raise ValueError(

@@ -5,7 +5,6 @@ else changed: an upper bound. Causes overlap (a late rank also exposes its colle
 so gains do not add up.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pandas as pd
@@ -100,7 +99,7 @@ class Finding(NamedTuple):
     evidence: str
 
 
-def _communication(timeline: Timeline) -> Iterator[Finding]:
+def _communication(timeline: Timeline):
     """Exposed transfers by group and collective, and what small messages cost of them;
     waiting is the late ranks'.
     """
@@ -139,7 +138,7 @@ def _communication(timeline: Timeline) -> Iterator[Finding]:
             yield _small_messages(sized, where, gain_s)
 
 
-def _exposed(part: pd.DataFrame, alone_s: float) -> str:
+def _exposed(part: pd.DataFrame, alone_s: float):
     """Evidence of exposed calls, in words."""
     total_s = part["duration_s"].sum()
     waited_s = part["wait_s"].sum()
@@ -150,7 +149,7 @@ def _exposed(part: pd.DataFrame, alone_s: float) -> str:
     return evidence
 
 
-def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding:
+def _small_messages(part: pd.DataFrame, where: str, exposed_s: float):
     """Gain of the exposed calls of one group at the bus bandwidth of its best call."""
     # The best call of the group shows what its link can do.
     best = part.loc[part["rate"].idxmax()]
@@ -167,7 +166,7 @@ def _small_messages(part: pd.DataFrame, where: str, exposed_s: float) -> Finding
     return Finding("small messages", where, min(gain_s, exposed_s), evidence)
 
 
-def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
+def _late_ranks(timeline: Timeline):
     table = stragglers(timeline)
     for row in table.itertuples():
         often = ", no more often than by chance"
@@ -182,7 +181,7 @@ def _late_ranks(timeline: Timeline) -> Iterator[Finding]:
         )
 
 
-def _host(timeline: Timeline) -> Iterator[Finding]:
+def _host(timeline: Timeline):
     """Device idle because the host is late: in launches themselves, or elsewhere."""
     table = launch_bound(timeline)
     columns = ["launching_s", "launch_bound_s", "late_start_s", "idle_s"]
@@ -212,7 +211,7 @@ def _host(timeline: Timeline) -> Iterator[Finding]:
         yield Finding("late start", where, late_start_s.sum(), evidence)
 
 
-def _other_idle(timeline: Timeline) -> Iterator[Finding]:
+def _other_idle(timeline: Timeline):
     """Device idle that neither the host nor the pace of kernels explains."""
     if (timeline.spans["stream"] < 0).all():  # of CPU threads nobody is kept waiting
         return
@@ -233,7 +232,7 @@ def _other_idle(timeline: Timeline) -> Iterator[Finding]:
     yield Finding(cause, _worst(left_s), left_s.sum(), evidence)
 
 
-def _gaps(timeline: Timeline) -> Iterator[Finding]:
+def _gaps(timeline: Timeline):
     """Short gaps between kernels that were launched in time."""
     for stream, part in _short_gaps(timeline).groupby("stream"):
         # One finding per stream, over all ranks.
@@ -246,7 +245,7 @@ def _gaps(timeline: Timeline) -> Iterator[Finding]:
         yield Finding("short gaps", where, idle_s, evidence)
 
 
-def _short_gaps(timeline: Timeline) -> pd.DataFrame:
+def _short_gaps(timeline: Timeline):
     """Rows of `idle` for short gaps; none where the host is not known, as in
     simulations.
     """
@@ -257,7 +256,7 @@ def _short_gaps(timeline: Timeline) -> pd.DataFrame:
     ]
 
 
-def _copies(timeline: Timeline) -> Iterator[Finding]:
+def _copies(timeline: Timeline):
     """Copies beside which the device does nothing else."""
     spans = timeline.spans
     copies = spans[spans["kind"] == "memcpy"]
@@ -274,7 +273,7 @@ def _copies(timeline: Timeline) -> Iterator[Finding]:
     yield Finding("exposed copies", _worst(alone_s), alone_s.sum(), evidence)
 
 
-def _worst(by_rank: pd.Series) -> str:
+def _worst(by_rank: pd.Series):
     """The ranks of a cause in words: one by name, of several the one that loses most."""
     if not len(by_rank):
         return ""

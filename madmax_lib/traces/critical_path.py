@@ -218,7 +218,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     bound = launch_bound(timeline)
     if chosen := median_step(timeline):
         calls, bound = (table[table["step"] == chosen[0]] for table in (calls, bound))
-    scenarios: dict[str, dict[str, float]] = {"as measured": {"host": 1.0}}
+    scenarios = {"as measured": {"host": 1.0}}
     if len(calls):
         scenarios["free launches"] = {_LAUNCH_CALLS: np.inf}
         scenarios["graph of kernels"] = {_LAUNCH_CALLS: np.inf, "launch delay": np.inf}
@@ -235,7 +235,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _graph_of_step(timeline: Timeline, steps: list[int]) -> Graph:
+def _graph_of_step(timeline: Timeline, steps: list[int]):
     """The graph of one step, or of all where there is none, with what earlier steps
     left running on the device.
     """
@@ -269,7 +269,7 @@ def _graph_of_step(timeline: Timeline, steps: list[int]) -> Graph:
     return dependency_graph(timeline, chosen)
 
 
-def _walk(graph: Graph) -> np.ndarray:
+def _walk(graph: Graph):
     """Events of the path in time order."""
     decided = np.full(len(graph.time_ns), -1)
     decided[graph.target[graph.binding]] = graph.source[graph.binding]
@@ -281,7 +281,7 @@ def _walk(graph: Graph) -> np.ndarray:
     return np.array(path[::-1], dtype=np.int64)
 
 
-def _durations(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+def _durations(graph: Graph):
     """Work before each event and delay of each edge, in ns.
 
     A slice works from when it has started and all that it waits for inside has happened
@@ -305,7 +305,7 @@ def _durations(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     return own_ns, delay_ns
 
 
-def _factors(graph: Graph, scenario: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+def _factors(graph: Graph, scenario: dict[str, float]):
     """Factors by which a scenario shortens the work before each event and the delay of
     each edge.
     """
@@ -328,7 +328,7 @@ def _factors(graph: Graph, scenario: dict[str, float]) -> tuple[np.ndarray, np.n
     return of_event, of_edge
 
 
-def _named(names: pd.Series, pattern: str) -> np.ndarray:
+def _named(names: pd.Series, pattern: str):
     """Whether each name (n,) matches; ValueError for a pattern that none does."""
     try:
         search = re.compile(pattern).search
@@ -344,7 +344,7 @@ def _named(names: pd.Series, pattern: str) -> np.ndarray:
     return names.isin(matching).to_numpy()
 
 
-def _busy_s(slices: pd.DataFrame) -> dict[str, float]:
+def _busy_s(slices: pd.DataFrame):
     ranks = max(slices["rank"].nunique(), 1)
     times = slices.groupby(["kind", "rank"]).apply(
         lambda p: total(pack(p["start_ns"], p["end_ns"] - p["start_ns"])),

@@ -7,7 +7,7 @@ Differences are always b - a.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -231,9 +231,7 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     )
 
 
-def _weights(
-    a: Timeline, b: Timeline
-) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+def _weights(a: Timeline, b: Timeline):
     """Count of each rank and of each step in a mean, of a and of b: once per pair,
     else as if it stood alone.
     """
@@ -251,7 +249,7 @@ def _weights(
         yield of_rank or devices, of_step or dict.fromkeys(_busy_steps(timeline), 1)
 
 
-def _devices(timeline: Timeline) -> dict[int, int]:
+def _devices(timeline: Timeline):
     """Rank that stands for each device."""
     return {
         device: rank
@@ -260,16 +258,14 @@ def _devices(timeline: Timeline) -> dict[int, int]:
     }
 
 
-def _busy_steps(timeline: Timeline) -> list[int]:
+def _busy_steps(timeline: Timeline):
     steps = timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "step"].unique()
     return sorted(int(step) for step in steps if step >= 0) or sorted(
         int(step) for step in steps
     )
 
 
-def _means(
-    timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]
-) -> pd.DataFrame:
+def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
     """mean, min and max of each quantity over ranks and steps; the pairs of them become
     the ranks of one breakdown.
     """
@@ -301,7 +297,7 @@ def _means(
 
 def _ops(
     timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds, mixed: bool
-) -> pd.DataFrame:
+):
     """name, kind, op, class, count, total_s of each operation, per rank and step."""
     spans = timeline.spans[timeline.spans["kind"].isin(kinds)]
     spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
@@ -333,9 +329,7 @@ def _ops(
     return table
 
 
-def _joined(
-    left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str
-) -> pd.DataFrame:
+def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str):
     """Rows of both sides with the same kind and name, op or class."""
     how = {
         "class_": ("class", "first"),
@@ -365,7 +359,7 @@ def _joined(
     )
 
 
-def _status(table: pd.DataFrame, mixed: bool) -> np.ndarray:
+def _status(table: pd.DataFrame, mixed: bool):
     a = table["count_a"].to_numpy()
     b = table["count_b"].to_numpy()
     # A simulated block stands for many kernels: its count says nothing.
@@ -381,7 +375,7 @@ def _status(table: pd.DataFrame, mixed: bool) -> np.ndarray:
 
 def _with_origin(
     table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[str, str] | None
-) -> pd.DataFrame:
+):
     """Attributes for plots and figures. provenance["files"] lists the inputs of both
     sides, simulations too.
     """
@@ -410,7 +404,7 @@ def _with_origin(
 
 
 @lru_cache(maxsize=1)
-def _class_table() -> list[tuple]:
+def _class_table():
     """(class, class that a simulation has for it, search) by row of op_classes.csv."""
     table = catalog.table("op_classes")
     searches = [
@@ -434,7 +428,7 @@ _ARCHITECTURE = re.compile(
 )
 
 
-def _op_name(name: str) -> str:
+def _op_name(name: str):
     """See op_names; no regular expression here goes back over a name, some have
     thousands of characters.
     """

@@ -84,7 +84,7 @@ def export_trace(
     return _write({directory / name: text for name, text in texts.items()})
 
 
-def _check(spans: pd.DataFrame) -> None:
+def _check(spans: pd.DataFrame):
     start = spans["start_ns"].to_numpy()
     dur = spans["dur_ns"].to_numpy()
     # An end that overflows shows as one before its start.
@@ -109,7 +109,7 @@ def _check(spans: pd.DataFrame) -> None:
             )
 
 
-def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
+def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]):
     """One zero for all ranks, because HTA compares their ts; whole us, and no ts is
     negative.
     """
@@ -125,9 +125,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]) -> int:
     return base_ns
 
 
-def _rank_text(
-    timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int
-) -> Iterator[str]:
+def _rank_text(timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int):
     # HTA tells GPU from CPU runs by the backend.
     backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
     names = {
@@ -142,9 +140,7 @@ def _rank_text(
     return _document(timeline, base_ns, {"backend": backend, "rank": rank}, parts)
 
 
-def _merged_text(
-    timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int
-) -> Iterator[str]:
+def _merged_text(timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int):
     first = {
         rank: ((rank + 1) * _LANES, (rank + 1) * _LANES + _LANES // 2)
         for rank in tables
@@ -160,9 +156,7 @@ def _merged_text(
     return _document(timeline, base_ns, {}, parts)
 
 
-def _document(
-    timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator[str]]
-) -> Iterator[str]:
+def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator[str]]):
     """The file, one event per line; the envelope on its own line and with blanks, as
     HTA looks for the rank.
     """
@@ -192,9 +186,7 @@ def _document(
     yield (separator if lines else "") + ",\n".join(lines) + "\n]}\n"
 
 
-def _names(
-    table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]
-) -> Iterator[str]:
+def _names(table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]):
     """Names and order of processes and threads. names: by pid, of the device and,
     unless they share it, the host.
     """
@@ -213,7 +205,7 @@ def _names(
         yield _meta(pid, tid, "thread_sort_index", tid)
 
 
-def _meta(pid: int, tid: int, name: str, value: str | int) -> str:
+def _meta(pid: int, tid: int, name: str, value: str | int):
     # Metadata events of the Chrome trace format: M, with name or sort_index.
     args = {"sort_index" if isinstance(value, int) else "name": value}
     return json.dumps(
@@ -221,9 +213,7 @@ def _meta(pid: int, tid: int, name: str, value: str | int) -> str:
     )
 
 
-def _thread(
-    stream: int, pids: tuple[int, int], first: tuple[int, int]
-) -> tuple[int, int]:
+def _thread(stream: int, pids: tuple[int, int], first: tuple[int, int]):
     """pid and tid of a stream, or of a host thread, which is a negative one. pids: of
     the device and the host.
     """
@@ -232,10 +222,10 @@ def _thread(
 
 def _spans(
     table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]
-) -> Iterator[str]:
+):
     """One event per row; what rows have in common is made once."""
     # Text that rows share, by the fields that decide it.
-    common: dict[tuple, tuple[str, str]] = {}
+    common = {}
     keys = zip(*(table[column].tolist() for column in _Row._fields), strict=True)
     start = _microseconds(table["start_ns"].to_numpy() - base_ns)
     dur = _microseconds(table["dur_ns"].to_numpy())
@@ -263,7 +253,7 @@ class _Row(NamedTuple):
     group: str
 
 
-def _common(row: _Row, thread: tuple[int, int]) -> tuple[str, str]:
+def _common(row: _Row, thread: tuple[int, int]):
     """Text before the times, and the last of the args: kind always, stream only of what
     HTA shall count as a kernel.
     """
@@ -284,7 +274,7 @@ def _common(row: _Row, thread: tuple[int, int]) -> tuple[str, str]:
     return head, ", ".join(args)
 
 
-def _flows(table: pd.DataFrame, base_ns: int) -> Iterator[str]:
+def _flows(table: pd.DataFrame, base_ns: int):
     """Arrows from launches to kernels."""
     correlation = table["correlation"].to_numpy()
     launches = np.flatnonzero(
@@ -316,7 +306,7 @@ def _flows(table: pd.DataFrame, base_ns: int) -> Iterator[str]:
 _DECIMALS = [f".{ns:03d}" for ns in range(_US)]
 
 
-def _microseconds(ns: np.ndarray) -> list[str]:
+def _microseconds(ns: np.ndarray):
     """Exact decimal text of times that are not negative."""
     return [
         f"{us}{_DECIMALS[rest]}"
@@ -324,11 +314,11 @@ def _microseconds(ns: np.ndarray) -> list[str]:
     ]
 
 
-def _number(value: float) -> str:
+def _number(value: float):
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
-def _text(value: str) -> str:
+def _text(value: str):
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -337,7 +327,7 @@ def _text(value: str) -> str:
         ) from None
 
 
-def _write(texts: dict[Path, Iterator[str]]) -> list[Path]:
+def _write(texts: dict[Path, Iterator[str]]):
     with ExitStack() as stack:  # renames when every file is complete
         for path, text in texts.items():
             temporary = stack.enter_context(replacing(path))

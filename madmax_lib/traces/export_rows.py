@@ -53,7 +53,7 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     return table
 
 
-def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool) -> None:
+def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool):
     """Whether the reader, which knows a kind by row category and name, can give every
     span its kind.
     """
@@ -73,7 +73,7 @@ def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool) -> None:
             raise ValueError(f"{text}; a trace file cannot tell {span['kind']} {rule}")
 
 
-def _file_order(stream: np.ndarray) -> np.ndarray:
+def _file_order(stream: np.ndarray):
     """Row order that lets the reader, which counts threads as they first occur, number
     host threads as they are.
     """
@@ -97,7 +97,7 @@ def _file_order(stream: np.ndarray) -> np.ndarray:
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
-def _categories(table: pd.DataFrame) -> np.ndarray:
+def _categories(table: pd.DataFrame):
     """Kineto's category of each row, (n,) of str."""
     kind = table["kind"].to_numpy()
     device = table["stream"].to_numpy() >= 0
@@ -116,7 +116,7 @@ def _categories(table: pd.DataFrame) -> np.ndarray:
     return np.select(list(rules.values()), list(rules), "cpu_op").astype(object)
 
 
-def _host_categories(table: pd.DataFrame, rank: int) -> np.ndarray:
+def _host_categories(table: pd.DataFrame, rank: int):
     """Without a device the reader takes the outermost operators of a thread for
     compute: other rows must not be one.
     """
@@ -146,9 +146,7 @@ def _host_categories(table: pd.DataFrame, rank: int) -> np.ndarray:
     return category
 
 
-def _with_host_rows(
-    table: pd.DataFrame, steps: list[int], launches: bool
-) -> pd.DataFrame:
+def _with_host_rows(table: pd.DataFrame, steps: list[int], launches: bool):
     """The rows and what a host would add: steps, and a launch for every span on a
     device stream that has none.
     """
@@ -176,7 +174,7 @@ def _with_host_rows(
     )
 
 
-def _windows(table: pd.DataFrame, steps: list[int]) -> dict[int, tuple[int, int]]:
+def _windows(table: pd.DataFrame, steps: list[int]):
     """Start and end of each step on the host: from its first span to the first of the
     next, at least 1 us long.
     """
@@ -195,7 +193,7 @@ def _windows(table: pd.DataFrame, steps: list[int]) -> dict[int, tuple[int, int]
     return dict(sorted(windows.items(), key=lambda item: item[1])) or {-1: (end, end)}
 
 
-def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.DataFrame:
+def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]):
     rows = [
         (f"ProfilerStep#{step}", begin, end - begin, step)
         for step, (begin, end) in windows.items()
@@ -212,9 +210,7 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]) -> pd.Data
     return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
 
 
-def _launch_rows(
-    spans: pd.DataFrame, windows: dict[int, tuple[int, int]]
-) -> list[pd.DataFrame]:
+def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]):
     """An operator and a launch for each span, at its start or, if the host is in a
     later step by then, just before.
     """
@@ -241,7 +237,7 @@ def _launch_rows(
     return [operator, rows.assign(name=call, label=call, cat="cuda_runtime")]
 
 
-def _check_steps(table: pd.DataFrame, rank: int) -> None:
+def _check_steps(table: pd.DataFrame, rank: int):
     rows = table[table["kind"] != "memory"]
     kind = pd.Categorical(rows["kind"], categories=KINDS)
     wrong = (
@@ -260,7 +256,7 @@ def _check_steps(table: pd.DataFrame, rank: int) -> None:
         )
 
 
-def _per_name(names: pd.Series, rule) -> np.ndarray:
+def _per_name(names: pd.Series, rule):
     codes, values = pd.factorize(names.to_numpy())
     return (
         np.array([rule(value) for value in values], dtype=bool)[codes]

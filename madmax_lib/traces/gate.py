@@ -164,7 +164,7 @@ def gate(
     )
 
 
-def _check_whole(timelines: list[Timeline]) -> None:
+def _check_whole(timelines: list[Timeline]):
     """Raise ValueError where recordings differ in their ranks, or a file ended early:
     less work looks like a gain.
     """
@@ -248,7 +248,7 @@ class _Location:
     blocks: float  # of steps that may be taken for independent
 
 
-def _too_few_steps(timeline: Timeline, count: int) -> str:
+def _too_few_steps(timeline: Timeline, count: int):
     files = timeline.meta.provenance.get("files", {})
     name = next(iter(files.values()), {}).get("name", "timeline")
     advice = "mark steps with profiler.step()"
@@ -259,7 +259,7 @@ def _too_few_steps(timeline: Timeline, count: int) -> str:
     return f"{name}: {count} steps that are neither warm-up nor cut, {rule}"
 
 
-def _operations(timeline: Timeline, counted: list[int]) -> pd.DataFrame:
+def _operations(timeline: Timeline, counted: list[int]):
     """Seconds by (rank, step) and (kind, operation), zero where a step has none."""
     spans = timeline.spans
     spans = spans[spans["kind"].isin(BUSY_KINDS) & spans["step"].isin(counted)]
@@ -284,16 +284,14 @@ def _operations(timeline: Timeline, counted: list[int]) -> pd.DataFrame:
     return table.reindex(cells).fillna(0.0)
 
 
-def _middle(values: np.ndarray) -> np.ndarray:
+def _middle(values: np.ndarray):
     """Mean without the smallest and largest quarter, over the axis before the last."""
     # As robust as a median, and less coarse.
     cut = int(_TRIM * values.shape[-2])
     return np.sort(values, axis=-2)[..., cut : values.shape[-2] - cut, :].mean(axis=-2)
 
 
-def _tested(
-    sides: list[list[_Recording]], threshold: float
-) -> tuple[pd.DataFrame, float]:
+def _tested(sides: list[list[_Recording]], threshold: float):
     """The table of a `GateResult`, and the factor that the operations of a host share."""
     from scipy.stats import t as student
 
@@ -344,7 +342,7 @@ def _tested(
     return table, float(np.exp(compared.shared))
 
 
-def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]) -> pd.DataFrame:
+def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]):
     """The table with the peak of memory, which is exact, where both sides have it."""
     a, b = (np.mean([one.peak_bytes for one in side]) for side in sides)
     if np.isfinite(a) and np.isfinite(b) and a > 0:
@@ -363,7 +361,7 @@ def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]) -> pd.DataFra
     return table
 
 
-def _names(sides: list[list[_Recording]]) -> list[str]:
+def _names(sides: list[list[_Recording]]):
     """Quantities that both sides have and that take a share of a step that counts."""
     means = [
         pd.concat([one.values.mean() for one in side], axis=1).fillna(0.0).mean(axis=1)
@@ -393,9 +391,7 @@ class _Compared:
     shared: float = 0.0  # log of the factor that all operations of a host share
 
 
-def _compared(
-    sides: list[list[_Recording]], names: list[str], computes: np.ndarray
-) -> _Compared:
+def _compared(sides: list[list[_Recording]], names: list[str], computes: np.ndarray):
     """The comparison of quantities. computes: (n,) whether a quantity is an operation
     that computes.
     """
@@ -431,7 +427,7 @@ def _compared(
     return _Compared(log_a, log_b, np.sqrt(variance), freedom, shared)
 
 
-def _variance_of_means(deviations: list[list[np.ndarray]]) -> np.ndarray:
+def _variance_of_means(deviations: list[list[np.ndarray]]):
     """Variance (n,) of the difference of two means, from the standard deviations of
     their recordings: sum over sides of sum(sigma^2) / count^2.
     """
@@ -440,7 +436,7 @@ def _variance_of_means(deviations: list[list[np.ndarray]]) -> np.ndarray:
     )
 
 
-def _weights(names: list[str]) -> np.ndarray:
+def _weights(names: list[str]):
     """Share of the level that each quantity gets (n,)."""
     operations = [name for name in names if name not in _WEIGHTS]
     rest = (1 - sum(_WEIGHTS.values())) / max(len(operations), 1)
@@ -448,7 +444,7 @@ def _weights(names: list[str]) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _holm(p: np.ndarray, weights: np.ndarray):
     """Adjusted p (n,): below a level with at most that chance of any false alarm.
 
     >>> _holm(np.array([0.01, 0.04]), np.array([0.5, 0.5])).tolist()
@@ -465,7 +461,7 @@ def _holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
+def _explained(a: list[_Recording], b: list[_Recording]):
     """The explanation of a `GateResult`."""
     before = _means_of_recordings(a)
     after = _means_of_recordings(b)
@@ -493,14 +489,14 @@ def _explained(a: list[_Recording], b: list[_Recording]) -> pd.DataFrame:
     return table[table["difference_s"] > _NEGLIGIBLE * table["difference_s"].max()]
 
 
-def _means_of_recordings(side: list[_Recording]) -> pd.DataFrame:
+def _means_of_recordings(side: list[_Recording]):
     """Geometric mean over the recordings, as in `_compared`, of `_by_rank`."""
     table = pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0)
     with np.errstate(divide="ignore"):
         return np.exp(np.log(table).T.groupby(level=0).mean().T)
 
 
-def _by_rank(one: _Recording) -> pd.DataFrame:
+def _by_rank(one: _Recording):
     """Middle of the seconds of a step: a row per (kind, operation), a column per rank,
     and -1 for their mean.
     """

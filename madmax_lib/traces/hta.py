@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,14 +113,14 @@ def idle(hta: TraceAnalysis) -> pd.DataFrame:
     return _seconds(table.rename(columns=names)[columns])
 
 
-def _seconds(table: pd.DataFrame) -> pd.DataFrame:
+def _seconds(table: pd.DataFrame):
     times = [column for column in table.columns if column.endswith("_s")]
     return table.assign(
         **{column: table[column].astype(float) * 1e-6 for column in times}
     ).reset_index(drop=True)
 
 
-def _gpu_ranks(hta: TraceAnalysis, what: str) -> list[int]:
+def _gpu_ranks(hta: TraceAnalysis, what: str):
     """Ranks with GPU rows; HTA raises on the others, and has nothing to say about them."""
     ranks = sorted(
         rank for rank, table in hta.t.traces.items() if (table["stream"] >= 0).any()
@@ -135,7 +135,7 @@ def _gpu_ranks(hta: TraceAnalysis, what: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _only(hta: TraceAnalysis, ranks: list[int]) -> Iterator[None]:
+def _only(hta: TraceAnalysis, ranks: list[int]):
     """HTA with the traces of some ranks, where its call takes no list of ranks."""
     traces = hta.t.traces
     hta.t.traces = {rank: traces[rank] for rank in ranks}
@@ -146,7 +146,7 @@ def _only(hta: TraceAnalysis, ranks: list[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet():
     """HTA logs every step as a warning and trips over pandas' deprecations; neither
     helps its reader.
     """

@@ -7,8 +7,6 @@ duration: the rank that spends least time in a call came last. `what_if_no_strag
 replays the `operations` of steps without slow ranks, stages and kinds of work.
 """
 
-from collections.abc import Iterator
-
 import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
@@ -97,7 +95,7 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     return with_origin(result, table, often_last=list(_often_last(table, result)))
 
 
-def _often_last(table: pd.DataFrame, result: pd.DataFrame) -> Iterator[int]:
+def _often_last(table: pd.DataFrame, result: pd.DataFrame):
     """Ranks that arrive last more often than chance explains: a binomial test with
     Bonferroni's correction.
     """

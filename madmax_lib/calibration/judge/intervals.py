@@ -52,7 +52,7 @@ def spread(table: pd.DataFrame) -> dict[str, float]:
     sources = table.groupby("repository")["repository"]
     weights = 1 / sources.transform("size").to_numpy(float)
 
-    def loss(log_sizes) -> float:
+    def loss(log_sizes):
         """Minus twice the log likelihood of Student's t, but for constants.
 
         log v + (f + 1) log(1 + e^2 / (v f)), where the sizes squared times the parts
@@ -144,7 +144,7 @@ def sensitivities(
     return result
 
 
-def _quantile(scores, weights, inside: float = _INSIDE) -> float:
+def _quantile(scores, weights, inside: float = _INSIDE):
     """Weighted quantile, linear between the middles of the weights.
 
     The largest score stands beyond them.

@@ -90,7 +90,7 @@ def _predictions(rows: pd.DataFrame, parameters: Parameters):
     return np.where(finite, columns, np.nan).T
 
 
-def _peak_bytes(case: Case, recompute_stated: bool) -> float:
+def _peak_bytes(case: Case, recompute_stated: bool):
     """Bytes of the fullest device; NaN where the plan cannot be laid out."""
     try:
         return peak_bytes(least_memory(case, recompute_stated))

@@ -92,7 +92,7 @@ def compared(prediction: pd.Series, run: Run) -> dict[str, object]:
     }
 
 
-def _shares(table: pd.DataFrame, which: str, total_s: float) -> dict[str, float]:
+def _shares(table: pd.DataFrame, which: str, total_s: float):
     """Compute and exposed communication as shares of the time, and overlap.
 
     table: of `breakdown`, whose ranks are averaged.
@@ -111,14 +111,14 @@ def process_bytes(run: Run, machine: Machine) -> float:
     return _measured_bytes(run) - _predicted_bytes(case, allocated=True)
 
 
-def _predicted_bytes(case: Case, *, allocated: bool) -> float:
+def _predicted_bytes(case: Case, *, allocated: bool):
     """Bytes of the fullest rank; allocated: those of tensors alone."""
     names = ("sequence", "dtype", "global_batch", "software", "cluster")
     options = {name: getattr(case, name) for name in names}
     return peak_bytes(memory(case.model, case.plan, **options), allocated=allocated)
 
 
-def _measured_bytes(run: Run) -> float:
+def _measured_bytes(run: Run):
     """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
     ranks = run.summary.get("ranks") or [run.summary]
     sizes = [rank.get("memory_peak_bytes") or rank["host_rss_bytes"] for rank in ranks]

@@ -135,7 +135,7 @@ def link_rates(table: pd.DataFrame) -> dict[str, float]:
     measured = np.log(rows["seconds"].to_numpy(float))
     begin = np.log(_LINKS_BEGIN)
 
-    def residuals(point) -> np.ndarray:
+    def residuals(point):
         """Log errors of t = latency + (p-1) hop + bytes * seconds per byte, priors."""
         near_s, far_s, latency_s, hop_s = np.exp(point)
         # the slower of network and node
@@ -175,13 +175,13 @@ def fit_constants(
     log_s[np.ix_([case.plan.tp > 1 for case in cases], is_part)] = np.nan
     weights = 1 / np.where(is_part, _PART, _STEP)
 
-    def errors(point) -> np.ndarray:
+    def errors(point):
         """(runs, columns) log(predicted / measured), 0 where nothing was measured."""
         constants = first.constants | scale.constants(point)
         predicted = parts_of(steps, replace(first, constants=constants))[columns]
         return np.nan_to_num(np.log(np.maximum(predicted.to_numpy(), _LEAST_S)) - log_s)
 
-    def residuals(point) -> np.ndarray:
+    def residuals(point):
         of_runs = (errors(point) * weights).ravel()
         return np.concatenate([of_runs, (point - scale.prior) / scale.sigma])
 
@@ -210,7 +210,7 @@ def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
     return pd.DataFrame({name: times[name] for name in ("step_s", *_PARTS)})
 
 
-def _scale_of(steps: Steps, begin: Parameters) -> tuple[Parameters, FittingScale]:
+def _scale_of(steps: Steps, begin: Parameters):
     """Constants where a fit begins, and those of them that these runs can tell.
 
     They move as logarithms and have no bounds: a machine may be as slow as it likes.

@@ -78,7 +78,7 @@ def write_page(directory: Path, machine: Machine) -> Path:
     return path
 
 
-def _verdict(results: pd.DataFrame) -> str:
+def _verdict(results: pd.DataFrame):
     if results.empty:
         return "No further run was made."
     errors = results["error"].abs()
@@ -86,7 +86,7 @@ def _verdict(results: pd.DataFrame) -> str:
     return f"Steps of {len(errors)} further runs were predicted within {within}."
 
 
-def _results(results: pd.DataFrame) -> pd.DataFrame:
+def _results(results: pd.DataFrame):
     """Predicted / measured, side by side."""
     table = pd.DataFrame(index=results.index)
     for title, (name, factor, text) in _QUANTITIES.items():
@@ -99,12 +99,12 @@ def _results(results: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _table(table: pd.DataFrame) -> str:
+def _table(table: pd.DataFrame):
     # one rank has no overlap
     return table.replace(r"\bnan( %)?", "-", regex=True).to_html(border=0)
 
 
-def _picture(results: pd.DataFrame) -> str:
+def _picture(results: pd.DataFrame):
     """Predicted over measured steps on one logarithmic scale, as SVG.
 
     On the diagonal a prediction is exact.

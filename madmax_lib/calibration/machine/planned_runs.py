@@ -70,7 +70,7 @@ class PlannedRun:
             **where,
         )
 
-    def _strategy(self, ranks: int) -> str:
+    def _strategy(self, ranks: int):
         """Two ranks in the layout's own dimension, the rest data parallel."""
         match self.layout:
             case "dp1":

@@ -290,7 +290,7 @@ def _width(dtype: str):
     return dtype_bytes(recorded_dtype(_FLOAT8.sub("float8_", dtype)))
 
 
-def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes) -> int:
+def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes):
     """Ranks of a group: of the device list, or from what the table says of them."""
     if run.devices:
         ranks = max(device.rank for device in run.devices) + 1

@@ -8,7 +8,6 @@ own: what it does not state is at the default of a `Plan`, as in `estimate`.
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -94,7 +93,7 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
     return [case for case in cases if _fits(case)] or cases
 
 
-def _fits(case: Case) -> bool:
+def _fits(case: Case):
     """Whether the fullest device holds its part; never for a plan that breaks a rule."""
     try:
         peak = peak_bytes(_case_memory(case))
@@ -103,7 +102,7 @@ def _fits(case: Case) -> bool:
     return peak <= usable_bytes(case.cluster.device)
 
 
-def _case_memory(case: Case) -> pd.DataFrame:
+def _case_memory(case: Case):
     """The table of `memory` of a row's step."""
     return memory(
         case.model,
@@ -131,7 +130,7 @@ def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
     return table
 
 
-def _own_plan(raw: dict, case: Case) -> Plan:
+def _own_plan(raw: dict, case: Case):
     """The plan of one's own row: the column `plan`, or those of degrees."""
     if text := text_of(raw, "plan"):
         return Plan.parse(text)
@@ -147,7 +146,7 @@ def _own_plan(raw: dict, case: Case) -> Plan:
     return Plan(dp=case.cluster.world_size // model_parallel, **values)
 
 
-def _layouts(raw: dict, case: Case) -> list[Plan]:
+def _layouts(raw: dict, case: Case):
     """Degrees: as stated, else all that are legal."""
     world = case.cluster.world_size
     model = case.model
@@ -170,13 +169,13 @@ def _layouts(raw: dict, case: Case) -> list[Plan]:
     return plans or [Plan(dp=world)]
 
 
-def _has_layout(raw: dict) -> bool:
+def _has_layout(raw: dict):
     """Whether a row says how its model is split; one device leaves no choice."""
     degrees = any(positive_of(raw, name) > 0 for name in (*_DEGREES, "dp"))
     return degrees or number_of(raw, "zero_stage") >= 0 or number_of(raw, "n_gpus") == 1
 
 
-def _with_experts(raw: dict, case: Case) -> Iterator[Plan]:
+def _with_experts(raw: dict, case: Case):
     """Plans of a layout that place the experts as stated.
 
     Not stated by a source: whole on each replica, or over as many as the experts and
@@ -196,7 +195,7 @@ def _with_experts(raw: dict, case: Case) -> Iterator[Plan]:
         yield replace(plan, ep=ep, etp=int(over_tp and plan.tp > 1 and ep > 1))
 
 
-def _plans(raw: dict, case: Case) -> Iterator[Plan]:
+def _plans(raw: dict, case: Case):
     """Plans of a layout that differ in what the row does not state: micro-batch and
     interleaving.
     """
@@ -240,7 +239,7 @@ def _interleaves(raw: dict, case: Case, count: float):
     return [chunks for chunks in range(1, each + 1) if each % chunks == 0]
 
 
-def _sharding(raw: dict, case: Case) -> dict:
+def _sharding(raw: dict, case: Case):
     """Fields of a plan about ZeRO: its stage, and the devices that share the states.
 
     These are a node under HSDP, or as FSDP's size is given.
@@ -270,7 +269,7 @@ def _sharding(raw: dict, case: Case) -> dict:
     }
 
 
-def _usual_zero(raw: dict, case: Case) -> int:
+def _usual_zero(raw: dict, case: Case):
     """The ZeRO stage of a row that does not state it.
 
     FSDP if 6 bytes per weight exceed the memory (16-bit weights and fp32 gradients), 2
@@ -291,13 +290,13 @@ def _usual_zero(raw: dict, case: Case) -> int:
     return 3 if 2 in choices else 0
 
 
-def _lora_rank(raw: dict) -> int:
+def _lora_rank(raw: dict):
     """Rank of the adapters, 0 where all weights are trained."""
     named = re.search(r"\bq?lora\b", remarks_of(raw), re.I)
     return count_of(raw, "lora_rank", _LORA_RANK if named else 0, least=0)
 
 
-def _stages(raw: dict, case: Case) -> dict:
+def _stages(raw: dict, case: Case):
     """Ends of the pipeline: as the notes cut it, else DeepSpeed's balance.
 
     The latter counts embedding and head as layers if it comes out. AMP's partition

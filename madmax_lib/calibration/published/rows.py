@@ -156,7 +156,7 @@ def facts_of(case: Case) -> dict:
     }
 
 
-def _renamed(table: pd.DataFrame) -> pd.DataFrame:
+def _renamed(table: pd.DataFrame):
     """vTrain's ground truth in the published columns."""
     table = table.rename(columns=_VTRAIN)
     empty = pd.Series(np.nan, table.index)
@@ -167,7 +167,7 @@ def _renamed(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**_VTRAIN_FACTS)
 
 
-def _read(raw: dict) -> dict:
+def _read(raw: dict):
     """One row; anything wrong with it becomes its reason."""
     source = text_of(raw, "source")
     model = text_of(raw, "model")
@@ -216,7 +216,7 @@ def _read(raw: dict) -> dict:
     return row | facts_of(case)
 
 
-def _violation_of(case: Case, devices: float, software: str) -> str:
+def _violation_of(case: Case, devices: float, software: str):
     """The contradiction in a row, empty if none: its world size, software or
     micro-batch, or a rule of plans.
 
@@ -282,7 +282,7 @@ def flops_and_peaks(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return np.array(flops), np.array(peaks)
 
 
-def _measured_s(case: Case, raw: dict) -> float:
+def _measured_s(case: Case, raw: dict):
     """Seconds per step: as published, else from tokens per second, else from FLOP/s.
 
     NaN if none is given. Where a source does not say how long a sample is, only a step

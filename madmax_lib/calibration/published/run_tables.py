@@ -90,7 +90,7 @@ def steps_files(runs: dict[str, Run]) -> dict[str, str]:
     }
 
 
-def _predicted_bytes(run: Run) -> float:
+def _predicted_bytes(run: Run):
     """Bytes allocated at the peak of the fullest rank."""
     spec = run.spec
     job = run.env.get("job", {})

@@ -219,7 +219,7 @@ def expect(
 
 def _measured_s(
     case: Case, arguments: dict[str, float | None], timeline: Timeline | None
-) -> tuple[str, float]:
+):
     """The argument that tells the step, and its seconds. Raises ValueError unless it is
     exactly one.
     """
@@ -252,7 +252,7 @@ def _measured_s(
     return name, float(seconds)
 
 
-def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float) -> str:
+def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
     """The verdict's sentence."""
     predicted_s = outlook.predicted_s
     factor = outlook.factor

@@ -9,7 +9,6 @@ again; it explains as much of the gap as log(step if so / predicted) is of log(m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,9 +83,7 @@ class _Cause(NamedTuple):
     step_s: float  # if so
 
 
-def _estimated(
-    case: Case, plan: Plan | pd.DataFrame, parameters: Parameters
-) -> pd.DataFrame:
+def _estimated(case: Case, plan: Plan | pd.DataFrame, parameters: Parameters):
     """`estimate` of a case under a plan or a table of them."""
     names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
     options = {name: getattr(case, name) for name in names}
@@ -143,7 +140,7 @@ def parts_of(
     return table.loc[order].reset_index(drop=True)
 
 
-def _traced(timeline: Timeline, case: Case) -> dict[str, float]:
+def _traced(timeline: Timeline, case: Case):
     """Seconds of each part in a step of a trace.
 
     What is neither compute nor exposed communication is waiting.
@@ -193,7 +190,7 @@ def causes(
 
 def _by_trace(
     table: pd.DataFrame, outlook: Outlook, measured_s: float, timeline: Timeline
-) -> pd.DataFrame:
+):
     """Causes with the seconds of their parts, those first whose part is off."""
     parts = parts_of(outlook, measured_s, timeline)
     columns = ["part", "predicted_s", "measured_s"]
@@ -210,7 +207,7 @@ def _by_trace(
     return table
 
 
-def _misread(outlook: Outlook, source: str) -> Iterator[_Cause]:
+def _misread(outlook: Outlook, source: str):
     """Steps of a run as predicted whose number meant something else."""
     case = outlook.case
     predicted_s = outlook.predicted_s
@@ -240,7 +237,7 @@ def _misread(outlook: Outlook, source: str) -> Iterator[_Cause]:
         yield _Cause("number", cause, predicted_s * count)
 
 
-def _changed(outlook: Outlook) -> Iterator[_Cause]:
+def _changed(outlook: Outlook):
     """Steps of changed runs, of those that can be laid out."""
     for part, cause, case in _changes(outlook.case):
         with warnings.catch_warnings():
@@ -252,7 +249,7 @@ def _changed(outlook: Outlook) -> Iterator[_Cause]:
         yield _Cause(part, cause, float(row["step_s"]))
 
 
-def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
+def _changes(case: Case):
     """Part, cause and changed case, the parts in turn."""
     yield from _changed_products(case)
     yield from _changed_communication(case)
@@ -269,11 +266,11 @@ def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
         yield "waiting", cause, replace(case, jitter=0.1)
 
 
-def _with_plan(case: Case, **changes) -> Case:
+def _with_plan(case: Case, **changes):
     return replace(case, plan=replace(case.plan, **changes))
 
 
-def _changed_products(case: Case) -> Iterator[tuple[str, str, Case]]:
+def _changed_products(case: Case):
     """Changes of what devices compute, and how fast."""
     part = "matrix products"
     device = case.cluster.device
@@ -293,7 +290,7 @@ def _changed_products(case: Case) -> Iterator[tuple[str, str, Case]]:
         yield part, "weights are frozen (LoRA)", _with_plan(case, lora_rank=16)
 
 
-def _changed_communication(case: Case) -> Iterator[tuple[str, str, Case]]:
+def _changed_communication(case: Case):
     """Changes of links, and of what their traffic hides under."""
     part = "communication"
     cluster = case.cluster
@@ -348,7 +345,7 @@ def neighbours(outlook: Outlook) -> pd.DataFrame:
     return table.sort_values("gain", ascending=False, ignore_index=True).head(_MOST)
 
 
-def _steps_away(plan: Plan) -> Iterator[dict[str, object]]:
+def _steps_away(plan: Plan):
     """Changes of one choice of a plan; a degree is taken from dp or given to it."""
     for name in ("tp", "pp", "cp"):
         for times in _TIMES:

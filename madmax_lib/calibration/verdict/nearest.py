@@ -61,7 +61,7 @@ def nearest(case: Case) -> pd.DataFrame:
     return table[_COLUMNS].reset_index(drop=True)
 
 
-def _facts(case: Case) -> dict[str, float | str]:
+def _facts(case: Case):
     return facts_of(case) | {
         "parameters": case.model.active_parameters,
         "devices": case.plan.world_size,
@@ -71,7 +71,7 @@ def _facts(case: Case) -> dict[str, float | str]:
 
 
 @lru_cache(maxsize=1)
-def _published() -> tuple[pd.DataFrame, pd.DataFrame]:
+def _published():
     """Usable published rows with columns of `nearest`, and what they are compared by."""
     rows = read_rows(catalog.table("published_train"))
     rows = rows[usable(rows)].reset_index(drop=True)

@@ -65,7 +65,7 @@ def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _row(raw: dict) -> dict:
+def _row(raw: dict):
     case = _case(raw, raw["plan"])
     measured = number_of(raw, "measured")
     predicted = _predicted(case, raw)
@@ -83,7 +83,7 @@ def _row(raw: dict) -> dict:
     }
 
 
-def _case(raw: dict, plan: str) -> Case:
+def _case(raw: dict, plan: str):
     """The run of a row under a plan."""
     plan = Plan.parse(plan)
     device = catalog.device(raw["gpu"])
@@ -94,7 +94,7 @@ def _case(raw: dict, plan: str) -> Case:
     return Case(model_of(raw), cluster, plan, batch, sequence, dtype, software)
 
 
-def _predicted(case: Case, raw: dict) -> float:
+def _predicted(case: Case, raw: dict):
     """The quantity of a row, of the simulated step."""
     # some traces show a stage's layers alone
     parts = _means(case, raw["traced"] == "layers")
@@ -124,7 +124,7 @@ def _predicted(case: Case, raw: dict) -> float:
 
 
 @lru_cache(maxsize=64)
-def _means(case: Case, layers: bool = False) -> pd.Series:
+def _means(case: Case, layers: bool = False):
     """Mean over the ranks of the breakdown of a simulated step.
 
     layers: of its layers, without messages between stages, as some traces show them.

@@ -35,7 +35,7 @@ _SHEET = {
 _VIT_H_TOKENS = 197  # patches of 16 pixels, as its FLOPs tell
 
 
-def _vision_rows() -> pd.DataFrame:
+def _vision_rows():
     """The nine runs as normalised rows, with measured and paper in FLOP/s per device.
 
     Blocks are recomputed where the activations do not fit without.

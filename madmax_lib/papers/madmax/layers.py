@@ -186,11 +186,11 @@ def workload(
     )
 
 
-def _class(layer: DenseLayer) -> str:
+def _class(layer: DenseLayer):
     return layer.name.partition(" ")[0]
 
 
-def _degree(elements: Strategy, *kinds: str) -> int:
+def _degree(elements: Strategy, *kinds: str):
     return math.prod(element.degree for element in elements if element.kind in kinds)
 
 
@@ -203,7 +203,7 @@ class _Shape(NamedTuple):
     experts: int  # E, 0 in a layer that is no mixture
 
 
-def _shape(model: Mapping, layer_class: str, local_batch: float) -> _Shape:
+def _shape(model: Mapping, layer_class: str, local_batch: float):
     """Weights and work of an MLP layer, of attention or of an FC pair."""
     # Parameters: MLP d x d; attention 4 h x h; FC pair 2 h x g. The release counts
     # neither attention scores (s^2) nor a gate of the FC nor the LM head.
@@ -231,7 +231,7 @@ def _shape(model: Mapping, layer_class: str, local_batch: float) -> _Shape:
     )
 
 
-def _sequence(model: Mapping) -> float:
+def _sequence(model: Mapping):
     """Tokens of a sample; a ViT has one per patch and no class token."""
     if model["type"] == "ViT":
         return (model["image_size"] // model["patch_dim"]) ** 2
@@ -244,7 +244,7 @@ def _layers(
     split: dict[str, Strategy],
     batches: dict[str, float],
     rules: MadmaxRules,
-) -> list[DenseLayer]:
+):
     """Dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the
     model type has them.
     """
@@ -269,7 +269,7 @@ def _layers(
     return bottom + blocks + _mlp(blank["top"], model["num_top_mlp_layers"])
 
 
-def _mlp(blank: DenseLayer, count: float) -> list[DenseLayer]:
+def _mlp(blank: DenseLayer, count: float):
     """Stack of MLP layers."""
     # Megatron's column-row pairs: tp sums activations after the second layer of each
     # pair forward, and their gradients after the first one (processed last) backward.
@@ -280,7 +280,7 @@ def _mlp(blank: DenseLayer, count: float) -> list[DenseLayer]:
 
 def _layer(
     name: str, shape: _Shape, rates: GpuRates, elements: Strategy, rules: MadmaxRules
-) -> DenseLayer:
+):
     """A layer under a strategy; each element acts on the layer as split by the elements
     after it.
 
@@ -342,9 +342,7 @@ def _layer(
     )
 
 
-def _sharded_embedding(
-    model: Mapping, rates: GpuRates, samples: float, devices: int
-) -> Embedding:
+def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int):
     """DLRM: tables are spread over all devices; an All2All hands out what was looked
     up, another the gradients.
     """
@@ -366,7 +364,7 @@ def _sharded_embedding(
 
 def _replicated_embedding(
     model: Mapping, rates: GpuRates, samples: float, devices: int
-) -> Embedding:
+):
     """LLM, ViT: token (patch) and position tables on every device."""
     # L = 2 x B/N x s x h x bytes: a token and a position row each. The AllReduce of the
     # gradient carries the rows looked up, not the tables.
@@ -391,7 +389,7 @@ def _first_gather(
     elements: Strategy,
     shards: int,
     rules: MadmaxRules,
-) -> Collective | None:
+):
     """AllGather before the optimised backward pass."""
     # A defect of the release: it is issued without fsdp too, with W / (T S) times the
     # degree of the first element. For ddp that is W x N, 447 ms of ViT-10B on 128 GPUs.
@@ -402,7 +400,7 @@ def _first_gather(
     return rates.collective("all_gather", size_bytes, level, "stray")
 
 
-def _rates_of(system: Mapping, param_bytes: float) -> GpuRates:
+def _rates_of(system: Mapping, param_bytes: float):
     """Effective rates of a system: peak times utilisation."""
     if param_bytes not in _PEAKS:
         raise ValueError(
@@ -441,9 +439,7 @@ def _rates_of(system: Mapping, param_bytes: float) -> GpuRates:
     )
 
 
-def _check_inputs(
-    model: Mapping, system: Mapping, task: str, global_batch: float
-) -> None:
+def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float):
     if task not in TASKS:
         raise ValueError(f"task={task!r} is not one of {', '.join(TASKS)}")
     if model["type"] not in TYPES:
@@ -457,7 +453,7 @@ def _check_inputs(
     _check_fields("case of", {**model, "global_batch": global_batch}, ("global_batch",))
 
 
-def _check_fields(what: str, row: Mapping, fields: tuple[str, ...]) -> None:
+def _check_fields(what: str, row: Mapping, fields: tuple[str, ...]):
     """Raise ValueError for a field of `row` that is missing, not positive, or out of
     the range its name tells.
     """

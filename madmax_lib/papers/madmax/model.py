@@ -132,7 +132,7 @@ def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> 
     }
 
 
-def _by_name(table: pd.DataFrame, what: str, *needed: str) -> dict[str, dict]:
+def _by_name(table: pd.DataFrame, what: str, *needed: str):
     if missing := [column for column in needed if column not in table.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     if twice := table["name"][table["name"].duplicated()].tolist():
@@ -140,16 +140,14 @@ def _by_name(table: pd.DataFrame, what: str, *needed: str) -> dict[str, dict]:
     return {row["name"]: row for row in table.to_dict("records")}
 
 
-def _row_of(table: Mapping[str, dict], name: str, what: str) -> dict:
+def _row_of(table: Mapping[str, dict], name: str, what: str):
     if name in table:
         return table[name]
     near = difflib.get_close_matches(str(name), map(str, table), 3, 0.0)
     raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
 
 
-def _device_step(
-    case: Mapping, models: dict, systems: dict, rules: MadmaxRules
-) -> DeviceStep:
+def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules):
     """Work of a GPU in a case, checked against its model, system and batch."""
     model = _row_of(models, case["model"], "model")
     system = _row_of(systems, case["system"], "system")
@@ -171,7 +169,7 @@ def _device_step(
     return step
 
 
-def _row(case: Mapping, step: DeviceStep) -> dict:
+def _row(case: Mapping, step: DeviceStep):
     """Row of `evaluate`."""
     program = _program(step, case["task"])
     iteration_s = max(run(program)[1])
@@ -194,7 +192,7 @@ def _row(case: Mapping, step: DeviceStep) -> dict:
     return row
 
 
-def _program(step: DeviceStep, task: str) -> Program:
+def _program(step: DeviceStep, task: str):
     """Forward, then backward unless the task is inference."""
     issuer = _Issuer(step)
     issuer.forward()
@@ -259,7 +257,7 @@ class _Issuer:
             looked_up = self._look_up("backward", self._tails())
             self._send(embedding.backward, "embedding backward", (looked_up,))
 
-    def _just_in_time(self, layers: list[DenseLayer], ready: _Ops) -> _Ops:
+    def _just_in_time(self, layers: list[DenseLayer], ready: _Ops):
         """Pre-optimised backward pass; returns what the next op waits for."""
         # AllGather(l) queues behind the collectives of the layer before it: AllGather,
         # GEMM and ReduceScatter run one after another, nothing of fsdp is hidden.
@@ -268,7 +266,7 @@ class _Issuer:
             _, ready = self._compute(layer, "backward", ready, gathered)
         return ready
 
-    def _one_ahead(self, layers: list[DenseLayer], ready: _Ops) -> None:
+    def _one_ahead(self, layers: list[DenseLayer], ready: _Ops):
         """Optimised backward pass: the next layer's gather is issued before this
         layer's GEMM and collectives, and runs beside the GEMM.
         """
@@ -282,9 +280,7 @@ class _Issuer:
             before, ready = self._compute(layer, "backward", ready, gathered)
             gathered = ahead
 
-    def _compute(
-        self, layer: DenseLayer, phase: str, ready: _Ops, gathered: _Ops
-    ) -> tuple[_Ops, _Ops]:
+    def _compute(self, layer: DenseLayer, phase: str, ready: _Ops, gathered: _Ops):
         """Issue experts' dispatch, GEMM, experts' combine and the layer's collectives.
 
         Returns the GEMM, and the op that the next layer waits for: the last blocking
@@ -309,15 +305,15 @@ class _Issuer:
 
     def _gather(
         self, gather: Collective | None, layer: DenseLayer, phase: str, after: _Ops
-    ) -> _Ops:
+    ):
         return (self._send(gather, f"{layer.name} {phase}", after),) if gather else ()
 
-    def _look_up(self, phase: str, after: _Ops) -> int:
+    def _look_up(self, phase: str, after: _Ops):
         lookup_s = self.step.embedding.lookup_s
         name = f"embedding lookup {phase}"
         return self.program.op(_COMPUTE, "compute", name, lookup_s, after)
 
-    def _send(self, collective: Collective, where: str, after: _Ops) -> int:
+    def _send(self, collective: Collective, where: str, after: _Ops):
         return self.program.op(
             _COMM,
             "comm",
@@ -328,7 +324,7 @@ class _Issuer:
             size_bytes=collective.size_bytes,
         )
 
-    def _tails(self) -> _Ops:
+    def _tails(self):
         """Last op of each stream: whoever waits for them waits for all issued so far."""
         streams = self.program.stream[::-1]
         last = len(streams) - 1

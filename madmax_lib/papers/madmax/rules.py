@@ -90,7 +90,7 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     return _NAMED[rules]
 
 
-def _parse_strategy(text: str, num_devices: int, num_nodes: int) -> Strategy:
+def _parse_strategy(text: str, num_devices: int, num_nodes: int):
     """Elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or
     inside a node and across nodes.
 
@@ -132,7 +132,7 @@ def parse_classes(
     """
     if "=" not in str(text):
         return dict.fromkeys(classes, _parse_strategy(text, num_devices, num_nodes))
-    split: dict[str, Strategy] = {}
+    split = {}
     for part in filter(str.strip, text.split(";")):
         name, _, strategy = (piece.strip().lower() for piece in part.partition("="))
         members = [one for one in _TOGETHER.get(name, (name,)) if one in classes]

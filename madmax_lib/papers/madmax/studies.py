@@ -154,7 +154,7 @@ def validation_bars() -> pd.DataFrame:
     return released(pd.DataFrame(rows, columns=columns))
 
 
-def _figure_7_step(gpus: int) -> pd.Series:
+def _figure_7_step(gpus: int):
     """DLRM-A under DDP with 512 samples per GPU, as in the release."""
     case = cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=512 * gpus)
     return steps(case).iloc[0]
@@ -314,7 +314,7 @@ def hardware_study(
     return with_origin(pd.concat(tables, ignore_index=True), *files, rules=AS_RELEASED)
 
 
-def _joined(one: Cluster) -> Cluster:
+def _joined(one: Cluster):
     """Cluster whose nodes are joined by their inner link."""
     size = min(256, one.world_size)  # GPUs that one level of NVLink switches joins
     nodes = one.world_size // size
@@ -372,7 +372,7 @@ def claims() -> pd.DataFrame:
     return released(table[[*about, "theirs", "ours", "error", "follows", "note"]])
 
 
-def _table_1() -> dict[str, float]:
+def _table_1():
     dlrm = steps(cases(["DLRM-A", "DLRM-B"], ["ddp"], ["zionex-128"]))
     llama = prefetch_overlap(["LLaMA-65B"]).set_index("schedule")
     vit = vit_mfu()
@@ -393,7 +393,7 @@ def _table_1() -> dict[str, float]:
     }
 
 
-def _gains() -> dict[str, float]:
+def _gains():
     train = strategies_over_fsdp()
     tasks = task_dependence()
     fitting = best(train).set_index("limit")["gain"]

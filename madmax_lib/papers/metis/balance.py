@@ -62,14 +62,14 @@ class Balancer:
         self._even_out(capacity, layers)
         return tuple(accumulate(map(len, layers), initial=0))
 
-    def _owners(self, capacity: Sequence[float]) -> list[int]:
+    def _owners(self, capacity: Sequence[float]):
         """Stage of each piece."""
         pieces = _Assignment(list(capacity))
         self._in_order(pieces)
         self._fill_gaps(pieces)
         return pieces.owner
 
-    def _in_order(self, pieces: _Assignment) -> None:
+    def _in_order(self, pieces: _Assignment):
         """First to last stage until each is full, then the last stage from the end on."""
         piece = self._piece
         owner = pieces.owner
@@ -104,9 +104,7 @@ class Balancer:
         pieces.room[last] = room
         pieces.first.append(lowest)
 
-    def _take_until_full(
-        self, room: list[float], stage: int, start: int, bound: int
-    ) -> int:
+    def _take_until_full(self, room: list[float], stage: int, start: int, bound: int):
         """First piece from `start` on, at most `bound`, that does not fit into a stage,
         whose room is reduced by those before.
 
@@ -125,7 +123,7 @@ class Balancer:
         room[stage] = rest
         return end
 
-    def _fill_gaps(self, pieces: _Assignment) -> None:
+    def _fill_gaps(self, pieces: _Assignment):
         """Each piece without owner, ascending, to the stage with most room among those
         around it, the first of equals.
 
@@ -158,9 +156,9 @@ class Balancer:
             room[stage] -= piece[number]
             joined = stage
 
-    def _majority(self, owner: list[int], stages: int) -> list[list[int]]:
+    def _majority(self, owner: list[int], stages: int):
         """Layers of each stage: those of which it has more than half of the pieces."""
-        layers: list[list[int]] = [[] for _ in range(stages)]
+        layers = [[] for _ in range(stages)]
         for layer in range(self.layers):
             pieces = owner[PIECES * layer : PIECES * (layer + 1)]
             # a stage with at least 4 of 7 pieces owns the middle one, once sorted
@@ -172,7 +170,7 @@ class Balancer:
             layers[stage].append(layer)
         return layers
 
-    def _even_out(self, capacity: Sequence[float], layers: list[list[int]]) -> None:
+    def _even_out(self, capacity: Sequence[float], layers: list[list[int]]):
         """Up to three times a layer moves to the stage with most room from its fuller
         neighbour, in place.
         """

@@ -137,7 +137,7 @@ class _MemoryOfFirstType(_MetisCost):
             for stage in self.stages
         )
 
-    def _needed_bytes(self, stage: PlacedStage, kinds: np.ndarray) -> float:
+    def _needed_bytes(self, stage: PlacedStage, kinds: np.ndarray):
         samples = self.rules.global_batch // self.plan.batches
         if len(stage.distinct_types) == 1:
             pieces = [max(samples // stage.dp, 1)]

@@ -65,6 +65,6 @@ def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.bar_chart(ax, table, times_s, title, frame, style)
 
 
-def _from_files(table: pd.DataFrame, *files: str) -> pd.DataFrame:
+def _from_files(table: pd.DataFrame, *files: str):
     names = [f"metis/{file}" for file in files]
     return with_origin(table, *names, rules="Metis as released")

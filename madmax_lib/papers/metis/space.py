@@ -46,9 +46,7 @@ def group_lists(
             yield GroupList(sequence, stages, groups)
 
 
-def _device_groups(
-    gpus: int, stages: int, variance: float, max_permute_len: int
-) -> list[tuple[int, ...]]:
+def _device_groups(gpus: int, stages: int, variance: float, max_permute_len: int):
     """Sizes of the stages, powers of two that sum to `gpus`, none below variance x the
     mean size.
 
@@ -65,9 +63,7 @@ def _device_groups(
     ]
 
 
-def _non_decreasing(
-    shapes: list[int], count: int, total: int
-) -> Iterator[tuple[int, ...]]:
+def _non_decreasing(shapes: list[int], count: int, total: int):
     """Non-decreasing sequences of `count` shapes with this sum, in lexicographic order."""
     if count == 0:
         yield from [()] if total == 0 else []
@@ -80,7 +76,7 @@ def _non_decreasing(
             yield (shape, *rest)
 
 
-def _merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+def _merged(sizes: Sequence[int], limit: int):
     """Non-decreasing sizes as at most `limit` groups that are permuted as wholes:
     smallest neighbours are joined.
 
@@ -103,10 +99,10 @@ def _merged(sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
     return groups
 
 
-def _join_pairs(groups: list[tuple[int, ...]], pairs: int) -> list[tuple[int, ...]]:
+def _join_pairs(groups: list[tuple[int, ...]], pairs: int):
     """Groups with the first pairs joined where both have the smallest sum."""
     smallest = min(map(sum, groups))
-    joined: list[tuple[int, ...]] = []
+    joined = []
     for start in range(0, min(2 * pairs, len(groups)), 2):
         pair = groups[start : start + 2]
         if len(pair) == 2 and all(sum(group) == smallest for group in pair):
@@ -115,7 +111,7 @@ def _join_pairs(groups: list[tuple[int, ...]], pairs: int) -> list[tuple[int, ..
     return joined + groups[2 * pairs :]
 
 
-def _cool_lex(groups: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def _cool_lex(groups: Sequence[tuple[int, ...]]):
     """All distinct permutations by prefix shifts, from the non-increasing arrangement
     on.
 

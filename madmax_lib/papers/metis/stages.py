@@ -72,7 +72,7 @@ class RankOrder:
         types = self.types[start : start + gpus]
         return plain_sum(self._memory_mb[device] for device in types)
 
-    def _bandwidth(self, start: int, end: int, stride: int = 1) -> float:
+    def _bandwidth(self, start: int, end: int, stride: int = 1):
         """GB/s of a group of ranks; beyond a node the release takes the least bandwidth
         inside the nodes involved.
         """
@@ -91,7 +91,7 @@ class RankOrder:
 
     def _split(
         self, types: tuple[str, ...], block: int, dp: int, tp: int, samples: int
-    ) -> list[int]:
+    ):
         """Samples of each replica, proportional to the speed of the first GPU of its
         block; largest remainders.
         """
@@ -156,7 +156,7 @@ class Stage:
         )
 
     @cached_property
-    def _replicas(self) -> list[tuple[str, list[int]]]:
+    def _replicas(self):
         """GPU type and batches (powers of two, descending) of each replica, once for
         all in a stage of one type.
         """
@@ -171,7 +171,7 @@ class Stage:
         ]
 
     @cached_property
-    def _memory(self) -> list[list[list[float]]]:
+    def _memory(self):
         """Memory tables that add up to the demand: one, or of every part of a batch
         split over the whole cluster.
         """
@@ -199,7 +199,7 @@ class Stage:
         return self._demand_mb[x, y]
 
     @cached_property
-    def _layer_ms(self) -> list[list[float]]:
+    def _layer_ms(self):
         return self._job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
 
     def compute_ms(self, x: int, y: int) -> float:

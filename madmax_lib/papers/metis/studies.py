@@ -17,7 +17,6 @@ from madmax_lib.papers.metis.walk import MetisResult, search
 from madmax_lib.papers.origin import read_table
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
-from madmax_lib.planner.hetero.profiles import Profiles
 
 __all__ = [
     "NODE_ORDERS",
@@ -190,11 +189,11 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
 
 
 @lru_cache
-def _profiles(layers: int) -> Profiles:
+def _profiles(layers: int):
     return generate_profiles(layers)
 
 
-def _plan_text(plan: pd.Series) -> str:
+def _plan_text(plan: pd.Series):
     stages = zip(plan["device_groups"], plan["strategies"], strict=True)
     degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
     types = " then ".join(plan["node_sequence"])

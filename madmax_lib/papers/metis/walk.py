@@ -187,7 +187,7 @@ class _Walk:
 
     def _from_data_to_tensor(
         self, stages: list[Stage], memory_mb: list[float], costed: int
-    ) -> None:
+    ):
         """Halve dp of one stage after the other until a plan is accepted at once or no
         stage has dp > 1.
         """
@@ -225,7 +225,7 @@ class _Walk:
             dp[number] //= 2
             invalid += before.valid - before.halved.valid
 
-    def _placement(self, stages: list[Stage], memory_mb: list[float]) -> _Placement:
+    def _placement(self, stages: list[Stage], memory_mb: list[float]):
         """Layers for stages by speed; where memory is short, by a capacity that avoids
         it, up to three attempts.
         """
@@ -233,7 +233,7 @@ class _Walk:
         speed = [stage.performance for stage in stages]
         total = plain_sum(speed)
         capacity = [value / total for value in speed]
-        first_free_mb: list[float] = []
+        first_free_mb = []
         attempt = 0
         while True:
             attempt += 1
@@ -257,7 +257,7 @@ class _Walk:
                 return _Placement(0, partition, free_mb, first_free_mb, attempt)
             capacity = shifted
 
-    def _record(self, stages: list[Stage], placed: _Placement, costed: int) -> None:
+    def _record(self, stages: list[Stage], placed: _Placement, costed: int):
         try:
             cost = cost_ms(stages, placed.partition, costed)
         except NotProfiled:

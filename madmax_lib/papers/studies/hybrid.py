@@ -37,7 +37,7 @@ class _Window(NamedTuple):
     inflation: float  # full batches over the real ones, over the counted steps
 
 
-def _log_window(samples: int, ranks: int, batch: int, interval: int) -> _Window:
+def _log_window(samples: int, ranks: int, batch: int, interval: int):
     """Steps that an average covers whose sums start anew every `interval` steps.
 
     samples: over all ranks. batch: samples per rank and step.
@@ -72,7 +72,7 @@ def _script_flops(model: Transformer, sequence, tp=1):
     return 3 * (layers + 2 * s * h + 2 * s * h * model.vocab)
 
 
-def _local_model(tp: int) -> Transformer:
+def _local_model(tp: int):
     """Model that a GPU of the study had under TP: layers of 1/tp of the heads and
     channels, embedding and head in full.
     """

@@ -49,7 +49,7 @@ class _Fact(NamedTuple):
     agrees: bool
 
 
-def _size_tried(row: dict[str, str]) -> _Fact:
+def _size_tried(row: dict[str, str]):
     """Fact of a size that somebody trained, or could not."""
     if row["model"]:
         model = catalog.model(row["model"])
@@ -69,7 +69,7 @@ def _size_tried(row: dict[str, str]) -> _Fact:
     return _Fact(row["fact"], theirs, ours, theirs == ours)
 
 
-def _model_states(row: dict[str, str]) -> _Fact:
+def _model_states(row: dict[str, str]):
     """Fact of the ZeRO paper: bytes of weights, gradients and optimizer."""
     # bytes per parameter depend on the plan alone, so any shape gives them
     model = gpt_shape(512, 8)

@@ -117,7 +117,7 @@ def limits_table() -> pd.DataFrame:
     return with_origin(table, "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
-def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -> dict:
+def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy):
     """Row of a plan: whether it fits, and if it does its times, its bottleneck and its
     energy.
     """
@@ -147,9 +147,7 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy) -
     return row | {name: energy[name] for name in names}
 
 
-def _host_busy_s(
-    model: Transformer, cluster: Cluster, plan: Plan, share: float
-) -> float:
+def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float):
     """Seconds of CPU Adam in a step."""
     if plan.offload is None:
         return 0.0

@@ -75,7 +75,7 @@ def steps() -> pd.DataFrame:
     return with_origin(table, _STEPS, rules=_RULES)
 
 
-def _phases_s(log: pd.DataFrame, first: int, last: int) -> pd.Series:
+def _phases_s(log: pd.DataFrame, first: int, last: int):
     """Mean seconds of each phase over the regular steps first..last. Raises ValueError
     if there is none.
     """
@@ -123,7 +123,7 @@ def step_of(
     )
 
 
-def _simulated_phases_s(timeline: Timeline) -> pd.Series:
+def _simulated_phases_s(timeline: Timeline):
     """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last
     gradient reduced.
     """
@@ -141,7 +141,7 @@ def _simulated_phases_s(timeline: Timeline) -> pd.Series:
     return pd.Series(phases_ns / 1e9, index=PHASES)
 
 
-def _calibrate(measured: pd.Series) -> Parameters:
+def _calibrate(measured: pd.Series):
     """Shares of the data-sheet rates that make the simulated ZeRO-2 step as long as a
     measured one.
 
@@ -169,7 +169,7 @@ def _calibrate(measured: pd.Series) -> Parameters:
     )
 
 
-def _by_share(phases: pd.Series) -> pd.Series:
+def _by_share(phases: pd.Series):
     """Seconds that each share governs."""
     return pd.Series(
         {

@@ -171,6 +171,6 @@ def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.bar_chart(ax, table, 1e3 * fitting["token_j"], title, frame, style)
 
 
-def _size(model: str) -> str:
+def _size(model: str):
     """gpt2_10b is 10B."""
     return model.rpartition("_")[2].upper()

@@ -85,7 +85,7 @@ def load_nccl(directory: str | Path) -> Nccl:
     return Nccl(duration_s, bus)
 
 
-def _read(path: Path) -> np.ndarray:
+def _read(path: Path):
     """(sizes, 7): bytes, count, type, then time and bus bandwidth out of place and in
     place.
     """
@@ -194,9 +194,7 @@ def _all_reduce_s(
     return np.where(ranks > 1, np.where(leaves_node, outside_s, inside_s), 0.0)
 
 
-def _table_s(
-    nccl: Nccl, ranks: int, size_bytes: np.ndarray, rules: VTrainRules
-) -> np.ndarray:
+def _table_s(nccl: Nccl, ranks: int, size_bytes: np.ndarray, rules: VTrainRules):
     """Seconds from the table of a group size, beyond its end from the bus bandwidth
     there.
     """

@@ -297,7 +297,7 @@ def shape_of(table: pd.DataFrame) -> Sizes:
     return Sizes(*(columns[name].to_numpy() for name in columns))
 
 
-def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Config:
+def _from_content(content: object, derive_gpus: bool, rules: VTrainRules):
     if not isinstance(content, Mapping):
         raise ValueError("not a JSON object")
     if unknown := set(content) - {f.name for f in fields(Config)}:
@@ -314,7 +314,7 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules) -> Con
     return Config(**content)
 
 
-def _typed(name: str, kind: str, value: object) -> object:
+def _typed(name: str, kind: str, value: object):
     """Value as its field wants it; a whole float is an int."""
     if type(value).__name__ == kind in ("bool", "str"):
         return value
@@ -329,7 +329,7 @@ def _typed(name: str, kind: str, value: object) -> object:
     raise ValueError(f"{name}={value!r} is not a {wanted}")
 
 
-def _fill_in(config: Config) -> None:
+def _fill_in(config: Config):
     """Set the one of num_gpus and the degrees that is 0; the degrees must multiply to
     num_gpus.
     """
@@ -352,7 +352,7 @@ def _fill_in(config: Config) -> None:
         )
 
 
-def _check(config: Config) -> None:
+def _check(config: Config):
     for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")

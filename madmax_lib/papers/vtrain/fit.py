@@ -160,12 +160,12 @@ def terms(shape: Sizes) -> np.ndarray:
     return np.stack(columns, axis=-1).astype(float)
 
 
-def _groups(table: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
+def _groups(table: pd.DataFrame):
     """Positions of the rows of each group."""
     return table.groupby([TABLE[name] for name in GROUP]).indices
 
 
-def _solve(columns: np.ndarray, rest_s: np.ndarray) -> OperatorFit:
+def _solve(columns: np.ndarray, rest_s: np.ndarray):
     """Least squares with columns scaled to length 1; the smallest solution where the
     rank is not full.
     """

@@ -6,7 +6,6 @@ collectives stay vTrain's. Five numbers are fitted to the times of whole steps, 
 shapes that were left out can be predicted, and models that nobody has profiled.
 """
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -178,7 +177,7 @@ def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
     return result
 
 
-def _predictor(table: pd.DataFrame, nccl: Nccl) -> Callable[[Formulas], np.ndarray]:
+def _predictor(table: pd.DataFrame, nccl: Nccl):
     """Seconds of the rows' steps (n,) as a function of the formulas; the rest is
     computed once.
     """

@@ -116,7 +116,7 @@ class _Step:
         m = self.shape.micro_batches
         # min(p-1-r, m) warm-up forwards on stage r, then one forward, one backward
         orders = [order("1f1b", stage, pp, m) for stage in range(pp)]
-        done: dict[tuple[int, Slot], int] = {}
+        done = {}
         for stage, slot in in_order(orders):
             message = dependency(slot, stage, pp, 1)
             after = (done[message],) if message else ()
@@ -134,7 +134,7 @@ class _Step:
         after=(),
         *,
         size_bytes=float("nan"),
-    ) -> None:
+    ):
         # A stage does one thing at a time: each op waits for the one before it on the
         # stage, whatever its stream.
         before = (self._last[stage],) if stage in self._last else ()
@@ -145,7 +145,7 @@ class _Step:
             stream, kind, name, duration_s, inputs, **where, size_bytes=size_bytes
         )
 
-    def _pass(self, stage: int, slot: Slot, after: tuple[int, ...]) -> None:
+    def _pass(self, stage: int, slot: Slot, after: tuple[int, ...]):
         """A micro-batch forward or backward through a stage, and the message to the
         next one.
         """
@@ -161,9 +161,7 @@ class _Step:
             size = {"size_bytes": self.message_bytes}
             self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, **size)
 
-    def _recompute(
-        self, stage: int, number: int, after: tuple[int, ...]
-    ) -> tuple[int, ...]:
+    def _recompute(self, stage: int, number: int, after: tuple[int, ...]):
         """The forward pass repeated; returns what the backward pass still has to wait
         for.
         """
@@ -178,7 +176,7 @@ class _Step:
             return ()
         return after
 
-    def _reduce(self, stage: int, what: str) -> None:
+    def _reduce(self, stage: int, what: str):
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             count = 2 * self.layers
@@ -186,7 +184,7 @@ class _Step:
             duration_s = count * self.tensor_s
             self._op(stage, Stream.TENSOR, f"all_reduce {what}", duration_s, **size)
 
-    def _compute_s(self, stage: int, direction: str) -> float:
+    def _compute_s(self, stage: int, direction: str):
         operators = self.operators
         parts = ("", "embedding_", "output_")
         times_s = [getattr(operators, f"{part}{direction}_s") for part in parts]
@@ -195,7 +193,7 @@ class _Step:
         # n f [+ e_f on the first stage] [+ g_f on the last], backward likewise
         return self.layers * times_s[0] + first * times_s[1] + last * times_s[2]
 
-    def _finish(self) -> None:
+    def _finish(self):
         """Gradients of all stages side by side once the first stage is through, then
         all updates.
         """

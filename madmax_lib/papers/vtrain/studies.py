@@ -92,7 +92,7 @@ def published(key: str) -> float:
     return float(values[key])
 
 
-def _published() -> pd.Series:
+def _published():
     return read_table("vtrain/published").set_index("key")["value"]
 
 
@@ -107,7 +107,7 @@ def optional_local(relative: str, what: str) -> Path | None:
 
 def _steps(
     model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float
-) -> pd.DataFrame:
+):
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense
     model FLOPs) and memory_bytes.
 
@@ -150,7 +150,7 @@ def _steps(
     )
 
 
-def _plan_grid(model: Transformer, gpus: int, global_batch: int) -> pd.DataFrame:
+def _plan_grid(model: Transformer, gpus: int, global_batch: int):
     """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch
     up to 4.
     """
@@ -178,7 +178,7 @@ def design_space() -> pd.DataFrame:
     return with_origin(_priced(plans), "vtrain/published", rules=_ON_FORMULAS)
 
 
-def _priced(plans: pd.DataFrame) -> pd.DataFrame:
+def _priced(plans: pd.DataFrame):
     table = _steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
     # days = tokens / tokens of a step x step; a node of the price has 8 GPUs
     steps = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence)
@@ -371,7 +371,7 @@ def claims() -> pd.DataFrame:
     return _with_published(ours, every=True)
 
 
-def _with_published(ours: dict[str, float], *, every: bool = False) -> pd.DataFrame:
+def _with_published(ours: dict[str, float], *, every: bool = False):
     rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
     wanted = every | rows["key"].isin(ours)
     rows = rows[(rows["follows"] != "input") & wanted].reset_index(drop=True)

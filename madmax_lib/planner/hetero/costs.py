@@ -281,7 +281,7 @@ class PlanCost:
         share = stage.layer_count / self.prices.layers
         return self.whole_optimizer_s(stage) / stage.tp * share
 
-    def _placed(self, number: int, start: int, end: int) -> PlacedStage:
+    def _placed(self, number: int, start: int, end: int):
         plan = self.plan
         dp, tp = plan.strategies[number]
         recompute = plan.recompute[number]
@@ -307,9 +307,7 @@ class PlanCost:
             model_s[kind] = price.layer_s.sum()
         return [1 / max(model_s[kind] for kind in row) for row in types.tolist()]
 
-    def _slowest_s(
-        self, stage: PlacedStage, seconds: Callable[[Price], float]
-    ) -> float:
+    def _slowest_s(self, stage: PlacedStage, seconds: Callable[[Price], float]):
         """The largest sum over the pieces of a micro-batch, of all replicas and their
         types.
         """
@@ -322,9 +320,7 @@ class PlanCost:
             for kind, samples in sorted(work)
         )
 
-    def _gpu_bytes(
-        self, stage: PlacedStage, kind: int, samples: int, in_flight: int
-    ) -> float:
+    def _gpu_bytes(self, stage: PlacedStage, kind: int, samples: int, in_flight: int):
         """Memory of a GPU of a replica with so many samples."""
         pieces = self.pieces(stage, kind, max(samples, 1))
         live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)

@@ -7,7 +7,7 @@ has several.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, permutations
@@ -104,7 +104,7 @@ class Fleet:
         }
 
     @cached_property
-    def _sharing(self) -> np.ndarray:
+    def _sharing(self):
         return self.of_runs("sharing")
 
     def send_s(self, size_bytes, span: Span, tp, inside, inter_bytes_per_s=np.inf):
@@ -160,7 +160,7 @@ def fleets(nodes: Iterable[Node]) -> list[Fleet]:
     Raises ValueError where nodes of one type differ in memory or links: such a type is
     two.
     """
-    first: dict[str, Node] = {}
+    first = {}
     for node in nodes:
         earlier = first.setdefault(node.device, node)
         for name, one, other in zip(_OF_TYPE, _kind(earlier), _kind(node), strict=True):
@@ -187,7 +187,7 @@ def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
     >>> fleet_of(nodes, ("A", "C", "A", "B")).types
     ('A', 'C', 'A', 'B')
     """
-    by_type: dict[str, list[Node]] = {}
+    by_type = {}
     for node in nodes:
         by_type.setdefault(node.device, []).append(node)
     if sorted(order) == sorted(by_type):
@@ -217,11 +217,11 @@ def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
     return np.array([[of_types(i, j) for j in types] for i in types])
 
 
-def _kind(node: Node) -> tuple:
+def _kind(node: Node):
     return tuple(getattr(node, name) for name in _OF_TYPE)
 
 
-def _orders(counts: Counter) -> Iterator[tuple[str, ...]]:
+def _orders(counts: Counter):
     """All distinct orders of so many nodes of each type, the alphabetical one first."""
     if not counts.total():
         yield ()

@@ -186,7 +186,7 @@ def clusters_of(nodes: Sequence[Node]) -> dict[str, Cluster]:
     return clusters
 
 
-def _powers(most: int) -> list[int]:
+def _powers(most: int):
     return [1 << k for k in range(int(most).bit_length())]
 
 
@@ -205,7 +205,7 @@ class _Memory(NamedTuple):
     live: np.ndarray  # (3, n) of a micro-batch in flight, by the same
 
 
-def _memory_bytes(case: Case) -> _Memory:
+def _memory_bytes(case: Case):
     """Differences of stages of a pipeline with two replicas, with one micro-batch in
     flight.
     """
@@ -217,7 +217,7 @@ def _memory_bytes(case: Case) -> _Memory:
         software="megatron",
     )
 
-    def stage(number: int, layers: int) -> np.ndarray:
+    def stage(number: int, layers: int):
         """(2, n) bytes of a stage of so many layers: held all the time, live."""
         parts = stage_bytes(case, number, {Blocks("*-"): layers})
         sums = by_phase(parts.items())

@@ -98,7 +98,7 @@ class Node:
         }
 
 
-def _check(name: str, value: float) -> float:
+def _check(name: str, value: float):
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name}={value!r} is not a number above 0")
     return value

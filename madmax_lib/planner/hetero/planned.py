@@ -84,7 +84,7 @@ class Planned:
             lines.append(f"... and {len(stages) - _MOST_STAGES} stages more (.stages)")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         headline = repr(self).splitlines()[0]
         table = self.stages.to_html(index=False, border=0, float_format=_FLOAT)
         return f"<p>{headline}</p>{table}"
@@ -268,7 +268,7 @@ def timeline(planned: Planned) -> Timeline:
     return to_timeline(program, meta)
 
 
-def _add_passes(program: Program, planned: Planned) -> list[int]:
+def _add_passes(program: Program, planned: Planned):
     """Add all passes of a step and their messages; the number of the last of each stage
     is returned.
     """
@@ -307,7 +307,7 @@ def _add_passes(program: Program, planned: Planned) -> list[int]:
     return last
 
 
-def _plan_text(planned: Planned) -> str | None:
+def _plan_text(planned: Planned):
     """Text of the one `Plan` that says the same, None if there is none.
 
     There is one for GPUs of one type, stages of the same degrees and recompute, equal

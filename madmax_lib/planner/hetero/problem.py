@@ -166,7 +166,7 @@ def problem(
     return HeteroProblem(prices, tuple(nodes), orders, checked_rules)
 
 
-def _check_names(rules: dict, with_model: bool) -> None:
+def _check_names(rules: dict, with_model: bool):
     """Raises ValueError for an input that does not exist, or only beside a model."""
     names = {*CostRules.__dataclass_fields__}
     if with_model:
@@ -177,7 +177,7 @@ def _check_names(rules: dict, with_model: bool) -> None:
         raise ValueError(f"no input {name}")
 
 
-def _members(cluster) -> list[Cluster | Node]:
+def _members(cluster):
     """Clusters and nodes of the argument, those with names read from the catalog."""
     if cluster is None:
         return []

@@ -221,7 +221,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def _read_profile(path: Path) -> LayerProfile:
+def _read_profile(path: Path):
     name = _NAME.fullmatch(path.name)
     content = read_json(path)
     try:

@@ -92,7 +92,7 @@ def alone(best: Planned) -> pd.DataFrame:
     problem = best.problem
     types = problem.fleets[0].types
 
-    def row(names: str, gpus: int, planned: Planned | None, reason: str = "") -> dict:
+    def row(names: str, gpus: int, planned: Planned | None, reason: str = ""):
         return {
             "types": names,
             "gpus": gpus,
@@ -117,7 +117,7 @@ def alone(best: Planned) -> pd.DataFrame:
     return table
 
 
-def _default_sizes(problem: HeteroProblem) -> list[int]:
+def _default_sizes(problem: HeteroProblem):
     """Sizes of groups: on few GPUs all; else those of a type, all, and powers of two from
     the smaller of a node and the mean group of stages of one layer, as Metis has them.
     """
@@ -132,7 +132,7 @@ def _default_sizes(problem: HeteroProblem) -> list[int]:
 
 def _search(
     problem: HeteroProblem, grid: Grid, gap: float, progress: bool, *, deep: bool
-) -> Search:
+):
     """Search over all orders of types and numbers of micro-batches.
 
     deep: activations of all micro-batches in flight count; else of one, which bounds
@@ -148,14 +148,14 @@ def _search(
         spaces.append((sweeper, np.array([batches - 1.0, 1.0, 1.0])))
     with bar(desc="planning", unit="sweep", show=progress) as done:
 
-        def tick(search: Search) -> None:
+        def tick(search: Search):
             done.update()
             done.set_postfix(best_ms=f"{1e3 * search.cost_s:.6g}", refresh=False)
 
         return Search(spaces, gap, tick).run()
 
 
-def _reason(problem: HeteroProblem, grid: Grid) -> str:
+def _reason(problem: HeteroProblem, grid: Grid):
     """Why no plan is feasible: the plan that lacks the least memory and where, or that
     none is covered at all.
     """

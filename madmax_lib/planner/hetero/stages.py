@@ -65,7 +65,7 @@ class Grid:
         return (x - 1) * (self.layers - 1) - x * (x - 1) // 2
 
 
-def _pairs(slices: Iterable[tuple[int, int]]) -> np.ndarray:
+def _pairs(slices: Iterable[tuple[int, int]]):
     """Slices as (2, rows): first layers, and ends; (2, 0) where there are none."""
     return np.array(list(slices), int).reshape(-1, 2).T
 
@@ -140,7 +140,7 @@ class StageTable:
         self._classes()
         self._entries()
 
-    def _classes(self) -> None:
+    def _classes(self):
         fleet = self.fleet
         grid = self.grid
         # (sizes, places + 1) of every group; those that end beyond the GPUs drop out
@@ -183,7 +183,7 @@ class StageTable:
         # flat, as above
         self.kind[inside] = code.reshape(-1)
 
-    def _fitting_degrees(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    def _fitting_degrees(self, start: np.ndarray, stop: np.ndarray):
         """Bit mask of the ways whose replicas each lie in one node; all where that is
         not asked for.
         """
@@ -203,7 +203,7 @@ class StageTable:
                 every[here] &= ~(cut.astype(int) << number)
         return every
 
-    def _entries(self) -> None:
+    def _entries(self):
         """Classes with the ways whose degree divides them, and which all their types
         have prices for.
         """
@@ -232,7 +232,7 @@ class StageTable:
         self.dp = self.size[self.of_class] // self.tp
         self._share()
 
-    def _share(self) -> None:
+    def _share(self):
         """Forms of each entry: the (type, way, samples) of its replicas, as codes into
         the rows of `_sums`.
         """
@@ -263,7 +263,7 @@ class StageTable:
         self.forms = number.reshape(forms.shape)
         self.most = np.where(forms >= 0, forms % (self.samples + 1), 0).max(axis=1)
 
-    def _samples_of_runs(self, runs: _Runs) -> tuple[np.ndarray, np.ndarray]:
+    def _samples_of_runs(self, runs: _Runs):
         """Samples of a replica of each run, -1 in entries where speeds lack, and how
         many replicas take one more: `costs.shares` for runs of equal replicas.
         """
@@ -293,7 +293,7 @@ class StageTable:
         least[unshared] = -1
         return least, more
 
-    def _runs(self) -> _Runs:
+    def _runs(self):
         """Replicas of each type, and one across each border of types if it cuts one."""
         fleet = self.fleet
         types = len(self.fleet.types)
@@ -326,7 +326,7 @@ class StageTable:
             high.append(fleet.type_of(np.where(new, first + tp - 1, 0)))
         return _Runs(*(np.stack(part, axis=1) for part in (counts, low, high)))
 
-    def _whole_model_s(self) -> np.ndarray:
+    def _whole_model_s(self):
         """(types, types, ways) time of the model at batch 1 on the slowest of types
         low..high; infinite if unpriced.
         """
@@ -338,7 +338,7 @@ class StageTable:
         return between(model_s, np.max)
 
     @cached_property
-    def _sums(self) -> dict[str, np.ndarray]:
+    def _sums(self):
         """Columns of `_ReplicaSums` for each code, and the memory of its GPU."""
         rows = []
         capacity_bytes = np.zeros(len(self.codes))
@@ -361,9 +361,7 @@ class StageTable:
             "priced": columns["priced"] & (self.codes >= 0),
         }
 
-    def _replica_sums(
-        self, device: str, tp: int, way: str, samples: int
-    ) -> _ReplicaSums:
+    def _replica_sums(self, device: str, tp: int, way: str, samples: int):
         """Sums of a replica; one without samples holds memory all the same."""
         pieces = self.prices.pieces(device, tp, way, max(samples, 1))
         nothing = np.zeros(self.grid.layers + 1)
@@ -421,9 +419,7 @@ class StageTable:
         parts = (time_s, *self._updates_s(entry, rows))
         return SliceStages(entry, classes, starts, parts, extra_s)
 
-    def _missing_bytes(
-        self, forms: np.ndarray, rows: np.ndarray, in_flight: int
-    ) -> np.ndarray:
+    def _missing_bytes(self, forms: np.ndarray, rows: np.ndarray, in_flight: int):
         """(entries, rows) what the fullest GPU of a stage lacks."""
         factor = self.rules.memory_factor
         sums = self._sums
@@ -435,9 +431,7 @@ class StageTable:
         missing_bytes = factor * gpu_bytes - sums["capacity_bytes"][:, None]
         return np.maximum(_largest(missing_bytes, forms), 0.0)
 
-    def _updates_s(
-        self, entry: np.ndarray, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _updates_s(self, entry: np.ndarray, rows: np.ndarray):
         """Gradient all-reduce and optimizer of entries over slices."""
         group = self.of_class[entry]
         dp = self.dp[entry]
@@ -457,7 +451,7 @@ class StageTable:
         # (entries, 1) x (rows,)
         return gradients_s, (slowest_s / tp)[:, None] * (layers / prices.layers)
 
-    def _span(self, group: np.ndarray) -> Span:
+    def _span(self, group: np.ndarray):
         """Types and GPUs of groups of some classes."""
         return Span(self.low[group], self.high[group], self.size[group])
 
@@ -474,17 +468,17 @@ class StageTable:
         )
 
 
-def _cumulative(values: np.ndarray) -> np.ndarray:
+def _cumulative(values: np.ndarray):
     """(layers + 1,) sums over the first 0, 1, ... layers."""
     return np.append(0.0, np.cumsum(values))
 
 
-def _slices(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _slices(sums: np.ndarray, rows: np.ndarray):
     """Sums over slices from sums over the first layers."""
     return sums[:, rows[1]] - sums[:, rows[0]]
 
 
-def _largest(values: np.ndarray, forms: np.ndarray) -> np.ndarray:
+def _largest(values: np.ndarray, forms: np.ndarray):
     """(entries, rows) the largest of the values of each entry's forms."""
     result = values[forms[:, 0]]
     for column in forms.T[1:]:

@@ -84,7 +84,7 @@ class _Stated(PlanCost):
             )
 
 
-def _step_s(raw: dict, profiles: Profiles | None) -> float:
+def _step_s(raw: dict, profiles: Profiles | None):
     cases = _cases(raw)
     case = cases[0]
     plan = case.plan
@@ -119,7 +119,7 @@ def _step_s(raw: dict, profiles: Profiles | None) -> float:
     return cost.total_s() + max(float(one.prices.host_s) for one in pieces.values())
 
 
-def _cases(raw: dict) -> list[Case]:
+def _cases(raw: dict):
     """The step on each node as if all were like it; on all of equal GPUs, one."""
     for name, most in (("cp", 1), ("ep", 1), ("vpp", 1), ("zero_stage", 2)):
         if count_of(raw, name, 0, least=0) > most:
@@ -156,7 +156,7 @@ def _cases(raw: dict) -> list[Case]:
     return cases
 
 
-def _nodes(raw: dict) -> list[tuple[dict, int]]:
+def _nodes(raw: dict):
     """A row for each node with its GPUs alone, and their number; one of all for equal
     GPUs.
     """
@@ -183,7 +183,7 @@ def _nodes(raw: dict) -> list[tuple[dict, int]]:
     return nodes
 
 
-def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
+def _partition(raw: dict, case: Case, layers: int):
     """Cuts as stated; else of equal stages, where embedding and head count as layers if
     the software cuts so.
     """
@@ -206,9 +206,7 @@ def _partition(raw: dict, case: Case, layers: int) -> tuple[int, ...]:
     return tuple(map(int, cuts))
 
 
-def _prices(
-    case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None
-) -> PriceList:
+def _prices(case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None):
     """Prices of each GPU type: the simulator's, or those of its profiles; gradients as
     model and software have them.
     """
@@ -246,7 +244,7 @@ def _prices(
     return PriceList(table, *gradients, optimizer_s)
 
 
-def _profiled(name: str, devices: tuple[str, ...]) -> str:
+def _profiled(name: str, devices: tuple[str, ...]):
     """The name that profiles have for a device of the catalog. Raises ValueError where
     they lack it.
     """

@@ -83,7 +83,7 @@ class Search:
             self.stopped = True
         return self
 
-    def _run(self) -> None:
+    def _run(self):
         for space in range(len(self.makers)):
             self._push(0.0, space, np.zeros(3), np.full(3, np.inf))
         while self._queue:
@@ -95,14 +95,14 @@ class Search:
             self._search(box)
         self.bound_s = self.cost_s
 
-    def _goal(self) -> float:
+    def _goal(self):
         return self.cost_s * (1 - self.goal_gap)
 
-    def _push(self, bound_s: float, *box) -> None:
+    def _push(self, bound_s: float, *box):
         if bound_s < self._goal():
             heapq.heappush(self._queue, _Box(bound_s, next(self._number), *box))
 
-    def _sweeper(self, space: int) -> Sweeper:
+    def _sweeper(self, space: int):
         sweeper = self._cache.pop(space, None) or self.makers[space]()
         self._cache[space] = sweeper
         size_bytes = sum(other.size_bytes for other in self._cache.values())
@@ -110,7 +110,7 @@ class Search:
             size_bytes -= self._cache.pop(next(iter(self._cache))).size_bytes
         return sweeper
 
-    def _search(self, box: _Box) -> None:
+    def _search(self, box: _Box):
         """The best chain of a box, and smaller boxes that hold every better plan."""
         weights = self.weights[box.space]
         # the longest period counts once more, in the sum of all

@@ -68,10 +68,10 @@ class Campaign:
     def __repr__(self) -> str:
         row = self.best
 
-        def rounded(value: float) -> str:
+        def rounded(value: float):
             return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
-        def interval(name: str) -> str:
+        def interval(name: str):
             low = rounded(row[f"{name}_low"])
             high = rounded(row[f"{name}_high"])
             return f"{rounded(row[name])} ({low} to {high})"
@@ -153,7 +153,7 @@ def campaign(
     return Campaign(table, best, _notes(job, best, costs))
 
 
-def _sigma(rows) -> pd.Series | float:
+def _sigma(rows):
     """Standard deviation of the logarithm of the days of a row, or of a table of them."""
     return np.log(rows["days_high"] / rows["days"]) / _SIGMAS
 
@@ -214,7 +214,7 @@ class _Job:
         return int(near[order[0]])
 
 
-def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
+def _left(devices: int, batch: int | np.ndarray):
     """Odd part of what tp, pp and cp have to take where as many replicas as divide
     a batch take the rest.
 
@@ -226,7 +226,7 @@ def _left(devices: int, batch: int | np.ndarray) -> int | np.ndarray:
     return rest // (rest & -rest)
 
 
-def _row(job: _Job, devices: int, costs: dict) -> dict:
+def _row(job: _Job, devices: int, costs: dict):
     """The best plan of any stack on so many devices and what the training takes. Raises
     ValueError where none fits.
     """
@@ -265,7 +265,7 @@ def _row(job: _Job, devices: int, costs: dict) -> dict:
     return answer | {name: row.get(name, np.nan) for name in names}
 
 
-def _resized(cluster: Cluster, devices: int) -> Cluster:
+def _resized(cluster: Cluster, devices: int):
     """Cluster of so many devices in whole nodes, or in a part of one."""
     node = min(devices, cluster.devices_per_node)
     if devices % node:
@@ -276,7 +276,7 @@ def _resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, devices_per_node=node, nodes=devices // node)
 
 
-def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dict]:
+def _first_in_time(job: _Job, days: float, sure: float, costs: dict):
     """Rows of the numbers of devices that were tried; the last is the fewest in time.
 
     More devices are no more efficient, so that a number which takes so many times the
@@ -317,7 +317,7 @@ def _first_in_time(job: _Job, days: float, sure: float, costs: dict) -> list[dic
     )
 
 
-def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
+def _notes(job: _Job, best: pd.Series, costs: dict):
     """Notes on what the figures rest on."""
     device = job.case.cluster.device
     sequence = job.case.sequence
@@ -363,7 +363,7 @@ def _notes(job: _Job, best: pd.Series, costs: dict) -> dict[str, str]:
     }
 
 
-def _price(cluster: Cluster, usd_per_hour: float | None) -> str:
+def _price(cluster: Cluster, usd_per_hour: float | None):
     """USD of a device-hour, with its source and date."""
     if usd_per_hour is not None:
         return f"{usd_per_hour:g} USD/h as given"

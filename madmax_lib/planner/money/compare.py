@@ -84,7 +84,7 @@ def lever_table(
         raise ValueError(
             f"{plan} offloads already: the levers begin with a plan that does not"
         )
-    changes: dict[str, dict] = {"as given": {}}
+    changes = {"as given": {}}
     for kind in ("none", "selective", "full"):
         changes[f"recompute {kind}"] = {"recompute": kind}
     for stage in range(4):
@@ -107,7 +107,7 @@ def lever_table(
     return pd.DataFrame(rows)
 
 
-def _outcome(case: Case) -> dict:
+def _outcome(case: Case):
     """Bytes that a device, the host of a node and its drives hold, and the step if that
     fits.
     """
@@ -127,7 +127,7 @@ def _outcome(case: Case) -> dict:
     }
 
 
-def _used_gb(result: FitsResult) -> pd.Series:
+def _used_gb(result: FitsResult):
     """GB that a step takes of each place."""
     places = result.table.drop_duplicates("place").set_index("place")
     return (places["usable_bytes"] - places["margin_bytes"]) / 1e9

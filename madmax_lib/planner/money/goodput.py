@@ -31,7 +31,7 @@ _SECONDS_PER_DAY = 86400.0
 
 
 @lru_cache(maxsize=1)
-def _facts() -> dict[str, float]:
+def _facts():
     return (
         catalog.table("goodput", numbers=True).set_index("quantity")["value"].to_dict()
     )
@@ -129,7 +129,7 @@ class Goodput:
         return _facts()["state"] * parameters / (devices * self.storage_bytes_per_s)
 
 
-def _longest_restart_s(mtbf_s: float, facts: dict[str, float]) -> float:
+def _longest_restart_s(mtbf_s: float, facts: dict[str, float]):
     """Restart that leaves the effective share of the source, of which evaluation is a
     part.
     """

@@ -128,7 +128,7 @@ def beliefs(
     return Beliefs(mean, width, runs, wins, improvement_s)
 
 
-def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
+def _wins(mean, covariance, runs, best, asked, seed):
     """Share of random draws in which a plan runs, beats the best trial and is as good
     as the best of the draw.
     """
@@ -143,9 +143,7 @@ def _wins(mean, covariance, runs, best, asked, seed) -> np.ndarray:
     return (good & ~good[asked].any(axis=0)).mean(axis=1)
 
 
-def _posterior(
-    plans: Candidates, tried: np.ndarray, log_s: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray):
     """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials
     take off the covariance.
     """
@@ -161,13 +159,13 @@ def _posterior(
     return plans.log_s + cross.T @ np.linalg.solve(root, excess), cross
 
 
-def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray):
     parts = plans.shares[a] @ plans.shares[b].T
     near = _similarity(plans.features[a], plans.features[b], _LENGTH)
     return _ALL**2 + _PARTS**2 * parts + _NEAR**2 * near
 
 
-def _similarity(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
+def _similarity(a: np.ndarray, b: np.ndarray, length: float):
     """exp(-d^2 / (2 length^2)) of all pairs of rows."""
     # |x - y|^2 = |x|^2 + |y|^2 - 2 x y, by (rows of a, 1) and (rows of b,); rounding may
     # make it a bit negative
@@ -175,7 +173,7 @@ def _similarity(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
     return np.exp(-np.maximum(square, 0.0) / (2 * length**2))
 
 
-def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray) -> np.ndarray:
+def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray):
     """Probability of each plan to run, after trials that did or did not."""
     near = _similarity(plans.features, plans.features[tried], _MEMORY_LENGTH)
     cross = _MEMORY_ALL**2 + _MEMORY_NEAR**2 * near
@@ -201,7 +199,7 @@ class _Mode(NamedTuple):
     crashed: np.ndarray  # chance that something else than memory made it fail
 
 
-def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray) -> _Mode:
+def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray):
     """The mode by Newton's method, of which half a step is taken each time.
 
     margin: before the trials. A trial runs with (1 - _CRASH) Phi(margin / _UNSURE).

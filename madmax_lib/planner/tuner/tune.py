@@ -137,7 +137,7 @@ class _Run:
         return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
-def _trial(launch, plan: Plan) -> tuple[Plan, float | None]:
+def _trial(launch, plan: Plan):
     """The plan and its seconds, NaN or None if it failed."""
     try:
         return plan, launch(plan)

@@ -30,7 +30,7 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
-from madmax_lib.planner.tuner.surrogate import Beliefs, Candidates, beliefs
+from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped
@@ -126,7 +126,7 @@ class Tuner:
         # where no draw won, the plan most likely to run and to be fast
         hope = np.log(np.maximum(believed.runs, 1e-300)) - believed.log_s
 
-        def promise(text: str) -> tuple[float, float]:
+        def promise(text: str):
             number = self._places[text]
             return believed.wins[number], hope[number]
 
@@ -238,18 +238,18 @@ class Tuner:
         )
 
     @property
-    def _digest(self) -> str:
+    def _digest(self):
         # of a software the name: what is known of it grows
         about = repr(replace(self._case, plan=Plan(), software=None))
         about += getattr(self._case.software, "name", "none")
         return hashlib.sha256(about.encode()).hexdigest()
 
-    def _left(self) -> list[str]:
+    def _left(self):
         tried = {text for text, _ in self._results} | set(self._asked)
         reasons = zip(self._plans, self._reasons, strict=True)
         return [text for text, reason in reasons if not reason and text not in tried]
 
-    def _record(self, plan: Plan, seconds: float) -> None:
+    def _record(self, plan: Plan, seconds: float):
         text = str(plan)
         if text not in self._plans:
             plan.check(
@@ -264,7 +264,7 @@ class Tuner:
         self._results.append((text, seconds))
         self._asked = [other for other in self._asked if other != text]
 
-    def _add(self, plans: Iterable[Plan]) -> None:
+    def _add(self, plans: Iterable[Plan]):
         """More plans to choose from, with what the simulator says of them."""
         self._plans |= {str(plan): plan for plan in plans}
         self._places = {text: number for number, text in enumerate(self._plans)}
@@ -272,13 +272,13 @@ class Tuner:
         case = replace(self._case, plan=Plans.from_table(columns))
         self._candidates, self._reasons = _candidates(case, columns, self.parameters)
 
-    def _beliefs(self) -> Beliefs:
+    def _beliefs(self):
         tried = np.array([self._places[text] for text, _ in self._results], int)
         asked = np.array([self._places[text] for text in self._asked], int)
         log_s = np.log(np.array([seconds for _, seconds in self._results], float))
         return beliefs(self._candidates, tried, log_s, asked, self.seed)
 
-    def _searched(self) -> list[Plan]:
+    def _searched(self):
         case = self._case
         result = search(
             case.model,
@@ -292,7 +292,7 @@ class Tuner:
         return _listed(result.table)
 
 
-def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
+def _listed(plans: Iterable[Plan | str] | pd.DataFrame):
     """Plans of a list or a table, each once."""
     if not isinstance(plans, str | Plan | pd.DataFrame):
         plans = list(require_type("plans", plans, Iterable))
@@ -305,16 +305,14 @@ def _listed(plans: Iterable[Plan | str] | pd.DataFrame) -> list[Plan]:
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
-def _step(case: Case) -> dict:
+def _step(case: Case):
     return {
         name: getattr(case, name)
         for name in ("global_batch", "sequence", "dtype", "software")
     }
 
 
-def _candidates(
-    case: Case, columns: pd.DataFrame, parameters: Parameters
-) -> tuple[Candidates, list[str]]:
+def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters):
     """Candidates as the simulator sees them, and why a plan cannot be laid out, else
     empty.
     """
@@ -343,7 +341,7 @@ def _candidates(
     return Candidates(log_s, log_room, features, shares, width), reasons
 
 
-def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
+def _features(case: Case, columns: pd.DataFrame):
     """Features in which plans are alike: doublings of degrees and batches, and choices
     as numbers.
     """
@@ -371,7 +369,7 @@ def _features(case: Case, columns: pd.DataFrame) -> np.ndarray:
     )
 
 
-def _read(path: Path, digest: str) -> list[tuple[str, float | None]]:
+def _read(path: Path, digest: str):
     """Trials in a file: text of the plan, and seconds or None."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -167,7 +167,7 @@ def get_data(
     kind = kind_of(name)
     fall_back = default_name(kind)
 
-    def generated(tokens) -> Data:
+    def generated(tokens):
         if kind == "text":
             return _problems(shape, seed, tokens)
         read = SyntheticImages(shape.image, shape.classes, seed)
@@ -192,17 +192,17 @@ def get_data(
         return replace(generated(tokenizer("bytes")), note=note)
 
 
-def _problems(shape, seed, tokens) -> Data:
+def _problems(shape, seed, tokens):
     """Arithmetic, as many problems per sample as surely fit."""
     many = max(shape.sequence // _PROBLEM_BYTES, 1)
 
-    def sample(index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(index: int):
         numbers = range(many * index, many * (index + 1))
         problems = [arithmetic_problem(number, seed) for number in numbers]
         turns = [tokens.chat(*problem) for problem in problems]
         return example(turns, shape.sequence, tokens.pad)
 
-    def read(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(indices: np.ndarray):
         rows = [sample(index) for index in indices.tolist()]
         inputs, targets = zip(*rows, strict=True)
         return np.stack(inputs), np.stack(targets)
@@ -210,14 +210,14 @@ def _problems(shape, seed, tokens) -> Data:
     return _generated("arithmetic", read, vocab=tokens.vocab)
 
 
-def _generated(name, read, **more) -> Data:
+def _generated(name, read, **more):
     """Generated data: samples of validation are those after the ones to train on."""
     sizes = {"train": _GENERATED, "validation": _VALIDATION}
     parts = {"train": read, "validation": lambda indices: read(indices + _GENERATED)}
     return Data(name, "images" if "classes" in more else "text", sizes, parts, **more)
 
 
-def _real_text(name, allow_download, sequence, tokens) -> Data:
+def _real_text(name, allow_download, sequence, tokens):
     sizes = {}
     read = {}
     for split, texts in hub.read(name, allow_download).items():

@@ -87,7 +87,7 @@ class _Images:
         images -= 1
         return images, self.labels[indices]
 
-    def _record(self, index) -> bytes:
+    def _record(self, index):
         """Pixels of an image, then a byte that says they are there: the file has holes
         for images not seen yet.
         """
@@ -130,7 +130,7 @@ def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images |
     return parts
 
 
-def _tables(name, source, allow_download) -> list:
+def _tables(name, source, allow_download):
     with _offline(not allow_download):
         import datasets
 
@@ -156,7 +156,7 @@ def _tables(name, source, allow_download) -> list:
     return tables
 
 
-def _texts(noun, table, source) -> list:
+def _texts(noun, table, source):
     columns = [table[column][:] for column in source.columns]
     if source.answers:
         labels = _labels(noun, columns[1], len(source.answers))
@@ -168,7 +168,7 @@ def _texts(noun, table, source) -> list:
     return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
 
-def _labels(noun, labels, count) -> np.ndarray:
+def _labels(noun, labels, count):
     """Labels (n,) int64. Raises ValueError for one that is no class, such as -1 of
     samples that have none.
     """

@@ -107,7 +107,7 @@ class _HubTokenizer:
         return self.encode(prompt), self.encode(dialogue[len(prompt) :])
 
 
-def _digest(parts) -> str:
+def _digest(parts):
     digest = hashlib.sha256()
     for part in parts:
         # the zero byte ends a part: "a", "bc" is another key than "ab", "c"

@@ -9,7 +9,7 @@ operands come from memory and not from a cache. Messages between ranks are timed
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import nan
@@ -165,7 +165,7 @@ def timing(
     return {"median_s": median_s, "low_s": low_s, "high_s": high_s, "repeats": count}
 
 
-def _of_ranks(value, group) -> np.ndarray:
+def _of_ranks(value, group):
     """Values of the ranks of a group (ranks, ...); without a group of this one."""
     if not group:
         return np.array([value])
@@ -174,7 +174,7 @@ def _of_ranks(value, group) -> np.ndarray:
     return np.array(values)
 
 
-def _times_s(run, count, on_gpu, flush) -> np.ndarray:
+def _times_s(run, count, on_gpu, flush):
     """Seconds of each repeat, by device events or the clock."""
     pairs = []
     for _ in range(count):
@@ -188,7 +188,7 @@ def _times_s(run, count, on_gpu, flush) -> np.ndarray:
     return np.array([between_s(*pair) for pair in pairs])
 
 
-def _timed_row(work, size) -> dict:
+def _timed_row(work, size):
     """Time a kernel; a row of the table."""
     device = work.device
     dtype = native_dtype("auto", device)
@@ -214,7 +214,7 @@ def _timed_row(work, size) -> dict:
 
 
 @lru_cache(maxsize=4)
-def _device_peaks(device, dtype, threads) -> tuple[np.ndarray, torch.Tensor]:
+def _device_peaks(device, dtype, threads):
     """Peak FLOP/s and bytes/s of a device, which a CPU has by its threads, and a buffer
     that no cache of it holds.
     """
@@ -222,7 +222,7 @@ def _device_peaks(device, dtype, threads) -> tuple[np.ndarray, torch.Tensor]:
     return peaks, torch.empty(_FLUSH_BYTES[device] // 4, device=device)
 
 
-def _mlp(x, up, bias, down) -> torch.Tensor:
+def _mlp(x, up, bias, down):
     inner = bias_gelu(functional.linear(x, up), bias)
     return functional.dropout(functional.linear(inner, down), 0.1)
 
@@ -254,7 +254,7 @@ _KERNELS = {
 }
 
 
-def _kernel(name, device, size) -> Iterator[_Work]:
+def _kernel(name, device, size):
     """Forward and backward; shape: of the block. Moved are operands, result and what
     their gradients take.
     """
@@ -295,7 +295,7 @@ def _kernel(name, device, size) -> Iterator[_Work]:
             )
 
 
-def _variants(name, function, device, size) -> dict[str, Callable]:
+def _variants(name, function, device, size):
     """Functions that compute a kernel, by how they do it."""
     variants = {"eager": function}
     if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
@@ -307,7 +307,7 @@ def _variants(name, function, device, size) -> dict[str, Callable]:
     return variants
 
 
-def _copy(name, device, size) -> Iterator[_Work]:
+def _copy(name, device, size):
     """Within the memory of the host and of the device, and between them; shape: bytes
     of the buffer.
     """
@@ -328,17 +328,17 @@ def _copy(name, device, size) -> Iterator[_Work]:
             yield _Work("to host", partial(far.copy_, near, non_blocking=True), **link)
 
 
-def _copied(source) -> Callable[[], torch.Tensor]:
+def _copied(source):
     return partial(torch.empty_like(source).copy_, source)
 
 
-def _launch(name, device, size) -> Iterator[_Work]:
+def _launch(name, device, size):
     """Time that a kernel costs the host: enqueued behind others, and waited for. Where
     a CPU computes, it is both.
     """
     x = torch.zeros(1, device=device)
 
-    def enqueue() -> None:
+    def enqueue():
         for _ in range(_LAUNCHES):
             x.add_(1.0)
 
@@ -347,7 +347,7 @@ def _launch(name, device, size) -> Iterator[_Work]:
         yield _Work(name, lambda: x.add_(1.0).item(), "cpu", how="waited for")
 
 
-def _adam(name, device, size) -> Iterator[_Work]:
+def _adam(name, device, size):
     """AdamW on the host, on fp32 states; shape: parameters. Ways that are not fused
     move more and come out slower.
     """

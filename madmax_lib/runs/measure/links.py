@@ -14,7 +14,6 @@ other.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,7 +65,7 @@ def main(path: str = "", size: str = "normal") -> None:
     dist.destroy_process_group()
 
 
-def _groups(world, on_node) -> list[list[list[int]]]:
+def _groups(world, on_node):
     """Ranks of the groups that are timed at once, the first one's times being written.
 
     >>> _groups(4, 2)
@@ -84,7 +83,7 @@ def _groups(world, on_node) -> list[list[list[int]]]:
     return groups
 
 
-def _timed_rows(group, members, device, size) -> Iterator[dict]:
+def _timed_rows(group, members, device, size):
     """Rows of every size and kind on the ranks of a group, as they are timed."""
     ranks = len(members)
     name = native_dtype("auto", device)
@@ -117,7 +116,7 @@ def _timed_rows(group, members, device, size) -> Iterator[dict]:
             }
 
 
-def _calls(buffer, other, group, members) -> dict[str, Callable[[], object]]:
+def _calls(buffer, other, group, members):
     """Collectives to be timed, by kind."""
     # torch 2.13 gave two of them new names and warns of the old ones
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -127,7 +126,7 @@ def _calls(buffer, other, group, members) -> dict[str, Callable[[], object]]:
     after = members[(index + 1) % len(members)]
     before = members[index - 1]
 
-    def there_and_back() -> None:
+    def there_and_back():
         # by turns: both ways at once gloo takes once or twice as long, whichever side
         # is ready first
         for sends in (index == 0, index == 1):
@@ -136,7 +135,7 @@ def _calls(buffer, other, group, members) -> dict[str, Callable[[], object]]:
             else:
                 dist.recv(other, before, group)
 
-    def pass_on() -> None:
+    def pass_on():
         send = dist.P2POp(dist.isend, buffer, after, group)
         receive = dist.P2POp(dist.irecv, other, before, group)
         for request in dist.batch_isend_irecv([send, receive]):

@@ -144,7 +144,7 @@ def meter(source: str, device: str, devices: int) -> Meter:
     return local or Meter(None, "none")
 
 
-def _nvml_meter(devices) -> Meter | None:
+def _nvml_meter(devices):
     """Meter of the first GPUs, by nvidia-ml-py; None where it or a driver is missing."""
     # numbers or UUIDs that CUDA leaves, all where the variable is not set
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
@@ -165,7 +165,7 @@ def _nvml_meter(devices) -> Meter | None:
     except Exception:
         return None
 
-    def query(name: str, *arguments: str) -> np.ndarray:
+    def query(name: str, *arguments: str):
         """A quantity of each device, NaN where it or this version of the library does
         not support it.
         """
@@ -180,7 +180,7 @@ def _nvml_meter(devices) -> Meter | None:
                 values.append(nan)
         return np.array(values)
 
-    def read() -> Reading:
+    def read():
         reasons = np.nan_to_num(query("CurrentClocksThrottleReasons")).astype(int)
         return Reading(  # NVML counts in mW, mJ, MHz and percent
             time.perf_counter(),
@@ -195,7 +195,7 @@ def _nvml_meter(devices) -> Meter | None:
     return Meter(read, "nvml", sum(limits_mw) / 1e3)
 
 
-def _rapl_meter(folder) -> Meter | None:
+def _rapl_meter(folder):
     """Meter of the CPU packages of Linux's powercap; None where they cannot be read.
 
     The counters wrap at max_energy_range_uj; power is the difference of two readings
@@ -205,7 +205,7 @@ def _rapl_meter(folder) -> Meter | None:
     domains = sorted(folder.glob("intel-rapl:*"))
     packages = [path for path in domains if path.name.count(":") == 1]
 
-    def numbers(name: str) -> np.ndarray:
+    def numbers(name: str):
         return np.array([float((path / name).read_text()) for path in packages])
 
     try:
@@ -218,7 +218,7 @@ def _rapl_meter(folder) -> Meter | None:
     except (OSError, ValueError):  # often readable by root alone
         return None
 
-    def read() -> Reading:
+    def read():
         nonlocal before_uj, t_s, total_j
         since_s = t_s
         now_uj = numbers("energy_uj")
@@ -232,7 +232,7 @@ def _rapl_meter(folder) -> Meter | None:
     return Meter(read, "rapl", cap_w) if packages else None
 
 
-def _replay_meter(path) -> Meter:
+def _replay_meter(path):
     """Meter that replays a CSV with columns of `Reading` (t_s and power_w at least) and
     perhaps cap_w.
 
@@ -261,7 +261,7 @@ def _replay_meter(path) -> Meter:
         )
     begin_s = None
 
-    def read() -> Reading:
+    def read():
         nonlocal begin_s
         now_s = time.perf_counter()
         begin_s = now_s if begin_s is None else begin_s

@@ -100,7 +100,7 @@ def memory_bytes_per_s(device: str) -> float:
     return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), _COPIES)
 
 
-def _best_s(run, repeats, on_gpu=False) -> float:
+def _best_s(run, repeats, on_gpu=False):
     """Seconds of the fastest of some repeats: others may use the machine too."""
     times_s = []
     for _ in range(repeats):

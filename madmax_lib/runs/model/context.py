@@ -43,5 +43,5 @@ class Exchange:
         sent = mixed.unflatten(1, (self.ranks, -1)).transpose(0, 1)
         return self._all_to_all(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def _all_to_all(self, sent) -> Tensor:
+    def _all_to_all(self, sent):
         return all_to_all_single_autograd(sent.contiguous(), None, None, self.group)

@@ -22,7 +22,7 @@ from madmax_lib.catalog.models import Transformer
 __all__ = ["Experts", "Mixture"]
 
 
-def _grouped(rows, weights, counts) -> Tensor:
+def _grouped(rows, weights, counts):
     """Rows (n, in), counts[e] of them in a row, by weights[e] (out, in): (n, out).
 
     One kernel, for which the host need not know the counts; it reads them only where a
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         hidden = spec.hidden
         bias = spec.mlp_bias
 
-        def weight(*shape: int) -> nn.Parameter:
+        def weight(*shape: int):
             return nn.Parameter(torch.empty(count, *shape))
 
         # in the order in which a checkpoint and a generator name them
@@ -73,7 +73,7 @@ class Experts(nn.Module):
             rows = rows.to_local(grad_placements=[Partial()])
         expert = torch.repeat_interleave(counts, output_size=len(rows))  # of each row
 
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None):
             product = _grouped(x, weight, counts)
             return product if bias is None else product + bias[expert].to(product.dtype)
 
@@ -103,7 +103,7 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(part.clone()))
 
 
-def _on_mesh(tensor, mesh, placement) -> DTensor:
+def _on_mesh(tensor, mesh, placement):
     return DTensor.from_local(tensor, mesh, [placement], run_check=False)
 
 
@@ -137,7 +137,7 @@ class Mixture(nn.Module):
         summed = torch.zeros_like(tokens)
         return summed.index_add(0, token, weighted.to(tokens.dtype)).view_as(x)
 
-    def _run(self, rows, counts) -> Tensor:
+    def _run(self, rows, counts):
         """Results of rows sorted by expert, counts[e] of them for expert e."""
         if self.group is None:
             return self.experts(rows, counts)

@@ -8,7 +8,6 @@ It is bound by memory: a fused forward pass reads x and writes y, a fused backwa
 reads x and dy and writes dx. Eager PyTorch writes u and reads it again.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -65,7 +64,7 @@ def way(fused: bool, device: str) -> str:
 
 
 @lru_cache(maxsize=len(_HOWS))  # a compiled function remembers what it compiled
-def _function(how) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _function(how):
     if reason := unavailable(how, "cuda"):
         raise ModuleNotFoundError(
             f"bias_gelu(how={how!r}): {reason}; pip install triton"
@@ -77,5 +76,5 @@ def _function(how) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return BiasGelu.apply
 
 
-def _eager(x, bias) -> torch.Tensor:
+def _eager(x, bias):
     return torch.nn.functional.gelu(x + bias, approximate="tanh")

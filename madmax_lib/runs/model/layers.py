@@ -37,7 +37,7 @@ def norm(spec: Transformer) -> nn.Module:
 
 
 @lru_cache(maxsize=8)
-def _turns(length, width, device, dtype) -> tuple[Tensor, Tensor]:
+def _turns(length, width, device, dtype):
     """Cosine and sine (length, width/2) of position x base^(-2i/width); the same in all
     layers and steps.
     """
@@ -47,7 +47,7 @@ def _turns(length, width, device, dtype) -> tuple[Tensor, Tensor]:
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _rotate(heads, turns) -> Tensor:
+def _rotate(heads, turns):
     """Rotary positions: channel pairs (i, i + d/2) of heads (B, H, S, d) turned by
     their position.
     """
@@ -58,7 +58,7 @@ def _rotate(heads, turns) -> Tensor:
     return torch.cat((turned_first, turned_second), dim=-1)
 
 
-def _unfused(query, key, value, causal) -> Tensor:
+def _unfused(query, key, value, causal):
     """softmax(Q K^T / sqrt(d)) V [arXiv 1706.03762] with the scores in memory."""
     # (B, H, S, S): the S^2 numbers that flash attention never writes
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         mixed = self.exchange.to_sequence(mixed.transpose(1, 2))
         return self.projection(mixed.flatten(-2))
 
-    def _core(self, query, key, value) -> Tensor:
+    def _core(self, query, key, value):
         groups = query.shape[1] // key.shape[1]
         unfused = self.kind == "unfused"
         # Flash attention itself reads one key head for several query heads: on CPUs, and

@@ -60,7 +60,7 @@ class _Tiles(NamedTuple):
     width: int  # columns of a program, a power of two
 
 
-def _tiles(x, rows_per_program) -> _Tiles:
+def _tiles(x, rows_per_program):
     columns = x.shape[-1]
     rows = x.numel() // columns
     width = min(_COLUMNS, triton.next_power_of_2(columns))

@@ -87,7 +87,7 @@ class Weights:
                 with torch.no_grad():
                     parameter.copy_(published)
 
-    def _read(self, name, parameter) -> Tensor | None:
+    def _read(self, name, parameter):
         layer = ""
         if name.startswith("layers."):
             _, number, name = name.split(".", 2)
@@ -117,7 +117,7 @@ class Weights:
         return tensor.reshape(parameter.shape)  # ViT's class token is (1, 1, hidden)
 
 
-def _header(file) -> dict[str, _Entry]:
+def _header(file):
     """The tensors of a file by name."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))

@@ -73,7 +73,7 @@ def load(
     dcp.load(state, checkpoint_id=str(directory))
 
 
-def _state(modules, optimizers, mesh) -> dict[str, Tensor]:
+def _state(modules, optimizers, mesh):
     """All tensors of this rank by name; the values share the storage of the run's own."""
     tied = modules[0].spec.tied
     part = "@" + ".".join(
@@ -82,7 +82,7 @@ def _state(modules, optimizers, mesh) -> dict[str, Tensor]:
     cut = optimizers.experts if mesh.size("ep") * mesh.size("tp") > 1 else set()
     state = {}
 
-    def add(name: str, parameter: Tensor, values: dict[str, Tensor]) -> None:
+    def add(name: str, parameter: Tensor, values: dict[str, Tensor]):
         # a tied head is the token table, also where a stage has only the head
         if tied and name == "head.weight":
             name = "embedding.tokens.weight"
@@ -99,7 +99,7 @@ def _state(modules, optimizers, mesh) -> dict[str, Tensor]:
     return state
 
 
-def _like(value, parameter) -> Tensor:
+def _like(value, parameter):
     """A state of a parameter's part, split as the parameter is; the same storage."""
     if not value.ndim or not isinstance(parameter, DTensor):
         return value

@@ -55,7 +55,7 @@ class DataParallel:
             self.policy = MixedPrecisionPolicy(compute, reduce_dtype)
         self.kind = self._kind()
 
-    def _kind(self) -> str:
+    def _kind(self):
         plan = self.plan
         ranks = self.mesh.size("fsdp")
         if plan.zero >= 2 and (ranks > 1 or plan.offload):
@@ -114,7 +114,7 @@ class DataParallel:
                 offload_policy=offload,
             )
 
-    def _ddp(self, network) -> DistributedDataParallel:
+    def _ddp(self, network):
         group = self.mesh.group("fsdp")
         bucket_bytes = min(self.plan.bucket_bytes, 2**40)  # DDP takes no infinity
         wrapped = DistributedDataParallel(

@@ -50,7 +50,7 @@ def config(plan: Plan, settings: Settings) -> dict:
     return content
 
 
-def _zero(plan, element_bytes) -> dict[str, object]:
+def _zero(plan, element_bytes):
     elements = 2**62  # DeepSpeed takes no infinity
     if math.isfinite(plan.bucket_bytes):
         elements = int(plan.bucket_bytes / element_bytes)
@@ -174,7 +174,7 @@ class _DeepSpeedTrainer:
             "optimizer": type(self.engine.optimizer).__name__,
         }
 
-    def _run(self, part, factor) -> tuple[Tensor, Tensor]:
+    def _run(self, part, factor):
         """(sum of losses, right targets) of this rank; trains unless factor is None."""
         sums = []
         rights = []

@@ -34,7 +34,7 @@ class Mesh:
     dense: DeviceMesh
 
     @cached_property
-    def _positions(self) -> dict[str, tuple[int, int]]:
+    def _positions(self):
         """This rank's number and the ranks of each axis."""
         # read once: a DeviceMesh takes as long to tell as several kernels
         return {

@@ -133,12 +133,12 @@ class Optimizers:
             if twin in updated:
                 yield self.names[parameter], parameter, self.adam.state[twin]
 
-    def _updated(self) -> list[Tensor]:
+    def _updated(self):
         """Tensors that this rank updates."""
         return [p for group in self.adam.param_groups for p in group["params"]]
 
 
-def _adam(parameters, settings) -> torch.optim.Optimizer:
+def _adam(parameters, settings):
     options = {
         "lr": settings.learning_rate,
         "weight_decay": settings.weight_decay,
@@ -153,7 +153,7 @@ def _adam(parameters, settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def _shards(parameter) -> int:
+def _shards(parameter):
     """Into how many parts a parameter is split."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -161,9 +161,9 @@ def _shards(parameter) -> int:
     return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def _balanced(tensors, ranks) -> list[list[Tensor]]:
+def _balanced(tensors, ranks):
     """Tensors by the rank that updates them."""
-    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+    parts = [[] for _ in range(ranks)]
     elements = [0] * ranks
     # the next largest goes to the rank with the fewest elements
     for tensor in sorted(tensors, key=Tensor.numel, reverse=True):

@@ -102,7 +102,7 @@ class Pipeline:
         """
         self._scale = scale
         self._right = []
-        sums: list[Tensor] = []
+        sums = []
         args = (inputs.contiguous(),) if self.first else ()
         ends = {"target": targets, "losses": sums} if self.last else {}
         if train:
@@ -115,12 +115,12 @@ class Pipeline:
         total = torch.stack([loss.detach() for loss in sums]).sum() / scale
         return total, torch.stack(self._right).sum()
 
-    def _loss(self, logits, targets) -> Tensor:
+    def _loss(self, logits, targets):
         self._right.append(losses.correct(logits, targets))
         return losses.total(logits, targets) * self._scale
 
 
-def _shapes(network, plan, sequence, options) -> tuple[Tensor, Tensor]:
+def _shapes(network, plan, sequence, options):
     """Empty input and output of a stage, as this rank sees them."""
     spec = network.spec
     samples = plan.micro_batch

@@ -44,7 +44,7 @@ def split_layer(
         input_layouts=(between,), desired_input_layouts=(Replicate(),)
     )
     leave = RowwiseParallel(output_layouts=between)  # sums over the tp ranks
-    plan: dict[str, object] = {"attention": enter, "attention.projection": leave}
+    plan = {"attention": enter, "attention.projection": leave}
     for name in ("query", "key", "value"):
         plan[f"attention.{name}"] = ColwiseParallel()
     is_mixture = isinstance(layer.feed_forward, Mixture)
@@ -82,7 +82,7 @@ def split_ends(
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
     embedding = network.embedding
-    plan: dict[str, object] = {}
+    plan = {}
     if embedding is not None and not network.spec.image:
         plan["embedding.tokens"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
@@ -112,7 +112,7 @@ def _share_positions(embedding, mesh):
     shared = distribute_tensor(table, mesh, [Replicate()], src_data_rank=None)
     embedding.positions = nn.Parameter(shared)
 
-    def local_rows(positions: Tensor) -> Tensor:
+    def local_rows(positions: Tensor):
         if isinstance(positions, DTensor):
             return positions.to_local(grad_placements=[Partial()])
         return positions  # gathered by FSDP2

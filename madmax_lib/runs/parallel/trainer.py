@@ -214,11 +214,11 @@ class Trainer:
         """Number of the part of a global batch that this rank trains on, and of how many."""
         return self.mesh.coordinate("dp"), self.plan.dp
 
-    def _part(self, batch) -> losses.Part:
+    def _part(self, batch):
         cp = self.mesh.coordinate("cp"), self.plan.cp
         return losses.split(batch, self.spec, self.device, self.plan.dp, cp)
 
-    def _update(self, scale) -> Tensor:
+    def _update(self, scale):
         """Finish the gradients, clip and step; the norm of the gradient before
         clipping.
 
@@ -234,7 +234,7 @@ class Trainer:
         optimizers.step(torch.where(norm.isfinite(), clip, math.nan) / scale)
         return norm
 
-    def _progress(self) -> Tensor:
+    def _progress(self):
         numbers = [self.steps_done, self.scale.value, self.scale.good_steps]
         return torch.tensor(numbers, dtype=torch.float64)
 

@@ -150,7 +150,7 @@ class Steps:
     def stack(cls, cases: Sequence[Case]) -> Steps:
         """Steps of many cases of transformers; arrays of shape (n,)."""
 
-        def column(name: str) -> np.ndarray:
+        def column(name: str):
             return np.array([getattr(case, name) for case in cases])
 
         plans = {
@@ -208,7 +208,7 @@ class Steps:
         return np.maximum(count / rounds, pp)
 
 
-def _hardware(case: Case) -> dict[str, float | str]:
+def _hardware(case: Case):
     """Fields of `Hardware` of a case."""
     cluster = case.cluster
     device = cluster.device
@@ -240,7 +240,7 @@ def _hardware(case: Case) -> dict[str, float | str]:
     }
 
 
-def _link_class(link: Link) -> str:
+def _link_class(link: Link):
     """Class of constants of a link: the first word of its name, such as nvlink4, pcie,
     ib or efa.
 
@@ -254,7 +254,7 @@ def _link_class(link: Link) -> str:
     return word.rstrip("0123456789") + "-host" * through_host
 
 
-def _gemm_bits(device: Device, dtype: str) -> int:
+def _gemm_bits(device: Device, dtype: str):
     """8 and 4 where the device multiplies such numbers, 16 for all others."""
     peaks = device.peak_flops
     if dtype == "nvfp4" and "nvfp4" in peaks:
@@ -263,7 +263,7 @@ def _gemm_bits(device: Device, dtype: str) -> int:
     return 8 if is_low else 16
 
 
-def _traits(case: Case) -> dict[str, float | str | np.ndarray]:
+def _traits(case: Case):
     """Fields of `SoftwareTraits` of a case: what the plan sets, else what the software
     does.
     """
@@ -305,7 +305,7 @@ def _traits(case: Case) -> dict[str, float | str | np.ndarray]:
     }
 
 
-def _mixture_class(case: Case) -> str | ClassColumn:
+def _mixture_class(case: Case):
     """Class of constants of mixture layers: how their software learns the counts of
     their tokens.
     """
@@ -321,7 +321,7 @@ def _mixture_class(case: Case) -> str | ClassColumn:
     return "dropped" if capacity else usual
 
 
-def _with_columns(row: dict) -> dict:
+def _with_columns(row: dict):
     """Fields of one case, class names as a column of one class."""
     return {
         name: ClassColumn((value,)) if isinstance(value, str) else value
@@ -329,7 +329,7 @@ def _with_columns(row: dict) -> dict:
     }
 
 
-def _stacked(rows: list[dict]) -> dict:
+def _stacked(rows: list[dict]):
     """Fields of many cases as arrays and class columns, (n,)."""
     result = {}
     for name, first in rows[0].items():

@@ -107,9 +107,7 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     return LayerTime(forward, backward, weight_s)
 
 
-def _computed(
-    priced: list[dict], waits: list[dict[str, Number]], prices: Prices
-) -> tuple[list[_BlockTime], Number]:
+def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices):
     """Compute of each block time which its collectives run, and wgrad of the layer."""
     times = []
     weight_s = 0.0
@@ -151,9 +149,7 @@ def with_spare_compute(
     ]
 
 
-def _add_host(
-    forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices
-) -> None:
+def _add_host(forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices):
     """Add launches on a CPU, which computes itself; on a GPU waits for a host that
     counts of tokens have stopped.
     """
@@ -180,9 +176,9 @@ def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
     )
 
 
-def _collectives_s(comms: tuple[Comm, ...], prices: Prices) -> dict[str, Number]:
+def _collectives_s(comms: tuple[Comm, ...], prices: Prices):
     """Seconds of collectives by group."""
-    result: dict[str, Number] = {}
+    result = {}
     for comm in comms:
         if comm.kind != "copy":
             group = prices.groups[comm.group]
@@ -190,23 +186,19 @@ def _collectives_s(comms: tuple[Comm, ...], prices: Prices) -> dict[str, Number]
     return result
 
 
-def _exposed(
-    waits_s: dict[str, Number], prices: Prices, compute_s: Number
-) -> dict[str, Number]:
+def _exposed(waits_s: dict[str, Number], prices: Prices, compute_s: Number):
     """Seconds of a block's collectives that no compute of it hides, by part:
 
     exposed = T - min(hidden_share T, T_compute)
     """
-    result: dict[str, Number] = {}
+    result = {}
     for group, whole_s in waits_s.items():
         hidden_s = np.minimum(hidden_share(group, prices) * whole_s, compute_s)
         add(result, {_PARTS[work_of(group)]: whole_s - hidden_s})
     return result
 
 
-def _ring_s(
-    block: Block, prices: Prices, compute_s: Number, *, returns: bool = False
-) -> Number:
+def _ring_s(block: Block, prices: Prices, compute_s: Number, *, returns: bool = False):
     """Seconds for which attention in cp steps waits for keys and values on their way
     round the ring; returns: their gradients travel too.
     """

@@ -112,7 +112,7 @@ class LinkPrices:
         return byte_s, many * (near_s + far_s)
 
     @cached_property
-    def _curves(self) -> dict[_Measured, np.ndarray]:
+    def _curves(self):
         """Measured curves by what they were measured on, from keys such as
         `all_reduce 8 1` of files of parameters.
         """
@@ -123,13 +123,13 @@ class LinkPrices:
         return curves
 
     @cached_property
-    def _near_byte_s(self) -> Number:
+    def _near_byte_s(self):
         """Seconds per byte of a ring inside a node, per device."""
         share = self.machine.near.constant(self.parameters, "link_share")
         return 1 / (self.machine.link * self.parameters.network_efficiency * share)
 
     @cached_property
-    def _network(self) -> _Network:
+    def _network(self):
         """Rates of the network: sockets fill a slow wire, but for the frames' headers;
         a fast one they reach a share of.
         """
@@ -146,7 +146,7 @@ class LinkPrices:
         slow_wire = np.minimum(_WIRE_SHARE * rate, sockets / machine.node)
         return _Network(1 / np.maximum(share * rate, slow_wire), call_s, hop_s)
 
-    def _far_byte_s(self, group: Group) -> Number:
+    def _far_byte_s(self, group: Group):
         """Seconds per byte of the network that a group has; above a leaf switch it may
         be oversubscribed.
         """
@@ -156,7 +156,7 @@ class LinkPrices:
         is_above = group.ranks * group.stride > machine.leaf
         return self._network.byte_s * np.where(is_above, machine.oversubscription, 1.0)
 
-    def _exchange_byte_s(self, group: Group) -> Number:
+    def _exchange_byte_s(self, group: Group):
         """Seconds per byte of an all-to-all; a token goes once to a device, or node,
         with several of its experts where software does so.
         """
@@ -179,7 +179,7 @@ class LinkPrices:
         far = far * fewer / share
         return copies * exchange(group.ranks, group.in_node, near / share, far)
 
-    def _rescaled(self, kind: str, group: Group, size_bytes: Number) -> Number:
+    def _rescaled(self, kind: str, group: Group, size_bytes: Number):
         """Time of a call here over that on the links where collectives were measured,
         both by the formulas.
         """
@@ -194,7 +194,7 @@ class LinkPrices:
         return here_s / np.maximum(there_s, 1e-300)
 
     @cached_property
-    def _measured_on(self) -> LinkPrices:
+    def _measured_on(self):
         """Prices on the links that the collectives of the parameters were measured on;
         itself where its machine has them, or none are stated.
         """
@@ -213,6 +213,6 @@ class LinkPrices:
         return LinkPrices(replace(self.steps, machine=machine), self.parameters)
 
 
-def _distinct_bins(bins: Number, throws: Number) -> Number:
+def _distinct_bins(bins: Number, throws: Number):
     """Expected number of distinct bins hit by random throws: n (1 - (1 - 1/n)^k)."""
     return bins * (1 - (1 - 1 / np.maximum(bins, 1)) ** throws)

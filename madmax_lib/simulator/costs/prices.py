@@ -83,7 +83,7 @@ class Prices:
         traits = self.traits
         c = self.constants
 
-        def share(column, name: str) -> Number:
+        def share(column, name: str):
             return column.constant(self.parameters, name)
 
         device = share(machine.rate, "device_rate")
@@ -103,7 +103,7 @@ class Prices:
         }
 
     @cached_property
-    def _pointwise(self) -> dict[str, Number]:
+    def _pointwise(self):
         """Seconds per byte of pointwise work, that of experts, and that of unfused
         scores.
         """
@@ -140,7 +140,7 @@ class Prices:
         selective = self.plan.recompute == "selective"
         gemm_share = self.traits.recomputed_gemm_share
         names = ("forward", "recompute", "backward", "weight")
-        result: dict[str, dict[str, Number]] = {name: {} for name in names}
+        result = {name: {} for name in names}
         for phase, op in phases(block):
             cause = _cause(op)
             seconds = self.slower * self.op_s(op)
@@ -211,7 +211,7 @@ class Prices:
         return traits.forward_kernels * kernel_s + collectives_s
 
     @cached_property
-    def _blocking_calls(self) -> Number:
+    def _blocking_calls(self):
         """Other calls that block a process on a CPU, in units of those of tp: of cp, of
         experts, and FSDP's of a layer.
 
@@ -275,7 +275,7 @@ def add(
         seconds[cause] = seconds.get(cause, 0.0) + share * part
 
 
-def _cause(op: Op) -> str:
+def _cause(op: Op):
     if op.core:
         return "attention_s"
     return "gemm_s" if op.kind == "gemm" else "pointwise_s"

@@ -75,7 +75,7 @@ def unique_rows(
     return UniqueRows(rows, kinds.code)
 
 
-def _codes(column) -> _Codes:
+def _codes(column):
     """A number for each value of a column."""
     if isinstance(column, pd.Categorical):
         return _Codes(column.codes.astype(np.int64), len(column.categories))

@@ -86,9 +86,7 @@ class Transfer:
     calls: Number = 1.0
 
 
-def _transfers_s(
-    transfers: Iterable[Transfer], parameters: Number, prices: Prices
-) -> Number:
+def _transfers_s(transfers: Iterable[Transfer], parameters: Number, prices: Prices):
     """Seconds of transfers of so many parameters, one after another."""
     seconds = 0.0
     for one in transfers:

@@ -105,9 +105,9 @@ def run(program: Program) -> tuple[list[float], list[float]]:
     Raises ValueError for a negative duration, and for an op that waits for one that is
     not issued before it.
     """
-    start_s: list[float] = []
-    end_s: list[float] = []
-    tail: dict[tuple[int, int], float] = {}
+    start_s = []
+    end_s = []
+    tail = {}
     ops = zip(
         program.rank, program.stream, program.duration_s, program.after, strict=True
     )
@@ -293,7 +293,7 @@ def with_receive_kernels(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=pd.concat([spans, waits], ignore_index=True))
 
 
-def _categories(texts: list[str]) -> pd.Categorical:
+def _categories(texts: list[str]):
     """Sorted categories; empty text is missing."""
     names = sorted(set(texts) - {""})
     code = {name: i for i, name in enumerate(names)} | {"": -1}
@@ -302,7 +302,7 @@ def _categories(texts: list[str]) -> pd.Categorical:
     )
 
 
-def _edges(program: Program) -> pd.DataFrame:
+def _edges(program: Program):
     """Edges of a program: dependencies, then neighbours on a stream of a rank."""
     counts = np.array([len(after) for after in program.after], dtype=np.int64)
     source = np.fromiter(

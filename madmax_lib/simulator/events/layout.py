@@ -15,7 +15,7 @@ from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.messages import Message, crosses
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
-from madmax_lib.simulator.events.schedules import Slot, dependency, in_order, order
+from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
 
@@ -56,9 +56,9 @@ class StepBuilder:
             order(plan.schedule, stage, plan.pp, micro_batches, chunks)
             for stage in range(plan.pp)
         ]
-        sent: dict[tuple[int, Slot], int | Message] = {}
-        latest: dict[int, int] = {}  # last op on the compute stream of each stage
-        ends: list[list[int]] = [[] for _ in range(plan.pp)]  # what optimizers await
+        sent = {}
+        latest = {}  # last op on the compute stream of each stage
+        ends = [[] for _ in range(plan.pp)]  # what optimizers await
         for stage, slot in in_order(orders, chunks):
             direction, chunk, number = slot
             first = number == 0 and plan.overlap_gather
@@ -87,9 +87,7 @@ class StepBuilder:
             self._optimizer(program, stage, ends[stage])
         return program
 
-    def _lay_out(
-        self, stage: int, direction: str, chunk: int, first: bool, last: bool
-    ) -> Pass:
+    def _lay_out(self, stage: int, direction: str, chunk: int, first: bool, last: bool):
         """Ops of a pass. first: it gathers all parameters ahead; last: it is of the
         last micro-batch.
         """
@@ -114,7 +112,7 @@ class StepBuilder:
         way: tuple[int, int],
         what: str,
         ready: list[int],
-    ) -> None:
+    ):
         """Message on its way (from a stage, to a virtual stage), if there is one to
         receive it; where it stops the host, the stage waits for it.
         """
@@ -143,7 +141,7 @@ class StepBuilder:
                 Stream.COMPUTE, "idle", handshake, stop_s, [pass_.sends]
             )
 
-    def _pair(self, stage: int, other: int) -> str:
+    def _pair(self, stage: int, other: int):
         """Group of two stages: a node holds the devices of both, or not."""
         low, high = sorted((stage, other))
         devices = self.plan.world_size // self.plan.pp
@@ -152,7 +150,7 @@ class StepBuilder:
         last_node = ((high + 1) * devices - 1) // node
         return "same node" if first_node == last_node else "other node"
 
-    def _optimizer(self, program: Program, stage: int, after: list[int]) -> None:
+    def _optimizer(self, program: Program, stage: int, after: list[int]):
         """Update of the parameters that a device owns; ZeRO-1/2 then gather them unless
         the next pass does.
         """

@@ -7,7 +7,7 @@ parameters are gathered ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -137,7 +137,7 @@ class PassBuilder:
         block: Block,
         phase: str,
         after: list[int],
-    ) -> list[int]:
+    ):
         """A block of a layer. Where counts of tokens stop the host, it launches each
         block beside the one before.
         """
@@ -158,7 +158,7 @@ class PassBuilder:
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
 
-    def _computed_s(self, layer: list[Block], phase: str) -> list[float]:
+    def _computed_s(self, layer: list[Block], phase: str):
         """Seconds that each block of a layer computes in a phase, some of it beside
         exchanges of other blocks.
         """
@@ -183,7 +183,7 @@ class PassBuilder:
 
     def _work(
         self, pass_: Pass, block: Block, phase: str, after: list[int], duration_s: float
-    ) -> list[int]:
+    ):
         """One block: collectives, compute, collectives. Returns what the next block
         waits for.
 
@@ -226,7 +226,7 @@ class PassBuilder:
         phase: str,
         passes: float,
         after: list[int],
-    ) -> list[int]:
+    ):
         """The host issues a unit's kernels, ahead of the device if it can; on a CPU
         what follows waits for it.
         """
@@ -242,7 +242,7 @@ class PassBuilder:
 
     def _ring(
         self, pass_: Pass, block: Block, phase: str, duration_s: float, after: list[int]
-    ) -> list[int]:
+    ):
         """Attention in cp steps, the next keys and values on their way meanwhile, in
         backward their gradients too.
         """
@@ -263,9 +263,7 @@ class PassBuilder:
             ready = coming
         return [op, *returned]
 
-    def _gathers(
-        self, pass_: Pass, blocks: list[Block], phase: str, first: bool
-    ) -> Callable[..., list[int]]:
+    def _gathers(self, pass_: Pass, blocks: list[Block], phase: str, first: bool):
         """Function from a block, and what it follows, to its gathers of parameters,
         issued `prefetch` units ahead.
         """
@@ -274,9 +272,9 @@ class PassBuilder:
             return lambda block, previous: []
         units = units_of(blocks)
         number = {unit[0].unit: i for i, unit in enumerate(units)}
-        issued: list[list[int]] = []
+        issued = []
 
-        def gather(block: Block, previous: list[int]) -> list[int]:
+        def gather(block: Block, previous: list[int]):
             at = number[block.unit]
             while len(issued) <= min(at + ahead, len(units) - 1):
                 after = previous
@@ -292,7 +290,7 @@ class PassBuilder:
 
         return gather
 
-    def _block_s(self, block: Block) -> dict[str, float]:
+    def _block_s(self, block: Block):
         """Seconds of a block by phase; layers of a kind are priced once."""
         key = block.cost_key or (block.name,)
         if key not in self._seconds:
@@ -302,7 +300,7 @@ class PassBuilder:
             }
         return self._seconds[key]
 
-    def _slowdown(self, unit: list[Block], last: bool) -> _ByDirection:
+    def _slowdown(self, unit: list[Block], last: bool):
         """Factors by which overlapping traffic of weights and gradients slows compute
         of a unit.
         """
@@ -313,7 +311,7 @@ class PassBuilder:
             self._slowdowns[key] = self._slowdown_of(unit, last)
         return self._slowdowns[key]
 
-    def _slowdown_of(self, unit: list[Block], last: bool) -> _ByDirection:
+    def _slowdown_of(self, unit: list[Block], last: bool):
         prices = self.prices
         overlap = prices.overlap
         time = layer_time(unit, prices)
@@ -346,7 +344,7 @@ class PassBuilder:
         return _ByDirection(*factors)
 
     @cached_property
-    def _reduces_beside(self) -> bool:
+    def _reduces_beside(self):
         """Whether gradients are reduced beside a backward pass: the layers of a chunk
         fill a bucket.
         """
@@ -360,7 +358,7 @@ class PassBuilder:
         fills = max(sums) * self.sharding.gradient_width >= self.plan.bucket_bytes
         return bool(self.prices.overlap.hidden_share(WorkKind.BUCKET) and fills)
 
-    def _hidden_s(self, comms: Sequence[Comm]) -> float:
+    def _hidden_s(self, comms: Sequence[Comm]):
         """Seconds of collectives beside which a block computes."""
         return sum(
             self._hidden_share(comm.group)
@@ -369,12 +367,10 @@ class PassBuilder:
             if self._hidden_share(comm.group)
         )
 
-    def _hidden_share(self, group: str) -> float:
+    def _hidden_share(self, group: str):
         return float(hidden_share(group, self.prices))
 
-    def _comm_s(
-        self, kind: str, size_bytes: float, name: str, calls: float = 1.0
-    ) -> float:
+    def _comm_s(self, kind: str, size_bytes: float, name: str, calls: float = 1.0):
         """Seconds of a collective of a group."""
         group = self.prices.groups[name]
         return float(self.prices.comm_s(kind, size_bytes, group, calls))
@@ -382,7 +378,7 @@ class PassBuilder:
 
 def units_of(blocks: list[Block]) -> list[list[Block]]:
     """Consecutive blocks of one unit."""
-    units: list[list[Block]] = []
+    units = []
     for block in blocks:
         if units and units[-1][0].unit == block.unit:
             units[-1].append(block)

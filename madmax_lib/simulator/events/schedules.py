@@ -36,7 +36,7 @@ def order(
     if schedule == "gpipe" or (chunks > 1 and micro_batches <= pp):
         warm_up = len(forward)
     warm_up = min(warm_up, len(forward))
-    slots: list[Slot] = [("forward", *forward[i]) for i in range(warm_up)]
+    slots = [("forward", *forward[i]) for i in range(warm_up)]
     for i, (chunk, m) in enumerate(forward):
         if warm_up + i < len(forward):
             slots.append(("forward", *forward[warm_up + i]))
@@ -44,7 +44,7 @@ def order(
     return slots
 
 
-def _groups(pp: int, micro_batches: int) -> list[range]:
+def _groups(pp: int, micro_batches: int):
     """Micro-batches that go through a chunk in a row: pp of them, or a little more
     where pp does not divide them.
     """
@@ -53,7 +53,7 @@ def _groups(pp: int, micro_batches: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(starts)]
 
 
-def _zero_bubble(stage: int, pp: int, micro_batches: int) -> Iterator[Slot]:
+def _zero_bubble(stage: int, pp: int, micro_batches: int):
     warm_up = min(pp - stage - 1, micro_batches)
     yield from (("forward", 0, m) for m in range(warm_up))
     for m in range(micro_batches):
@@ -78,7 +78,7 @@ def dependency(slot: Slot, stage: int, pp: int, chunks: int) -> tuple[int, Slot]
     return virtual % pp, (direction, virtual // pp, m)
 
 
-def _needs(slot: Slot, stage: int, pp: int, chunks: int) -> list[tuple[int, Slot]]:
+def _needs(slot: Slot, stage: int, pp: int, chunks: int):
     message = dependency(slot, stage, pp, chunks)
     needed = [message] if message else []
     # the same stage's pass over the same micro-batch that comes before this one

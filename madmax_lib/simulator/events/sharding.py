@@ -76,7 +76,7 @@ class Sharding:
 
     def _gather(
         self, pass_: Pass, blocks: list[Block], phase: str, after: list[int], what: str
-    ) -> list[int]:
+    ):
         units = len({block.unit for block in blocks})
         done = []
         for experts, parameters in parameter_count(blocks).parts:
@@ -101,7 +101,7 @@ class Sharding:
         under most ZeRO-3 with every unit. The optimizer waits for those of the last
         micro-batch (`pass_.ends`).
         """
-        buckets: dict[bool, list[Block]] = {False: [], True: []}
+        buckets = {False: [], True: []}
         overlap = self.prices.overlap
         by_unit = self.plan.zero == 3 and not overlap.sharded_buckets
         full_bytes = 0.0 if by_unit else self.plan.bucket_bytes
@@ -110,7 +110,7 @@ class Sharding:
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
         closes_early = self.plan.zero == 3 or bool(self.prices.traits.hides_dp)
 
-        def reduce(block: Block, op: int, *, end: bool, unit_end: bool) -> None:
+        def reduce(block: Block, op: int, *, end: bool, unit_end: bool):
             if not active:
                 return
             if not block.table:
@@ -141,7 +141,7 @@ class Sharding:
         parameters: float,
         op: int,
         last: bool,
-    ) -> list[int]:
+    ):
         """Issue the reduction of the gradients of a bucket; what follows it waits for."""
         plan = self.plan
         size_bytes = parameters * self.gradient_width
@@ -165,7 +165,7 @@ class Sharding:
         what: str,
         parameters: float,
         after: list[int],
-    ) -> list[int]:
+    ):
         """Issue those of the transfers that apply, one after another."""
         for one in transfers:
             if one.applies:

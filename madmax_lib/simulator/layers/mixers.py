@@ -76,7 +76,7 @@ def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     return [replace(block, reverse=block.back) for block in blocks]
 
 
-def _mamba2_scan(work: Work, inner: Number) -> list[Op]:
+def _mamba2_scan(work: Work, inner: Number):
     """Convolution, scan and gated norm of Mamba-2 on `inner` channels."""
     model = work.shape.model
     tp = work.plan.tp

@@ -107,11 +107,11 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     ]
 
 
-def _scaled(comms: tuple[Comm, ...], factor: Number) -> tuple[Comm, ...]:
+def _scaled(comms: tuple[Comm, ...], factor: Number):
     return tuple(replace(comm, size_bytes=factor * comm.size_bytes) for comm in comms)
 
 
-def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
+def _row_sums(work: Work, rows: Number):
     """Collectives of a mixture whose tp ranks sum the rows of experts, and their
     gradients, before tokens are added.
     """
@@ -129,7 +129,7 @@ def _row_sums(work: Work, rows: Number) -> dict[str, tuple]:
     }
 
 
-def _expert_biases(work: Work, rows: Number) -> Op:
+def _expert_biases(work: Work, rows: Number):
     """Biases of experts, added beside their products in fp32: product with the token's
     weight, sum, join, cast.
     """
@@ -169,7 +169,7 @@ def dlrm_blocks(case: Case) -> list[Block]:
         table=True,
     )
 
-    def layer(name: str, rows: float, *matrices: tuple[int, int], **fields) -> Block:
+    def layer(name: str, rows: float, *matrices: tuple[int, int], **fields):
         """Products of (inputs, outputs) on rows of activations."""
         copies = fields.pop("copies", 1)
         ops = tuple(

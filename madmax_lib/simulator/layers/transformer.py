@@ -59,7 +59,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     work = Work.of(case)
     kinds = {}
 
-    def blocks(layer: int) -> list[Block]:
+    def blocks(layer: int):
         """Blocks of a layer: those of its kind, under its own number."""
         kind = model.layer_kinds[layer], model.layer_window(layer) > 0
         if kind not in kinds:
@@ -83,7 +83,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     return result
 
 
-def _stages(case: Case) -> list[list[range]]:
+def _stages(case: Case):
     """Layers of each chunk of each stage."""
     plan = case.plan
     if not case.software.stages_by_flops or plan.pp == 1:
@@ -204,9 +204,7 @@ def head_block(work: Work) -> Block:
     )
 
 
-def _attention(
-    work: Work, number: int | str, windowed: bool, causal: bool
-) -> list[Block]:
+def _attention(work: Work, number: int | str, windowed: bool, causal: bool):
     """Norm, products, scores and projection; under context parallelism three blocks."""
     shape = work.shape
     tp = work.plan.tp
@@ -256,7 +254,7 @@ def _attention(
     ]
 
 
-def _adapters(work: Work) -> list[Op]:
+def _adapters(work: Work):
     """Ops that LoRA adds to attention's products: inputs are read once more, outputs
     read and written [2106.09685].
 
@@ -283,7 +281,7 @@ def _adapters(work: Work) -> list[Op]:
     return [pointwise("adapters", read, written, work.width), products]
 
 
-def _core(work: Work, windowed: bool, causal: bool) -> list[Op]:
+def _core(work: Work, windowed: bool, causal: bool):
     """Scores, softmax and weighted values: one kernel with the causal half, or the full
     square through memory.
     """
@@ -295,7 +293,7 @@ def _core(work: Work, windowed: bool, causal: bool) -> list[Op]:
     # in a table of steps some may have fused attention, and others not
     unfused = np.asarray(np.asarray(plan.attention) == "unfused", float)
     fused = 1 - unfused
-    ops: list[Op] = []
+    ops = []
     if any_nonzero(fused):
         flops = attention_flops(
             tokens,
@@ -335,7 +333,7 @@ class _Widths(NamedTuple):
     values: Number
 
 
-def _widths(work: Work) -> _Widths:
+def _widths(work: Work):
     shape = work.shape
     return _Widths(
         shape.heads * shape.score_dim,
@@ -352,11 +350,11 @@ class _Exchanges(NamedTuple):
     ring_bytes: Number  # passed on per step of a ring [arXiv 2310.01889]
 
 
-def _exchanges(work: Work) -> _Exchanges:
+def _exchanges(work: Work):
     plan = work.plan
     widths = _widths(work)
 
-    def size_bytes(channels: Number) -> Number:
+    def size_bytes(channels: Number):
         return work.tokens * channels / plan.tp * work.width.storage_bytes
 
     split = np.asarray(plan.cp) > 1
@@ -371,7 +369,7 @@ def _exchanges(work: Work) -> _Exchanges:
     )
 
 
-def _merge(work: Work) -> list[Op]:
+def _merge(work: Work):
     """Sums that the steps of a ring add: each but the first reads its output and updates
     the fp32 sum.
     """
@@ -384,7 +382,7 @@ def _merge(work: Work) -> list[Op]:
     return [pointwise("merge", 3 * outputs, 2 * outputs, work.width)]
 
 
-def _feed_forward(work: Work, number: int | str) -> Block:
+def _feed_forward(work: Work, number: int | str):
     """Norm and the two products, or three with a gate, of a dense layer.
 
     [arXiv 1909.08053, section 3: columns of the first, rows of the second]

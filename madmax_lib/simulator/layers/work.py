@@ -183,7 +183,7 @@ class Work:
         return self.tokens * self.shape.hidden * self.width.storage_bytes
 
     @cached_property
-    def _moved_by_kind(self) -> tuple[Number, Number]:
+    def _moved_by_kind(self):
         """Bytes that sequence parallelism gathers and scatters, and that tensor
         parallelism without it reduces.
         """

@@ -160,7 +160,7 @@ def layer_bytes(
     )
 
 
-def _attention_widths(model: Transformer, word: Blocks) -> tuple[float, float, float]:
+def _attention_widths(model: Transformer, word: Blocks):
     """Elements per token: queries, keys and values; latents before and after their
     norm; attention's output.
     """
@@ -179,9 +179,7 @@ def _attention_widths(model: Transformer, word: Blocks) -> tuple[float, float, f
     return 2 * scored + values, latent, values
 
 
-def _feed_forward_widths(
-    model: Transformer, word: Blocks
-) -> tuple[float, float, float, float]:
+def _feed_forward_widths(model: Transformer, word: Blocks):
     """Elements per token inside the (routed, shared) feed-forward parts and of copies
     for experts; router's bytes.
     """

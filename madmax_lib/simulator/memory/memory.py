@@ -9,7 +9,7 @@ backward pass of a layer (what was recomputed, gradients on their way) and the o
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -242,9 +242,7 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     return result
 
 
-def _cut_alike(
-    model: Transformer, plans: Plans, *further
-) -> Iterator[tuple[dict, np.ndarray]]:
+def _cut_alike(model: Transformer, plans: Plans, *further):
     """How plans cut the layers into stages, and the rows that do so and are equal in
     further numbers.
 
@@ -306,7 +304,7 @@ def table_peak_bytes(case: Case) -> np.ndarray:
     return result
 
 
-def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
+def _fullest(case: Case, stages: np.ndarray):
     """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds
     is alike in all.
     """
@@ -317,13 +315,11 @@ def _fullest(case: Case, stages: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def _differing_stages(
-    model: Transformer, plan: Plan, software: str | Software
-) -> np.ndarray:
+def _differing_stages(model: Transformer, plan: Plan, software: str | Software):
     """Stage, and layers of each kind, of the stages that can be the fullest, each (k,):
     the first of equal ones.
     """
-    kinds: dict[tuple, int] = {}
+    kinds = {}
     for stage, held in enumerate(
         zip(*held_layers(model, plan, software).values(), strict=True)
     ):
@@ -348,7 +344,7 @@ def usable_bytes(device: Device) -> float:
 
 
 @lru_cache(maxsize=2)
-def _published_shares(folder: str | None) -> dict[str, float]:
+def _published_shares(folder: str | None):
     """Usable memory over the data sheet's by device, the tables of the user's folder
     among ours.
     """
@@ -380,7 +376,7 @@ def _tensor_bytes(
     optimizer: str = "adam",
     fused_loss: bool = False,
     trainable: float = 1.0,
-) -> dict[str, np.ndarray]:
+):
     """`stage_bytes` of tensors."""
     model = case.model
     p = case.plan
@@ -436,9 +432,7 @@ def _tensor_bytes(
     }
 
 
-def _dlrm_bytes(
-    case: Case, *, optimizer: str = "adam", trainable: float = 1.0
-) -> dict[str, np.ndarray]:
+def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0):
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
     dense layers by ZeRO stage.
 
@@ -479,7 +473,7 @@ def _dlrm_bytes(
     return parts | _overhead(case, parts)
 
 
-def _overhead(case: Case, parts: dict) -> dict:
+def _overhead(case: Case, parts: dict):
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     context_bytes, share = _process(case)
     return {
@@ -488,7 +482,7 @@ def _overhead(case: Case, parts: dict) -> dict:
     }
 
 
-def _process(case: Case) -> tuple[np.ndarray | float, float]:
+def _process(case: Case):
     """Bytes that a process holds beside tensors, and further ones as a share of these."""
     device = getattr(case.cluster, "device", None)
     p = case.plan

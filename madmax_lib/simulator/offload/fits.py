@@ -145,7 +145,7 @@ class FitsResult:
         places = self._places()
         return str((places["margin_bytes"] / places["usable_bytes"]).idxmin())
 
-    def _places(self) -> pd.DataFrame:
+    def _places(self):
         return self.table.drop_duplicates("place").set_index("place")
 
 
@@ -226,7 +226,7 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
     room: of `room_bytes`.
     """
 
-    def held(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def held(shares: np.ndarray):
         """Whether the device, and whether host and drives, hold their part."""
         sizes = bytes_by_place(case, shares.reshape(-1, 1), policy)
         peaks = peaks_by_place(sizes, case.cluster.devices_per_node)
@@ -327,7 +327,7 @@ def moments(
     )
 
 
-def _others(here: dict[str, float], layers: int) -> pd.DataFrame:
+def _others(here: dict[str, float], layers: int):
     """Bytes of a device beside the model's states: activations grow layer by layer and
     shrink again.
     """
@@ -372,7 +372,7 @@ def largest_model(
     policy = Policy(share=1.0 if static else None)
     room = room_bytes(cluster, plan)
 
-    def holds(width: int, layers: int) -> bool:
+    def holds(width: int, layers: int):
         case = Case(gpt_shape(width, layers), cluster, plan, plan.dp, dtype="fp16")
         if plan.offload:
             return len(shares_that_fit(case, policy, room)) > 0
@@ -381,7 +381,7 @@ def largest_model(
             <= room["device"]
         )
 
-    best: tuple[int, int] | None = None
+    best = None
     for width in _WIDTHS:
         least = (
             _FLATTEST
@@ -416,7 +416,7 @@ def gpt_shape(
     )
 
 
-def _layers_beyond(model: Transformer, width: int) -> int:
+def _layers_beyond(model: Transformer, width: int):
     """Layers of this width with which a model is larger than another one."""
     one, two = (gpt_shape(width, layers).parameters for layers in (1, 2))
     return max((model.parameters - one) // (two - one) + 2, 1)

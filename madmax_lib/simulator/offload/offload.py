@@ -99,7 +99,7 @@ def offload_times(
     )
 
 
-def _offloaded(case: Case, shares, policy: Policy) -> Offloaded:
+def _offloaded(case: Case, shares, policy: Policy):
     """What leaves the device, and the host that takes it, for a share or an array of
     them.
     """
@@ -227,7 +227,7 @@ class _Stage:
         return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
-def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded) -> _Stage:
+def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded):
     model = case.model
     plan = case.plan
     forward, backward = map(float, pieces.layer.passes_s)
@@ -257,7 +257,7 @@ def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded) -> _Stage
     )
 
 
-def _unit(parameters: float, offloaded: Offloaded, summed: bool) -> _Unit:
+def _unit(parameters: float, offloaded: Offloaded, summed: bool):
     """Seconds of so many parameters. summed: the host adds up the gradients of
     micro-batches.
     """
@@ -278,7 +278,7 @@ def _unit(parameters: float, offloaded: Offloaded, summed: bool) -> _Unit:
     )
 
 
-def _update(stage: _Stage, offloaded: Offloaded) -> tuple[np.ndarray, np.ndarray]:
+def _update(stage: _Stage, offloaded: Offloaded):
     """Seconds of the host's update, with drives beside it, and of the copies that
     return.
     """

@@ -227,7 +227,7 @@ def bytes_by_place(
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
 
 
-def _tensor_sizes(model: Transformer) -> list[int]:
+def _tensor_sizes(model: Transformer):
     """Elements of every parameter tensor, in the order of the model."""
     h = model.hidden
     norm = model.norm_parameters
@@ -263,13 +263,13 @@ def _tensor_sizes(model: Transformer) -> list[int]:
     ]
 
 
-def _packed(sizes: list[int], chunk: int) -> float:
+def _packed(sizes: list[int], chunk: int):
     """Share 0..1 that is empty of the chunks that hold tensors of these sizes in order.
 
     >>> _packed([3, 3, 3, 9], 8)  # 7 of two chunks of 8 and one of 9
     0.28
     """
-    chunks: list[int] = []  # elements of each
+    chunks = []  # elements of each
     room = 0  # left in the open one
     for size in sizes:
         if size > chunk:
@@ -283,7 +283,7 @@ def _packed(sizes: list[int], chunk: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _chunk_waste(model: Transformer) -> float:
+def _chunk_waste(model: Transformer):
     """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size
     with the smallest tails.
 
@@ -340,9 +340,7 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
     )
 
 
-def _states(
-    case: Case, count, method: Method, split: Split
-) -> dict[tuple[str, str], np.ndarray]:
+def _states(case: Case, count, method: Method, split: Split):
     """Weights, gradients and optimizer states by place."""
     widths = {
         "gradient_bytes": method.gradients,

@@ -108,8 +108,8 @@ class Staging(Sharding):
         returned_bytes = (
             count * self.width * float(o.returned) / max(o.split.states, 1e-12)
         )
-        done: list[int] = []
-        adams: list[int] = []
+        done = []
+        adams = []
         reads = (
             [self._drive(program, "read states", read_bytes, ready, rank=stage)]
             if o.drives
@@ -159,7 +159,7 @@ class Staging(Sharding):
         parameters: float,
         op: int,
         last: bool,
-    ) -> list[int]:
+    ):
         done = super()._reduce(pass_, experts, what, parameters, op, last)
         o = self.offloaded
         sharing = 1
@@ -195,7 +195,7 @@ class Staging(Sharding):
         size_bytes: float,
         after: list[int],
         **more,
-    ) -> int:
+    ):
         """A copy between device and host, `way` down or up."""
         name = f"Memcpy {'HtoD' if way == Stream.DOWN else 'DtoH'} {what}"
         duration_s = size_bytes / self.offloaded.rates.link
@@ -210,7 +210,7 @@ class Staging(Sharding):
         size_bytes: float,
         after: list[int],
         **more,
-    ) -> int:
+    ):
         """A read from or a write to the drives, which the first word of `what` says."""
         rates = self.offloaded.rates
         rate = rates.nvme_read if what.startswith("read") else rates.nvme_write

@@ -48,7 +48,7 @@ class Groups:
     def __getitem__(self, name: str) -> Group:
         return self.of(name)
 
-    def _of(self, name: str) -> Group:
+    def _of(self, name: str):
         ranks, stride = self._shape(name)
         if name == "same node":
             return Group(name, ranks, stride, 2)
@@ -60,7 +60,7 @@ class Groups:
         )
         return Group(name, ranks, stride, np.clip(shared, 1, ranks))
 
-    def _shape(self, name: str) -> tuple[Number, Number]:
+    def _shape(self, name: str):
         p = self.plan
         replicas = p.dp * p.cp
         shard = p.sharing

@@ -79,7 +79,7 @@ def with_waits(
     return result
 
 
-def _nested_ranks(steps: Steps, times: Parts) -> _Nested:
+def _nested_ranks(steps: Steps, times: Parts):
     """Ranks of each group."""
     plan = steps.work.plan
     pp = np.asarray(plan.pp)
@@ -106,6 +106,6 @@ def _nested_ranks(steps: Steps, times: Parts) -> _Nested:
     )
 
 
-def _harmonic(count: Number) -> Number:
+def _harmonic(count: Number):
     """1 + 1/2 + ... + 1/count."""
     return digamma(np.asarray(count) + 1.0) + np.euler_gamma

@@ -137,7 +137,7 @@ def layer_costs(steps: Steps, parameters: Parameters) -> LayerCosts:
     )
 
 
-def _passes_of_rows(steps: Steps, parameters: Parameters) -> _Passes:
+def _passes_of_rows(steps: Steps, parameters: Parameters):
     """Passes of rows: of a table once for those alike, and in groups of rows that are
     made of the same blocks (with experts, exchanged or not, and with cp).
     """
@@ -157,7 +157,7 @@ def _passes_of_rows(steps: Steps, parameters: Parameters) -> _Passes:
     groups = [np.flatnonzero(codes == code) for code in np.unique(codes)]
     passes = [_passes(Prices(steps[rows[group]], parameters)) for group in groups]
 
-    def joined(*parts: Number) -> np.ndarray:
+    def joined(*parts: Number):
         """Numbers of all groups in the order of rows; earlier axes are machines."""
         machines = np.broadcast_shapes(*(np.shape(part)[:-1] for part in parts))
         result = np.empty((*machines, len(rows)))
@@ -169,7 +169,7 @@ def _passes_of_rows(steps: Steps, parameters: Parameters) -> _Passes:
     return take_rows(joint, index)
 
 
-def _passes(prices: Prices) -> _Passes:
+def _passes(prices: Prices):
     """Passes of steps that are made of the same blocks."""
     work = prices.steps.work
     embedding = embedding_block(work)
@@ -206,7 +206,7 @@ def _passes(prices: Prices) -> _Passes:
     )
 
 
-def _mixture_layer(prices: Prices) -> KindCost:
+def _mixture_layer(prices: Prices):
     """A layer with experts; steps with and without exchanges of tokens may stand beside
     each other.
     """
@@ -224,7 +224,7 @@ def _mixture_layer(prices: Prices) -> KindCost:
     return KindCost(mean(together.time, exchanged_way.time, exchanged), count)
 
 
-def _kinds(prices: Prices, model: Transformer) -> tuple[KindCost, ...]:
+def _kinds(prices: Prices, model: Transformer):
     """A layer of each kind of a stack; steps with and without exchanges of tokens may
     stand beside each other.
     """
@@ -243,11 +243,11 @@ def _kinds(prices: Prices, model: Transformer) -> tuple[KindCost, ...]:
     return tuple(kinds)
 
 
-def _mean_of(kinds: tuple[KindCost, ...], model: Transformer) -> KindCost:
+def _mean_of(kinds: tuple[KindCost, ...], model: Transformer):
     """Mean layer of a stack."""
     shares = [model.layer_kinds.count(word) / model.layers for word in model.kinds]
 
-    def weighted(*parts: Number) -> Number:
+    def weighted(*parts: Number):
         return sum(share * part for share, part in zip(shares, parts, strict=True))
 
     return map_leaves(weighted, *kinds)
@@ -260,7 +260,7 @@ class _MeanLayer:
     excess_s: Number  # of a layer that attends to all beyond one with a window
 
 
-def _mean_layer(prices: Prices, word: str, *, exchanged: bool = True) -> _MeanLayer:
+def _mean_layer(prices: Prices, word: str, *, exchanged: bool = True):
     """A layer; where some attend to a window, the mean of both kinds."""
     work = prices.steps.work
     blocks = layer_blocks(work, 0, word, exchanged=exchanged)

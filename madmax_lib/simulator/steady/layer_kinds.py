@@ -120,7 +120,7 @@ def stage_excess(model: Transformer, costs: LayerCosts, middle: Number) -> Stage
     return StageExcess(*result)
 
 
-def _kinds_of_chunks(model: Transformer, cut: list[int]) -> np.ndarray:
+def _kinds_of_chunks(model: Transformer, cut: list[int]):
     """Layers of each kind in each chunk, (stages, chunks, kinds); cut: `_CUTS`."""
     values = dict(zip(_CUTS, cut, strict=True))
     for name in ("embedding_as_layer", "head_as_layer"):

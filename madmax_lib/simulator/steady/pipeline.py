@@ -56,7 +56,7 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return np.where(split, filled, bubble)
 
 
-def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number) -> Number:
+def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
     """Bubble where chunks interleave, from that of whole stages: it fills and drains
     through the first chunks.
 
@@ -114,7 +114,7 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
 
 def _least_pass_s(
     stages: Stages, layers: Number, others: Number, head: LayerTime | None = None
-) -> Number:
+):
     """Least of F and W of a stage with so many layers and B of a stage with others."""
     passes = stages.passes
     head_forward_s, head_wgrad_s = 0.0, 0.0
@@ -163,7 +163,7 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return np.where(pp > 1, exposed_s, 0.0)
 
 
-def _message_s(steps: Steps, costs: LayerCosts) -> Number:
+def _message_s(steps: Steps, costs: LayerCosts):
     """Seconds of a message between neighbouring stages, of which some lie on one node."""
     plan = steps.work.plan
     prices = costs.prices
@@ -179,7 +179,7 @@ def _message_s(steps: Steps, costs: LayerCosts) -> Number:
     return near_s + crossing * (far_s - near_s)
 
 
-def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number) -> Number:
+def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number):
     """Messages that travel when both stages wait for them, on the longest path
     (`events.messages`).
 

@@ -122,7 +122,7 @@ def exposed_gradients(stage: PassesOfStage, prices: Prices) -> ExposedGradients:
     )
 
 
-def _gradients(stage: PassesOfStage, prices: Prices) -> _Gradients:
+def _gradients(stage: PassesOfStage, prices: Prices):
     """Gradient traffic of a stage.
 
     ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies,
@@ -178,9 +178,7 @@ def _gradients(stage: PassesOfStage, prices: Prices) -> _Gradients:
     return _Gradients(reduce_s, serial_s, within_s, last_s, ready, gather_s)
 
 
-def _exposed_reductions(
-    stage: PassesOfStage, moved: _Gradients, prices: Prices
-) -> ExposedGradients:
+def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices):
     """Reductions that show: of all micro-batches but the last, after the last pass, and
     after that of the host.
     """
@@ -226,7 +224,7 @@ def _exposed_reductions(
 
 def _left_s(
     moved: _Gradients, pass_s: Number, begun_s: Number, round_s: Number, chunks: Number
-) -> Number:
+):
     """Reductions left when the last backward pass ends, whose first bucket is full
     after begun_s.
 
@@ -240,7 +238,7 @@ def _left_s(
     return np.maximum(np.maximum(last_chunk_s, all_chunks_s), moved.last_bucket_s)
 
 
-def _drain_s(stage: PassesOfStage, slower_s: Number, prices: Prices) -> Number:
+def _drain_s(stage: PassesOfStage, slower_s: Number, prices: Prices):
     """Seconds by which the last passes of the other stages end later where each of a
     stage's is slower by so many.
 

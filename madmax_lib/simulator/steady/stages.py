@@ -171,7 +171,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     )
 
 
-def _stage_layers(steps: Steps) -> StageLayers:
+def _stage_layers(steps: Steps):
     """Layers of the stages; some software cuts at equal FLOPs, head included."""
     plan = steps.work.plan
     layers = np.asarray(steps.work.shape.layers, float)
@@ -217,7 +217,7 @@ def _stage_layers(steps: Steps) -> StageLayers:
     )
 
 
-def _excess(steps: Steps, costs: LayerCosts, layers: StageLayers) -> StageExcess:
+def _excess(steps: Steps, costs: LayerCosts, layers: StageLayers):
     """Seconds of stages beyond as many mean layers: of a stack of several kinds, or
     where every so many layers one attends to all, the last of them; the fullest middle
     stage begins with one.
@@ -242,7 +242,7 @@ def _excess(steps: Steps, costs: LayerCosts, layers: StageLayers) -> StageExcess
     return StageExcess(*(excess_s * one for one in more))
 
 
-def _layer_passes(layer: LayerTime, costs: LayerCosts) -> LayerPasses:
+def _layer_passes(layer: LayerTime, costs: LayerCosts):
     """Passes of a layer with the traffic of ZeRO-3 beside it: gathers beside dgrad,
     reductions beside wgrad.
     """
@@ -269,7 +269,7 @@ def _layer_passes(layer: LayerTime, costs: LayerCosts) -> LayerPasses:
     return LayerPasses(ahead_s, back_s, dgrad_s, wgrad_s)
 
 
-def _exposed_traffic(steps: Steps, costs: LayerCosts) -> _ExposedTraffic:
+def _exposed_traffic(steps: Steps, costs: LayerCosts):
     """Traffic of ZeRO-3 at the ends of passes.
 
     Under the first gather and the last reduction of a pass there is no layer. Where
@@ -321,7 +321,7 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts) -> _ExposedTraffic:
     )
 
 
-def _sharded_buckets_s(steps: Steps, costs: LayerCosts) -> Number:
+def _sharded_buckets_s(steps: Steps, costs: LayerCosts):
     """Gathers and reductions of a backward pass that show where ZeRO-3 reduces
     gradients in buckets of several layers.
 

@@ -99,7 +99,7 @@ def pipelines_of(
         return None
     times = _pipeline(steps[kinds.rows], parameters)
 
-    def of(rows: slice) -> PipelineTimes:
+    def of(rows: slice):
         prices = Prices(steps[rows], parameters)
         return replace(take_rows(times, kinds.inverse[rows]), prices=prices)
 
@@ -138,7 +138,7 @@ def step_time(
     return dict(zip(times, arrays, strict=True))
 
 
-def _with_jitter(steps: Steps, parameters: Parameters) -> Parts:
+def _with_jitter(steps: Steps, parameters: Parameters):
     """`step_time` where ranks differ."""
     equal = replace(steps, jitter=0.0)
     longest = longest_delay(steps)
@@ -148,9 +148,7 @@ def _with_jitter(steps: Steps, parameters: Parameters) -> Parts:
     return parts | {"step_s": sum(parts.values())}
 
 
-def _pipeline(
-    steps: Steps, parameters: Parameters, *, with_parts: bool = True
-) -> PipelineTimes:
+def _pipeline(steps: Steps, parameters: Parameters, *, with_parts: bool = True):
     """Passes of a step, and what follows them needs; parts of the bottleneck stage only
     where they are asked for.
     """
@@ -185,9 +183,7 @@ def _pipeline(
     )
 
 
-def _costs_of_batches(
-    steps: Steps, parameters: Parameters
-) -> tuple[LayerCosts, LayerCosts]:
+def _costs_of_batches(steps: Steps, parameters: Parameters):
     """Costs of all micro-batches but the last, and of that one, which may be shorter;
     one alone is the last.
     """
@@ -199,7 +195,7 @@ def _costs_of_batches(
         costs = layer_costs(steps, parameters)
         return costs, costs
 
-    def of_size(size: Number) -> LayerCosts:
+    def of_size(size: Number):
         plans = Plans(**vars(plan) | {"micro_batch": size})
         work = replace(steps.work, plan=plans)
         return layer_costs(replace(steps, work=work), parameters)
@@ -209,7 +205,7 @@ def _costs_of_batches(
 
 def _first_stage(
     stages: Stages, last_stages: Stages, usual: LayerCosts, last: LayerCosts
-) -> PassesOfStage:
+):
     """Passes of the first stage; of the last micro-batch the part that ends with
     gradients, which is wgrad where that is computed apart.
     """
@@ -234,16 +230,14 @@ def _first_stage(
     )
 
 
-def _issued_s(layers: Number, moe_layers: Number, prices: Prices) -> Number:
+def _issued_s(layers: Number, moe_layers: Number, prices: Prices):
     """Seconds of a host that is not the device for a forward pass of so many layers."""
     halves = prices.steps.work.shape.halves
     seconds = layers * halves * prices.launch_s + moe_layers * prices.routing_s
     return prices.overlap.hidden_share(WorkKind.LAUNCH) * seconds
 
 
-def _host_s(
-    steps: Steps, stages: Stages, last_stages: Stages, prices: Prices
-) -> Number:
+def _host_s(steps: Steps, stages: Stages, last_stages: Stages, prices: Prices):
     """Seconds until the host of the busiest stage has issued all passes, of which the
     last waits for gradients from the stages after it.
     """
@@ -265,7 +259,7 @@ def _host_s(
     )
 
 
-def _stage_parts(stages: Stages, costs: LayerCosts) -> Parts:
+def _stage_parts(stages: Stages, costs: LayerCosts):
     """Parts of a micro-batch in the bottleneck stage; all else there is traffic of
     weights.
     """
@@ -295,7 +289,7 @@ def _stage_parts(stages: Stages, costs: LayerCosts) -> Parts:
     return parts | {"fsdp_s": np.where(sharded, exposed_s, 0.0)}
 
 
-def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number) -> Number:
+def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number):
     """Factor on the passes of a pipeline whose CPU ranks speed up while their peers
     idle.
 
@@ -319,7 +313,7 @@ def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number) -> N
     return np.where(pp > 1, solo + (1 - solo) * busy, 1.0)
 
 
-def _after_passes(pipeline: PipelineTimes) -> Parts:
+def _after_passes(pipeline: PipelineTimes):
     """Parts beside and after the passes; launch_s is what the host takes longer than
     the device.
     """

@@ -85,7 +85,7 @@ def align(timeline: Timeline) -> Timeline:
         provenance=timeline.meta.provenance | {"clock_offsets_s": taken_s},
     )
 
-    def shifted() -> dict[str, pd.DataFrame]:
+    def shifted():
         memory = timeline.side_tables["memory"]
         time_ns = memory["time_ns"] - shift_ns.reindex(memory["rank"]).to_numpy()
         return {**timeline.side_tables, "memory": memory.assign(time_ns=time_ns)}
@@ -98,7 +98,7 @@ def align(timeline: Timeline) -> Timeline:
     )
 
 
-def _shared_ends(timeline: Timeline) -> pd.DataFrame:
+def _shared_ends(timeline: Timeline):
     """rank, call, together (all ranks end at once) and end_ns of the matched calls, in
     order of call and rank.
     """
@@ -115,7 +115,7 @@ def _shared_ends(timeline: Timeline) -> pd.DataFrame:
     return table.sort_values(["call", "rank"]).reset_index(drop=True)
 
 
-def _pairs(shared: pd.DataFrame) -> pd.DataFrame:
+def _pairs(shared: pd.DataFrame):
     """One row per pair of ranks and `together`: rank, first (lowest rank of its calls),
     ahead_ns, count.
     """
@@ -131,7 +131,7 @@ def _pairs(shared: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _solve(pairs: pd.DataFrame, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _solve(pairs: pd.DataFrame, ranks: np.ndarray):
     """Offset (n,) in ns of each rank from the lowest rank it is connected with, and
     that rank (n,).
     """

@@ -51,7 +51,7 @@ def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
     return hops * _HOP_S + calls["bus_bytes"] / calls["group"].map(rates).astype(float)
 
 
-def _slowest(clusters: list[Cluster], ranks: list[int]) -> float:
+def _slowest(clusters: list[Cluster], ranks: list[int]):
     nodes = [
         {rank // cluster.devices_per_node for rank in ranks} for cluster in clusters
     ]

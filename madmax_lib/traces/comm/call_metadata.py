@@ -78,7 +78,7 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     return table.drop(columns=["ranks", "in_elements", "out_elements"])
 
 
-def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.DataFrame:
+def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame):
     """Metadata on the row of a call, else on the host row with its operator id."""
     records = (
         timeline.side_tables["calls"] if len(row) else SideTables()["calls"]
@@ -116,7 +116,7 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame) -> pd.Da
     return texts.join(numbers)
 
 
-def _recorded_bytes(table: pd.DataFrame) -> pd.Series:
+def _recorded_bytes(table: pd.DataFrame):
     """Bytes of the larger side, as recorded."""
     elements = table[["in_elements", "out_elements"]].max(axis=1)
     each = (
@@ -127,9 +127,7 @@ def _recorded_bytes(table: pd.DataFrame) -> pd.Series:
     return (elements * each).where(elements >= 0)
 
 
-def _labels_around_launch(
-    timeline: Timeline, row: np.ndarray, calls: pd.DataFrame
-) -> tuple[np.ndarray, np.ndarray]:
+def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFrame):
     """Row numbers (n,) of annotation (nccl:all_reduce) and c10d operator around the
     launch of each call, -1 without.
     """
@@ -175,7 +173,7 @@ def _labels_around_launch(
     return annotation, operator
 
 
-def _collectives_of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
+def _collectives_of_labels(timeline: Timeline, label: np.ndarray):
     """Collective named by the annotation or operator in each row of `label`; send and
     recv are kept apart.
     """
@@ -198,7 +196,7 @@ def _collectives_of_labels(timeline: Timeline, label: np.ndarray) -> pd.Series:
     )
 
 
-def _messages(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
+def _messages(timeline: Timeline, row: np.ndarray):
     """Tensors of the operators in each row of `row` (-1: none): sum_bytes,
     larger_bytes, ratio of two sides, dtype.
     """
@@ -231,7 +229,7 @@ class _Message(NamedTuple):
     dtype: str = ""
 
 
-def _message(shapes: str, types: str) -> _Message:
+def _message(shapes: str, types: str):
     """Bytes and type of a call's tensors from recorded inputs.
 
     >>> _message("[[65536,64],[8192,64],[]]", '["float","float","Scalar"]')
@@ -255,7 +253,7 @@ def _message(shapes: str, types: str) -> _Message:
 
 def _group_sizes(
     timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series
-) -> pd.Series:
+):
     """Recorded, else ranks listed, else by the two sides of a gather, else ranks seen
     in the group, else the world.
     """
@@ -292,7 +290,7 @@ def members(group: str) -> list[int]:
     )
 
 
-def _simulated_groups(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
+def _simulated_groups(timeline: Timeline, spans: pd.DataFrame):
     """Groups of a simulated step with their ranks, as the simulator lays them: tp
     innermost, then dp, then pp.
     """
@@ -324,7 +322,7 @@ def _simulated_groups(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
 
 def _set_peers(
     timeline: Timeline, table: pd.DataFrame, row: np.ndarray, rank: pd.Series
-) -> None:
+):
     """Complete source_rank and target_rank of point-to-point calls: each side records
     the other one at most.
     """
@@ -367,7 +365,7 @@ def _set_peers(
         table[theirs] = table[theirs].mask(side & (table[theirs] < 0), other)
 
 
-def _first_text(*columns: pd.Series) -> pd.Series:
+def _first_text(*columns: pd.Series):
     """The first of the columns that is not empty, row by row."""
     result = columns[0].astype(object)
     for column in columns[1:]:

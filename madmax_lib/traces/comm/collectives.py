@@ -255,13 +255,13 @@ def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
     return with_origin(sized.reset_index().drop(columns="call"), table)
 
 
-def _with_every_call(table: pd.DataFrame) -> pd.DataFrame:
+def _with_every_call(table: pd.DataFrame):
     """`calls` in which one that was not matched has a number of its own."""
     number = pd.Series(-1 - np.arange(len(table)), index=table.index)
     return table.assign(call=table["call"].where(table["call"] >= 0, number))
 
 
-def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
+def _distinct_calls(table: pd.DataFrame):
     """Bytes that each call of `by_group` moved in its shortest time; bytes and sized_s only
     where both are known.
     """
@@ -289,7 +289,7 @@ def _distinct_calls(table: pd.DataFrame) -> pd.DataFrame:
     return each
 
 
-def _arrivals(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
+def _arrivals(timeline: Timeline, table: pd.DataFrame):
     """`arrivals` from the table of calls."""
     one_clock = (
         timeline.meta.source == "simulated"
@@ -333,7 +333,7 @@ def bus_factor(collective, group_size):
     return np.where(collective == "all_reduce", 2 * share, one_way)
 
 
-def _match(table: pd.DataFrame, start_ns: pd.Series) -> tuple[pd.Series, pd.Series]:
+def _match(table: pd.DataFrame, start_ns: pd.Series):
     """Number of the matched call of each row, -1 without; and which rows lack a partner
     that their group has.
     """

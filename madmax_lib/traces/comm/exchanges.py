@@ -71,7 +71,7 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
     )
 
 
-def _imbalance(table: pd.DataFrame) -> dict[str, float]:
+def _imbalance(table: pd.DataFrame):
     got = table.pivot_table(
         index="turn",
         columns="target_rank",

@@ -74,11 +74,11 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
     return Replay(lives, pd.DataFrame(levels), largest, sizes is not None)
 
 
-def _is(action: np.ndarray, *names: str) -> np.ndarray:
+def _is(action: np.ndarray, *names: str):
     return np.isin(action, [ACTIONS.index(name) for name in names])
 
 
-def _left_out(what: str) -> ValueError:
+def _left_out(what: str):
     return ValueError(
         f"{what}: the history lacks actions (skip_actions), or it is of another "
         "moment than the segments"
@@ -98,9 +98,7 @@ def _sums(lives: pd.DataFrame, begin: str, end: str, size: str, count: int):
     return np.cumsum(change)
 
 
-def _reserved(
-    events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame
-) -> np.ndarray:
+def _reserved(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame):
     """Reserved bytes (n + 1,) before the first event and after each."""
     grows = _is(action, "segment_alloc", "segment_map").astype(np.int64)
     shrinks = _is(action, "segment_free", "segment_unmap")
@@ -111,7 +109,7 @@ def _reserved(
     return at_end - running[-1] + running
 
 
-def _lives(events: pd.DataFrame, action: np.ndarray) -> pd.DataFrame:
+def _lives(events: pd.DataFrame, action: np.ndarray):
     """A row per allocation of which there are events: the use of an address from one
     alloc to the next.
     """
@@ -150,7 +148,7 @@ def _lives(events: pd.DataFrame, action: np.ndarray) -> pd.DataFrame:
     return table
 
 
-def _with_older(table: pd.DataFrame, live: pd.DataFrame) -> pd.DataFrame:
+def _with_older(table: pd.DataFrame, live: pd.DataFrame):
     """Lives with those of blocks that lived all along; each block of the end is one that
     was not freed, of the same size.
     """
@@ -234,7 +232,7 @@ class _FreeBlocks:
             inside = older.iloc[slice(*np.searchsorted(addresses, [start, end]))]
             self._fill(start, end, inside)
 
-    def _fill(self, start: int, end: int, inside: pd.DataFrame) -> None:
+    def _fill(self, start: int, end: int, inside: pd.DataFrame):
         """A segment before the first event: its blocks, and free ones between them."""
         next_addresses = [*inside["address"], end][1:]
         for block, next_address in zip(
@@ -251,7 +249,7 @@ class _FreeBlocks:
         if start < end:
             self._free.join(start, end, self._borders)
 
-    def _size(self, size_bytes: int, room_bytes: int) -> int:
+    def _size(self, size_bytes: int, room_bytes: int):
         """Size of a block made in a free one: all of it where the rest is not worth
         splitting off.
         """
@@ -286,9 +284,7 @@ class _FreeBlocks:
             free.cut(address, address + size_bytes)
 
 
-def _segments_at_start(
-    events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame
-) -> tuple[_Ranges, set[int]]:
+def _segments_at_start(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame):
     """Segments before the first event: those of the end, with what the events did
     undone; and borders of blocks.
     """
@@ -315,7 +311,7 @@ def _segments_at_start(
 
 def _block_sizes(
     events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame, lives: pd.DataFrame
-) -> tuple[np.ndarray | None, dict[int, int]]:
+):
     """Bytes of the block of each allocation, None where they do not come out; the
     largest free block at each oom.
     """

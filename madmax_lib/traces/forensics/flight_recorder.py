@@ -165,7 +165,7 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("mean_s", ascending=False, ignore_index=True)
 
 
-def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame) -> list[dict]:
+def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame):
     """Findings of one group, at its first call that is not as it should be."""
     ranks = sorted({int(rank) for rank in group["ranks"].iloc[0].split(",")} & dumped)
     # older calls have left the buffer of some rank
@@ -228,7 +228,7 @@ def _mismatch(
     call: pd.DataFrame,
     group: pd.DataFrame,
     calls: pd.DataFrame,
-) -> dict:
+):
     """One call on which ranks differ: the fewer are blamed, or all where there is no
     majority.
     """
@@ -261,7 +261,7 @@ def _mismatch(
     )
 
 
-def _unpaired(group: pd.DataFrame, calls: pd.DataFrame) -> list[dict]:
+def _unpaired(group: pd.DataFrame, calls: pd.DataFrame):
     """Sends and receives that are still open and lack the other side, by pair in order."""
     pairs = group["collective"].str.extract(r"^(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
     caller = pairs[1].astype(float)
@@ -298,7 +298,7 @@ def _finding(
     sequence: int,
     text: str,
     calls: pd.DataFrame,
-) -> dict:
+):
     frames = (
         calls.loc[calls["rank"].isin(ranks) & (calls["frame"] != "")]
         .groupby("rank")["frame"]
@@ -314,15 +314,15 @@ def _finding(
     }
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: list[int]):
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _most(values: pd.Series) -> str:
+def _most(values: pd.Series):
     return Counter(values).most_common(1)[0][0]
 
 
-def _entries(path: Path) -> tuple[list[dict], dict]:
+def _entries(path: Path):
     """Calls of a dump and its groups by name."""
     if path.suffix == ".json":
         try:
@@ -350,7 +350,7 @@ def _entries(path: Path) -> tuple[list[dict], dict]:
     return entries, groups if isinstance(groups, dict) else {}
 
 
-def _row(rank: int, entry: dict, groups: dict) -> dict:
+def _row(rank: int, entry: dict, groups: dict):
     group = entry.get("process_group") or ("", "")
     config = groups.get(group[0])
     members = config.get("ranks", "") if isinstance(config, dict) else ""
@@ -388,5 +388,5 @@ def _row(rank: int, entry: dict, groups: dict) -> dict:
     }
 
 
-def _seconds(time_ns: int | None) -> float:
+def _seconds(time_ns: int | None):
     return time_ns / NS_PER_S if time_ns else np.nan

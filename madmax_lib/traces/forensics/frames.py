@@ -83,7 +83,7 @@ class Stacks:
         """Number of a text, -1 without."""
         return self.texts.setdefault(text, len(self.texts)) if text else -1
 
-    def _line(self, frame: dict) -> str:
+    def _line(self, frame: dict):
         if id(frame) not in self._lines:
             if not {type(value) for value in frame.values()} <= _PLAIN:
                 raise TypeError("a frame with other than texts and numbers")
@@ -109,7 +109,7 @@ class Stacks:
         return pd.DataFrame(rows, columns=["site", "module", "phase", "frames"])
 
 
-def _site(lines: tuple[str, ...]) -> str:
+def _site(lines: tuple[str, ...]):
     """The innermost lines of Python, else the gradient or the operator that the frames
     of C++ name.
     """
@@ -126,19 +126,19 @@ def _site(lines: tuple[str, ...]) -> str:
 
 
 @lru_cache(1 << 16)
-def _phase_of_line(line: str) -> str | None:
+def _phase_of_line(line: str):
     match = _PHASE.search(line)
     return match and match.lastgroup
 
 
-def _first(pattern: re.Pattern, lines: Iterable[str]) -> str:
+def _first(pattern: re.Pattern, lines: Iterable[str]):
     return next((match[1] for line in lines if (match := pattern.search(line))), "")
 
 
-def _is_python(line: str) -> bool:
+def _is_python(line: str):
     return ".py:" in line or line.startswith("<")
 
 
-def _short(line: str) -> str:
+def _short(line: str):
     """A line with the last folder and the name of its file."""
     return re.sub(r"^.*/(?=[^/]+/[^/]+:\d+)", "", line)

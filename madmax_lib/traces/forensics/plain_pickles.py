@@ -93,7 +93,7 @@ class _Checked(io.RawIOBase):
         self._ready = self._ready[size:]
         return size
 
-    def _check(self, data: bytes) -> None:
+    def _check(self, data: bytes):
         """Find out how far these bytes may be handed on; an opcode without its whole
         argument waits for more.
         """
@@ -121,7 +121,7 @@ class _Checked(io.RawIOBase):
         self._skip = at - end
         self._offset += end
 
-    def _size(self, opcode: int, argument: bytes, offset: int) -> int:
+    def _size(self, opcode: int, argument: bytes, offset: int):
         """Bytes of an opcode that is not in `_PLAIN`. ValueError where it does not
         belong in plain values, or asks for too much.
         """

@@ -190,7 +190,7 @@ class _File:
                 f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
             ) from None
 
-    def _tables(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def _tables(self, path: Path, rank: int):
         top = load_plain(path, self._empty)
         # torch 1.13 writes the list of segments alone
         top = top if isinstance(top, dict) else {"segments": top}
@@ -222,7 +222,7 @@ class _File:
         events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
         return pd.DataFrame(events, copy=False), blocks
 
-    def _empty(self, unpickler) -> None:
+    def _empty(self, unpickler):
         """Turn the events that are there into columns. A list of events is looked for
         as long as none grows.
         """
@@ -240,7 +240,7 @@ class _File:
             if isinstance(first, dict) and "action" in first:
                 self._take(value)
 
-    def _take(self, trace: list) -> int:
+    def _take(self, trace: list):
         """Move the events of a list into its columns."""
         empty = {name: bytearray() for name in _TYPES}
         _, columns = self._open.setdefault(id(trace), (trace, empty))
@@ -255,7 +255,7 @@ class _File:
             event.clear()
         return len(events)
 
-    def _columns(self, events: list[dict]) -> dict[str, list]:
+    def _columns(self, events: list[dict]):
         columns = {}
         for name, (key, default) in _KEYS.items():
             try:
@@ -277,12 +277,12 @@ class _File:
             ]
         return columns
 
-    def _trace(self, trace: list) -> dict[str, bytearray]:
+    def _trace(self, trace: list):
         """Columns of all events of a device."""
         self._take(trace)
         return self._open.pop(id(trace))[1]
 
-    def _blocks(self, segments: list[dict]) -> pd.DataFrame:
+    def _blocks(self, segments: list[dict]):
         rows = []
         for segment in segments:
             address = segment.get("address", 0)
@@ -313,7 +313,7 @@ class _File:
         return table.astype(dict.fromkeys(_BLOCK_INTEGERS, "int64"))
 
 
-def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+def _files(source: str | Path | Sequence[str | Path]):
     if isinstance(source, (list, tuple)):
         if not source:
             raise ValueError("no snapshots in an empty list")
@@ -337,7 +337,7 @@ def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     return paths
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _in_folder(folder: Path):
     return sorted(
         path
         for path in folder.iterdir()
@@ -345,7 +345,7 @@ def _in_folder(folder: Path) -> list[Path]:
     )
 
 
-def _rank(path: Path) -> int | None:
+def _rank(path: Path):
     """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang;
     None if it tells none.
 

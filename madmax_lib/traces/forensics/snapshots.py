@@ -235,7 +235,7 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 
-def _time_s(snapshot: Snapshot, rank: int, device: int, event: int) -> float:
+def _time_s(snapshot: Snapshot, rank: int, device: int, event: int):
     """Seconds of an event since the first of all, NaN for the time before it or where
     times are not told.
     """
@@ -246,7 +246,7 @@ def _time_s(snapshot: Snapshot, rank: int, device: int, event: int) -> float:
     return float(time_us - zero_us) / 1e6
 
 
-def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int) -> int:
+def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int):
     """Event of a moment, -1 before the first."""
     levels = replay.levels["allocated_bytes" if replay.exact else "requested_bytes"]
     if at == "oom":
@@ -262,20 +262,20 @@ def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int)
     return {"peak": int(levels.argmax()) - 1, "start": -1, "end": len(levels) - 2}[at]
 
 
-def _alive(replay: Replay, event: int) -> pd.DataFrame:
+def _alive(replay: Replay, event: int):
     """Allocations that their owners use after an event."""
     table = replay.allocations
     return table[(table["begin"] <= event) & (table["let_go"] > event)]
 
 
-def _active_bytes(replay: Replay, event: int) -> int:
+def _active_bytes(replay: Replay, event: int):
     """Bytes of blocks that are not free after an event: in use, or pending."""
     table = replay.allocations
     is_active = (table["begin"] <= event) & (table["freed"] > event)
     return table.loc[is_active, "block_bytes"].sum()
 
 
-def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str) -> pd.Series:
+def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str):
     """Name under which each allocation is counted."""
     if by == "metadata":
         texts = pd.Series(snapshot.metadata, dtype=object)
@@ -289,7 +289,7 @@ def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str) -> pd.Series:
     return name.fillna(pd.Series(fallback, alive.index))
 
 
-def _with_origin(table: pd.DataFrame, snapshot: Snapshot) -> pd.DataFrame:
+def _with_origin(table: pd.DataFrame, snapshot: Snapshot):
     table.attrs.update(
         provenance={"files": snapshot.files, "rules": "memory snapshot"},
         source="measured",

@@ -225,7 +225,7 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _events(timeline: Timeline) -> pd.DataFrame:
+def _events(timeline: Timeline):
     """Allocator events by device and time, with what follows from their order.
 
     pool: number of the (rank, device). end: row of the next event at the same address,
@@ -291,7 +291,7 @@ def _events(timeline: Timeline) -> pd.DataFrame:
 
 def _without_gaps(
     total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series
-) -> np.ndarray:
+):
     """Totals (n,), those below 0 integrated from the sizes: from the last known, else
     the next, else from `unknown`.
     """
@@ -308,9 +308,7 @@ def _without_gaps(
     return level
 
 
-def _next_at_address(
-    pool: np.ndarray, address: np.ndarray, size: np.ndarray
-) -> np.ndarray:
+def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray):
     """Row (n,) of the next event with the same pool and address, -1 without; rows are
     in time order.
     """
@@ -326,7 +324,7 @@ def _next_at_address(
     return following
 
 
-def _peaks(events: pd.DataFrame) -> pd.DataFrame:
+def _peaks(events: pd.DataFrame):
     """The event of each pool that reaches the peak, with `row` and `peak_bytes`.
 
     Where no event reaches what the first one found, that is the peak, and its row is
@@ -348,7 +346,7 @@ def _peaks(events: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def _with_time_and_step(timeline: Timeline, events: pd.DataFrame) -> pd.DataFrame:
+def _with_time_and_step(timeline: Timeline, events: pd.DataFrame):
     """Events with time_s from the beginning of the timeline and the step they fall
     into.
     """
@@ -364,7 +362,7 @@ def _with_time_and_step(timeline: Timeline, events: pd.DataFrame) -> pd.DataFram
     )
 
 
-def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
+def _step(timeline: Timeline, events: pd.DataFrame):
     """Step (n,) of the host span of the same rank that began last, -1 when every span
     that began has ended.
     """
@@ -388,7 +386,7 @@ def _step(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     return step
 
 
-def _innermost_operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
+def _innermost_operator(timeline: Timeline, events: pd.DataFrame):
     """Name (n,) of the innermost operator that was open when each event happened; see
     `allocations`.
     """
@@ -406,7 +404,7 @@ def _innermost_operator(timeline: Timeline, events: pd.DataFrame) -> np.ndarray:
     return names.str.replace(_OBJECT, "", regex=True).to_numpy()
 
 
-def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray]:
+def _enclosing(timeline: Timeline, events: pd.DataFrame):
     """annotation, module and phase (n,) around each event."""
     host = _host_spans(timeline)
     names = host["name"].cat.categories
@@ -432,11 +430,11 @@ def _enclosing(timeline: Timeline, events: pd.DataFrame) -> dict[str, np.ndarray
     }
 
 
-def _host_spans(timeline: Timeline) -> pd.DataFrame:
+def _host_spans(timeline: Timeline):
     return timeline.spans[timeline.spans["stream"] < 0]
 
 
-def _innermost(spans: pd.DataFrame, events: pd.DataFrame) -> np.ndarray:
+def _innermost(spans: pd.DataFrame, events: pd.DataFrame):
     """Name (n,) of the span on the thread of each event that began last and is still
     open, "" without.
     """

@@ -139,7 +139,7 @@ class _Inputs(NamedTuple):
             )
         )
 
-    def _stored(self, position: int) -> int:
+    def _stored(self, position: int):
         """Elements in memory: an expanded dimension has stride 0, and windows that
         overlap share theirs.
         """
@@ -181,7 +181,7 @@ class _Inputs(NamedTuple):
 
 def _operator_cost(
     name: str, shapes: str, types: str = "", inputs: str = "", strides: str = ""
-) -> _Cost:
+):
     """Work of one call of an operator from the JSON texts of
     `Timeline.side_tables["operators"]`.
 
@@ -278,9 +278,7 @@ def served_attention(
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
-def _read(
-    shapes: str, types: str, inputs: str = "", strides: str = ""
-) -> tuple[_Inputs, str | None]:
+def _read(shapes: str, types: str, inputs: str = "", strides: str = ""):
     """A call's inputs and its dtype: of the first tensor of floating point, None where
     types are not recorded.
     """
@@ -292,7 +290,7 @@ def _read(
     return _Inputs(sides, sizes, numbers, steps), dtype
 
 
-def _dtype(kind) -> tuple[str, int]:
+def _dtype(kind):
     """Dtype of the arithmetic and bytes per element of a recorded type, 0 for what is
     no tensor.
 
@@ -304,13 +302,13 @@ def _dtype(kind) -> tuple[str, int]:
     return arithmetic, int(dtype_bytes(name)) if name else 0
 
 
-def _is_shape(side) -> bool:
+def _is_shape(side):
     return isinstance(side, list) and all(
         isinstance(length, int) and length >= 0 for length in side
     )
 
 
-def _product(left: list[int], right: list[int]) -> tuple[int, int]:
+def _product(left: list[int], right: list[int]):
     """Multiply-adds and output elements of a matrix product, broadcast over leading
     dimensions as torch.matmul does.
     """
@@ -323,7 +321,7 @@ def _product(left: list[int], right: list[int]) -> tuple[int, int]:
     return outer * m * n * k, outer * m * n
 
 
-def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
+def _matrices(name: str, call: _Inputs):
     """Products of two matrices, of batches of them, and linear layers."""
     if name == "linear":
         *rows, features = call.shapes[0]
@@ -341,7 +339,7 @@ def _matrices(name: str, call: _Inputs) -> tuple[float, float]:
     return 2 * work, call.bytes(*range(first + 2)) + out * size
 
 
-def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
+def _grouped(name: str, call: _Inputs):
     """Products of groups: of rows, of columns or of a summed dimension (two-dimensional
     sides), or one of each.
 
@@ -365,7 +363,7 @@ def _grouped(name: str, call: _Inputs) -> tuple[float, float]:
     return flops, call.bytes(0, 1) + out * groups * size
 
 
-def _convolution(name: str, call: _Inputs) -> tuple[float, float]:
+def _convolution(name: str, call: _Inputs):
     """Every output element is a product over the kernel and the channels of its group."""
     where = _CONVOLUTIONS[name]
     weight = call.shapes[1]
@@ -389,7 +387,7 @@ def _convolution(name: str, call: _Inputs) -> tuple[float, float]:
     return 2 * windows * prod(weight), call.bytes() + out_bytes
 
 
-def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
+def _convolution_backward(_: str, call: _Inputs):
     """Gradients of the input and of the weight cost what the forward pass does, each.
 
     FlopCounterMode counts the weight's as if groups were 1; here it is divided by them,
@@ -404,7 +402,7 @@ def _convolution_backward(_: str, call: _Inputs) -> tuple[float, float]:
     return once * (to_input + to_weight), call.bytes() + out_bytes
 
 
-def _attention(name: str, call: _Inputs) -> tuple[float, float]:
+def _attention(name: str, call: _Inputs):
     """Two products forward, five backward (the scores are made again), over all pairs
     of tokens.
     """
@@ -423,7 +421,7 @@ def _attention(name: str, call: _Inputs) -> tuple[float, float]:
     return pairs * (width + value[-1]), call.bytes() + out_bytes
 
 
-def _rows(name: str, call: _Inputs) -> tuple[float, float]:
+def _rows(name: str, call: _Inputs):
     """Looking up rows reads and writes those rows only; the gradient of a table is
     written whole.
     """
@@ -438,7 +436,7 @@ def _rows(name: str, call: _Inputs) -> tuple[float, float]:
     return nan, call.bytes(index) + 2 * call.elements(index) * row * call.sizes[0]
 
 
-def _elements(name: str, call: _Inputs, out_size: int = 0) -> tuple[float, float]:
+def _elements(name: str, call: _Inputs, out_size: int = 0):
     """One pass over the elements: every input is read, the output has the shape they
     broadcast to. out_size: bytes of its elements, where they are not the inputs'.
     """
@@ -451,7 +449,7 @@ def _elements(name: str, call: _Inputs, out_size: int = 0) -> tuple[float, float
     return nan, call.bytes(*tensors) + prod(np.broadcast_shapes(*shapes)) * size
 
 
-def _like_first(_: str, call: _Inputs) -> tuple[float, float]:
+def _like_first(_: str, call: _Inputs):
     """One pass that writes a tensor like the first; inputs are read."""
     first = next(number for number, size in enumerate(call.sizes) if size)
     return nan, call.bytes() + call.like(first)
@@ -480,7 +478,7 @@ _MOVES: dict[str, _Rule] = {
 
 
 @cache
-def _rules() -> dict[str, _Rule]:
+def _rules():
     """Rules by operator: of products and rows as above, of others as the rows of
     `data/operator_bytes.csv` say what they move.
     """

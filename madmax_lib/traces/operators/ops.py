@@ -338,7 +338,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     return calls, work.assign(call=call)
 
 
-def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list[str]:
+def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray):
     """Name of the annotation of a server's batch around the calls in some rows (n,), ""
     without.
     """
@@ -355,7 +355,7 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray) -> list
     return [names[number] if number >= 0 else "" for number in inside]
 
 
-def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _counted(nest: Nest, costs: pd.DataFrame):
     """Calls that count their FLOPs, and calls that count their bytes, so that nothing
     counts twice.
 
@@ -372,9 +372,7 @@ def _counted(nest: Nest, costs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return product, product | (works & ~flops & ~nest.within(product))
 
 
-def _without_operator(
-    spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame
-) -> pd.DataFrame:
+def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame):
     """Device work as rows of `operator_calls`: what no operator launched, by name on
     ranks without operators.
     """
@@ -409,7 +407,7 @@ def _module_of(
     thread: np.ndarray,
     start_ns: np.ndarray,
     spans: pd.DataFrame,
-) -> tuple:
+):
     """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and
     whether it is backward work.
 
@@ -445,5 +443,5 @@ def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
     return value.astype(float) / by.where(by > 0).astype(float)
 
 
-def _share_of_rank(table: pd.DataFrame, column: str) -> pd.Series:
+def _share_of_rank(table: pd.DataFrame, column: str):
     return ratio(table[column], table.groupby("rank")[column].transform("sum"))

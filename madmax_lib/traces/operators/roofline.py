@@ -178,9 +178,7 @@ def mfu(
     return with_origin(table[[*table.columns.drop("coverage"), "coverage"]], timeline)
 
 
-def _coverage(
-    timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame
-) -> pd.DataFrame:
+def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame):
     """rank, step, coverage of `mfu`: by kernels, on ranks without a device by
     operators.
     """
@@ -221,7 +219,7 @@ def _coverage(
     )
 
 
-def _device_of(timeline: Timeline, device: str | Device | None = None) -> Device | None:
+def _device_of(timeline: Timeline, device: str | Device | None = None):
     """The device that is given, or the catalog's by the name in the trace; None and a
     TraceWarning for an unknown.
     """
@@ -256,7 +254,7 @@ def _device_of(timeline: Timeline, device: str | Device | None = None) -> Device
     return specs
 
 
-def _peak(device: Device | None, dtype: str) -> float:
+def _peak(device: Device | None, dtype: str):
     try:
         return device.peak(dtype) if device else np.nan
     except ValueError:

@@ -76,11 +76,11 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     return timeline
 
 
-def _turned_off() -> bool:
+def _turned_off():
     return os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0")
 
 
-def _reader_sources(package: Path) -> list[Path]:
+def _reader_sources(package: Path):
     """Files that decide what is read: all modules that reading imports, with their
     rooms, and the table of kernel kinds.
     """
@@ -93,7 +93,7 @@ def _reader_sources(package: Path) -> list[Path]:
     return sorted(sources)
 
 
-def _fingerprint(package: Path) -> str:
+def _fingerprint(package: Path):
     """Hash of these files and their places, so that no entry outlives a change of the
     reader.
     """
@@ -105,5 +105,5 @@ def _fingerprint(package: Path) -> str:
 
 
 @lru_cache(maxsize=1)
-def _own_fingerprint() -> str:
+def _own_fingerprint():
     return _fingerprint(_PACKAGE)

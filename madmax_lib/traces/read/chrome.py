@@ -95,7 +95,7 @@ def decode_pieces(
         _read_rest(trace, blocks, piece.rest or b"")
 
 
-def _at_least(blocks: Iterator[bytes], length: int) -> bytes:
+def _at_least(blocks: Iterator[bytes], length: int):
     """The next block, or as many as have a length together; fewer at the end, and
     nothing after it.
     """
@@ -113,7 +113,7 @@ def _next_piece(
     decoder: msgspec.json.Decoder,
     text: bytes,
     quick: msgspec.json.Decoder | None,
-) -> Decoded:
+):
     """Events of a text without the last one, which may go on in the next block.
 
     Raises BreaksOff where the last but one has no end that can be told: it stands
@@ -128,7 +128,7 @@ def _next_piece(
     return Decoded(piece.events, rest=piece.rest + text[until:])
 
 
-def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes) -> bytes:
+def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes):
     """Text after an event that is longer than any, with nothing of it kept on the way;
     its last bytes at the end.
     """
@@ -143,7 +143,7 @@ def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes) -> bytes:
     return text[start.end() :]
 
 
-def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
+def _text_blocks(trace: RawTrace):
     """Uncompressed text in blocks, whatever the file is called; a broken stream ends
     early and says so.
     """
@@ -157,7 +157,7 @@ def _text_blocks(trace: RawTrace) -> Iterator[bytes]:
         )
 
 
-def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
+def _joined(parts: Iterator[bytes]):
     """Blocks none of which is very small: each costs as much as some thousand events."""
     small = []
     size = 0
@@ -173,7 +173,7 @@ def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
         yield b"".join(small)
 
 
-def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
+def _inflate(trace: RawTrace, file):
     """Text of a gzip file of one or more members, of at most a block each."""
     # wbits: 15 for the window, 16 for the header and checksum of gzip
     stream = isal_zlib.decompressobj(wbits=31)
@@ -201,7 +201,7 @@ def _inflate(trace: RawTrace, file) -> Iterator[bytes]:
             stream = isal_zlib.decompressobj(wbits=31)
 
 
-def _up_to_damage(file, done: int) -> Iterator[bytes]:
+def _up_to_damage(file, done: int):
     """Text of a damaged gzip file after its first `done` bytes, unpacked again in bites
     no longer than the checksum.
     """
@@ -217,7 +217,7 @@ def _up_to_damage(file, done: int) -> Iterator[bytes]:
             done -= min(done, len(part))
 
 
-def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
+def _find_events(trace: RawTrace, blocks: Iterator[bytes]):
     """Text from the first event on; the keys before it go to the envelope."""
     text = b""
     tried = 0
@@ -257,7 +257,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]) -> bytes:
     )
 
 
-def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
+def _kind_of(trace: RawTrace, text: bytes):
     """OtherContent for a sound file of another kind, NotATrace for what was to be a
     trace: it has a rank in its name or its JSON breaks off.
     """
@@ -271,7 +271,7 @@ def _kind_of(trace: RawTrace, text: bytes) -> type[NotATrace]:
     return NotATrace
 
 
-def _last_cut(text: bytes) -> re.Match | None:
+def _last_cut(text: bytes):
     """Text between the last event that has begun and the one before it, if there are
     two.
     """
@@ -285,7 +285,7 @@ def _last_cut(text: bytes) -> re.Match | None:
         reach *= 8
 
 
-def _read_rest(trace: RawTrace, blocks: Iterator[bytes], rest: bytes) -> None:
+def _read_rest(trace: RawTrace, blocks: Iterator[bytes], rest: bytes):
     """Keys that follow the list of events."""
     for block in blocks:
         rest += block

@@ -60,9 +60,7 @@ def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
     return np.array(of_name, dtype=bool)[columns.name]
 
 
-def _woken(
-    columns: EventColumns, nest: Nest, comm: np.ndarray, may_wait: np.ndarray
-) -> np.ndarray:
+def _woken(columns: EventColumns, nest: Nest, comm: np.ndarray, may_wait: np.ndarray):
     """Spans (n,) of the nest, of those that may wait, that are the innermost when a
     collective ends.
     """

@@ -119,7 +119,7 @@ def with_exact_times(
     nanoseconds once more with decimals.
     """
 
-    def read(exact: bool) -> tuple[RawTrace, Result]:
+    def read(exact: bool):
         trace = RawTrace(Path(path))
         return trace, gather(trace, exact)
 
@@ -132,7 +132,7 @@ def with_exact_times(
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
+def _gather(trace: RawTrace, exact: bool, hta: bool):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     parts = _Parts()
@@ -159,9 +159,9 @@ def _gather(trace: RawTrace, exact: bool, hta: bool) -> EventColumns:
     )
 
 
-def _batches(trace: RawTrace, pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
+def _batches(trace: RawTrace, pieces: Iterator[list[Event]]):
     """Complete events, some thousands at a time: arrays have a cost of their own."""
-    rows: list[Event] = []
+    rows = []
     for events in pieces:
         rows += complete(events)
         nameless = [e for e in events if e.cat is None and e.dur is not None]
@@ -191,7 +191,7 @@ class _Parts:
         self._join()
         return {key: np.concatenate(self._large.pop(key)) for key in list(self._large)}
 
-    def _join(self) -> None:
+    def _join(self):
         for key in self._small[0] if self._small else ():
             joined = np.concatenate([piece[key] for piece in self._small])
             self._large.setdefault(key, []).append(joined)
@@ -218,9 +218,7 @@ def complete(events: list[Event]) -> list[Event]:
     ]
 
 
-def _piece(
-    rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool
-) -> dict[str, np.ndarray]:
+def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
     ts = [e.ts for e in rows]
     dur = [e.dur for e in rows]
     start_ns, start_is_number = nanoseconds(ts, exact)
@@ -249,7 +247,7 @@ def _piece(
     return piece
 
 
-def _streams(values: list) -> np.ndarray:
+def _streams(values: list):
     """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
     bits.
     """
@@ -259,7 +257,7 @@ def _streams(values: list) -> np.ndarray:
     return small.astype(np.int32)
 
 
-def _external_ids(args: list[Args]) -> np.ndarray:
+def _external_ids(args: list[Args]):
     """(n,) operator ids, whichever way their key is written."""
     ids = integers([a.external_id for a in args])
     # few rows lack "External id", most of them because they have none at all
@@ -271,7 +269,7 @@ def _external_ids(args: list[Args]) -> np.ndarray:
     return ids
 
 
-def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
+def _notes(args: list[Args], groups: Codes):
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes = np.full(len(args), np.nan)
     codes = np.zeros(len(args), dtype=np.int32)
@@ -292,7 +290,7 @@ def _notes(args: list[Args], groups: Codes) -> tuple[np.ndarray, np.ndarray]:
     return sizes, codes
 
 
-def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
+def _distinct(codes: dict, rows: np.ndarray):
     """Names as text; two values that print alike (1 and "1") become one."""
     texts = [name if isinstance(name, str) else str(name) for name in codes]
     if len(set(texts)) == len(texts):
@@ -304,7 +302,7 @@ def _distinct(codes: dict, rows: np.ndarray) -> list[str]:
     return list(merged)
 
 
-def _size_bytes(args: Args) -> float:
+def _size_bytes(args: Args):
     """Bytes of a copy, or of a collective's larger side; NaN where the event does not
     say.
     """
@@ -319,7 +317,7 @@ def _size_bytes(args: Args) -> float:
     return size if abs(size) < 2**63 else float("nan")
 
 
-def _global_rank(args: Args) -> int | None:
+def _global_rank(args: Args):
     """Rank from a collective's metadata: Rank counts inside the group, whose members
     the event may list.
     """

@@ -64,7 +64,7 @@ def written_names(spans: pd.DataFrame, on_device: bool) -> np.ndarray:
     return np.array(labels, dtype=object)[pair]
 
 
-def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool) -> np.ndarray:
+def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool):
     """Whether a name has its kind for the reader and, on a device, for HTA (n,); a copy
     is known by its category.
     """
@@ -78,13 +78,13 @@ def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool) -> np.ndar
     return our_kind & (theirs == kind)
 
 
-def _wrapped_name(name: str, kind: str, level: str) -> str:
+def _wrapped_name(name: str, kind: str, level: str):
     prefix = {"memcpy": "Memcpy", "other": "Memset"}.get(kind, "kernel")
     if kind == "comm":
         words = collective_of(name).split("_")
         prefix = "ncclDevKernel_" + "".join(word.capitalize() for word in words)
 
-    def percent_encoded(match: re.Match) -> str:
+    def percent_encoded(match: re.Match):
         return "".join(f"%{byte:02x}" for byte in match[0].encode())
 
     text = re.sub(level, percent_encoded, name)

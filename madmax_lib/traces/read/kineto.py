@@ -101,7 +101,7 @@ def read_trace(
 
 def _read_others(
     reader: Reader, paths: list[Path], hta: bool, kinds: str | Path | None
-) -> Timeline:
+):
     """Timeline of files of another format."""
     own_paths = [path for path in paths if path.suffix == reader.suffix]
     if hta:
@@ -118,9 +118,7 @@ def _read_others(
     return reader.load()(own_paths, kinds)
 
 
-def _read_files(
-    paths: list[Path], read, client
-) -> tuple[dict[Path, Timeline], dict[Path, Exception]]:
+def _read_files(paths: list[Path], read, client):
     """Timeline of each file, and what is wrong with the others."""
     timelines = {}
     failures = {}
@@ -130,7 +128,7 @@ def _read_files(
     return timelines, failures
 
 
-def _warn_of_failures(failures: dict[Path, Exception]) -> dict[str, str]:
+def _warn_of_failures(failures: dict[Path, Exception]):
     """Reason for each file that should have been a trace, after a warning; a run
     directory may hold configurations and metrics too.
     """
@@ -147,7 +145,7 @@ def _warn_of_failures(failures: dict[Path, Exception]) -> dict[str, str]:
     return unread
 
 
-def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeline:
+def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None):
     sha256 = content_sha256(path)
     # all that decides what is made of the bytes: the name may tell the rank
     kinds_sha256 = content_sha256(Path(user_kinds)) if user_kinds else ""
@@ -160,6 +158,6 @@ def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None) -> Timeli
     return _with_provenance(timeline, side_tables_of(path, sha256, rank), files=files)
 
 
-def _with_provenance(timeline: Timeline, side_tables: SideTables, **more) -> Timeline:
+def _with_provenance(timeline: Timeline, side_tables: SideTables, **more):
     meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
     return replace(timeline, meta=meta, side_tables=side_tables)

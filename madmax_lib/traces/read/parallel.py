@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -70,7 +70,7 @@ def read_all(
     return results
 
 
-def _whose_process_died(results: dict) -> list[Path]:
+def _whose_process_died(results: dict):
     # dask's error by name, because dask is not imported here
     deaths = {BrokenProcessPool.__name__, _LostError.__name__, "KilledWorker"}
     return [
@@ -82,7 +82,7 @@ def _whose_process_died(results: dict) -> list[Path]:
 
 def _gather(
     executor: Executor, read, paths: Sequence[Path], client: Client | None = None
-) -> dict:
+):
     futures = {executor.submit(_outcome, read, path): path for path in paths}
     results = dict.fromkeys(paths)  # in order of the paths, not in that of their ends
     for future in _progress(_as_they_end(set(futures), client), len(paths)):
@@ -100,7 +100,7 @@ def _gather(
     return results
 
 
-def _as_they_end(pending: set, client: Client | None) -> Iterator:
+def _as_they_end(pending: set, client: Client | None):
     """Futures in the order in which they end; those that no worker does are cancelled."""
     while pending:
         # a local pool always ends: its processes finish or break it
@@ -114,7 +114,7 @@ def _as_they_end(pending: set, client: Client | None) -> Iterator:
         yield from done
 
 
-def _at_work(client: Client) -> bool:
+def _at_work(client: Client):
     """Whether a worker is executing anything: dask may wait for ever for a task whose
     worker died and came back.
     """
@@ -125,7 +125,7 @@ def _at_work(client: Client) -> bool:
     )
 
 
-def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
+def _outcome(read: Callable[[Path], Result], path: Path):
     # returned, not raised: what a pool raises is then its own trouble alone
     try:
         return read(path)
@@ -133,7 +133,7 @@ def _outcome(read: Callable[[Path], Result], path: Path) -> Result | Exception:
         return reason
 
 
-def _local_workers(paths: Sequence[Path]) -> int:
+def _local_workers(paths: Sequence[Path]):
     """Processes that cores and free memory allow, 1 where starting them would not pay."""
     sizes = []  # of the JSON text, guessed where it is packed
     for path in paths:
@@ -151,7 +151,7 @@ def _local_workers(paths: Sequence[Path]) -> int:
     return max(min(cores, len(paths), int(in_memory), worthwhile), 1)
 
 
-def _free_bytes() -> float:
+def _free_bytes():
     """Free memory of the machine, unlimited where it does not tell."""
     # MemAvailable counts the page cache that can be dropped; in kiB. Linux only.
     with contextlib.suppress(OSError, ValueError, StopIteration):

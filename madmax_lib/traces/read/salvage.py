@@ -65,7 +65,7 @@ class Decoded(NamedTuple):
     tail: bytes = b""  # an event that has begun and not ended
 
 
-def _decode(decoder: msgspec.json.Decoder, text: bytes) -> list:
+def _decode(decoder: msgspec.json.Decoder, text: bytes):
     """The list whose brackets the text lacks."""
     if not text.endswith(b"}"):
         text = text.rstrip().removesuffix(b",")  # a comma after the last item
@@ -115,7 +115,7 @@ def decode_final(
     return _one_by_one(trace, decoder, text, final=True)
 
 
-def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes) -> list[Event] | None:
+def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes):
     """Events of a text, repaired if need be; None if it holds bad ones or more than
     their list. Raises BreaksOff.
     """
@@ -131,7 +131,7 @@ def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes) -> list[Event] 
 
 def _one_by_one(
     trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, final: bool = False
-) -> Decoded:
+):
     """Events of a damaged text without the bad ones.
 
     final: no text follows, so an event without end is lost. Otherwise it raises
@@ -141,7 +141,7 @@ def _one_by_one(
     letters = text.decode(
         "latin-1"
     )  # one for each byte, so that positions are the same
-    events: list[Event] = []
+    events = []
     skipped = 0
     at = 0
     rest = None
@@ -173,7 +173,7 @@ def _one_by_one(
     return Decoded(events, rest, tail)
 
 
-def _end_of_item(text: str, at: int) -> tuple[int, int]:
+def _end_of_item(text: str, at: int):
     """End of the JSON that begins at a position, or 0 and the position where it is
     broken: the end of the text if it breaks off.
 
@@ -187,7 +187,7 @@ def _end_of_item(text: str, at: int) -> tuple[int, int]:
         return 0, len(text) if error.msg.startswith("Unterminated") else error.pos
 
 
-def _end_after_last(text: bytes, at: int) -> int | None:
+def _end_after_last(text: bytes, at: int):
     """Position after the ] of the events, if the last of them is unreadable; lists
     inside of its args end otherwise.
     """
@@ -200,7 +200,7 @@ def _end_after_last(text: bytes, at: int) -> int | None:
     return None
 
 
-def _valid(decoder: msgspec.json.Decoder, text: bytes) -> list[Event]:
+def _valid(decoder: msgspec.json.Decoder, text: bytes):
     """The event of a text; none where it is sound JSON of another shape."""
     try:
         return _decode(decoder, text)
@@ -213,11 +213,11 @@ def _valid(decoder: msgspec.json.Decoder, text: bytes) -> list[Event]:
 
 
 @functools.cache
-def _exact_decoder(events: type) -> msgspec.json.Decoder:
+def _exact_decoder(events: type):
     return msgspec.json.Decoder(events, float_hook=EXACT)
 
 
-def _repaired(text: bytes) -> bytes:
+def _repaired(text: bytes):
     """Text without what strict JSON forbids: control characters, invalid UTF-8, stray
     backslashes, NaN.
     """

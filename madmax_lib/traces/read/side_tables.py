@@ -98,10 +98,10 @@ def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
     return SideTables(partial(_load, Path(path), sha256, rank))
 
 
-def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
+def _load(path: Path, sha256: str, rank: int):
     """Tables of a file, from the cache if they are there."""
 
-    def read() -> Timeline:
+    def read():
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
         tables = _side_tables_of_file(path, rank)
@@ -113,7 +113,7 @@ def _load(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
 
-def _side_tables_of_file(path: Path, rank: int) -> dict[str, pd.DataFrame]:
+def _side_tables_of_file(path: Path, rank: int):
     """The tables of a file that are not empty, whether it changed or not."""
     _, parts = with_exact_times(path, partial(_gather, rank=rank))
     return {
@@ -121,9 +121,9 @@ def _side_tables_of_file(path: Path, rank: int) -> dict[str, pd.DataFrame]:
     }
 
 
-def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
+def _gather(trace: RawTrace, exact: bool, rank: int):
     """Columns of each table, in pieces; rows are counted as `read_columns` counts."""
-    parts: dict[str, list[dict]] = {name: [] for name in SIDE_TABLES}
+    parts = {name: [] for name in SIDE_TABLES}
     threads = Codes()
     rows_before = 0
     for events in _batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
@@ -147,9 +147,9 @@ def _gather(trace: RawTrace, exact: bool, rank: int) -> dict[str, list[dict]]:
     return parts
 
 
-def _batches(pieces: Iterator[list]) -> Iterator[list]:
+def _batches(pieces: Iterator[list]):
     """Events some thousands at a time: arrays have a cost of their own."""
-    events: list = []
+    events = []
     for piece in pieces:
         events += piece
         if len(events) >= _BATCH:
@@ -158,7 +158,7 @@ def _batches(pieces: Iterator[list]) -> Iterator[list]:
     yield events
 
 
-def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
+def _chosen(rows: list[_FullEvent]):
     """Numbers of the rows that belong to each table."""
     # a batch has few spellings of categories and thousands of rows
     forms = {e.cat: e.cat.strip().lower() for e in rows if isinstance(e.cat, str)}
@@ -180,7 +180,7 @@ def _chosen(rows: list[_FullEvent]) -> dict[str, list[int]]:
     }
 
 
-def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
+def _with_times(events: list[_FullEvent], exact: bool):
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
     times = [e.ts for e in events]
@@ -193,7 +193,7 @@ def _with_times(events: list[_FullEvent], exact: bool) -> list[_FullEvent]:
     return [event for event, good in zip(events, sound, strict=True) if good]
 
 
-def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
+def _calls(rows: list[_FullEvent]):
     args = [e.args for e in rows]
     return {
         "collective": [_collective(str(a.collective)) for a in args],
@@ -210,12 +210,12 @@ def _calls(rows: list[_FullEvent]) -> dict[str, Any]:
     }
 
 
-def _numbers(listed) -> str:
+def _numbers(listed):
     """A list of numbers as text, up to where it is shortened."""
     return ",".join(re.findall(r"\d+", str(listed or "").split("...")[0]))
 
 
-def _collective(name: str) -> str:
+def _collective(name: str):
     """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for
     all_to_allv.
 
@@ -226,10 +226,8 @@ def _collective(name: str) -> str:
     return next(matches, name)
 
 
-def _memory(
-    events: list[_FullEvent], exact: bool, threads: Codes, rank: int
-) -> dict[str, Any]:
-    def device(args: _FullArgs) -> str:
+def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
+    def device(args: _FullArgs):
         name = str(args.device_type)
         if isinstance(args.device_type, int):
             name = _DEVICES.get(args.device_type, f"device type {name}")
@@ -249,7 +247,7 @@ def _memory(
     }
 
 
-def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
+def _operators(rows: list[_FullEvent]):
     args = [e.args or _NO_ARGS for e in rows]
     return {
         "shapes": _texts([a.shapes for a in args]),
@@ -261,7 +259,7 @@ def _operators(rows: list[_FullEvent]) -> dict[str, Any]:
     }
 
 
-def _texts(values: list[msgspec.Raw]) -> list[str]:
+def _texts(values: list[msgspec.Raw]):
     """JSON of each value without blanks, "" without a value; most repeat, so each text
     is decoded once.
     """
@@ -275,7 +273,7 @@ def _texts(values: list[msgspec.Raw]) -> list[str]:
     return [texts[text] for text in raw]
 
 
-def _syncs(rows: list[_FullEvent]) -> dict[str, Any]:
+def _syncs(rows: list[_FullEvent]):
     args = [e.args or _NO_ARGS for e in rows]
     return {
         "name": [str(a.sync_kind or e.name) for a, e in zip(args, rows, strict=True)],
@@ -293,10 +291,10 @@ _COLUMNS: dict[str, Callable[[list], dict]] = {
 }
 
 
-def _joined(parts: list[dict]) -> dict[str, Any]:
+def _joined(parts: list[dict]):
     """Columns of a table from its pieces."""
 
-    def array(values) -> np.ndarray:
+    def array(values):
         # an array of text is as wide as its longest item: texts stay objects
         is_text = len(values) > 0 and isinstance(values[0], str)
         return np.asarray(values, dtype=object if is_text else None)

@@ -20,7 +20,6 @@ from madmax_lib.traces.read.event_columns import EventColumns, read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.kernel_names import original_name
-from madmax_lib.traces.read.readers import Provenance
 from madmax_lib.traces.read.steps import assign_steps
 
 __all__ = ["read_file"]
@@ -51,15 +50,13 @@ def read_file(
     return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
 
 
-def _read(
-    path: Path, hta: bool, user_kinds: str | Path | None
-) -> tuple[pd.DataFrame, Meta]:
+def _read(path: Path, hta: bool, user_kinds: str | Path | None):
     columns, trace = read_columns(path, hta=hta)
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
     spans = _spans(columns, trace, rank, hta, table)
     threads = [f"pid {pid} tid {tid}" for pid, tid in columns.threads]
-    provenance: Provenance = {
+    provenance = {
         "rules": "hta" if hta else "exact",
         "threads": {str(rank): threads},
     }
@@ -87,7 +84,7 @@ def _read(
     return spans, meta
 
 
-def _rank(columns: EventColumns, trace: RawTrace) -> int:
+def _rank(columns: EventColumns, trace: RawTrace):
     """Rank from distributedInfo, else from a collective's metadata, else from the file
     name, else 0 with a warning.
     """
@@ -100,13 +97,13 @@ def _rank(columns: EventColumns, trace: RawTrace) -> int:
     return 0
 
 
-def _is_rank(value) -> bool:
+def _is_rank(value):
     return isinstance(value, int) and 0 <= value < 2**31
 
 
 def _spans(
     columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame
-) -> pd.DataFrame:
+):
     """Spans of one file, steps not yet known; the times of `columns` are changed in
     place.
     """
@@ -146,7 +143,7 @@ def _spans(
 
 def _warn_of_absence(
     columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray
-) -> None:
+):
     """Warn where a device was at work, or something was, and no row tells."""
     busy = np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS])
     annotated = kind == KINDS.index("annotation")
@@ -166,15 +163,13 @@ def _warn_of_absence(
         trace.warn(f"no row of a device{name} is recorded: {times}{left_out}")
 
 
-def _device_name(trace: RawTrace) -> str:
+def _device_name(trace: RawTrace):
     properties = trace.envelope.get("deviceProperties")
     first = properties[0] if isinstance(properties, list) and properties else None
     return str(first.get("name", "")) if isinstance(first, dict) else ""
 
 
-def _exact_kinds(
-    columns: EventColumns, table: pd.DataFrame
-) -> tuple[np.ndarray, np.ndarray]:
+def _exact_kinds(columns: EventColumns, table: pd.DataFrame):
     """Kind codes (n,) and streams (n,) by category; without any device row, from
     annotations and operators.
     """
@@ -205,9 +200,7 @@ def _exact_kinds(
     return kind, stream
 
 
-def _hta_kinds(
-    columns: EventColumns, table: pd.DataFrame
-) -> tuple[np.ndarray, np.ndarray]:
+def _hta_kinds(columns: EventColumns, table: pd.DataFrame):
     """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on
     the device.
     """
@@ -222,7 +215,7 @@ def _hta_kinds(
 
 def _kind_of_name(
     columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame
-) -> np.ndarray:
+):
     """Kind codes of some rows by their names, each name looked up once."""
     names = columns.name[rows]
     codes = np.flatnonzero(np.bincount(names, minlength=len(columns.names)))
@@ -233,7 +226,7 @@ def _kind_of_name(
     return of_name[names]
 
 
-def _hta_times(columns: EventColumns) -> tuple[np.ndarray, np.ndarray]:
+def _hta_times(columns: EventColumns):
     """Start rounded up and end rounded down to whole microseconds, in float64, once any
     start has decimals.
     """
@@ -244,7 +237,7 @@ def _hta_times(columns: EventColumns) -> tuple[np.ndarray, np.ndarray]:
     return start_us * 1000, (end_us - start_us) * 1000
 
 
-def _stream_of_thread(columns: EventColumns) -> np.ndarray:
+def _stream_of_thread(columns: EventColumns):
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
     number or as `stream 7`.
     """

@@ -97,7 +97,7 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
 
 
-def _decimal_ns(us) -> int | None:
+def _decimal_ns(us):
     """Nanoseconds of a number or its text; None for what is none, or out of bounds."""
     # not isinstance: True is no time
     if type(us) not in (int, float, str, Decimal):

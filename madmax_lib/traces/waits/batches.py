@@ -72,7 +72,7 @@ class _Batch(NamedTuple):
     tokens: float
 
 
-def _batch(name: str) -> _Batch | None:
+def _batch(name: str):
     """The batch that an annotation marks, None for another annotation.
 
     >>> _batch("execute_context_2(6144)_generation_3(3)")
@@ -98,7 +98,7 @@ def _batch(name: str) -> _Batch | None:
     return None
 
 
-def _device_s(timeline: Timeline, table: pd.DataFrame) -> np.ndarray:
+def _device_s(timeline: Timeline, table: pd.DataFrame):
     """Time of the kernels that were launched during each batch (n,)."""
     work = device_work(timeline)
     work = work[work["launch_row"] >= 0]

@@ -26,7 +26,6 @@ that never took place, because what they were for had ended. Clocks of the ranks
 agree, or collectives do not match.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,7 +132,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
     return _sorted(slices, time_ns, edges)
 
 
-def _simulated_graph(timeline: Timeline, spans: pd.DataFrame) -> Graph:
+def _simulated_graph(timeline: Timeline, spans: pd.DataFrame):
     """The graph of a simulated step, whose dependencies the timeline has as edges."""
     work = StepWork.of(timeline, spans, one_slice_per_span(spans))
     pairs = timeline.edges[["source", "target"]]
@@ -144,20 +143,20 @@ def _simulated_graph(timeline: Timeline, spans: pd.DataFrame) -> Graph:
     return _sorted(work.slices, _times_ns(work), edges)
 
 
-def _times_ns(work: StepWork) -> np.ndarray:
+def _times_ns(work: StepWork):
     times_ns = work.slices[["start_ns", "end_ns"]].to_numpy() - work.zero_ns
     # (slices, 2) row by row: start and end of slice i are the events 2i and 2i + 1
     return times_ns.reshape(-1)
 
 
-def _edges_inside(work: StepWork) -> list[tuple]:
+def _edges_inside(work: StepWork):
     """Edges from the start of each slice to its end, and along the device streams."""
     number = np.arange(len(work.slices))
     inside = ("work", start_of(number), end_of(number))
     return [inside, ("stream", *_streams(work.slices))]
 
 
-def _streams(slices: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _streams(slices: pd.DataFrame):
     """Each device slice after those of its stream that started, and that ended, last
     before it.
     """
@@ -181,9 +180,7 @@ def _streams(slices: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return joined_edges(parts)
 
 
-def _unrecorded(
-    slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]
-) -> tuple[np.ndarray, np.ndarray]:
+def _unrecorded(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
     """End of a device slice -> start of one in another stream right then, if all that
     is known is longer ago.
     """
@@ -205,7 +202,7 @@ def _unrecorded(
     return joined_edges(parts)
 
 
-def _measured(work: StepWork) -> Iterator[tuple]:
+def _measured(work: StepWork):
     """Edges that follow from the names, correlations and threads of measured spans."""
     slices = work.slices
     # Host slices come first, thread by thread: neighbours of one thread are in order.
@@ -227,7 +224,7 @@ def _measured(work: StepWork) -> Iterator[tuple]:
     yield from _backward(work)
 
 
-def _host_calls(work: StepWork) -> pd.DataFrame:
+def _host_calls(work: StepWork):
     """Host spans with a slice: rank, correlation, thread, start_ns (from the start of
     the step), first and last slice, and whether they copy, block, or tell a stream to
     wait.
@@ -248,7 +245,7 @@ def _host_calls(work: StepWork) -> pd.DataFrame:
     )
 
 
-def _launched_work(work: StepWork, launches: pd.DataFrame) -> pd.DataFrame:
+def _launched_work(work: StepWork, launches: pd.DataFrame):
     """Device slices in order of their launch: rank, stream, slice, launch_ns (its own
     start without a launch), and thread, first, last (-1 without) and copies of the call.
     """
@@ -267,7 +264,7 @@ def _launched_work(work: StepWork, launches: pd.DataFrame) -> pd.DataFrame:
     return device.sort_values("launch_ns")
 
 
-def _syncs(work: StepWork) -> pd.DataFrame:
+def _syncs(work: StepWork):
     """Calls that cuda_sync rows explain: rank, correlation, on (stream that waits), of
     (stream waited for), record (correlation of the event's record).
     """
@@ -286,9 +283,7 @@ def _syncs(work: StepWork) -> pd.DataFrame:
     return syncs.drop_duplicates(["rank", "correlation"])
 
 
-def _waiting_calls(
-    calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame
-) -> pd.DataFrame:
+def _waiting_calls(calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame):
     """Calls that block or tell a stream to wait, in order of time, with what `_syncs`
     knows of them (-1: unknown) and before_ns: what was launched later does not count.
     """
@@ -303,7 +298,7 @@ def _waiting_calls(
     return waits.assign(before_ns=before_ns).sort_values("start_ns")
 
 
-def _waits(waits: pd.DataFrame, device: pd.DataFrame) -> Iterator[tuple]:
+def _waits(waits: pd.DataFrame, device: pd.DataFrame):
     """Host calls and streams that wait for what was launched before, on one stream or,
     where unknown, on any.
     """
@@ -332,9 +327,7 @@ def _waits(waits: pd.DataFrame, device: pd.DataFrame) -> Iterator[tuple]:
         yield "event", *_last_launched(held_back, device)
 
 
-def _last_launched(
-    waits: pd.DataFrame, device: pd.DataFrame
-) -> tuple[np.ndarray, np.ndarray]:
+def _last_launched(waits: pd.DataFrame, device: pd.DataFrame):
     """End of the last slice that was launched before a wait -> the wait's target, on
     each stream it is about.
     """
@@ -352,7 +345,7 @@ def _last_launched(
     return end_of(source), last["target"].to_numpy()
 
 
-def _backward(work: StepWork) -> Iterator[tuple]:
+def _backward(work: StepWork):
     """The thread of the forward pass to autograd's thread and back, wherever the first
     rests while the second works.
     """
@@ -395,7 +388,7 @@ class _Meetings:
     time_ns: np.ndarray  # (meetings,) when the last rank came
 
 
-def _meetings(work: StepWork, message: pd.Series) -> _Meetings:
+def _meetings(work: StepWork, message: pd.Series):
     """Meetings of ranks; a call is the k-th of its name, group and step."""
     comm = work.spans[work.spans["kind"] == "comm"]
     comm = comm[work.has_slice(comm.index)].sort_values("start_ns", kind="stable")
@@ -425,7 +418,7 @@ def _meetings(work: StepWork, message: pd.Series) -> _Meetings:
     return _Meetings(number, first, last, time_ns)
 
 
-def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Graph:
+def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
     """The graph without edges that go back in time, or in a circle at one instant."""
     source, target = joined_edges([edge[1:] for edge in edges])
     lengths = [len(edge[1]) for edge in edges]
@@ -459,7 +452,7 @@ def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]) -> Gr
     )
 
 
-def _levels(time_ns: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _levels(time_ns: np.ndarray, source: np.ndarray, target: np.ndarray):
     """Longest chain (events,) of edges at the same instant that leads to each event; in
     a circle it is cut, and the edge that closes it does not rise.
     """

@@ -132,7 +132,7 @@ class _LateStart:
     name: str = ""
 
 
-def _gaps(timeline: Timeline, work: pd.DataFrame) -> pd.DataFrame:
+def _gaps(timeline: Timeline, work: pd.DataFrame):
     """Stretches without work between the first and the last span of a rank: start, end,
     row and launch_ns of the span that ends it, and the _GAP_TIMES in ns.
     """
@@ -165,7 +165,7 @@ def _gaps(timeline: Timeline, work: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series) -> int:
+def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series):
     """Median time from launch to start, the smaller of that on an idle device and that
     of all launches.
     """
@@ -176,7 +176,7 @@ def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series) -> int:
     return min(medians, default=0)
 
 
-def _step_begins_ns(work: pd.DataFrame, gaps: pd.DataFrame) -> pd.Series:
+def _step_begins_ns(work: pd.DataFrame, gaps: pd.DataFrame):
     """Begin of each step on the device, in order, by step; a gap before a step belongs
     to it. Step -1 is what precedes the first.
     """

@@ -276,7 +276,7 @@ def launch_floor(
     )
 
 
-def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.ndarray:
+def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series):
     """Graph of each launch, -1 without; the side table is read only where a launch
     looks like that of a graph.
     """
@@ -296,7 +296,7 @@ def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series) -> np.
     return graph
 
 
-def _queue(timeline: Timeline) -> pd.DataFrame:
+def _queue(timeline: Timeline):
     """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by
     rank, stream and time.
     """

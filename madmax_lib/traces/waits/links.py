@@ -103,7 +103,7 @@ def transfer_times(
     return result
 
 
-def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
+def _transfers(timeline: Timeline, graph: Graph):
     """Columns of `calls` of each transfer of the graph, its event (its end), and
     seconds: alone_s over a link of its
     own, wait_s for ranks that are not seen. run: number of those that follow each other
@@ -138,9 +138,7 @@ def _transfers(timeline: Timeline, graph: Graph) -> pd.DataFrame:
     return table
 
 
-def _alone(
-    spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray):
     """Time that each transfer would take alone on the link of its rank, and its run; those
     in gloo's threads share it.
     """
@@ -165,7 +163,7 @@ def _alone(
     return alone_ns, run
 
 
-def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None) -> np.ndarray:
+def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None):
     """By what each group (n,) grows where there are so many ranks: that of all ranks,
     or of data parallelism.
     """
@@ -192,7 +190,7 @@ def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None) -> np.nd
 
 def _nodes(
     table: pd.DataFrame | Price, per_node: int | None, kind: str, ranks: int, group: str
-) -> int:
+):
     """On how many nodes is a group? Of so many devices each, or those of the table's
     rows; else one.
     """
@@ -228,7 +226,7 @@ def _nodes(
 
 def _price(
     price: Price, nodes: Callable, kind: str, ranks: int, size_bytes: float, group: str
-) -> float:
+):
     """Seconds of a call, NaN where nobody knows."""
     if not size_bytes > 0:
         return np.nan

@@ -85,7 +85,7 @@ def operations(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table[_COLUMNS].reset_index(drop=True), timeline)
 
 
-def _phases(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
+def _phases(timeline: Timeline, spans: pd.DataFrame):
     """forward, backward, weight, or "" of each span: its last word in simulations; of
     kernels, backward is what another thread launches than the one that launches first.
     """
@@ -103,7 +103,7 @@ def _phases(timeline: Timeline, spans: pd.DataFrame) -> pd.Series:
     return phase.where(thread.notna(), "")
 
 
-def _two_sided(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
+def _two_sided(table: pd.DataFrame, ranks: list[int]):
     """The operations, and a receive for each send that the timeline shows on one side
     alone, as simulated ones do.
     """
@@ -116,7 +116,7 @@ def _two_sided(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     return pd.concat([table, receives])
 
 
-def _stages(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
+def _stages(table: pd.DataFrame, ranks: list[int]):
     """stage and dp_rank of each rank: ranks that send to each other are the stages of
     one pipeline, in order.
     """
@@ -137,7 +137,7 @@ def _stages(table: pd.DataFrame, ranks: list[int]) -> pd.DataFrame:
     )
 
 
-def _passes(table: pd.DataFrame, stage: pd.DataFrame) -> pd.DataFrame:
+def _passes(table: pd.DataFrame, stage: pd.DataFrame):
     """In pipelines whose spans tell their phase: one row per pass, with the calls
     before the first and after the last of them; else every span. like says which are
     alike.
@@ -182,7 +182,7 @@ def _passes(table: pd.DataFrame, stage: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([passes, rest[outside]]).assign(like="")
 
 
-def _micro_batches(table: pd.DataFrame, stage: pd.Series) -> int:
+def _micro_batches(table: pd.DataFrame, stage: pd.Series):
     """Messages that a rank sends to a later stage in a step, at most; 0 without any."""
     own_stage = stage.reindex(table["rank"]).to_numpy()
     ahead = stage.reindex(table["target_rank"]).to_numpy() > own_stage

@@ -10,7 +10,6 @@ seen takes their place.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -93,12 +92,12 @@ def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _worker_edges(order: list[tuple], count: dict[str, int]) -> Iterator[tuple]:
+def _worker_edges(order: list[tuple], count: dict[str, int]):
     """(operation before, operation) of one worker, an operation being (kind, its
     number). order: of the passes; count: operations of each kind.
     """
 
-    def all_of(kind: str) -> list[tuple]:
+    def all_of(kind: str):
         return [(kind, number) for number in range(count.get(kind, 0))]
 
     yield from pairwise(order)
@@ -156,12 +155,12 @@ def seen_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _by_time(number: np.ndarray, time: np.ndarray) -> np.ndarray:
+def _by_time(number: np.ndarray, time: np.ndarray):
     """Numbers (m,) of operations in order of a time (all operations,)."""
     return number[np.argsort(time[number], kind="stable")]
 
 
-def _graph(step: pd.DataFrame, before: dict[int, set]) -> StepGraph:
+def _graph(step: pd.DataFrame, before: dict[int, set]):
     """Units in an order in which each comes after what it waits for; where clocks
     contradict, in order of time.
     """
@@ -185,7 +184,7 @@ def _graph(step: pd.DataFrame, before: dict[int, set]) -> StepGraph:
     return StepGraph(ordered)
 
 
-def _topological(awaited: list[set[int]], begin: list[float]) -> list[int]:
+def _topological(awaited: list[set[int]], begin: list[float]):
     """Nodes in an order in which each comes after those it awaits, the earliest begin
     first; in a circle the earliest one does not wait.
     """

@@ -70,7 +70,7 @@ def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([*cut, spans[spans["stream"] >= 0]], ignore_index=True)
 
 
-def _on_working_thread(spans: pd.DataFrame) -> pd.Series:
+def _on_working_thread(spans: pd.DataFrame):
     """Spans of host threads that run operators or calls of the device; where a rank has
     such, others only wait.
     """
@@ -85,7 +85,7 @@ def _on_working_thread(spans: pd.DataFrame) -> pd.Series:
     return works.groupby([rank, stream]).transform("any") | ~rank_works
 
 
-def _cut_thread(thread: pd.DataFrame) -> pd.DataFrame:
+def _cut_thread(thread: pd.DataFrame):
     """A host thread cut where its innermost span changes; each span keeps a slice at
     its start, even an empty one.
     """
@@ -124,7 +124,7 @@ def _cut_thread(thread: pd.DataFrame) -> pd.DataFrame:
     return cut.assign(kind=np.where(computes, "compute", cut["kind"]))
 
 
-def _parents(depth: np.ndarray) -> np.ndarray:
+def _parents(depth: np.ndarray):
     """Number (n,) of the span around each one, -1 without; depth (n,) of nested spans
     in the order of their starts, 1 for the outermost.
 
@@ -139,7 +139,7 @@ def _parents(depth: np.ndarray) -> np.ndarray:
     return np.where((level == depth - 1) & (depth > 1), span, -1)
 
 
-def _inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str) -> np.ndarray:
+def _inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str):
     """Whether each row (n,) lies within the thread's spans of a kind."""
     thread = thread[thread["kind"] == kind]
     start_ns = thread["start_ns"]

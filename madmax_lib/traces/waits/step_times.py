@@ -225,7 +225,7 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     )
 
 
-def _annotated(timeline: Timeline) -> pd.DataFrame:
+def _annotated(timeline: Timeline):
     """rank, step, annotated_ns: duration of the annotation that marks a step, from the
     first if there are several.
     """
@@ -253,7 +253,7 @@ def _annotated(timeline: Timeline) -> pd.DataFrame:
     )
 
 
-def _cut(table: pd.DataFrame) -> np.ndarray:
+def _cut(table: pd.DataFrame):
     """(n,) steps at the edge of a recording that it does not hold whole."""
     cut = np.zeros(len(table), dtype=bool)
     for _, part in table.groupby("rank"):
@@ -269,7 +269,7 @@ def _cut(table: pd.DataFrame) -> np.ndarray:
     return cut
 
 
-def _warmup(table: pd.DataFrame) -> list[int]:
+def _warmup(table: pd.DataFrame):
     """The leading steps that are slow."""
     walls = table.groupby("step")["wall_s"].median()
     slow = []

@@ -51,7 +51,7 @@ def _queue(
     transfers: pd.DataFrame,
     calls: pd.DataFrame,
     host: pd.DataFrame,
-) -> Iterator[tuple]:
+):
     """Edges from calls to their transfers, which queue one after the other, and from
     the transfers to where their callers go on.
     """
@@ -72,7 +72,7 @@ def _waits(
     transfers: pd.DataFrame,
     calls: pd.DataFrame,
     host: pd.DataFrame,
-) -> tuple[np.ndarray, np.ndarray]:
+):
     """End of a transfer -> where the thread that called goes on."""
     parts = []
     end_ns = ends_ns(transfers).to_numpy()
@@ -95,7 +95,7 @@ def _end_of_backward(
     calls: pd.DataFrame,
     lane: pd.DataFrame,
     host: pd.DataFrame,
-) -> np.ndarray:
+):
     """Events (n,) at which a thread goes on after its calls; those calls of backward
     that it does not wait for at once are awaited when backward has ended.
     """
@@ -132,7 +132,7 @@ def _end_of_backward(
     return np.where(late, awaited, after)
 
 
-def _within(start_ns: pd.Series, spans: pd.DataFrame) -> np.ndarray:
+def _within(start_ns: pd.Series, spans: pd.DataFrame):
     """Whether each time (n,) lies inside of spans of a thread."""
     start, end = covered(spans).T
     at = np.searchsorted(start, start_ns, side="right") - 1
@@ -140,7 +140,7 @@ def _within(start_ns: pd.Series, spans: pd.DataFrame) -> np.ndarray:
     return (at >= 0) & (np.asarray(start_ns) < np.r_[end, 0][at])
 
 
-def _links(work: StepWork, gloo: pd.DataFrame) -> Iterator[tuple]:
+def _links(work: StepWork, gloo: pd.DataFrame):
     """End of a transfer -> end of the next one over the link of its rank; messages one
     way do not hold up others.
     """

@@ -241,7 +241,7 @@ class _Replays:
         )
         return pd.Series(times, index=pd.Index(values, name=column), name="S")
 
-    def _step_s(self, chosen: list[Callable]) -> np.ndarray:
+    def _step_s(self, chosen: list[Callable]):
         """Step times (steps, choices)."""
         if self.steps[0][1] is self.steps[-1][1]:  # one graph: all steps at once
             table = self.steps[0][0]
@@ -256,12 +256,12 @@ class _Replays:
     @staticmethod
     def _last_s(
         graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]
-    ) -> np.ndarray:
+    ):
         actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
         return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
 
 
-def _checked(ops: pd.DataFrame) -> pd.DataFrame:
+def _checked(ops: pd.DataFrame):
     """The operations in float64, in one order in every step, with met (number of the
     call in its step, -1 alone),
     is_call, and like (what tells classes of one kind apart).
@@ -323,7 +323,7 @@ def _checked(ops: pd.DataFrame) -> pd.DataFrame:
     return ops.assign(is_call=is_call, met=met, like=0)
 
 
-def _whole_steps(ops: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+def _whole_steps(ops: pd.DataFrame):
     """Without the steps whose operations differ from those of most steps (seen
     operations: whose ranks differ).
     """

@@ -26,7 +26,7 @@ import math
 import re
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ def tokens(text: str) -> int:
 
 def _print_answer(
     command: str, answer: Callable[[Namespace], Answer], options: Namespace
-) -> int:
+):
     """Print in the format asked for; bad input is raised, and as JSON said in an
     envelope too.
     """
@@ -176,7 +176,7 @@ def _print_answer(
     return int(not result.passed)
 
 
-def _inputs(files: Mapping, side: str = "") -> Iterator[dict]:
+def _inputs(files: Mapping, side: str = ""):
     """The files of a provenance, which names those of a comparison by side."""
     for label, file in files.items():
         if isinstance(file, Mapping) and isinstance(file.get("sha256"), str):
@@ -185,7 +185,7 @@ def _inputs(files: Mapping, side: str = "") -> Iterator[dict]:
             yield from _inputs(file, f"{label}: ")
 
 
-def _plain(value: Any, letters: float = math.inf) -> Any:
+def _plain(value: Any, letters: float = math.inf):
     """A value as JSON has it: numbers of Python with six digits, null for what is not
     finite, longer texts cut.
     """
@@ -206,7 +206,7 @@ def _plain(value: Any, letters: float = math.inf) -> Any:
     return text if len(text) <= letters else f"{text[: int(letters) - 1]}…"
 
 
-def _short(lists: dict[str, list], used: int, complete: bool) -> dict[str, list]:
+def _short(lists: dict[str, list], used: int, complete: bool):
     """Entries of each list that fit beside `used` tokens, or all; rows are the last to
     go.
     """
@@ -228,7 +228,7 @@ def _short(lists: dict[str, list], used: int, complete: bool) -> dict[str, list]
     return short
 
 
-def _json(value: Any) -> str:
+def _json(value: Any):
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -237,7 +237,7 @@ class _Column(NamedTuple):
     is_number: bool
 
 
-def _columns(answer: Answer, complete: bool) -> list[_Column]:
+def _columns(answer: Answer, complete: bool):
     """Columns as short texts, of all rows or of as many as a terminal shows."""
     table = answer.table if complete else answer.table.head(_ROWS)
     return [
@@ -246,12 +246,12 @@ def _columns(answer: Answer, complete: bool) -> list[_Column]:
     ]
 
 
-def _rest(answer: Answer, complete: bool) -> list[str]:
+def _rest(answer: Answer, complete: bool):
     left_out = 0 if complete else len(answer.table) - _ROWS
     return [f"... and {left_out:,} rows more (--all)"] if left_out > 0 else []
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any):
     value = _plain(value, _LETTERS)
     if value is None:
         return ""
@@ -260,7 +260,7 @@ def _cell(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _text(answer: Answer, complete: bool) -> str:
+def _text(answer: Answer, complete: bool):
     """The headline values, then the table with numbers to the right."""
     columns = []
     for cells, is_number in _columns(answer, complete):
@@ -272,7 +272,7 @@ def _text(answer: Answer, complete: bool) -> str:
     return "\n".join([*_headlines(answer), *lines, *_rest(answer, complete)])
 
 
-def _markdown(answer: Answer, complete: bool) -> str:
+def _markdown(answer: Answer, complete: bool):
     """The headline values as a list, then a table as GitHub draws it."""
     columns = []
     for (name, *cells), is_number in _columns(answer, complete):
@@ -286,7 +286,7 @@ def _markdown(answer: Answer, complete: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _headlines(answer: Answer) -> list[str]:
+def _headlines(answer: Answer):
     values = _plain(answer.summary)
     return [
         f"{name}: {_line(value)}"
@@ -295,7 +295,7 @@ def _headlines(answer: Answer) -> list[str]:
     ]
 
 
-def _line(value: Any) -> str:
+def _line(value: Any):
     if isinstance(value, dict):
         texts = {name: _line(inner) for name, inner in value.items()}
         if {*value} == {"middle", "low", "high"}:

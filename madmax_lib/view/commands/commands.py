@@ -36,7 +36,7 @@ def add(commands, words: list[str]) -> None:
     `train` its fields of a run are read.
     """
 
-    def doctor(options: Namespace) -> int:
+    def doctor(options: Namespace):
         from madmax_lib.view.notebooks.doctor import report
 
         text = report()
@@ -67,7 +67,7 @@ def add(commands, words: list[str]) -> None:
     _add_json(calibrate, _calibrate)
 
 
-def _add_bench(commands) -> None:
+def _add_bench(commands):
     about = "time kernels, copies, launches and collectives of this machine"
     bench = commands.add_parser("bench", help=about)
     _add_json(bench, _bench)
@@ -81,16 +81,16 @@ def _add_bench(commands) -> None:
     _add_output(bench, Path("bench"), "folder of two CSVs (default: bench)")
 
 
-def _add_json(parser: ArgumentParser, command) -> None:
+def _add_json(parser: ArgumentParser, command):
     parser.set_defaults(command=command)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_output(parser: ArgumentParser, default: Path | None, text: str) -> None:
+def _add_output(parser: ArgumentParser, default: Path | None, text: str):
     parser.add_argument("-o", "--output", type=Path, default=default, help=text)
 
 
-def _add_fields(train: ArgumentParser) -> None:
+def _add_fields(train: ArgumentParser):
     """An option for each field of a RunSpec, with its line of the docstring."""
     from madmax_lib.runs.data.batches import NAMES
     from madmax_lib.runs.model.models import MODELS
@@ -116,7 +116,7 @@ def _add_fields(train: ArgumentParser) -> None:
         train.add_argument(*names, dest=name, help=about.get(name), **how)
 
 
-def _ranks(text: str) -> int:
+def _ranks(text: str):
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_RANKS):
         raise ArgumentTypeError(f"{text!r} is not a number of 1 to {_MOST_RANKS}")
     return int(text)
@@ -130,7 +130,7 @@ def _json(text: str):
         raise ArgumentTypeError(f"{text!r} is not JSON, {examples}") from None
 
 
-def _check(options: Namespace) -> int:
+def _check(options: Namespace):
     from madmax_lib.view.notebooks.doctor import check
 
     rows = []
@@ -143,7 +143,7 @@ def _check(options: Namespace) -> int:
     return int(any(row["status"] == "fails" for row in rows))
 
 
-def _train(options: Namespace) -> int:
+def _train(options: Namespace):
     from madmax_lib.runs.launch import resolve, train_command
     from madmax_lib.runs.spec import RunSpec
 
@@ -174,7 +174,7 @@ def _train(options: Namespace) -> int:
     return status
 
 
-def _launch(spec, directory: Path, about: dict) -> None:
+def _launch(spec, directory: Path, about: dict):
     """Train; `about` gets the summary of the run."""
     from madmax_lib.runs.launch import RunError, launch
     from madmax_lib.runs.read import read_json, read_run
@@ -195,11 +195,11 @@ def _launch(spec, directory: Path, about: dict) -> None:
     about |= read_run(directory).summary  # which warns of a peak that is too low
 
 
-def _records(table) -> list[dict]:
+def _records(table):
     return json.loads(table.to_json(orient="records"))  # what is not finite is null
 
 
-def _bench(options: Namespace) -> int:
+def _bench(options: Namespace):
     import pandas as pd
 
     from madmax_lib.runs.launch import measure_links
@@ -226,7 +226,7 @@ def _bench(options: Namespace) -> int:
     return 0
 
 
-def _calibrate(options: Namespace) -> int:
+def _calibrate(options: Namespace):
     import pandas as pd
 
     from madmax_lib.calibration.machine.calibrate import calibrate

@@ -77,41 +77,39 @@ class _Folders:
         return self.inside(text) if is_file else text
 
 
-def _trace_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
+def _trace_tools(folders: _Folders, ask: Callable[..., str]):
     """Tools about recordings; an agent reads their docstrings."""
 
-    def breakdown(traces: list[str]) -> str:
+    def breakdown(traces: list[str]):
         """Compute, communication, exposed communication, idle time and overlap of each
         rank, in seconds.
         """
         return ask("breakdown", *map(folders.inside, traces))
 
-    def compare(a: str, b: str, operations: bool = False) -> str:
+    def compare(a: str, b: str, operations: bool = False):
         """Differences between two runs: by rank and step, or by operation, the largest
         difference first.
         """
         flags = ["--operations"] if operations else []
         return ask("compare", folders.inside(a), folders.inside(b), *flags)
 
-    def stragglers(traces: list[str]) -> str:
+    def stragglers(traces: list[str]):
         """Rank that arrives last at collectives, what it costs the others, and the
         step without stragglers.
         """
         return ask("stragglers", *map(folders.inside, traces))
 
-    def flight(dumps: str) -> str:
+    def flight(dumps: str):
         """Rank that hangs a job, by a directory of flight-recorder dumps, one per rank."""
         return ask("flight", folders.inside(dumps))
 
     return [breakdown, compare, stragglers, flight]
 
 
-def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
+def _step_tools(folders: _Folders, ask: Callable[..., str]):
     """Tools about predictions; an agent reads their docstrings."""
 
-    def step(
-        model: str, cluster: str, plans: list[str], global_batch: int, **options
-    ) -> list[str]:
+    def step(model: str, cluster: str, plans: list[str], global_batch: int, **options):
         options = {"global-batch": global_batch} | options
         # with "=", so that a value that begins with a dash is no flag
         flags = [
@@ -129,7 +127,7 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         sequence: int | None = None,
         dtype: str = "bf16",
         software: str | None = None,
-    ) -> str:
+    ):
         """Predicted seconds per step with 90 % intervals, memory and MFU of plans such
         as dp2.tp4.pp2.z1.
 
@@ -143,7 +141,7 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
 
     def fits(
         model: str, cluster: str, plan: str, global_batch: int, nodes: int | None = None
-    ) -> str:
+    ):
         """Whether a step fits into memory, and what lies where."""
         return ask("fits", *step(model, cluster, [plan], global_batch, nodes=nodes))
 
@@ -154,7 +152,7 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
         nodes: int | None = None,
         software: str | None = None,
         objective: str = "time",
-    ) -> str:
+    ):
         """The best of all parallel plans for a model on a cluster, by time, cost,
         energy or memory.
         """
@@ -164,7 +162,7 @@ def _step_tools(folders: _Folders, ask: Callable[..., str]) -> list[Callable]:
     return [estimate, fits, search]
 
 
-def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str:
+def _ask(main: Callable[[list[str]], int], command: str, *arguments: str):
     """The envelope that a command prints; a usage error is refused with its line."""
     printed = io.StringIO()
     errors = io.StringIO()
@@ -176,7 +174,7 @@ def _ask(main: Callable[[list[str]], int], command: str, *arguments: str) -> str
     return printed.getvalue().strip()
 
 
-def _refusal(text: str) -> Exception:
+def _refusal(text: str):
     """An exception whose text the agent gets; of others the server says no more than
     that there was one.
     """

@@ -59,7 +59,7 @@ def add(commands) -> None:
     _add_plan(commands)
 
 
-def _add_plan(commands) -> None:
+def _add_plan(commands):
     about = "GPUs, days, USD and MWh of a training, with intervals"
     plan = add_command(commands, "plan", _plan, help=about)
     plan.add_argument("--model", required=True, help=MODEL_HELP)
@@ -82,7 +82,7 @@ def _add_plan(commands) -> None:
     add_options(plan, [Option("--usd-per-hour", price, float)])
 
 
-def _expect(options: Namespace) -> Answer:
+def _expect(options: Namespace):
     from madmax_lib import catalog
     from madmax_lib.calibration.verdict.expect import expect
     from madmax_lib.plan.plan import Plan
@@ -116,7 +116,7 @@ def _expect(options: Namespace) -> Answer:
     return Answer(table, about, inputs(options), passed)
 
 
-def _plan(options: Namespace) -> Answer:
+def _plan(options: Namespace):
     from madmax_lib import catalog
     from madmax_lib.planner.money.campaign import AMOUNTS, campaign
 
@@ -143,7 +143,7 @@ def _plan(options: Namespace) -> Answer:
     return Answer(result.table.dropna(axis=1, how="all"), about, inputs(options))
 
 
-def _count(text: str) -> float:
+def _count(text: str):
     """A number of tokens: 15e12, 15T, 1.4B, 300M or 15,000,000.
 
     >>> _count("15T"), _count("1.4b"), _count("2e9")

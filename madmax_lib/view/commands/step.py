@@ -48,7 +48,7 @@ def add(commands) -> None:
     about = "the best plans for a model on a cluster"
     search = add_command(commands, "search", _search, help=about)
 
-    def what_fits(options: Namespace) -> Answer:
+    def what_fits(options: Namespace):
         from madmax_lib.simulator.offload.fits import fits
 
         result = fits(**_step(options), plan=options.plan)
@@ -93,7 +93,7 @@ def run_of(options: Namespace) -> dict:
     return {name: getattr(options, name) for name in _RUN}
 
 
-def _step(options: Namespace) -> dict:
+def _step(options: Namespace):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
     from madmax_lib import catalog
 
@@ -101,7 +101,7 @@ def _step(options: Namespace) -> dict:
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
-def _priced(options: Namespace) -> dict:
+def _priced(options: Namespace):
     """The same with the constants of a calibration whose `machine.json` is the cluster,
     and their software.
     """
@@ -126,7 +126,7 @@ def inputs(options: Namespace) -> list[str]:
     return [name for name in names if name]
 
 
-def _estimate(options: Namespace) -> Answer:
+def _estimate(options: Namespace):
     from madmax_lib.simulator.estimate import estimate
     from madmax_lib.simulator.memory.memory import usable_bytes
 
@@ -149,7 +149,7 @@ def _estimate(options: Namespace) -> Answer:
     return Answer(table, about, inputs(options))
 
 
-def _search(options: Namespace) -> Answer:
+def _search(options: Namespace):
     from madmax_lib.planner.search import search
 
     # no bar: it would mix with what a program reads

@@ -68,7 +68,7 @@ def add(commands) -> None:
     report.add_argument("-o", "--output", type=Path, default=page, help=text)
 
 
-def _add_compare(commands) -> None:
+def _add_compare(commands):
     about = "what differs between A and B; with --gate a verdict"
     compare = add_command(commands, "compare", _compare, help=about)
     paths = "A, then B: file, directory, pattern, or a baseline"
@@ -83,7 +83,7 @@ def _add_compare(commands) -> None:
     add_options(what, options)
 
 
-def _add_snapshot(commands) -> None:
+def _add_snapshot(commands):
     about = "who holds a GPU's memory: CUDA memory snapshots"
     snapshot = add_command(commands, "snapshot", _snapshot, help=about)
     files = "one per rank, or a directory with them"
@@ -106,7 +106,7 @@ def read(paths: list[str]) -> Timeline:
     return timeline
 
 
-def _ranks(timeline: Timeline) -> dict[str, int]:
+def _ranks(timeline: Timeline):
     """Number of ranks that have a trace, and of those of the job that have none."""
     about = {"ranks": len(timeline.ranks)}
     # a rank stands for others where a simulation drew one of several alike
@@ -116,7 +116,7 @@ def _ranks(timeline: Timeline) -> dict[str, int]:
     return about
 
 
-def _breakdown(options: Namespace) -> Answer:
+def _breakdown(options: Namespace):
     from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.waits.step_times import lacks_step_marks
 
@@ -129,7 +129,7 @@ def _breakdown(options: Namespace) -> Answer:
     return Answer(breakdown(timeline), about)
 
 
-def _share(text: str) -> float:
+def _share(text: str):
     is_percent = text.endswith("%")
     try:
         share = float(text.removesuffix("%")) / (100 if is_percent else 1)
@@ -141,7 +141,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _recordings(paths: list[str]) -> list[Timeline]:
+def _recordings(paths: list[str]):
     """A recording per directory, pattern or baseline; several files are the ranks of
     one.
     """
@@ -161,7 +161,7 @@ def _recordings(paths: list[str]) -> list[Timeline]:
         raise FileNotFoundError(f"{error}, and {there}") from None
 
 
-def _save_baseline(options: Namespace) -> Answer:
+def _save_baseline(options: Namespace):
     import pandas as pd
 
     name = options.save_baseline
@@ -183,7 +183,7 @@ def _save_baseline(options: Namespace) -> Answer:
     return Answer(table, {"baseline": name}, options.traces)
 
 
-def _compare(options: Namespace) -> Answer:
+def _compare(options: Namespace):
     from madmax_lib.traces.diff import compare, compare_ops
 
     if options.save_baseline:
@@ -210,7 +210,7 @@ def _compare(options: Namespace) -> Answer:
     return Answer(table, {"most": most.to_dict("records")})
 
 
-def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
+def _gate(a: list[Timeline], b: list[Timeline], threshold: float):
     from madmax_lib.traces.gate import gate
 
     result = gate(a, b, threshold)
@@ -232,7 +232,7 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float) -> Answer:
     return Answer(table, about, passed=result.passed)
 
 
-def _stragglers(options: Namespace) -> Answer:
+def _stragglers(options: Namespace):
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
     from madmax_lib.traces.waits.step_times import steady_state
 
@@ -268,7 +268,7 @@ def _stragglers(options: Namespace) -> Answer:
     return Answer(table, about)
 
 
-def _flight(options: Namespace) -> Answer:
+def _flight(options: Namespace):
     from madmax_lib.traces.forensics import flight_recorder
 
     calls = flight_recorder.flight_calls(options.dumps)
@@ -283,7 +283,7 @@ def _flight(options: Namespace) -> Answer:
     return Answer(findings, about, passed=findings.empty)
 
 
-def _snapshot(options: Namespace) -> Answer:
+def _snapshot(options: Namespace):
     from madmax_lib.traces.forensics import snapshots
     from madmax_lib.traces.forensics.read_snapshots import read_snapshot
 
@@ -306,7 +306,7 @@ def _snapshot(options: Namespace) -> Answer:
     return Answer(snapshots.snapshot_held(snapshot, *how, top=None), about)
 
 
-def _report(options: Namespace) -> Answer:
+def _report(options: Namespace):
     from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.advise import advise
     from madmax_lib.traces.waits.step_times import steady_state

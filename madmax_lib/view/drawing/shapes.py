@@ -111,7 +111,7 @@ def _draw_bars(
     lengths: pd.DataFrame | Sequence[float],
     style: BarStyle,
     source: str | None,
-) -> np.ndarray:
+):
     slot, slots = style.slot
     height = style.height or (0.7 if slots == 1 else 0.72 / slots)
     fills = style.fill
@@ -155,7 +155,7 @@ def _draw_bars(
 
 def _write_notes(
     ax: Axes, rows: np.ndarray, reach: np.ndarray, style: BarStyle, *, small: bool
-) -> None:
+):
     """Texts behind the ends of bars, or above those that stand upright."""
     look = {"fontsize": 6 if small else 7}
     if style.slot[1] == 1:  # else the white would cover the bar of the next slot
@@ -204,7 +204,7 @@ def lines(
             note(ax, at_x.iloc[-1], at_y.iloc[-1], text, dx=6, color=line.get_color())
 
 
-def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame) -> str | None:
+def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame):
     return texts(part) if callable(texts) else (texts or {}).get(value)
 
 
@@ -285,7 +285,7 @@ def blocks(
     return pd.concat(drawn, ignore_index=True)
 
 
-def _visible_blocks(intervals: np.ndarray, reach_ns: int) -> np.ndarray:
+def _visible_blocks(intervals: np.ndarray, reach_ns: int):
     """Union of intervals in which gaps too small to see are closed and blocks too thin
     to see are widened.
     """

@@ -92,7 +92,7 @@ class _Placed(NamedTuple):
     )  # with the place of their row, and `at`: their row in the timeline
 
 
-def _placed(timeline: Timeline, hosts: bool) -> _Placed:
+def _placed(timeline: Timeline, hosts: bool):
     busy = busy_spans(timeline)
     rows = lanes(busy, timeline.meta)[["rank", "stream", "label"]].assign(level=-1)
     spans = busy.assign(level=-1, at=busy.index)
@@ -116,7 +116,7 @@ def _placed(timeline: Timeline, hosts: bool) -> _Placed:
     return _Placed(rows, spans.merge(rows[[*keys, "place"]], on=keys, how="left"))
 
 
-def _nested(timeline: Timeline) -> pd.DataFrame:
+def _nested(timeline: Timeline):
     """Calls and annotations of host threads, with how deep each lies in those around
     it.
     """
@@ -133,9 +133,7 @@ def _nested(timeline: Timeline) -> pd.DataFrame:
     return calls[level < _DEEPEST]
 
 
-def _rows(
-    timelines: Sequence[Timeline], titles: Sequence[str], placed: list[_Placed]
-) -> tuple[list[dict], np.ndarray]:
+def _rows(timelines: Sequence[Timeline], titles: Sequence[str], placed: list[_Placed]):
     """The rows of all timelines with the range of their spans, and the row of each
     span.
     """
@@ -159,7 +157,7 @@ def _rows(
 
 def _launched_at(
     timelines: Sequence[Timeline], spans: list[pd.DataFrame], order: np.ndarray
-) -> np.ndarray:
+):
     """Position of the launch of each span (n,) among the spans as drawn, -1 without."""
     # the inverse of the order: position[i] is where span i is drawn
     position = np.empty(len(order), dtype=np.int64)

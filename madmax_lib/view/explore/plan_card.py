@@ -113,11 +113,11 @@ def plot_plan_card(card: PlanCard, axes: tuple[Axes, Axes]) -> None:
     room.set_xlabel("memory of the fullest device [GiB], dashed: what it has")
 
 
-def _gib(size_bytes: float) -> str:
+def _gib(size_bytes: float):
     return f"{size_bytes / 2**30:.3g} GiB"
 
 
-def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]) -> str:
+def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]):
     blocks = ""
     legend = []
     # what is below half a per mille would not be a pixel wide
@@ -134,7 +134,7 @@ def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]) -> s
     )
 
 
-def _bar(ax: Axes, parts: pd.Series) -> None:
+def _bar(ax: Axes, parts: pd.Series):
     fills = {name: _FILLS[name] for name in parts.index}
     bars(ax, parts.to_frame().T, BarStyle(fills, height=0.8))
     ax.set_yticks([])

@@ -13,7 +13,6 @@ from madmax_lib import catalog
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.simulate import simulate
-from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.explore.explorer import (
     Explorer,
     Later,
@@ -158,7 +157,7 @@ class StepExplorer(WorkloadExplorer):
         return _stages(self.model, *where, plan, **batch)
 
     @property
-    def _drawn(self) -> tuple[int, int]:
+    def _drawn(self):
         """Micro-batches of the timeline, a multiple of the stages as interleaved
         schedules want it, and of the step.
         """
@@ -168,7 +167,7 @@ class StepExplorer(WorkloadExplorer):
         return min(micro_batches, few), micro_batches
 
     @property
-    def _caption(self) -> str:
+    def _caption(self):
         return "{} of {} micro-batches, one rank per stage".format(*self._drawn)
 
     @property
@@ -286,9 +285,7 @@ def transformers() -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _stages(
-    model: Transformer, cluster: str, nodes: int, plan: Plan, **batch
-) -> Timeline:
+def _stages(model: Transformer, cluster: str, nodes: int, plan: Plan, **batch):
     """The simulated step on a rank of each stage; what was seen before is there at
     once.
     """
@@ -297,7 +294,7 @@ def _stages(
     return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
 
-def _filling(plan: Plan, world_size: int, changes: dict) -> Plan:
+def _filling(plan: Plan, world_size: int, changes: dict):
     """The plan with changed fields and the dp that fills the cluster. Raises ValueError
     where none does.
     """

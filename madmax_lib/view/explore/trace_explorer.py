@@ -44,7 +44,7 @@ class TraceExplorer(Explorer):
         """The trace with all ranks and steps."""
         return _read(self.parameters["trace"])
 
-    def _chosen(self) -> Timeline:
+    def _chosen(self):
         # -1: all steps
         step = self.parameters["step"]
         steps = None if step < 0 else self.recording.one_step(step)
@@ -102,5 +102,5 @@ class TraceExplorer(Explorer):
 
 
 @lru_cache(maxsize=4)
-def _read(trace: str) -> Timeline:
+def _read(trace: str):
     return read_trace(dataset(trace) if trace in names() else trace)

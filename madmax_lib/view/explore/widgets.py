@@ -132,7 +132,7 @@ class TimelineView:
         columns = ["timeline", *tables[0]]
         return pd.concat(with_title, ignore_index=True)[columns]
 
-    def _report(self, _change) -> None:
+    def _report(self, _change):
         text = breakdown_html(self.breakdown) if self.selection else ""
         self.widget.set_trait("_report", text)
 
@@ -156,7 +156,7 @@ class TimelineView:
         axes[0, 0].set_xlim(0, max(ax.dataLim.x1 for ax in axes[:, 0]))
         return figure
 
-    def _repr_mimebundle_(self, **_) -> tuple[dict, dict]:
+    def _repr_mimebundle_(self, **_):
         # of a large one the static picture would take longer than the canvas
         small = sum(map(len, self.timelines)) <= _PICTURE_UP_TO
         live = self.widget if interactive() else None
@@ -217,7 +217,7 @@ def widget_class(script: str, style: str = "", **values):
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: Timeline):
     meta = timeline.meta
     names = [meta.source, meta.device, meta.provenance.get("plan", "")]
     return " · ".join(filter(None, names))

@@ -41,7 +41,7 @@ def docs_index() -> str:
     return re.sub(r"<h1.*?</h1>", "", _html(path)) if path.exists() else ""
 
 
-def _html(path: Path) -> str:
+def _html(path: Path):
     text = re.sub(r"<!--.*?-->", "", path.read_text())
     # pilcrows that nbconvert puts behind headings
     body = re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(text))
@@ -50,7 +50,7 @@ def _html(path: Path) -> str:
     )
 
 
-def _address(folder: Path, link: str) -> str:
+def _address(folder: Path, link: str):
     """Address of a link of Markdown: a page of the site, a picture in the page, or a
     file of the repository.
     """

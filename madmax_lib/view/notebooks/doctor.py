@@ -53,7 +53,7 @@ def check() -> Iterator[tuple[str, str, str]]:
     missing or fails; and why.
     """
 
-    def version_of(package: str) -> str:
+    def version_of(package: str):
         if not (installed := version(package)):
             raise Missing(f"is not installed: {_PACKAGES[package]}")
         # installed is not enough: a broken build fails when it is imported
@@ -61,7 +61,7 @@ def check() -> Iterator[tuple[str, str, str]]:
             import_module(_MODULES.get(package, package))
         return installed
 
-    def path_of(name: str) -> str:
+    def path_of(name: str):
         if not is_here(name):
             raise Missing("not here; downloaded when first used")
         return str(dataset(name))
@@ -100,7 +100,7 @@ def report() -> str:
     return "\n".join([*lines, "notebooks", *verdicts])
 
 
-def _verdict(path: Path, has_gpu: bool) -> str:
+def _verdict(path: Path, has_gpu: bool):
     """Whether a notebook runs here, by what its cells use and name."""
     cells = json.loads(path.read_text())["cells"]
     sources = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]

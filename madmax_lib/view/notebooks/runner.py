@@ -90,7 +90,7 @@ def described(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _declared_parameters(path: Path) -> dict[str, dict]:
+def _declared_parameters(path: Path):
     """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default,
     help}}.
     """
@@ -164,7 +164,7 @@ def run_notebook(
     return Result(path.stem, output, seconds, written, error)
 
 
-def _execute(path: Path, output: Path, parameters: dict, progress: bool) -> str:
+def _execute(path: Path, output: Path, parameters: dict, progress: bool):
     """Execute a notebook; returns the first line of the error of a failed cell."""
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -234,7 +234,7 @@ def _environment(values: dict[str, str]):
         os.environ.update(before)
 
 
-def _quiet() -> warnings.catch_warnings:
+def _quiet():
     """papermill and nbconvert warn about their own dependencies; none of it is the
     reader's business.
     """

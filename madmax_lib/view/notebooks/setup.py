@@ -88,7 +88,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     return svg
 
 
-def _same(text: str, svg: Path) -> bool:
+def _same(text: str, svg: Path):
     """Whether a figure is there whole and its table has these numbers, to one unit of
     the sixth digit.
     """
@@ -117,7 +117,7 @@ def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path 
         return None
 
 
-def _origin(data: pd.DataFrame) -> dict:
+def _origin(data: pd.DataFrame):
     provenance = data.attrs.get("provenance", {})
     # only the names of the parameters cell are annotated
     namespace = getattr(shell(), "user_ns", {})
@@ -137,7 +137,7 @@ def _origin(data: pd.DataFrame) -> dict:
     }
 
 
-def _commit() -> dict:
+def _commit():
     """`commit`: the last commit of the main branch that the checkout holds, which no
     rebase or squash can lose.
 
@@ -158,7 +158,7 @@ def _commit() -> dict:
     return {"commit": commit, "clean": clean} if commit else {}
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str):
     """Output of git; empty where it fails."""
     how = {"cwd": PROJECT, "capture_output": True, "text": True, "check": False}
     return subprocess.run(["git", *arguments], **how).stdout.strip()

@@ -78,7 +78,7 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
     return folder / "index.html"
 
 
-def _index(results: Sequence[Result]) -> str:
+def _index(results: Sequence[Result]):
     failed = sum(bool(result.error) for result in results)
     seconds = sum(result.seconds for result in results)
     about = f"{len(results)} notebooks in {seconds:.0f} s"
@@ -89,7 +89,7 @@ def _index(results: Sequence[Result]) -> str:
         paragraph(about, "about"),
         docs_index(),
     ]
-    groups: dict[str, list[str]] = {}
+    groups = {}
     for result in results:
         group = _GROUPS.get(result.name[0], "Others")
         groups.setdefault(group, []).append(_entry(result))
@@ -101,7 +101,7 @@ def _index(results: Sequence[Result]) -> str:
     return _without_folders(text)
 
 
-def _entry(result: Result) -> str:
+def _entry(result: Result):
     notebook = nbformat.read(result.output, as_version=4)
     title = html.escape(_title(notebook, result.name))
     question = notebook_question(notebook)
@@ -117,7 +117,7 @@ def _entry(result: Result) -> str:
     return f'<div class="entry"><div>{figure}</div><div>{text}</div></div>'
 
 
-def _links(names: list[str], number: int) -> str:
+def _links(names: list[str], number: int):
     """The index, the notebook before and the one after."""
     texts = {"index": "All notebooks"}
     # slices, because the first has none before it and the last none after
@@ -126,7 +126,7 @@ def _links(names: list[str], number: int) -> str:
     return "".join(f'<a href="{name}.html">{text}</a>' for name, text in texts.items())
 
 
-def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def _self_contained(notebook: nbformat.NotebookNode):
     """The notebook with pictures in the page, whose `alt` is the text above them."""
     notebook.metadata.pop("widgets", None)
     heading = ""
@@ -151,7 +151,7 @@ def _self_contained(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
-def _source(output: nbformat.NotebookNode) -> str:
+def _source(output: nbformat.NotebookNode):
     """The picture of an output as the source of an <img>; empty where it has none."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
@@ -162,7 +162,7 @@ def _source(output: nbformat.NotebookNode) -> str:
     return ""
 
 
-def _first_text(notebook: nbformat.NotebookNode) -> str:
+def _first_text(notebook: nbformat.NotebookNode):
     """The cell with the title; papermill puts one of its own before it where a notebook
     failed.
     """
@@ -178,17 +178,17 @@ def notebook_question(notebook: nbformat.NotebookNode) -> str:
     return _plain(question[1]) if question else _title(notebook, "")
 
 
-def _title(notebook: nbformat.NotebookNode, otherwise: str) -> str:
+def _title(notebook: nbformat.NotebookNode, otherwise: str):
     first_line = _first_text(notebook).partition("\n")[0]
     return _plain(first_line.removeprefix("# ")) or otherwise
 
 
-def _plain(markdown: str) -> str:
+def _plain(markdown: str):
     """Words of a piece of Markdown, on one line."""
     return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", markdown).split())
 
 
-def _without_folders(text: str) -> str:
+def _without_folders(text: str):
     """The text with "." for the checkout and "~" for the home folder: what a traceback
     or a printed path tells of a machine.
     """

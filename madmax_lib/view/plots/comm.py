@@ -208,11 +208,11 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def _name(collective: str) -> str:
+def _name(collective: str):
     return collective.replace("_", "-")
 
 
-def _point_style(table: pd.DataFrame, points: int, *, linewidth: float) -> dict:
+def _point_style(table: pd.DataFrame, points: int, *, linewidth: float):
     """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
     style = draw.fill_of("comm", table.attrs.get("source"))
     return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}

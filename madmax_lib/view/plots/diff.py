@@ -101,7 +101,7 @@ def plot_pair(
     return draw.finish(ax, data, f"{change} in this step", frame)
 
 
-def _sides(a: Timeline, b: Timeline) -> list[_Side]:
+def _sides(a: Timeline, b: Timeline):
     """The first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
@@ -230,7 +230,7 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _side_fill(color: str, attrs: dict, number: int) -> dict:
+def _side_fill(color: str, attrs: dict, number: int):
     """Fill of side a (0) or b (1): b paler than a where it is measured, so that two
     measured sides can be told apart.
     """
@@ -240,11 +240,11 @@ def _side_fill(color: str, attrs: dict, number: int) -> dict:
     return draw.fill_of(color, source)
 
 
-def _signed(seconds: float) -> str:
+def _signed(seconds: float):
     return ("-" if seconds < 0 else "+") + format_s(abs(seconds))
 
 
-def _change(labels: tuple[str, str], a: float, b: float) -> str:
+def _change(labels: tuple[str, str], a: float, b: float):
     if not a > 0:
         return f"{labels[0]} has no work"
     way = "longer" if b > a else "less"

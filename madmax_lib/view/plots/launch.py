@@ -68,7 +68,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, data, title, frame)
 
 
-def _launch_counts(table: pd.DataFrame) -> pd.DataFrame:
+def _launch_counts(table: pd.DataFrame):
     """Launches by bins of delay and duration, which are equal in logarithm; bins with
     none are left out.
     """
@@ -187,7 +187,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _steps_title(counted: pd.DataFrame, steps: int) -> str:
+def _steps_title(counted: pd.DataFrame, steps: int):
     """Median and range of the steps that are neither warm-up nor cut: of their periods
     where any is known, else of their durations on the host.
     """

@@ -79,7 +79,7 @@ def plot_memory(
     return draw.finish(ax, drawn, title, frame)
 
 
-def _tables(source: Timeline | Snapshot) -> _Tables:
+def _tables(source: Timeline | Snapshot):
     """Memory over time, the peaks, and who holds them."""
     if isinstance(source, Timeline):
         holders = held_at_peak(source, 3)
@@ -134,7 +134,7 @@ def plot_held(
     return draw.bar_chart(ax, part, sizes, title, frame, style)
 
 
-def _of_device(table: pd.DataFrame, device: str | None) -> pd.DataFrame:
+def _of_device(table: pd.DataFrame, device: str | None):
     """Rows of the devices of a name, all without one."""
     part = table if device is None else table[table["device"] == device]
     if len(table) and not len(part):
@@ -145,14 +145,14 @@ def _of_device(table: pd.DataFrame, device: str | None) -> pd.DataFrame:
     return part
 
 
-def _of_peak(table: pd.DataFrame, top: pd.Series) -> pd.DataFrame:
+def _of_peak(table: pd.DataFrame, top: pd.Series):
     """Rows of the device and rank of a peak."""
     return table[(table["device"] == top["device"]) & (table["rank"] == top["rank"])]
 
 
 def _draw_levels(
     ax: Axes, drawn: pd.DataFrame, source: str, peak_bytes: float, factor: float
-) -> None:
+):
     """Draw what is from before, what is allocated above it, and the line of what is
     reserved.
     """
@@ -175,7 +175,7 @@ def _draw_levels(
     ax.set(xlim=(begin_ms, max(time_ms.iloc[-1], begin_ms + 1e-3)), ylim=(0, high))
 
 
-def _mark_steps(ax: Axes, series: pd.DataFrame) -> None:
+def _mark_steps(ax: Axes, series: pd.DataFrame):
     """A line where each step begins to allocate, numbered unless they are many."""
     first_s = series[series["step"] >= 0].groupby("step")["time_s"].min()
     if len(first_s) < 2:
@@ -188,7 +188,7 @@ def _mark_steps(ax: Axes, series: pd.DataFrame) -> None:
             ax.text(time_s * 1e3, 0.99, f" step {step}", **text)
 
 
-def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float) -> None:
+def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float):
     """A dot at the peak and a text on its wider side: who holds it."""
     names = [
         f"{row.share:.0%} {draw.short_name(row.operator)}"

@@ -104,7 +104,7 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def _longest(
     ax: Axes | None, rows: pd.DataFrame, measure: _Measure, table: pd.DataFrame
-) -> Axes:
+):
     """Bars of the twelve names with the largest sums of a time, each with its share of
     all and how many it counts.
     """
@@ -181,7 +181,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def _draw_roofs(
     ax: Axes, peaks: pd.Series, bandwidth: float, limits: tuple[float, float]
-) -> None:
+):
     """A roof for each dtype: rate = min(peak, intensity * bandwidth) [Williams 2009]."""
     low, high = limits
     for dtype, peak in peaks.items():
@@ -196,7 +196,7 @@ def _draw_roofs(
         draw.note(ax, ridge, peak / 1e12, text, **style)
 
 
-def _list_numbered(ax: Axes, rows: pd.DataFrame) -> None:
+def _list_numbered(ax: Axes, rows: pd.DataFrame):
     """Names, shares of the roof and shapes of the numbered points, beside the axes."""
     texts = [
         f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
@@ -258,7 +258,7 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
+def _number(ax: Axes, x: pd.Series, y: pd.Series):
     """Numbers from 1 beside points, each at the nearest position that no number before
     it has.
     """
@@ -266,7 +266,7 @@ def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
     angles = np.deg2rad(range(45, 405, 45))
     directions = [np.array([np.cos(angle), np.sin(angle)]) for angle in angles]
     shifts = [radius * way for radius in (9, 14, 19, 24) for way in directions]
-    numbers: list[np.ndarray] = []
+    numbers = []
     for number, point in enumerate(zip(x, y, strict=False), start=1):
         # pixels to points: 72 of them are an inch
         center = ax.transData.transform(point) * 72 / ax.figure.dpi
@@ -282,7 +282,7 @@ def _number(ax: Axes, x: pd.Series, y: pd.Series) -> None:
         draw.note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
 
 
-def _shapes(text: str) -> str:
+def _shapes(text: str):
     """Shapes of the tensors in short.
 
     >>> _shapes("[[16,5185,64],[16,64,5185],[]]")

@@ -72,7 +72,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     return draw.finish(ax, data[columns], title, frame)
 
 
-def _work(timeline: Timeline, start_ns: int, reach_ns: int) -> pd.DataFrame:
+def _work(timeline: Timeline, start_ns: int, reach_ns: int):
     """Work of devices and hosts in the window of a step, from 0."""
     spans = timeline.spans[timeline.spans["kind"].isin([*BUSY_KINDS, "cpu"])]
     kind = spans["kind"].astype(object).replace("cpu", "host")
@@ -145,12 +145,12 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _within(spans: pd.DataFrame, reach_ns: int) -> pd.DataFrame:
+def _within(spans: pd.DataFrame, reach_ns: int):
     """The spans inside a window from 0, cut at its ends."""
     end_ns = (spans["start_ns"] + spans["dur_ns"]).clip(upper=reach_ns)
     start_ns = spans["start_ns"].clip(lower=0)
     return spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns)[start_ns < end_ns]
 
 
-def _name(kind: str) -> str:
+def _name(kind: str):
     return _NAMES.get(kind, kind)

@@ -214,6 +214,6 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def _color(name: str, types: tuple[str, ...]) -> str:
+def _color(name: str, types: tuple[str, ...]):
     """The same for a type wherever it stands in the plan."""
     return draw.SERIES[sorted(types).index(name) % len(draw.SERIES)]

@@ -175,7 +175,7 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
     return f'{find}<div class="{scroll}">{table_html}</div>{rest}'
 
 
-def _label(name: str) -> str:
+def _label(name: str):
     # without the unit, which the cells have: idle_s is idle, flops_per_s is flops
     name = re.sub(
         r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name
@@ -183,7 +183,7 @@ def _label(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _cells(name: str, values: pd.Series) -> list[str]:
+def _cells(name: str, values: pd.Series):
     if not _numeric(values):
         return [_text_cell(name, str(value)) for value in values]
     say = _format(name)
@@ -201,11 +201,11 @@ def _cells(name: str, values: pd.Series) -> list[str]:
     return cells
 
 
-def _numeric(values: pd.Series) -> bool:
+def _numeric(values: pd.Series):
     return pd.api.types.is_numeric_dtype(values) and values.dtype != bool
 
 
-def _text_cell(name: str, value: str) -> str:
+def _text_cell(name: str, value: str):
     """A cell whose text is shortened and may go on in another line."""
     most = _VISIBLE.get(name, _LONGEST)
     visible = escape(shorten(value, most))
@@ -232,6 +232,6 @@ def _format(name: str):
     return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _si(value: float) -> str:
+def _si(value: float):
     factor, prefix = next((pair for pair in _SI if abs(value) >= pair[0]), _SI[-1])
     return f"{value / factor:.3g} {prefix}"

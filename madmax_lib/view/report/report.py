@@ -48,7 +48,7 @@ class Report:
     title: str  # names what was recorded
     html: str = field(repr=False)  # the complete page
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" '
             'style="width:100%;height:85vh;border:0"></iframe>'
@@ -98,13 +98,11 @@ def report(
     return Report(title, page(f"Trace report: {title}", body, style))
 
 
-def _compared(
-    recording: Timeline, other_run: Timeline | None, labels: tuple[str, str]
-) -> str:
+def _compared(recording: Timeline, other_run: Timeline | None, labels: tuple[str, str]):
     return "" if other_run is None else views.comparison(recording, other_run, labels)
 
 
-def _link(part: str) -> str:
+def _link(part: str):
     """A link to a section, which begins with its anchor and its heading."""
     heading = re.match(r'<section id="([^"]+)"><h2>(.*?)</h2>', part)
     return f'<a href="#{heading[1]}">{heading[2]}</a>' if heading else ""
@@ -122,7 +120,7 @@ def write_report(
     return Path(path)
 
 
-def _trace(timeline: Timeline) -> str:
+def _trace(timeline: Timeline):
     """The canvas with its spans: device and host, of as many ranks and steps as a page
     can hold.
     """
@@ -140,7 +138,7 @@ def _trace(timeline: Timeline) -> str:
     return section("Trace", text(_drawn_text(drawn, timeline)), canvas)
 
 
-def _part(timeline: Timeline) -> Timeline:
+def _part(timeline: Timeline):
     """The part that the canvas draws: a page can hold 600,000 spans of eight ranks."""
     loses = views.detail_ranks(timeline)
     others = [rank for rank in timeline.ranks if rank not in loses]
@@ -165,7 +163,7 @@ def _part(timeline: Timeline) -> Timeline:
     return part
 
 
-def _drawn_text(part: Timeline, timeline: Timeline) -> str:
+def _drawn_text(part: Timeline, timeline: Timeline):
     """A line that says which part is drawn; empty for all of it."""
     if len(part) == len(timeline):
         return ""
@@ -177,7 +175,7 @@ def _drawn_text(part: Timeline, timeline: Timeline) -> str:
     )
 
 
-def _planes(data: bytes, count: int) -> bytes:
+def _planes(data: bytes, count: int):
     """The columns so that they pack well: start and launch as differences, then all
     first bytes, all second, ...
     """
@@ -191,5 +189,5 @@ def _planes(data: bytes, count: int) -> bytes:
     return planes.tobytes() + data[16 * count :]
 
 
-def _packed(data: bytes) -> str:
+def _packed(data: bytes):
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()

@@ -83,7 +83,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     return f"{ranks}, {steps_text}, {len(recording):,} spans, {device}{rest}."
 
 
-def _mean_busy_s(timeline: Timeline) -> float:
+def _mean_busy_s(timeline: Timeline):
     table = breakdown(timeline)
     return (table["total_s"] - table["idle_s"]).mean()
 
@@ -130,7 +130,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     return section("Overview", text(summary), cards(numbers), text(note), bars(rows))
 
 
-def _parts(row: dict) -> dict[str, float]:
+def _parts(row: dict):
     """Total time of a row of `breakdown` in parts: what is busy and neither computes
     nor communicates is other.
     """
@@ -145,7 +145,7 @@ def _parts(row: dict) -> dict[str, float]:
     return times | {"other": max(other_s - copies_s, 0.0), "idle": row["idle_s"]}
 
 
-def _busy(row: dict) -> str:
+def _busy(row: dict):
     """Total time of a row of `breakdown`, and what it consists of."""
     words = {"compute_s": "compute", "exposed_comm_s": "exposed", "idle_s": "idle"}
     texts = [
@@ -156,7 +156,7 @@ def _busy(row: dict) -> str:
     return f"{format_s(row['total_s'])}: {', '.join(texts)}"
 
 
-def _some(frame: pd.DataFrame, key: str, by: str) -> tuple[list[tuple[str, dict]], str]:
+def _some(frame: pd.DataFrame, key: str, by: str):
     """Rows with their labels: all of a few, else those at quantiles of `by`, named by
     them, and a line that says so.
     """
@@ -232,7 +232,7 @@ def step_view(timeline: Timeline) -> str:
     return section("Steps", *parts)
 
 
-def _phases(timeline: Timeline) -> pd.DataFrame:
+def _phases(timeline: Timeline):
     """The batches of an engine that serves, by phase."""
     every = batches(timeline)
     # the last batch has no next one, and so no period
@@ -272,7 +272,7 @@ def distributed(timeline: Timeline, recording: Timeline) -> str:
     return section("Distributed", *parts)
 
 
-def _late_heat(timeline: Timeline) -> str:
+def _late_heat(timeline: Timeline):
     """Heat map of what others waited for each rank in each step."""
     lost = skew(timeline).pivot_table(
         index="last_rank", columns="step", values="wait_s", aggfunc="sum"
@@ -288,7 +288,7 @@ def _late_heat(timeline: Timeline) -> str:
     return heat(lost, what=what)
 
 
-def _exchanged(timeline: Timeline) -> list[str]:
+def _exchanged(timeline: Timeline):
     """Who sends how much to whom, of groups whose all-to-alls are uneven."""
     pairs = exchanges(timeline)
     parts = []
@@ -310,7 +310,7 @@ def _exchanged(timeline: Timeline) -> list[str]:
     return parts
 
 
-def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame) -> list[str]:
+def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame):
     lines = []
     # a wait is counted once: for the rank that came last
     all_s = late["cost_s"].sum()
@@ -350,7 +350,7 @@ def detail_ranks(timeline: Timeline) -> list[int]:
     return sorted({int(by_loss.iloc[-1]), int(by_loss.iloc[len(ranks) // 2])})
 
 
-def _ranks_text(detail: Timeline, timeline: Timeline) -> str:
+def _ranks_text(detail: Timeline, timeline: Timeline):
     """Ranks that a table is about, if it is not about all."""
     if len(detail.ranks) == len(timeline.ranks):
         return ""
