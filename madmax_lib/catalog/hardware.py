@@ -152,6 +152,10 @@ class Cluster:
     """Equal nodes of equal devices, below leaf switches (or sets of rails), below a
     spine; links' rates are per device.
 
+    >>> from madmax_lib import catalog
+    >>> catalog.cluster("dgx-h100", nodes=2).world_size
+    16
+
     nics_per_node makes no step faster or slower, as `inter` is per device already: it
     says how many devices of a node share a port, which plans over several kinds of
     nodes (`planner.hetero`) take into account.

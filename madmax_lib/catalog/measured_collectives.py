@@ -23,6 +23,9 @@ class MeasuredCollectives:
     """Seconds of collectives that were measured, by nccl-tests (`read_link_log`), by a
     bench or in one's own traces.
 
+        measured = mm.calibration.read_link_log("nccl-tests.log")
+        mm.simulate("gpt2", "dgx-h100", "dp8", global_batch=64, collectives=measured)
+
     table: at least two sizes for every group, and several rows of a size count by their
     median. Its columns:
       collective: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, or

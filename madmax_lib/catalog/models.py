@@ -369,6 +369,9 @@ class DLRM:
     """A recommendation model: embedding tables, a bottom and a top stack of square
     layers, as MAD-Max describes it.
 
+        model = mm.model("dlrm-a")
+        dataclasses.replace(model, tables=2 * model.tables)
+
     pooling: lookups per table and sample. transformer_layers of width attention_dim and
     transformer_ffn on transformer_sequence tokens may stand between the stacks; with
     experts every top layer is a mixture.

@@ -44,6 +44,9 @@ _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 class Parameters:
     """Constants of the step-time model. Raises ValueError for a share outside (0, 1] or
     an unknown constant.
+
+        slow = Parameters(network_efficiency=0.5)
+        mm.estimate("gpt2", "dgx-h100", "dp8", global_batch=64, parameters=slow)
     """
 
     # shares (0..1] of the data sheet that all rates of a kind reach
