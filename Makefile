@@ -1,5 +1,5 @@
 # make lab: JupyterLab on the notebooks    make run: every notebook headless    make site: pages of them in build/site
-# make test: the test suite
+# make test: the tests, without those that are marked slow
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/installed
@@ -13,7 +13,7 @@ site: $(SETUP)
 	$(BIN)/python -m madmax_lib site
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40 -m "not slow"
 
 lab: $(SETUP)
 	$(BIN)/jupyter lab --notebook-dir=notebooks
