@@ -2,8 +2,10 @@
 timelines.
 """
 
+import ast
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -78,6 +80,34 @@ def dataset_or_skip(name: str) -> Path:
 def rows_beside(test_file: str, name: str) -> list:
     """Rows of the table `name`.json in the folder of a test."""
     return json.loads((Path(test_file).parent / f"{name}.json").read_text())
+
+
+def cells(text: str) -> list[tuple]:
+    """Rows of a table in a text: one a line, `|` between cells, each a literal (8, None,
+    [0, 1], {"tp": 2}) or else the text it is.
+    """
+
+    def value(cell):
+        try:
+            return ast.literal_eval(cell)
+        except (SyntaxError, ValueError):
+            return cell
+
+    lines = filter(None, map(str.strip, text.splitlines()))
+    return [tuple(value(cell.strip()) for cell in line.split("|")) for line in lines]
+
+
+@contextmanager
+def refused(*words, error=ValueError):
+    """What is done here is refused by a message that holds these words; " & " parts
+    words that stand in one text.
+    """
+    with pytest.raises(error) as caught:
+        yield
+    said = str(caught.value)
+    del caught  # frees what the error holds, such as a socket
+    missing = [w for text in words for w in str(text).split(" & ") if w not in said]
+    assert not missing, f"{missing} is not in: {said}"
 
 
 def make_timeline(rows: list[tuple], **meta) -> Timeline:

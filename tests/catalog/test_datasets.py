@@ -7,13 +7,12 @@ import threading
 
 import pandas as pd
 import pytest
+from support import cells, refused
 
 from madmax_lib.catalog import datasets
 
-CONTENT = {
-    "worker0.json": b'{"traceEvents": []}',
-    "worker1.json": b'{"traceEvents": [1]}',
-}
+NONE = b'{"traceEvents": []}'
+CONTENT = {"worker0.json": NONE, "worker1.json": b'{"traceEvents": [1]}'}
 
 
 def sha(data):
@@ -29,70 +28,41 @@ def server(tmp_path, monkeypatch):
         (folder / "inner" / name).write_bytes(content)
     with tarfile.open(folder / "set.tar.gz", "w:gz") as archive:
         archive.add(folder / "inner", "inner")
-    (folder / "one.json.gz").write_bytes(
-        gzip.compress(CONTENT["worker0.json"], mtime=0)
-    )
-    monkeypatch.setattr(
-        http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None
-    )
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    (folder / "one.json.gz").write_bytes(gzip.compress(NONE, mtime=0))
+    handler = http.server.SimpleHTTPRequestHandler
+    monkeypatch.setattr(handler, "log_message", lambda *_: None)
+    handler = functools.partial(handler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{web.server_port}", folder
         web.shutdown()
 
 
+COLUMNS = (
+    "dataset local_path url download_sha256 download_bytes content_sha256 licence "
+    "description"
+)
+
+
 @pytest.fixture
 def registry(server, tmp_path, monkeypatch):
     url, folder = server
-    archive, one = (
-        sha((folder / name).read_bytes()) for name in ("set.tar.gz", "one.json.gz")
-    )
-    rows = [
-        ("set", f"set/{n}.gz", f"{url}/set.tar.gz", archive, 9, sha(c), "MIT", "")
-        for n, c in CONTENT.items()
-    ]
+
+    def row(path, file, content, right=True):
+        served = folder / file
+        hashes = sha(served.read_bytes()) if right else "0" * 64
+        content = sha(content) if right else "0" * 64
+        name = path.partition("/")[0]
+        return name, path, f"{url}/{file}", hashes, 9, content, "MIT", ""
+
+    rows = [row(f"set/{n}.gz", "set.tar.gz", c) for n, c in CONTENT.items()]
     rows += [
-        (
-            "one",
-            "one/one.json.gz",
-            f"{url}/one.json.gz",
-            one,
-            9,
-            sha(CONTENT["worker0.json"]),
-            "MIT",
-            "",
-        )
+        row("one/one.json.gz", "one.json.gz", NONE),
+        row("bad/one.json.gz", "one.json.gz", NONE, right=False),
+        row("gone/x.json", "nothing.json", NONE, right=False),
     ]
-    rows += [
-        (
-            "bad",
-            "bad/one.json.gz",
-            f"{url}/one.json.gz",
-            "0" * 64,
-            9,
-            "0" * 64,
-            "MIT",
-            "",
-        )
-    ]
-    rows += [
-        ("gone", "gone/x.json", f"{url}/nothing.json", "0" * 64, 9, "0" * 64, "MIT", "")
-    ]
-    columns = [
-        "dataset",
-        "local_path",
-        "url",
-        "download_sha256",
-        "download_bytes",
-        "content_sha256",
-        "licence",
-    ]
-    monkeypatch.setattr(
-        datasets,
-        "datasets",
-        lambda: pd.DataFrame(rows, columns=[*columns, "description"]),
-    )
+    table = pd.DataFrame(rows, columns=COLUMNS.split())
+    monkeypatch.setattr(datasets, "datasets", lambda: table)
     monkeypatch.setattr(datasets, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.delenv("MADMAX_OFFLINE", raising=False)
     monkeypatch.setenv("MADMAX_DATA_DIR", str(tmp_path / "mine"))
@@ -102,64 +72,50 @@ def registry(server, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_one_download_then_the_cache(registry, monkeypatch):
     path = datasets.dataset("set")
-    assert {
-        p.stem: gzip.decompress(p.read_bytes())
-        for p in path.iterdir()
-        if p.suffix == ".gz"
-    } == CONTENT
-    assert (
-        gzip.decompress(datasets.dataset("one").read_bytes()) == CONTENT["worker0.json"]
-    )
+    read = {p.stem: gzip.decompress(p.read_bytes()) for p in path.glob("*.gz")}
+    assert read == CONTENT
+    assert gzip.decompress(datasets.dataset("one").read_bytes()) == NONE
     monkeypatch.setenv("MADMAX_OFFLINE", "1")
     assert datasets.dataset("set") == path
 
 
-def test_wrong_hash_is_refused_and_nothing_kept(registry):
-    with pytest.raises(
-        ValueError, match=r"dataset bad: .* does not have the sha256 0000.*refused"
-    ):
-        datasets.dataset("bad")
-    assert not (registry / "cache" / "bad").exists()
-
-
-def test_what_cannot_be_had_says_why(registry, monkeypatch):
-    with pytest.raises(
-        FileNotFoundError, match=r"dataset gone \(9 bytes\): no download from"
-    ):
-        datasets.dataset("gone")
-    with pytest.raises(FileNotFoundError, match=r"one is not on this machine$"):
-        datasets.dataset("one", download=False)
-    monkeypatch.setenv("MADMAX_OFFLINE", "1")
-    with pytest.raises(
-        FileNotFoundError, match="one is not on this machine and MADMAX_OFFLINE is set"
-    ):
-        datasets.dataset("one")
+@pytest.mark.parametrize(
+    ("name", "download", "offline", "error", "words"),
+    cells("""
+    bad | True | 0 | ValueError | dataset bad: & sha256 0000 & refused
+    gone | True | 0 | FileNotFoundError | dataset gone (9 bytes): no download from
+    one | False | 0 | FileNotFoundError | one is not on this machine
+    one | True | 1 | FileNotFoundError | one is not & machine & MADMAX_OFFLINE is set
+    """),
+)
+def test_what_cannot_be_had_says_why_and_is_not_kept(
+    registry, monkeypatch, name, download, offline, error, words
+):
+    if offline:
+        monkeypatch.setenv("MADMAX_OFFLINE", "1")
+    with refused(words, error={"ValueError": ValueError}.get(error, FileNotFoundError)):
+        datasets.dataset(name, download=download)
+    assert not (registry / "cache" / name).exists()
 
 
 def test_own_folder_comes_first_and_is_checked(registry):
-    mine = registry / "mine" / "one"
-    mine.mkdir(parents=True)
-    (mine / "one.json.gz").write_bytes(
-        CONTENT["worker0.json"]
-    )  # plain text under a .gz name: the content counts
-    assert datasets.dataset("one") == mine / "one.json.gz"
-    (mine / "one.json.gz").write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"one.json.gz: content has sha256 .* refused"):
+    mine = registry / "mine" / "one" / "one.json.gz"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(NONE)  # plain text under a .gz name: the content counts
+    assert datasets.dataset("one") == mine
+    mine.write_bytes(b"something else")
+    with refused("one.json.gz & content has sha256 & refused"):
         datasets.dataset("one")
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(
-        ValueError, match=r"unknown dataset 'vit'; known: .*vit-ddp.*dlrm-8xv100"
-    ):
+    with refused("unknown dataset 'vit'; known: & vit-ddp & dlrm-8xv100"):
         datasets.dataset("vit")
 
 
 def test_local_data_names_the_places(monkeypatch, tmp_path):
     monkeypatch.setenv("MADMAX_DATA_DIR", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=f"nothing/here is in none of {tmp_path}"
-    ):
+    with refused(f"nothing/here is in none of {tmp_path}", error=FileNotFoundError):
         datasets.local_data("nothing/here")
 
 
