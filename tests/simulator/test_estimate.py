@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from oracles.random_cases import STACKS, drawn_cases
+from support import cells, refused
 
 import madmax_lib as mm
 from madmax_lib import catalog
@@ -32,86 +33,58 @@ CLUSTER = mm.cluster("dgx-a100", nodes=16)
 IDEAL = Parameters()
 
 
-def step_s(plan="dp2.tp8.pp8", batch=64, model=GPT, cluster=CLUSTER, **options):
+def asked(plan="dp2.tp8.pp8", model=GPT, cluster=CLUSTER, global_batch=64, **options):
+    """The row of a plan."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    return estimate(model, cluster, plan, global_batch=batch, **options)["step_s"][0]
-
-
-def timed(model=GPT, batch=64, **columns):
-    """Which plans of a table have a time on the cluster."""
-    return (
-        estimate(model, CLUSTER, pd.DataFrame(columns), global_batch=batch)["step_s"]
-        .notna()
-        .tolist()
-    )
+    table = estimate(model, cluster, plan, global_batch=global_batch, **options)
+    assert len(table) == 1
+    return table.iloc[0]
 
 
 def compute_bound(cluster):
     """The cluster with memory and links so fast that their traffic takes no time."""
     device = replace(cluster.device, memory_bandwidth_bytes_per_s=1e30)
-    links = {
-        name: replace(getattr(cluster, name), bandwidth_bytes_per_s=1e30)
-        for name in ("intra", "inter")
-    }
-    return replace(cluster, device=device, **links)
+    intra, inter = (
+        replace(link, bandwidth_bytes_per_s=1e30)
+        for link in (cluster.intra, cluster.inter)
+    )
+    return replace(cluster, device=device, intra=intra, inter=inter)
 
 
 def test_parts_add_up_to_the_step():
-    table = estimate(
-        GPT, CLUSTER, Plan(tp=8, pp=8, dp=2, zero=1, recompute="full"), global_batch=64
-    )
-    assert list(table.columns) == [
-        "step_s",
-        "low_s",
-        "high_s",
+    row = asked("dp2.tp8.pp8.z1.full")
+    times = ["step_s", "low_s", "high_s"]
+    assert [*row.index] == [
+        *times,
         *PARTS,
         "mfu",
         "tokens_per_s",
         "memory_bytes",
         "fits",
     ]
-    assert len(table) == 1 and table["fits"].dtype == bool
-    assert table[list(PARTS)].sum(axis=1).iloc[0] == pytest.approx(
-        table["step_s"].iloc[0]
-    )
-    assert (table[list(PARTS)] >= -1e-9).all(axis=None)
-    assert table["tokens_per_s"].iloc[0] == pytest.approx(
-        64 * 2048 / table["step_s"].iloc[0]
-    )
+    parts = row[list(PARTS)].astype(float)
+    assert parts.sum() == pytest.approx(row["step_s"]) and (parts >= -1e-9).all()
+    assert row["tokens_per_s"] == pytest.approx(64 * 2048 / row["step_s"])
+    assert isinstance(row["fits"], bool | np.bool_)
 
 
 def test_one_ideal_device_does_its_flops_at_the_peak():
     model, cluster = replace(mm.model("gpt2-large"), layers=2), mm.cluster("colab-t4")
+    run = {"global_batch": 8, "dtype": "fp16", "parameters": IDEAL}
     real, table = (
-        estimate(
-            model,
-            c,
-            Plan(micro_batch=4),
-            global_batch=8,
-            dtype="fp16",
-            parameters=IDEAL,
-        ).iloc[0]
-        for c in (cluster, compute_bound(cluster))
+        asked("mb4", model, one, **run) for one in (cluster, compute_bound(cluster))
     )
     s, h = model.sequence, model.hidden
     weights = 2 * 12 * h * h + h * model.vocab
     core = 2 * 4 * s * h * (s + 128) / 2  # causal, whole diagonal blocks
     backward = 2.5 * core  # flash attention computes the scores again
     flops = 8 * (s * 6 * weights + core + backward)
-    peak, memory = (
-        cluster.device.peak("fp16"),
-        cluster.device.memory_bandwidth_bytes_per_s,
-    )
+    peak = cluster.device.peak("fp16")
     assert table["step_s"] - table["optimizer_s"] == pytest.approx(flops / peak)
+    memory = cluster.device.memory_bandwidth_bytes_per_s
     assert real["optimizer_s"] == pytest.approx(30 * model.parameters / memory)
-    assert (
-        table[
-            ["tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s", "pp_s", "dp_s", "launch_s"]
-        ]
-        .abs()
-        .sum()
-        < 1e-9
-    )
+    others = ["tp_s", "cp_s", "ep_s", "fsdp_s", "bubble_s", "pp_s", "dp_s", "launch_s"]
+    assert table[others].abs().sum() < 1e-9
 
 
 VARIED = {"micro_batch": 2, "recompute": "full", "sequence_parallel": False, "schedule": "zero-bubble", "prefetch": 0,
@@ -126,8 +99,18 @@ BASES = {
     "mixtral-8x7b": "dp8.tp4.pp4.ep4 dp16.tp2.pp4.ep8",
     "gpt2": "dp16 dp4.tp2.pp2 dp2.pp8 dp8.cp2 dp16.tp1",
 }  # on processes that share a CPU with their host
-RUNS = {"zero": (0, 1, 2, 3), "zero_under_pipeline": (0, 1, 2, 3), "zero_plus_plus": ("qwz", "hpz", "qgz"),
-        "schedules": ("gpipe", "1f1b", "zero-bubble")}  # fmt: skip
+ZERO = (0, 1, 2, 3)
+RUNS = {
+    "zero": ZERO,
+    "zero_under_pipeline": ZERO,
+    "zero_plus_plus": ("qwz", "hpz", "qgz"),
+    "schedules": ("gpipe", "1f1b", "zero-bubble"),
+}
+
+
+def everywhere(software):
+    """The software, if it ran every plan."""
+    return replace(catalog.software(software), **RUNS)
 
 
 @pytest.mark.parametrize("size", [0, 100_000])
@@ -136,121 +119,92 @@ def test_rows_of_a_table_are_their_plans(name, size):
     """Rows share the work of those that differ in one field that it does not depend on,
     and of no others.
     """
-    cluster, options = (
-        CLUSTER,
-        {"software": replace(catalog.software("megatron-core"), **RUNS)},
-    )
+    cluster, run = CLUSTER, {"software": everywhere("megatron-core")}
     if name == "gpt2":
-        testbed = mm.machine(mm.dataset("testbed"))
-        cluster = replace(testbed.cluster, nodes=8, devices_per_node=2)
-        options = {
-            "software": replace(catalog.software("workbench"), **RUNS),
-            "dtype": "fp32",
-        }
-        options |= {"parameters": testbed.parameters}
+        machine = mm.machine(mm.dataset("testbed"))
+        cluster = replace(machine.cluster, nodes=8, devices_per_node=2)
+        run = {"software": everywhere("workbench"), "dtype": "fp32"}
+        run["parameters"] = machine.parameters
+    run["global_batch"] = 128
+    plans = [Plan.parse(base) for base in BASES[name].split()]
+    rows = [vars(replace(plan, zero=zero)) for plan in plans for zero in ZERO]
     rows = [
-        vars(replace(Plan.parse(base), zero=zero))
-        for base in BASES[name].split()
-        for zero in (0, 1, 2, 3)
+        row | {field: value}
+        for row in rows
+        for field, value in [*VARIED.items(), ("zero", row["zero"])]
     ]
-    few = pd.DataFrame(
-        [
-            row | dict([change])
-            for row in rows
-            for change in [*VARIED.items(), ("zero", row["zero"])]
-        ]
-    )
-    table = pd.concat([few] * max(size // len(few), 1), ignore_index=True).rename(
-        index="row {}".format
-    )
-    table.iloc[len(few) :, table.columns.get_loc("bucket_bytes")] = np.linspace(
-        1e7, 1e8, len(table) - len(few)
-    )
-    result = estimate(name, cluster, table, global_batch=128, **options)
-    known = np.flatnonzero(result["step_s"][: len(few)].notna())
-    assert len(known) > 0.4 * len(few) and result.index.equals(table.index)
+    copies = max(size // len(rows), 1)
+    table = pd.concat([pd.DataFrame(rows)] * copies, ignore_index=True)
+    table.index = [f"row {row}" for row in table.index]
+    buckets = np.linspace(1e7, 1e8, len(table) - len(rows))
+    table.iloc[len(rows) :, table.columns.get_loc("bucket_bytes")] = buckets
+    result = estimate(name, cluster, table, **run)
+    known = np.flatnonzero(result["step_s"][: len(rows)].notna())
+    assert len(known) > 0.4 * len(rows) and result.index.equals(table.index)
     assert ((result.pop("reason") != "") == result["step_s"].isna()).all()
     for place in known:
         plan = Plan(**vars(Plans.from_table(table.iloc[[place]])[0]))
-        single = estimate(name, cluster, plan, global_batch=128, **options).iloc[0]
-        np.testing.assert_allclose(
-            result.iloc[place].astype(float),
-            single.astype(float),
-            1e-12,
-            err_msg=str(plan),
-        )
+        alone = asked(plan, name, cluster, **run).astype(float)
+        row = result.iloc[place].astype(float)
+        np.testing.assert_allclose(row, alone, 1e-12, err_msg=str(plan))
 
 
 def test_intervals_come_with_the_fit():
-    plan = Plan(tp=8, pp=8, dp=2, zero=1)
-    row = estimate(GPT, CLUSTER, plan, global_batch=64).iloc[0]
-    known, unknown = (
-        0.05 < np.log(row["high_s"] / row["step_s"]) < 0.4,
-        mm.cluster("mi300x-8", nodes=16),
-    )
-    assert known and row["low_s"] * row["high_s"] == pytest.approx(row["step_s"] ** 2)
-    wide = estimate(GPT, unknown, plan, global_batch=64).iloc[0]
-    assert wide["high_s"] / wide["step_s"] > row["high_s"] / row["step_s"]
-    assert (
-        estimate(GPT, CLUSTER, plan, global_batch=64, parameters=IDEAL)[
-            ["low_s", "high_s"]
-        ]
-        .isna()
-        .all(axis=None)
-    )
+    plan = "dp2.tp8.pp8.z1"
+    row, unknown = asked(plan), asked(plan, cluster=mm.cluster("mi300x-8", nodes=16))
+    wide = row["high_s"] / row["step_s"]
+    assert 0.05 < np.log(wide) < 0.4
+    assert row["low_s"] * row["high_s"] == pytest.approx(row["step_s"] ** 2)
+    assert unknown["high_s"] / unknown["step_s"] > wide
+    assert asked(plan, parameters=IDEAL)[["low_s", "high_s"]].isna().all()
 
 
-def test_what_cannot_be_laid_out():
-    assert timed(dp=[2, 2, 3], tp=[8, 8, 8], pp=[8, 4, 8]) == [True, False, False]
-    assert timed(dp=2, tp=8, cp=8, context=["ring", "ulysses"]) == [
-        True,
-        False,
-    ]  # 12 heads a rank, 8 peers
-    experts = mm.model("mixtral-8x7b")
-    assert timed(model=experts, dp=64, tp=2, ep=8, sequence_parallel=[True, False]) == [
-        True,
-        False,
-    ]
-    with pytest.raises(ValueError, match="has 128 devices"):
-        step_s("tp8")
-    with pytest.raises(ValueError, match="use simulate"):
-        step_s("dp128", 65536, mm.model("dlrm-a"), mm.cluster("zionex"))
+@pytest.mark.parametrize(
+    ("model", "columns", "timed"),
+    cells("""
+    gpt3-175b | {"dp": [2, 2, 3], "tp": 8, "pp": [8, 4, 8]} | [True, False, False]
+    gpt3-175b | {"dp": 2, "tp": 8, "cp": 8, "context": ["ring", "ulysses"]} | [True, False]
+    mixtral-8x7b | {"dp": 64, "tp": 2, "ep": 8, "sequence_parallel": [True, False]} | [True, False]
+    """),
+)
+def test_rows_that_cannot_be_laid_out_have_no_time(model, columns, timed):
+    """Wrong numbers of devices; 12 heads a rank for 8 peers; experts need the split."""
+    table = estimate(model, CLUSTER, pd.DataFrame(columns), global_batch=64)
+    assert table["step_s"].notna().tolist() == timed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (("tp8",), "has 128 devices"),
+        (("dp128", mm.model("dlrm-a"), mm.cluster("zionex"), 65536), "use simulate"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(arguments, rule):
+    with refused(rule):
+        asked(*arguments)
+
+
+PLANS = """
+    dp1 mb2.full selective pp8 pp8.full pp4.dp2.mb2.no-overlap-dp pp8.gpipe pp8.v3
+"""
 
 
 @pytest.mark.parametrize("parameters", [shipped(), IDEAL], ids=["fitted", "ideal"])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp1",
-        "mb2.full",
-        "selective",
-        "pp8",
-        "pp8.full",
-        "pp4.dp2.mb2.no-overlap-dp",
-        "pp8.gpipe",
-        "pp8.v3",
-    ],
-)
+@pytest.mark.parametrize("plan", PLANS.split())
 def test_engine_and_closed_form_are_equal_where_streams_are_uniform(plan, parameters):
     """All but gradients and update; without a vocabulary stages are equal but for the
     lookup of tokens.
     """
-    plan = Plan.parse(plan)
-    model, cluster = (
-        replace(GPT, vocab=0),
-        replace(CLUSTER, nodes=1, devices_per_node=plan.world_size),
-    )
+    plan, model = Plan.parse(plan), replace(GPT, vocab=0)
+    cluster = replace(CLUSTER, nodes=1, devices_per_node=plan.world_size)
     _, program = _lay_out(Case(model, cluster, plan, 64), parameters)
-    ends = zip(run(program)[1], program.name, program.group, strict=True)
+    ops = zip(run(program)[1], program.name, program.group, strict=True)
     after = ("adam", "end of step", "reductions")
-    engine_s = max(
-        end for end, name, group in ends if name not in after and group != "dp"
-    )
-    closed = estimate(
-        model, cluster, plan, global_batch=64, parameters=parameters
-    ).iloc[0]
+    ends = [end for end, name, group in ops if name not in after and group != "dp"]
+    closed = asked(plan, model, cluster, parameters=parameters)
     closed_s = closed["step_s"] - closed[["dp_s", "optimizer_s", "overhead_s"]].sum()
-    assert engine_s == pytest.approx(closed_s, rel=1e-4)
+    assert max(ends) == pytest.approx(closed_s, rel=1e-4)
 
 
 def test_engine_and_closed_form_update_the_same_parameters():
@@ -262,11 +216,8 @@ def test_engine_and_closed_form_update_the_same_parameters():
     for case in drawn:
         case = replace(case, model=replace(case.model, vocab=1))
         _, program = _lay_out(case)
-        updates = [
-            s
-            for s, name in zip(program.duration_s, program.name, strict=True)
-            if name == "adam"
-        ]
+        ops = zip(program.duration_s, program.name, strict=True)
+        updates = [seconds for seconds, name in ops if name == "adam"]
         closed_s = step_time(Steps.of(case), shipped())["optimizer_s"][0]
         assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(case)
 
@@ -276,85 +227,79 @@ def test_plans_of_several_kinds_of_layers_are_timed_in_a_table_as_alone(name):
     cluster = mm.cluster("dgx-h100", 16)
     plans = mm.search(name, cluster, 256, top=40).table["plan"].tolist()
     table = mm.estimate(name, cluster, plans, global_batch=256)
+    columns = ["step_s", "memory_bytes"]
     for row, plan in enumerate(plans):
-        alone = mm.estimate(name, cluster, plan, global_batch=256)
-        for column in ("step_s", "memory_bytes"):
-            assert table[column].iloc[row] == pytest.approx(
-                alone[column].iloc[0], rel=1e-9
-            ), plan
+        alone = asked(plan, name, cluster, 256)[columns].tolist()
+        assert table[columns].iloc[row].tolist() == pytest.approx(alone, rel=1e-9), plan
 
 
 def test_stacked_cases_are_timed_as_alone():
     """Random models, with and without experts, vision, machines, dtypes, software and
-    plans, in one array.
+    plans, in one array. Beside cp, attention is three blocks, of which each hides its
+    own exchange.
     """
-    cases = [
-        replace(case, dtype=case.cluster.device.nearest("fp8")) if number % 2 else case
-        for number, case in enumerate(drawn_cases("software", 60, seed=6))
-    ]
+    cases = drawn_cases("software", 60, seed=6)
+    for odd in range(1, len(cases), 2):
+        dtype = cases[odd].cluster.device.nearest("fp8")
+        cases[odd] = replace(cases[odd], dtype=dtype)
     together = step_time(Steps.stack(cases), shipped())
     for i, case in enumerate(cases):
-        for name, seconds in step_time(Steps.of(case), shipped()).items():
-            near = (
-                2e-3 if name in ("tp_s", "step_s") else 1e-12
-            )  # beside cp, attention is three blocks: each hides its own
-            assert together[name][i] == pytest.approx(
-                seconds[0], rel=near, abs=1e-12
-            ), (name, case)
+        for name, (alone,) in step_time(Steps.of(case), shipped()).items():
+            near = 2e-3 if name in ("tp_s", "step_s") else 1e-12
+            seconds = together[name][i]
+            assert seconds == pytest.approx(alone, rel=near, abs=1e-12), (name, case)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        (catalog.device("rtx-5090"), "nvfp4"),
-        (replace(catalog.device("h100"), family="other"), "fp8"),
-        (replace(catalog.device("b200"), family="other"), "nvfp4"),
-    ],
+    ("name", "dtype"), [("rtx-5090", "nvfp4"), ("h100", "fp8"), ("b200", "nvfp4")]
 )
-def test_families_without_constants_are_as_wide_as_others(device, dtype):
+def test_families_without_constants_are_as_wide_as_others(name, dtype):
+    device = replace(catalog.device(name), family="other")
     cluster = replace(mm.cluster("dgx-h100"), device=device)
-    row = mm.estimate("llama3-8b", cluster, "dp8.z3", global_batch=8, dtype=dtype).iloc[
-        0
+    rows = [
+        asked("dp8.z3", "llama3-8b", one, 8, dtype=of)
+        for one, of in ((cluster, dtype), ("dgx-b200", "bf16"))
     ]
-    known = mm.estimate("llama3-8b", "dgx-b200", "dp8.z3", global_batch=8).iloc[0]
-    assert 0 < row["low_s"] < row["step_s"] < row["high_s"]
-    assert row["high_s"] / row["low_s"] > known["high_s"] / known["low_s"]
+    wide, known = (row["high_s"] / row["low_s"] for row in rows)
+    assert 0 < rows[0]["low_s"] < rows[0]["step_s"] < rows[0]["high_s"]
+    assert wide > known
 
 
-def test_parameters_are_checked_written_and_read(tmp_path):
-    for efficiency in (0, 1.5, float("nan")):
-        with pytest.raises(
-            ValueError, match=rf"compute_efficiency={efficiency} is not in \(0, 1\]"
-        ):
-            Parameters(compute_efficiency=efficiency)
-    with pytest.raises(ValueError, match="constant 'speed' is not in"):
-        Parameters(constants={"speed": 1.0})
-    table = bounds()
-    fitted = table[table["scale"] != "fixed"]
-    assert (fitted["low"] <= fitted["start"]).all() and (
-        fitted["start"] <= fitted["high"]
-    ).all()
-    assert (
-        IDEAL.constants["gemm_efficiency:ampere-16"] == 1
-        and IDEAL.constants["step_s:fused"] == 0
-    )
-    values = shipped().constants
-    assert all(
-        table.at[n, "low"] <= values[n] <= table.at[n, "high"] for n in fitted.index
-    )
-    assert (
-        set(shipped().intervals) == set(shipped().fitted)
-        and len(shipped().provenance["sha256"]) == 64
-    )
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        *(
+            ({"compute_efficiency": value}, f"compute_efficiency={value} & (0, 1]")
+            for value in (0, 1.5, float("nan"))
+        ),
+        ({"constants": {"speed": 1.0}}, "constant 'speed' & not in"),
+    ],
+    ids=str,
+)
+def test_parameters_are_checked(fields, rule):
+    with refused(rule):
+        Parameters(**fields)
+
+
+def test_fitted_parameters_are_within_their_bounds():
+    fitted = bounds().query("scale != 'fixed'")
+    values = pd.Series(shipped().constants)[fitted.index]
+    for column in (fitted["start"], values):
+        assert (fitted["low"] <= column).all() and (column <= fitted["high"]).all()
+    assert IDEAL.constants["gemm_efficiency:ampere-16"] == 1
+    assert IDEAL.constants["step_s:fused"] == 0
+    assert set(shipped().intervals) == set(shipped().fitted)
+    assert len(shipped().provenance["sha256"]) == 64
     assert np.size(shipped().covariance) == len(shipped().fitted) ** 2
+
+
+def test_parameters_are_written_and_read(tmp_path):
     save(shipped(), tmp_path / "p.json")
     again = load(tmp_path / "p.json")
-    assert (
-        again.constants == shipped().constants
-        and again.residuals == shipped().residuals
-    )
+    assert again.constants == shipped().constants
+    assert again.residuals == shipped().residuals
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a parameters file"):
+    with refused("not a parameters file"):
         load(tmp_path / "bad.json")
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.json")
