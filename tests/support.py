@@ -82,14 +82,14 @@ def rows_beside(test_file: str, name: str) -> list:
     return json.loads((Path(test_file).parent / f"{name}.json").read_text())
 
 
-def cells(text: str) -> list[tuple]:
+def cells(text: str, literal: bool = True) -> list[tuple]:
     """Rows of a table in a text: one a line, `|` between cells, each a literal (8, None,
-    [0, 1], {"tp": 2}) or else the text it is.
+    [0, 1], {"tp": 2}) or else, or without literals, the text it is.
     """
 
     def value(cell):
         try:
-            return ast.literal_eval(cell)
+            return ast.literal_eval(cell) if literal else cell
         except (SyntaxError, ValueError):
             return cell
 

@@ -5,72 +5,67 @@ import sys
 
 import nbformat
 import pytest
+from support import cells
 
 from madmax_lib.__main__ import main
 from madmax_lib.catalog.datasets import PROJECT, dataset
 from madmax_lib.view.notebooks.page import Result
 from madmax_lib.view.notebooks.runner import _locked_copy, notebooks, run_notebook
 
+OF_OVERLAP = (
+    "parameters of 20_overlap",
+    "quick: bool = True  only inputs that are on this machine",
+    "step: int = -1",
+)
+
 
 @pytest.mark.parametrize(
     ("pair", "message"),
-    [
-        ("trase=x", "20_overlap has no parameter 'trase'"),
-        *((pair, "is not of type") for pair in ("quick=maybe", "step=1.5", "step=one")),
-    ],
+    cells("""
+    trase=x | 20_overlap has no parameter 'trase'
+    quick=maybe | is not of type
+    step=1.5 | is not of type
+    step=one | is not of type
+    """),
 )
 def test_bad_parameters_list_the_known_ones(capsys, pair, message):
     assert main(["run", "20_overlap", "-p", pair]) == 2
-    error = capsys.readouterr().err
-    assert message in error and "parameters of 20_overlap" in error
-    assert (
-        "quick: bool = True  only inputs that are on this machine" in error
-        and "step: int = -1" in error
-    )
+    said = capsys.readouterr().err
+    assert all(words in said for words in (message, *OF_OVERLAP))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["-p", "quick"], "'quick' is not of the form name=value"),
-        (["-p", "step=1", "-p", "step=2"], "parameter step is given twice"),
-    ],
+    cells("""
+    -p quick | 'quick' is not of the form name=value
+    -p step=1 -p step=2 | parameter step is given twice
+    """),
 )
 def test_parameters_that_are_not_pairs(capsys, arguments, message):
-    assert main(["run", "20_overlap", *arguments]) == 2
+    assert main(["run", "20_overlap", *arguments.split()]) == 2
     assert message in capsys.readouterr().err.splitlines()[0]
 
 
 def test_parameters_reach_the_notebook_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").symlink_to(dataset("vit-fsdp"))
-    assert (
-        main(["run", "20_overlap", "-p", "trace=mine", "-p", "quick=True", "-o", "out"])
-        == 0
-    )
+    line = "run 20_overlap -p trace=mine -p quick=True -o out"
+    assert main(line.split()) == 0
     assert "ok" in capsys.readouterr().out
-    origin = json.loads(
-        (tmp_path / "out" / "figures" / "overlap" / "temporal.json").read_text()
-    )
+    out = tmp_path / "out"
+    origin = json.loads((out / "figures" / "overlap" / "temporal.json").read_text())
     assert origin["parameters"] == {"quick": True, "trace": "mine", "step": -1}
-    assert (tmp_path / "out" / "20_overlap.html").stat().st_size > 10_000
+    assert (out / "20_overlap.html").stat().st_size > 10_000
 
 
 def test_a_failing_cell_leaves_the_executed_notebook(tmp_path, capsys):
-    assert (
-        main(["run", "20_overlap", "-p", "trace=/no/such/trace", "-o", str(tmp_path)])
-        == 1
-    )
-    assert (
-        "failed: FileNotFoundError: /no/such/trace: no such file"
-        in capsys.readouterr().out
-    )
+    line = f"run 20_overlap -p trace=/no/such/trace -o {tmp_path}"
+    assert main(line.split()) == 1
+    says = "failed: FileNotFoundError: /no/such/trace: no such file"
+    assert says in capsys.readouterr().out
     notebook = nbformat.read(tmp_path / "20_overlap.ipynb", as_version=4)
-    assert any(
-        output.output_type == "error"
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-    )
+    outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
+    assert "error" in {one.output_type for one in outputs}
     assert (tmp_path / "20_overlap.html").exists()
 
 
@@ -79,27 +74,23 @@ def test_site_runs_every_notebook_and_leaves_the_committed_figures(
     tmp_path, monkeypatch, capsys, error, status
 ):
     folders = set()
+    site = tmp_path / "site"
 
     def executed(path, parameters, *, build, figures, progress):
         folders.add(figures)
         nbformat.write(nbformat.v4.new_notebook(), tmp_path / path.name)
         return Result(path.stem, tmp_path / path.name, 1.0, error=error)
 
-    two = {
-        name: PROJECT / "notebooks" / f"{name}.ipynb"
-        for name in ("00_tour", "20_overlap")
-    }
-    monkeypatch.setattr("madmax_lib.view.notebooks.runner.notebooks", lambda: two)
-    monkeypatch.setattr("madmax_lib.view.notebooks.runner.run_notebook", executed)
-    assert main(["site", "-o", str(tmp_path / "site")]) == status
-    pages = {page.stem for page in (tmp_path / "site").iterdir()}
+    names = ("00_tour", "20_overlap")
+    two = {name: PROJECT / "notebooks" / f"{name}.ipynb" for name in names}
+    monkeypatch.setattr(f"{run_notebook.__module__}.notebooks", lambda: two)
+    monkeypatch.setattr(f"{run_notebook.__module__}.run_notebook", executed)
+    assert main(["site", "-o", str(site)]) == status
+    pages = {page.stem for page in site.iterdir()}
     docs = {page.stem for page in (PROJECT / "docs").glob("[a-z]*.md")}
-    assert pages == {"index", *two} | docs and folders == {
-        PROJECT / "build" / "figures"
-    }
-    assert capsys.readouterr().out.splitlines()[-1] == str(
-        tmp_path / "site" / "index.html"
-    )
+    assert pages == {"index", *two} | docs
+    assert folders == {PROJECT / "build" / "figures"}
+    assert capsys.readouterr().out.splitlines()[-1] == str(site / "index.html")
 
 
 def test_runs_side_by_side_have_names_of_their_own(tmp_path):
@@ -108,43 +99,33 @@ def test_runs_side_by_side_have_names_of_their_own(tmp_path):
         _locked_copy(tmp_path, "00_tour") as second,
         _locked_copy(tmp_path, "01_explore") as other,
     ):
-        assert first == (tmp_path / "00_tour.ipynb", 1) and second == (
-            tmp_path / "00_tour-2.ipynb",
-            2,
-        )
-        assert other[1] == 1
+        assert first == (tmp_path / "00_tour.ipynb", 1)
+        assert second == (tmp_path / "00_tour-2.ipynb", 2) and other[1] == 1
     with _locked_copy(tmp_path, "00_tour") as again:
         assert again == first
 
 
-def test_notebooks_are_listed_with_their_questions_and_parameters(capsys):
+def test_notebooks_are_listed_with_their_questions(capsys):
     assert main(["run", "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert (
-        len(listed) == len(notebooks())
-        and listed[0].startswith("00_tour  ")
-        and all("?" in line for line in listed)
-    )
+    assert len(listed) == len(notebooks()) and listed[0].startswith("00_tour  ")
+    assert all("?" in line for line in listed)
+
+
+def test_help_of_a_notebook_has_its_parameters(capsys):
     with pytest.raises(SystemExit) as left:
         main(["run", "20", "--help"])
-    told = capsys.readouterr().out
-    assert (
-        left.value.code == 0
-        and "parameters of 20_overlap:" in told
-        and "step: int = -1" in told
-    )
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and "parameters of 20_overlap:" in said
+    assert "step: int = -1" in said
 
 
 def test_a_dead_kernel_is_a_failed_notebook(tmp_path):
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell("import os; os._exit(1)")]
-    )
-    nbformat.write(notebook, tmp_path / "dies.ipynb")
+    cell = nbformat.v4.new_code_cell("import os; os._exit(1)")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "dies.ipynb")
     result = run_notebook(tmp_path / "dies.ipynb", {}, build=tmp_path / "build")
-    assert (
-        result.error.startswith("DeadKernelError")
-        and (tmp_path / "build" / "dies.html").exists()
-    )
+    assert result.error.startswith("DeadKernelError")
+    assert (tmp_path / "build" / "dies.html").exists()
 
 
 @pytest.mark.filterwarnings("default")
@@ -169,29 +150,21 @@ def test_an_interruption_is_one_line_and_status_130(capsys, monkeypatch):
     assert main(["site"]) == 130 and capsys.readouterr().err == "madmax: interrupted\n"
 
 
-def test_report_of_a_directory(tmp_path, capsys):
-    output = tmp_path / "report.html"
-    assert main(["report", str(dataset("gpt-ddp")), "-o", str(output)]) == 0
-    assert (
-        "ranks: 2" in capsys.readouterr().out
-        and "<h2>Distributed" in output.read_text()
-    )
-    files = sorted(map(str, dataset("gpt-ddp").glob("rank*.json.gz")))
-    for traces in (files, [str(dataset("gpt-ddp") / "rank*.gz")]):
-        assert (
-            main(["report", *traces, "-o", str(output)]) == 0
-            and "ranks: 2" in capsys.readouterr().out
-        )
+@pytest.mark.parametrize("files", ["", "rank0.json.gz rank1.json.gz", "rank*.gz"])
+def test_report_of_a_directory_of_files_and_of_a_pattern(tmp_path, capsys, files):
+    output, folder = tmp_path / "report.html", dataset("gpt-ddp")
+    traces = [str(folder / name) for name in files.split() or [""]]
+    assert main(["report", *traces, "-o", str(output)]) == 0
+    assert "ranks: 2" in capsys.readouterr().out
+    assert "<h2>Distributed" in output.read_text()
 
 
 @pytest.mark.filterwarnings("default")
 def test_an_empty_trace_is_bad_input(tmp_path, capsys):
     (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
-    assert (
-        "the trace holds no events" in capsys.readouterr().err
-        and not (tmp_path / "r.html").exists()
-    )
+    assert "the trace holds no events" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_pipe_that_is_closed_early_is_no_error():

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from oracles.random_cases import MODELS, STACKS, drawn_cases
 from scipy.stats import binom
+from support import cells
 
 from madmax_lib import catalog
 from madmax_lib.catalog.datasets import PROJECT
@@ -29,21 +30,12 @@ from madmax_lib.simulator.steady.step_time import step_s
 
 
 def on_a_cpu(case):
-    peaks = {
-        dtype: peak / 1000 for dtype, peak in case.cluster.device.peak_flops.items()
-    }
-    device = replace(
-        case.cluster.device,
-        family="cpu",
-        peak_flops=peaks,
-        memory_bandwidth_bytes_per_s=2e10,
-    )
-    return replace(
-        case,
-        cluster=replace(
-            case.cluster, device=device, intra=Link("l", 5e9), inter=Link("n", 1e8)
-        ),
-    )
+    whole = case.cluster
+    peaks = {dtype: peak / 1000 for dtype, peak in whole.device.peak_flops.items()}
+    slow = {"peak_flops": peaks, "memory_bandwidth_bytes_per_s": 2e10}
+    device = replace(whole.device, family="cpu", **slow)
+    links = {"intra": Link("l", 5e9), "inter": Link("n", 1e8)}
+    return replace(case, cluster=replace(whole, device=device, **links))
 
 
 def with_mixers(case):
@@ -52,35 +44,28 @@ def with_mixers(case):
     """
     draw = np.random.default_rng(case.global_batch + case.model.layers)
     letter = str(draw.choice(["m", "M"]))
-    words = [
-        str(draw.choice([f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"]))
-        for _ in range(4)
-    ]
+    choices = [f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"]
+    words = [str(draw.choice(choices)) for _ in range(4)]
     words[int(draw.integers(4))] = f"{letter}E"
     hidden, heads = case.model.hidden, case.model.heads
-    sizes = {
-        "mixer_channels": 2 * hidden,
-        "mixer_state": 16 if letter == "m" else 128,
-        "mixer_conv": 4,
-    }
-    sizes |= (
-        {"mixer_heads": heads, "mixer_groups": heads}
-        if letter == "M"
-        else {"mixer_rank": hidden // 16}
-    )
-    plan = replace(case.plan, cp=1, dp=case.plan.dp * case.plan.cp, lora_rank=0)
-    model = replace(
-        case.model,
-        dense_layers=0,
-        moe_every=0,
-        window=0,
-        full_every=0,
-        blocks=" ".join(words),
-        **sizes,
-    )
-    return replace(
-        case, model=model, plan=plan, global_batch=case.global_batch * case.plan.cp
-    )
+    sizes = {"mixer_channels": 2 * hidden, "mixer_conv": 4}
+    if letter == "M":
+        sizes |= {"mixer_state": 128, "mixer_heads": heads, "mixer_groups": heads}
+    else:
+        sizes |= {"mixer_state": 16, "mixer_rank": hidden // 16}
+    plain = dict.fromkeys(("dense_layers", "moe_every", "window", "full_every"), 0)
+    model = replace(case.model, blocks=" ".join(words), **plain, **sizes)
+    cp = case.plan.cp
+    plan = replace(case.plan, cp=1, dp=case.plan.dp * cp, lora_rank=0)
+    return replace(case, model=model, plan=plan, global_batch=case.global_batch * cp)
+
+
+def laid_out_s(case):
+    return max(run(_lay_out(case, shipped())[1])[1])
+
+
+def closed_s(case):
+    return float(step_s(Steps.of(case), shipped())[0])
 
 
 class Agreement(NamedTuple):
@@ -120,20 +105,12 @@ def differences(kind, count, seed=0, changed=replace, models=MODELS):
     """Table of cases with (laid out / closed form - 1), the largest first."""
     rows = []
     for case in map(changed, drawn_cases(kind, count, seed, models=models)):
-        _, program = _lay_out(case, shipped())
-        engine_s = max(run(program)[1])
-        closed_s = float(step_s(Steps.of(case), shipped())[0])
-        row = {
-            "model": case.model.name,
-            "cluster": f"{case.cluster.name} x{case.cluster.nodes}",
-            "plan": str(case.plan),
-            "global_batch": case.global_batch,
-            "software": case.software.name,
-            "step_s": closed_s,
-            "difference": engine_s / closed_s - 1,
-        }
-        rows.append(row)
-    table = pd.DataFrame(rows)
+        difference = laid_out_s(case) / closed_s(case) - 1
+        where = f"{case.cluster.name} x{case.cluster.nodes} {case.software.name}"
+        run = str(case.plan), case.global_batch, where
+        rows.append((difference, case.model.name, *run))
+    columns = ["difference", "model", "plan", "global_batch", "where"]
+    table = pd.DataFrame(rows, columns=columns)
     return table.sort_values("difference", key=np.abs, ascending=False)
 
 
@@ -184,60 +161,37 @@ def test_every_second_layer_is_a_mixture():
     """As in Llama 4 Maverick: both forms agree, and memory counts the experts of each
     stage.
     """
-    drawn = [
-        case
-        for case in drawn_cases("random", 60, seed=9, most_passes=300)
-        if case.model.experts
-    ]
+    drawn = drawn_cases("random", 60, seed=9, most_passes=300)
+    drawn = [case for case in drawn if case.model.experts]
     assert len(drawn) >= 5
     for case in drawn:
-        case = replace(
-            case,
-            model=replace(
-                case.model,
-                moe_every=2,
-                layers=case.model.layers // 2 * 2,
-                dense_layers=0,
-            ),
-        )
-        laid_s = max(run(_lay_out(case, shipped())[1])[1])
-        assert laid_s == pytest.approx(
-            float(step_s(Steps.of(case), shipped())[0]), rel=0.05
-        ), case.plan
-        held = held_layers(case.model, case.plan)
-        assert (sum(held.values()).sum(), held["*E"].sum()) == (
-            case.model.layers,
-            case.model.moe_layers,
-        )
+        even = case.model.layers // 2 * 2
+        model = replace(case.model, moe_every=2, layers=even, dense_layers=0)
+        case = replace(case, model=model)
+        assert laid_out_s(case) == pytest.approx(closed_s(case), rel=0.05), case.plan
+        held = held_layers(model, case.plan)
+        assert sum(held.values()).sum() == even
+        assert held["*E"].sum() == model.moe_layers
 
 
 @pytest.mark.parametrize(
     ("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)]
 )
 @pytest.mark.parametrize(
-    ("ahead", "behind"), [(False, False), (True, False), (True, True)]
+    "ends", ["", ".embedding-layer", ".embedding-layer.head-layer"]
 )
-def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(
-    pp, chunks, ahead, behind
-):
-    plan = Plan(
-        dp=16 // pp,
-        pp=pp,
-        interleave=chunks,
-        embedding_as_layer=ahead,
-        head_as_layer=behind,
-    )
+def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(pp, chunks, ends):
+    interleaved = f".v{chunks}" if chunks > 1 else ""
+    plan = Plan.parse(f"dp{16 // pp}.pp{pp}{interleaved}{ends}")
+    cluster = catalog.cluster("dgx-a100", nodes=2)
     for layers in range(pp * chunks + 2, 3 * pp * chunks + 2):
-        case = Case(
-            replace(catalog.model("gpt2"), layers=layers),
-            catalog.cluster("dgx-a100", nodes=2),
-            plan,
-            64,
+        model = replace(catalog.model("gpt2"), layers=layers)
+        cut = _stage_layers(Steps.of(Case(model, cluster, plan, 64)))
+        first, *middle, last = (
+            sum(map(len, stage)) for stage in chunk_layers(layers, plan)
         )
-        held = [sum(map(len, stage)) for stage in chunk_layers(layers, plan)]
-        cut = _stage_layers(Steps.of(case))
-        assert (cut.first, cut.last) == (held[0], held[-1]), layers
-        assert pp == 2 or cut.middle == max(held[1:-1]), layers
+        assert (cut.first, cut.last) == (first, last), layers
+        assert not middle or cut.middle == max(middle), layers
 
 
 @pytest.mark.parametrize("bucket", [1e8, 4e8, 1e9, np.inf])
@@ -246,38 +200,34 @@ def test_deepspeed_reduces_sharded_gradients_in_buckets(plan, bucket):
     """Gathers queue behind a bucket of several layers: the larger it is, the longer the
     step, in both forms alike.
     """
-    case = Case(
-        "llama3-8b", "dgx-a100", Plan.parse(plan), 16, 2048, software="deepspeed"
+    plan = Plan.parse(plan)
+    asked = "llama3-8b", "dgx-a100"
+    small, large = (
+        Case(*asked, sized, 16, 2048, software="deepspeed")
+        for sized in (plan, replace(plan, bucket_bytes=bucket))
     )
-    seconds = []
-    for size in (case.plan.bucket_bytes, bucket):
-        sized = replace(case, plan=replace(case.plan, bucket_bytes=size))
-        seconds.append(
-            (
-                max(run(_lay_out(sized, shipped())[1])[1]),
-                float(step_s(Steps.of(sized), shipped())[0]),
-            )
-        )
-    (small_s, small_closed_s), (large_s, large_closed_s) = seconds
-    assert large_s / small_s == pytest.approx(large_closed_s / small_closed_s, abs=0.01)
-    assert large_s >= small_s - 1e-9 and (bucket < np.inf or large_s > 1.03 * small_s)
+    longer = laid_out_s(large) / laid_out_s(small)
+    assert longer == pytest.approx(closed_s(large) / closed_s(small), abs=0.01)
+    assert longer >= (1.03 if bucket == np.inf else 1 - 1e-9)
 
 
-@pytest.mark.parametrize("fields", ["intra bandwidth_bytes_per_s", "inter bandwidth_bytes_per_s",
-                                    "device memory_bandwidth_bytes_per_s", "device peak_flops"])  # fmt: skip
-def test_faster_parts_never_lay_out_a_slower_step(fields):
-    part, rate = fields.split()
+@pytest.mark.parametrize(
+    ("part", "rate"),
+    cells("""
+    intra | bandwidth_bytes_per_s
+    inter | bandwidth_bytes_per_s
+    device | memory_bandwidth_bytes_per_s
+    device | peak_flops
+    """),
+)
+def test_faster_parts_never_lay_out_a_slower_step(part, rate):
     for case in drawn_cases("random", 60, seed=4, most_passes=300):
-        slow = getattr(item := getattr(case.cluster, part), rate)
-        fast = (
-            {name: 3 * peak for name, peak in slow.items()}
-            if rate == "peak_flops"
-            else 3 * slow
-        )
-        faster = replace(
-            case, cluster=replace(case.cluster, **{part: replace(item, **{rate: fast})})
-        )
-        slow_s, fast_s = (
-            max(run(_lay_out(one, shipped())[1])[1]) for one in (case, faster)
-        )
-        assert fast_s <= slow_s * (1 + 1e-9), case
+        item = getattr(case.cluster, part)
+        fast = getattr(item, rate)
+        if isinstance(fast, dict):
+            fast = {name: 3 * peak for name, peak in fast.items()}
+        else:
+            fast = 3 * fast
+        cluster = replace(case.cluster, **{part: replace(item, **{rate: fast})})
+        fast_s = laid_out_s(replace(case, cluster=cluster))
+        assert fast_s <= laid_out_s(case) * (1 + 1e-9), case
