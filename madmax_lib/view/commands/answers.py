@@ -30,12 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "Option", "add_command", "add_options", "envelope", "tokens"]
+__all__ = ["Answer", "add_command", "envelope", "option", "tokens"]
 
 SCHEMA = 1
 _TOKENS = 2000  # of an envelope
@@ -67,25 +67,13 @@ class Answer:
     passed: bool = True  # False where a verdict or a gate failed: the exit status is 1
 
 
-class Option(NamedTuple):
-    """Option of a command, or an argument where the name has no dashes.
-
-    >>> Option("--nodes", "how many (default: the catalog's)", int)._replace(default=2)
-    Option(name='--nodes', help="how many (default: the catalog's)", type=<class 'int'>, default=2, metavar=None)
-    """  # noqa: E501
-
-    name: str
-    help: str
-    type: Callable[[str], Any] = str
-    default: Any = None
-    metavar: str | None = None
-
-
-def add_options(parser, options: Sequence[Option]) -> None:
-    """Add options to a parser or a group of one."""
-    for name, *about in options:
-        values = dict(zip(Option._fields[1:], about, strict=True))
-        parser.add_argument(name, **values)
+def option(
+    parser, name: str, text: str, kind: Callable[[str], Any] = str, **more
+) -> None:
+    """Add an option to a parser or a group of one; an argument where the name has no
+    dashes. text: its help. more: as of argparse.
+    """
+    parser.add_argument(name, help=text, type=kind, **more)
 
 
 def add_command(
@@ -94,7 +82,9 @@ def add_command(
     """A parser for `name` with the formats, whose command prints what `answer` gives
     for its options.
     """
-    parser = commands.add_parser(name, **about)
+    # of a help text argparse makes one sign of two, of a description it does not
+    description = {"description": about["help"].replace("%%", "%")}
+    parser = commands.add_parser(name, **description | about)
     formats = parser.add_mutually_exclusive_group()
     flag = {"dest": "format", "action": "store_const"}
     for kind, text in _FORMATS.items():
@@ -161,7 +151,12 @@ def _print_answer(
     """
     if options.format != "json":
         result = answer(options)
-        print(_WRITERS[options.format](result, options.all))
+        if options.format == "csv":
+            text = result.table.to_csv(index=False).rstrip("\n")
+        else:
+            is_markdown = options.format == "markdown"
+            text = _written(result, options.all, markdown=is_markdown)
+        print(text)
         return int(not result.passed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -232,25 +227,6 @@ def _json(value: Any):
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-class _Column(NamedTuple):
-    cells: list[str]  # its name first
-    is_number: bool
-
-
-def _columns(answer: Answer, complete: bool):
-    """Columns as short texts, of all rows or of as many as a terminal shows."""
-    table = answer.table if complete else answer.table.head(_ROWS)
-    return [
-        _Column([str(name), *map(_cell, column)], column.dtype.kind in "iuf")
-        for name, column in table.items()
-    ]
-
-
-def _rest(answer: Answer, complete: bool):
-    left_out = 0 if complete else len(answer.table) - _ROWS
-    return [f"... and {left_out:,} rows more (--all)"] if left_out > 0 else []
-
-
 def _cell(value: Any):
     value = _plain(value, _LETTERS)
     if value is None:
@@ -260,30 +236,32 @@ def _cell(value: Any):
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _text(answer: Answer, complete: bool):
-    """The headline values, then the table with numbers to the right."""
+def _written(answer: Answer, complete: bool, *, markdown: bool):
+    """The headline values, then the table with numbers to the right; for GitHub the
+    headlines as a list.
+    """
+    table = answer.table if complete else answer.table.head(_ROWS)
     columns = []
-    for cells, is_number in _columns(answer, complete):
-        width = max(map(len, cells))
+    for name, column in table.items():
+        is_number = column.dtype.kind in "iuf"
+        cells = [str(name), *map(_cell, column)]
+        if markdown:
+            cells.insert(1, "---:" if is_number else "---")
+            cells = [cell.replace("|", r"\|") for cell in cells]
+        width = 0 if markdown else max(map(len, cells))
         align = str.rjust if is_number else str.ljust
         columns.append([align(cell, width) for cell in cells])
-    rows = zip(*columns, strict=True) if len(answer.table) else ()
+    rows = list(zip(*columns, strict=True)) if len(table) else []
     lines = ["  ".join(row).rstrip() for row in rows]
-    return "\n".join([*_headlines(answer), *lines, *_rest(answer, complete)])
-
-
-def _markdown(answer: Answer, complete: bool):
-    """The headline values as a list, then a table as GitHub draws it."""
-    columns = []
-    for (name, *cells), is_number in _columns(answer, complete):
-        cells = [name, "---:" if is_number else "---", *cells]
-        columns.append([cell.replace("|", r"\|") for cell in cells])
-    lines = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
-    head = [f"- {line}" for line in _headlines(answer)]
-    rest = _rest(answer, complete)
-    # an empty line before and behind the table, without which it is none
+    head = _headlines(answer)
+    if markdown:
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        head = [f"- {line}" for line in head]
+    left_out = len(answer.table) - len(table)
+    rest = [f"... and {left_out:,} rows more (--all)"] if left_out else []
+    # an empty line before and behind a table of Markdown, without which it is none
     parts = ["\n".join(part) for part in (head, lines, rest) if part]
-    return "\n\n".join(parts)
+    return ("\n\n" if markdown else "\n").join(parts)
 
 
 def _headlines(answer: Answer):
@@ -304,10 +282,3 @@ def _line(value: Any):
     if isinstance(value, list):
         return "; ".join(map(_line, value))
     return " ".join(value.split()) if isinstance(value, str) else _cell(value)
-
-
-_WRITERS = {
-    "text": _text,
-    "markdown": _markdown,
-    "csv": lambda answer, _: answer.table.to_csv(index=False).rstrip("\n"),
-}

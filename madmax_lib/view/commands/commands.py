@@ -10,7 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from madmax_lib.view.commands.answers import Option, add_options
+from madmax_lib.view.commands.answers import option
 
 __all__ = ["add"]
 
@@ -22,13 +22,6 @@ _RESULTS = ["run", "strategy", "predicted_s", "measured_s", "error"]
 _RESULTS += ["predicted_exposed_comm", "measured_exposed_comm"]
 # one machine has fewer; a slip such as 10000 would start as many processes
 _MOST_RANKS = 1024
-_CALIBRATE = (
-    Option("--hosts", "namespaces of a testbed (default: 1)", int, 1),
-    Option("--network", "rate of their uplinks, such as 300mbit", default=""),
-    Option("--minutes", "after which no further run starts (default: 5)", float, 5.0),
-    Option("--device", "cpu, cuda, or auto (default)", default="auto"),
-    Option("--ranks", "default: all GPUs, or two processes and one a host", int, 0),
-)
 
 
 def add(commands, words: list[str]) -> None:
@@ -61,8 +54,14 @@ def add(commands, words: list[str]) -> None:
     _add_bench(commands)
     about = "fit the simulator to this machine, and test it on further runs"
     calibrate = commands.add_parser("calibrate", help=about)
-    # names as of `calibrate`, which gets them by name
-    add_options(calibrate, _CALIBRATE)
+    option(calibrate, "--hosts", "namespaces of a testbed (default: 1)", int, default=1)
+    network = "rate of their uplinks, such as 300mbit"
+    option(calibrate, "--network", network, default="")
+    minutes = "after which no further run starts (default: 5)"
+    option(calibrate, "--minutes", minutes, float, default=5.0)
+    option(calibrate, "--device", "cpu, cuda, or auto (default)", default="auto")
+    ranks = "default: all GPUs, or two processes and one a host"
+    option(calibrate, "--ranks", ranks, int, default=0)
     _add_output(calibrate, Path("machine"), "directory (default: machine)")
     _add_json(calibrate, _calibrate)
 
@@ -77,7 +76,7 @@ def _add_bench(commands):
     more = "more and larger sizes"
     sizes.add_argument("--detailed", const="detailed", help=more, **size)
     ranks = "of the collectives (default: all GPUs, or 2 processes)"
-    add_options(bench, [Option("--ranks", ranks, _ranks, 0, "N")])
+    option(bench, "--ranks", ranks, _ranks, default=0, metavar="N")
     _add_output(bench, Path("bench"), "folder of two CSVs (default: bench)")
 
 

@@ -1,26 +1,35 @@
 """Tools of an MCP server on standard input, for coding agents: the commands that answer
 in JSON.
 
-Every answer is the envelope of `view.commands.answers`. The tools read traces, dumps,
-configurations and calibrations below the folders that the server was started with, and
-write nothing. Needs the package `mcp` (extra `mcp`).
+Every tool is a command, with the options that it has on a command line; every answer
+is the envelope of `view.commands.answers`. The tools read traces, dumps, configurations
+and calibrations below the folders that the server was started with, and write nothing.
+Needs the package `mcp` (extra `mcp`).
 """
 
 from __future__ import annotations
 
 import io
+from argparse import Action, ArgumentParser
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from madmax_lib.view.commands import step, trace
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
 __all__ = ["server"]
 
+_TOOLS = ("breakdown", "compare", "stragglers", "flight", "estimate", "fits", "search")
+_PATHS = ("traces", "dumps")  # of files, which have to lie inside of the folders
+_NAMES = ("model", "cluster")  # of the catalog, or of a file inside
+# options that write a file, or whose answer is not the short envelope
+_NOT_ASKED = ("help", "format", "all", "output", "save_baseline")
 # what a command prints is taken from the process's own standard output
 _ONE_AT_A_TIME = Lock()
 
@@ -47,128 +56,84 @@ def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPSe
     )
     places = ", ".join(map(str, roots))
     mcp = MCPServer("madmax", instructions=f"{about}{places}.")
-    # one check for all tools
-    folders = _Folders(roots)
-    ask = partial(_ask, main)
-    for tool in (*_trace_tools(folders, ask), *_step_tools(folders, ask)):
+    commands = ArgumentParser().add_subparsers()
+    for module in (trace, step):
+        module.add(commands)
+    for name in _TOOLS:
+        tool = _tool(commands.choices[name], roots, main)
         # the envelope is text: as structured output it would be sent twice
-        mcp.add_tool(tool, structured_output=False)
+        about = commands.choices[name].description
+        mcp.add_tool(tool, name, description=about, structured_output=False)
     return mcp
 
 
-class _Folders:
-    """The folders that an agent may read in."""
+def _tool(parser: ArgumentParser, roots: list[Path], main: Callable[[list[str]], int]):
+    """A function that asks a command, with the command's options as its signature:
+    what an agent sees of it.
+    """
+    command = parser.prog.split()[-1]
+    actions = [each for each in parser._actions if each.dest not in _NOT_ASKED]
 
-    def __init__(self, roots: list[Path]):
-        self.roots = roots
+    def tool(**values):
+        words = [command, "--json"]
+        for action in actions:
+            words += _words(action, values[action.dest], roots)
+        return _printed(main, words)
 
-    def inside(self, text: str) -> str:
-        """A path below one of the folders; others are refused."""
-        path = Path(text).expanduser()
-        # links are followed before the check, so that none leads outside
-        path = (path if path.is_absolute() else self.roots[0] / path).resolve()
-        if not any(path.is_relative_to(root) for root in self.roots):
-            raise _refusal(f"{text}: outside of {', '.join(map(str, self.roots))}")
-        return str(path)
-
-    def named(self, text: str) -> str:
-        """A name of the catalog as it is, a file only inside."""
-        is_file = Path(text).suffix == ".json" or Path(text).exists()
-        return self.inside(text) if is_file else text
+    tool.__signature__ = Signature(list(map(_parameter, actions)))
+    return tool
 
 
-def _trace_tools(folders: _Folders, ask: Callable[..., str]):
-    """Tools about recordings; an agent reads their docstrings."""
+def _parameter(action: Action):
+    """Parameter of a tool that an option of a command becomes."""
+    from pydantic import Field
 
-    def breakdown(traces: list[str]):
-        """Compute, communication, exposed communication, idle time and overlap of each
-        rank, in seconds.
-        """
-        return ask("breakdown", *map(folders.inside, traces))
-
-    def compare(a: str, b: str, operations: bool = False):
-        """Differences between two runs: by rank and step, or by operation, the largest
-        difference first.
-        """
-        flags = ["--operations"] if operations else []
-        return ask("compare", folders.inside(a), folders.inside(b), *flags)
-
-    def stragglers(traces: list[str]):
-        """Rank that arrives last at collectives, what it costs the others, and the
-        step without stragglers.
-        """
-        return ask("stragglers", *map(folders.inside, traces))
-
-    def flight(dumps: str):
-        """Rank that hangs a job, by a directory of flight-recorder dumps, one per rank."""
-        return ask("flight", folders.inside(dumps))
-
-    return [breakdown, compare, stragglers, flight]
+    kind = action.type if action.type in (int, float) else str
+    if action.nargs == "+":
+        kind = list[str]
+    elif action.nargs == 0:  # a flag
+        kind = bool
+    elif not action.required:
+        kind = kind | None
+    about = Field(description=(action.help or "").replace("%%", "%"))
+    default = Parameter.empty if action.required else action.default
+    how = {"default": default, "annotation": Annotated[kind, about]}
+    return Parameter(action.dest, Parameter.KEYWORD_ONLY, **how)
 
 
-def _step_tools(folders: _Folders, ask: Callable[..., str]):
-    """Tools about predictions; an agent reads their docstrings."""
-
-    def step(model: str, cluster: str, plans: list[str], global_batch: int, **options):
-        options = {"global-batch": global_batch} | options
+def _words(action: Action, value, roots: list[Path]):
+    """Words of a command line that give an option its value."""
+    flag = next(iter(action.option_strings), "")
+    if flag:
         # with "=", so that a value that begins with a dash is no flag
-        flags = [
-            f"--{name}={value}" for name, value in options.items() if value is not None
-        ]
-        return [folders.named(model), folders.named(cluster), *plans, *flags]
-
-    # the signatures are what an agent sees of a tool: they stay written out
-    def estimate(
-        model: str,
-        cluster: str,
-        plans: list[str],
-        global_batch: int,
-        nodes: int | None = None,
-        sequence: int | None = None,
-        dtype: str = "bf16",
-        software: str | None = None,
-    ):
-        """Predicted seconds per step with 90 % intervals, memory and MFU of plans such
-        as dp2.tp4.pp2.z1.
-
-        model: of the catalog (llama3-70b) or a config.json of Hugging Face. cluster: of
-        the catalog (dgx-h100) or a machine.json. software: that trains, such as
-        megatron-core or torchtitan.
-        """
-        options = {"nodes": nodes, "sequence": sequence}
-        options |= {"dtype": dtype, "software": software}
-        return ask("estimate", *step(model, cluster, plans, global_batch, **options))
-
-    def fits(
-        model: str, cluster: str, plan: str, global_batch: int, nodes: int | None = None
-    ):
-        """Whether a step fits into memory, and what lies where."""
-        return ask("fits", *step(model, cluster, [plan], global_batch, nodes=nodes))
-
-    def search(
-        model: str,
-        cluster: str,
-        global_batch: int,
-        nodes: int | None = None,
-        software: str | None = None,
-        objective: str = "time",
-    ):
-        """The best of all parallel plans for a model on a cluster, by time, cost,
-        energy or memory.
-        """
-        options = {"nodes": nodes, "software": software, "objective": objective}
-        return ask("search", *step(model, cluster, [], global_batch, **options))
-
-    return [estimate, fits, search]
+        given = [flag] if value is True else [f"{flag}={value}"]
+        return given if value else []
+    texts = value if isinstance(value, list) else [value]
+    return [_checked(action.dest, text, roots) for text in texts]
 
 
-def _ask(main: Callable[[list[str]], int], command: str, *arguments: str):
+def _checked(name: str, text: str, roots: list[Path]):
+    """An argument as it is; where it is the path of a file, the whole path, which has
+    to lie below one of the folders.
+    """
+    is_file = Path(text).suffix == ".json" or Path(text).exists()
+    if name not in _PATHS and not (name in _NAMES and is_file):
+        return text
+    path = Path(text).expanduser()
+    # links are followed before the check, so that none leads outside
+    path = (path if path.is_absolute() else roots[0] / path).resolve()
+    if not any(path.is_relative_to(root) for root in roots):
+        raise _refusal(f"{text}: outside of {', '.join(map(str, roots))}")
+    return str(path)
+
+
+def _printed(main: Callable[[list[str]], int], words: list[str]):
     """The envelope that a command prints; a usage error is refused with its line."""
     printed = io.StringIO()
     errors = io.StringIO()
     with _ONE_AT_A_TIME, redirect_stdout(printed), redirect_stderr(errors):
         try:
-            main([command, *arguments, "--json"])
+            main(words)
         except SystemExit:  # argparse has printed what is wrong
             raise _refusal(errors.getvalue().strip().splitlines()[-1]) from None
     return printed.getvalue().strip()

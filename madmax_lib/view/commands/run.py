@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
 
-from madmax_lib.view.commands.answers import Answer, Option, add_command, add_options
+from madmax_lib.view.commands.answers import Answer, add_command, option
 from madmax_lib.view.commands.step import MODEL_HELP, add_run, inputs, run_of, used
 
 __all__ = ["add"]
@@ -44,42 +44,40 @@ def add(commands) -> None:
     )
     expect = add_command(commands, "expect", _expect, help=about)
     machine = "catalog name, or the machine.json of a calibration"
-    expect.add_argument("--model", required=True, help=MODEL_HELP)
-    expect.add_argument("--cluster", required=True, help=machine)
-    nodes = "how many (default: as many as the plan needs)"
-    add_options(expect, [Option("--nodes", nodes, int)])
-    expect.add_argument("--plan", required=True, help="such as dp8.tp4.pp2.z1")
+    option(expect, "--model", MODEL_HELP, required=True)
+    option(expect, "--cluster", machine, required=True)
+    option(expect, "--nodes", "how many (default: as many as the plan needs)", int)
+    option(expect, "--plan", "such as dp8.tp4.pp2.z1", required=True)
     add_run(expect, "as tuned Megatron-Core")
-    measured = [
-        Option(f"--{name.replace('_', '-')}", f"measured: {text}", float, metavar="X")
-        for name, text in _MEASURED.items()
-    ]
+    for name, text in _MEASURED.items():
+        flag = f"--{name.replace('_', '-')}"
+        option(expect, flag, f"measured: {text}", float, metavar="X")
     trace = "traces of the run, for its step time and the part that is off"
-    add_options(expect, [*measured, Option("--trace", trace, metavar="DIR")])
+    option(expect, "--trace", trace, metavar="DIR")
     _add_plan(commands)
 
 
 def _add_plan(commands):
     about = "GPUs, days, USD and MWh of a training, with intervals"
     plan = add_command(commands, "plan", _plan, help=about)
-    plan.add_argument("--model", required=True, help=MODEL_HELP)
+    option(plan, "--model", MODEL_HELP, required=True)
     tokens = "to train on, such as 15T, 300B or 15e12"
-    plan.add_argument("--tokens", type=_count, required=True, help=tokens)
-    where = [
-        Option("--device", "such as h100, in the catalog's first cluster that has it"),
-        Option("--cluster", "of the catalog; as many of its nodes as are needed"),
-    ]
-    add_options(plan.add_mutually_exclusive_group(required=True), where)
+    option(plan, "--tokens", tokens, _count, required=True)
+    where = plan.add_mutually_exclusive_group(required=True)
+    device = "such as h100, in the catalog's first cluster that has it"
+    option(where, "--device", device)
+    cluster = "of the catalog; as many of its nodes as are needed"
+    option(where, "--cluster", cluster)
     # a deadline asks for devices, devices ask for the days
     asked = plan.add_mutually_exclusive_group(required=True)
-    add_options(asked, [Option("--days", "deadline of the training", float)])
-    sure = "probability to meet it (default: 0.5)"
-    add_options(plan, [Option("--sure", sure, float, 0.5, "P")])
+    option(asked, "--days", "deadline of the training", float)
     devices = "how many there are, to ask for the days"
     asked.add_argument("--devices", "--gpus", type=int, help=devices)
+    sure = "probability to meet it (default: 0.5)"
+    option(plan, "--sure", sure, float, default=0.5, metavar="P")
     add_run(plan, "the fastest of five", "4 or 16 million tokens, within 20 %%")
     price = "price of a device-hour (default: the catalog's)"
-    add_options(plan, [Option("--usd-per-hour", price, float)])
+    option(plan, "--usd-per-hour", price, float)
 
 
 def _expect(options: Namespace):

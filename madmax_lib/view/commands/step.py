@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.hardware import Cluster
-from madmax_lib.view.commands.answers import Answer, Option, add_command, add_options
+from madmax_lib.view.commands.answers import Answer, add_command, option
 
 __all__ = ["MODEL_HELP", "add", "add_run", "inputs", "run_of", "used"]
 
@@ -25,20 +25,6 @@ _COLUMNS = (
 _SEARCHED = ("plan", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("probability", "why", "limit")
 _SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
-_STEP = (  # what every step needs: model and cluster
-    Option("model", MODEL_HELP),
-    Option("cluster", "catalog name, or the machine.json of a calibration"),
-    Option("--nodes", "how many (default: the catalog's)", int),
-)
-_SEARCH = (
-    Option("--objective", "time (default), cost, energy or memory", default="time"),
-    Option(
-        "--top",
-        "how many plans (default: 10); up to ten differ in how they split",
-        int,
-        10,
-    ),
-)
 
 
 def add(commands) -> None:
@@ -59,15 +45,22 @@ def add(commands) -> None:
 
     about = "does a step fit in memory, and what is where; status 1 if not"
     fits = add_command(commands, "fits", what_fits, help=about)
+    machine = "catalog name, or the machine.json of a calibration"
+    nodes = "how many (default: the catalog's)"
     devices = "how many over all nodes (default: whole nodes)"
     for parser in (estimate, search, fits):
-        add_options(parser, _STEP)
+        option(parser, "model", MODEL_HELP)
+        option(parser, "cluster", machine)
+        option(parser, "--nodes", nodes, int)
         parser.add_argument("--devices", "--gpus", type=int, help=devices)
         add_run(parser, "as tuned Megatron-Core")
     example = "such as dp2.tp4.z1"
-    estimate.add_argument("plans", nargs="+", metavar="PLAN", help=example)
-    fits.add_argument("plan", help=example)
-    add_options(search, _SEARCH)
+    option(estimate, "plans", example, nargs="+", metavar="PLAN")
+    option(fits, "plan", example)
+    objectives = "time (default), cost, energy or memory"
+    option(search, "--objective", objectives, default="time")
+    top = "how many plans (default: 10); up to ten differ in how they split"
+    option(search, "--top", top, int, default=10)
     output = "write the best plan as its stack's configuration"
     search.add_argument("-o", "--output", metavar="FILE", help=output)
 
@@ -77,15 +70,11 @@ def add_run(parser: ArgumentParser, software: str, batch: str | None = None) -> 
     one the batch is required.
     """
     samples = f"samples per step (default: {batch})" if batch else "samples per step"
-    required = batch is None
-    parser.add_argument("--global-batch", type=int, required=required, help=samples)
+    option(parser, "--global-batch", samples, int, required=batch is None)
+    option(parser, "--sequence", "tokens per sample (default: the model's)", int)
+    option(parser, "--dtype", "default: bf16", default="bf16")
     stacks = f"stack that trains: megatron-core, torchtitan, ... (default: {software})"
-    options = [
-        Option("--sequence", "tokens per sample (default: the model's)", int),
-        Option("--dtype", "default: bf16", default="bf16"),
-        Option("--software", stacks),
-    ]
-    add_options(parser, options)
+    option(parser, "--software", stacks)
 
 
 def run_of(options: Namespace) -> dict:

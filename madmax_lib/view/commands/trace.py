@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.view.commands.answers import Answer, Option, add_command, add_options
+from madmax_lib.view.commands.answers import Answer, add_command, option
 
 if TYPE_CHECKING:
     from madmax_lib.timeline.timeline import Timeline
@@ -28,7 +28,7 @@ _LATE = (
     "with average times (replayed_s over without_s); left out where "
     "measured_over_replayed, the measured step over\nreplayed_s, exceeds 1.05. "
     "repaired_worst_ranks, repaired_last_stage: the share of replayed_s - without_s "
-    "that average\ntimes of the worst 3 %% of the ranks, or of the last stage, give "
+    "that average\ntimes of the worst 3 % of the ranks, or of the last stage, give "
     "back."
 )
 _GATE = (
@@ -56,16 +56,14 @@ def add(commands) -> None:
     about = "which rank hangs a job, from flight-recorder dumps"
     flight = add_command(commands, "flight", _flight, help=about)
     dumps = "directory with one dump per rank, such as nccl_trace_rank_0"
-    add_options(flight, [Option("dumps", dumps)])
+    option(flight, "dumps", dumps)
     _add_snapshot(commands)
     about = "one HTML page about a directory of traces"
     report = add_command(commands, "report", _report, help=about)
     report.add_argument("traces", **_TRACES)
-    other = Option("--beside", "another run to compare with", metavar="TRACES")
-    add_options(report, [other])
-    page = Path("report.html")
-    text = "default: report.html"
-    report.add_argument("-o", "--output", type=Path, default=page, help=text)
+    option(report, "--beside", "another run to compare with", metavar="TRACES")
+    page = {"default": Path("report.html"), "help": "default: report.html"}
+    report.add_argument("-o", "--output", type=Path, **page)
 
 
 def _add_compare(commands):
@@ -75,25 +73,21 @@ def _add_compare(commands):
     compare.add_argument("traces", **_TRACES | {"help": paths})
     what = compare.add_mutually_exclusive_group()
     what.add_argument("--operations", action="store_true", help="a row per operation")
+    option(what, "--gate", _GATE, _share, metavar="SHARE")
     keep = "keep the traces under this name in .madmax/"
-    options = [
-        Option("--gate", _GATE, _share, metavar="SHARE"),
-        Option("--save-baseline", keep, metavar="NAME"),
-    ]
-    add_options(what, options)
+    option(what, "--save-baseline", keep, metavar="NAME")
 
 
 def _add_snapshot(commands):
     about = "who holds a GPU's memory: CUDA memory snapshots"
     snapshot = add_command(commands, "snapshot", _snapshot, help=about)
     files = "one per rank, or a directory with them"
-    snapshot.add_argument("files", nargs="+", metavar="FILE", help=files)
-    for name, choices in (("by", _SNAPSHOT_KEYS), ("at", _SNAPSHOT_MOMENTS)):
+    option(snapshot, "files", files, nargs="+", metavar="FILE")
+    for flag, choices in (("--by", _SNAPSHOT_KEYS), ("--at", _SNAPSHOT_MOMENTS)):
         first = choices[0]
-        about = {"choices": choices, "default": first, "help": f"default: {first}"}
-        snapshot.add_argument(f"--{name}", **about)
+        option(snapshot, flag, f"default: {first}", choices=choices, default=first)
     earlier = "an earlier one of the same rank: what has come since"
-    add_options(snapshot, [Option("--beside", earlier, metavar="FILE")])
+    option(snapshot, "--beside", earlier, metavar="FILE")
 
 
 def read(paths: list[str]) -> Timeline:
