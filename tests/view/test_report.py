@@ -19,7 +19,7 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.report import report as pages
-from madmax_lib.view.report.marks import bars, heat, line, section, table
+from madmax_lib.view.report.marks import bars, line, section, table
 from madmax_lib.view.report.report import report, write_report
 
 AR = "ncclDevKernel_AllReduce"
@@ -162,7 +162,6 @@ def test_marks_of_nothing_are_empty():
         == section("A", "", "")
         == ""
     )
-    assert heat(pd.DataFrame({0: [np.nan]}), what="x") == ""
     shown = table(
         pd.DataFrame(
             {

@@ -1,5 +1,5 @@
-"""Marks of a page of numbers: tables, bars, lines and heat maps as HTML and SVG, in the
-colours of the browser.
+"""Marks of a page of numbers: tables, bars and lines as HTML and SVG, in the colours of
+the browser.
 
 All of it stands in the page as text, so it is read, searched and printed where no
 script runs.
@@ -7,7 +7,7 @@ script runs.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
@@ -16,7 +16,7 @@ import pandas as pd
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
-__all__ = ["bars", "cards", "heat", "line", "section", "table", "text"]
+__all__ = ["bars", "cards", "line", "section", "table", "text"]
 
 _FILLS = {
     "compute": "compute",
@@ -50,12 +50,11 @@ def text(sentence: str) -> str:
     return f"<p>{escape(sentence)}</p>" if sentence else ""
 
 
-def cards(values: Iterable[tuple[str, str]]) -> str:
-    """The numbers to see first, as (label, value); those without a value are left out."""
+def cards(values: dict[str, str]) -> str:
+    """The numbers to see first, by label."""
     cells = (
         f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for label, value in values
-        if value
+        for label, value in values.items()
     )
     return f'<div class="cards">{"".join(cells)}</div>'
 
@@ -85,29 +84,26 @@ def bars(rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
     return f'<p class="legend">{legend}</p><table class="bars">{"".join(lines)}</table>'
 
 
-def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") -> str:
-    """A stepped line of sizes over seconds; of many points the largest of each stretch
+def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
+    """A stepped line of bytes over seconds; of many points the largest of each stretch
     is kept.
     """
     if not len(x) or not np.nanmax(y) > 0 or x[-1] <= x[0]:
         return ""
+    top = float(np.nanmax(y))
     share = (x - x[0]) / (x[-1] - x[0])  # of the time, 0 to 1
     if len(x) > _POINTS:
-        # the last point is at 1, and belongs to the last stretch
-        stretch = np.minimum((share * _POINTS).astype(int), _POINTS - 1)
-        highest = pd.Series(y).groupby(stretch).idxmax().to_numpy()
-        x = x[highest]
+        highest = pd.Series(y).groupby((share * _POINTS).astype(int)).idxmax()
+        share = share[highest]
         y = y[highest]
-        share = (x - x[0]) / (x[-1] - x[0])
-    top = float(np.nanmax(y))
     # in a box of 1000 by 200 whose y axis points down, with some room above the top
     across = share * 1000
     down = 200 - y / top * 190
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    size = format_bytes(top) if unit == "bytes" else f"{top:,.3g} {unit}"
-    caption = f"{escape(title)}: at most {size}, over {format_s(x[-1] - x[0])}"
+    caption = f"{escape(title)}: at most {format_bytes(top)}, "
+    caption += f"over {format_s(x[-1] - x[0])}"
     path = (
         f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["compute"]}" '
         'vector-effect="non-scaling-stroke"/>'
@@ -116,31 +112,6 @@ def line(x: np.ndarray, y: np.ndarray, *, unit: str = "bytes", title: str = "") 
         f"<figure><figcaption>{caption}</figcaption>"
         '<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(title)}">{path}</svg></figure>'
-    )
-
-
-def heat(
-    values: pd.DataFrame, *, what: str, say: Callable[[float], str] = format_s
-) -> str:
-    """Numbers as shades: a row for each index, a column for each column; the strongest
-    is the largest.
-    """
-    top = float(np.nanmax(values.to_numpy(), initial=0.0))
-    if not top > 0:
-        return ""
-    head = "".join(f"<th>{escape(str(column))}</th>" for column in values)
-    lines = []
-    for label, row in zip(values.index, values.to_numpy(), strict=True):
-        cells = "".join(
-            f'<td style="--shade:{0 if math.isnan(value) else value / top:.2f}" '
-            f'title="{say(value)}"></td>'
-            for value in row
-        )
-        lines.append(f"<tr><th>{escape(str(label))}</th>{cells}</tr>")
-    caption = f'<p class="caption">{escape(what)}; strongest: {say(top)}</p>'
-    return (
-        f'{caption}<div class="scroll"><table '
-        f'class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
     )
 
 
@@ -219,19 +190,28 @@ def _text_cell(name: str, value: str):
 def _format(name: str):
     if name in _SHARES:
         return percent
-    if name.endswith("bytes_per_s"):
-        return lambda value: f"{format_bytes(value)}/s"
-    if name.endswith("flops_per_s"):
-        return lambda value: f"{_si(value)}FLOP/s"
-    if name.endswith("flops"):
-        return lambda value: f"{_si(value)}FLOP"
-    if name.endswith("_s") and not name.endswith("_per_s"):
-        return format_s
-    if name.endswith("bytes"):
-        return lambda value: ("-" if value < 0 else "") + format_bytes(abs(value))
-    return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    formats = (each for unit, each in _BY_UNIT.items() if name.endswith(unit))
+    return next(formats, _plain)
 
 
-def _si(value: float):
+def _plain(value: float):
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _size(value: float):
+    return ("-" if value < 0 else "") + format_bytes(abs(value))
+
+
+def _flops(value: float):
     factor, prefix = next((pair for pair in _SI if abs(value) >= pair[0]), _SI[-1])
-    return f"{value / factor:.3g} {prefix}"
+    return f"{value / factor:.3g} {prefix}FLOP"
+
+
+_BY_UNIT = {  # the longer ends first
+    "bytes_per_s": lambda value: f"{format_bytes(value)}/s",
+    "flops_per_s": lambda value: f"{_flops(value)}/s",
+    "_per_s": _plain,
+    "flops": _flops,
+    "_s": format_s,
+    "bytes": _size,
+}

@@ -75,10 +75,10 @@ def report(
     detail = timeline.select(ranks=views.detail_ranks(timeline))
     parts = [
         views.overview(timeline, detail, peak(recording)),
-        _compared(recording, other_run, (title, other)),
+        views.comparison(recording, other_run, (title, other)) if other_run else "",
         views.advice(timeline),
         views.step_view(recording),
-        views.distributed(timeline, recording),
+        views.distributed(timeline),
         _trace(recording),
         views.operator_view(detail, timeline),
         views.kernel_view(timeline),
@@ -96,10 +96,6 @@ def report(
     style = (_HERE / "report.css").read_text()
     style += (_EXPLORE / "widgets.css").read_text()
     return Report(title, page(f"Trace report: {title}", body, style))
-
-
-def _compared(recording: Timeline, other_run: Timeline | None, labels: tuple[str, str]):
-    return "" if other_run is None else views.comparison(recording, other_run, labels)
 
 
 def _link(part: str):
@@ -142,7 +138,7 @@ def _part(timeline: Timeline):
     """The part that the canvas draws: a page can hold 600,000 spans of eight ranks."""
     loses = views.detail_ranks(timeline)
     others = [rank for rank in timeline.ranks if rank not in loses]
-    ranks = sorted([*loses, *others][:_RANKS])
+    ranks = [*loses, *others][:_RANKS]
     part = timeline.select(ranks=ranks)
     steps = part.steps
     while len(part) > _SPANS and len(steps) > 1:
@@ -150,17 +146,11 @@ def _part(timeline: Timeline):
         steps = steps[(len(steps) + 1) // 4 :][: max(len(steps) // 2, 1)]
         part = part.select(steps=steps)
     while len(part) > _SPANS and len(ranks) > 1:
-        half = max(len(ranks) // 2, 1)
-        few = len(ranks) <= 2
-        ranks = sorted(loses)[:1] if few else sorted([*loses, *ranks])[:half]
-        part = part.select(ranks=sorted(set(ranks)))
-    if len(part) > _SPANS:
-        # one rank and one step are still too many: those that start first
-        order = np.argsort(part.spans["start_ns"].to_numpy(), kind="stable")
-        first = np.zeros(len(part), dtype=bool)
-        first[order[:_SPANS]] = True
-        part = part.where(first)
-    return part
+        ranks = ranks[: len(ranks) // 2]
+        part = part.select(ranks=ranks)
+    # where one rank and one step are still too many: those that start first
+    order = part.spans["start_ns"].rank(method="first")
+    return part.where((order <= _SPANS).to_numpy())
 
 
 def _drawn_text(part: Timeline, timeline: Timeline):

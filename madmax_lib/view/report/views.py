@@ -21,10 +21,10 @@ from madmax_lib.traces.diff import compare, compare_ops
 from madmax_lib.traces.operators.memory import held_at_peak, memory_timeline, peak
 from madmax_lib.traces.operators.ops import kernels, modules, operators
 from madmax_lib.traces.operators.roofline import mfu
-from madmax_lib.traces.stragglers import skew, stragglers
+from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.batches import batches
 from madmax_lib.traces.waits.step_times import input_wait, steady_state, steps
-from madmax_lib.view.report.marks import bars, cards, heat, line, section, table, text
+from madmax_lib.view.report.marks import bars, cards, line, section, table, text
 from madmax_lib.view.words import percent, plural
 
 __all__ = [
@@ -51,7 +51,6 @@ _QUANTILES = {
     1.0: "most",
 }
 _UNMARKED = "no step marks: the whole recording counts as one step"
-_WIDEST = 60  # steps of a heat map
 
 
 def recording_summary(timeline: Timeline, recording: Timeline) -> str:
@@ -68,24 +67,19 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     marked = recording.steps != [0]
     steps_text = plural(len(recording.steps), "step") if marked else _UNMARKED
     device = timeline.meta.device or "no device named"
-    outside_s = 0.0
-    if recording is not timeline:
-        outside_s = _mean_busy_s(recording) - _mean_busy_s(timeline)
-    rest = ""
-    if outside_s:
-        others = [step for step in recording.steps if step not in timeline.steps]
-        where = "outside all steps"
-        if others:
-            numbers = ", ".join(map(str, others))
-            where = f"in steps that are warm-up or cut ({numbers}) or outside all"
-        work = f"{format_s(outside_s)} of work per rank"
-        rest = f". {work} lie {where} and are not in the numbers"
-    return f"{ranks}, {steps_text}, {len(recording):,} spans, {device}{rest}."
-
-
-def _mean_busy_s(timeline: Timeline):
-    table = breakdown(timeline)
-    return (table["total_s"] - table["idle_s"]).mean()
+    summary = f"{ranks}, {steps_text}, {len(recording):,} spans, {device}."
+    whole_s, steady_s = (
+        breakdown(each).eval("total_s - idle_s").mean()
+        for each in (recording, timeline)
+    )
+    if whole_s == steady_s:
+        return summary
+    where = "outside all steps"
+    others = [str(step) for step in recording.steps if step not in timeline.steps]
+    if others:
+        where = f"in steps that are warm-up or cut ({', '.join(others)}) or outside all"
+    work = f"{format_s(whole_s - steady_s)} of work per rank"
+    return f"{summary[:-1]}. {work} lie {where} and are not in the numbers."
 
 
 def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
@@ -103,31 +97,24 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown device: then there is no card
         median_mfu = mfu(detail)["mfu"].median()
-    wall_s = steps(timeline)["wall_s"].median()
-    comm_s = sums_s["comm_s"]
-    hidden_s = comm_s - sums_s["exposed_comm_s"]
+    # NaN where nothing communicates
+    hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
+    numbers = {
+        "a step, median": (format_s, steps(timeline)["wall_s"].median()),
+        "computing": (percent, sums_s["compute_s"] / total_s),
+        "of communication under compute": (percent, hidden),
+        "MFU of the recorded shapes": (percent, median_mfu),
+        "memory at the peak": (format_bytes, peaks["peak_bytes"].max()),
+    }
     # a number that is not known has no card
-    numbers = [
-        ("a step, median", "" if np.isnan(wall_s) else format_s(wall_s)),
-        ("computing", percent(sums_s["compute_s"] / total_s)),
-        (
-            "of communication under compute",
-            percent(hidden_s / comm_s) if comm_s else "",
-        ),
-        (
-            "MFU of the recorded shapes",
-            "" if np.isnan(median_mfu) else percent(median_mfu),
-        ),
-        (
-            "memory at the peak",
-            format_bytes(peaks["peak_bytes"].max()) if len(peaks) else "",
-        ),
-    ]
+    texts = {
+        label: say(value) for label, (say, value) in numbers.items() if value == value
+    }
     # time in which the device neither computes nor copies
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
     rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
-    return section("Overview", text(summary), cards(numbers), text(note), bars(rows))
+    return section("Overview", text(summary), cards(texts), text(note), bars(rows))
 
 
 def _parts(row: dict):
@@ -137,12 +124,13 @@ def _parts(row: dict):
     # total = compute + exposed communication + idle + other, copies among the last
     other_s = row["total_s"] - row["compute_s"] - row["exposed_comm_s"] - row["idle_s"]
     copies_s = min(row["memory_s"], other_s)
-    times = {
+    return {
         "compute": row["compute_s"],
         "comm": row["exposed_comm_s"],
         "memcpy": copies_s,
+        "other": max(other_s - copies_s, 0.0),
+        "idle": row["idle_s"],
     }
-    return times | {"other": max(other_s - copies_s, 0.0), "idle": row["idle_s"]}
 
 
 def _busy(row: dict):
@@ -243,10 +231,8 @@ def _phases(timeline: Timeline):
     return by_phase.agg(batches=("step", "size"), **medians)
 
 
-def distributed(timeline: Timeline, recording: Timeline) -> str:
-    """Each group's collectives, who waits for whom, and which rank is late in which
-    step.
-    """
+def distributed(timeline: Timeline) -> str:
+    """Each group's collectives, who waits for whom, and which ranks are late."""
     groups = by_group(timeline)
     if not len(groups):
         return ""
@@ -266,48 +252,14 @@ def distributed(timeline: Timeline, recording: Timeline) -> str:
         *lines,
         text(note),
         table(worst),
-        _late_heat(recording),
-        *_exchanged(timeline),
     ]
+    # who sends how much to whom: of a group in which all get the same there is no line
+    for group, imbalance in exchanges(timeline).attrs["imbalance"].items():
+        mean = f"the rank that gets most gets {imbalance['mean']:.3g} times the mean"
+        if imbalance["worst"] > 1:
+            at_worst = f"{mean}, {imbalance['worst']:.3g} at worst"
+            parts.append(text(f"All-to-all in {group}: {at_worst}."))
     return section("Distributed", *parts)
-
-
-def _late_heat(timeline: Timeline):
-    """Heat map of what others waited for each rank in each step."""
-    lost = skew(timeline).pivot_table(
-        index="last_rank", columns="step", values="wait_s", aggfunc="sum"
-    )
-    # a single rank or step is no map
-    if lost.shape[0] < 2 or lost.shape[1] < 2:
-        return ""
-    # those that cost most, in the order of their numbers
-    worst = lost.sum(axis=1).nlargest(_FEW).index.sort_values()
-    lost = lost.loc[worst].iloc[:, :_WIDEST]
-    lost.index = [f"rank {rank}" for rank in lost.index]
-    what = "Who is waited for, by step: time that the others wait in collectives"
-    return heat(lost, what=what)
-
-
-def _exchanged(timeline: Timeline):
-    """Who sends how much to whom, of groups whose all-to-alls are uneven."""
-    pairs = exchanges(timeline)
-    parts = []
-    for group, imbalance in pairs.attrs["imbalance"].items():
-        if imbalance["worst"] <= 1:  # all ranks get the same
-            continue
-        sent = pairs[pairs["group"] == group].pivot(
-            index="source_rank", columns="target_rank", values="size_bytes"
-        )
-        sent.index = [f"from rank {rank}" for rank in sent.index]
-        uneven = (
-            f"the rank that gets most gets {imbalance['mean']:.3g} times the mean, "
-            f"{imbalance['worst']:.3g} at worst"
-        )
-        parts.append(text(f"All-to-all in {group}: {uneven}."))
-        corner = sent.iloc[:_FEW, :_WIDEST]
-        what = "Bytes from each rank to each"
-        parts.append(heat(corner, what=what, say=format_bytes))
-    return parts
 
 
 def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame):
@@ -407,7 +359,7 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
     for (rank, device), part in by_device:
         levels = part["allocated_bytes"].to_numpy(float)
         title = f"rank {rank}, {device}"
-        lines.append(line(part["time_s"].to_numpy(), levels, title=title))
+        lines.append(line(part["time_s"].to_numpy(), levels, title))
     top = table(peaks.nlargest(_FEW, "peak_bytes"))
     return section("Memory", *lines, top, text("Held at the peak:"), table(holders))
 
