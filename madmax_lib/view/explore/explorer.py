@@ -8,7 +8,7 @@ the same names, and `parameters` gives them back as they stand, for
 
 import asyncio
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -21,10 +21,10 @@ __all__ = [
     "Explorer",
     "Later",
     "command_html",
+    "control",
     "doublings",
     "message_html",
     "offer",
-    "path_box",
     "slider",
 ]
 
@@ -32,14 +32,14 @@ __all__ = [
 class Explorer:
     """Controls above numbers above a view, live in a browser, else a static picture."""
 
-    controls: dict  # by the parameters' names
+    # values that the controls offer, by the parameters' names: as `control` has them
+    offers: dict
+    values: dict  # of the controls, as they stand
     html: str  # the numbers, as a line of HTML or a table
     error: str = ""  # why the last change was not possible, empty where it was
     figure: Callable[[], plt.Figure]  # draws the static picture
     # takes over the value of a control, by its name, that was turned by hand
     turn: Callable[[str, object], None]
-    # brings controls and views to the parameters as they stand
-    follow: Callable[[], None]
     # while controls are brought to the parameters, their changes are not requests
     _following = False
 
@@ -51,6 +51,17 @@ class Explorer:
         except (OSError, ValueError) as error:
             self.error = str(error)
         self.numbers.value = self.html
+
+    def follow(self) -> None:
+        """Bring the controls to the values as they stand."""
+        for name, value in self.values.items():
+            offer(self.controls[name], value)
+
+    @cached_property
+    def controls(self) -> dict:
+        """The controls by the parameters' names."""
+        values = self.values
+        return {name: control(of, values.get(name)) for name, of in self.offers.items()}
 
     @cached_property
     def numbers(self):
@@ -131,16 +142,26 @@ def slider(values: list[int], value: int):
     return ipywidgets.SelectionSlider(options=sorted({*values, value}), value=value)
 
 
-def path_box(what: str):
-    """A box for the path of one's own file or folder."""
+def control(offers: Sequence | str, value):
+    """A slider over the values of a list, a menu of those of a tuple, or for a text a
+    box with this hint.
+    """
     import ipywidgets
 
-    return ipywidgets.Text(placeholder=what, continuous_update=False)
+    if isinstance(offers, list):
+        return slider(offers, value)
+    if isinstance(offers, str):
+        box = {"placeholder": offers, "continuous_update": False}
+        return ipywidgets.Text(value or "", **box)
+    menu = ipywidgets.Dropdown(options=offers)
+    offer(menu, value)
+    return menu
 
 
 def offer(control, value) -> None:
     """Set a control to a value, which joins its options if it is none of them."""
-    if value not in control.options:
+    # a box of text has no options: it takes any value
+    if value not in getattr(control, "options", [value]):
         options = [value, *control.options]
         control.options = sorted(options) if isinstance(value, int) else options
     control.value = value

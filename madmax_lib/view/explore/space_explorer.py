@@ -112,16 +112,15 @@ class SpaceExplorer(WorkloadExplorer):
         front.observe(lambda change: self._clicked(change["new"]), "chosen")
         return front
 
-    @cached_property
-    def controls(self) -> dict:
-        """A filter for each of some fields of the plan."""
-        import ipywidgets as w
+    @property
+    def offers(self) -> dict:
+        """Values of some fields of the plan, and that any will do."""
+        return {name: (_ANY, *values) for name, values in _FILTERS.items()}
 
-        controls = {}
-        for name, values in _FILTERS.items():
-            choice = self.filters.get(name, _ANY)
-            controls[name] = w.Dropdown(options=[_ANY, *values], value=choice)
-        return controls
+    @property
+    def values(self) -> dict:
+        """The filters, any where there is none."""
+        return dict.fromkeys(_FILTERS, _ANY) | self.filters
 
     @cached_property
     def widget(self):

@@ -19,12 +19,8 @@ from madmax_lib.view.explore.explorer import (
     command_html,
     doublings,
     message_html,
-    offer,
-    path_box,
-    slider,
 )
 from madmax_lib.view.explore.plan_card import (
-    PlanCard,
     plan_card,
     plan_card_html,
     plot_plan_card,
@@ -40,9 +36,9 @@ _DRAWN = 8
 # fields of a plan that are turned by doubling
 _DEGREES = ("tp", "pp", "cp", "ep", "micro_batch")
 _CHOICES = {
-    "zero": [0, 1, 2, 3],
-    "recompute": ["none", "selective", "full"],
-    "schedule": ["1f1b", "gpipe", "zero-bubble"],
+    "zero": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "schedule": ("1f1b", "gpipe", "zero-bubble"),
 }
 
 
@@ -121,23 +117,21 @@ class StepExplorer(WorkloadExplorer):
         dp becomes what the other degrees leave, unless the plan is given as a whole. A
         plan that cannot be laid out leaves its reason in `error`.
         """
-        names = set(changes) & set(self.parameters)
-        fields = {name: changes[name] for name in set(changes) - names}
+        fields = {name: changes[name] for name in changes.keys() - self.parameters}
         try:
             # checked first: a model that is none is not taken over
             model = catalog.model(changes.get("model", self.parameters["model"]))
             if not isinstance(model, Transformer):
                 why = "recommendation models have no closed form; use mm.simulate"
                 raise ValueError(f"{model.name}: {why}")
+            names = changes.keys() - fields
             self.parameters |= {name: changes[name] for name in names}
             self.plan = Plan.parse(self.parameters["plan"])
             # a plan given as text is taken as it is
             if changes and "plan" not in changes:
                 self.plan = _filling(self.plan, self.cluster.world_size, fields)
                 self.parameters["plan"] = str(self.plan)
-            self.card: PlanCard = plan_card(
-                self.model, self.cluster, self.plan, **self.batch
-            )
+            self.card = plan_card(self.model, self.cluster, self.plan, **self.batch)
             self.error = ""
         except (OSError, ValueError) as error:
             self.error = str(error)
@@ -153,8 +147,7 @@ class StepExplorer(WorkloadExplorer):
         batch = self.batch
         few_samples = self._drawn[0] * plan.dp * plan.micro_batch
         batch["global_batch"] = min(batch["global_batch"], few_samples)
-        where = (self.parameters["cluster"], self.parameters["nodes"])
-        return _stages(self.model, *where, plan, **batch)
+        return _stages(self.model, self.cluster, plan, **batch)
 
     @property
     def _drawn(self):
@@ -211,35 +204,28 @@ class StepExplorer(WorkloadExplorer):
         axes[2].set_title(f"Simulated: {self._caption}")
         return figure
 
-    @cached_property
-    def controls(self) -> dict:
-        """The controls by name: the parameters, and the fields of the plan that can be
-        turned one by one.
-        """
-        import ipywidgets as w
-
-        p = self.parameters
-        # a path of one's own is no name of the catalog, and joins the names
-        models = sorted({p["model"], *transformers()})
-        clusters = sorted({p["cluster"], *catalog.names("clusters")})
-        stacks = list(catalog.table("software")["name"].unique())
-        sequence = p["sequence"] or self.model.sequence
-        controls = {
-            "model": w.Dropdown(options=models, value=p["model"]),
-            "own model": path_box("path of a config.json"),
-            "cluster": w.Dropdown(options=clusters, value=p["cluster"]),
-            "nodes": slider(doublings(1, 1024), p["nodes"]),
-            "global_batch": slider(doublings(1, 8192), p["global_batch"]),
-            "sequence": slider(doublings(512, 131072), sequence),
-            "software": w.Dropdown(options=stacks, value=p["software"]),
+    @property
+    def offers(self) -> dict:
+        """The parameters, and the fields of the plan that can be turned one by one."""
+        return {
+            "model": tuple(transformers()),
+            "own model": "path of a config.json",
+            "cluster": tuple(catalog.names("clusters")),
+            "nodes": doublings(1, 1024),
+            "global_batch": doublings(1, 8192),
+            "sequence": doublings(512, 131072),
+            "software": tuple(catalog.table("software")["name"].unique()),
+            **dict.fromkeys(_DEGREES, doublings(1, 64)),
+            **_CHOICES,
+            "plan": "degrees and choices",
         }
-        for name in _DEGREES:
-            controls[name] = slider(doublings(1, 64), getattr(self.plan, name))
-        for name, values in _CHOICES.items():
-            value = getattr(self.plan, name)
-            controls[name] = w.Dropdown(options=values, value=value)
-        controls["plan"] = w.Text(value=p["plan"], continuous_update=False)
-        return controls
+
+    @property
+    def values(self) -> dict:
+        """The parameters and the fields of the plan; the sequence is a number."""
+        sequence = self.parameters["sequence"] or self.model.sequence
+        fields = {name: getattr(self.plan, name) for name in (*_DEGREES, *_CHOICES)}
+        return self.parameters | {"sequence": sequence} | fields
 
     @cached_property
     def widget(self):
@@ -260,17 +246,8 @@ class StepExplorer(WorkloadExplorer):
             raise ValueError(self.error)
 
     def follow(self) -> None:
-        """Bring the plan's controls to the plan, and the timeline a moment later."""
-        self.controls["plan"].value = self.parameters["plan"]
-        # a model of one's own joins the names of the box
-        offer(self.controls["model"], self.parameters["model"])
-        offer(
-            self.controls["sequence"],
-            self.parameters["sequence"] or self.model.sequence,
-        )
-        # a text of a plan changes the sliders of its fields
-        for field in (*_DEGREES, *_CHOICES):
-            offer(self.controls[field], getattr(self.plan, field))
+        """Bring the controls to the plan, and the timeline a moment later."""
+        super().follow()
         self._draw_later()
 
 
@@ -285,11 +262,11 @@ def transformers() -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _stages(model: Transformer, cluster: str, nodes: int, plan: Plan, **batch):
+def _stages(model: Transformer, cluster: Cluster, plan: Plan, **batch):
     """The simulated step on a rank of each stage; what was seen before is there at
     once.
     """
-    timeline = simulate(model, catalog.cluster(cluster, nodes=nodes), plan, **batch)
+    timeline = simulate(model, cluster, plan, **batch)
     # ranks are numbered stage by stage: the first of each
     return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 

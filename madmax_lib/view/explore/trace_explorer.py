@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 from madmax_lib.catalog.datasets import dataset, names
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
-from madmax_lib.view.explore.explorer import Explorer, message_html, offer, path_box
+from madmax_lib.view.explore.explorer import Explorer, control, message_html, offer
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
 from madmax_lib.view.notebooks.environment import is_here
 
@@ -73,7 +73,7 @@ class TraceExplorer(Explorer):
         traces = list(dict.fromkeys([here, *local]))  # each once, this one first
         return {
             "trace": w.Dropdown(options=traces, value=here),
-            "own trace": path_box("path of a file or folder"),
+            "own trace": control("path of a file or folder", ""),
             "ranks": w.SelectMultiple(rows=4),
             "step": w.Dropdown(),
         }

@@ -201,18 +201,11 @@ def widget_class(script: str, style: str = "", **values):
     import anywidget
     import traitlets
 
-    kinds = {
-        bytes: traitlets.Bytes,
-        dict: traitlets.Dict,
-        float: traitlets.Float,
-        int: traitlets.Int,
-        list: traitlets.List,
-        str: traitlets.Unicode,
+    # as of any kind: what the two sides send each other is not checked
+    traits = {
+        name: traitlets.Any(value).tag(sync=True) for name, value in values.items()
     }
     folder = Path(__file__).parent
-    traits = {}
-    for name, value in values.items():
-        traits[name] = kinds[type(value)](value).tag(sync=True)
     files = {"_esm": folder / script} | ({"_css": folder / style} if style else {})
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
