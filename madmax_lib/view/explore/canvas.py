@@ -9,7 +9,6 @@ many rows as their calls are deep.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +43,21 @@ def columns(
         raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines")
     if not all(len(busy_spans(timeline)) for timeline in timelines):
         raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
-    placed = [_placed(timeline, hosts) for timeline in timelines]
-    rows, row = _rows(timelines, titles, placed)
-    spans = [part.spans for part in placed]
-    # each timeline from its own first work
-    starts_ns = [part["start_ns"] - part["start_ns"].min() for part in spans]
-    start_ns = np.concatenate(starts_ns)
-    end_ns = start_ns + np.concatenate([part["dur_ns"].clip(lower=0) for part in spans])
+    rows = []
+    spans = []
+    for panel, (timeline, title) in enumerate(zip(timelines, titles, strict=True)):
+        placed = _placed(timeline, hosts)
+        # each timeline from its own first work, its rows below those of the one before
+        start_ns = placed.spans["start_ns"] - placed.spans["start_ns"].min()
+        place = placed.spans["place"] + sum(map(len, rows))
+        spans.append(placed.spans.assign(start_ns=start_ns, place=place))
+        simulated = timeline.meta.source == "simulated"
+        rows.append(placed.rows.assign(panel=panel, simulated=simulated, title=""))
+        rows[-1].loc[0, "title"] = title
+    whole = pd.concat([part[["place", "start_ns", "dur_ns"]] for part in spans])
+    row = whole["place"].to_numpy()
+    start_ns = whole["start_ns"].to_numpy()
+    end_ns = start_ns + whole["dur_ns"].clip(lower=0).to_numpy()
     name = union_categoricals([part["name"] for part in spans])
     name = name.remove_unused_categories()
     kind = union_categoricals([part["kind"] for part in spans])
@@ -60,7 +67,7 @@ def columns(
     # a nanosecond, or what lets the last end fit into an int32
     tick_ns = max(1, math.ceil(last_ns / _LARGEST))
     about = {
-        "rows": rows,
+        "rows": _ranges(pd.concat(rows), row).to_dict("records"),
         "names": list(name.categories),
         "count": len(row),
         "tick_s": tick_ns / NS_PER_S,
@@ -133,26 +140,13 @@ def _nested(timeline: Timeline):
     return calls[level < _DEEPEST]
 
 
-def _rows(timelines: Sequence[Timeline], titles: Sequence[str], placed: list[_Placed]):
-    """The rows of all timelines with the range of their spans, and the row of each
-    span.
+def _ranges(rows: pd.DataFrame, row: np.ndarray):
+    """Rows with the range of their spans, which are sent row by row: those of a row are
+    first to end.
     """
-    rows = []
-    row_numbers = []
-    panels = zip(timelines, titles, placed, strict=True)
-    for panel, (timeline, title, (drawn, spans)) in enumerate(panels):
-        row_numbers.append(len(rows) + spans["place"].to_numpy())
-        simulated = timeline.meta.source == "simulated"
-        about = {"title": "", "panel": panel, "simulated": simulated}
-        columns = drawn[["label", "rank", "stream", "level"]]
-        rows += [row | about for row in columns.to_dict("records")]
-        rows[-len(drawn)]["title"] = title
-    row = np.concatenate(row_numbers)
-    # spans are sent row by row: those of row i are first[i] to end[i]
-    ends = np.bincount(row, minlength=len(rows)).cumsum().tolist()
-    for about, (first, end) in zip(rows, pairwise([0, *ends]), strict=True):
-        about |= {"first": first, "end": end}
-    return rows, row
+    count = np.bincount(row, minlength=len(rows))
+    end = count.cumsum()
+    return rows.drop(columns="place").assign(first=end - count, end=end)
 
 
 def _launched_at(
@@ -160,8 +154,7 @@ def _launched_at(
 ):
     """Position of the launch of each span (n,) among the spans as drawn, -1 without."""
     # the inverse of the order: position[i] is where span i is drawn
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
+    position = np.argsort(order)
     before = 0  # spans of the timelines before
     launch = np.full(len(order), -1, dtype=np.int64)
     for timeline, part in zip(timelines, spans, strict=True):
