@@ -149,7 +149,7 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         most = format_s(exposed_s.iloc[0])
         title = f"Most exposed: {names[0]}, {most}, {share:.0%} of its time"
     x = f"time per rank, mean of {draw.plural(ranks, 'rank')} [ms]"
-    frame = draw.Frame(x=x, rows=names, key=_HIDDEN, origin=table)
+    frame = draw.Frame(x=x, rows=names, key=_HIDDEN)
     return draw.bar_chart(ax, mean.reset_index(), parts * 1e3, title, frame)
 
 
@@ -185,7 +185,6 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     frame = draw.Frame(
         x="gain per step, at most [ms]; as text: share of the step",
         rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
-        origin=table,
     )
     title = f"{top['cause'].iloc[0].capitalize()} costs most"
     style = draw.BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format))

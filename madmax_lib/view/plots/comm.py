@@ -60,7 +60,7 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     groups = top["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
     labels = top["collective"].map(_name) + " · " + groups
     rows = list(labels.str.removesuffix(" · "))
-    frame = draw.Frame(x="time per rank [ms]", rows=rows, key=key, origin=table)
+    frame = draw.Frame(x="time per rank [ms]", rows=rows, key=key)
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
     return draw.bar_chart(ax, top[columns], per_rank_ms, title, frame)
 
@@ -125,7 +125,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer"
     x = "last arrival - first arrival (bar: median)"
     rows = [_name(name) for name in medians_s.index]
-    return draw.finish(ax, data, title, draw.Frame(x=x, rows=rows, origin=table))
+    return draw.finish(ax, data, title, draw.Frame(x=x, rows=rows))
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -150,7 +150,7 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     rows = draw.rank_labels(top["rank"])
     x = "waiting of the other ranks [ms]"
-    frame = draw.Frame(x=x, rows=rows, key=_HIDDEN, origin=table)
+    frame = draw.Frame(x=x, rows=rows, key=_HIDDEN)
     style = draw.BarStyle(notes=last.where(top["share"] > 0, "never last"))
     return draw.bar_chart(ax, top, parts * 1e3, title, frame, style)
 
@@ -172,7 +172,7 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
         f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}"
     )
-    frame = draw.Frame(x="stage", y="data-parallel rank", origin=table)
+    frame = draw.Frame(x="stage", y="data-parallel rank")
     return draw.finish(ax, table, title, frame)
 
 
@@ -203,9 +203,7 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = f"Clocks are up to {largest} apart, ends scatter by {spread}"
     rows = draw.rank_labels(top["rank"])
     x = "clock ahead of the reference [µs]"
-    return draw.finish(
-        ax, top, title, draw.Frame(x=x, rows=rows, key=_CLOCK, origin=table)
-    )
+    return draw.finish(ax, top, title, draw.Frame(x=x, rows=rows, key=_CLOCK))
 
 
 def _name(collective: str):

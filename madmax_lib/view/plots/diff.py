@@ -152,7 +152,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
     rows = [_QUANTITIES[quantity][1] for quantity in quantities.index]
     x = "time per step and rank [ms]"
-    frame = draw.Frame(x=x, rows=rows, key=key, origin=table)
+    frame = draw.Frame(x=x, rows=rows, key=key)
     title = _change(labels, total["a"], total["b"])
     return draw.finish(ax, quantities.reset_index(), title, frame)
 
@@ -176,7 +176,6 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
         xlim=(-reach_ms, reach_ms),
         rows=names,
         key=draw.kinds_key(top["kind"]),
-        origin=table,
     )
     # calls on the host have kinds without a colour
     kinds = top["kind"].astype(str).where(top["kind"].isin(draw.COLORS), "other")

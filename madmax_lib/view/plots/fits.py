@@ -81,7 +81,6 @@ def plot_constants(
         ],
         columns=3,
         xlim=(-0.02, 1.1),
-        origin=table,
     )
     columns = ["start", "low", "high", "fitted", "interval_low", "interval_high"]
     columns += ["moved", "learned", "state"]
@@ -129,7 +128,6 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         yscale="log",
         xlim=ends,
         ylim=ends,
-        origin=table,
     )
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     columns += ["low_s", "high_s"]
@@ -163,7 +161,7 @@ def plot_errors(
         text = draw.shorten(text, 58, keep_end=True)
         rows.append(f"{text} ({draw.plural(count, 'run')})")
     x = "mean absolute error of the predicted time [%]"
-    frame = draw.Frame(x=x, rows=rows, key=key, origin=table)
+    frame = draw.Frame(x=x, rows=rows, key=key)
     style = draw.BarStyle(source="simulated")
     ax = draw.bar_chart(ax, data, error * 100, title, frame, style)
     if baseline is not None:
@@ -208,5 +206,5 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %"
     )
     rows = [draw.shorten(run, 72) for run in means["run"]]
-    frame = draw.Frame(x="per cent", rows=rows, key=key, columns=2, origin=table)
+    frame = draw.Frame(x="per cent", rows=rows, key=key, columns=2)
     return draw.finish(ax, means.drop(columns="order"), title, frame)

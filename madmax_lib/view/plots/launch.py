@@ -171,7 +171,6 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         x="time [ms]; black line: duration on the host",
         rows=["" if row % every else label for row, label in enumerate(labels)],
         key=parts_key(parts),
-        origin=table,
     )
     # means over the ranks
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
@@ -228,6 +227,5 @@ def plot_launch_floor(
         y="computation in a step [ms]",
         xscale="log",
         yscale="log",
-        origin=table,
     )
     return draw.finish(ax, mean, title, frame)

@@ -127,7 +127,7 @@ def plot_held(
     share = part["share"]
     title = f"{rows[share.argmax()]} holds {share.max():.0%} of the peak"
     x = f"held at the peak of {device} of rank {rank} [{unit}]"
-    frame = draw.Frame(x=x, rows=rows, origin=table)
+    frame = draw.Frame(x=x, rows=rows)
     kinds = (part["operator"] == BEFORE).map({True: "idle", False: "other"})
     style = draw.BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts)
     sizes = part["size_bytes"].clip(lower=0) / factor

@@ -34,7 +34,6 @@ _TALKS = re.compile(
 _MOST_NAMES = 12
 _LEAST_SHARE = 0.0005  # of the time; below, a bar cannot be seen
 _NUMBERED = 8  # points of a roofline that the text beside it names
-_DISTANCE = 8  # points between two numbers
 
 
 class _Measure(NamedTuple):
@@ -125,7 +124,6 @@ def _longest(
         x=measure.x,
         rows=names,
         key=draw.kinds_key(kinds) if len(set(kinds)) > 1 else None,
-        origin=table,
     )
     title = f"{names[0]} takes {draw.percent(top['share'][0])} of the time"
     style = draw.BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
@@ -167,8 +165,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     limits = {"xlim": (low, high), "ylim": (tflop_per_s.min() / 2, top_tflop_per_s)}
     ax.set(xscale="log", yscale="log", **limits)
     ax.grid(True, axis="both")
-    _number(ax, intensity.head(_NUMBERED), tflop_per_s)
-    _list_numbered(ax, rows.head(_NUMBERED))
+    _number(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
     title = (
@@ -196,13 +193,21 @@ def _draw_roofs(
         draw.note(ax, ridge, peak / 1e12, text, **style)
 
 
-def _list_numbered(ax: Axes, rows: pd.DataFrame):
-    """Names, shares of the roof and shapes of the numbered points, beside the axes."""
-    texts = [
-        f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
-        f"roof\n    {_shapes(row.shapes)}"
-        for number, row in enumerate(rows.itertuples(), start=1)
-    ]
+def _number(ax: Axes, rows: pd.DataFrame):
+    """Number points, and list their names, shares of the roof and shapes beside the
+    axes.
+    """
+    texts = []
+    for number, row in enumerate(rows.itertuples(), start=1):
+        # eight points, eight directions: the numbers of points that coincide stand apart
+        angle = np.deg2rad(45 * number)
+        away = {"dx": 9 * np.cos(angle), "dy": 9 * np.sin(angle)}
+        point = (row.flops_per_byte, row.flops_per_s / 1e12)
+        draw.note(ax, *point, str(number), weight="bold", ha="center", **away)
+        texts.append(
+            f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
+            f"roof\n    {_shapes(row.shapes)}"
+        )
     style = {"va": "top", "fontsize": 6.5, "linespacing": 1.25}
     ax.text(1.02, 1.0, "\n".join(texts), transform=ax.transAxes, **style)
 
@@ -256,30 +261,6 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for row, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
         draw.note(ax, most * 100, row, draw.percent(value), dx=5)
     return ax
-
-
-def _number(ax: Axes, x: pd.Series, y: pd.Series):
-    """Numbers from 1 beside points, each at the nearest position that no number before
-    it has.
-    """
-    # eight directions, then the same ones farther away; in points
-    angles = np.deg2rad(range(45, 405, 45))
-    directions = [np.array([np.cos(angle), np.sin(angle)]) for angle in angles]
-    shifts = [radius * way for radius in (9, 14, 19, 24) for way in directions]
-    numbers = []
-    for number, point in enumerate(zip(x, y, strict=False), start=1):
-        # pixels to points: 72 of them are an inch
-        center = ax.transData.transform(point) * 72 / ax.figure.dpi
-        free = [
-            shift
-            for shift in shifts
-            if all(
-                np.abs(center + shift - other).max() > _DISTANCE for other in numbers
-            )
-        ]
-        dx, dy = (free or shifts)[0]
-        numbers.append(np.add(center, (dx, dy)))
-        draw.note(ax, *point, str(number), dx=dx, dy=dy, weight="bold", ha="center")
 
 
 def _shapes(text: str):

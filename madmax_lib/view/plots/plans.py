@@ -74,7 +74,6 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
         y="simulated step [s]",
         reach=room_gb * 1.05,
         yscale="log",
-        origin=pareto,
     )
     return draw.finish(ax, table, title, frame)
 
@@ -109,7 +108,6 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         xlim=(-0.2, len(_CHOICES) - 0.5),
         ylim=(-0.15, 1.15),
         key=[draw.line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
-        origin=table,
     )
     return draw.finish(ax, best, title, frame)
 
