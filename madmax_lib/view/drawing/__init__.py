@@ -8,3 +8,4 @@ the table, so that a figure is saved with its data.
 from madmax_lib.view.drawing.axes import *
 from madmax_lib.view.drawing.shapes import *
 from madmax_lib.view.drawing.style import *
+from madmax_lib.view.words import *

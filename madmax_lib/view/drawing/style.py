@@ -8,27 +8,19 @@ measured is filled, what was simulated is hatched, what others published is holl
 
 from collections.abc import Iterable
 
+import pandas as pd
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.view.words import (
-    COLORS,
-    LABELS,
-    lanes,
-    percent,
-    plural,
-    row_label,
-    shorten,
-)
+from madmax_lib.catalog.tables import data_file
+from madmax_lib.view.words import COLORS, LABELS, shorten
 
 __all__ = [
-    "COLORS",
     "COMPONENTS",
     "DARK",
     "DASHED",
     "GREY",
-    "LABELS",
     "OTHER",
     "PAPER",
     "SERIES",
@@ -47,28 +39,14 @@ __all__ += [
     "mark_key",
     "patch_key",
 ]
-__all__ += ["lanes", "percent", "plural", "row_label", "short_name", "shorten"]
+__all__ += ["short_name"]
 
 # of groups in order; the first two are those of compute and communication
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8")
 SERIES += ("#c44e52", "#937860", "#c49a2c", "#2f9c95")
-COMPONENTS = {  # of memory, the same colour everywhere; neighbours differ in lightness
-    "weights": "#3b75af",
-    "gathered weights": "#7ba3cf",
-    "gradients": "#b9cfe6",
-    "gradients on their way": "#9fc0c8",
-    "optimizer": "#17615c",
-    "optimizer temporaries": "#4fa8a1",
-    "buckets": "#c7b3e0",
-    "activations": "#e1812c",
-    "checkpoints on their way": "#f0b27a",
-    "logits": "#f8d9bd",
-    "block at work": "#b5433f",
-    "context": "#d9d9d9",
-    "fragmentation": "#a6a6a6",
-    "chunk tails": "#dcc27a",
-    "staging": "#9a7d1f",
-}
+# of memory, the same colour everywhere; neighbours differ in lightness
+COMPONENTS = pd.read_csv(data_file("view/components.csv"), index_col="component")
+COMPONENTS = COMPONENTS["color"].to_dict()
 OTHER = "#6b6b6b"  # components that have no colour of their own
 GREY = "#b9b9b9"
 DARK = "#4a4a4a"

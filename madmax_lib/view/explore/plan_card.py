@@ -20,17 +20,12 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
-from madmax_lib.simulator.steady.step_time import COMMUNICATION
 from madmax_lib.view.drawing import COLORS, DASHED, BarStyle, bars, patch_key
+from madmax_lib.view.plots.predicted import STEP_PARTS
 
 __all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
 
-_TIME = {  # parts of the step: columns of `estimate`
-    "compute": ["gemm_s", "attention_s", "pointwise_s", "head_s"],
-    "exposed communication": list(COMMUNICATION),
-    "pipeline bubble": ["bubble_s"],
-    "optimizer and host": ["optimizer_s", "launch_s", "overhead_s"],
-}
+_TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and host"]
 # the other bytes that are always there are buffers
 _STATES = ["weights", "gradients", "optimizer"]
 _MEMORY = [*_STATES, "buffers and context", "activations and temporaries"]
@@ -70,7 +65,8 @@ def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
     ValueErrors are raised.
     """
     row = estimate(model, cluster, plan, **run).iloc[0]
-    time_s = pd.Series({name: row[columns].sum() for name, columns in _TIME.items()})
+    seconds = row[STEP_PARTS.index].astype(float)
+    time_s = seconds.groupby(STEP_PARTS["summary"]).sum()[_TIME]
     fullest = fullest_stage(memory(model, plan, cluster=cluster, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)

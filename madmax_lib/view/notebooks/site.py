@@ -1,22 +1,23 @@
-"""Site of the notebooks, for somebody with only a browser: a page for each and an
-index, no network, no scripts.
+"""Site of the notebooks, for somebody with only a browser: a page for each, for each page
+of docs/, and an index, no network, no scripts.
 """
 
 import base64
 import html
 import os
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
 from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
 from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.datasets import PROJECT
-from madmax_lib.view.notebooks.docs import docs_index, docs_pages
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 __all__ = ["notebook_page", "notebook_question", "write_site"]
@@ -34,7 +35,12 @@ _SENTENCE = (
     "Run it, trace it, understand it, calibrate a model on it, predict what you "
     "cannot run, plan it, and redraw the paper: every step a notebook."
 )
-_STYLE = Path(__file__).with_name("site.css")
+_STYLE = Path(__file__).with_name("site.css").read_text()
+_STYLE += HtmlFormatter(style="default").get_style_defs(".highlight")
+_DOCS = PROJECT / "docs"
+# a link within the repository; those with a colon or a # lead elsewhere
+_TARGET = re.compile(r'(href|src)="([^":#]+)')
+_MEDIA_TYPES = {".svg": "svg+xml", ".png": "png"}
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -52,11 +58,10 @@ def notebook_page(path: Path, links: str = "") -> str:
         exclude_anchor_links=True,
     )
     body = exporter.from_notebook_node(notebook)[0]
-    colors = HtmlFormatter(style="default").get_style_defs(".highlight")
     nav = f"<nav>{links}</nav>" if links else ""
     title = _title(notebook, path.stem)
     body = f"{nav}\n{body}\n{nav}"
-    return _without_folders(page(title, body, _STYLE.read_text() + colors))
+    return _without_folders(page(title, body, _STYLE))
 
 
 def write_site(results: Sequence[Result], folder: Path) -> Path:
@@ -70,7 +75,12 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
         result.name: notebook_page(result.output, _links(names, number))
         for number, result in enumerate(results)
     }
-    pages |= docs_pages(_STYLE.read_text())
+    nav = '<nav><a href="index.html">All pages and notebooks</a></nav>'
+    # outside of a checkout there are none
+    for path in _DOCS.glob("[a-z]*.md"):
+        title = path.read_text().partition("\n")[0].removeprefix("# ")
+        body = f"{nav}\n{_docs_html(path)}\n{nav}"
+        pages[path.stem] = page(title, body, _STYLE)
     # last: who sees the index finds every page
     pages["index"] = _index(results)
     for name, text in pages.items():
@@ -87,8 +97,10 @@ def _index(results: Sequence[Result]):
         "<h1>MAD-Max Workbench</h1>",
         paragraph(_SENTENCE, "message"),
         paragraph(about, "about"),
-        docs_index(),
     ]
+    docs = _DOCS / "README.md"
+    if docs.exists():
+        parts.append(re.sub(r"<h1.*?</h1>", "", _docs_html(docs)))
     groups = {}
     for result in results:
         group = _GROUPS.get(result.name[0], "Others")
@@ -97,7 +109,7 @@ def _index(results: Sequence[Result]):
         parts.append(f"<h2>{group}</h2>\n" + "\n".join(entries))
     origin = f"MAD-Max Workbench {__version__}. The pictures were drawn by this run."
     parts.append(paragraph(origin, "about"))
-    text = page("MAD-Max Workbench", "\n".join(parts), _STYLE.read_text())
+    text = page("MAD-Max Workbench", "\n".join(parts), _STYLE)
     return _without_folders(text)
 
 
@@ -155,11 +167,38 @@ def _source(output: nbformat.NotebookNode):
     """The picture of an output as the source of an <img>; empty where it has none."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
-        content = base64.b64encode(data["image/svg+xml"].encode()).decode()
-        return f"data:image/svg+xml;base64,{content}"
+        return _embedded("svg+xml", data["image/svg+xml"].encode())
     if "image/png" in data:  # which notebooks hold in base64 already
         return f"data:image/png;base64,{data['image/png'].strip()}"
     return ""
+
+
+def _embedded(kind: str, content: bytes):
+    """A picture as an address that holds it."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _docs_html(path: Path):
+    text = re.sub(r"<!--.*?-->", "", path.read_text())
+    # pilcrows that nbconvert puts behind headings
+    body = re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(text))
+    return _TARGET.sub(
+        lambda link: f'{link[1]}="{_address(path.parent, link[2])}', body
+    )
+
+
+def _address(folder: Path, link: str):
+    """Address of a link of Markdown: a page of the site, a picture in the page, or a
+    file of the repository.
+    """
+    target = Path(os.path.normpath(folder / link))
+    if target.parent == _DOCS or target.suffix == ".ipynb":
+        return f"{target.stem}.html"
+    if target.suffix in _MEDIA_TYPES:
+        return _embedded(_MEDIA_TYPES[target.suffix], target.read_bytes())
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    path = target.relative_to(PROJECT).as_posix()
+    return f"{project['urls']['Repository']}/blob/main/{path}"
 
 
 def _first_text(notebook: nbformat.NotebookNode):

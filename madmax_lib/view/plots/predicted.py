@@ -6,12 +6,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog.tables import data_file
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view import drawing as draw
 
 __all__ = [
+    "STEP_PARTS",
     "plot_causes",
     "plot_components",
     "plot_moments",
@@ -20,23 +22,9 @@ __all__ = [
     "plot_streams",
 ]
 
-_PARTS = {  # name: columns of `estimate`, kind
-    "matrix products": (["gemm_s", "head_s"], "compute"),
-    "attention": (["attention_s"], "compute"),
-    "norms and activations": (["pointwise_s"], "compute"),
-    "optimizer": (["optimizer_s"], "compute"),
-    "tensor parallelism": (["tp_s"], "comm"),
-    "context parallelism": (["cp_s"], "comm"),
-    "experts' all-to-all": (["ep_s"], "comm"),
-    "sharded weights": (["fsdp_s"], "comm"),
-    "gradients": (["dp_s"], "comm"),
-    "messages of the pipeline": (["pp_s"], "comm"),
-    "pipeline bubble": (["bubble_s"], "idle"),
-    "launches and host": (["launch_s", "overhead_s"], "idle"),
-}
-_CAUSES = {
-    columns[0]: part for part, (columns, kind) in _PARTS.items() if kind == "comm"
-}
+# of a step: what each column of `estimate` is, and its kind of work
+STEP_PARTS = pd.read_csv(data_file("view/step_parts.csv"), index_col="column")
+_CAUSES = STEP_PARTS["part"][STEP_PARTS["kind"] == "comm"].to_dict()
 _LEAST_SHARE = 5e-4  # of the step; below, a part has no row
 _MOST_STAGES = 12
 _PLACES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
@@ -49,10 +37,9 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     """Seconds of a step by cause; communication counts where nothing hides it. row: of
     `estimate`.
     """
-    parts = [
-        (part, kind, row[columns].sum()) for part, (columns, kind) in _PARTS.items()
-    ]
-    table = pd.DataFrame(parts, columns=["part", "kind", "seconds"])
+    seconds = STEP_PARTS.assign(seconds=row[STEP_PARTS.index].astype(float))
+    by_part = seconds.groupby(["part", "kind"], sort=False)["seconds"]
+    table = by_part.sum().reset_index()
     share = table["seconds"] / row["step_s"]
     by_kind = share.groupby(table["kind"]).sum()
     # parts add up to the step, so that what is neither computes
