@@ -4,7 +4,7 @@ Each draws on given Axes; rows count from the top.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -85,7 +85,7 @@ def bar_chart(
     style = style or BarStyle()
     about = table.attrs | getattr(frame.origin, "attrs", {})
     source = style.source or about.get("source")
-    _draw_bars(ax, lengths, style, source)
+    bars(ax, lengths, replace(style, source=source))
     return finish(ax, table, title, frame)
 
 
@@ -103,15 +103,6 @@ def bars(
     array([4., 6.])
     """
     style = style or BarStyle()
-    return _draw_bars(ax, lengths, style, style.source)
-
-
-def _draw_bars(
-    ax: Axes,
-    lengths: pd.DataFrame | Sequence[float],
-    style: BarStyle,
-    source: str | None,
-):
     slot, slots = style.slot
     height = style.height or (0.7 if slots == 1 else 0.72 / slots)
     fills = style.fill
@@ -131,7 +122,7 @@ def _draw_bars(
         shapes = draw(rows, length, height, ends)
         one_fill = isinstance(fill, (str, dict))
         row_fills = [fill] * len(parts) if one_fill else fill
-        paints = [fill_of(each, source) for each in row_fills]
+        paints = [fill_of(each, style.source) for each in row_fills]
         for shape, paint in zip(shapes, paints, strict=True):
             shape.set(**paint)
         if style.inside is not None:
@@ -309,13 +300,11 @@ def grid(
     texts: pd.DataFrame | None = None,
     colors: str = "Blues",
     limits: tuple[float | None, float | None] = (None, None),
-    label: str = "",
 ) -> None:
     """A matrix as coloured cells, with its index and columns as ticks; cells without a
     value stay grey.
 
-    texts: written on the cells. limits: values of the first and the last colour. label:
-    of a colour bar, if any.
+    texts: written on the cells. limits: values of the first and the last colour.
     """
     import seaborn  # late: it brings scipy.stats, a second of every start
 
@@ -332,8 +321,7 @@ def grid(
         annot_kws={"fontsize": 8},
         xticklabels=True,
         yticklabels=True,
-        cbar=bool(label),
-        cbar_kws={"label": label, "shrink": 0.7},
+        cbar=False,
     )
     if texts is not None:
         # seaborn writes no text on a cell without a value

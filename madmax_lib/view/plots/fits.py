@@ -44,25 +44,24 @@ def plot_constants(
     # 0 is the lower bound of a constant and 1 its upper one, so that all share an axis
     low = scaled(table, "low")
     span = scaled(table, "high") - low
-    start = (scaled(table, "start") - low) / span
-    fitted = np.asarray((scaled(table, "fitted") - low) / span)
+    names = ("start", "fitted", "interval_low", "interval_high")
+    at = {name: (scaled(table, name) - low) / span for name in names}
     prior = _INSIDE * sigma.reindex(table.index).to_numpy(float) / span
+    prior_low = np.clip(at["start"] - prior, 0, 1)
+    prior_high = np.clip(at["start"] + prior, 0, 1)
     ax = ax or draw.new_axes(height=1.2 + 0.165 * len(table))
     rows = np.arange(len(table))
-    ax.hlines(
-        rows, np.clip(start - prior, 0, 1), np.clip(start + prior, 0, 1), **_PRIOR
-    )
-    ax.plot(start, rows, "|", color="#7a7a7a", ms=7)
-    interval_low = (scaled(table, "interval_low") - low) / span
-    interval_high = (scaled(table, "interval_high") - low) / span
+    ax.hlines(rows, prior_low, prior_high, **_PRIOR)
+    ax.plot(at["start"], rows, "|", color="#7a7a7a", ms=7)
     colors = [_STATE_STYLES[state][0] for state in table["state"]]
-    ax.hlines(rows, interval_low, interval_high, color=colors, lw=1.6)
+    interval = (at["interval_low"], at["interval_high"])
+    ax.hlines(rows, *interval, color=colors, lw=1.6)
     # every state has an entry in the legend, with 0 too
     counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
     for state, (color, mark) in _STATE_STYLES.items():
         part = np.flatnonzero(table["state"] == state)
         style = {"ms": 4.5, "zorder": 3, "label": f"{state} ({counts[state]})"}
-        ax.plot(fitted[part], part, mark, color=color, **style)
+        ax.plot(at["fitted"][part], part, mark, color=color, **style)
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         draw.note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
@@ -82,8 +81,7 @@ def plot_constants(
         columns=3,
         xlim=(-0.02, 1.1),
     )
-    columns = ["start", "low", "high", "fitted", "interval_low", "interval_high"]
-    columns += ["moved", "learned", "state"]
+    columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
     data = table[columns].rename_axis("constant").reset_index()
     return draw.finish(ax, data, title, frame)
 
@@ -189,13 +187,10 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     means = means.sort_values("order", kind="stable")
     fills = [_FACTS[what][1] for what in means["what"]]
     ax = ax or draw.new_axes(height=1.6 + 0.3 * len(means))
-    for number, who in enumerate(("measured", "predicted")):
-        style = draw.BarStyle(
-            fills,
-            source="simulated" if who == "predicted" else None,
-            slot=(number, 2),
-            notes=means[who].map("{:.0f}".format),
-        )
+    sources = {"measured": None, "predicted": "simulated"}
+    for number, (who, source) in enumerate(sources.items()):
+        notes = means[who].map("{:.0f}".format)
+        style = draw.BarStyle(fills, source, slot=(number, 2), notes=notes)
         draw.bars(ax, means[who], style)
     key = [draw.patch_key(label, fill) for label, fill in _FACTS.values()]
     ours = draw.fill_of(draw.GREY, "simulated")

@@ -3,7 +3,6 @@ the tables of `traces.operators`.
 """
 
 import re
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -36,39 +35,6 @@ _LEAST_SHARE = 0.0005  # of the time; below, a bar cannot be seen
 _NUMBERED = 8  # points of a roofline that the text beside it names
 
 
-class _Measure(NamedTuple):
-    """Columns and words of the bars of `_longest`."""
-
-    seconds: str  # column of the time
-    columns: list[str]  # of the data of the picture, name and kind among them
-    counted: str  # column of the count in the notes
-    noun: str  # what it counts
-    x: str
-
-
-_KERNELS = _Measure(
-    "total_s",
-    ["name", "kind", "total_s", "count"],
-    "count",
-    "call",
-    "time, all ranks [ms]",
-)
-_OPERATORS = _Measure(
-    "self_device_s",
-    ["name", "self_device_s", "count", "kind"],
-    "count",
-    "call",
-    "time without operators inside, all ranks [ms]",
-)
-_MODULES = _Measure(
-    "self_device_s",
-    ["name", "self_device_s", "count", "modules", "kind"],
-    "modules",
-    "module",
-    "device time without modules inside, with backward [ms]",
-)
-
-
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The kernels that take most device time over all ranks, coloured by kind, of
     `kernels` or `top_kernels`.
@@ -76,7 +42,8 @@ def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     names = pd.Series(op_names(table["name"].astype(str)), table.index, dtype=object)
     names = names.replace("generic", "collective")
     rows = table.assign(name=names, kind=table["kind"].astype(str))
-    return _longest(ax, rows, _KERNELS, table)
+    columns = ["name", "kind", "total_s", "count"]
+    return _longest(ax, rows[columns], "total_s", "time, all ranks [ms]")
 
 
 def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -89,7 +56,9 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     talks = np.array([bool(_TALKS.search(name)) for name in names], dtype=bool)
     kinds = np.where(talks, "comm", "compute")
     rows = table.assign(name=names, kind=np.where(names == OUTSIDE, "other", kinds))
-    return _longest(ax, rows, _OPERATORS, table)
+    columns = ["name", "self_device_s", "count", "kind"]
+    x = "time without operators inside, all ranks [ms]"
+    return _longest(ax, rows[columns], "self_device_s", x)
 
 
 def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -98,36 +67,35 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     # ones are summed: how many modules of a type there are
     rows = table.assign(name=table["type"], modules=1, kind="compute")
-    return _longest(ax, rows, _MODULES, table)
+    columns = ["name", "self_device_s", "count", "modules", "kind"]
+    x = "device time without modules inside, with backward [ms]"
+    return _longest(ax, rows[columns], "self_device_s", x)
 
 
-def _longest(
-    ax: Axes | None, rows: pd.DataFrame, measure: _Measure, table: pd.DataFrame
-):
+def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
     """Bars of the twelve names with the largest sums of a time, each with its share of
-    all and how many it counts.
+    all and how many calls, or modules, it counts. seconds: column of the time.
     """
-    keys = ["name", "kind"]
-    sums = [column for column in measure.columns if column not in keys]
-    sums_by_name = rows.groupby(keys)[sums].sum().reset_index()[measure.columns]
-    seconds = sums_by_name[measure.seconds]
-    data = sums_by_name.assign(share=seconds / max(seconds.sum(), 1e-12))
-    data = data.sort_values([measure.seconds, "name"], ascending=[False, True])
+    sums = rows.groupby(["name", "kind"]).sum().reset_index()[list(rows)]
+    share = sums[seconds] / max(sums[seconds].sum(), 1e-12)
+    data = sums.assign(share=share)
+    data = data.sort_values([seconds, "name"], ascending=[False, True])
     top = data.head(_MOST_NAMES)
     top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
     if not len(top):
-        return draw.empty(ax, top, "No device time is recorded", table)
-    counts = [draw.plural(count, measure.noun) for count in top[measure.counted]]
+        return draw.empty(ax, top, "No device time is recorded", rows)
+    counted, noun = ("modules", "module") if "modules" in top else ("count", "call")
+    counts = [draw.plural(count, noun) for count in top[counted]]
     names = [draw.short_name(name) for name in top["name"]]
     kinds = list(top["kind"])
     frame = draw.Frame(
-        x=measure.x,
+        x=x,
         rows=names,
         key=draw.kinds_key(kinds) if len(set(kinds)) > 1 else None,
     )
     title = f"{names[0]} takes {draw.percent(top['share'][0])} of the time"
     style = draw.BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
-    return draw.bar_chart(ax, top, top[measure.seconds] * 1e3, title, frame, style)
+    return draw.bar_chart(ax, top, top[seconds] * 1e3, title, frame, style)
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -5,8 +5,6 @@ filled; hatched is the memory that `simulator.memory` predicts. A run is named b
 strategy.
 """
 
-from typing import NamedTuple
-
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -34,19 +32,13 @@ _FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
 
 
-class _Quantity(NamedTuple):
-    """Quantity of a calibration's results."""
-
-    column: str  # behind measured_ and predicted_
-    factor: float  # to what is drawn: ms or per cent
-    kind: str  # of work, for its colour
-
-
+# of a calibration's results: column behind measured_ and predicted_, factor to what is
+# drawn (ms or per cent), and kind of work, for its colour
 _QUANTITIES = {
-    "step": _Quantity("s", 1e3, "other"),
-    "compute": _Quantity("compute", 100.0, "compute"),
-    "exposed_comm": _Quantity("exposed_comm", 100.0, "comm"),
-    "overlap": _Quantity("overlap", 100.0, "comm"),
+    "step": ("s", 1e3, "other"),
+    "compute": ("compute", 100.0, "compute"),
+    "exposed_comm": ("exposed_comm", 100.0, "comm"),
+    "overlap": ("overlap", 100.0, "comm"),
 }
 
 
@@ -149,10 +141,9 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     """
     table = runs_table(runs)
     medians = []
-    for name in table["run"]:
-        steps = runs[name].steps
+    for run in map(runs.get, table["run"]):
         # the first steps compile and allocate
-        counted = steps[steps["step"] >= runs[name].spec.warmup]
+        counted = run.steps[run.steps["step"] >= run.spec.warmup]
         medians.append(_phases(counted).median())
     parts = pd.DataFrame(medians)
     share = (parts["backward"] / parts.sum(axis=1)).median()
