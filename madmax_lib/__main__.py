@@ -2,8 +2,6 @@
 workbench without a notebook.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

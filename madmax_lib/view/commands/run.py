@@ -2,8 +2,6 @@
 training cost?
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError, Namespace
 
 from madmax_lib.view.commands.answers import Answer, add_command, option

@@ -2,8 +2,6 @@
 that nobody has run.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 from madmax_lib.base.atomic import write_text

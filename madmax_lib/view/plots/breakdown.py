@@ -8,7 +8,21 @@ from matplotlib.axes import Axes
 from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import NS_PER_S, format_s
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    BarStyle,
+    Frame,
+    bar_chart,
+    blocks,
+    empty,
+    finish,
+    grid,
+    kind_fills,
+    kinds_key,
+    lanes,
+    new_axes,
+    plural,
+    rank_labels,
+)
 
 __all__ = [
     "plot_advice",
@@ -50,27 +64,27 @@ def plot_timeline(
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
     reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
-    lanes = draw.lanes(spans, timeline.meta)
-    ax = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes))
-    fills = draw.kind_fills(BUSY_KINDS, timeline.meta.source)
+    rows = lanes(spans, timeline.meta)
+    ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
+    fills = kind_fills(BUSY_KINDS, timeline.meta.source)
     widths_ns = dict.fromkeys(BUSY_KINDS, _COPY_WIDTH * reach_ns)
     widths_ns |= {"compute": reach_ns, "comm": reach_ns}
-    drawn = draw.blocks(
-        ax, spans.merge(lanes, on=["rank", "stream"]), fills, widths_ns
-    ).merge(lanes, on="place")
+    drawn = blocks(
+        ax, spans.merge(rows, on=["rank", "stream"]), fills, widths_ns
+    ).merge(rows, on="place")
     numbers = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbers)}" if numbers else "One step"
-    ranks = draw.plural(spans["rank"].nunique(), "rank")
+    ranks = plural(spans["rank"].nunique(), "rank")
     title = f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks}"
-    frame = draw.Frame(
+    frame = Frame(
         x="time in the step [ms]",
-        rows=lanes["label"],
+        rows=rows["label"],
         reach=reach_ns / NS_PER_S * 1e3,
-        key=draw.kinds_key(spans["kind"]),
+        key=kinds_key(spans["kind"]),
         origin=timeline,
     )
     columns = ["rank", "stream", "kind", "start_s", "dur_s"]
-    return draw.finish(ax, drawn[columns], title, frame)
+    return finish(ax, drawn[columns], title, frame)
 
 
 def breakdown_parts(table: pd.DataFrame) -> pd.DataFrame:
@@ -109,10 +123,10 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{mean['compute']:.0%} compute, {mean['comm']:.0%} exposed "
         f"communication, {mean['idle']:.0%} idle"
     )
-    rows = draw.rank_labels(table["rank"])
-    frame = draw.Frame(x="time [ms]", rows=rows, key=parts_key(parts))
-    style = draw.BarStyle(inside=texts)
-    return draw.bar_chart(ax, table, parts * 1e3, title, frame, style)
+    rows = rank_labels(table["rank"])
+    frame = Frame(x="time [ms]", rows=rows, key=parts_key(parts))
+    style = BarStyle(inside=texts)
+    return bar_chart(ax, table, parts * 1e3, title, frame, style)
 
 
 def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -127,10 +141,10 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # all ranks together, without a division by zero where none communicates
     exposed = exposed_s.sum() / max(table["comm_s"].sum(), 1e-12)
     title = f"{exposed:.0%} of the communication is exposed"
-    rows = draw.rank_labels(table["rank"])
-    frame = draw.Frame(x="communication [ms]", rows=rows, key=_HIDDEN)
-    style = draw.BarStyle(notes=notes)
-    return draw.bar_chart(ax, table, parts * 1e3, title, frame, style)
+    rows = rank_labels(table["rank"])
+    frame = Frame(x="communication [ms]", rows=rows, key=_HIDDEN)
+    style = BarStyle(notes=notes)
+    return bar_chart(ax, table, parts * 1e3, title, frame, style)
 
 
 def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -148,9 +162,9 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         share = exposed_s.iloc[0] / mean["comm_s"].iloc[0]
         most = format_s(exposed_s.iloc[0])
         title = f"Most exposed: {names[0]}, {most}, {share:.0%} of its time"
-    x = f"time per rank, mean of {draw.plural(ranks, 'rank')} [ms]"
-    frame = draw.Frame(x=x, rows=names, key=_HIDDEN)
-    return draw.bar_chart(ax, mean.reset_index(), parts * 1e3, title, frame)
+    x = f"time per rank, mean of {plural(ranks, 'rank')} [ms]"
+    frame = Frame(x=x, rows=names, key=_HIDDEN)
+    return bar_chart(ax, mean.reset_index(), parts * 1e3, title, frame)
 
 
 def plot_waiting(
@@ -159,33 +173,33 @@ def plot_waiting(
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
     if not len(table):
-        return draw.empty(ax, table, "Nobody waits: no collective has two ranks here")
+        return empty(ax, table, "Nobody waits: no collective has two ranks here")
     if ax is None:
-        ax = draw.new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
+        ax = new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))
     # a matrix of ranks by ranks; who never waits for whom is a zero, not a gap
     wait_s = table.groupby(["rank", "waits_for"])["wait_s"].sum().unstack()
     wait_ms = wait_s.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
     texts = wait_ms.map(lambda value: f"{value:.3g}" if value else "")
-    cells = wait_ms.set_axis(draw.rank_labels(ranks))
-    draw.grid(ax, cells, texts=texts, colors="Oranges", limits=(0, None))
+    cells = wait_ms.set_axis(rank_labels(ranks))
+    grid(ax, cells, texts=texts, colors="Oranges", limits=(0, None))
     ax.set_aspect("equal")
     share = wait_ms.sum() / max(wait_ms.to_numpy().sum(), 1e-12)
     title = f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]"
-    frame = draw.Frame(x="rank that arrives last", y="rank that waits")
-    return draw.finish(ax, table, title, frame)
+    frame = Frame(x="rank that arrives last", y="rank that waits")
+    return finish(ax, table, title, frame)
 
 
 def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Gain per step, at most, of each fix of `traces.advise`, the ten largest."""
     top = table.head(_MOST_CAUSES)
     if not len(top):
-        return draw.empty(ax, top, "No cause of lost time was found", table)
+        return empty(ax, top, "No cause of lost time was found", table)
     copies = top["cause"].str.contains("copies").map({True: "memcpy", False: "idle"})
     kinds = copies.mask(top["cause"].isin(_COMM_CAUSES), "comm")
-    frame = draw.Frame(
+    frame = Frame(
         x="gain per step, at most [ms]; as text: share of the step",
         rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
     )
     title = f"{top['cause'].iloc[0].capitalize()} costs most"
-    style = draw.BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format))
-    return draw.bar_chart(ax, top, top["gain_s"] * 1e3, title, frame, style)
+    style = BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format))
+    return bar_chart(ax, top, top["gain_s"] * 1e3, title, frame, style)

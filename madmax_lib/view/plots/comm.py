@@ -9,7 +9,20 @@ from matplotlib.axes import Axes
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    BarStyle,
+    Frame,
+    bar_chart,
+    empty,
+    fill_of,
+    finish,
+    grid,
+    legend,
+    log_axis,
+    new_axes,
+    rank_labels,
+)
 
 __all__ = [
     "plot_bandwidth",
@@ -26,7 +39,7 @@ _MOST_ROWS = 16
 _MOST_RANKS = 64
 # points beyond are drawn as pixels, so that pictures of any trace stay small
 _MOST_POINTS = 1000
-_CLOCK = {"offset": draw.COLORS["comm"], "spread of the ends": draw.COLORS["hidden"]}
+_CLOCK = {"offset": COLORS["comm"], "spread of the ends": COLORS["hidden"]}
 _HIDDEN = {"exposed": "comm", "hidden under compute": "hidden"}
 
 
@@ -39,7 +52,7 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     top = table.head(_MOST_ROWS).reset_index(drop=True)
     if not len(top):
-        return draw.empty(ax, top, "No communication in this trace", table)
+        return empty(ax, top, "No communication in this trace", table)
     wait_s = top["wait_s"].fillna(0)
     parts = pd.DataFrame({"comm": top["total_s"] - wait_s, "idle": wait_s})
     # sums over ranks to means, seconds to ms
@@ -60,9 +73,9 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     groups = top["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
     labels = top["collective"].map(_name) + " · " + groups
     rows = list(labels.str.removesuffix(" · "))
-    frame = draw.Frame(x="time per rank [ms]", rows=rows, key=key)
+    frame = Frame(x="time per rank [ms]", rows=rows, key=key)
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
-    return draw.bar_chart(ax, top[columns], per_rank_ms, title, frame)
+    return bar_chart(ax, top[columns], per_rank_ms, title, frame)
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -74,28 +87,28 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     points = bandwidths(table)
     if not len(points):
-        return draw.empty(ax, points, "No bandwidth: no call tells its size", table)
-    ax = ax or draw.new_axes(height=3.6)
+        return empty(ax, points, "No bandwidth: no call tells its size", table)
+    ax = ax or new_axes(height=3.6)
     size_bytes = points["size_bytes"]
     slow_gb_per_s = points["slowest_bytes_per_s"] / 1e9
     fast_gb_per_s = points["bus_bytes_per_s"] / 1e9
-    line = {"color": draw.COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
+    line = {"color": COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
     line["rasterized"] = len(points) > _MOST_POINTS
     ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
     style = _point_style(table, len(points), linewidth=0.4) | {"s": 34, "zorder": 2}
     for name, part in points.groupby("collective", sort=False):
         mark = {"marker": _MARKERS.get(name, "o"), "label": _name(name)}
         ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, **mark, **style)
-    draw.log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
-    draw.log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
+    log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
+    log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
-    draw.legend(ax, where="beside")
+    legend(ax, where="beside")
     best = fast_gb_per_s.idxmax()
     name = _name(points["collective"][best]).capitalize()
     size = format_bytes(size_bytes[best])
     title = f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}"
-    frame = draw.Frame(x="message size", y="bus bandwidth [GB/s]", origin=table)
-    return draw.finish(ax, points, title, frame)
+    frame = Frame(x="message size", y="bus bandwidth [GB/s]", origin=table)
+    return finish(ax, points, title, frame)
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -106,10 +119,10 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     late = table[table["skew_s"] > 0]  # the axis is logarithmic
     if not len(late):
         why = "No skew: no two ranks arrive at different times"
-        return draw.empty(ax, data, why, table)
+        return empty(ax, data, why, table)
     medians_s = table.groupby("collective")["skew_s"].median()
     medians_s = medians_s.sort_values(ascending=False)
-    ax = ax or draw.new_axes(height=1.3 + 0.55 * len(medians_s))
+    ax = ax or new_axes(height=1.3 + 0.55 * len(medians_s))
     style = _point_style(table, len(table), linewidth=0.3) | {"s": 22}
     for row, (name, median_s) in enumerate(medians_s.items()):
         skew_s = late.loc[late["collective"] == name, "skew_s"]
@@ -119,13 +132,13 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         bar = {"color": "black", "linewidth": 1.2}
         # a median of 0 cannot stand on a logarithmic axis
         ax.vlines(median_s or np.nan, row - 0.38, row + 0.38, **bar)
-    draw.log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
+    log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s = table["skew_s"].median()
     times = skew_s / max(table["transfer_s"].median(), 1e-12)
     title = f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer"
     x = "last arrival - first arrival (bar: median)"
     rows = [_name(name) for name in medians_s.index]
-    return draw.finish(ax, data, title, draw.Frame(x=x, rows=rows))
+    return finish(ax, data, title, Frame(x=x, rows=rows))
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -137,7 +150,7 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     top = by_rank.nlargest(_MOST_ROWS, "cost_s", keep="all").head(_MOST_ROWS)
     top = top.sort_values("rank")
     if not (top["cost_s"] > 0).any():
-        return draw.empty(ax, top, "No rank waits for another", table)
+        return empty(ax, top, "No rank waits for another", table)
     exposed_s = top["exposed_cost_s"]
     parts = pd.DataFrame({"comm": exposed_s, "hidden": top["cost_s"] - exposed_s})
     last = top["share"].map("last in {:.0%}".format)
@@ -148,11 +161,11 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
         f"and costs the others {format_s(worst['cost_s'])}"
     )
-    rows = draw.rank_labels(top["rank"])
+    rows = rank_labels(top["rank"])
     x = "waiting of the other ranks [ms]"
-    frame = draw.Frame(x=x, rows=rows, key=_HIDDEN)
-    style = draw.BarStyle(notes=last.where(top["share"] > 0, "never last"))
-    return draw.bar_chart(ax, top, parts * 1e3, title, frame, style)
+    frame = Frame(x=x, rows=rows, key=_HIDDEN)
+    style = BarStyle(notes=last.where(top["share"] > 0, "never last"))
+    return bar_chart(ax, top, parts * 1e3, title, frame, style)
 
 
 def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -160,20 +173,20 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     data-parallel rank by stage.
     """
     if table.empty:
-        return draw.empty(ax, table, "No step to replay", table)
+        return empty(ax, table, "No step to replay", table)
     # several ranks of a stage (tensor parallel): the slowest of them
     slowdown = table.groupby(["dp_rank", "stage"])["S"].max().unstack()
     cells = slowdown.head(_MOST_RANKS)
     worst = table.loc[table["S"].idxmax()]
-    ax = ax or draw.new_axes(height=1.3 + 0.3 * len(cells))
+    ax = ax or new_axes(height=1.3 + 0.3 * len(cells))
     limits = (1, max(1.02, worst["S"]))  # below 2 % all cells stay pale
-    draw.grid(ax, cells, texts=cells.map("{:.3f}".format), limits=limits)
+    grid(ax, cells, texts=cells.map("{:.3f}".format), limits=limits)
     title = (
         f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
         f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}"
     )
-    frame = draw.Frame(x="stage", y="data-parallel rank")
-    return draw.finish(ax, table, title, frame)
+    frame = Frame(x="stage", y="data-parallel rank")
+    return finish(ax, table, title, frame)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -185,8 +198,8 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     top = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
         why = "Clocks cannot be compared: no call has two ranks here"
-        return draw.empty(ax, top, why, table)
-    ax = ax or draw.new_axes(height=1.1 + 0.24 * len(top))
+        return empty(ax, top, why, table)
+    ax = ax or new_axes(height=1.1 + 0.24 * len(top))
     ax.errorbar(
         top["offset_s"] * 1e6,
         range(len(top)),
@@ -201,9 +214,9 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     largest = format_s(table["offset_s"].abs().max())
     spread = format_s(table["spread_s"].median())
     title = f"Clocks are up to {largest} apart, ends scatter by {spread}"
-    rows = draw.rank_labels(top["rank"])
+    rows = rank_labels(top["rank"])
     x = "clock ahead of the reference [µs]"
-    return draw.finish(ax, top, title, draw.Frame(x=x, rows=rows, key=_CLOCK))
+    return finish(ax, top, title, Frame(x=x, rows=rows, key=_CLOCK))
 
 
 def _name(collective: str):
@@ -212,5 +225,5 @@ def _name(collective: str):
 
 def _point_style(table: pd.DataFrame, points: int, *, linewidth: float):
     """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
-    style = draw.fill_of("comm", table.attrs.get("source"))
+    style = fill_of("comm", table.attrs.get("source"))
     return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}

@@ -15,23 +15,41 @@ from madmax_lib.base.units import NS_PER_S, format_s
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.traces.gate import GateResult
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    DASHED,
+    LABELS,
+    BarStyle,
+    Frame,
+    bar_chart,
+    bars,
+    blocks,
+    faded,
+    fill_of,
+    finish,
+    kind_fills,
+    kinds_key,
+    new_axes,
+    note,
+    percent,
+    short_name,
+)
 
 __all__ = ["plot_compare", "plot_gate", "plot_ops", "plot_pair"]
 
 _STEP_COLOR = "#7f7f7f"
 _QUANTITIES = {  # of `compare`: colour, name
-    "compute_s": (draw.COLORS["compute"], "compute"),
-    "comm_s": (draw.COLORS["comm"], "communication"),
-    "exposed_comm_s": (draw.COLORS["comm"], "exposed communication"),
-    "memory_s": (draw.COLORS["memcpy"], "copies"),
-    "idle_s": (draw.COLORS["idle"], "idle"),
+    "compute_s": (COLORS["compute"], "compute"),
+    "comm_s": (COLORS["comm"], "communication"),
+    "exposed_comm_s": (COLORS["comm"], "exposed communication"),
+    "memory_s": (COLORS["memcpy"], "copies"),
+    "idle_s": (COLORS["idle"], "idle"),
     "total_s": (_STEP_COLOR, "step"),
 }
 _VERDICTS = {
     "slower": "#c44e52",
-    "cannot tell": draw.COLORS["idle"],
-    "fine": draw.COLORS["compute"],
+    "cannot tell": COLORS["idle"],
+    "fine": COLORS["compute"],
 }
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
@@ -71,34 +89,34 @@ def plot_pair(
     kinds = [kind for kind in BUSY_KINDS if kind in here]
     if not kinds:
         raise ValueError(_NOTHING)
-    ax = ax or draw.new_axes(height=1.6 + 0.5 * len(kinds))
+    ax = ax or new_axes(height=1.6 + 0.5 * len(kinds))
     reach_ns = max(side.end_ns for side in sides)
     tops = (0.0, len(kinds) + _GAP)  # the first row of each side
     drawn = []
     for name, side, top, label in zip("ab", sides, tops, labels, strict=True):
         end_s = side.end_ns / NS_PER_S
         text = f"{label}: {side.about}, {format_s(end_s)}"
-        draw.note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
         # a row for each kind below the first row of the side
         rows = top + side.spans["kind"].astype(object).map(kinds.index)
-        fills = draw.kind_fills(kinds, side.source)
+        fills = kind_fills(kinds, side.source)
         placed = side.spans.assign(place=rows)
-        part = draw.blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
+        part = blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
         drawn.append(part.assign(side=name))
         bottom = top + len(kinds) - 0.55
         ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
     # both sides have the same rows
     ticks = [top + row for top in tops for row in range(len(kinds))]
-    ax.set_yticks(ticks, [draw.LABELS[kind] for kind in kinds] * 2)
+    ax.set_yticks(ticks, [LABELS[kind] for kind in kinds] * 2)
     change = _change(labels, *(side.end_ns for side in sides))
-    frame = draw.Frame(
+    frame = Frame(
         x="time from the start of the step [ms]",
         reach=1.01e3 * reach_ns / NS_PER_S,
         ylim=(ticks[-1] + 0.6, -1.2),
         origin=table,
     )
     data = pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]]
-    return draw.finish(ax, data, f"{change} in this step", frame)
+    return finish(ax, data, f"{change} in this step", frame)
 
 
 def _sides(a: Timeline, b: Timeline):
@@ -131,7 +149,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # what neither side has, such as copies, has no row
     present = (quantities[["a", "b"]].fillna(0) > 0).any(axis=1)
     quantities = quantities[present]
-    ax = ax or draw.new_axes(height=1.3 + 0.45 * max(len(quantities), 1))
+    ax = ax or new_axes(height=1.3 + 0.45 * max(len(quantities), 1))
     labels = table.attrs["labels"]
     growth = (quantities["ratio"] - 1).map(" ({:+.0%})".format)
     texts = quantities["difference"].map(_signed) + growth
@@ -142,19 +160,19 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
         colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
         ends = (quantities[f"{side}_min"] * 1e3, quantities[f"{side}_max"] * 1e3)
-        style = draw.BarStyle(
+        style = BarStyle(
             [_side_fill(color, table.attrs, number) for color in colors],
             slot=(number, 2),
             error=ends,
             notes=texts if side == "b" else None,
         )
-        draw.bars(ax, quantities[side] * 1e3, style)
+        bars(ax, quantities[side] * 1e3, style)
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
     rows = [_QUANTITIES[quantity][1] for quantity in quantities.index]
     x = "time per step and rank [ms]"
-    frame = draw.Frame(x=x, rows=rows, key=key)
+    frame = Frame(x=x, rows=rows, key=key)
     title = _change(labels, total["a"], total["b"])
-    return draw.finish(ax, quantities.reset_index(), title, frame)
+    return finish(ax, quantities.reset_index(), title, frame)
 
 
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -163,7 +181,7 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     """
     top = table[table["difference_s"] != 0].head(count)
     names = [
-        draw.short_name(name if len(name) <= _LONGEST_NAME else op_names([name])[0])
+        short_name(name if len(name) <= _LONGEST_NAME else op_names([name])[0])
         for name in top["name"]
     ]
     title = f"{names[0]} differs most" if names else "No operation differs"
@@ -171,17 +189,17 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     most_s = top["difference_s"].abs().max() if len(top) else 0.0
     # twice the longest bar to each side, for the texts beside them
     reach_ms = 2.1e3 * max(most_s, 1e-12)
-    frame = draw.Frame(
+    frame = Frame(
         x=f"time per step and rank: {label_b} minus {label_a} [ms]",
         xlim=(-reach_ms, reach_ms),
         rows=names,
-        key=draw.kinds_key(top["kind"]),
+        key=kinds_key(top["kind"]),
     )
     # calls on the host have kinds without a colour
-    kinds = top["kind"].astype(str).where(top["kind"].isin(draw.COLORS), "other")
+    kinds = top["kind"].astype(str).where(top["kind"].isin(COLORS), "other")
     lengths_ms = top["difference_s"] * 1e3
-    style = draw.BarStyle(list(kinds))
-    ax = draw.bar_chart(ax, top, lengths_ms, title, frame, style)
+    style = BarStyle(list(kinds))
+    ax = bar_chart(ax, top, lengths_ms, title, frame, style)
     for row, op in enumerate(top.itertuples()):
         text = _signed(op.difference_s)
         if op.status in ("more", "fewer"):
@@ -191,7 +209,7 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
         side = {"dx": -4, "ha": "right"}
         if op.difference_s > 0:
             side = {"dx": 4, "ha": "left"}
-        draw.note(ax, op.difference_s * 1e3, row, text, **side)
+        note(ax, op.difference_s * 1e3, row, text, **side)
     ax.axvline(0, color="black", linewidth=0.8)
     return ax
 
@@ -202,30 +220,30 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     """
     table = result.table
     limit = result.threshold
-    percent = 100 * (table[["ratio", "low", "high"]] - 1)
+    growth = 100 * (table[["ratio", "low", "high"]] - 1)
     slower = table[table["verdict"] == "slower"].set_index("quantity")["ratio"] - 1
-    title = f"Nothing is surely slower by {draw.percent(limit)}"
+    title = f"Nothing is surely slower by {percent(limit)}"
     if len(slower):
-        most = draw.short_name(slower.index[0])
-        title = f"{most} grew by {draw.percent(slower.iloc[0])}"
+        most = short_name(slower.index[0])
+        title = f"{most} grew by {percent(slower.iloc[0])}"
     # a step that is slower matters more than any operation in it
     if "step_s" in slower:
-        title = f"A step takes {draw.percent(slower['step_s'])} longer"
+        title = f"A step takes {percent(slower['step_s'])} longer"
     # zero in the middle, and always some room behind the threshold
-    widest = np.nanmax(percent[["low", "high"]].abs())
+    widest = np.nanmax(growth[["low", "high"]].abs())
     reach = 1.05 * max(widest, 150 * limit)
     verdicts = set(table["verdict"])
-    frame = draw.Frame(
+    frame = Frame(
         x="growth from a to b, with its 90 % interval [%]",
-        rows=[draw.short_name(name) for name in table["quantity"]],
+        rows=[short_name(name) for name in table["quantity"]],
         xlim=(-reach, reach),
         key={name: color for name, color in _VERDICTS.items() if name in verdicts},
     )
     colors = list(table["verdict"].map(_VERDICTS))
-    style = draw.BarStyle(colors, error=(percent["low"], percent["high"]))
-    ax = draw.bar_chart(ax, table, percent["ratio"], title, frame, style)
+    style = BarStyle(colors, error=(growth["low"], growth["high"]))
+    ax = bar_chart(ax, table, growth["ratio"], title, frame, style)
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.axvline(100 * limit, **draw.DASHED)
+    ax.axvline(100 * limit, **DASHED)
     return ax
 
 
@@ -235,8 +253,8 @@ def _side_fill(color: str, attrs: dict, number: int):
     """
     source = attrs["sources"][number]
     if number == 1 and source != "simulated":
-        return draw.faded(color)
-    return draw.fill_of(color, source)
+        return faded(color)
+    return fill_of(color, source)
 
 
 def _signed(seconds: float):

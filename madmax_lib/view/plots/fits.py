@@ -8,7 +8,25 @@ from matplotlib.axes import Axes
 
 from madmax_lib.calibration.judge.identifiability import STATES
 from madmax_lib.calibration.scale import scaled
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    DARK,
+    GREY,
+    BarStyle,
+    Frame,
+    bar_chart,
+    bars,
+    fill_of,
+    finish,
+    legend,
+    line_key,
+    mark_key,
+    new_axes,
+    note,
+    patch_key,
+    plural,
+    shorten,
+)
 
 __all__ = ["plot_constants", "plot_errors", "plot_measured_overlap", "plot_predicted"]
 
@@ -20,8 +38,8 @@ _WITHIN = 0.1  # relative error, shaded
 _RED = "#c44e52"
 _PRIOR = {"color": "#dedede", "lw": 6}
 _MODEL_STYLES = {  # colour and mark
-    "dense models": (draw.COLORS["compute"], "o"),
-    "mixtures of experts": (draw.COLORS["comm"], "s"),
+    "dense models": (COLORS["compute"], "o"),
+    "mixtures of experts": (COLORS["comm"], "s"),
 }
 _FACTS = {  # of `overlap_facts`: label, fill
     "overlap": ("communication that is hidden", "hidden"),
@@ -49,7 +67,7 @@ def plot_constants(
     prior = _INSIDE * sigma.reindex(table.index).to_numpy(float) / span
     prior_low = np.clip(at["start"] - prior, 0, 1)
     prior_high = np.clip(at["start"] + prior, 0, 1)
-    ax = ax or draw.new_axes(height=1.2 + 0.165 * len(table))
+    ax = ax or new_axes(height=1.2 + 0.165 * len(table))
     rows = np.arange(len(table))
     ax.hlines(rows, prior_low, prior_high, **_PRIOR)
     ax.plot(at["start"], rows, "|", color="#7a7a7a", ms=7)
@@ -64,7 +82,7 @@ def plot_constants(
         ax.plot(at["fitted"][part], part, mark, color=color, **style)
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
-        draw.note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
+        note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
     ends = ["lower bound", "scale of the fit", "upper bound"]
     ax.set_xticks([0, 0.5, 1], ends)
     ax.tick_params(axis="y", labelsize=6.5)
@@ -72,18 +90,18 @@ def plot_constants(
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
         f"{counts['at a bound']} end at a bound"
     )
-    frame = draw.Frame(
+    frame = Frame(
         rows=table.index,
         key=[
             *ax.get_legend_handles_labels()[0],
-            draw.line_key("prior, 90 %", **_PRIOR),
+            line_key("prior, 90 %", **_PRIOR),
         ],
         columns=3,
         xlim=(-0.02, 1.1),
     )
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
     data = table[columns].rename_axis("constant").reset_index()
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -96,7 +114,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     pairs = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
     mixture = pairs["kind"] == "mixture"
     kinds = mixture.map({True: "mixtures of experts", False: "dense models"})
-    ax = ax or draw.new_axes(height=5.0, width=5.6)
+    ax = ax or new_axes(height=5.0, width=5.6)
     for kind, (color, mark) in _MODEL_STYLES.items():
         part = pairs[kinds == kind]
         measured_s = part["measured_s"].astype(float)
@@ -111,15 +129,15 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ends = np.array(
             [pairs["measured_s"].min() / 1.5, pairs["measured_s"].max() * 1.5]
         )
-    ax.plot(ends, ends, color=draw.DARK, lw=0.8, zorder=0)  # predicted = measured
+    ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)  # predicted = measured
     within = f"within {100 * _WITHIN:.0f} %"
     shade = {"color": "#e8e8e8", "zorder": 0, "label": within}
     ax.fill_between(ends, ends * (1 - _WITHIN), ends * (1 + _WITHIN), **shade)
-    draw.legend(ax, where="upper left")
+    legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
     title = f"{close:.0%} of {len(pairs)} published runs are predicted {within}"
-    frame = draw.Frame(
+    frame = Frame(
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",
         xscale="log",
@@ -130,7 +148,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     columns += ["low_s", "high_s"]
     data = pairs[[column for column in columns if column in pairs]]
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def plot_errors(
@@ -151,17 +169,17 @@ def plot_errors(
         simple = baseline.reindex(error.index)
         data = data.assign(baseline=simple.to_numpy())
         label = "one rate per GPU and precision"
-        key = [draw.mark_key(label, "|", _RED, ms=9, mew=1.5)]
+        key = [mark_key(label, "|", _RED, ms=9, mew=1.5)]
         title += f"; nearer than one rate in {(error < simple).sum()} of {len(error)}"
     rows = []
     for name, count in ranked["rows"].items():
         text = " · ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-        text = draw.shorten(text, 58, keep_end=True)
-        rows.append(f"{text} ({draw.plural(count, 'run')})")
+        text = shorten(text, 58, keep_end=True)
+        rows.append(f"{text} ({plural(count, 'run')})")
     x = "mean absolute error of the predicted time [%]"
-    frame = draw.Frame(x=x, rows=rows, key=key)
-    style = draw.BarStyle(source="simulated")
-    ax = draw.bar_chart(ax, data, error * 100, title, frame, style)
+    frame = Frame(x=x, rows=rows, key=key)
+    style = BarStyle(source="simulated")
+    ax = bar_chart(ax, data, error * 100, title, frame, style)
     if baseline is not None:
         ax.plot(simple * 100, range(len(error)), "|", color=_RED, ms=9, mew=1.5)
     # x in shares of the axes, y in rows: a column of numbers on the right
@@ -186,20 +204,20 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     means = percent.groupby(keys, sort=False).mean().reset_index()
     means = means.sort_values("order", kind="stable")
     fills = [_FACTS[what][1] for what in means["what"]]
-    ax = ax or draw.new_axes(height=1.6 + 0.3 * len(means))
+    ax = ax or new_axes(height=1.6 + 0.3 * len(means))
     sources = {"measured": None, "predicted": "simulated"}
     for number, (who, source) in enumerate(sources.items()):
         notes = means[who].map("{:.0f}".format)
-        style = draw.BarStyle(fills, source, slot=(number, 2), notes=notes)
-        draw.bars(ax, means[who], style)
-    key = [draw.patch_key(label, fill) for label, fill in _FACTS.values()]
-    ours = draw.fill_of(draw.GREY, "simulated")
-    key.append(draw.patch_key("ours, below what was measured", ours))
+        style = BarStyle(fills, source, slot=(number, 2), notes=notes)
+        bars(ax, means[who], style)
+    key = [patch_key(label, fill) for label, fill in _FACTS.values()]
+    ours = fill_of(GREY, "simulated")
+    key.append(patch_key("ours, below what was measured", ours))
     off = table["error"].abs().groupby(table["what"]).mean() * 100
     title = (
         f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
         f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %"
     )
-    rows = [draw.shorten(run, 72) for run in means["run"]]
-    frame = draw.Frame(x="per cent", rows=rows, key=key, columns=2)
-    return draw.finish(ax, means.drop(columns="order"), title, frame)
+    rows = [shorten(run, 72) for run in means["run"]]
+    frame = Frame(x="per cent", rows=rows, key=key, columns=2)
+    return finish(ax, means.drop(columns="order"), title, frame)

@@ -6,7 +6,21 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
 from madmax_lib.base.units import format_s
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    SERIES,
+    BarStyle,
+    Curves,
+    Frame,
+    bar_chart,
+    empty,
+    finish,
+    legend,
+    lines,
+    new_axes,
+    row_label,
+    thinned,
+)
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
 __all__ = [
@@ -20,7 +34,7 @@ __all__ = [
 _CAUSES = {  # shades of idle
     "host_wait": "#525252",
     "kernel_wait": "#969696",
-    "other": draw.COLORS["idle"],
+    "other": COLORS["idle"],
 }
 # below the resolution of most traces, and of no interest on a logarithmic axis
 _SMALLEST_S = 1e-7
@@ -33,8 +47,8 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     the median launch call.
     """
     if not len(table):
-        return draw.empty(ax, table, "No launches: no work on a device in this trace")
-    ax = ax or draw.new_axes(height=3.6, width=5.2)
+        return empty(ax, table, "No launches: no work on a device in this trace")
+    ax = ax or new_axes(height=3.6, width=5.2)
     data = _launch_counts(table)
     most = max(data["count"].max(), 2)
     points = ax.scatter(
@@ -51,12 +65,12 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # a kernel shorter than this leaves the device waiting for the next launch
     call_us = table["cpu_s"].median() * 1e6
     least_us = _SMALLEST_S * 1e6 / 2
-    ax.axhspan(least_us, call_us, facecolor=draw.COLORS["idle"], alpha=0.5, zorder=0)
+    ax.axhspan(least_us, call_us, facecolor=COLORS["idle"], alpha=0.5, zorder=0)
     shorter = f"shorter than the median launch call, {call_us:.3g} µs"
     ax.text(0.98, 0.03, shorter, transform=ax.transAxes, ha="right", fontsize=7)
     short = (table["gpu_s"] < table["cpu_s"]).mean()
     title = f"{short:.0%} of the kernels are shorter than their launch"
-    frame = draw.Frame(
+    frame = Frame(
         x="launch delay [µs] (0 at the left edge)",
         y="kernel duration [µs]",
         xscale="log",
@@ -65,7 +79,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ylim=(least_us, None),
         origin=table,
     )
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def _launch_counts(table: pd.DataFrame):
@@ -94,36 +108,36 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
     `queue_series`.
     """
     if not len(series):
-        return draw.empty(ax, series, "No queue: no launches in this trace")
-    ax = ax or draw.new_axes(height=2.6)
+        return empty(ax, series, "No queue: no launches in this trace")
+    ax = ax or new_axes(height=2.6)
     # one rank is enough to see whether the host is ahead
     rank = series["rank"].min()
     first = series[series["rank"] == rank]
     first = first.assign(time_s=first["time_s"] - first["time_s"].min())
-    streams = [draw.thinned(part, "length") for _, part in first.groupby("stream")]
+    streams = [thinned(part, "length") for _, part in first.groupby("stream")]
     # the longest queues, as many as there are colours
     streams.sort(key=lambda part: -part["length"].max())
-    data = pd.concat(streams[: len(draw.SERIES)], ignore_index=True)
+    data = pd.concat(streams[: len(SERIES)], ignore_index=True)
     numbers = data["stream"].unique()
-    curves = draw.Curves(
+    curves = Curves(
         by="stream",
-        styles=dict(zip(numbers, draw.SERIES, strict=False)),
+        styles=dict(zip(numbers, SERIES, strict=False)),
         labels={number: f"stream {number}" for number in numbers},
         units=(1e-3, 1),
     )
     style = {"linewidth": 1, "drawstyle": "steps-post"}
-    draw.lines(ax, data, "time_s", "length", curves, **style)
-    draw.legend(ax, where="beside")
+    lines(ax, data, "time_s", "length", curves, **style)
+    legend(ax, where="beside")
     longest = data["length"].max()
     title = f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}"
-    frame = draw.Frame(
+    frame = Frame(
         x="time [ms]",
         y="launches waiting",
         xlim=(0, None),
         ylim=(0, None),
         origin=series,
     )
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -132,7 +146,7 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     if not len(table):
         why = "No idle time to explain: no device stream in this trace"
-        return draw.empty(ax, table, why)
+        return empty(ax, table, why)
     idle_s = table.pivot_table(
         index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum"
     )
@@ -142,13 +156,13 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     idle_s = idle_s[idle_s.index.isin(most.index)]
     cause = shares.idxmax().replace("_", " ").capitalize()
     title = f"{cause} is {shares.max():.0%} of the idle time of streams"
-    frame = draw.Frame(
+    frame = Frame(
         x="idle time [ms]",
-        rows=[draw.row_label(*row) for row in idle_s.index],
+        rows=[row_label(*row) for row in idle_s.index],
         key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
     )
-    style = draw.BarStyle(_CAUSES)
-    return draw.bar_chart(ax, table, idle_s * 1e3, title, frame, style)
+    style = BarStyle(_CAUSES)
+    return bar_chart(ax, table, idle_s * 1e3, title, frame, style)
 
 
 def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -156,7 +170,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     a mark; warm-up is shaded.
     """
     if not len(table):
-        return draw.empty(ax, table, "No steps in this trace")
+        return empty(ax, table, "No steps in this trace")
     parts = breakdown_parts(table)
     columns = ["compute_s", "exposed_comm_s", "rest_s", "idle_s", "total_s", "wall_s"]
     columns += ["period_s", "warmup", "cut"]
@@ -167,7 +181,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     notes = np.where(mean["warmup"] > 0, "warm-up", notes)
     every = -(-len(mean) // _MOST_ROWS)  # of many steps only every n-th has its number
     labels = [f"step {step}" for step in mean.index]
-    frame = draw.Frame(
+    frame = Frame(
         x="time [ms]; black line: duration on the host",
         rows=["" if row % every else label for row, label in enumerate(labels)],
         key=parts_key(parts),
@@ -175,12 +189,12 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # means over the ranks
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
     title = _steps_title(mean[notes == ""], len(mean))
-    style = draw.BarStyle(notes=notes)
-    ax = draw.bar_chart(ax, mean.reset_index(), parts_ms, title, frame, style)
+    style = BarStyle(notes=notes)
+    ax = bar_chart(ax, mean.reset_index(), parts_ms, title, frame, style)
     numbers = np.arange(len(mean))
     mark = {"color": "black", "linewidth": 1.4}
     ax.vlines(mean["wall_s"] * 1e3, numbers - 0.45, numbers + 0.45, **mark)
-    shade = {"facecolor": draw.COLORS["idle"], "alpha": 0.4, "zorder": 0}
+    shade = {"facecolor": COLORS["idle"], "alpha": 0.4, "zorder": 0}
     for row in np.flatnonzero(notes != ""):
         ax.axhspan(row - 0.5, row + 0.5, **shade)
     return ax
@@ -206,26 +220,26 @@ def plot_launch_floor(
     ranks, of `launch_floor`.
     """
     if not len(table):
-        return draw.empty(ax, table, "No computation in this trace")
+        return empty(ax, table, "No computation in this trace")
     mean = table.groupby("speedup")[["step_s", "free_s", "share"]].mean().reset_index()
-    ax = ax or draw.new_axes(height=2.9, width=5.2)
+    ax = ax or new_axes(height=2.9, width=5.2)
     label = "every computation costs a launch"
     label += f" of {format_s(launch_s)}" if launch_s else ""
     speed = mean["speedup"]
     step_ms = mean["step_s"] * 1e3
     free_ms = mean["free_s"] * 1e3
-    color = draw.COLORS["compute"]
+    color = COLORS["compute"]
     ax.plot(speed, step_ms, color=color, marker="o", markersize=3, label=label)
     ax.plot(speed, free_ms, color=color, linestyle="--", label="launches are free")
     # the area between is what launches cost
-    ax.fill_between(speed, free_ms, step_ms, color=draw.COLORS["idle"], alpha=0.6)
-    draw.legend(ax, where="lower left")
+    ax.fill_between(speed, free_ms, step_ms, color=COLORS["idle"], alpha=0.6)
+    legend(ax, where="lower left")
     share = mean["share"]
     title = f"Launches are {share.min():.0%} to {share.max():.0%} of a step"
-    frame = draw.Frame(
+    frame = Frame(
         x="device speed, relative to the traced one",
         y="computation in a step [ms]",
         xscale="log",
         yscale="log",
     )
-    return draw.finish(ax, mean, title, frame)
+    return finish(ax, mean, title, frame)

@@ -21,7 +21,20 @@ from madmax_lib.traces.operators.memory import (
     memory_timeline,
     peak,
 )
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    WHITE,
+    BarStyle,
+    Frame,
+    areas,
+    bar_chart,
+    empty,
+    finish,
+    new_axes,
+    note,
+    plural,
+    short_name,
+    thinned,
+)
 
 if TYPE_CHECKING:
     from madmax_lib.traces.forensics.read_snapshots import Snapshot
@@ -58,13 +71,13 @@ def plot_memory(
     series = tables.series
     if not len(peaks) or not len(series):
         if isinstance(timeline, Timeline):
-            return draw.empty(ax, series, _NO_EVENTS, timeline)
-        return draw.empty(ax, series, _NO_HISTORY, tables.holders)
+            return empty(ax, series, _NO_EVENTS, timeline)
+        return empty(ax, series, _NO_HISTORY, tables.holders)
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
     series = _of_peak(series, top)
-    drawn = draw.thinned(series, "allocated_bytes")
+    drawn = thinned(series, "allocated_bytes")
     unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
-    ax = ax or draw.new_axes(height=3.2)
+    ax = ax or new_axes(height=3.2)
     _draw_levels(ax, drawn, series.attrs["source"], top["peak_bytes"], factor)
     _mark_steps(ax, series)
     _label_peak(ax, top, _of_peak(tables.holders, top), factor)
@@ -75,8 +88,8 @@ def plot_memory(
         moment = f"at {top['moment']}"
     where = f"{top['device']} of rank {top['rank']}"
     title = f"Peak {format_bytes(top['peak_bytes'])} on {where} {moment}"
-    frame = draw.Frame(x=x, y=f"memory [{unit}]", origin=tables.holders)
-    return draw.finish(ax, drawn, title, frame)
+    frame = Frame(x=x, y=f"memory [{unit}]", origin=tables.holders)
+    return finish(ax, drawn, title, frame)
 
 
 def _tables(source: Timeline | Snapshot):
@@ -114,24 +127,24 @@ def plot_held(
     """
     part = _of_device(table, device)
     if not len(part):
-        return draw.empty(ax, table, _NO_EVENTS)
+        return empty(ax, table, _NO_EVENTS)
     by_device = part.groupby(["rank", "device"], sort=False)
     rank, device = by_device["size_bytes"].sum().idxmax()
     part = by_device.get_group((rank, device))
     unit, factor = bytes_unit(part["size_bytes"].max())
     counts = [
-        "" if np.isnan(count) else f", {draw.plural(count, 'allocation')}"
+        "" if np.isnan(count) else f", {plural(count, 'allocation')}"
         for count in part["count"]
     ]
-    rows = [draw.short_name(name) for name in part["operator"]]
+    rows = [short_name(name) for name in part["operator"]]
     share = part["share"]
     title = f"{rows[share.argmax()]} holds {share.max():.0%} of the peak"
     x = f"held at the peak of {device} of rank {rank} [{unit}]"
-    frame = draw.Frame(x=x, rows=rows)
+    frame = Frame(x=x, rows=rows)
     kinds = (part["operator"] == BEFORE).map({True: "idle", False: "other"})
-    style = draw.BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts)
+    style = BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts)
     sizes = part["size_bytes"].clip(lower=0) / factor
-    return draw.bar_chart(ax, part, sizes, title, frame, style)
+    return bar_chart(ax, part, sizes, title, frame, style)
 
 
 def _of_device(table: pd.DataFrame, device: str | None):
@@ -162,13 +175,13 @@ def _draw_levels(
     reserved = drawn["reserved_bytes"] / factor
     parts = pd.DataFrame({"idle": older, "other": allocated - older})
     fills = {"idle": "idle", "other": "other"}
-    draw.areas(ax, time_ms, parts, fills, source=source, step="post")
+    areas(ax, time_ms, parts, fills, source=source, step="post")
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
     at_end = {"dx": -3, "dy": 3, "va": "baseline", "ha": "right", "fontsize": 8}
     if reserved.notna().any():
-        draw.note(ax, time_ms.iloc[-1], reserved.iloc[-1], "reserved", **at_end)
+        note(ax, time_ms.iloc[-1], reserved.iloc[-1], "reserved", **at_end)
     if older.iloc[-1] > _VISIBLE * allocated.max():
-        draw.note(ax, time_ms.iloc[-1], 0, BEFORE, **at_end)
+        note(ax, time_ms.iloc[-1], 0, BEFORE, **at_end)
     # room above the peak for the names of its holders
     high = np.nanmax([1.6 * peak_bytes / factor, 1.15 * reserved.max(), 1e-9])
     begin_ms = time_ms.iloc[0]
@@ -191,8 +204,7 @@ def _mark_steps(ax: Axes, series: pd.DataFrame):
 def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float):
     """A dot at the peak and a text on its wider side: who holds it."""
     names = [
-        f"{row.share:.0%} {draw.short_name(row.operator)}"
-        for row in holders.itertuples()
+        f"{row.share:.0%} {short_name(row.operator)}" for row in holders.itertuples()
     ]
     time_ms = top["time_s"] * 1e3
     level = top["peak_bytes"] / factor
@@ -201,4 +213,4 @@ def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float):
     if time_ms > np.mean(ax.get_xlim()):
         side = {"dx": -8, "ha": "right"}
     text = "\n".join(["held by", *names])
-    draw.note(ax, time_ms, level, text, dy=5, va="bottom", bbox=draw.WHITE, **side)
+    note(ax, time_ms, level, text, dy=5, va="bottom", bbox=WHITE, **side)

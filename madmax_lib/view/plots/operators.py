@@ -12,7 +12,24 @@ from matplotlib.colors import to_hex, to_rgb
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.operators.roofline import products
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    LABELS,
+    SERIES,
+    BarStyle,
+    Frame,
+    bar_chart,
+    empty,
+    finish,
+    kinds_key,
+    new_axes,
+    note,
+    percent,
+    plural,
+    rank_labels,
+    short_name,
+    shorten,
+)
 
 __all__ = [
     "plot_kernel_types",
@@ -24,7 +41,7 @@ __all__ = [
 ]
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
-_DTYPE_COLORS = dict(zip(_DTYPES, draw.SERIES, strict=False))
+_DTYPE_COLORS = dict(zip(_DTYPES, SERIES, strict=False))
 # names of operators that communicate, of the frameworks and of the simulator
 _TALKS = re.compile(
     r"^(c10d|nccl|gloo|hccl):|^record_param_comms"
@@ -83,19 +100,19 @@ def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
     top = data.head(_MOST_NAMES)
     top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
     if not len(top):
-        return draw.empty(ax, top, "No device time is recorded", rows)
+        return empty(ax, top, "No device time is recorded", rows)
     counted, noun = ("modules", "module") if "modules" in top else ("count", "call")
-    counts = [draw.plural(count, noun) for count in top[counted]]
-    names = [draw.short_name(name) for name in top["name"]]
+    counts = [plural(count, noun) for count in top[counted]]
+    names = [short_name(name) for name in top["name"]]
     kinds = list(top["kind"])
-    frame = draw.Frame(
+    frame = Frame(
         x=x,
         rows=names,
-        key=draw.kinds_key(kinds) if len(set(kinds)) > 1 else None,
+        key=kinds_key(kinds) if len(set(kinds)) > 1 else None,
     )
-    title = f"{names[0]} takes {draw.percent(top['share'][0])} of the time"
-    style = draw.BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
-    return draw.bar_chart(ax, top, top[seconds] * 1e3, title, frame, style)
+    title = f"{names[0]} takes {percent(top['share'][0])} of the time"
+    style = BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
+    return bar_chart(ax, top, top[seconds] * 1e3, title, frame, style)
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -108,8 +125,8 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rows = products(table)
     if not len(rows):
         why = "No operator has FLOPs: shapes were not recorded"
-        return draw.empty(ax, rows, why, table)
-    ax = ax or draw.new_axes(height=3.6, width=7.4)
+        return empty(ax, rows, why, table)
+    ax = ax or new_axes(height=3.6, width=7.4)
     with_peak = rows.dropna(subset="peak_flops").drop_duplicates("dtype")
     peaks = with_peak.set_index("dtype")["peak_flops"]
     # one device: the ranks of a trace are alike
@@ -137,11 +154,11 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
     title = (
-        f"{draw.short_name(top['name'])} runs at {draw.percent(top['roof'])} of "
+        f"{short_name(top['name'])} runs at {percent(top['roof'])} of "
         f"its {top['bound']} roof on {device}"
     )
-    frame = draw.Frame(x="FLOPs per byte", y="TFLOP/s", origin=table)
-    return draw.finish(ax, rows, title, frame)
+    frame = Frame(x="FLOPs per byte", y="TFLOP/s", origin=table)
+    return finish(ax, rows, title, frame)
 
 
 def _draw_roofs(
@@ -158,7 +175,7 @@ def _draw_roofs(
         side = "right" if ridge > 3 * low else "left"
         style = {"dx": 0, "dy": 3, "va": "baseline", "ha": side, "color": color}
         text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
-        draw.note(ax, ridge, peak / 1e12, text, **style)
+        note(ax, ridge, peak / 1e12, text, **style)
 
 
 def _number(ax: Axes, rows: pd.DataFrame):
@@ -171,9 +188,9 @@ def _number(ax: Axes, rows: pd.DataFrame):
         angle = np.deg2rad(45 * number)
         away = {"dx": 9 * np.cos(angle), "dy": 9 * np.sin(angle)}
         point = (row.flops_per_byte, row.flops_per_s / 1e12)
-        draw.note(ax, *point, str(number), weight="bold", ha="center", **away)
+        note(ax, *point, str(number), weight="bold", ha="center", **away)
         texts.append(
-            f"{number}  {draw.short_name(row.name)}  {draw.percent(row.roof)} of its "
+            f"{number}  {short_name(row.name)}  {percent(row.roof)} of its "
             f"roof\n    {_shapes(row.shapes)}"
         )
     style = {"va": "top", "fontsize": 6.5, "linespacing": 1.25}
@@ -183,7 +200,7 @@ def _number(ax: Axes, rows: pd.DataFrame):
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
     if not len(table):
-        return draw.empty(ax, table, "Nothing ran")
+        return empty(ax, table, "Nothing ran")
     busy_s = table.pivot_table(
         index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False
     )
@@ -192,19 +209,19 @@ def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     key = {}
     for text in busy_s:
         kinds = text.split(" + ")
-        color = to_hex(np.mean([to_rgb(draw.COLORS[kind]) for kind in kinds], axis=0))
+        color = to_hex(np.mean([to_rgb(COLORS[kind]) for kind in kinds], axis=0))
         # side by side with compute, communication is hidden: its colour elsewhere
         hidden = kinds == ["compute", "comm"]
-        label = " + ".join(draw.LABELS[kind] for kind in kinds)
-        key[label] = draw.COLORS["hidden"] if hidden else color
+        label = " + ".join(LABELS[kind] for kind in kinds)
+        key[label] = COLORS["hidden"] if hidden else color
     labels = list(key)
     share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
     way = "side by side" if " + " in labels[0] else "alone"
     title = f"{share:.0%} of the busy time is {labels[0]} {way}"
-    rows = draw.rank_labels(busy_s.index)
-    frame = draw.Frame(x="busy time [ms]", rows=rows, key=key, columns=3)
+    rows = rank_labels(busy_s.index)
+    frame = Frame(x="busy time [ms]", rows=rows, key=key, columns=3)
     parts_ms = busy_s.set_axis(labels, axis=1) * 1e3
-    return draw.bar_chart(ax, table, parts_ms, title, frame, draw.BarStyle(key))
+    return bar_chart(ax, table, parts_ms, title, frame, BarStyle(key))
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -213,21 +230,21 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     steps = table.dropna(subset="mfu")
     if not len(steps):
-        return draw.empty(ax, table, "No utilisation: no FLOPs are known")
+        return empty(ax, table, "No utilisation: no FLOPs are known")
     # the median of a rank does not mind a slow first step
     by_rank = steps.groupby("rank")["mfu"]
     median = by_rank.median()
-    title = f"{draw.percent(steps['mfu'].median())} of the peak in the median step"
-    frame = draw.Frame(
+    title = f"{percent(steps['mfu'].median())} of the peak in the median step"
+    frame = Frame(
         x="model FLOPs utilisation [%]",
-        rows=draw.rank_labels(median.index),
+        rows=rank_labels(median.index),
         reach=steps["mfu"].max() * 112,  # per cent, and an eighth more for the texts
     )
-    ax = draw.bar_chart(ax, table, median * 100, title, frame)
+    ax = bar_chart(ax, table, median * 100, title, frame)
     rows = steps["rank"].map(list(median.index).index)
     ax.plot(steps["mfu"] * 100, rows, "o", color="black", markersize=2.5)
     for row, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
-        draw.note(ax, most * 100, row, draw.percent(value), dx=5)
+        note(ax, most * 100, row, percent(value), dx=5)
     return ax
 
 
@@ -238,4 +255,4 @@ def _shapes(text: str):
     '16x5185x64, 16x64x5185'
     """
     shapes = re.findall(r"\[(\d[\d,]*)\]", text)
-    return draw.shorten(", ".join(shape.replace(",", "x") for shape in shapes))
+    return shorten(", ".join(shape.replace(",", "x") for shape in shapes))

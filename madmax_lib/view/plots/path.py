@@ -9,14 +9,26 @@ from matplotlib.axes import Axes
 from madmax_lib.base.units import NS_PER_S, format_s
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    BarStyle,
+    Frame,
+    bar_chart,
+    bars,
+    blocks,
+    faded,
+    fill_of,
+    finish,
+    lanes,
+    new_axes,
+)
 
 __all__ = ["plot_path", "plot_path_share", "plot_what_if"]
 
-_COLORS = draw.COLORS | {
+_COLORS = COLORS | {
     "host": "#6b4a32",
     "launch delay": "#8c1c2b",
-    "wait": draw.COLORS["idle"],
+    "wait": COLORS["idle"],
 }
 _NAMES = {"comm": "communication", "memcpy": "copies"}
 _LEAST_SHARE = 0.005  # of the step; a smaller one is not worth a word
@@ -25,7 +37,7 @@ _FADED = 0.25  # opacity of work that is not on the path
 
 def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) -> Axes:
     """A `critical_path` over its timeline: rows by rank and stream, the path in full
-    colour, all other work faded.
+    colour, all other work pale.
     """
     if not len(path):
         raise ValueError("nothing to draw: the path is empty")
@@ -38,21 +50,19 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     # host threads have a row only where the path runs through them
     columns = ["rank", "stream", "kind"]
     on_device = work.loc[work["kind"] != "host", columns]
-    lanes = draw.lanes(pd.concat([on_device, path[columns]]), timeline.meta)
-    ax = ax or draw.new_axes(height=0.9 + 0.24 * len(lanes))
-    fills = {
-        kind: draw.fill_of(_COLORS[kind], timeline.meta.source) for kind in PATH_KINDS
-    }
-    faded = {kind: fill | {"alpha": _FADED} for kind, fill in fills.items()}
-    work = work.merge(lanes, on=["rank", "stream"])
-    on_path = on_path.merge(lanes, on=["rank", "stream"])
+    rows = lanes(pd.concat([on_device, path[columns]]), timeline.meta)
+    ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
+    fills = {kind: fill_of(_COLORS[kind], timeline.meta.source) for kind in PATH_KINDS}
+    pale = {kind: fill | {"alpha": _FADED} for kind, fill in fills.items()}
+    work = work.merge(rows, on=["rank", "stream"])
+    on_path = on_path.merge(rows, on=["rank", "stream"])
     # all work thin and pale, the path over it
     drawn = [
-        draw.blocks(ax, work, faded, reach_ns, height=0.5).assign(part="beside"),
-        draw.blocks(ax, on_path, fills, reach_ns).assign(part="path"),
+        blocks(ax, work, pale, reach_ns, height=0.5).assign(part="beside"),
+        blocks(ax, on_path, fills, reach_ns).assign(part="path"),
     ]
     data = pd.concat(drawn).sort_values(["place", "part"], kind="stable")
-    data = data.merge(lanes, on="place")
+    data = data.merge(rows, on="place")
     # the pieces of the path follow each other and add up to the step
     by_kind = path.groupby("kind")["dur_s"].sum().sort_values(ascending=False)
     shares = by_kind / path["dur_s"].sum()
@@ -60,16 +70,16 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     texts = [f"{share:.0%} {_name(kind)}" for kind, share in most.items()]
     title = f"What decides {format_s(path.attrs['step_s'])}: {', '.join(texts)}"
     key = {_name(kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares}
-    key["faded: not on the path"] = draw.faded("compute", alpha=_FADED)
-    frame = draw.Frame(
+    key["faded: not on the path"] = faded("compute", alpha=_FADED)
+    frame = Frame(
         x="time in the step [ms]",
-        rows=lanes["label"],
+        rows=rows["label"],
         reach=reach_ns / NS_PER_S * 1e3,
         key=key,
         origin=timeline,
     )
     columns = ["rank", "stream", "part", "kind", "start_s", "dur_s"]
-    return draw.finish(ax, data[columns], title, frame)
+    return finish(ax, data[columns], title, frame)
 
 
 def _work(timeline: Timeline, start_ns: int, reach_ns: int):
@@ -86,26 +96,24 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     # what decides most on top
     table = table.sort_values("path_s", ascending=False)
-    ax = ax or draw.new_axes(height=1.1 + 0.45 * len(table))
+    ax = ax or new_axes(height=1.1 + 0.45 * len(table))
     names = [_name(kind) for kind in table["kind"]]
     source = table.attrs.get("source")
-    fills = [draw.fill_of(_COLORS[kind], source) for kind in table["kind"]]
+    fills = [fill_of(_COLORS[kind], source) for kind in table["kind"]]
     shares = table["share"].map("{:.1%} of the path".format)
-    draw.bars(
-        ax, table["path_s"] * 1e3, draw.BarStyle(fills, slot=(0, 2), notes=shares)
-    )
-    pale = draw.BarStyle(
-        [draw.faded(fill, alpha=0.35) for fill in fills],
+    bars(ax, table["path_s"] * 1e3, BarStyle(fills, slot=(0, 2), notes=shares))
+    pale = BarStyle(
+        [faded(fill, alpha=0.35) for fill in fills],
         slot=(1, 2),
         height=0.26,
         notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
     )
-    draw.bars(ax, table["busy_s"] * 1e3, pale)
+    bars(ax, table["busy_s"] * 1e3, pale)
     title = "No path"
     if names:
         title = f"{table['share'].iloc[0]:.0%} of the step is decided by: {names[0]}"
     x = "time in the step [ms]; busy: mean of the ranks"
-    return draw.finish(ax, table, title, draw.Frame(x=x, rows=names))
+    return finish(ax, table, title, Frame(x=x, rows=names))
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -123,13 +131,13 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rows = []
     for row in scenarios.itertuples():
         name = _name(row.faster)
-        fill = draw.fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
+        fill = fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
         # infinitely faster: without it
         if np.isinf(row.factor):
             fills.append(fill)
             rows.append(f"no {name}")
         else:
-            fills.append(draw.faded(fill))
+            fills.append(faded(fill))
             rows.append(f"{name} {row.factor:g}x faster")
         gain = row.saved_s / now_s if now_s else 0.0
         text = f"-{gain:.0%}" if gain > _LEAST_SHARE else "no gain"
@@ -138,9 +146,9 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if now_s:
         most = _name(most_saved_s.index[0])
         title = f"Most to gain: {most}, up to {most_saved_s.iloc[0] / now_s:.0%}"
-    frame = draw.Frame(x="time of the step, dotted: as it is [ms]", rows=rows)
-    style = draw.BarStyle(fills, notes=notes)
-    ax = draw.bar_chart(ax, table, scenarios["step_s"] * 1e3, title, frame, style)
+    frame = Frame(x="time of the step, dotted: as it is [ms]", rows=rows)
+    style = BarStyle(fills, notes=notes)
+    ax = bar_chart(ax, table, scenarios["step_s"] * 1e3, title, frame, style)
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     return ax
 

@@ -11,7 +11,23 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    DASHED,
+    SERIES,
+    WHITE,
+    BarStyle,
+    Curves,
+    Frame,
+    bars,
+    finish,
+    legend,
+    line_key,
+    lines,
+    new_axes,
+    note,
+    plural,
+)
 
 if TYPE_CHECKING:
     from madmax_lib.planner.hetero.planned import Planned
@@ -26,9 +42,9 @@ __all__ = [
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {
-    "none": {"color": draw.COLORS["compute"], "ls": "-"},
-    "selective": {"color": draw.COLORS["memcpy"], "ls": "--"},
-    "full": {"color": draw.COLORS["comm"], "ls": ":"},
+    "none": {"color": COLORS["compute"], "ls": "-"},
+    "selective": {"color": COLORS["memcpy"], "ls": "--"},
+    "full": {"color": COLORS["comm"], "ls": ":"},
 }
 _CLOSE = 0.05  # of the best step: as near as this is found
 _TRIALS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
@@ -39,14 +55,14 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     """The plans that no other one beats in time and memory. room_bytes: memory of a
     device.
     """
-    ax = ax or draw.new_axes(height=4.0)
+    ax = ax or new_axes(height=4.0)
     table = pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True)
     room_gb = room_bytes / 1e9
-    style = {"color": draw.COLORS["compute"], "lw": 0.8, "drawstyle": "steps-post"}
+    style = {"color": COLORS["compute"], "lw": 0.8, "drawstyle": "steps-post"}
     style |= {"marker": "o", "ms": 4, "mfc": "white"}
-    in_gb = draw.Curves(units=(1e9, 1))
-    draw.lines(ax, table, "memory_bytes", "step_s", in_gb, **style)
-    ax.axvline(room_gb, **draw.DASHED)
+    in_gb = Curves(units=(1e9, 1))
+    lines(ax, table, "memory_bytes", "step_s", in_gb, **style)
+    ax.axvline(room_gb, **DASHED)
     # x in GB, y in shares of the axes
     text = {"transform": ax.get_xaxis_transform(), "rotation": 90, "fontsize": 7}
     ax.text(room_gb, 0.98, "memory of a device ", ha="right", va="top", **text)
@@ -56,7 +72,7 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
         side = {"dx": 6, "dy": 8}
         if row.memory_bytes > 0.6 * room_bytes:
             side = {"dx": 0, "dy": -10, "ha": "right"}
-        draw.note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **side)
+        note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **side)
     title = "No plan fits"
     step_s = table["step_s"]
     if len(table):
@@ -69,20 +85,20 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
             f"Within {less_gb:.0f} GB instead of {memory_gb.max():.0f} the step "
             f"takes {longer:.0%} longer"
         )
-    frame = draw.Frame(
+    frame = Frame(
         x="memory of the fullest device [GB]",
         y="simulated step [s]",
         reach=room_gb * 1.05,
         yscale="log",
     )
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, frame)
 
 
 def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The choices of the best plans as lines from axis to axis, the best thick; colour
     and dashes: recompute.
     """
-    ax = ax or draw.new_axes(height=4.0, width=8.0)
+    ax = ax or new_axes(height=4.0, width=8.0)
     best = table[[*_CHOICES, "recompute", "step_s"]].reset_index(drop=True)
     # the values of each choice at equal distances from 0 to 1
     ranks = best[list(_CHOICES)].rank(method="dense") - 1
@@ -96,20 +112,20 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for number, name in enumerate(_CHOICES):
         labels = dict(zip(best[name], heights[name], strict=True))
         for value, height in labels.items():
-            style = {"dx": 5, "fontsize": 8, "bbox": draw.WHITE}
-            draw.note(ax, number, height, str(value), **style)
+            style = {"dx": 5, "fontsize": 8, "bbox": WHITE}
+            note(ax, number, height, str(value), **style)
     ax.set_xticks(range(len(_CHOICES)), [name.replace("_", "-") for name in _CHOICES])
     ax.set_yticks([])
     # only what occurs has an entry
     kinds = [kind for kind in _RECOMPUTE if kind in set(best["recompute"])]
     within = best["step_s"].max() / best["step_s"].min() - 1
     title = f"The best {len(best)} plans are within {within:.1%} of each other"
-    frame = draw.Frame(
+    frame = Frame(
         xlim=(-0.2, len(_CHOICES) - 0.5),
         ylim=(-0.15, 1.15),
-        key=[draw.line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
+        key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
     )
-    return draw.finish(ax, best, title, frame)
+    return finish(ax, best, title, frame)
 
 
 def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
@@ -119,7 +135,7 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     step_s: by name of the order, seconds of its trials, NaN for a plan that failed;
     until one ran there is no line.
     """
-    ax = ax or draw.new_axes(height=3.4)
+    ax = ax or new_axes(height=3.4)
     parts = [
         pd.DataFrame({"order": name, "step_s": part.to_numpy()})
         for name, part in step_s.items()
@@ -131,29 +147,29 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     # a trial that failed is no progress, but costs a trial
     best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
     table["slower"] = best_so_far_s / table["step_s"].min() - 1
-    curves = draw.Curves(
+    curves = Curves(
         by="order",
-        styles=dict(zip(step_s, draw.SERIES, strict=False)),
+        styles=dict(zip(step_s, SERIES, strict=False)),
         labels={name: name for name in step_s},
         units=(1, 0.01),
     )
     style = {"drawstyle": "steps-post", "lw": 1.5}
-    draw.lines(ax, table, "trial", "slower", curves, **style)
-    ax.axhline(100 * _CLOSE, **draw.DASHED)
-    draw.legend(ax)
+    lines(ax, table, "trial", "slower", curves, **style)
+    ax.axhline(100 * _CLOSE, **DASHED)
+    legend(ax)
     first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
     counts = ", ".join(f"{name} {first_close.get(name, 'never')}" for name in step_s)
     ticks = [tick for tick in _TRIALS if tick <= table["trial"].max()]
     ax.set_xscale("log")
     ax.set_xticks(ticks, ticks)
-    frame = draw.Frame(
+    frame = Frame(
         x="trials",
         y="best so far slower than the best [%]",
         ylim=(-1, min(105 * table["slower"].max(), 50)),
         origin=parts[0],
     )
     title = f"Trials until within 5 % of the best: {counts}"
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, frame)
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -162,7 +178,7 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
     """
     table = planned.stages
     fleet = planned.costs.fleet
-    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    ax = ax or new_axes(height=1.4 + 0.34 * len(table))
     rows = []
     for stage in table.itertuples():
         types = fleet.type_of(
@@ -173,24 +189,24 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
             ranks = stage.first_rank + np.flatnonzero(types == kind)
             color = _color(fleet.types[kind], fleet.types)
             where = {"places": [stage.stage], "left": ranks[0], "height": 0.8}
-            draw.bars(ax, [len(ranks)], draw.BarStyle(color, **where))
-        layers = draw.plural(stage.layers, "layer")
+            bars(ax, [len(ranks)], BarStyle(color, **where))
+        layers = plural(stage.layers, "layer")
         text = f"stage {stage.stage}: {layers}, dp {stage.dp} · tp {stage.tp}"
         if stage.recompute != "none":
             text += f" · recompute {stage.recompute}"
         rows.append(text)
     title = (
-        f"{draw.plural(len(table), 'stage')} on {fleet.size} GPUs, "
+        f"{plural(len(table), 'stage')} on {fleet.size} GPUs, "
         f"{planned.plan.batches} micro-batches: {planned.cost_ms:,.0f} ms"
     )
-    frame = draw.Frame(
+    frame = Frame(
         x="rank",
         rows=rows,
         reach=fleet.size,
         key={name: _color(name, fleet.types) for name in fleet.types},
         origin=planned.provenance,
     )
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, frame)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -199,19 +215,19 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     types = planned.costs.fleet.types
     colors = [_color(name, types) for name in table["device"]]
     share = table["used_mb"] / table["capacity_mb"]
-    ax = ax or draw.new_axes(height=1.2 + 0.3 * len(table), width=6.0)
+    ax = ax or new_axes(height=1.2 + 0.3 * len(table), width=6.0)
     outlines = [{"facecolor": "none", "edgecolor": color} for color in colors]
-    capacity = draw.BarStyle(outlines, notes=share.map("{:.0%}".format))
-    draw.bars(ax, table["capacity_mb"] / 1024, capacity)
-    draw.bars(ax, table["used_mb"] / 1024, draw.BarStyle(colors, source="simulated"))
+    capacity = BarStyle(outlines, notes=share.map("{:.0%}".format))
+    bars(ax, table["capacity_mb"] / 1024, capacity)
+    bars(ax, table["used_mb"] / 1024, BarStyle(colors, source="simulated"))
     rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
     fullest = rows[share.argmax()]
     title = f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory"
     x = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)"
-    frame = draw.Frame(x=x, rows=rows, origin=planned.provenance)
-    return draw.finish(ax, table, title, frame)
+    frame = Frame(x=x, rows=rows, origin=planned.provenance)
+    return finish(ax, table, title, frame)
 
 
 def _color(name: str, types: tuple[str, ...]):
     """The same for a type wherever it stands in the plan."""
-    return draw.SERIES[sorted(types).index(name) % len(draw.SERIES)]
+    return SERIES[sorted(types).index(name) % len(SERIES)]

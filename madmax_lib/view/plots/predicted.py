@@ -10,7 +10,21 @@ from madmax_lib.catalog.tables import data_file
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    DASHED,
+    SERIES,
+    BarStyle,
+    Frame,
+    areas,
+    bar_chart,
+    blocks,
+    components_key,
+    finish,
+    kind_fills,
+    line_key,
+    new_axes,
+    patch_key,
+)
 
 __all__ = [
     "STEP_PARTS",
@@ -51,9 +65,9 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     visible = table[share > _LEAST_SHARE]
     x = "simulated time that nothing hides [s]; beside it the share of the step"
     notes = share[visible.index].map("{:.1%}".format)
-    style = draw.BarStyle(visible["kind"], source="simulated", notes=notes)
-    frame = draw.Frame(x=x, rows=visible["part"])
-    return draw.bar_chart(ax, table, visible["seconds"], title, frame, style)
+    style = BarStyle(visible["kind"], source="simulated", notes=notes)
+    frame = Frame(x=x, rows=visible["part"])
+    return bar_chart(ax, table, visible["seconds"], title, frame, style)
 
 
 def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -61,7 +75,7 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     index names the rows.
     """
     parts = table[list(_CAUSES)].clip(lower=0.0).rename(columns=_CAUSES)
-    colors = dict(zip(parts, draw.SERIES, strict=False))
+    colors = dict(zip(parts, SERIES, strict=False))
     # a cause keeps its colour where others are left out
     fills = {cause: color for cause, color in colors.items() if parts[cause].max() > 0}
     exposed_s = parts.sum(axis=1)
@@ -71,12 +85,12 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})"
     )
     x = "simulated communication that nothing hides [s]; beside it its share of the step"
-    frame = draw.Frame(x=x, rows=table.index, key=fills, columns=3)
+    frame = Frame(x=x, rows=table.index, key=fills, columns=3)
     shares = (exposed_s / step_s).map("{:.1%}".format)
     notes = shares + step_s.map(" of {:.3g} s".format)
-    style = draw.BarStyle(fills, source="simulated", notes=notes)
+    style = BarStyle(fills, source="simulated", notes=notes)
     data = parts.assign(step_s=step_s).rename_axis("step").reset_index()
-    return draw.bar_chart(ax, data, parts[list(fills)], title, frame, style)
+    return bar_chart(ax, data, parts[list(fills)], title, frame, style)
 
 
 def plot_components(
@@ -95,22 +109,22 @@ def plot_components(
     components = [
         name for name in PHASES if name in size_gb and size_gb[name].max() > 0
     ]
-    fills = draw.components_key(components)
+    fills = components_key(components)
     largest_gb = size_gb[components].max()
     title = f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device"
-    key = [draw.patch_key(name, color) for name, color in fills.items()]
-    key.append(draw.line_key(f"room: {room_bytes / 1e9:.0f} GB", **draw.DASHED))
-    frame = draw.Frame(
+    key = [patch_key(name, color) for name, color in fills.items()]
+    key.append(line_key(f"room: {room_bytes / 1e9:.0f} GB", **DASHED))
+    frame = Frame(
         x="simulated memory [GB], all moments of a step",
         rows=[f"stage {stage}" for stage in rows],
         key=key,
         where="beside",
     )
     # the legend beside the axes needs some height
-    ax = ax or draw.new_axes(height=max(1.6 + 0.3 * len(rows), 2.4))
-    style = draw.BarStyle(fills, source="simulated")
-    ax = draw.bar_chart(ax, table, size_gb.loc[rows], title, frame, style)
-    ax.axvline(room_bytes / 1e9, **draw.DASHED)
+    ax = ax or new_axes(height=max(1.6 + 0.3 * len(rows), 2.4))
+    style = BarStyle(fills, source="simulated")
+    ax = bar_chart(ax, table, size_gb.loc[rows], title, frame, style)
+    ax.axvline(room_bytes / 1e9, **DASHED)
     return ax
 
 
@@ -129,14 +143,14 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         sort=False,
     ).div(1e9)
     shares = size_gb.loc[places.index].div(room_gb, axis=0).fillna(0.0)
-    fills = draw.components_key(table["component"])
+    fills = components_key(table["component"])
     # relative to what a place has: a GB is more on a device than on a drive
     tight = (margin_gb / room_gb).idxmin()
     title = (
         f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
         f"{room_gb[tight]:.0f} GB are left"
     )
-    frame = draw.Frame(
+    frame = Frame(
         x="simulated bytes over the room for training, all moments of a step",
         rows=[_PLACES[name] for name in places.index],
         key=fills,
@@ -144,10 +158,10 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     used = (room_gb - margin_gb).map("{:.1f} of ".format)
     notes = used + room_gb.map("{:.0f} GB".format)
-    style = draw.BarStyle(fills, source="simulated", notes=notes)
-    ax = ax or draw.new_axes(height=2.6 + 0.45 * len(places))
-    ax = draw.bar_chart(ax, table, shares, title, frame, style)
-    ax.axvline(1.0, **draw.DASHED)
+    style = BarStyle(fills, source="simulated", notes=notes)
+    ax = ax or new_axes(height=2.6 + 0.45 * len(places))
+    ax = bar_chart(ax, table, shares, title, frame, style)
+    ax.axvline(1.0, **DASHED)
     return ax
 
 
@@ -157,7 +171,7 @@ def plot_moments(
     """Memory of a device or of its host over the moments of a step. table: of
     `moments`; holder: device or host.
     """
-    ax = ax or draw.new_axes(height=2.8)
+    ax = ax or new_axes(height=2.8)
     if holder == "device":
         fills = {"everything but the model": "comm", "model states": "compute"}
         columns = ["other_bytes", "model_bytes", "room_bytes"]
@@ -169,23 +183,23 @@ def plot_moments(
     parts_gb = memory_gb.set_axis(list(fills), axis=1)
     # a moment is a layer of a pass: its level holds around its number
     style = {"source": "simulated", "step": "mid"}
-    top_gb = draw.areas(ax, range(len(table)), parts_gb, fills, **style)
-    ax.axhline(room_gb, **draw.DASHED)
+    top_gb = areas(ax, range(len(table)), parts_gb, fills, **style)
+    ax.axhline(room_gb, **DASHED)
     phases = [phase for phase in table["phase"].unique() if phase in _PASSES]
     # the first moment of each pass
     begins = [(table["phase"] == phase).argmax() for phase in phases]
     ax.set_xticks(begins, phases, ha="left")
     title = f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB"
-    key = [draw.patch_key(name, fill) for name, fill in fills.items()]
-    key.append(draw.line_key("room for training", **draw.DASHED))
-    frame = draw.Frame(
+    key = [patch_key(name, fill) for name, fill in fills.items()]
+    key.append(line_key("room for training", **DASHED))
+    frame = Frame(
         x="layer by layer",
         y="simulated memory [GB]",
         xlim=(0, len(table) - 1),
         ylim=(0, 1.15 * max(room_gb, top_gb.max())),
         key=key,
     )
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, frame)
 
 
 def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
@@ -197,25 +211,25 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     end_ns = spans["start_ns"] + spans["dur_ns"]
     busy = spans[spans["kind"] != "idle"]
     streams = [stream for stream in Stream if (busy["stream"] == stream).any()]
-    ax = ax or draw.new_axes(height=1.0 + 0.34 * len(streams))
+    ax = ax or new_axes(height=1.0 + 0.34 * len(streams))
     # one colour per stream: of the kind of its first work
     kind = busy.groupby("stream")["kind"].first().map(_KINDS).astype(object)
     rows = busy["stream"].map(streams.index)
     kinds = busy["stream"].map(kind.fillna("compute"))
-    fills = draw.kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
+    fills = kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
     placed = busy.assign(place=rows, kind=kinds)
-    drawn = draw.blocks(ax, placed, fills, int(end_ns.max()), unit_s=1.0)
+    drawn = blocks(ax, placed, fills, int(end_ns.max()), unit_s=1.0)
     drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
     # passes are what the device computes before the optimizer's update
     is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
     passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
     step_s = end_ns.max() / NS_PER_S
     title = f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s"
-    frame = draw.Frame(
+    frame = Frame(
         x="simulated time in the step [s]",
         rows=[stream.label for stream in streams],
         reach=step_s,
         origin=timeline,
     )
     data = drawn.drop(columns=["place", "kind"])
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)

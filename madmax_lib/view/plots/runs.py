@@ -13,7 +13,20 @@ from madmax_lib.calibration.fit import fingerprint
 from madmax_lib.calibration.published.run_tables import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.timeline.timeline import with_origin
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    BarStyle,
+    Curves,
+    Frame,
+    bar_chart,
+    bars,
+    fill_of,
+    finish,
+    legend,
+    lines,
+    new_axes,
+    plural,
+)
 
 __all__ = [
     "plot_beside",
@@ -52,18 +65,18 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
         status = run.summary.get("status", "unfinished")
         error = run.summary.get("error", "")
         raise ValueError(f"{run.spec.name} made no step: {status} {error}")
-    ax = ax or draw.new_axes(height=2.8)
+    ax = ax or new_axes(height=2.8)
     parts = _phases(run.steps)
     count = len(parts)
     loss = run.steps["loss"]
     notes = loss.map("{:.2f}".format) if count <= _FEW_STEPS else None
-    style = draw.BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
-    ends_ms = draw.bars(ax, parts * 1e3, style)
+    style = BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
+    ends_ms = bars(ax, parts * 1e3, style)
     ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
     median = format_s(run.summary["step_s"]["median"])
     title = f"{run.spec.model}, {run.spec.strategy}: {median} per step"
-    frame = draw.Frame(
+    frame = Frame(
         x="step (above: loss)",
         y="time [ms]",
         xlim=(-0.6, count - 0.4),
@@ -72,7 +85,7 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
         where="beside",
     )
     data = parts.assign(step=run.steps["step"], loss=loss)
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -88,7 +101,7 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
         for row in table.itertuples()
     ]
-    frame = draw.Frame(
+    frame = Frame(
         x="median step [ms], quartiles as line",
         rows=_strategies(table),
         origin={"files": steps_files(runs)},
@@ -96,8 +109,8 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     fastest = format_s(table["step_s"].min())
     slowest = format_s(table["step_s"].max())
     title = f"{table['model'].iloc[0]}: {fastest} to {slowest} per step"
-    style = draw.BarStyle(list(shades), error=quartiles_ms, notes=notes)
-    return draw.bar_chart(ax, table, table["step_s"] * 1e3, title, frame, style)
+    style = BarStyle(list(shades), error=quartiles_ms, notes=notes)
+    return bar_chart(ax, table, table["step_s"] * 1e3, title, frame, style)
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -111,28 +124,28 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     reference = min(runs, key=lambda name: runs[name].spec.plan.world_size)
     spec = runs[reference].spec
     label = "one process" if spec.plan.world_size == 1 else spec.strategy
-    ax = ax or draw.new_axes(height=3.0, width=5.6)
+    ax = ax or new_axes(height=3.0, width=5.6)
     rows = [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()]
     table = pd.concat(rows, ignore_index=True)
     alone = table[table["run"] == reference]
     # against the reference at the same step
     same_step = table["step"].map(alone.set_index("step")["loss"])
     table["difference"] = (table["loss"] - same_step).abs()
-    line = {"color": draw.COLORS["compute"], "linewidth": 3, "alpha": 0.6}
+    line = {"color": COLORS["compute"], "linewidth": 3, "alpha": 0.6}
     ax.plot(alone["step"], alone["loss"], label=label, **line)
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     # one entry of the legend stands for all of them
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
     ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none"}
-    ring |= {"linewidth": 0.8, "color": draw.COLORS["comm"]}
-    draw.lines(ax, others, "step", "loss", draw.Curves("run", labels=labels), **ring)
-    draw.legend(ax, where="best")
+    ring |= {"linewidth": 0.8, "color": COLORS["comm"]}
+    lines(ax, others, "step", "loss", Curves("run", labels=labels), **ring)
+    legend(ax, where="best")
     ax.grid(axis="y")
-    ways = draw.plural(len(runs) - 1, "way")
+    ways = plural(len(runs) - 1, "way")
     most = table["difference"].max()
     title = f"{ways} to split {spec.model}: losses differ by {most:.0e} at most"
-    frame = draw.Frame(x="step", y="loss", origin={"files": steps_files(runs)})
-    return draw.finish(ax, table, title, frame)
+    frame = Frame(x="step", y="loss", origin={"files": steps_files(runs)})
+    return finish(ax, table, title, frame)
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -148,7 +161,7 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     parts = pd.DataFrame(medians)
     share = (parts["backward"] / parts.sum(axis=1)).median()
     title = f"Backward takes {share:.0%} of a step (median of the strategies)"
-    frame = draw.Frame(
+    frame = Frame(
         x="median time on rank 0 [ms]",
         rows=_strategies(table),
         key=_PHASES,
@@ -156,8 +169,8 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         origin={"files": steps_files(runs)},
     )
     data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
-    style = draw.BarStyle(_PHASES)
-    return draw.bar_chart(ax, data, parts * 1e3, title, frame, style)
+    style = BarStyle(_PHASES)
+    return bar_chart(ax, data, parts * 1e3, title, frame, style)
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -173,33 +186,33 @@ def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{most['exposed_comm']:.0%} of a step"
     )
     x = "share of the traced steps [%]"
-    frame = draw.Frame(x=x, rows=_strategies(table), reach=100, key=_SHARES)
-    style = draw.BarStyle(_SHARES, inside=inside)
-    return draw.bar_chart(ax, table, percent, title, frame, style)
+    frame = Frame(x=x, rows=_strategies(table), reach=100, key=_SHARES)
+    style = BarStyle(_SHARES, inside=inside)
+    return bar_chart(ax, table, percent, title, frame, style)
 
 
 def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Memory of `memory_table` by strategy: predicted hatched, measured filled below it
     where the runs had GPUs.
     """
-    ax = ax or draw.new_axes(height=1.2 + 0.26 * len(table))
+    ax = ax or new_axes(height=1.2 + 0.26 * len(table))
     sizes = table[["predicted_bytes", "measured_bytes"]]
     unit, factor = bytes_unit(sizes.max(axis=None))
-    key = {"predicted": draw.fill_of("other", "simulated")}
+    key = {"predicted": fill_of("other", "simulated")}
     # runs on CPUs have no allocator to ask
     if table["measured_bytes"].notna().any():
-        key["measured"] = draw.fill_of("other")
+        key["measured"] = fill_of("other")
     for number, (name, fill) in enumerate(key.items()):
-        style = draw.BarStyle(fill, slot=(number, len(key)))
-        draw.bars(ax, table[f"{name}_bytes"] / factor, style)
+        style = BarStyle(fill, slot=(number, len(key)))
+        bars(ax, table[f"{name}_bytes"] / factor, style)
     # what every run has
     predicted = table["predicted_bytes"]
     least = format_bytes(predicted.min())
     most = format_bytes(predicted.max())
     title = f"{table.attrs['model']} needs {least} to {most} per rank, as predicted"
     x = f"memory of a rank at its peak [{unit}]"
-    frame = draw.Frame(x=x, rows=_strategies(table), key=key)
-    return draw.finish(ax, table, title, frame)
+    frame = Frame(x=x, rows=_strategies(table), key=key)
+    return finish(ax, table, title, frame)
 
 
 def plot_beside(
@@ -215,15 +228,15 @@ def plot_beside(
     measured = factor * table[f"measured_{column}"]
     predicted = factor * table[f"predicted_{column}"]
     key = {
-        "measured": draw.fill_of(kind),
-        "predicted before the run": draw.fill_of(kind, "simulated"),
+        "measured": fill_of(kind),
+        "predicted before the run": fill_of(kind, "simulated"),
     }
-    ax = ax or draw.new_axes(height=1.4 + 0.34 * len(table))
+    ax = ax or new_axes(height=1.4 + 0.34 * len(table))
     pair = zip((measured, predicted), key.values(), strict=True)
     for number, (values, fill) in enumerate(pair):
         notes = values.map("{:.0f}".format)
-        style = draw.BarStyle(fill, slot=(number, 2), notes=notes)
-        draw.bars(ax, values.fillna(0.0), style)
+        style = BarStyle(fill, slot=(number, 2), notes=notes)
+        bars(ax, values.fillna(0.0), style)
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = f"{name} is off by {off.mean():.0f} points on average"
@@ -237,7 +250,7 @@ def plot_beside(
     # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
     runs = zip(table.index, table["strategy"], strict=True)
-    frame = draw.Frame(
+    frame = Frame(
         x="ms per step" if what == "step" else "per cent",
         rows=[f"{run} ({strategy})" for run, strategy in runs],
         key=key,
@@ -245,7 +258,7 @@ def plot_beside(
         origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
     )
     data = table[["strategy"]].join([measured, predicted]).reset_index()
-    return draw.finish(ax, data, title, frame)
+    return finish(ax, data, title, frame)
 
 
 def _phases(steps: pd.DataFrame):

@@ -181,7 +181,9 @@ def step_view(timeline: Timeline) -> str:
         return ""
     waits_s = input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum()
     every = every.join(waits_s.rename("input_wait_s"), on=["rank", "step"])
-    every = every.fillna({"input_wait_s": 0.0})
+    # a wait that nobody has is a column without a value, which tables leave out
+    if waits_s.sum() > 0:
+        every = every.fillna({"input_wait_s": 0.0})
     quantities = ["total_s", "compute_s", "memory_s", "exposed_comm_s", "idle_s"]
     quantities.append("input_wait_s")
     # ranks of a step together
@@ -196,13 +198,10 @@ def step_view(timeline: Timeline) -> str:
     by_step = by_step.reset_index()
     chosen, note = _some(by_step, "step", "wall_s")
     columns = ["step", "wall_s", "slowest_s", "slowest_rank", *quantities[1:], "note"]
-    input_share = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
-    input_text = ""
-    if input_share > 0:
-        share = percent(input_share)
-        input_text = f"The host waits for input in {share} of the steps' time."
-    else:
-        columns.remove("input_wait_s")
+    waiting_share = by_step["input_wait_s"].sum() / max(by_step["wall_s"].sum(), 1e-12)
+    input_text = (
+        f"The host waits for input in {percent(waiting_share)} of the steps' time."
+    )
     about = (
         "Means over the ranks; wall is the median of the ranks on the host. The bars "
         "run from the first to the last work of a step: where steps overlap, idle "
@@ -211,7 +210,7 @@ def step_view(timeline: Timeline) -> str:
     rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
     parts = [
         text(about),
-        text(input_text),
+        text(input_text if waiting_share > 0 else ""),
         text(note),
         bars(rows),
         table(_phases(timeline)),
@@ -381,16 +380,15 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     most.
     """
     here, there = labels
-    parts = compare(other_run, timeline)
-    is_overlap = parts["quantity"] == "overlap"  # a share; the others are seconds
-    overlap = parts[is_overlap].iloc[0]
+    parts = compare(other_run, timeline).set_index("quantity")
+    overlap = parts.loc["overlap"]  # a share; the others are seconds
     names = {"a": f"{there}_s", "b": f"{here}_s", "difference": "difference_s"}
-    quantities = parts[~is_overlap].rename(columns=names)
-    words = quantities["quantity"].str.removesuffix("_s").str.replace("_", " ")
-    quantities = quantities.assign(quantity=words)
-    quantities = quantities[["quantity", *names.values(), "ratio"]]
-    here_s = steps(steady_state(timeline)[0])["wall_s"].median()
-    there_s = steps(steady_state(other_run)[0])["wall_s"].median()
+    quantities = parts.drop("overlap").rename(columns=names)
+    quantities.index = quantities.index.str.removesuffix("_s").str.replace("_", " ")
+    quantities = quantities[[*names.values(), "ratio"]].reset_index()
+    here_s, there_s = (
+        steps(steady_state(run)[0])["wall_s"].median() for run in (timeline, other_run)
+    )
     ratio = here_s / there_s
     # beyond twice, a percentage is hard to read
     longer = f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
