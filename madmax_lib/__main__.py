@@ -69,8 +69,9 @@ def _parser(words: list[str]):
     _add_run(commands, words)
     about = "run all notebooks, write them and docs/ as HTML"
     site = commands.add_parser("site", help=about)
-    folder = "folder for the pages (default: build/site)"
-    site.add_argument("-o", "--output", type=Path, help=folder)
+    site.add_argument(
+        "-o", "--output", type=Path, help="folder for the pages (default: build/site)"
+    )
     site.set_defaults(command=_site)
     about = "serve the commands that answer in JSON to a coding agent"
     agent = commands.add_parser("mcp", help=about)
@@ -94,14 +95,22 @@ def _add_run(commands, words: list[str]):
     about = {"help": "run notebooks headless", "epilog": _parameters(words)}
     about["formatter_class"] = argparse.RawDescriptionHelpFormatter
     run = commands.add_parser("run", **about)
-    which = "such as 20_overlap; with --help its parameters; left out: all"
-    run.add_argument("notebook", nargs="?", help=which)
-    listing = "name the notebooks and what each answers"
-    run.add_argument("--list", action="store_true", help=listing)
+    run.add_argument(
+        "notebook",
+        nargs="?",
+        help="such as 20_overlap; with --help its parameters; left out: all",
+    )
+    run.add_argument(
+        "--list", action="store_true", help="name the notebooks and what each answers"
+    )
     pairs = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
     run.add_argument("-p", "--parameter", help="set a parameter", **pairs)
-    folder = "folder for executed notebooks and HTML (default: build)"
-    run.add_argument("-o", "--output", type=Path, help=folder)
+    run.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="folder for executed notebooks and HTML (default: build)",
+    )
     run.set_defaults(command=_run)
 
 

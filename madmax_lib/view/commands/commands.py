@@ -46,37 +46,58 @@ def add(commands, words: list[str]) -> None:
     # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
-    offload = "what the host holds (optimizer: on @deepspeed)"
-    train.add_argument("--offload", choices=("optimizer", "all"), help=offload)
-    dry = "check everything and start nothing"
-    train.add_argument("--dry-run", action="store_true", help=dry)
+    train.add_argument(
+        "--offload",
+        choices=("optimizer", "all"),
+        help="what the host holds (optimizer: on @deepspeed)",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything and start nothing"
+    )
     _add_output(train, None, "run directory (default: runs/NAME)")
     _add_bench(commands)
     about = "fit the simulator to this machine, and test it on further runs"
     calibrate = commands.add_parser("calibrate", help=about)
     option(calibrate, "--hosts", "namespaces of a testbed (default: 1)", int, default=1)
-    network = "rate of their uplinks, such as 300mbit"
-    option(calibrate, "--network", network, default="")
-    minutes = "after which no further run starts (default: 5)"
-    option(calibrate, "--minutes", minutes, float, default=5.0)
+    option(calibrate, "--network", "rate of their uplinks, such as 300mbit", default="")
+    option(
+        calibrate,
+        "--minutes",
+        "after which no further run starts (default: 5)",
+        float,
+        default=5.0,
+    )
     option(calibrate, "--device", "cpu, cuda, or auto (default)", default="auto")
-    ranks = "default: all GPUs, or two processes and one a host"
-    option(calibrate, "--ranks", ranks, int, default=0)
+    option(
+        calibrate,
+        "--ranks",
+        "default: all GPUs, or two processes and one a host",
+        int,
+        default=0,
+    )
     _add_output(calibrate, Path("machine"), "directory (default: machine)")
     _add_json(calibrate, _calibrate)
 
 
 def _add_bench(commands):
-    about = "time kernels, copies, launches and collectives of this machine"
-    bench = commands.add_parser("bench", help=about)
+    bench = commands.add_parser(
+        "bench", help="time kernels, copies, launches and collectives of this machine"
+    )
     _add_json(bench, _bench)
     sizes = bench.add_mutually_exclusive_group()
     size = {"action": "store_const", "dest": "size", "default": "normal"}
     sizes.add_argument("--quick", const="quick", help="less than a minute", **size)
-    more = "more and larger sizes"
-    sizes.add_argument("--detailed", const="detailed", help=more, **size)
-    ranks = "of the collectives (default: all GPUs, or 2 processes)"
-    option(bench, "--ranks", ranks, _ranks, default=0, metavar="N")
+    sizes.add_argument(
+        "--detailed", const="detailed", help="more and larger sizes", **size
+    )
+    option(
+        bench,
+        "--ranks",
+        "of the collectives (default: all GPUs, or 2 processes)",
+        _ranks,
+        default=0,
+        metavar="N",
+    )
     _add_output(bench, Path("bench"), "folder of two CSVs (default: bench)")
 
 

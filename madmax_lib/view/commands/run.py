@@ -37,45 +37,77 @@ _FEWEST_TOKENS = 1e6  # to train on; fewer are a slip, such as 15 for 15T
 
 def add(commands) -> None:
     """Add these commands."""
-    about = (
-        "is my run normal? fine or cannot tell: status 0; slow or suspiciously fast: 1"
+    expect = add_command(
+        commands,
+        "expect",
+        _expect,
+        help="is my run normal? fine or cannot tell: status 0; slow or suspiciously fast: 1",
     )
-    expect = add_command(commands, "expect", _expect, help=about)
-    machine = "catalog name, or the machine.json of a calibration"
     option(expect, "--model", MODEL_HELP, required=True)
-    option(expect, "--cluster", machine, required=True)
+    option(
+        expect,
+        "--cluster",
+        "catalog name, or the machine.json of a calibration",
+        required=True,
+    )
     option(expect, "--nodes", "how many (default: as many as the plan needs)", int)
     option(expect, "--plan", "such as dp8.tp4.pp2.z1", required=True)
     add_run(expect, "as tuned Megatron-Core")
     for name, text in _MEASURED.items():
-        flag = f"--{name.replace('_', '-')}"
-        option(expect, flag, f"measured: {text}", float, metavar="X")
-    trace = "traces of the run, for its step time and the part that is off"
-    option(expect, "--trace", trace, metavar="DIR")
+        option(
+            expect,
+            f"--{name.replace('_', '-')}",
+            f"measured: {text}",
+            float,
+            metavar="X",
+        )
+    option(
+        expect,
+        "--trace",
+        "traces of the run, for its step time and the part that is off",
+        metavar="DIR",
+    )
     _add_plan(commands)
 
 
 def _add_plan(commands):
-    about = "GPUs, days, USD and MWh of a training, with intervals"
-    plan = add_command(commands, "plan", _plan, help=about)
+    plan = add_command(
+        commands,
+        "plan",
+        _plan,
+        help="GPUs, days, USD and MWh of a training, with intervals",
+    )
     option(plan, "--model", MODEL_HELP, required=True)
-    tokens = "to train on, such as 15T, 300B or 15e12"
-    option(plan, "--tokens", tokens, _count, required=True)
+    option(
+        plan,
+        "--tokens",
+        "to train on, such as 15T, 300B or 15e12",
+        _count,
+        required=True,
+    )
     where = plan.add_mutually_exclusive_group(required=True)
-    device = "such as h100, in the catalog's first cluster that has it"
-    option(where, "--device", device)
-    cluster = "of the catalog; as many of its nodes as are needed"
-    option(where, "--cluster", cluster)
+    option(
+        where, "--device", "such as h100, in the catalog's first cluster that has it"
+    )
+    option(where, "--cluster", "of the catalog; as many of its nodes as are needed")
     # a deadline asks for devices, devices ask for the days
     asked = plan.add_mutually_exclusive_group(required=True)
     option(asked, "--days", "deadline of the training", float)
-    devices = "how many there are, to ask for the days"
-    asked.add_argument("--devices", "--gpus", type=int, help=devices)
-    sure = "probability to meet it (default: 0.5)"
-    option(plan, "--sure", sure, float, default=0.5, metavar="P")
+    asked.add_argument(
+        "--devices", "--gpus", type=int, help="how many there are, to ask for the days"
+    )
+    option(
+        plan,
+        "--sure",
+        "probability to meet it (default: 0.5)",
+        float,
+        default=0.5,
+        metavar="P",
+    )
     add_run(plan, "the fastest of five", "4 or 16 million tokens, within 20 %%")
-    price = "price of a device-hour (default: the catalog's)"
-    option(plan, "--usd-per-hour", price, float)
+    option(
+        plan, "--usd-per-hour", "price of a device-hour (default: the catalog's)", float
+    )
 
 
 def _expect(options: Namespace):

@@ -55,12 +55,22 @@ def add(commands) -> None:
     example = "such as dp2.tp4.z1"
     option(estimate, "plans", example, nargs="+", metavar="PLAN")
     option(fits, "plan", example)
-    objectives = "time (default), cost, energy or memory"
-    option(search, "--objective", objectives, default="time")
-    top = "how many plans (default: 10); up to ten differ in how they split"
-    option(search, "--top", top, int, default=10)
-    output = "write the best plan as its stack's configuration"
-    search.add_argument("-o", "--output", metavar="FILE", help=output)
+    option(
+        search, "--objective", "time (default), cost, energy or memory", default="time"
+    )
+    option(
+        search,
+        "--top",
+        "how many plans (default: 10); up to ten differ in how they split",
+        int,
+        default=10,
+    )
+    search.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the best plan as its stack's configuration",
+    )
 
 
 def add_run(parser: ArgumentParser, software: str, batch: str | None = None) -> None:
@@ -71,8 +81,11 @@ def add_run(parser: ArgumentParser, software: str, batch: str | None = None) -> 
     option(parser, "--global-batch", samples, int, required=batch is None)
     option(parser, "--sequence", "tokens per sample (default: the model's)", int)
     option(parser, "--dtype", "default: bf16", default="bf16")
-    stacks = f"stack that trains: megatron-core, torchtitan, ... (default: {software})"
-    option(parser, "--software", stacks)
+    option(
+        parser,
+        "--software",
+        f"stack that trains: megatron-core, torchtitan, ... (default: {software})",
+    )
 
 
 def run_of(options: Namespace) -> dict:

@@ -55,8 +55,9 @@ def add(commands) -> None:
     stragglers.add_argument("traces", **_TRACES)
     about = "which rank hangs a job, from flight-recorder dumps"
     flight = add_command(commands, "flight", _flight, help=about)
-    dumps = "directory with one dump per rank, such as nccl_trace_rank_0"
-    option(flight, "dumps", dumps)
+    option(
+        flight, "dumps", "directory with one dump per rank, such as nccl_trace_rank_0"
+    )
     _add_snapshot(commands)
     about = "one HTML page about a directory of traces"
     report = add_command(commands, "report", _report, help=about)
@@ -67,27 +68,48 @@ def add(commands) -> None:
 
 
 def _add_compare(commands):
-    about = "what differs between A and B; with --gate a verdict"
-    compare = add_command(commands, "compare", _compare, help=about)
+    compare = add_command(
+        commands,
+        "compare",
+        _compare,
+        help="what differs between A and B; with --gate a verdict",
+    )
     paths = "A, then B: file, directory, pattern, or a baseline"
     compare.add_argument("traces", **_TRACES | {"help": paths})
     what = compare.add_mutually_exclusive_group()
     what.add_argument("--operations", action="store_true", help="a row per operation")
     option(what, "--gate", _GATE, _share, metavar="SHARE")
-    keep = "keep the traces under this name in .madmax/"
-    option(what, "--save-baseline", keep, metavar="NAME")
+    option(
+        what,
+        "--save-baseline",
+        "keep the traces under this name in .madmax/",
+        metavar="NAME",
+    )
 
 
 def _add_snapshot(commands):
-    about = "who holds a GPU's memory: CUDA memory snapshots"
-    snapshot = add_command(commands, "snapshot", _snapshot, help=about)
-    files = "one per rank, or a directory with them"
-    option(snapshot, "files", files, nargs="+", metavar="FILE")
+    snapshot = add_command(
+        commands,
+        "snapshot",
+        _snapshot,
+        help="who holds a GPU's memory: CUDA memory snapshots",
+    )
+    option(
+        snapshot,
+        "files",
+        "one per rank, or a directory with them",
+        nargs="+",
+        metavar="FILE",
+    )
     for flag, choices in (("--by", _SNAPSHOT_KEYS), ("--at", _SNAPSHOT_MOMENTS)):
         first = choices[0]
         option(snapshot, flag, f"default: {first}", choices=choices, default=first)
-    earlier = "an earlier one of the same rank: what has come since"
-    option(snapshot, "--beside", earlier, metavar="FILE")
+    option(
+        snapshot,
+        "--beside",
+        "an earlier one of the same rank: what has come since",
+        metavar="FILE",
+    )
 
 
 def read(paths: list[str]) -> Timeline:

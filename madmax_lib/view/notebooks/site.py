@@ -79,8 +79,7 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
     # outside of a checkout there are none
     for path in _DOCS.glob("[a-z]*.md"):
         title = path.read_text().partition("\n")[0].removeprefix("# ")
-        body = f"{nav}\n{_docs_html(path)}\n{nav}"
-        pages[path.stem] = page(title, body, _STYLE)
+        pages[path.stem] = page(title, f"{nav}\n{_docs_html(path)}\n{nav}", _STYLE)
     # last: who sees the index finds every page
     pages["index"] = _index(results)
     for name, text in pages.items():
@@ -107,8 +106,12 @@ def _index(results: Sequence[Result]):
         groups.setdefault(group, []).append(_entry(result))
     for group, entries in groups.items():
         parts.append(f"<h2>{group}</h2>\n" + "\n".join(entries))
-    origin = f"MAD-Max Workbench {__version__}. The pictures were drawn by this run."
-    parts.append(paragraph(origin, "about"))
+    parts.append(
+        paragraph(
+            f"MAD-Max Workbench {__version__}. The pictures were drawn by this run.",
+            "about",
+        )
+    )
     text = page("MAD-Max Workbench", "\n".join(parts), _STYLE)
     return _without_folders(text)
 

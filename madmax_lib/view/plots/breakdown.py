@@ -75,16 +75,19 @@ def plot_timeline(
     numbers = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbers)}" if numbers else "One step"
     ranks = plural(spans["rank"].nunique(), "rank")
-    title = f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks}"
-    frame = Frame(
-        x="time in the step [ms]",
-        rows=rows["label"],
-        reach=reach_ns / NS_PER_S * 1e3,
-        key=kinds_key(spans["kind"]),
-        origin=timeline,
-    )
     columns = ["rank", "stream", "kind", "start_s", "dur_s"]
-    return finish(ax, drawn[columns], title, frame)
+    return finish(
+        ax,
+        drawn[columns],
+        f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks}",
+        Frame(
+            x="time in the step [ms]",
+            rows=rows["label"],
+            reach=reach_ns / NS_PER_S * 1e3,
+            key=kinds_key(spans["kind"]),
+            origin=timeline,
+        ),
+    )
 
 
 def breakdown_parts(table: pd.DataFrame) -> pd.DataFrame:
@@ -119,14 +122,15 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     texts = shares.map(lambda share: f"{share:.0%}" if share > _LEGIBLE else "")
     # weighted by time: a rank of a longer window counts for more
     mean = parts.sum() / max(table["total_s"].sum(), 1e-12)
-    title = (
+    return bar_chart(
+        ax,
+        table,
+        parts * 1e3,
         f"{mean['compute']:.0%} compute, {mean['comm']:.0%} exposed "
-        f"communication, {mean['idle']:.0%} idle"
+        f"communication, {mean['idle']:.0%} idle",
+        Frame(x="time [ms]", rows=rank_labels(table["rank"]), key=parts_key(parts)),
+        BarStyle(inside=texts),
     )
-    rows = rank_labels(table["rank"])
-    frame = Frame(x="time [ms]", rows=rows, key=parts_key(parts))
-    style = BarStyle(inside=texts)
-    return bar_chart(ax, table, parts * 1e3, title, frame, style)
 
 
 def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -140,11 +144,14 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     notes = notes.where(overlap.notna(), "no communication")
     # all ranks together, without a division by zero where none communicates
     exposed = exposed_s.sum() / max(table["comm_s"].sum(), 1e-12)
-    title = f"{exposed:.0%} of the communication is exposed"
-    rows = rank_labels(table["rank"])
-    frame = Frame(x="communication [ms]", rows=rows, key=_HIDDEN)
-    style = BarStyle(notes=notes)
-    return bar_chart(ax, table, parts * 1e3, title, frame, style)
+    return bar_chart(
+        ax,
+        table,
+        parts * 1e3,
+        f"{exposed:.0%} of the communication is exposed",
+        Frame(x="communication [ms]", rows=rank_labels(table["rank"]), key=_HIDDEN),
+        BarStyle(notes=notes),
+    )
 
 
 def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -162,9 +169,17 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         share = exposed_s.iloc[0] / mean["comm_s"].iloc[0]
         most = format_s(exposed_s.iloc[0])
         title = f"Most exposed: {names[0]}, {most}, {share:.0%} of its time"
-    x = f"time per rank, mean of {plural(ranks, 'rank')} [ms]"
-    frame = Frame(x=x, rows=names, key=_HIDDEN)
-    return bar_chart(ax, mean.reset_index(), parts * 1e3, title, frame)
+    return bar_chart(
+        ax,
+        mean.reset_index(),
+        parts * 1e3,
+        title,
+        Frame(
+            x=f"time per rank, mean of {plural(ranks, 'rank')} [ms]",
+            rows=names,
+            key=_HIDDEN,
+        ),
+    )
 
 
 def plot_waiting(
@@ -184,9 +199,12 @@ def plot_waiting(
     grid(ax, cells, texts=texts, colors="Oranges", limits=(0, None))
     ax.set_aspect("equal")
     share = wait_ms.sum() / max(wait_ms.to_numpy().sum(), 1e-12)
-    title = f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]"
-    frame = Frame(x="rank that arrives last", y="rank that waits")
-    return finish(ax, table, title, frame)
+    return finish(
+        ax,
+        table,
+        f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]",
+        Frame(x="rank that arrives last", y="rank that waits"),
+    )
 
 
 def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -196,10 +214,14 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return empty(ax, top, "No cause of lost time was found", table)
     copies = top["cause"].str.contains("copies").map({True: "memcpy", False: "idle"})
     kinds = copies.mask(top["cause"].isin(_COMM_CAUSES), "comm")
-    frame = Frame(
-        x="gain per step, at most [ms]; as text: share of the step",
-        rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
+    return bar_chart(
+        ax,
+        top,
+        top["gain_s"] * 1e3,
+        f"{top['cause'].iloc[0].capitalize()} costs most",
+        Frame(
+            x="gain per step, at most [ms]; as text: share of the step",
+            rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
+        ),
+        BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format)),
     )
-    title = f"{top['cause'].iloc[0].capitalize()} costs most"
-    style = BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format))
-    return bar_chart(ax, top, top["gain_s"] * 1e3, title, frame, style)

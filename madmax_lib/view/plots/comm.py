@@ -73,9 +73,14 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     groups = top["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
     labels = top["collective"].map(_name) + " · " + groups
     rows = list(labels.str.removesuffix(" · "))
-    frame = Frame(x="time per rank [ms]", rows=rows, key=key)
     columns = ["group", "collective", "ranks", "total_s", "wait_s"]
-    return bar_chart(ax, top[columns], per_rank_ms, title, frame)
+    return bar_chart(
+        ax,
+        top[columns],
+        per_rank_ms,
+        title,
+        Frame(x="time per rank [ms]", rows=rows, key=key),
+    )
 
 
 def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -106,9 +111,12 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     best = fast_gb_per_s.idxmax()
     name = _name(points["collective"][best]).capitalize()
     size = format_bytes(size_bytes[best])
-    title = f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}"
-    frame = Frame(x="message size", y="bus bandwidth [GB/s]", origin=table)
-    return finish(ax, points, title, frame)
+    return finish(
+        ax,
+        points,
+        f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}",
+        Frame(x="message size", y="bus bandwidth [GB/s]", origin=table),
+    )
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -118,8 +126,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     data = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
     late = table[table["skew_s"] > 0]  # the axis is logarithmic
     if not len(late):
-        why = "No skew: no two ranks arrive at different times"
-        return empty(ax, data, why, table)
+        return empty(ax, data, "No skew: no two ranks arrive at different times", table)
     medians_s = table.groupby("collective")["skew_s"].median()
     medians_s = medians_s.sort_values(ascending=False)
     ax = ax or new_axes(height=1.3 + 0.55 * len(medians_s))
@@ -135,10 +142,13 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s = table["skew_s"].median()
     times = skew_s / max(table["transfer_s"].median(), 1e-12)
-    title = f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer"
-    x = "last arrival - first arrival (bar: median)"
     rows = [_name(name) for name in medians_s.index]
-    return finish(ax, data, title, Frame(x=x, rows=rows))
+    return finish(
+        ax,
+        data,
+        f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer",
+        Frame(x="last arrival - first arrival (bar: median)", rows=rows),
+    )
 
 
 def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -157,15 +167,19 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     worst = top.loc[top["cost_s"].idxmax()]
     # `often_last`: ranks that are last more often than chance would have them
     often = "is" if worst["rank"] in table.attrs["often_last"] else "is, as by chance,"
-    title = (
+    return bar_chart(
+        ax,
+        top,
+        parts * 1e3,
         f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
-        f"and costs the others {format_s(worst['cost_s'])}"
+        f"and costs the others {format_s(worst['cost_s'])}",
+        Frame(
+            x="waiting of the other ranks [ms]",
+            rows=rank_labels(top["rank"]),
+            key=_HIDDEN,
+        ),
+        BarStyle(notes=last.where(top["share"] > 0, "never last")),
     )
-    rows = rank_labels(top["rank"])
-    x = "waiting of the other ranks [ms]"
-    frame = Frame(x=x, rows=rows, key=_HIDDEN)
-    style = BarStyle(notes=last.where(top["share"] > 0, "never last"))
-    return bar_chart(ax, top, parts * 1e3, title, frame, style)
 
 
 def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -181,12 +195,13 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or new_axes(height=1.3 + 0.3 * len(cells))
     limits = (1, max(1.02, worst["S"]))  # below 2 % all cells stay pale
     grid(ax, cells, texts=cells.map("{:.3f}".format), limits=limits)
-    title = (
+    return finish(
+        ax,
+        table,
         f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
-        f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}"
+        f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}",
+        Frame(x="stage", y="data-parallel rank"),
     )
-    frame = Frame(x="stage", y="data-parallel rank")
-    return finish(ax, table, title, frame)
 
 
 def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -197,8 +212,9 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
     top = table.iloc[farthest].sort_values("rank")
     if not table["calls"].sum():
-        why = "Clocks cannot be compared: no call has two ranks here"
-        return empty(ax, top, why, table)
+        return empty(
+            ax, top, "Clocks cannot be compared: no call has two ranks here", table
+        )
     ax = ax or new_axes(height=1.1 + 0.24 * len(top))
     ax.errorbar(
         top["offset_s"] * 1e6,
@@ -213,10 +229,16 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
     largest = format_s(table["offset_s"].abs().max())
     spread = format_s(table["spread_s"].median())
-    title = f"Clocks are up to {largest} apart, ends scatter by {spread}"
-    rows = rank_labels(top["rank"])
-    x = "clock ahead of the reference [µs]"
-    return finish(ax, top, title, Frame(x=x, rows=rows, key=_CLOCK))
+    return finish(
+        ax,
+        top,
+        f"Clocks are up to {largest} apart, ends scatter by {spread}",
+        Frame(
+            x="clock ahead of the reference [µs]",
+            rows=rank_labels(top["rank"]),
+            key=_CLOCK,
+        ),
+    )
 
 
 def _name(collective: str):

@@ -95,8 +95,16 @@ def plot_pair(
     drawn = []
     for name, side, top, label in zip("ab", sides, tops, labels, strict=True):
         end_s = side.end_ns / NS_PER_S
-        text = f"{label}: {side.about}, {format_s(end_s)}"
-        note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        note(
+            ax,
+            0,
+            top - 0.5,
+            f"{label}: {side.about}, {format_s(end_s)}",
+            dx=2,
+            dy=1,
+            va="bottom",
+            fontsize=8,
+        )
         # a row for each kind below the first row of the side
         rows = top + side.spans["kind"].astype(object).map(kinds.index)
         fills = kind_fills(kinds, side.source)
@@ -109,14 +117,18 @@ def plot_pair(
     ticks = [top + row for top in tops for row in range(len(kinds))]
     ax.set_yticks(ticks, [LABELS[kind] for kind in kinds] * 2)
     change = _change(labels, *(side.end_ns for side in sides))
-    frame = Frame(
-        x="time from the start of the step [ms]",
-        reach=1.01e3 * reach_ns / NS_PER_S,
-        ylim=(ticks[-1] + 0.6, -1.2),
-        origin=table,
-    )
     data = pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]]
-    return finish(ax, data, f"{change} in this step", frame)
+    return finish(
+        ax,
+        data,
+        f"{change} in this step",
+        Frame(
+            x="time from the start of the step [ms]",
+            reach=1.01e3 * reach_ns / NS_PER_S,
+            ylim=(ticks[-1] + 0.6, -1.2),
+            origin=table,
+        ),
+    )
 
 
 def _sides(a: Timeline, b: Timeline):
@@ -134,8 +146,11 @@ def _sides(a: Timeline, b: Timeline):
         spans = spans[spans["kind"].isin(BUSY_KINDS)]
         spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
         end_ns = (spans["start_ns"] + spans["dur_ns"]).max() if len(spans) else 0
-        about = f"step {step} of rank {rank}"
-        sides.append(_Side(about, timeline.meta.source, spans, int(end_ns)))
+        sides.append(
+            _Side(
+                f"step {step} of rank {rank}", timeline.meta.source, spans, int(end_ns)
+            )
+        )
     return sides
 
 
@@ -160,19 +175,25 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
         colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
         ends = (quantities[f"{side}_min"] * 1e3, quantities[f"{side}_max"] * 1e3)
-        style = BarStyle(
-            [_side_fill(color, table.attrs, number) for color in colors],
-            slot=(number, 2),
-            error=ends,
-            notes=texts if side == "b" else None,
+        bars(
+            ax,
+            quantities[side] * 1e3,
+            BarStyle(
+                [_side_fill(color, table.attrs, number) for color in colors],
+                slot=(number, 2),
+                error=ends,
+                notes=texts if side == "b" else None,
+            ),
         )
-        bars(ax, quantities[side] * 1e3, style)
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
     rows = [_QUANTITIES[quantity][1] for quantity in quantities.index]
-    x = "time per step and rank [ms]"
-    frame = Frame(x=x, rows=rows, key=key)
     title = _change(labels, total["a"], total["b"])
-    return finish(ax, quantities.reset_index(), title, frame)
+    return finish(
+        ax,
+        quantities.reset_index(),
+        title,
+        Frame(x="time per step and rank [ms]", rows=rows, key=key),
+    )
 
 
 def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) -> Axes:
@@ -189,17 +210,22 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     most_s = top["difference_s"].abs().max() if len(top) else 0.0
     # twice the longest bar to each side, for the texts beside them
     reach_ms = 2.1e3 * max(most_s, 1e-12)
-    frame = Frame(
-        x=f"time per step and rank: {label_b} minus {label_a} [ms]",
-        xlim=(-reach_ms, reach_ms),
-        rows=names,
-        key=kinds_key(top["kind"]),
-    )
     # calls on the host have kinds without a colour
     kinds = top["kind"].astype(str).where(top["kind"].isin(COLORS), "other")
     lengths_ms = top["difference_s"] * 1e3
-    style = BarStyle(list(kinds))
-    ax = bar_chart(ax, top, lengths_ms, title, frame, style)
+    ax = bar_chart(
+        ax,
+        top,
+        lengths_ms,
+        title,
+        Frame(
+            x=f"time per step and rank: {label_b} minus {label_a} [ms]",
+            xlim=(-reach_ms, reach_ms),
+            rows=names,
+            key=kinds_key(top["kind"]),
+        ),
+        BarStyle(list(kinds)),
+    )
     for row, op in enumerate(top.itertuples()):
         text = _signed(op.difference_s)
         if op.status in ("more", "fewer"):
@@ -233,15 +259,20 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     widest = np.nanmax(growth[["low", "high"]].abs())
     reach = 1.05 * max(widest, 150 * limit)
     verdicts = set(table["verdict"])
-    frame = Frame(
-        x="growth from a to b, with its 90 % interval [%]",
-        rows=[short_name(name) for name in table["quantity"]],
-        xlim=(-reach, reach),
-        key={name: color for name, color in _VERDICTS.items() if name in verdicts},
-    )
     colors = list(table["verdict"].map(_VERDICTS))
-    style = BarStyle(colors, error=(growth["low"], growth["high"]))
-    ax = bar_chart(ax, table, growth["ratio"], title, frame, style)
+    ax = bar_chart(
+        ax,
+        table,
+        growth["ratio"],
+        title,
+        Frame(
+            x="growth from a to b, with its 90 % interval [%]",
+            rows=[short_name(name) for name in table["quantity"]],
+            xlim=(-reach, reach),
+            key={name: color for name, color in _VERDICTS.items() if name in verdicts},
+        ),
+        BarStyle(colors, error=(growth["low"], growth["high"])),
+    )
     ax.axvline(0, color="black", linewidth=0.8)
     ax.axvline(100 * limit, **DASHED)
     return ax

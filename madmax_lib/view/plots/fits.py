@@ -86,22 +86,23 @@ def plot_constants(
     ends = ["lower bound", "scale of the fit", "upper bound"]
     ax.set_xticks([0, 0.5, 1], ends)
     ax.tick_params(axis="y", labelsize=6.5)
-    title = (
-        f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
-        f"{counts['at a bound']} end at a bound"
-    )
-    frame = Frame(
-        rows=table.index,
-        key=[
-            *ax.get_legend_handles_labels()[0],
-            line_key("prior, 90 %", **_PRIOR),
-        ],
-        columns=3,
-        xlim=(-0.02, 1.1),
-    )
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
     data = table[columns].rename_axis("constant").reset_index()
-    return finish(ax, data, title, frame)
+    return finish(
+        ax,
+        data,
+        f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
+        f"{counts['at a bound']} end at a bound",
+        Frame(
+            rows=table.index,
+            key=[
+                *ax.get_legend_handles_labels()[0],
+                line_key("prior, 90 %", **_PRIOR),
+            ],
+            columns=3,
+            xlim=(-0.02, 1.1),
+        ),
+    )
 
 
 def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -136,19 +137,22 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
-    title = f"{close:.0%} of {len(pairs)} published runs are predicted {within}"
-    frame = Frame(
-        x="measured [s per step]",
-        y="simulated, not seen by the fit [s per step]",
-        xscale="log",
-        yscale="log",
-        xlim=ends,
-        ylim=ends,
-    )
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     columns += ["low_s", "high_s"]
     data = pairs[[column for column in columns if column in pairs]]
-    return finish(ax, data, title, frame)
+    return finish(
+        ax,
+        data,
+        f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
+        Frame(
+            x="measured [s per step]",
+            y="simulated, not seen by the fit [s per step]",
+            xscale="log",
+            yscale="log",
+            xlim=ends,
+            ylim=ends,
+        ),
+    )
 
 
 def plot_errors(
@@ -168,18 +172,21 @@ def plot_errors(
         # in the order of the bars
         simple = baseline.reindex(error.index)
         data = data.assign(baseline=simple.to_numpy())
-        label = "one rate per GPU and precision"
-        key = [mark_key(label, "|", _RED, ms=9, mew=1.5)]
+        key = [mark_key("one rate per GPU and precision", "|", _RED, ms=9, mew=1.5)]
         title += f"; nearer than one rate in {(error < simple).sum()} of {len(error)}"
     rows = []
     for name, count in ranked["rows"].items():
         text = " · ".join(map(str, name)) if isinstance(name, tuple) else str(name)
         text = shorten(text, 58, keep_end=True)
         rows.append(f"{text} ({plural(count, 'run')})")
-    x = "mean absolute error of the predicted time [%]"
-    frame = Frame(x=x, rows=rows, key=key)
-    style = BarStyle(source="simulated")
-    ax = bar_chart(ax, data, error * 100, title, frame, style)
+    ax = bar_chart(
+        ax,
+        data,
+        error * 100,
+        title,
+        Frame(x="mean absolute error of the predicted time [%]", rows=rows, key=key),
+        BarStyle(source="simulated"),
+    )
     if baseline is not None:
         ax.plot(simple * 100, range(len(error)), "|", color=_RED, ms=9, mew=1.5)
     # x in shares of the axes, y in rows: a column of numbers on the right
@@ -208,16 +215,16 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     sources = {"measured": None, "predicted": "simulated"}
     for number, (who, source) in enumerate(sources.items()):
         notes = means[who].map("{:.0f}".format)
-        style = BarStyle(fills, source, slot=(number, 2), notes=notes)
-        bars(ax, means[who], style)
+        bars(ax, means[who], BarStyle(fills, source, slot=(number, 2), notes=notes))
     key = [patch_key(label, fill) for label, fill in _FACTS.values()]
     ours = fill_of(GREY, "simulated")
     key.append(patch_key("ours, below what was measured", ours))
     off = table["error"].abs().groupby(table["what"]).mean() * 100
-    title = (
-        f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
-        f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %"
-    )
     rows = [shorten(run, 72) for run in means["run"]]
-    frame = Frame(x="per cent", rows=rows, key=key, columns=2)
-    return finish(ax, means.drop(columns="order"), title, frame)
+    return finish(
+        ax,
+        means.drop(columns="order"),
+        f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
+        f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %",
+        Frame(x="per cent", rows=rows, key=key, columns=2),
+    )

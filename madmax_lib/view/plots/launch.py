@@ -66,20 +66,29 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     call_us = table["cpu_s"].median() * 1e6
     least_us = _SMALLEST_S * 1e6 / 2
     ax.axhspan(least_us, call_us, facecolor=COLORS["idle"], alpha=0.5, zorder=0)
-    shorter = f"shorter than the median launch call, {call_us:.3g} µs"
-    ax.text(0.98, 0.03, shorter, transform=ax.transAxes, ha="right", fontsize=7)
-    short = (table["gpu_s"] < table["cpu_s"]).mean()
-    title = f"{short:.0%} of the kernels are shorter than their launch"
-    frame = Frame(
-        x="launch delay [µs] (0 at the left edge)",
-        y="kernel duration [µs]",
-        xscale="log",
-        yscale="log",
-        xlim=(least_us, None),
-        ylim=(least_us, None),
-        origin=table,
+    ax.text(
+        0.98,
+        0.03,
+        f"shorter than the median launch call, {call_us:.3g} µs",
+        transform=ax.transAxes,
+        ha="right",
+        fontsize=7,
     )
-    return finish(ax, data, title, frame)
+    short = (table["gpu_s"] < table["cpu_s"]).mean()
+    return finish(
+        ax,
+        data,
+        f"{short:.0%} of the kernels are shorter than their launch",
+        Frame(
+            x="launch delay [µs] (0 at the left edge)",
+            y="kernel duration [µs]",
+            xscale="log",
+            yscale="log",
+            xlim=(least_us, None),
+            ylim=(least_us, None),
+            origin=table,
+        ),
+    )
 
 
 def _launch_counts(table: pd.DataFrame):
@@ -119,25 +128,34 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
     streams.sort(key=lambda part: -part["length"].max())
     data = pd.concat(streams[: len(SERIES)], ignore_index=True)
     numbers = data["stream"].unique()
-    curves = Curves(
-        by="stream",
-        styles=dict(zip(numbers, SERIES, strict=False)),
-        labels={number: f"stream {number}" for number in numbers},
-        units=(1e-3, 1),
-    )
     style = {"linewidth": 1, "drawstyle": "steps-post"}
-    lines(ax, data, "time_s", "length", curves, **style)
+    lines(
+        ax,
+        data,
+        "time_s",
+        "length",
+        Curves(
+            by="stream",
+            styles=dict(zip(numbers, SERIES, strict=False)),
+            labels={number: f"stream {number}" for number in numbers},
+            units=(1e-3, 1),
+        ),
+        **style,
+    )
     legend(ax, where="beside")
     longest = data["length"].max()
-    title = f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}"
-    frame = Frame(
-        x="time [ms]",
-        y="launches waiting",
-        xlim=(0, None),
-        ylim=(0, None),
-        origin=series,
+    return finish(
+        ax,
+        data,
+        f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
+        Frame(
+            x="time [ms]",
+            y="launches waiting",
+            xlim=(0, None),
+            ylim=(0, None),
+            origin=series,
+        ),
     )
-    return finish(ax, data, title, frame)
 
 
 def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -145,8 +163,9 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     most 24.
     """
     if not len(table):
-        why = "No idle time to explain: no device stream in this trace"
-        return empty(ax, table, why)
+        return empty(
+            ax, table, "No idle time to explain: no device stream in this trace"
+        )
     idle_s = table.pivot_table(
         index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum"
     )
@@ -155,14 +174,18 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     most = idle_s.sum(axis=1).nlargest(_MOST_ROWS)
     idle_s = idle_s[idle_s.index.isin(most.index)]
     cause = shares.idxmax().replace("_", " ").capitalize()
-    title = f"{cause} is {shares.max():.0%} of the idle time of streams"
-    frame = Frame(
-        x="idle time [ms]",
-        rows=[row_label(*row) for row in idle_s.index],
-        key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
+    return bar_chart(
+        ax,
+        table,
+        idle_s * 1e3,
+        f"{cause} is {shares.max():.0%} of the idle time of streams",
+        Frame(
+            x="idle time [ms]",
+            rows=[row_label(*row) for row in idle_s.index],
+            key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
+        ),
+        BarStyle(_CAUSES),
     )
-    style = BarStyle(_CAUSES)
-    return bar_chart(ax, table, idle_s * 1e3, title, frame, style)
 
 
 def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -181,16 +204,21 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     notes = np.where(mean["warmup"] > 0, "warm-up", notes)
     every = -(-len(mean) // _MOST_ROWS)  # of many steps only every n-th has its number
     labels = [f"step {step}" for step in mean.index]
-    frame = Frame(
-        x="time [ms]; black line: duration on the host",
-        rows=["" if row % every else label for row, label in enumerate(labels)],
-        key=parts_key(parts),
-    )
     # means over the ranks
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
     title = _steps_title(mean[notes == ""], len(mean))
-    style = BarStyle(notes=notes)
-    ax = bar_chart(ax, mean.reset_index(), parts_ms, title, frame, style)
+    ax = bar_chart(
+        ax,
+        mean.reset_index(),
+        parts_ms,
+        title,
+        Frame(
+            x="time [ms]; black line: duration on the host",
+            rows=["" if row % every else label for row, label in enumerate(labels)],
+            key=parts_key(parts),
+        ),
+        BarStyle(notes=notes),
+    )
     numbers = np.arange(len(mean))
     mark = {"color": "black", "linewidth": 1.4}
     ax.vlines(mean["wall_s"] * 1e3, numbers - 0.45, numbers + 0.45, **mark)
@@ -235,11 +263,14 @@ def plot_launch_floor(
     ax.fill_between(speed, free_ms, step_ms, color=COLORS["idle"], alpha=0.6)
     legend(ax, where="lower left")
     share = mean["share"]
-    title = f"Launches are {share.min():.0%} to {share.max():.0%} of a step"
-    frame = Frame(
-        x="device speed, relative to the traced one",
-        y="computation in a step [ms]",
-        xscale="log",
-        yscale="log",
+    return finish(
+        ax,
+        mean,
+        f"Launches are {share.min():.0%} to {share.max():.0%} of a step",
+        Frame(
+            x="device speed, relative to the traced one",
+            y="computation in a step [ms]",
+            xscale="log",
+            yscale="log",
+        ),
     )
-    return finish(ax, mean, title, frame)

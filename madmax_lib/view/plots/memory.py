@@ -87,9 +87,12 @@ def plot_memory(
         x = "event"
         moment = f"at {top['moment']}"
     where = f"{top['device']} of rank {top['rank']}"
-    title = f"Peak {format_bytes(top['peak_bytes'])} on {where} {moment}"
-    frame = Frame(x=x, y=f"memory [{unit}]", origin=tables.holders)
-    return finish(ax, drawn, title, frame)
+    return finish(
+        ax,
+        drawn,
+        f"Peak {format_bytes(top['peak_bytes'])} on {where} {moment}",
+        Frame(x=x, y=f"memory [{unit}]", origin=tables.holders),
+    )
 
 
 def _tables(source: Timeline | Snapshot):
@@ -138,13 +141,16 @@ def plot_held(
     ]
     rows = [short_name(name) for name in part["operator"]]
     share = part["share"]
-    title = f"{rows[share.argmax()]} holds {share.max():.0%} of the peak"
-    x = f"held at the peak of {device} of rank {rank} [{unit}]"
-    frame = Frame(x=x, rows=rows)
     kinds = (part["operator"] == BEFORE).map({True: "idle", False: "other"})
-    style = BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts)
     sizes = part["size_bytes"].clip(lower=0) / factor
-    return bar_chart(ax, part, sizes, title, frame, style)
+    return bar_chart(
+        ax,
+        part,
+        sizes,
+        f"{rows[share.argmax()]} holds {share.max():.0%} of the peak",
+        Frame(x=f"held at the peak of {device} of rank {rank} [{unit}]", rows=rows),
+        BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts),
+    )
 
 
 def _of_device(table: pd.DataFrame, device: str | None):

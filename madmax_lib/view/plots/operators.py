@@ -74,8 +74,12 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     kinds = np.where(talks, "comm", "compute")
     rows = table.assign(name=names, kind=np.where(names == OUTSIDE, "other", kinds))
     columns = ["name", "self_device_s", "count", "kind"]
-    x = "time without operators inside, all ranks [ms]"
-    return _longest(ax, rows[columns], "self_device_s", x)
+    return _longest(
+        ax,
+        rows[columns],
+        "self_device_s",
+        "time without operators inside, all ranks [ms]",
+    )
 
 
 def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -85,8 +89,12 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # ones are summed: how many modules of a type there are
     rows = table.assign(name=table["type"], modules=1, kind="compute")
     columns = ["name", "self_device_s", "count", "modules", "kind"]
-    x = "device time without modules inside, with backward [ms]"
-    return _longest(ax, rows[columns], "self_device_s", x)
+    return _longest(
+        ax,
+        rows[columns],
+        "self_device_s",
+        "device time without modules inside, with backward [ms]",
+    )
 
 
 def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
@@ -105,14 +113,18 @@ def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
     counts = [plural(count, noun) for count in top[counted]]
     names = [short_name(name) for name in top["name"]]
     kinds = list(top["kind"])
-    frame = Frame(
-        x=x,
-        rows=names,
-        key=kinds_key(kinds) if len(set(kinds)) > 1 else None,
+    return bar_chart(
+        ax,
+        top,
+        top[seconds] * 1e3,
+        f"{names[0]} takes {percent(top['share'][0])} of the time",
+        Frame(
+            x=x,
+            rows=names,
+            key=kinds_key(kinds) if len(set(kinds)) > 1 else None,
+        ),
+        BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts),
     )
-    title = f"{names[0]} takes {percent(top['share'][0])} of the time"
-    style = BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts)
-    return bar_chart(ax, top, top[seconds] * 1e3, title, frame, style)
 
 
 def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -124,8 +136,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     rows = products(table)
     if not len(rows):
-        why = "No operator has FLOPs: shapes were not recorded"
-        return empty(ax, rows, why, table)
+        return empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
     ax = ax or new_axes(height=3.6, width=7.4)
     with_peak = rows.dropna(subset="peak_flops").drop_duplicates("dtype")
     peaks = with_peak.set_index("dtype")["peak_flops"]
@@ -153,12 +164,13 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     _number(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
-    title = (
+    return finish(
+        ax,
+        rows,
         f"{short_name(top['name'])} runs at {percent(top['roof'])} of "
-        f"its {top['bound']} roof on {device}"
+        f"its {top['bound']} roof on {device}",
+        Frame(x="FLOPs per byte", y="TFLOP/s", origin=table),
     )
-    frame = Frame(x="FLOPs per byte", y="TFLOP/s", origin=table)
-    return finish(ax, rows, title, frame)
 
 
 def _draw_roofs(
@@ -174,8 +186,7 @@ def _draw_roofs(
         ax.plot(intensity, roof, color=color, linewidth=1, zorder=1)
         side = "right" if ridge > 3 * low else "left"
         style = {"dx": 0, "dy": 3, "va": "baseline", "ha": side, "color": color}
-        text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
-        note(ax, ridge, peak / 1e12, text, **style)
+        note(ax, ridge, peak / 1e12, f"{dtype}: {peak / 1e12:,.4g} TFLOP/s", **style)
 
 
 def _number(ax: Axes, rows: pd.DataFrame):
@@ -217,11 +228,15 @@ def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     labels = list(key)
     share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
     way = "side by side" if " + " in labels[0] else "alone"
-    title = f"{share:.0%} of the busy time is {labels[0]} {way}"
-    rows = rank_labels(busy_s.index)
-    frame = Frame(x="busy time [ms]", rows=rows, key=key, columns=3)
     parts_ms = busy_s.set_axis(labels, axis=1) * 1e3
-    return bar_chart(ax, table, parts_ms, title, frame, BarStyle(key))
+    return bar_chart(
+        ax,
+        table,
+        parts_ms,
+        f"{share:.0%} of the busy time is {labels[0]} {way}",
+        Frame(x="busy time [ms]", rows=rank_labels(busy_s.index), key=key, columns=3),
+        BarStyle(key),
+    )
 
 
 def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -234,13 +249,18 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # the median of a rank does not mind a slow first step
     by_rank = steps.groupby("rank")["mfu"]
     median = by_rank.median()
-    title = f"{percent(steps['mfu'].median())} of the peak in the median step"
     frame = Frame(
         x="model FLOPs utilisation [%]",
         rows=rank_labels(median.index),
         reach=steps["mfu"].max() * 112,  # per cent, and an eighth more for the texts
     )
-    ax = bar_chart(ax, table, median * 100, title, frame)
+    ax = bar_chart(
+        ax,
+        table,
+        median * 100,
+        f"{percent(steps['mfu'].median())} of the peak in the median step",
+        frame,
+    )
     rows = steps["rank"].map(list(median.index).index)
     ax.plot(steps["mfu"] * 100, rows, "o", color="black", markersize=2.5)
     for row, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):

@@ -68,18 +68,21 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     shares = by_kind / path["dur_s"].sum()
     most = shares[shares > _LEAST_SHARE].head(3)
     texts = [f"{share:.0%} {_name(kind)}" for kind, share in most.items()]
-    title = f"What decides {format_s(path.attrs['step_s'])}: {', '.join(texts)}"
     key = {_name(kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares}
     key["faded: not on the path"] = faded("compute", alpha=_FADED)
-    frame = Frame(
-        x="time in the step [ms]",
-        rows=rows["label"],
-        reach=reach_ns / NS_PER_S * 1e3,
-        key=key,
-        origin=timeline,
-    )
     columns = ["rank", "stream", "part", "kind", "start_s", "dur_s"]
-    return finish(ax, data[columns], title, frame)
+    return finish(
+        ax,
+        data[columns],
+        f"What decides {format_s(path.attrs['step_s'])}: {', '.join(texts)}",
+        Frame(
+            x="time in the step [ms]",
+            rows=rows["label"],
+            reach=reach_ns / NS_PER_S * 1e3,
+            key=key,
+            origin=timeline,
+        ),
+    )
 
 
 def _work(timeline: Timeline, start_ns: int, reach_ns: int):
@@ -102,18 +105,25 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     fills = [fill_of(_COLORS[kind], source) for kind in table["kind"]]
     shares = table["share"].map("{:.1%} of the path".format)
     bars(ax, table["path_s"] * 1e3, BarStyle(fills, slot=(0, 2), notes=shares))
-    pale = BarStyle(
-        [faded(fill, alpha=0.35) for fill in fills],
-        slot=(1, 2),
-        height=0.26,
-        notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
+    bars(
+        ax,
+        table["busy_s"] * 1e3,
+        BarStyle(
+            [faded(fill, alpha=0.35) for fill in fills],
+            slot=(1, 2),
+            height=0.26,
+            notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
+        ),
     )
-    bars(ax, table["busy_s"] * 1e3, pale)
     title = "No path"
     if names:
         title = f"{table['share'].iloc[0]:.0%} of the step is decided by: {names[0]}"
-    x = "time in the step [ms]; busy: mean of the ranks"
-    return finish(ax, table, title, Frame(x=x, rows=names))
+    return finish(
+        ax,
+        table,
+        title,
+        Frame(x="time in the step [ms]; busy: mean of the ranks", rows=names),
+    )
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -146,9 +156,14 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if now_s:
         most = _name(most_saved_s.index[0])
         title = f"Most to gain: {most}, up to {most_saved_s.iloc[0] / now_s:.0%}"
-    frame = Frame(x="time of the step, dotted: as it is [ms]", rows=rows)
-    style = BarStyle(fills, notes=notes)
-    ax = bar_chart(ax, table, scenarios["step_s"] * 1e3, title, frame, style)
+    ax = bar_chart(
+        ax,
+        table,
+        scenarios["step_s"] * 1e3,
+        title,
+        Frame(x="time of the step, dotted: as it is [ms]", rows=rows),
+        BarStyle(fills, notes=notes),
+    )
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     return ax
 

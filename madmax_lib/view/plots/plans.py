@@ -60,8 +60,7 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     room_gb = room_bytes / 1e9
     style = {"color": COLORS["compute"], "lw": 0.8, "drawstyle": "steps-post"}
     style |= {"marker": "o", "ms": 4, "mfc": "white"}
-    in_gb = Curves(units=(1e9, 1))
-    lines(ax, table, "memory_bytes", "step_s", in_gb, **style)
+    lines(ax, table, "memory_bytes", "step_s", Curves(units=(1e9, 1)), **style)
     ax.axvline(room_gb, **DASHED)
     # x in GB, y in shares of the axes
     text = {"transform": ax.get_xaxis_transform(), "rotation": 90, "fontsize": 7}
@@ -85,13 +84,17 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
             f"Within {less_gb:.0f} GB instead of {memory_gb.max():.0f} the step "
             f"takes {longer:.0%} longer"
         )
-    frame = Frame(
-        x="memory of the fullest device [GB]",
-        y="simulated step [s]",
-        reach=room_gb * 1.05,
-        yscale="log",
+    return finish(
+        ax,
+        table,
+        title,
+        Frame(
+            x="memory of the fullest device [GB]",
+            y="simulated step [s]",
+            reach=room_gb * 1.05,
+            yscale="log",
+        ),
     )
-    return finish(ax, table, title, frame)
 
 
 def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -119,13 +122,16 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # only what occurs has an entry
     kinds = [kind for kind in _RECOMPUTE if kind in set(best["recompute"])]
     within = best["step_s"].max() / best["step_s"].min() - 1
-    title = f"The best {len(best)} plans are within {within:.1%} of each other"
-    frame = Frame(
-        xlim=(-0.2, len(_CHOICES) - 0.5),
-        ylim=(-0.15, 1.15),
-        key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
+    return finish(
+        ax,
+        best,
+        f"The best {len(best)} plans are within {within:.1%} of each other",
+        Frame(
+            xlim=(-0.2, len(_CHOICES) - 0.5),
+            ylim=(-0.15, 1.15),
+            key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
+        ),
     )
-    return finish(ax, best, title, frame)
 
 
 def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
@@ -147,14 +153,20 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     # a trial that failed is no progress, but costs a trial
     best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
     table["slower"] = best_so_far_s / table["step_s"].min() - 1
-    curves = Curves(
-        by="order",
-        styles=dict(zip(step_s, SERIES, strict=False)),
-        labels={name: name for name in step_s},
-        units=(1, 0.01),
-    )
     style = {"drawstyle": "steps-post", "lw": 1.5}
-    lines(ax, table, "trial", "slower", curves, **style)
+    lines(
+        ax,
+        table,
+        "trial",
+        "slower",
+        Curves(
+            by="order",
+            styles=dict(zip(step_s, SERIES, strict=False)),
+            labels={name: name for name in step_s},
+            units=(1, 0.01),
+        ),
+        **style,
+    )
     ax.axhline(100 * _CLOSE, **DASHED)
     legend(ax)
     first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
@@ -162,14 +174,17 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     ticks = [tick for tick in _TRIALS if tick <= table["trial"].max()]
     ax.set_xscale("log")
     ax.set_xticks(ticks, ticks)
-    frame = Frame(
-        x="trials",
-        y="best so far slower than the best [%]",
-        ylim=(-1, min(105 * table["slower"].max(), 50)),
-        origin=parts[0],
+    return finish(
+        ax,
+        table,
+        f"Trials until within 5 % of the best: {counts}",
+        Frame(
+            x="trials",
+            y="best so far slower than the best [%]",
+            ylim=(-1, min(105 * table["slower"].max(), 50)),
+            origin=parts[0],
+        ),
     )
-    title = f"Trials until within 5 % of the best: {counts}"
-    return finish(ax, table, title, frame)
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -195,18 +210,19 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         if stage.recompute != "none":
             text += f" · recompute {stage.recompute}"
         rows.append(text)
-    title = (
+    return finish(
+        ax,
+        table,
         f"{plural(len(table), 'stage')} on {fleet.size} GPUs, "
-        f"{planned.plan.batches} micro-batches: {planned.cost_ms:,.0f} ms"
+        f"{planned.plan.batches} micro-batches: {planned.cost_ms:,.0f} ms",
+        Frame(
+            x="rank",
+            rows=rows,
+            reach=fleet.size,
+            key={name: _color(name, fleet.types) for name in fleet.types},
+            origin=planned.provenance,
+        ),
     )
-    frame = Frame(
-        x="rank",
-        rows=rows,
-        reach=fleet.size,
-        key={name: _color(name, fleet.types) for name in fleet.types},
-        origin=planned.provenance,
-    )
-    return finish(ax, table, title, frame)
 
 
 def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
@@ -217,15 +233,24 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     share = table["used_mb"] / table["capacity_mb"]
     ax = ax or new_axes(height=1.2 + 0.3 * len(table), width=6.0)
     outlines = [{"facecolor": "none", "edgecolor": color} for color in colors]
-    capacity = BarStyle(outlines, notes=share.map("{:.0%}".format))
-    bars(ax, table["capacity_mb"] / 1024, capacity)
+    bars(
+        ax,
+        table["capacity_mb"] / 1024,
+        BarStyle(outlines, notes=share.map("{:.0%}".format)),
+    )
     bars(ax, table["used_mb"] / 1024, BarStyle(colors, source="simulated"))
     rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
     fullest = rows[share.argmax()]
-    title = f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory"
-    x = "memory of one GPU [GiB]: needed (hatched) of what it has (outline)"
-    frame = Frame(x=x, rows=rows, origin=planned.provenance)
-    return finish(ax, table, title, frame)
+    return finish(
+        ax,
+        table,
+        f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory",
+        Frame(
+            x="memory of one GPU [GiB]: needed (hatched) of what it has (outline)",
+            rows=rows,
+            origin=planned.provenance,
+        ),
+    )
 
 
 def _color(name: str, types: tuple[str, ...]):

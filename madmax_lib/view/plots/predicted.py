@@ -58,16 +58,20 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     by_kind = share.groupby(table["kind"]).sum()
     # parts add up to the step, so that what is neither computes
     compute = 1 - by_kind["comm"] - by_kind["idle"]
-    title = (
-        f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
-        f"communication, {by_kind['idle']:.0%} waits"
-    )
     visible = table[share > _LEAST_SHARE]
-    x = "simulated time that nothing hides [s]; beside it the share of the step"
     notes = share[visible.index].map("{:.1%}".format)
-    style = BarStyle(visible["kind"], source="simulated", notes=notes)
-    frame = Frame(x=x, rows=visible["part"])
-    return bar_chart(ax, table, visible["seconds"], title, frame, style)
+    return bar_chart(
+        ax,
+        table,
+        visible["seconds"],
+        f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
+        f"communication, {by_kind['idle']:.0%} waits",
+        Frame(
+            x="simulated time that nothing hides [s]; beside it the share of the step",
+            rows=visible["part"],
+        ),
+        BarStyle(visible["kind"], source="simulated", notes=notes),
+    )
 
 
 def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -80,17 +84,23 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     fills = {cause: color for cause, color in colors.items() if parts[cause].max() > 0}
     exposed_s = parts.sum(axis=1)
     step_s = table["step_s"]
-    title = (
-        f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
-        f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})"
-    )
-    x = "simulated communication that nothing hides [s]; beside it its share of the step"
-    frame = Frame(x=x, rows=table.index, key=fills, columns=3)
     shares = (exposed_s / step_s).map("{:.1%}".format)
     notes = shares + step_s.map(" of {:.3g} s".format)
-    style = BarStyle(fills, source="simulated", notes=notes)
     data = parts.assign(step_s=step_s).rename_axis("step").reset_index()
-    return bar_chart(ax, data, parts[list(fills)], title, frame, style)
+    return bar_chart(
+        ax,
+        data,
+        parts[list(fills)],
+        f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
+        f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})",
+        Frame(
+            x="simulated communication that nothing hides [s]; beside it its share of the step",
+            rows=table.index,
+            key=fills,
+            columns=3,
+        ),
+        BarStyle(fills, source="simulated", notes=notes),
+    )
 
 
 def plot_components(
@@ -111,19 +121,23 @@ def plot_components(
     ]
     fills = components_key(components)
     largest_gb = size_gb[components].max()
-    title = f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device"
     key = [patch_key(name, color) for name, color in fills.items()]
     key.append(line_key(f"room: {room_bytes / 1e9:.0f} GB", **DASHED))
-    frame = Frame(
-        x="simulated memory [GB], all moments of a step",
-        rows=[f"stage {stage}" for stage in rows],
-        key=key,
-        where="beside",
-    )
     # the legend beside the axes needs some height
     ax = ax or new_axes(height=max(1.6 + 0.3 * len(rows), 2.4))
-    style = BarStyle(fills, source="simulated")
-    ax = bar_chart(ax, table, size_gb.loc[rows], title, frame, style)
+    ax = bar_chart(
+        ax,
+        table,
+        size_gb.loc[rows],
+        f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device",
+        Frame(
+            x="simulated memory [GB], all moments of a step",
+            rows=[f"stage {stage}" for stage in rows],
+            key=key,
+            where="beside",
+        ),
+        BarStyle(fills, source="simulated"),
+    )
     ax.axvline(room_bytes / 1e9, **DASHED)
     return ax
 
@@ -146,21 +160,23 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     fills = components_key(table["component"])
     # relative to what a place has: a GB is more on a device than on a drive
     tight = (margin_gb / room_gb).idxmin()
-    title = (
-        f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
-        f"{room_gb[tight]:.0f} GB are left"
-    )
-    frame = Frame(
-        x="simulated bytes over the room for training, all moments of a step",
-        rows=[_PLACES[name] for name in places.index],
-        key=fills,
-        columns=4,
-    )
     used = (room_gb - margin_gb).map("{:.1f} of ".format)
     notes = used + room_gb.map("{:.0f} GB".format)
-    style = BarStyle(fills, source="simulated", notes=notes)
     ax = ax or new_axes(height=2.6 + 0.45 * len(places))
-    ax = bar_chart(ax, table, shares, title, frame, style)
+    ax = bar_chart(
+        ax,
+        table,
+        shares,
+        f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
+        f"{room_gb[tight]:.0f} GB are left",
+        Frame(
+            x="simulated bytes over the room for training, all moments of a step",
+            rows=[_PLACES[name] for name in places.index],
+            key=fills,
+            columns=4,
+        ),
+        BarStyle(fills, source="simulated", notes=notes),
+    )
     ax.axvline(1.0, **DASHED)
     return ax
 
@@ -189,17 +205,20 @@ def plot_moments(
     # the first moment of each pass
     begins = [(table["phase"] == phase).argmax() for phase in phases]
     ax.set_xticks(begins, phases, ha="left")
-    title = f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB"
     key = [patch_key(name, fill) for name, fill in fills.items()]
     key.append(line_key("room for training", **DASHED))
-    frame = Frame(
-        x="layer by layer",
-        y="simulated memory [GB]",
-        xlim=(0, len(table) - 1),
-        ylim=(0, 1.15 * max(room_gb, top_gb.max())),
-        key=key,
+    return finish(
+        ax,
+        table,
+        f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB",
+        Frame(
+            x="layer by layer",
+            y="simulated memory [GB]",
+            xlim=(0, len(table) - 1),
+            ylim=(0, 1.15 * max(room_gb, top_gb.max())),
+            key=key,
+        ),
     )
-    return finish(ax, table, title, frame)
 
 
 def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
@@ -224,12 +243,15 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
     passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
     step_s = end_ns.max() / NS_PER_S
-    title = f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s"
-    frame = Frame(
-        x="simulated time in the step [s]",
-        rows=[stream.label for stream in streams],
-        reach=step_s,
-        origin=timeline,
-    )
     data = drawn.drop(columns=["place", "kind"])
-    return finish(ax, data, title, frame)
+    return finish(
+        ax,
+        data,
+        f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s",
+        Frame(
+            x="simulated time in the step [s]",
+            rows=[stream.label for stream in streams],
+            reach=step_s,
+            origin=timeline,
+        ),
+    )

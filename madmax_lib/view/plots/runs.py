@@ -70,22 +70,26 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     count = len(parts)
     loss = run.steps["loss"]
     notes = loss.map("{:.2f}".format) if count <= _FEW_STEPS else None
-    style = BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
-    ends_ms = bars(ax, parts * 1e3, style)
+    ends_ms = bars(
+        ax, parts * 1e3, BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
+    )
     ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
     median = format_s(run.summary["step_s"]["median"])
-    title = f"{run.spec.model}, {run.spec.strategy}: {median} per step"
-    frame = Frame(
-        x="step (above: loss)",
-        y="time [ms]",
-        xlim=(-0.6, count - 0.4),
-        ylim=(0, ends_ms.max() * 1.12),
-        key=_PHASES,
-        where="beside",
-    )
     data = parts.assign(step=run.steps["step"], loss=loss)
-    return finish(ax, data, title, frame)
+    return finish(
+        ax,
+        data,
+        f"{run.spec.model}, {run.spec.strategy}: {median} per step",
+        Frame(
+            x="step (above: loss)",
+            y="time [ms]",
+            xlim=(-0.6, count - 0.4),
+            ylim=(0, ends_ms.max() * 1.12),
+            key=_PHASES,
+            where="beside",
+        ),
+    )
 
 
 def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -101,16 +105,20 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
         for row in table.itertuples()
     ]
-    frame = Frame(
-        x="median step [ms], quartiles as line",
-        rows=_strategies(table),
-        origin={"files": steps_files(runs)},
-    )
     fastest = format_s(table["step_s"].min())
     slowest = format_s(table["step_s"].max())
-    title = f"{table['model'].iloc[0]}: {fastest} to {slowest} per step"
-    style = BarStyle(list(shades), error=quartiles_ms, notes=notes)
-    return bar_chart(ax, table, table["step_s"] * 1e3, title, frame, style)
+    return bar_chart(
+        ax,
+        table,
+        table["step_s"] * 1e3,
+        f"{table['model'].iloc[0]}: {fastest} to {slowest} per step",
+        Frame(
+            x="median step [ms], quartiles as line",
+            rows=_strategies(table),
+            origin={"files": steps_files(runs)},
+        ),
+        BarStyle(list(shades), error=quartiles_ms, notes=notes),
+    )
 
 
 def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -143,9 +151,12 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     ax.grid(axis="y")
     ways = plural(len(runs) - 1, "way")
     most = table["difference"].max()
-    title = f"{ways} to split {spec.model}: losses differ by {most:.0e} at most"
-    frame = Frame(x="step", y="loss", origin={"files": steps_files(runs)})
-    return finish(ax, table, title, frame)
+    return finish(
+        ax,
+        table,
+        f"{ways} to split {spec.model}: losses differ by {most:.0e} at most",
+        Frame(x="step", y="loss", origin={"files": steps_files(runs)}),
+    )
 
 
 def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
@@ -160,17 +171,21 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         medians.append(_phases(counted).median())
     parts = pd.DataFrame(medians)
     share = (parts["backward"] / parts.sum(axis=1)).median()
-    title = f"Backward takes {share:.0%} of a step (median of the strategies)"
-    frame = Frame(
-        x="median time on rank 0 [ms]",
-        rows=_strategies(table),
-        key=_PHASES,
-        where="beside",
-        origin={"files": steps_files(runs)},
-    )
     data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
-    style = BarStyle(_PHASES)
-    return bar_chart(ax, data, parts * 1e3, title, frame, style)
+    return bar_chart(
+        ax,
+        data,
+        parts * 1e3,
+        f"Backward takes {share:.0%} of a step (median of the strategies)",
+        Frame(
+            x="median time on rank 0 [ms]",
+            rows=_strategies(table),
+            key=_PHASES,
+            where="beside",
+            origin={"files": steps_files(runs)},
+        ),
+        BarStyle(_PHASES),
+    )
 
 
 def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -181,14 +196,20 @@ def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     percent = shares.set_axis(list(_SHARES), axis=1) * 100
     inside = percent.map(lambda size: f"{size:.0f}%" if size > _FEW_PERCENT else "")
     most = table.loc[table["exposed_comm"].idxmax()]
-    title = (
+    return bar_chart(
+        ax,
+        table,
+        percent,
         f"{most['strategy']} exposes most communication: "
-        f"{most['exposed_comm']:.0%} of a step"
+        f"{most['exposed_comm']:.0%} of a step",
+        Frame(
+            x="share of the traced steps [%]",
+            rows=_strategies(table),
+            reach=100,
+            key=_SHARES,
+        ),
+        BarStyle(_SHARES, inside=inside),
     )
-    x = "share of the traced steps [%]"
-    frame = Frame(x=x, rows=_strategies(table), reach=100, key=_SHARES)
-    style = BarStyle(_SHARES, inside=inside)
-    return bar_chart(ax, table, percent, title, frame, style)
 
 
 def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -203,16 +224,21 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if table["measured_bytes"].notna().any():
         key["measured"] = fill_of("other")
     for number, (name, fill) in enumerate(key.items()):
-        style = BarStyle(fill, slot=(number, len(key)))
-        bars(ax, table[f"{name}_bytes"] / factor, style)
+        bars(
+            ax, table[f"{name}_bytes"] / factor, BarStyle(fill, slot=(number, len(key)))
+        )
     # what every run has
     predicted = table["predicted_bytes"]
     least = format_bytes(predicted.min())
     most = format_bytes(predicted.max())
-    title = f"{table.attrs['model']} needs {least} to {most} per rank, as predicted"
-    x = f"memory of a rank at its peak [{unit}]"
-    frame = Frame(x=x, rows=_strategies(table), key=key)
-    return finish(ax, table, title, frame)
+    return finish(
+        ax,
+        table,
+        f"{table.attrs['model']} needs {least} to {most} per rank, as predicted",
+        Frame(
+            x=f"memory of a rank at its peak [{unit}]", rows=_strategies(table), key=key
+        ),
+    )
 
 
 def plot_beside(
@@ -235,8 +261,7 @@ def plot_beside(
     pair = zip((measured, predicted), key.values(), strict=True)
     for number, (values, fill) in enumerate(pair):
         notes = values.map("{:.0f}".format)
-        style = BarStyle(fill, slot=(number, 2), notes=notes)
-        bars(ax, values.fillna(0.0), style)
+        bars(ax, values.fillna(0.0), BarStyle(fill, slot=(number, 2), notes=notes))
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = f"{name} is off by {off.mean():.0f} points on average"
@@ -250,15 +275,19 @@ def plot_beside(
     # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
     runs = zip(table.index, table["strategy"], strict=True)
-    frame = Frame(
-        x="ms per step" if what == "step" else "per cent",
-        rows=[f"{run} ({strategy})" for run, strategy in runs],
-        key=key,
-        columns=2,
-        origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
-    )
     data = table[["strategy"]].join([measured, predicted]).reset_index()
-    return finish(ax, data, title, frame)
+    return finish(
+        ax,
+        data,
+        title,
+        Frame(
+            x="ms per step" if what == "step" else "per cent",
+            rows=[f"{run} ({strategy})" for run, strategy in runs],
+            key=key,
+            columns=2,
+            origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
+        ),
+    )
 
 
 def _phases(steps: pd.DataFrame):

@@ -130,8 +130,11 @@ def _trace(timeline: Timeline):
     packed_about = _packed(json.dumps(about).encode())
     packed_spans = _packed(_planes(data, about["count"]))
     attributes = f'data-about="{packed_about}" data-spans="{packed_spans}"'
-    canvas = f'<div id="canvas" {attributes}></div>'
-    return section("Trace", text(_drawn_text(drawn, timeline)), canvas)
+    return section(
+        "Trace",
+        text(_drawn_text(drawn, timeline)),
+        f'<div id="canvas" {attributes}></div>',
+    )
 
 
 def _part(timeline: Timeline):

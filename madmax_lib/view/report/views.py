@@ -88,12 +88,6 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     sums_s = ranks[["compute_s", "comm_s", "exposed_comm_s", "idle_s"]].sum()
     total_s = max(ranks["total_s"].sum(), 1e-12)
     worst = ranks.loc[ranks["exposed_comm_s"].idxmax()]
-    summary = (
-        f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
-        f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
-        f"{int(worst['rank'])} exposes most "
-        f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown device: then there is no card
         median_mfu = mfu(detail)["mfu"].median()
@@ -114,7 +108,18 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
     rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
-    return section("Overview", text(summary), cards(texts), text(note), bars(rows))
+    return section(
+        "Overview",
+        text(
+            f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
+            f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
+            f"{int(worst['rank'])} exposes most "
+            f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
+        ),
+        cards(texts),
+        text(note),
+        bars(rows),
+    )
 
 
 def _parts(row: dict):
@@ -164,14 +169,17 @@ def _some(frame: pd.DataFrame, key: str, by: str):
 
 def advice(timeline: Timeline) -> str:
     """Causes of lost time, largest gain first."""
-    about = (
-        "What each fix would gain at most, per step and mean over the ranks; "
-        "causes overlap. The evidence counts all ranks and steps together."
-    )
     causes = advise(timeline).head(_MOST_CAUSES)
     if not len(causes):
         return ""
-    return section("What to fix first", text(about), table(causes))
+    return section(
+        "What to fix first",
+        text(
+            "What each fix would gain at most, per step and mean over the ranks; "
+            "causes overlap. The evidence counts all ranks and steps together."
+        ),
+        table(causes),
+    )
 
 
 def step_view(timeline: Timeline) -> str:
@@ -202,14 +210,13 @@ def step_view(timeline: Timeline) -> str:
     input_text = (
         f"The host waits for input in {percent(waiting_share)} of the steps' time."
     )
-    about = (
-        "Means over the ranks; wall is the median of the ranks on the host. The bars "
-        "run from the first to the last work of a step: where steps overlap, idle "
-        "here is another step's work, which the overview counts as busy."
-    )
     rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
     parts = [
-        text(about),
+        text(
+            "Means over the ranks; wall is the median of the ranks on the host. The bars "
+            "run from the first to the last work of a step: where steps overlap, idle "
+            "here is another step's work, which the overview counts as busy."
+        ),
         text(input_text if waiting_share > 0 else ""),
         text(note),
         bars(rows),
@@ -357,8 +364,7 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
     by_device = series.groupby(["rank", "device"], observed=True)
     for (rank, device), part in by_device:
         levels = part["allocated_bytes"].to_numpy(float)
-        title = f"rank {rank}, {device}"
-        lines.append(line(part["time_s"].to_numpy(), levels, title))
+        lines.append(line(part["time_s"].to_numpy(), levels, f"rank {rank}, {device}"))
     top = table(peaks.nlargest(_FEW, "peak_bytes"))
     return section("Memory", *lines, top, text("Held at the peak:"), table(holders))
 
@@ -405,9 +411,13 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     columns += ["difference_s", "status"]
     ops = compare_ops(other_run, timeline).head(_MOST_DIFFERENCES)[columns]
     ops = ops.rename(columns={"total_a_s": f"{there}_s", "total_b_s": f"{here}_s"})
-    about = (
-        "Means of the ranks and steps that both have, each from the first to the "
-        "last work of its step:"
-    )
     tables = [table(quantities), table(ops)]
-    return section(f"Beside {there}", text(summary), text(about), *tables)
+    return section(
+        f"Beside {there}",
+        text(summary),
+        text(
+            "Means of the ranks and steps that both have, each from the first to the "
+            "last work of its step:"
+        ),
+        *tables,
+    )
