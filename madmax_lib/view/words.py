@@ -78,8 +78,10 @@ def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
     )
     by_order = order.sort_values(list(order)).index
     rows = share.loc[by_order, ["rank", "stream"]].reset_index(drop=True)
-    labels = [row_label(*row, named=named) for row in rows.itertuples(index=False)]
-    return rows.assign(place=rows.index, label=labels)
+    return rows.assign(
+        place=rows.index,
+        label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],
+    )
 
 
 def row_label(rank: int, stream: int, *, named: bool = False) -> str:

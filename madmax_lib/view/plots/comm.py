@@ -102,8 +102,13 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
     style = _point_style(table, len(points), linewidth=0.4) | {"s": 34, "zorder": 2}
     for name, part in points.groupby("collective", sort=False):
-        mark = {"marker": _MARKERS.get(name, "o"), "label": _name(name)}
-        ax.scatter(part["size_bytes"], part["bus_bytes_per_s"] / 1e9, **mark, **style)
+        ax.scatter(
+            part["size_bytes"],
+            part["bus_bytes_per_s"] / 1e9,
+            marker=_MARKERS.get(name, "o"),
+            label=_name(name),
+            **style,
+        )
     log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
     log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
@@ -136,18 +141,21 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         # seven heights in turn: side by side, and the same in every run
         heights = row + (np.arange(len(skew_s)) % 7 - 3) * 0.07
         ax.scatter(skew_s, heights, **style)
-        bar = {"color": "black", "linewidth": 1.2}
         # a median of 0 cannot stand on a logarithmic axis
-        ax.vlines(median_s or np.nan, row - 0.38, row + 0.38, **bar)
+        ax.vlines(
+            median_s or np.nan, row - 0.38, row + 0.38, color="black", linewidth=1.2
+        )
     log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
     skew_s = table["skew_s"].median()
     times = skew_s / max(table["transfer_s"].median(), 1e-12)
-    rows = [_name(name) for name in medians_s.index]
     return finish(
         ax,
         data,
         f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer",
-        Frame(x="last arrival - first arrival (bar: median)", rows=rows),
+        Frame(
+            x="last arrival - first arrival (bar: median)",
+            rows=[_name(name) for name in medians_s.index],
+        ),
     )
 
 

@@ -186,13 +186,16 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ),
         )
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
-    rows = [_QUANTITIES[quantity][1] for quantity in quantities.index]
     title = _change(labels, total["a"], total["b"])
     return finish(
         ax,
         quantities.reset_index(),
         title,
-        Frame(x="time per step and rank [ms]", rows=rows, key=key),
+        Frame(
+            x="time per step and rank [ms]",
+            rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
+            key=key,
+        ),
     )
 
 

@@ -71,15 +71,26 @@ def plot_constants(
     rows = np.arange(len(table))
     ax.hlines(rows, prior_low, prior_high, **_PRIOR)
     ax.plot(at["start"], rows, "|", color="#7a7a7a", ms=7)
-    colors = [_STATE_STYLES[state][0] for state in table["state"]]
     interval = (at["interval_low"], at["interval_high"])
-    ax.hlines(rows, *interval, color=colors, lw=1.6)
+    ax.hlines(
+        rows,
+        *interval,
+        color=[_STATE_STYLES[state][0] for state in table["state"]],
+        lw=1.6,
+    )
     # every state has an entry in the legend, with 0 too
     counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
     for state, (color, mark) in _STATE_STYLES.items():
         part = np.flatnonzero(table["state"] == state)
-        style = {"ms": 4.5, "zorder": 3, "label": f"{state} ({counts[state]})"}
-        ax.plot(at["fitted"][part], part, mark, color=color, **style)
+        ax.plot(
+            at["fitted"][part],
+            part,
+            mark,
+            color=color,
+            ms=4.5,
+            zorder=3,
+            label=f"{state} ({counts[state]})",
+        )
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
@@ -120,11 +131,25 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         part = pairs[kinds == kind]
         measured_s = part["measured_s"].astype(float)
         if "low_s" in part:
-            line = {"color": color, "lw": 0.6, "alpha": 0.5}
-            ax.vlines(measured_s, part["low_s"], part["high_s"], **line)
+            ax.vlines(
+                measured_s,
+                part["low_s"],
+                part["high_s"],
+                color=color,
+                lw=0.6,
+                alpha=0.5,
+            )
         if len(part):
-            ring = {"ms": 4, "mfc": "none", "mew": 0.8, "color": color, "label": kind}
-            ax.plot(measured_s, part["predicted_s"], mark, **ring)
+            ax.plot(
+                measured_s,
+                part["predicted_s"],
+                mark,
+                ms=4,
+                mfc="none",
+                mew=0.8,
+                color=color,
+                label=kind,
+            )
     ends = np.array([0.1, 10.0])
     if len(pairs):
         ends = np.array(
@@ -132,8 +157,14 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         )
     ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)  # predicted = measured
     within = f"within {100 * _WITHIN:.0f} %"
-    shade = {"color": "#e8e8e8", "zorder": 0, "label": within}
-    ax.fill_between(ends, ends * (1 - _WITHIN), ends * (1 + _WITHIN), **shade)
+    ax.fill_between(
+        ends,
+        ends * (1 - _WITHIN),
+        ends * (1 + _WITHIN),
+        color="#e8e8e8",
+        zorder=0,
+        label=within,
+    )
     legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
@@ -220,11 +251,15 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ours = fill_of(GREY, "simulated")
     key.append(patch_key("ours, below what was measured", ours))
     off = table["error"].abs().groupby(table["what"]).mean() * 100
-    rows = [shorten(run, 72) for run in means["run"]]
     return finish(
         ax,
         means.drop(columns="order"),
         f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
         f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %",
-        Frame(x="per cent", rows=rows, key=key, columns=2),
+        Frame(
+            x="per cent",
+            rows=[shorten(run, 72) for run in means["run"]],
+            key=key,
+            columns=2,
+        ),
     )

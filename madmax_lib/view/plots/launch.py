@@ -128,7 +128,6 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
     streams.sort(key=lambda part: -part["length"].max())
     data = pd.concat(streams[: len(SERIES)], ignore_index=True)
     numbers = data["stream"].unique()
-    style = {"linewidth": 1, "drawstyle": "steps-post"}
     lines(
         ax,
         data,
@@ -140,7 +139,8 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
             labels={number: f"stream {number}" for number in numbers},
             units=(1e-3, 1),
         ),
-        **style,
+        linewidth=1,
+        drawstyle="steps-post",
     )
     legend(ax, where="beside")
     longest = data["length"].max()
@@ -220,8 +220,13 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         BarStyle(notes=notes),
     )
     numbers = np.arange(len(mean))
-    mark = {"color": "black", "linewidth": 1.4}
-    ax.vlines(mean["wall_s"] * 1e3, numbers - 0.45, numbers + 0.45, **mark)
+    ax.vlines(
+        mean["wall_s"] * 1e3,
+        numbers - 0.45,
+        numbers + 0.45,
+        color="black",
+        linewidth=1.4,
+    )
     shade = {"facecolor": COLORS["idle"], "alpha": 0.4, "zorder": 0}
     for row in np.flatnonzero(notes != ""):
         ax.axhspan(row - 0.5, row + 0.5, **shade)

@@ -102,8 +102,7 @@ def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
     all and how many calls, or modules, it counts. seconds: column of the time.
     """
     sums = rows.groupby(["name", "kind"]).sum().reset_index()[list(rows)]
-    share = sums[seconds] / max(sums[seconds].sum(), 1e-12)
-    data = sums.assign(share=share)
+    data = sums.assign(share=sums[seconds] / max(sums[seconds].sum(), 1e-12))
     data = data.sort_values([seconds, "name"], ascending=[False, True])
     top = data.head(_MOST_NAMES)
     top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
@@ -158,8 +157,12 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         zorder=2,
     )
     top_tflop_per_s = max([tflop_per_s.max(), *(peaks / 1e12)]) * 2.5
-    limits = {"xlim": (low, high), "ylim": (tflop_per_s.min() / 2, top_tflop_per_s)}
-    ax.set(xscale="log", yscale="log", **limits)
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(tflop_per_s.min() / 2, top_tflop_per_s),
+    )
     ax.grid(True, axis="both")
     _number(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
@@ -185,8 +188,17 @@ def _draw_roofs(
         roof = np.minimum(intensity * bandwidth, peak) / 1e12
         ax.plot(intensity, roof, color=color, linewidth=1, zorder=1)
         side = "right" if ridge > 3 * low else "left"
-        style = {"dx": 0, "dy": 3, "va": "baseline", "ha": side, "color": color}
-        note(ax, ridge, peak / 1e12, f"{dtype}: {peak / 1e12:,.4g} TFLOP/s", **style)
+        note(
+            ax,
+            ridge,
+            peak / 1e12,
+            f"{dtype}: {peak / 1e12:,.4g} TFLOP/s",
+            dx=0,
+            dy=3,
+            va="baseline",
+            ha=side,
+            color=color,
+        )
 
 
 def _number(ax: Axes, rows: pd.DataFrame):
@@ -197,15 +209,29 @@ def _number(ax: Axes, rows: pd.DataFrame):
     for number, row in enumerate(rows.itertuples(), start=1):
         # eight points, eight directions: the numbers of points that coincide stand apart
         angle = np.deg2rad(45 * number)
-        away = {"dx": 9 * np.cos(angle), "dy": 9 * np.sin(angle)}
         point = (row.flops_per_byte, row.flops_per_s / 1e12)
-        note(ax, *point, str(number), weight="bold", ha="center", **away)
+        note(
+            ax,
+            *point,
+            str(number),
+            weight="bold",
+            ha="center",
+            dx=9 * np.cos(angle),
+            dy=9 * np.sin(angle),
+        )
         texts.append(
             f"{number}  {short_name(row.name)}  {percent(row.roof)} of its "
             f"roof\n    {_shapes(row.shapes)}"
         )
-    style = {"va": "top", "fontsize": 6.5, "linespacing": 1.25}
-    ax.text(1.02, 1.0, "\n".join(texts), transform=ax.transAxes, **style)
+    ax.text(
+        1.02,
+        1.0,
+        "\n".join(texts),
+        transform=ax.transAxes,
+        va="top",
+        fontsize=6.5,
+        linespacing=1.25,
+    )
 
 
 def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -153,7 +153,6 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     # a trial that failed is no progress, but costs a trial
     best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
     table["slower"] = best_so_far_s / table["step_s"].min() - 1
-    style = {"drawstyle": "steps-post", "lw": 1.5}
     lines(
         ax,
         table,
@@ -165,7 +164,8 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
             labels={name: name for name in step_s},
             units=(1, 0.01),
         ),
-        **style,
+        drawstyle="steps-post",
+        lw=1.5,
     )
     ax.axhline(100 * _CLOSE, **DASHED)
     legend(ax)
@@ -203,8 +203,11 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         for kind in np.unique(types):
             ranks = stage.first_rank + np.flatnonzero(types == kind)
             color = _color(fleet.types[kind], fleet.types)
-            where = {"places": [stage.stage], "left": ranks[0], "height": 0.8}
-            bars(ax, [len(ranks)], BarStyle(color, **where))
+            bars(
+                ax,
+                [len(ranks)],
+                BarStyle(color, places=[stage.stage], left=ranks[0], height=0.8),
+            )
         layers = plural(stage.layers, "layer")
         text = f"stage {stage.stage}: {layers}, dp {stage.dp} · tp {stage.tp}"
         if stage.recompute != "none":

@@ -85,7 +85,6 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     exposed_s = parts.sum(axis=1)
     step_s = table["step_s"]
     shares = (exposed_s / step_s).map("{:.1%}".format)
-    notes = shares + step_s.map(" of {:.3g} s".format)
     data = parts.assign(step_s=step_s).rename_axis("step").reset_index()
     return bar_chart(
         ax,
@@ -99,7 +98,9 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             key=fills,
             columns=3,
         ),
-        BarStyle(fills, source="simulated", notes=notes),
+        BarStyle(
+            fills, source="simulated", notes=shares + step_s.map(" of {:.3g} s".format)
+        ),
     )
 
 
@@ -161,7 +162,6 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # relative to what a place has: a GB is more on a device than on a drive
     tight = (margin_gb / room_gb).idxmin()
     used = (room_gb - margin_gb).map("{:.1f} of ".format)
-    notes = used + room_gb.map("{:.0f} GB".format)
     ax = ax or new_axes(height=2.6 + 0.45 * len(places))
     ax = bar_chart(
         ax,
@@ -175,7 +175,9 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             key=fills,
             columns=4,
         ),
-        BarStyle(fills, source="simulated", notes=notes),
+        BarStyle(
+            fills, source="simulated", notes=used + room_gb.map("{:.0f} GB".format)
+        ),
     )
     ax.axvline(1.0, **DASHED)
     return ax

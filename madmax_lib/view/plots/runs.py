@@ -101,10 +101,6 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     odd = table["dimensions"] % 2 == 1
     shades = odd.map({True: _PHASES["backward"], False: _PHASES["forward"]})
     quartiles_ms = (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3)
-    notes = [
-        f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
-        for row in table.itertuples()
-    ]
     fastest = format_s(table["step_s"].min())
     slowest = format_s(table["step_s"].max())
     return bar_chart(
@@ -117,7 +113,14 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
             rows=_strategies(table),
             origin={"files": steps_files(runs)},
         ),
-        BarStyle(list(shades), error=quartiles_ms, notes=notes),
+        BarStyle(
+            list(shades),
+            error=quartiles_ms,
+            notes=[
+                f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
+                for row in table.itertuples()
+            ],
+        ),
     )
 
 
@@ -133,14 +136,22 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     spec = runs[reference].spec
     label = "one process" if spec.plan.world_size == 1 else spec.strategy
     ax = ax or new_axes(height=3.0, width=5.6)
-    rows = [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()]
-    table = pd.concat(rows, ignore_index=True)
+    table = pd.concat(
+        [run.steps[["step", "loss"]].assign(run=name) for name, run in runs.items()],
+        ignore_index=True,
+    )
     alone = table[table["run"] == reference]
     # against the reference at the same step
     same_step = table["step"].map(alone.set_index("step")["loss"])
     table["difference"] = (table["loss"] - same_step).abs()
-    line = {"color": COLORS["compute"], "linewidth": 3, "alpha": 0.6}
-    ax.plot(alone["step"], alone["loss"], label=label, **line)
+    ax.plot(
+        alone["step"],
+        alone["loss"],
+        label=label,
+        color=COLORS["compute"],
+        linewidth=3,
+        alpha=0.6,
+    )
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     # one entry of the legend stands for all of them
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
