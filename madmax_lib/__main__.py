@@ -75,8 +75,13 @@ def _parser(words: list[str]):
     site.set_defaults(command=_site)
     about = "serve the commands that answer in JSON to a coding agent"
     agent = commands.add_parser("mcp", help=about)
-    folders = {"metavar": "FOLDER", "help": "the only places that it may read"}
-    agent.add_argument("folders", nargs="+", type=Path, **folders)
+    agent.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="the only places that it may read",
+    )
 
     def serve(options: argparse.Namespace):
         from madmax_lib.view.commands.mcp_server import server  # late: a wing
@@ -103,8 +108,14 @@ def _add_run(commands, words: list[str]):
     run.add_argument(
         "--list", action="store_true", help="name the notebooks and what each answers"
     )
-    pairs = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
-    run.add_argument("-p", "--parameter", help="set a parameter", **pairs)
+    run.add_argument(
+        "-p",
+        "--parameter",
+        help="set a parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+    )
     run.add_argument(
         "-o",
         "--output",

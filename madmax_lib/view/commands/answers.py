@@ -164,8 +164,14 @@ def _print_answer(
             result = answer(options)
         except (OSError, ValueError, ImportError) as error:
             result = error
-    texts = [str(warning.message) for warning in caught]
-    print(envelope(command, result, texts, complete=options.all))
+    print(
+        envelope(
+            command,
+            result,
+            [str(warning.message) for warning in caught],
+            complete=options.all,
+        )
+    )
     if isinstance(result, Exception):
         raise result
     return int(not result.passed)

@@ -238,11 +238,9 @@ def _bench(options: Namespace):
     if options.json:
         print(json.dumps({name: _records(table) for name, table in tables.items()}))
         return 0
-    texts = [
-        table.drop(columns=_ONLY_IN_FILES, errors="ignore").to_string(index=False)
-        for table in tables.values()
-    ]
-    print("\n\n".join(texts))
+    for table in tables.values():
+        shown = table.drop(columns=_ONLY_IN_FILES, errors="ignore")
+        print(f"{shown.to_string(index=False)}\n")
     return 0
 
 
@@ -256,8 +254,7 @@ def _calibrate(options: Namespace):
     machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
-        about = machine.provenance | {"results": _records(results)}
-        print(json.dumps(about, indent=1))
+        print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
         return 0
     text = "no further run"
     if len(results):

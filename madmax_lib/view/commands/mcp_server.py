@@ -97,8 +97,12 @@ def _parameter(action: Action):
         kind = kind | None
     about = Field(description=(action.help or "").replace("%%", "%"))
     default = Parameter.empty if action.required else action.default
-    how = {"default": default, "annotation": Annotated[kind, about]}
-    return Parameter(action.dest, Parameter.KEYWORD_ONLY, **how)
+    return Parameter(
+        action.dest,
+        Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, about],
+    )
 
 
 def _words(action: Action, value, roots: list[Path]):

@@ -63,8 +63,13 @@ def add(commands) -> None:
     report = add_command(commands, "report", _report, help=about)
     report.add_argument("traces", **_TRACES)
     option(report, "--beside", "another run to compare with", metavar="TRACES")
-    page = {"default": Path("report.html"), "help": "default: report.html"}
-    report.add_argument("-o", "--output", type=Path, **page)
+    report.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="default: report.html",
+    )
 
 
 def _add_compare(commands):
@@ -316,8 +321,7 @@ def _snapshot(options: Namespace):
     how = (options.by, options.at)
     # what has come since: allocations of this one that the earlier one lacks
     if options.beside:
-        before = read_snapshot(options.beside)
-        table = snapshots.snapshot_diff(before, snapshot, *how)
+        table = snapshots.snapshot_diff(read_snapshot(options.beside), snapshot, *how)
         return Answer(table, about, [options.beside])
     return Answer(snapshots.snapshot_held(snapshot, *how, top=None), about)
 

@@ -126,8 +126,9 @@ def bars(
         for shape, paint in zip(shapes, paints, strict=True):
             shape.set(**paint)
         if style.inside is not None:
-            centred = {"label_type": "center", "fontsize": 7}
-            labels = ax.bar_label(shapes, style.inside[column], **centred)
+            labels = ax.bar_label(
+                shapes, style.inside[column], label_type="center", fontsize=7
+            )
             for label, paint in zip(labels, paints, strict=True):
                 label.set_color(ink_on(paint["facecolor"]))
         ends = ends + np.nan_to_num(length)

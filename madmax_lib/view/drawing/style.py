@@ -125,8 +125,17 @@ def mark_key(
     """A legend entry for a mark without a line; by default the hollow diamond of
     published values.
     """
-    look = {"marker": marker, "color": color, "mfc": "none" if hollow else color}
-    return Line2D([], [], mec=color, ls="none", label=label, **look, **style)
+    return Line2D(
+        [],
+        [],
+        mec=color,
+        ls="none",
+        label=label,
+        marker=marker,
+        color=color,
+        mfc="none" if hollow else color,
+        **style,
+    )
 
 
 def line_key(label: str, color: str = DARK, **style) -> Line2D:

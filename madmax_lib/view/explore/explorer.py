@@ -151,8 +151,7 @@ def control(offers: Sequence | str, value):
     if isinstance(offers, list):
         return slider(offers, value)
     if isinstance(offers, str):
-        box = {"placeholder": offers, "continuous_update": False}
-        return ipywidgets.Text(value or "", **box)
+        return ipywidgets.Text(value or "", placeholder=offers, continuous_update=False)
     menu = ipywidgets.Dropdown(options=offers)
     offer(menu, value)
     return menu

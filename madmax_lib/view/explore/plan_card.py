@@ -134,9 +134,8 @@ def _bar(ax: Axes, parts: pd.Series):
     fills = {name: _FILLS[name] for name in parts.index}
     bars(ax, parts.to_frame().T, BarStyle(fills, height=0.8))
     ax.set_yticks([])
-    key = [patch_key(*entry) for entry in fills.items()]
     ax.legend(
-        handles=key,
+        handles=[patch_key(*entry) for entry in fills.items()],
         loc="upper left",
         bbox_to_anchor=(0, -0.9),
         ncols=5,

@@ -95,8 +95,13 @@ class SpaceExplorer(WorkloadExplorer):
         """The static picture: the front above the timeline of the chosen plan."""
         # inches and ratios grow with the rows of the timeline
         rows = self.step.view.rows
-        shape = {"figsize": (9, 5.5 + 0.22 * rows), "height_ratios": [14, 3 + rows]}
-        figure, axes = plt.subplots(2, 1, layout="constrained", **shape)
+        figure, axes = plt.subplots(
+            2,
+            1,
+            layout="constrained",
+            figsize=(9, 5.5 + 0.22 * rows),
+            height_ratios=[14, 3 + rows],
+        )
         plot_front(self.result.pareto, self.step.card.room_bytes, axes[0])
         plot_timeline(self.step.view.timelines[0], axes[1])
         axes[1].set_title(

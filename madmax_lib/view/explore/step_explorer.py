@@ -194,11 +194,13 @@ class StepExplorer(WorkloadExplorer):
         """The static picture: parts of time and memory as bars above the timeline."""
         # inches and ratios grow with the rows of the timeline
         rows = self.view.rows
-        shape = {
-            "figsize": (9, 4.2 + 0.22 * rows),
-            "height_ratios": [1.5, 1.5, 3 + rows],
-        }
-        figure, axes = plt.subplots(3, 1, layout="constrained", **shape)
+        figure, axes = plt.subplots(
+            3,
+            1,
+            layout="constrained",
+            figsize=(9, 4.2 + 0.22 * rows),
+            height_ratios=[1.5, 1.5, 3 + rows],
+        )
         plot_plan_card(self.card, axes[:2])
         plot_timeline(self.view.timelines[0], axes[2])
         axes[2].set_title(f"Simulated: {self._caption}")

@@ -102,8 +102,9 @@ class TimelineView:
         """The live canvas, an anywidget. Raises ModuleNotFoundError where anywidget is
         not installed.
         """
-        empty = {"_about": {}, "_data": b"", "_report": "", "selection": []}
-        make = widget_class("widgets.js", "widgets.css", **empty)
+        make = widget_class(
+            "widgets.js", "widgets.css", _about={}, _data=b"", _report="", selection=[]
+        )
         about, data = self._columns
         canvas = make(_about=about, _data=data)
         del self._columns  # the widget holds them now
@@ -129,8 +130,7 @@ class TimelineView:
             return tables[0]
         titles = zip(tables, self.titles, strict=True)
         with_title = [table.assign(timeline=title) for table, title in titles]
-        columns = ["timeline", *tables[0]]
-        return pd.concat(with_title, ignore_index=True)[columns]
+        return pd.concat(with_title, ignore_index=True)[["timeline", *tables[0]]]
 
     def _report(self, _change):
         text = breakdown_html(self.breakdown) if self.selection else ""

@@ -160,5 +160,6 @@ def _commit():
 
 def _git(*arguments: str):
     """Output of git; empty where it fails."""
-    how = {"cwd": PROJECT, "capture_output": True, "text": True, "check": False}
-    return subprocess.run(["git", *arguments], **how).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
+    ).stdout.strip()

@@ -112,8 +112,7 @@ def _index(results: Sequence[Result]):
             "about",
         )
     )
-    text = page("MAD-Max Workbench", "\n".join(parts), _STYLE)
-    return _without_folders(text)
+    return _without_folders(page("MAD-Max Workbench", "\n".join(parts), _STYLE))
 
 
 def _entry(result: Result):

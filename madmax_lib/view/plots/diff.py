@@ -108,8 +108,7 @@ def plot_pair(
         # a row for each kind below the first row of the side
         rows = top + side.spans["kind"].astype(object).map(kinds.index)
         fills = kind_fills(kinds, side.source)
-        placed = side.spans.assign(place=rows)
-        part = blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
+        part = blocks(ax, side.spans.assign(place=rows), fills, _LEAST_WIDTH * reach_ns)
         drawn.append(part.assign(side=name))
         bottom = top + len(kinds) - 0.55
         ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)

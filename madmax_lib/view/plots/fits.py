@@ -94,8 +94,7 @@ def plot_constants(
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
-    ends = ["lower bound", "scale of the fit", "upper bound"]
-    ax.set_xticks([0, 0.5, 1], ends)
+    ax.set_xticks([0, 0.5, 1], ["lower bound", "scale of the fit", "upper bound"])
     ax.tick_params(axis="y", labelsize=6.5)
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
     data = table[columns].rename_axis("constant").reset_index()
@@ -248,8 +247,7 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         notes = means[who].map("{:.0f}".format)
         bars(ax, means[who], BarStyle(fills, source, slot=(number, 2), notes=notes))
     key = [patch_key(label, fill) for label, fill in _FACTS.values()]
-    ours = fill_of(GREY, "simulated")
-    key.append(patch_key("ours, below what was measured", ours))
+    key.append(patch_key("ours, below what was measured", fill_of(GREY, "simulated")))
     off = table["error"].abs().groupby(table["what"]).mean() * 100
     return finish(
         ax,

@@ -52,8 +52,7 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     `estimate`.
     """
     seconds = STEP_PARTS.assign(seconds=row[STEP_PARTS.index].astype(float))
-    by_part = seconds.groupby(["part", "kind"], sort=False)["seconds"]
-    table = by_part.sum().reset_index()
+    table = seconds.groupby(["part", "kind"], sort=False)["seconds"].sum().reset_index()
     share = table["seconds"] / row["step_s"]
     by_kind = share.groupby(table["kind"]).sum()
     # parts add up to the step, so that what is neither computes

@@ -107,7 +107,6 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     # time in which the device neither computes nor copies
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
-    rows = [(label, _parts(row), _busy(row)) for label, row in chosen]
     return section(
         "Overview",
         text(
@@ -118,7 +117,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
         ),
         cards(texts),
         text(note),
-        bars(rows),
+        bars([(label, _parts(row), _busy(row)) for label, row in chosen]),
     )
 
 
@@ -210,7 +209,6 @@ def step_view(timeline: Timeline) -> str:
     input_text = (
         f"The host waits for input in {percent(waiting_share)} of the steps' time."
     )
-    rows = [(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]
     parts = [
         text(
             "Means over the ranks; wall is the median of the ranks on the host. The bars "
@@ -219,7 +217,7 @@ def step_view(timeline: Timeline) -> str:
         ),
         text(input_text if waiting_share > 0 else ""),
         text(note),
-        bars(rows),
+        bars([(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]),
         table(_phases(timeline)),
         table(by_step[columns], most=100),
     ]
