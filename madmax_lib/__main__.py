@@ -16,7 +16,7 @@ from madmax_lib.view.commands import (
     step as step_commands,
     trace as trace_commands,
 )
-from madmax_lib.view.commands.answers import envelope
+from madmax_lib.view.commands.answers import add_parser, envelope
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,48 +66,9 @@ def _parser(words: list[str]):
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_run(commands, words)
-    about = "run all notebooks, write them and docs/ as HTML"
-    site = commands.add_parser("site", help=about)
-    site.add_argument(
-        "-o", "--output", type=Path, help="folder for the pages (default: build/site)"
-    )
-    site.set_defaults(command=_site)
-    about = "serve the commands that answer in JSON to a coding agent"
-    agent = commands.add_parser("mcp", help=about)
-    agent.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="the only places that it may read",
-    )
-
-    def serve(options: argparse.Namespace):
-        from madmax_lib.view.commands.mcp_server import server  # late: a wing
-
-        server(options.folders, main).run("stdio")
-        return 0
-
-    agent.set_defaults(command=serve)
-    for module in (trace_commands, step_commands, run_commands):
-        module.add(commands)
-    runs_commands.add(commands, words[:1])
-    return parser
-
-
-def _add_run(commands, words: list[str]):
-    about = {"help": "run notebooks headless", "epilog": _parameters(words)}
-    about["formatter_class"] = argparse.RawDescriptionHelpFormatter
-    run = commands.add_parser("run", **about)
-    run.add_argument(
-        "notebook",
-        nargs="?",
-        help="such as 20_overlap; with --help its parameters; left out: all",
-    )
-    run.add_argument(
-        "--list", action="store_true", help="name the notebooks and what each answers"
-    )
+    run = add_parser(commands, _run)
+    run.epilog = _parameters(words)
+    run.formatter_class = argparse.RawDescriptionHelpFormatter
     run.add_argument(
         "-p",
         "--parameter",
@@ -116,13 +77,19 @@ def _add_run(commands, words: list[str]):
         default=[],
         metavar="NAME=VALUE",
     )
-    run.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="folder for executed notebooks and HTML (default: build)",
-    )
-    run.set_defaults(command=_run)
+
+    def mcp(options: argparse.Namespace):
+        from madmax_lib.view.commands.mcp_server import server  # late: a wing
+
+        server(options.folders, main).run("stdio")
+        return 0
+
+    for command in (_site, mcp):
+        add_parser(commands, command)
+    for module in (trace_commands, step_commands, run_commands):
+        module.add(commands)
+    runs_commands.add(commands, words[:1])
+    return parser
 
 
 def _parameters(words: list[str]):

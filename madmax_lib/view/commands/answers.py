@@ -20,6 +20,7 @@ envelope has at most 2,000 tokens, and texts in rows have at most 100 letters.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
@@ -28,14 +29,14 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "add_command", "envelope", "option", "tokens"]
+__all__ = ["Answer", "add_command", "add_parser", "envelope", "tokens"]
 
 SCHEMA = 1
 _TOKENS = 2000  # of an envelope
@@ -67,24 +68,52 @@ class Answer:
     passed: bool = True  # False where a verdict or a gate failed: the exit status is 1
 
 
-def option(
-    parser, name: str, text: str, kind: Callable[[str], Any] = str, **more
-) -> None:
-    """Add an option to a parser or a group of one; an argument where the name has no
-    dashes. text: its help. more: as of argparse.
+@cache
+def _options():
+    with (Path(__file__).parents[1] / "data" / "options.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def add_parser(
+    commands, command: Callable[[Namespace], int], **kinds: Callable[[str], Any]
+) -> ArgumentParser:
+    """A parser for the command that a function is named after, with the help texts and
+    the arguments that `data/options.csv` lists. kinds: what makes values of texts, by
+    its name there.
     """
-    parser.add_argument(name, help=text, type=kind, **more)
+    name = command.__name__.strip("_")
+    kinds = {"": str, "int": int, "float": float, "path": Path} | kinds
+    rows = [row for row in _options() if name in row["commands"].split()]
+    texts = {row["name"]: row["help"] for row in rows}
+    # of a help text argparse makes one sign of two, of a description it does not
+    about = texts.get("description") or texts[""].replace("%%", "%")
+    parser = commands.add_parser(name, help=texts[""], description=about)
+    parser.set_defaults(command=command)
+    groups = {"": parser}  # of arguments that exclude each other
+    for row in rows:
+        group = row["group"]
+        if group not in groups:
+            must = group.endswith("!")
+            groups[group] = parser.add_mutually_exclusive_group(required=must)
+        how = {"action": "store_true"}
+        if row["kind"] != "flag":
+            fields = ("default", "metavar", "nargs", "required")
+            how = {field: row[field] for field in fields if row[field]}
+            how["type"] = kinds[row["kind"]]
+        if row["choices"]:
+            how["choices"] = row["choices"].split()
+        if row["name"] not in ("", "description"):
+            groups[group].add_argument(*row["name"].split(), help=row["help"], **how)
+    return parser
 
 
 def add_command(
-    commands, name: str, answer: Callable[[Namespace], Answer], **about
-) -> ArgumentParser:
-    """A parser for `name` with the formats, whose command prints what `answer` gives
-    for its options.
+    commands, answer: Callable[[Namespace], Answer], **kinds: Callable[[str], Any]
+) -> None:
+    """Add a parser of `add_parser` with the formats, whose command prints what `answer`
+    gives for its options.
     """
-    # of a help text argparse makes one sign of two, of a description it does not
-    description = {"description": about["help"].replace("%%", "%")}
-    parser = commands.add_parser(name, **description | about)
+    parser = add_parser(commands, answer, **kinds)
     formats = parser.add_mutually_exclusive_group()
     flag = {"dest": "format", "action": "store_const"}
     for kind, text in _FORMATS.items():
@@ -92,8 +121,8 @@ def add_command(
             f"--{kind}", const=kind, help=f"print {kind}: {text}", **flag
         )
     parser.add_argument("--all", action="store_true", help="leave no row out")
-    parser.set_defaults(command=partial(_print_answer, name, answer), format="text")
-    return parser
+    printed = partial(_print_answer, parser.prog.split()[-1], answer)
+    parser.set_defaults(command=printed, format="text")
 
 
 def envelope(

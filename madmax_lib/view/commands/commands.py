@@ -10,7 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from madmax_lib.view.commands.answers import option
+from madmax_lib.view.commands.answers import add_parser
 
 __all__ = ["add"]
 
@@ -28,86 +28,20 @@ def add(commands, words: list[str]) -> None:
     """Add these commands. words: those of the command line; only where they ask for
     `train` its fields of a run are read.
     """
-
-    def doctor(options: Namespace):
-        from madmax_lib.view.notebooks.doctor import report
-
-        text = report()
-        print(text)
-        return int("\n  fails " in text)  # as a line of `check` says it
-
-    about = "what works here, and which notebooks run at full size"
-    commands.add_parser("doctor", help=about).set_defaults(command=doctor)
-    about = "does this machine work? a line per item, status 1 if one fails"
-    _add_json(commands.add_parser("check", help=about), _check)
-    about = "train a model in a layout: train gpt-tiny dp2.z3 --steps 20"
-    train = commands.add_parser("train", help=about)
-    _add_json(train, _train)
+    for command in (_doctor, _check, _bench, _calibrate):
+        add_parser(commands, command, ranks=_ranks)
+    train = add_parser(commands, _train)
     # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
-    train.add_argument(
-        "--offload",
-        choices=("optimizer", "all"),
-        help="what the host holds (optimizer: on @deepspeed)",
-    )
-    train.add_argument(
-        "--dry-run", action="store_true", help="check everything and start nothing"
-    )
-    _add_output(train, None, "run directory (default: runs/NAME)")
-    _add_bench(commands)
-    about = "fit the simulator to this machine, and test it on further runs"
-    calibrate = commands.add_parser("calibrate", help=about)
-    option(calibrate, "--hosts", "namespaces of a testbed (default: 1)", int, default=1)
-    option(calibrate, "--network", "rate of their uplinks, such as 300mbit", default="")
-    option(
-        calibrate,
-        "--minutes",
-        "after which no further run starts (default: 5)",
-        float,
-        default=5.0,
-    )
-    option(calibrate, "--device", "cpu, cuda, or auto (default)", default="auto")
-    option(
-        calibrate,
-        "--ranks",
-        "default: all GPUs, or two processes and one a host",
-        int,
-        default=0,
-    )
-    _add_output(calibrate, Path("machine"), "directory (default: machine)")
-    _add_json(calibrate, _calibrate)
 
 
-def _add_bench(commands):
-    bench = commands.add_parser(
-        "bench", help="time kernels, copies, launches and collectives of this machine"
-    )
-    _add_json(bench, _bench)
-    sizes = bench.add_mutually_exclusive_group()
-    size = {"action": "store_const", "dest": "size", "default": "normal"}
-    sizes.add_argument("--quick", const="quick", help="less than a minute", **size)
-    sizes.add_argument(
-        "--detailed", const="detailed", help="more and larger sizes", **size
-    )
-    option(
-        bench,
-        "--ranks",
-        "of the collectives (default: all GPUs, or 2 processes)",
-        _ranks,
-        default=0,
-        metavar="N",
-    )
-    _add_output(bench, Path("bench"), "folder of two CSVs (default: bench)")
+def _doctor(_options: Namespace):
+    from madmax_lib.view.notebooks.doctor import report
 
-
-def _add_json(parser: ArgumentParser, command):
-    parser.set_defaults(command=command)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_output(parser: ArgumentParser, default: Path | None, text: str):
-    parser.add_argument("-o", "--output", type=Path, default=default, help=text)
+    text = report()
+    print(text)
+    return int("\n  fails " in text)  # as a line of `check` says it
 
 
 def _add_fields(train: ArgumentParser):
@@ -231,16 +165,18 @@ def _bench(options: Namespace):
     print(
         f"each row is added to {kernels} or {links} when it is timed", file=sys.stderr
     )
-    tables = {"kernels": bench(size=options.size, path=kernels)}
+    sizes = {"quick": options.quick, "detailed": options.detailed}
+    size = next((name for name, asked in sizes.items() if asked), "normal")
+    tables = {"kernels": bench(size=size, path=kernels)}
     # a single rank has no collectives
-    if measure_links(links, options.size, ranks=options.ranks) > 1:
+    if measure_links(links, size, ranks=options.ranks or 0) > 1:
         tables["collectives"] = pd.read_csv(links)
     if options.json:
         print(json.dumps({name: _records(table) for name, table in tables.items()}))
         return 0
     for table in tables.values():
-        shown = table.drop(columns=_ONLY_IN_FILES, errors="ignore")
-        print(f"{shown.to_string(index=False)}\n")
+        columns = table.drop(columns=_ONLY_IN_FILES, errors="ignore")
+        print(f"{columns.to_string(index=False)}\n")
     return 0
 
 
@@ -250,7 +186,7 @@ def _calibrate(options: Namespace):
     from madmax_lib.calibration.machine.calibrate import calibrate
 
     names = ("hosts", "network", "minutes", "device", "ranks")
-    asked = {name: getattr(options, name) for name in names}
+    asked = {name: getattr(options, name) for name in names if getattr(options, name)}
     machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:

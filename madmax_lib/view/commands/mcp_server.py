@@ -93,10 +93,11 @@ def _parameter(action: Action):
         kind = list[str]
     elif action.nargs == 0:  # a flag
         kind = bool
-    elif not action.required:
+    default = Parameter.empty
+    if not action.required:  # what is left out has the command's own default
         kind = kind | None
+        default = None
     about = Field(description=(action.help or "").replace("%%", "%"))
-    default = Parameter.empty if action.required else action.default
     return Parameter(
         action.dest,
         Parameter.KEYWORD_ONLY,
@@ -110,8 +111,8 @@ def _words(action: Action, value, roots: list[Path]):
     flag = next(iter(action.option_strings), "")
     if flag:
         # with "=", so that a value that begins with a dash is no flag
-        given = [flag] if value is True else [f"{flag}={value}"]
-        return given if value else []
+        words = [flag] if value is True else [f"{flag}={value}"]
+        return words if value else []
     texts = value if isinstance(value, list) else [value]
     return [_checked(action.dest, text, roots) for text in texts]
 

@@ -4,17 +4,12 @@ training cost?
 
 from argparse import ArgumentTypeError, Namespace
 
-from madmax_lib.view.commands.answers import Answer, add_command, option
-from madmax_lib.view.commands.step import MODEL_HELP, add_run, inputs, run_of, used
+from madmax_lib.view.commands.answers import Answer, add_command
+from madmax_lib.view.commands.step import inputs, run_of, used
 
 __all__ = ["add"]
 
-_MEASURED = {
-    "step_s": "seconds of a whole step, all micro-batches",
-    "tokens_per_s": "tokens a second of all devices together",
-    "tokens_per_s_per_device": "tokens a second of one device (tokens/s/GPU, tps)",
-    "tflops": "1e12 model FLOP/s of one device, as frameworks print them",
-}
+_MEASURED = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops")
 # fields of an expectation, headline first
 _VERDICT = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
 _NEAREST = [
@@ -37,77 +32,8 @@ _FEWEST_TOKENS = 1e6  # to train on; fewer are a slip, such as 15 for 15T
 
 def add(commands) -> None:
     """Add these commands."""
-    expect = add_command(
-        commands,
-        "expect",
-        _expect,
-        help="is my run normal? fine or cannot tell: status 0; slow or suspiciously fast: 1",
-    )
-    option(expect, "--model", MODEL_HELP, required=True)
-    option(
-        expect,
-        "--cluster",
-        "catalog name, or the machine.json of a calibration",
-        required=True,
-    )
-    option(expect, "--nodes", "how many (default: as many as the plan needs)", int)
-    option(expect, "--plan", "such as dp8.tp4.pp2.z1", required=True)
-    add_run(expect, "as tuned Megatron-Core")
-    for name, text in _MEASURED.items():
-        option(
-            expect,
-            f"--{name.replace('_', '-')}",
-            f"measured: {text}",
-            float,
-            metavar="X",
-        )
-    option(
-        expect,
-        "--trace",
-        "traces of the run, for its step time and the part that is off",
-        metavar="DIR",
-    )
-    _add_plan(commands)
-
-
-def _add_plan(commands):
-    plan = add_command(
-        commands,
-        "plan",
-        _plan,
-        help="GPUs, days, USD and MWh of a training, with intervals",
-    )
-    option(plan, "--model", MODEL_HELP, required=True)
-    option(
-        plan,
-        "--tokens",
-        "to train on, such as 15T, 300B or 15e12",
-        _count,
-        required=True,
-    )
-    where = plan.add_mutually_exclusive_group(required=True)
-    option(
-        where, "--device", "such as h100, in the catalog's first cluster that has it"
-    )
-    option(where, "--cluster", "of the catalog; as many of its nodes as are needed")
-    # a deadline asks for devices, devices ask for the days
-    asked = plan.add_mutually_exclusive_group(required=True)
-    option(asked, "--days", "deadline of the training", float)
-    asked.add_argument(
-        "--devices", "--gpus", type=int, help="how many there are, to ask for the days"
-    )
-    option(
-        plan,
-        "--sure",
-        "probability to meet it (default: 0.5)",
-        float,
-        default=0.5,
-        metavar="P",
-    )
-    add_run(plan, "the fastest of five", "4 or 16 million tokens, within 20 %%")
-    option(
-        plan, "--usd-per-hour", "price of a device-hour (default: the catalog's)", float
-    )
+    for answer in (_expect, _plan):
+        add_command(commands, answer, count=_count)
 
 
 def _expect(options: Namespace):

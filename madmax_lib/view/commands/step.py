@@ -2,16 +2,15 @@
 that nobody has run.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.hardware import Cluster
-from madmax_lib.view.commands.answers import Answer, add_command, option
+from madmax_lib.view.commands.answers import Answer, add_command
 
-__all__ = ["MODEL_HELP", "add", "add_run", "inputs", "run_of", "used"]
+__all__ = ["add", "inputs", "run_of", "used"]
 
-MODEL_HELP = "catalog name, or a Hugging Face config.json"
-# options of `add_run`, by the names that estimates take
+# options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (
     "low_s and high_s hold 90 %; probability: to be the fastest of the ways to "
@@ -27,69 +26,22 @@ _SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
 
 def add(commands) -> None:
     """Add these commands."""
-    about = "how long does a step take, with a 90 %% interval"
-    estimate = add_command(commands, "estimate", _estimate, help=about)
-    about = "the best plans for a model on a cluster"
-    search = add_command(commands, "search", _search, help=about)
-
-    def what_fits(options: Namespace):
-        from madmax_lib.simulator.offload.fits import fits
-
-        result = fits(**_step(options), plan=options.plan)
-        summary = {"fits": result.fits, "bound": result.bound}
-        summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
-        # a step that does not fit is a failed gate: status 1
-        return Answer(result.table, summary, inputs(options), result.fits)
-
-    about = "does a step fit in memory, and what is where; status 1 if not"
-    fits = add_command(commands, "fits", what_fits, help=about)
-    machine = "catalog name, or the machine.json of a calibration"
-    nodes = "how many (default: the catalog's)"
-    devices = "how many over all nodes (default: whole nodes)"
-    for parser in (estimate, search, fits):
-        option(parser, "model", MODEL_HELP)
-        option(parser, "cluster", machine)
-        option(parser, "--nodes", nodes, int)
-        parser.add_argument("--devices", "--gpus", type=int, help=devices)
-        add_run(parser, "as tuned Megatron-Core")
-    example = "such as dp2.tp4.z1"
-    option(estimate, "plans", example, nargs="+", metavar="PLAN")
-    option(fits, "plan", example)
-    option(
-        search, "--objective", "time (default), cost, energy or memory", default="time"
-    )
-    option(
-        search,
-        "--top",
-        "how many plans (default: 10); up to ten differ in how they split",
-        int,
-        default=10,
-    )
-    search.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write the best plan as its stack's configuration",
-    )
+    for answer in (_estimate, _search, _fits):
+        add_command(commands, answer)
 
 
-def add_run(parser: ArgumentParser, software: str, batch: str | None = None) -> None:
-    """Add what every training needs. software, batch: the defaults in words; without
-    one the batch is required.
-    """
-    samples = f"samples per step (default: {batch})" if batch else "samples per step"
-    option(parser, "--global-batch", samples, int, required=batch is None)
-    option(parser, "--sequence", "tokens per sample (default: the model's)", int)
-    option(parser, "--dtype", "default: bf16", default="bf16")
-    option(
-        parser,
-        "--software",
-        f"stack that trains: megatron-core, torchtitan, ... (default: {software})",
-    )
+def _fits(options: Namespace):
+    from madmax_lib.simulator.offload.fits import fits
+
+    result = fits(**_step(options), plan=options.plan)
+    summary = {"fits": result.fits, "bound": result.bound}
+    summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
+    # a step that does not fit is a failed gate: status 1
+    return Answer(result.table, summary, inputs(options), result.fits)
 
 
 def run_of(options: Namespace) -> dict:
-    """Values of the options of `add_run`, by name."""
+    """Values of the options that every training has, by name."""
     return {name: getattr(options, name) for name in _RUN}
 
 

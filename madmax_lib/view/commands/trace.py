@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from madmax_lib.view.commands.answers import Answer, add_command, option
+from madmax_lib.view.commands.answers import Answer, add_command
 
 if TYPE_CHECKING:
     from madmax_lib.timeline.timeline import Timeline
@@ -21,100 +21,12 @@ __all__ = ["add", "read"]
 _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
 _MOST_OPERATIONS = 3  # that differ most
-_LATE = (
-    "Which rank arrives last at collectives, over the steps that are neither warm-up "
-    "nor cut: cost_s is what the\nothers waited for it, waited_s what it waited. "
-    "slowdown: the kernels replayed without launch gaps as measured, over the\nsame "
-    "with average times (replayed_s over without_s); left out where "
-    "measured_over_replayed, the measured step over\nreplayed_s, exceeds 1.05. "
-    "repaired_worst_ranks, repaired_last_stage: the share of replayed_s - without_s "
-    "that average\ntimes of the worst 3 % of the ranks, or of the last stage, give "
-    "back."
-)
-_GATE = (
-    "status 1 if B is slower by this, such as 3%%; an operation only if it also costs a "
-    "third of that of a step"
-)
-_TRACES = {
-    "nargs": "+",
-    "metavar": "TRACE",
-    "help": "traces, one per rank: files, directories, patterns",
-}
-_SNAPSHOT_KEYS = ("site", "module", "phase", "metadata")
-_SNAPSHOT_MOMENTS = ("peak", "start", "end", "oom")
 
 
 def add(commands) -> None:
     """Add these commands."""
-    about = "compute, communication, idle time of each rank"
-    breakdown = add_command(commands, "breakdown", _breakdown, help=about)
-    breakdown.add_argument("traces", **_TRACES)
-    _add_compare(commands)
-    about = {"help": "which rank is late, and what it costs", "description": _LATE}
-    stragglers = add_command(commands, "stragglers", _stragglers, **about)
-    stragglers.add_argument("traces", **_TRACES)
-    about = "which rank hangs a job, from flight-recorder dumps"
-    flight = add_command(commands, "flight", _flight, help=about)
-    option(
-        flight, "dumps", "directory with one dump per rank, such as nccl_trace_rank_0"
-    )
-    _add_snapshot(commands)
-    about = "one HTML page about a directory of traces"
-    report = add_command(commands, "report", _report, help=about)
-    report.add_argument("traces", **_TRACES)
-    option(report, "--beside", "another run to compare with", metavar="TRACES")
-    report.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        help="default: report.html",
-    )
-
-
-def _add_compare(commands):
-    compare = add_command(
-        commands,
-        "compare",
-        _compare,
-        help="what differs between A and B; with --gate a verdict",
-    )
-    paths = "A, then B: file, directory, pattern, or a baseline"
-    compare.add_argument("traces", **_TRACES | {"help": paths})
-    what = compare.add_mutually_exclusive_group()
-    what.add_argument("--operations", action="store_true", help="a row per operation")
-    option(what, "--gate", _GATE, _share, metavar="SHARE")
-    option(
-        what,
-        "--save-baseline",
-        "keep the traces under this name in .madmax/",
-        metavar="NAME",
-    )
-
-
-def _add_snapshot(commands):
-    snapshot = add_command(
-        commands,
-        "snapshot",
-        _snapshot,
-        help="who holds a GPU's memory: CUDA memory snapshots",
-    )
-    option(
-        snapshot,
-        "files",
-        "one per rank, or a directory with them",
-        nargs="+",
-        metavar="FILE",
-    )
-    for flag, choices in (("--by", _SNAPSHOT_KEYS), ("--at", _SNAPSHOT_MOMENTS)):
-        first = choices[0]
-        option(snapshot, flag, f"default: {first}", choices=choices, default=first)
-    option(
-        snapshot,
-        "--beside",
-        "an earlier one of the same rank: what has come since",
-        metavar="FILE",
-    )
+    for answer in (_breakdown, _compare, _stragglers, _flight, _snapshot, _report):
+        add_command(commands, answer, share=_share)
 
 
 def read(paths: list[str]) -> Timeline:
