@@ -288,7 +288,12 @@ def _written(answer: Answer, complete: bool, *, markdown: bool):
         columns.append([align(cell, width) for cell in cells])
     rows = list(zip(*columns, strict=True)) if len(table) else []
     lines = ["  ".join(row).rstrip() for row in rows]
-    head = _headlines(answer)
+    values = _plain(answer.summary)
+    head = [
+        f"{name}: {_line(value)}"
+        for name, value in values.items()
+        if value not in (None, "", [], {})
+    ]
     if markdown:
         lines = [f"| {' | '.join(row)} |" for row in rows]
         head = [f"- {line}" for line in head]
@@ -297,15 +302,6 @@ def _written(answer: Answer, complete: bool, *, markdown: bool):
     # an empty line before and behind a table of Markdown, without which it is none
     parts = ["\n".join(part) for part in (head, lines, rest) if part]
     return ("\n\n" if markdown else "\n").join(parts)
-
-
-def _headlines(answer: Answer):
-    values = _plain(answer.summary)
-    return [
-        f"{name}: {_line(value)}"
-        for name, value in values.items()
-        if value not in (None, "", [], {})
-    ]
 
 
 def _line(value: Any):

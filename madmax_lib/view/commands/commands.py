@@ -28,20 +28,20 @@ def add(commands, words: list[str]) -> None:
     """Add these commands. words: those of the command line; only where they ask for
     `train` its fields of a run are read.
     """
-    for command in (_doctor, _check, _bench, _calibrate):
+
+    def doctor(_options: Namespace):
+        from madmax_lib.view.notebooks.doctor import report
+
+        text = report()
+        print(text)
+        return int("\n  fails " in text)  # as a line of `check` says it
+
+    for command in (doctor, _check, _bench, _calibrate):
         add_parser(commands, command, ranks=_ranks)
     train = add_parser(commands, _train)
     # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
-
-
-def _doctor(_options: Namespace):
-    from madmax_lib.view.notebooks.doctor import report
-
-    text = report()
-    print(text)
-    return int("\n  fails " in text)  # as a line of `check` says it
 
 
 def _add_fields(train: ArgumentParser):
@@ -186,7 +186,9 @@ def _calibrate(options: Namespace):
     from madmax_lib.calibration.machine.calibrate import calibrate
 
     names = ("hosts", "network", "minutes", "device", "ranks")
-    asked = {name: getattr(options, name) for name in names if getattr(options, name)}
+    values = {name: getattr(options, name) for name in names}
+    # what is left out keeps the default of `calibrate`
+    asked = {name: value for name, value in values.items() if value is not None}
     machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:

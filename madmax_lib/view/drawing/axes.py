@@ -58,19 +58,6 @@ class Frame:
     # that provenance itself
     origin: Timeline | pd.DataFrame | dict | None = None
 
-    def settings(self) -> dict:
-        """Options of `Axes.set` that are given, scales before the limits on them."""
-        options = {
-            "xlabel": self.x or None,
-            "ylabel": self.y or None,
-            "xscale": self.xscale,
-            "yscale": self.yscale,
-            "xticks": self.xticks,
-            "xlim": self.xlim,
-            "ylim": self.ylim,
-        }
-        return {name: value for name, value in options.items() if value is not None}
-
 
 def new_axes(*, height: float, width: float = 7.0) -> Axes:
     """Axes of a new figure, in inches."""
@@ -168,7 +155,17 @@ def finish(
         ax.set_ylim(len(frame.rows) - 0.4, -0.6)  # row 0 on top
     if frame.reach is not None:
         ax.set_xlim(0, max(frame.reach, 1e-9))  # matplotlib warns of an empty range
-    ax.set(**frame.settings())
+    # scales before the limits on them
+    options = {
+        "xlabel": frame.x or None,
+        "ylabel": frame.y or None,
+        "xscale": frame.xscale,
+        "yscale": frame.yscale,
+        "xticks": frame.xticks,
+        "xlim": frame.xlim,
+        "ylim": frame.ylim,
+    }
+    ax.set(**{name: value for name, value in options.items() if value is not None})
     if frame.key is not None:
         legend(ax, frame.key, frame.where, frame.columns)
     origin = table if frame.origin is None else frame.origin

@@ -49,15 +49,20 @@ def columns(
         placed = _placed(timeline, hosts)
         # each timeline from its own first work, its rows below those of the one before
         start_ns = placed.spans["start_ns"] - placed.spans["start_ns"].min()
-        place = placed.spans["place"] + sum(map(len, rows))
-        spans.append(placed.spans.assign(start_ns=start_ns, place=place))
+        row = placed.spans["place"] + sum(map(len, rows))
+        spans.append(placed.spans.assign(start_ns=start_ns, place=row))
         simulated = timeline.meta.source == "simulated"
         rows.append(placed.rows.assign(panel=panel, simulated=simulated, title=""))
         rows[-1].loc[0, "title"] = title
-    whole = pd.concat([part[["place", "start_ns", "dur_ns"]] for part in spans])
-    row = whole["place"].to_numpy()
-    start_ns = whole["start_ns"].to_numpy()
-    end_ns = start_ns + whole["dur_ns"].clip(lower=0).to_numpy()
+    times = pd.concat([part[["place", "start_ns", "dur_ns"]] for part in spans])
+    row = times["place"].to_numpy()
+    # spans are sent row by row: those of a row are first to end
+    count = np.bincount(row)
+    end = count.cumsum()
+    ranges = pd.concat(rows).drop(columns="place")
+    ranges = ranges.assign(first=end - count, end=end)
+    start_ns = times["start_ns"].to_numpy()
+    end_ns = start_ns + times["dur_ns"].clip(lower=0).to_numpy()
     name = union_categoricals([part["name"] for part in spans])
     name = name.remove_unused_categories()
     kind = union_categoricals([part["kind"] for part in spans])
@@ -67,7 +72,7 @@ def columns(
     # a nanosecond, or what lets the last end fit into an int32
     tick_ns = max(1, math.ceil(last_ns / _LARGEST))
     about = {
-        "rows": _ranges(pd.concat(rows), row).to_dict("records"),
+        "rows": ranges.to_dict("records"),
         "names": list(name.categories),
         "count": len(row),
         "tick_s": tick_ns / NS_PER_S,
@@ -138,15 +143,6 @@ def _nested(timeline: Timeline):
         around = np.where(inside, nest.parent[around], -1)
     calls = spans.iloc[nest.rows].assign(level=level, at=nest.rows)
     return calls[level < _DEEPEST]
-
-
-def _ranges(rows: pd.DataFrame, row: np.ndarray):
-    """Rows with the range of their spans, which are sent row by row: those of a row are
-    first to end.
-    """
-    count = np.bincount(row, minlength=len(rows))
-    end = count.cumsum()
-    return rows.drop(columns="place").assign(first=end - count, end=end)
 
 
 def _launched_at(

@@ -157,7 +157,8 @@ def _label(name: str):
 def _cells(name: str, values: pd.Series):
     if not _numeric(values):
         return [_text_cell(name, str(value)) for value in values]
-    say = _format(name)
+    say = next((of for unit, of in _BY_UNIT.items() if name.endswith(unit)), _plain)
+    say = percent if name in _SHARES else say
     cells = []
     for value in values.tolist():
         if math.isnan(value):
@@ -185,13 +186,6 @@ def _text_cell(name: str, value: str):
     # of a shortened text the rest is there for the mouse
     title = f' title="{escape(value[:_LONGEST])}"' if len(value) > most else ""
     return f'<td class="text"{title}>{visible}</td>'
-
-
-def _format(name: str):
-    if name in _SHARES:
-        return percent
-    formats = (each for unit, each in _BY_UNIT.items() if name.endswith(unit))
-    return next(formats, _plain)
 
 
 def _plain(value: float):
