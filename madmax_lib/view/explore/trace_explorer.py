@@ -24,32 +24,22 @@ class TraceExplorer(Explorer):
 
     def __init__(self, *, trace: str, ranks: list[int] | None = None, step: int = -1):
         self.parameters = {"trace": trace, "ranks": list(ranks or []), "step": step}
-        self.view = TimelineView(self._chosen())
+        self.view = TimelineView(_part(**self.parameters))
 
     def set(self, **changes) -> None:
         """Change parameters; another trace begins with all its ranks and steps."""
         before = self.parameters
         if changes.get("trace", before["trace"]) != before["trace"]:
             changes = {"ranks": [], "step": -1} | changes
-        self.parameters = before | changes
-        try:
-            self.view.show(self._chosen())
         # a trace that cannot be read leaves the one before
-        except (OSError, ValueError):
-            self.parameters = before
-            raise
+        parameters = before | changes
+        self.view.show(_part(**parameters))
+        self.parameters = parameters
 
     @property
     def recording(self) -> Timeline:
         """The trace with all ranks and steps."""
         return _read(self.parameters["trace"])
-
-    def _chosen(self):
-        # -1: all steps
-        step = self.parameters["step"]
-        steps = None if step < 0 else self.recording.one_step(step)
-        ranks = self.parameters["ranks"] or None
-        return self.recording.select(ranks=ranks, steps=steps)
 
     @property
     def html(self) -> str:
@@ -104,3 +94,10 @@ class TraceExplorer(Explorer):
 @lru_cache(maxsize=4)
 def _read(trace: str):
     return read_trace(dataset(trace) if trace in names() else trace)
+
+
+def _part(trace: str, ranks: list[int], step: int):
+    """The chosen ranks and steps of a trace; no ranks and step -1 are all of them."""
+    recording = _read(trace)
+    steps = None if step < 0 else recording.one_step(step)
+    return recording.select(ranks=ranks or None, steps=steps)

@@ -83,10 +83,12 @@ def report() -> str:
         f"madmax-workbench {__version__}, Python {platform.python_version()}, "
         f"{platform.machine()}"
     ]
-    lines += [f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory"]
-    lines += [f"place: {here.name}, figures go to {here.figures}"]
-    lines += [f"  {status:<8}{name}: {text}" for name, status, text in checks]
-    lines += ["datasets are looked for in"]
+    lines += [
+        f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory",
+        f"place: {here.name}, figures go to {here.figures}",
+        *(f"  {status:<8}{name}: {text}" for name, status, text in checks),
+        "datasets are looked for in",
+    ]
     for folder in places():
         lines.append(f"  {folder}{'' if folder.is_dir() else ' (not there)'}")
     size = f"{cache_mb:,.1f} MB, may be deleted"
