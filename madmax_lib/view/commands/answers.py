@@ -93,8 +93,9 @@ def add_parser(
     for row in rows:
         group = row["group"]
         if group not in groups:
-            must = group.endswith("!")
-            groups[group] = parser.add_mutually_exclusive_group(required=must)
+            groups[group] = parser.add_mutually_exclusive_group(
+                required=group.endswith("!")
+            )
         how = {"action": "store_true"}
         if row["kind"] != "flag":
             fields = ("default", "metavar", "nargs", "required")
@@ -121,8 +122,9 @@ def add_command(
             f"--{kind}", const=kind, help=f"print {kind}: {text}", **flag
         )
     parser.add_argument("--all", action="store_true", help="leave no row out")
-    printed = partial(_print_answer, parser.prog.split()[-1], answer)
-    parser.set_defaults(command=printed, format="text")
+    parser.set_defaults(
+        command=partial(_print_answer, parser.prog.split()[-1], answer), format="text"
+    )
 
 
 def envelope(
@@ -145,8 +147,9 @@ def envelope(
     else:
         head |= {"status": int(not answer.passed), "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
-        files = answer.table.attrs.get("provenance", {}).get("files", {})
-        lists["inputs"] = list(_inputs(files))
+        lists["inputs"] = list(
+            _inputs(answer.table.attrs.get("provenance", {}).get("files", {}))
+        )
         for name in answer.names:
             sha256 = None  # of a name of the catalog, which is no file
             if (path := Path(name)).is_file():

@@ -45,8 +45,9 @@ def environment() -> Environment:
         name = "ci" if os.environ.get("CI") else "local"
     in_checkout = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
     output = PROJECT / "build" if in_checkout else Path.cwd()
-    figures = Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
-    return Environment(name, output, figures)
+    return Environment(
+        name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
+    )
 
 
 def is_here(name: str) -> bool:

@@ -72,14 +72,14 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ranks = r" \[(\d+),[^]]{9,}[ ,](\d+)\]"
     groups = top["group"].astype(str).str.replace(ranks, r" [\1 … \2]", regex=True)
     labels = top["collective"].map(_name) + " · " + groups
-    rows = list(labels.str.removesuffix(" · "))
-    columns = ["group", "collective", "ranks", "total_s", "wait_s"]
     return bar_chart(
         ax,
-        top[columns],
+        top[["group", "collective", "ranks", "total_s", "wait_s"]],
         per_rank_ms,
         title,
-        Frame(x="time per rank [ms]", rows=rows, key=key),
+        Frame(
+            x="time per rank [ms]", rows=list(labels.str.removesuffix(" · ")), key=key
+        ),
     )
 
 

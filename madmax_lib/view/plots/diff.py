@@ -107,8 +107,12 @@ def plot_pair(
         )
         # a row for each kind below the first row of the side
         rows = top + side.spans["kind"].astype(object).map(kinds.index)
-        fills = kind_fills(kinds, side.source)
-        part = blocks(ax, side.spans.assign(place=rows), fills, _LEAST_WIDTH * reach_ns)
+        part = blocks(
+            ax,
+            side.spans.assign(place=rows),
+            kind_fills(kinds, side.source),
+            _LEAST_WIDTH * reach_ns,
+        )
         drawn.append(part.assign(side=name))
         bottom = top + len(kinds) - 0.55
         ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
@@ -116,10 +120,9 @@ def plot_pair(
     ticks = [top + row for top in tops for row in range(len(kinds))]
     ax.set_yticks(ticks, [LABELS[kind] for kind in kinds] * 2)
     change = _change(labels, *(side.end_ns for side in sides))
-    data = pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]]
     return finish(
         ax,
-        data,
+        pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]],
         f"{change} in this step",
         Frame(
             x="time from the start of the step [ms]",
@@ -185,11 +188,10 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ),
         )
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
-    title = _change(labels, total["a"], total["b"])
     return finish(
         ax,
         quantities.reset_index(),
-        title,
+        _change(labels, total["a"], total["b"]),
         Frame(
             x="time per step and rank [ms]",
             rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
@@ -261,7 +263,6 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     widest = np.nanmax(growth[["low", "high"]].abs())
     reach = 1.05 * max(widest, 150 * limit)
     verdicts = set(table["verdict"])
-    colors = list(table["verdict"].map(_VERDICTS))
     ax = bar_chart(
         ax,
         table,
@@ -273,7 +274,9 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
             xlim=(-reach, reach),
             key={name: color for name, color in _VERDICTS.items() if name in verdicts},
         ),
-        BarStyle(colors, error=(growth["low"], growth["high"])),
+        BarStyle(
+            list(table["verdict"].map(_VERDICTS)), error=(growth["low"], growth["high"])
+        ),
     )
     ax.axvline(0, color="black", linewidth=0.8)
     ax.axvline(100 * limit, **DASHED)

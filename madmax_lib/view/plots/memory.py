@@ -180,8 +180,14 @@ def _draw_levels(
     allocated = drawn["allocated_bytes"] / factor
     reserved = drawn["reserved_bytes"] / factor
     parts = pd.DataFrame({"idle": older, "other": allocated - older})
-    fills = {"idle": "idle", "other": "other"}
-    areas(ax, time_ms, parts, fills, source=source, step="post")
+    areas(
+        ax,
+        time_ms,
+        parts,
+        {"idle": "idle", "other": "other"},
+        source=source,
+        step="post",
+    )
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
     at_end = {"dx": -3, "dy": 3, "va": "baseline", "ha": "right", "fontsize": 8}
     if reserved.notna().any():
@@ -218,5 +224,13 @@ def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float):
     side = {"dx": 8, "ha": "left"}
     if time_ms > np.mean(ax.get_xlim()):
         side = {"dx": -8, "ha": "right"}
-    text = "\n".join(["held by", *names])
-    note(ax, time_ms, level, text, dy=5, va="bottom", bbox=WHITE, **side)
+    note(
+        ax,
+        time_ms,
+        level,
+        "\n".join(["held by", *names]),
+        dy=5,
+        va="bottom",
+        bbox=WHITE,
+        **side,
+    )

@@ -58,7 +58,6 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
     # parts add up to the step, so that what is neither computes
     compute = 1 - by_kind["comm"] - by_kind["idle"]
     visible = table[share > _LEAST_SHARE]
-    notes = share[visible.index].map("{:.1%}".format)
     return bar_chart(
         ax,
         table,
@@ -69,7 +68,11 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
             x="simulated time that nothing hides [s]; beside it the share of the step",
             rows=visible["part"],
         ),
-        BarStyle(visible["kind"], source="simulated", notes=notes),
+        BarStyle(
+            visible["kind"],
+            source="simulated",
+            notes=share[visible.index].map("{:.1%}".format),
+        ),
     )
 
 
@@ -84,10 +87,9 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     exposed_s = parts.sum(axis=1)
     step_s = table["step_s"]
     shares = (exposed_s / step_s).map("{:.1%}".format)
-    data = parts.assign(step_s=step_s).rename_axis("step").reset_index()
     return bar_chart(
         ax,
-        data,
+        parts.assign(step_s=step_s).rename_axis("step").reset_index(),
         parts[list(fills)],
         f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
         f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})",
@@ -237,17 +239,17 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     rows = busy["stream"].map(streams.index)
     kinds = busy["stream"].map(kind.fillna("compute"))
     fills = kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
-    placed = busy.assign(place=rows, kind=kinds)
-    drawn = blocks(ax, placed, fills, int(end_ns.max()), unit_s=1.0)
+    drawn = blocks(
+        ax, busy.assign(place=rows, kind=kinds), fills, int(end_ns.max()), unit_s=1.0
+    )
     drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
     # passes are what the device computes before the optimizer's update
     is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
     passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
     step_s = end_ns.max() / NS_PER_S
-    data = drawn.drop(columns=["place", "kind"])
     return finish(
         ax,
-        data,
+        drawn.drop(columns=["place", "kind"]),
         f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s",
         Frame(
             x="simulated time in the step [s]",

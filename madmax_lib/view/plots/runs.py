@@ -76,10 +76,9 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
     median = format_s(run.summary["step_s"]["median"])
-    data = parts.assign(step=run.steps["step"], loss=loss)
     return finish(
         ax,
-        data,
+        parts.assign(step=run.steps["step"], loss=loss),
         f"{run.spec.model}, {run.spec.strategy}: {median} per step",
         Frame(
             x="step (above: loss)",
@@ -182,10 +181,9 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         medians.append(_phases(counted).median())
     parts = pd.DataFrame(medians)
     share = (parts["backward"] / parts.sum(axis=1)).median()
-    data = table[["run", "strategy", "dimensions", "ranks"]].join(parts)
     return bar_chart(
         ax,
-        data,
+        table[["run", "strategy", "dimensions", "ranks"]].join(parts),
         parts * 1e3,
         f"Backward takes {share:.0%} of a step (median of the strategies)",
         Frame(
@@ -203,8 +201,9 @@ def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Shares of a traced step by strategy, of `trace_breakdowns`: compute, exposed
     communication, idle and other.
     """
-    shares = table[["compute", "exposed_comm", "idle"]]
-    percent = shares.set_axis(list(_SHARES), axis=1) * 100
+    percent = (
+        table[["compute", "exposed_comm", "idle"]].set_axis(list(_SHARES), axis=1) * 100
+    )
     inside = percent.map(lambda size: f"{size:.0f}%" if size > _FEW_PERCENT else "")
     most = table.loc[table["exposed_comm"].idxmax()]
     return bar_chart(
@@ -228,8 +227,9 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     where the runs had GPUs.
     """
     ax = ax or new_axes(height=1.2 + 0.26 * len(table))
-    sizes = table[["predicted_bytes", "measured_bytes"]]
-    unit, factor = bytes_unit(sizes.max(axis=None))
+    unit, factor = bytes_unit(
+        table[["predicted_bytes", "measured_bytes"]].max(axis=None)
+    )
     key = {"predicted": fill_of("other", "simulated")}
     # runs on CPUs have no allocator to ask
     if table["measured_bytes"].notna().any():
@@ -271,8 +271,11 @@ def plot_beside(
     ax = ax or new_axes(height=1.4 + 0.34 * len(table))
     pair = zip((measured, predicted), key.values(), strict=True)
     for number, (values, fill) in enumerate(pair):
-        notes = values.map("{:.0f}".format)
-        bars(ax, values.fillna(0.0), BarStyle(fill, slot=(number, 2), notes=notes))
+        bars(
+            ax,
+            values.fillna(0.0),
+            BarStyle(fill, slot=(number, 2), notes=values.map("{:.0f}".format)),
+        )
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = f"{name} is off by {off.mean():.0f} points on average"
@@ -286,10 +289,9 @@ def plot_beside(
     # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
     runs = zip(table.index, table["strategy"], strict=True)
-    data = table[["strategy"]].join([measured, predicted]).reset_index()
     return finish(
         ax,
-        data,
+        table[["strategy"]].join([measured, predicted]).reset_index(),
         title,
         Frame(
             x="ms per step" if what == "step" else "per cent",

@@ -328,15 +328,19 @@ def operator_view(detail: Timeline, timeline: Timeline) -> str:
     # a recording without record_shapes has "[]" everywhere
     if not ops["shapes"].astype(str).str.contains(r"\d").any():
         columns.remove("shapes")
-    rows = table(ops[columns], search=True)
-    return section("Operators", text(_ranks_text(detail, timeline)), rows)
+    return section(
+        "Operators",
+        text(_ranks_text(detail, timeline)),
+        table(ops[columns], search=True),
+    )
 
 
 def kernel_view(timeline: Timeline) -> str:
     """Kernels over all ranks, with the spread of their times."""
     by_kernel = kernels(timeline).groupby(["name", "kind"], observed=True)
-    how = {"count": "sum", "total_s": "sum", "min_s": "min", "max_s": "max"}
-    rows = by_kernel.agg(how).reset_index()
+    rows = by_kernel.agg(
+        {"count": "sum", "total_s": "sum", "min_s": "min", "max_s": "max"}
+    ).reset_index()
     rows.insert(4, "mean_s", rows["total_s"] / rows["count"])
     rows["share"] = rows["total_s"] / max(rows["total_s"].sum(), 1e-12)
     rows = rows.sort_values(["total_s", "name"], ascending=[False, True])
@@ -361,10 +365,20 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
     lines = []
     by_device = series.groupby(["rank", "device"], observed=True)
     for (rank, device), part in by_device:
-        levels = part["allocated_bytes"].to_numpy(float)
-        lines.append(line(part["time_s"].to_numpy(), levels, f"rank {rank}, {device}"))
-    top = table(peaks.nlargest(_FEW, "peak_bytes"))
-    return section("Memory", *lines, top, text("Held at the peak:"), table(holders))
+        lines.append(
+            line(
+                part["time_s"].to_numpy(),
+                part["allocated_bytes"].to_numpy(float),
+                f"rank {rank}, {device}",
+            )
+        )
+    return section(
+        "Memory",
+        *lines,
+        table(peaks.nlargest(_FEW, "peak_bytes")),
+        text("Held at the peak:"),
+        table(holders),
+    )
 
 
 def module_view(detail: Timeline, timeline: Timeline) -> str:
@@ -375,8 +389,11 @@ def module_view(detail: Timeline, timeline: Timeline) -> str:
     columns = ["rank"] if len(detail.ranks) > 1 else []
     columns += ["module", "type", "inside", "count", "device_s", "self_device_s"]
     columns += ["backward_s", "host_s", "share", "flops_per_s"]
-    about = text(_ranks_text(detail, timeline))
-    return section("Modules", about, table(rows[columns], search=True))
+    return section(
+        "Modules",
+        text(_ranks_text(detail, timeline)),
+        table(rows[columns], search=True),
+    )
 
 
 def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str]) -> str:
