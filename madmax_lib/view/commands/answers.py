@@ -190,8 +190,7 @@ def _print_answer(
             text = _written(result, options.all, markdown=is_markdown)
         print(text)
         return int(not result.passed)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         try:
             result = answer(options)
         except (OSError, ValueError, ImportError) as error:

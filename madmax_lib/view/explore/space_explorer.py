@@ -10,7 +10,6 @@ from functools import cached_property
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from madmax_lib.planner.answer import SearchResult
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.view.explore.explorer import message_html
@@ -46,7 +45,7 @@ class SpaceExplorer(WorkloadExplorer):
         super().__init__(**workload)
         self.space = space or Space.quick()
         self.filters = {}
-        self._results: dict[tuple, SearchResult] = {}
+        self._results = {}
         self.step = StepExplorer(**self.parameters, plan=str(self._search({}).best))
         self.filter()
 

@@ -32,6 +32,10 @@ def page(title: str, body: str, style: str = "") -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph of text. kind: its class in the style, such as about or message."""
+    """A paragraph of text, none of an empty one. kind: its class in the style, such as
+    about or message.
+    """
+    if not text:
+        return ""
     attribute = f' class="{kind}"' if kind else ""
     return f"<p{attribute}>{html.escape(text)}</p>"

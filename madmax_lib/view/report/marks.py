@@ -16,7 +16,7 @@ import pandas as pd
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
-__all__ = ["bars", "cards", "line", "section", "table", "text"]
+__all__ = ["bars", "cards", "line", "section", "table"]
 
 _FILLS = {
     "compute": "compute",
@@ -43,11 +43,6 @@ def section(title: str, *parts: str) -> str:
     anchor = title.lower().replace(" ", "-")
     body = f"<h2>{escape(title)}</h2>\n{''.join(parts)}"
     return f'<section id="{anchor}">{body}</section>'
-
-
-def text(sentence: str) -> str:
-    """A paragraph; nothing for an empty sentence."""
-    return f"<p>{escape(sentence)}</p>" if sentence else ""
 
 
 def cards(values: dict[str, str]) -> str:

@@ -18,9 +18,9 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.waits.step_times import steady_state
-from madmax_lib.view.notebooks.page import page
+from madmax_lib.view.notebooks.page import page, paragraph
 from madmax_lib.view.report import views
-from madmax_lib.view.report.marks import section, text
+from madmax_lib.view.report.marks import section
 
 __all__ = ["Report", "report", "write_report"]
 
@@ -87,12 +87,12 @@ def report(
     ]
     links = "".join(map(_link, parts))
     head = f"<header><h1>{html.escape(title)}</h1><nav>{links}</nav></header>"
-    summary = text(views.recording_summary(timeline, recording))
+    summary = paragraph(views.recording_summary(timeline, recording))
     # the canvas of the explorers, and what fills it from the page
     canvas = (_EXPLORE / "widgets.js").read_text()
     script = f"{canvas}\n{(_HERE / 'report.js').read_text()}"
     script = f'<script type="module">\n{script}</script>'
-    body = "\n".join([head, summary, *parts, text(_DEFINITIONS), script])
+    body = "\n".join([head, summary, *parts, paragraph(_DEFINITIONS), script])
     style = (_HERE / "report.css").read_text()
     style += (_EXPLORE / "widgets.css").read_text()
     return Report(title, page(f"Trace report: {title}", body, style))
@@ -132,7 +132,7 @@ def _trace(timeline: Timeline):
     attributes = f'data-about="{packed_about}" data-spans="{packed_spans}"'
     return section(
         "Trace",
-        text(_drawn_text(drawn, timeline)),
+        paragraph(_drawn_text(drawn, timeline)),
         f'<div id="canvas" {attributes}></div>',
     )
 

@@ -24,7 +24,8 @@ from madmax_lib.traces.operators.roofline import mfu
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.waits.batches import batches
 from madmax_lib.traces.waits.step_times import input_wait, steady_state, steps
-from madmax_lib.view.report.marks import bars, cards, line, section, table, text
+from madmax_lib.view.notebooks.page import paragraph
+from madmax_lib.view.report.marks import bars, cards, line, section, table
 from madmax_lib.view.words import percent, plural
 
 __all__ = [
@@ -88,8 +89,8 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     sums_s = ranks[["compute_s", "comm_s", "exposed_comm_s", "idle_s"]].sum()
     total_s = max(ranks["total_s"].sum(), 1e-12)
     worst = ranks.loc[ranks["exposed_comm_s"].idxmax()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an unknown device: then there is no card
+    # of an unknown device: then there is no card
+    with warnings.catch_warnings(action="ignore"):
         median_mfu = mfu(detail)["mfu"].median()
     # NaN where nothing communicates
     hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
@@ -109,14 +110,14 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
     return section(
         "Overview",
-        text(
+        paragraph(
             f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
             f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
             f"{int(worst['rank'])} exposes most "
             f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
         ),
         cards(texts),
-        text(note),
+        paragraph(note),
         bars([(label, _parts(row), _busy(row)) for label, row in chosen]),
     )
 
@@ -173,7 +174,7 @@ def advice(timeline: Timeline) -> str:
         return ""
     return section(
         "What to fix first",
-        text(
+        paragraph(
             "What each fix would gain at most, per step and mean over the ranks; "
             "causes overlap. The evidence counts all ranks and steps together."
         ),
@@ -210,13 +211,13 @@ def step_view(timeline: Timeline) -> str:
         f"The host waits for input in {percent(waiting_share)} of the steps' time."
     )
     parts = [
-        text(
+        paragraph(
             "Means over the ranks; wall is the median of the ranks on the host. The bars "
             "run from the first to the last work of a step: where steps overlap, idle "
             "here is another step's work, which the overview counts as busy."
         ),
-        text(input_text if waiting_share > 0 else ""),
-        text(note),
+        paragraph(input_text if waiting_share > 0 else ""),
+        paragraph(note),
         bars([(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]),
         table(_phases(timeline)),
         table(by_step[columns], most=100),
@@ -244,7 +245,7 @@ def distributed(timeline: Timeline) -> str:
     columns += ["exposed_s", "transfer_s", "wait_s", "skew_max_s", "bus_bytes_per_s"]
     waits = waiting(timeline)
     late = stragglers(timeline)
-    lines = list(map(text, _about_waiting(waits, late)))
+    lines = list(map(paragraph, _about_waiting(waits, late)))
     # ranks that neither wait nor are waited for have no row
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
     worst = late.head(_FEW)
@@ -254,7 +255,7 @@ def distributed(timeline: Timeline) -> str:
     parts = [
         table(groups[columns], most=50),
         *lines,
-        text(note),
+        paragraph(note),
         table(worst),
     ]
     # who sends how much to whom: of a group in which all get the same there is no line
@@ -262,7 +263,7 @@ def distributed(timeline: Timeline) -> str:
         mean = f"the rank that gets most gets {imbalance['mean']:.3g} times the mean"
         if imbalance["worst"] > 1:
             at_worst = f"{mean}, {imbalance['worst']:.3g} at worst"
-            parts.append(text(f"All-to-all in {group}: {at_worst}."))
+            parts.append(paragraph(f"All-to-all in {group}: {at_worst}."))
     return section("Distributed", *parts)
 
 
@@ -330,7 +331,7 @@ def operator_view(detail: Timeline, timeline: Timeline) -> str:
         columns.remove("shapes")
     return section(
         "Operators",
-        text(_ranks_text(detail, timeline)),
+        paragraph(_ranks_text(detail, timeline)),
         table(ops[columns], search=True),
     )
 
@@ -376,7 +377,7 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
         "Memory",
         *lines,
         table(peaks.nlargest(_FEW, "peak_bytes")),
-        text("Held at the peak:"),
+        paragraph("Held at the peak:"),
         table(holders),
     )
 
@@ -391,7 +392,7 @@ def module_view(detail: Timeline, timeline: Timeline) -> str:
     columns += ["backward_s", "host_s", "share", "flops_per_s"]
     return section(
         "Modules",
-        text(_ranks_text(detail, timeline)),
+        paragraph(_ranks_text(detail, timeline)),
         table(rows[columns], search=True),
     )
 
@@ -429,8 +430,8 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     tables = [table(quantities), table(ops)]
     return section(
         f"Beside {there}",
-        text(summary),
-        text(
+        paragraph(summary),
+        paragraph(
             "Means of the ranks and steps that both have, each from the first to the "
             "last work of its step:"
         ),
