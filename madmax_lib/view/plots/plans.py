@@ -58,9 +58,18 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     ax = ax or new_axes(height=4.0)
     table = pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True)
     room_gb = room_bytes / 1e9
-    style = {"color": COLORS["compute"], "lw": 0.8, "drawstyle": "steps-post"}
-    style |= {"marker": "o", "ms": 4, "mfc": "white"}
-    lines(ax, table, "memory_bytes", "step_s", Curves(units=(1e9, 1)), **style)
+    memory_gb = table["memory_bytes"] / 1e9
+    step_s = table["step_s"]
+    ax.plot(
+        memory_gb,
+        step_s,
+        color=COLORS["compute"],
+        lw=0.8,
+        drawstyle="steps-post",
+        marker="o",
+        ms=4,
+        mfc="white",
+    )
     ax.axvline(room_gb, **DASHED)
     # x in GB, y in shares of the axes
     text = {"transform": ax.get_xaxis_transform(), "rotation": 90, "fontsize": 7}
@@ -73,10 +82,8 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
             side = {"dx": 0, "dy": -10, "ha": "right"}
         note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **side)
     title = "No plan fits"
-    step_s = table["step_s"]
     if len(table):
         ax.set_ylim(0.5 * step_s.min(), 1.3 * step_s.max())
-        memory_gb = table["memory_bytes"] / 1e9
         # with half of what the front spans, how much slower is the fastest?
         less_gb = (memory_gb.min() + memory_gb.max()) / 2
         longer = step_s[memory_gb <= less_gb].min() / step_s.min() - 1
