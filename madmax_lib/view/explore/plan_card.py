@@ -65,8 +65,9 @@ def plan_card(model: Model, cluster: Cluster, plan: Plan, **run) -> PlanCard:
     ValueErrors are raised.
     """
     row = estimate(model, cluster, plan, **run).iloc[0]
-    seconds = row[STEP_PARTS.index].astype(float)
-    time_s = seconds.groupby(STEP_PARTS["summary"]).sum()[_TIME]
+    time_s = (
+        row[STEP_PARTS.index].astype(float).groupby(STEP_PARTS["summary"]).sum()[_TIME]
+    )
     fullest = fullest_stage(memory(model, plan, cluster=cluster, **run))
     always = fullest[fullest["phase"] == "always"].set_index("component")["size_bytes"]
     states = always.reindex(_STATES, fill_value=0.0)

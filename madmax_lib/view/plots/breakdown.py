@@ -195,8 +195,13 @@ def plot_waiting(
     wait_s = table.groupby(["rank", "waits_for"])["wait_s"].sum().unstack()
     wait_ms = wait_s.reindex(index=ranks, columns=ranks).fillna(0.0) * 1e3
     texts = wait_ms.map(lambda value: f"{value:.3g}" if value else "")
-    cells = wait_ms.set_axis(rank_labels(ranks))
-    grid(ax, cells, texts=texts, colors="Oranges", limits=(0, None))
+    grid(
+        ax,
+        wait_ms.set_axis(rank_labels(ranks)),
+        texts=texts,
+        colors="Oranges",
+        limits=(0, None),
+    )
     ax.set_aspect("equal")
     share = wait_ms.sum() / max(wait_ms.to_numpy().sum(), 1e-12)
     return finish(

@@ -97,10 +97,9 @@ def plot_constants(
     ax.set_xticks([0, 0.5, 1], ["lower bound", "scale of the fit", "upper bound"])
     ax.tick_params(axis="y", labelsize=6.5)
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
-    data = table[columns].rename_axis("constant").reset_index()
     return finish(
         ax,
-        data,
+        table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
         f"{counts['at a bound']} end at a bound",
         Frame(
@@ -169,10 +168,9 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
     columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     columns += ["low_s", "high_s"]
-    data = pairs[[column for column in columns if column in pairs]]
     return finish(
         ax,
-        data,
+        pairs[[column for column in columns if column in pairs]],
         f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
         Frame(
             x="measured [s per step]",
@@ -244,8 +242,13 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax = ax or new_axes(height=1.6 + 0.3 * len(means))
     sources = {"measured": None, "predicted": "simulated"}
     for number, (who, source) in enumerate(sources.items()):
-        notes = means[who].map("{:.0f}".format)
-        bars(ax, means[who], BarStyle(fills, source, slot=(number, 2), notes=notes))
+        bars(
+            ax,
+            means[who],
+            BarStyle(
+                fills, source, slot=(number, 2), notes=means[who].map("{:.0f}".format)
+            ),
+        )
     key = [patch_key(label, fill) for label, fill in _FACTS.values()]
     key.append(patch_key("ours, below what was measured", fill_of(GREY, "simulated")))
     off = table["error"].abs().groupby(table["what"]).mean() * 100

@@ -179,11 +179,10 @@ def _draw_levels(
     older = drawn["before_bytes"] / factor
     allocated = drawn["allocated_bytes"] / factor
     reserved = drawn["reserved_bytes"] / factor
-    parts = pd.DataFrame({"idle": older, "other": allocated - older})
     areas(
         ax,
         time_ms,
-        parts,
+        pd.DataFrame({"idle": older, "other": allocated - older}),
         {"idle": "idle", "other": "other"},
         source=source,
         step="post",

@@ -209,11 +209,15 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         # a stage on GPUs of two types is two blocks
         for kind in np.unique(types):
             ranks = stage.first_rank + np.flatnonzero(types == kind)
-            color = _color(fleet.types[kind], fleet.types)
             bars(
                 ax,
                 [len(ranks)],
-                BarStyle(color, places=[stage.stage], left=ranks[0], height=0.8),
+                BarStyle(
+                    _color(fleet.types[kind], fleet.types),
+                    places=[stage.stage],
+                    left=ranks[0],
+                    height=0.8,
+                ),
             )
         layers = plural(stage.layers, "layer")
         text = f"stage {stage.stage}: {layers}, dp {stage.dp} · tp {stage.tp}"
