@@ -66,7 +66,7 @@ def _parser(words: list[str]):
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    run = add_parser(commands, _run)
+    run = add_parser(commands, "run", _run)
     run.epilog = _parameters(words)
     run.formatter_class = argparse.RawDescriptionHelpFormatter
     run.add_argument(
@@ -84,8 +84,8 @@ def _parser(words: list[str]):
         server(options.folders, main).run("stdio")
         return 0
 
-    for command in (_site, mcp):
-        add_parser(commands, command)
+    add_parser(commands, "site", _site)
+    add_parser(commands, "mcp", mcp)
     for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
     runs_commands.add(commands, words[:1])

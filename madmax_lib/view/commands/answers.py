@@ -75,13 +75,14 @@ def _options():
 
 
 def add_parser(
-    commands, command: Callable[[Namespace], int], **kinds: Callable[[str], Any]
+    commands,
+    name: str,
+    command: Callable[[Namespace], int],
+    **kinds: Callable[[str], Any],
 ) -> ArgumentParser:
-    """A parser for the command that a function is named after, with the help texts and
-    the arguments that `data/options.csv` lists. kinds: what makes values of texts, by
-    its name there.
+    """A parser for a command, with the help texts and the arguments that
+    `data/options.csv` lists. kinds: what makes values of texts, by its name there.
     """
-    name = command.__name__.strip("_")
     kinds = {"": str, "int": int, "float": float, "path": Path} | kinds
     rows = [row for row in _options() if name in row["commands"].split()]
     texts = {row["name"]: row["help"] for row in rows}
@@ -111,10 +112,11 @@ def add_parser(
 def add_command(
     commands, answer: Callable[[Namespace], Answer], **kinds: Callable[[str], Any]
 ) -> None:
-    """Add a parser of `add_parser` with the formats, whose command prints what `answer`
-    gives for its options.
+    """Add a parser of `add_parser` with the formats, for the command that `answer` is
+    named after, which prints what it gives for its options.
     """
-    parser = add_parser(commands, answer, **kinds)
+    name = answer.__name__.strip("_")
+    parser = add_parser(commands, name, partial(_print_answer, name, answer), **kinds)
     formats = parser.add_mutually_exclusive_group()
     flag = {"dest": "format", "action": "store_const"}
     for kind, text in _FORMATS.items():
@@ -122,9 +124,7 @@ def add_command(
             f"--{kind}", const=kind, help=f"print {kind}: {text}", **flag
         )
     parser.add_argument("--all", action="store_true", help="leave no row out")
-    parser.set_defaults(
-        command=partial(_print_answer, parser.prog.split()[-1], answer), format="text"
-    )
+    parser.set_defaults(format="text")
 
 
 def envelope(

@@ -37,8 +37,8 @@ def add(commands, words: list[str]) -> None:
         return int("\n  fails " in text)  # as a line of `check` says it
 
     for command in (doctor, _check, _bench, _calibrate):
-        add_parser(commands, command, ranks=_ranks)
-    train = add_parser(commands, _train)
+        add_parser(commands, command.__name__.strip("_"), command, ranks=_ranks)
+    train = add_parser(commands, "train", _train)
     # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
