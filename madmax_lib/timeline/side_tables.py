@@ -59,8 +59,6 @@ SIDE_TABLES = {
         "forward_thread": "int64",  # of a backward operator
         "strides": "category",  # JSON text of the inputs' strides
     },
-    # kernels and copies inside of a CUDA or HIP graph
-    "graphs": {"row": "int64", "graph": "int64"},
     # what a stream or a host thread waited for
     "syncs": {
         "row": "int64",

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
+from support import dataset_or_skip, local_or_skip, make_timeline
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
@@ -31,12 +31,12 @@ US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
 
 
-def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None) -> Timeline:
+def timeline_of(rows: list[tuple]) -> Timeline:
     """Timeline of (stream, kind, name, start_us, dur_us, correlation, step) rows of
-    rank 0; graphs: {row: graph}.
+    rank 0.
     """
     rows = [(0, *row[:3], row[3] * US, row[4] * US, *row[5:]) for row in rows]
-    return with_tables(make_timeline(rows), graphs=list((graphs or {}).items()))
+    return make_timeline(rows)
 
 
 def call(
@@ -91,11 +91,7 @@ def test_a_launch_finds_its_kernel_by_correlation():
         7,
         9,
     ]
-    assert (
-        table["launch_row"].tolist() == [0, 1, 2, 3]
-        and set(table["graph"]) == {-1}
-        and set(table["kernels"]) == {1}
-    )
+    assert table["launch_row"].tolist() == [0, 1, 2, 3] and set(table["kernels"]) == {1}
     early = launches(
         timeline_of([call(0, 10, 1), kernel(4, 2, 1)])
     )  # its kernel starts during the launch
@@ -127,12 +123,8 @@ GRAPH += [
 
 
 def test_a_graph_is_launched_once():
-    table = launches(timeline_of(GRAPH, graphs={3: 11, 4: 11, 5: 11, 6: 12}))
-    assert table["kernels"].tolist() == [3, 1, 1] and table["graph"].tolist() == [
-        11,
-        12,
-        -1,
-    ]
+    table = launches(timeline_of(GRAPH))
+    assert table["kernels"].tolist() == [3, 1, 1]
     assert us(table["delay_s"]) == [2, 18, 15] and us(table["gpu_s"]) == [12, 1, 1]
     queue = queue_length(timeline_of(GRAPH))
     assert (

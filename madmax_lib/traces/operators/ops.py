@@ -23,6 +23,7 @@ from madmax_lib.timeline.timeline import (
 )
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
+from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.launch import device_work
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "modules",
     "operator_calls",
     "operators",
-    "ratio",
 ]
 
 OUTSIDE = "outside of operators"
@@ -436,11 +436,6 @@ def _module_of(
     # The innermost decides: the backward operator began after the module around it.
     is_backward = (through_module >= 0) & (through_ns >= direct_ns)
     return np.where(is_backward, through_module, direct), is_backward
-
-
-def ratio(value: pd.Series, by: pd.Series) -> pd.Series:
-    """value / by, NaN where by is not positive."""
-    return value.astype(float) / by.where(by > 0).astype(float)
 
 
 def _share_of_rank(table: pd.DataFrame, column: str):

@@ -15,8 +15,9 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.catalog.models import Device
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_classes
-from madmax_lib.traces.operators.ops import operator_calls, operators, ratio
+from madmax_lib.traces.operators.ops import operator_calls, operators
 from madmax_lib.traces.read.events import TraceWarning
+from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.step_times import step_periods
 
 __all__ = ["mfu", "products", "roofline"]

@@ -9,14 +9,11 @@ MADMAX_NO_CACHE=1 turns the cache off.
 import contextlib
 import hashlib
 import os
-import re
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
-from madmax_lib.base.atomic import replacing
 from madmax_lib.catalog.datasets import cache_folder
 from madmax_lib.timeline.timeline import Timeline
 
@@ -24,34 +21,11 @@ __all__ = ["cached", "content_sha256"]
 
 _PACKAGE = Path(str(files("madmax_lib")))
 
-_WORTH_REMEMBERING_BYTES = 16 << 20  # smaller files are hashed in some 10 ms
-_SETTLED_S = 5  # file systems tell times of change in ticks of up to 2 s (FAT)
-
 
 def content_sha256(path: Path) -> str:
-    """sha256 of a file; of a large one remembered with the file's inode, size and time
-    of change, which no one can set.
-
-    A file that changed in the last seconds may change again within the same tick of its
-    clock: it is not remembered.
-    """
+    """sha256 of a file."""
     with open(path, "rb") as file:
-        state = os.fstat(file.fileno())
-        if _turned_off() or state.st_size < _WORTH_REMEMBERING_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        identity = (state.st_dev, state.st_ino, state.st_size)
-        changed = (state.st_mtime_ns, state.st_ctime_ns)
-        stamp = " ".join(map(str, (*identity, *changed)))
-        note = cache_folder() / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
-        with contextlib.suppress(OSError):
-            text = note.read_text()
-            if re.fullmatch("[0-9a-f]{64}", text):  # else a note that was damaged
-                return text
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time() - state.st_ctime > _SETTLED_S:
-        with contextlib.suppress(OSError), replacing(note) as temporary:
-            temporary.write_text(sha256)
-    return sha256
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:

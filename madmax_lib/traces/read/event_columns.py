@@ -4,6 +4,7 @@ codes.
 
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +24,12 @@ from madmax_lib.traces.read.values import (
     nanoseconds,
 )
 
-__all__ = ["Codes", "EventColumns", "complete", "read_columns", "with_exact_times"]
+__all__ = ["Codes", "EventColumns", "batches", "complete", "read_columns"]
+__all__ += ["with_exact_times"]
 
 Result = TypeVar("Result")
 
-_PIECES_TOGETHER = 256  # some 500,000 events, 30 MB
-_BATCH = 2000  # events whose columns are made at once
+_BATCH = 4000  # events whose columns are made at once
 _NO_ARGS = Args()
 
 
@@ -51,17 +52,6 @@ class Codes(dict):
     def number(self, value) -> int:
         """Code of a value that may not be there, then -1."""
         return self.get(_key(value), -1)
-
-    def pairs(self, first: list, second: list) -> np.ndarray:
-        """Codes (n,) int32 of pairs of values."""
-        try:  # zip hands out the same tuple over and over, so none is made
-            return np.fromiter(
-                map(self.__getitem__, zip(first, second)),  # noqa: B905
-                dtype=np.int32,
-                count=len(first),
-            )
-        except TypeError:
-            return self.of(list(zip(first, second)))  # noqa: B905
 
 
 def _key(value):
@@ -135,20 +125,28 @@ def with_exact_times(
 def _gather(trace: RawTrace, exact: bool, hta: bool):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
-    parts = _Parts()
+    # bytes that grow: arrays of each piece would keep its memory in use
+    columns = defaultdict(bytearray)
     group_rank = None
-    for rows in _batches(trace, decode_pieces(trace, exact=exact)):
+    for events in batches(decode_pieces(trace, exact=exact)):
+        rows = complete(events)
+        nameless = [e for e in events if e.cat is None and e.dur is not None]
+        trace.nameless += len(nameless)
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
             ranks = (_global_rank(event.args) for event in rows if event.args)
             group_rank = next((rank for rank in ranks if rank is not None), None)
         piece = _piece(rows, codes, exact, hta)
-        parts.append(piece)
+        for key, values in piece.items():
+            columns[key] += values.tobytes()
         # those whose times are no numbers count as unreadable
         lost = len(rows) - len(piece["start_ns"])
         trace.events -= lost
         trace.skipped += lost
-    arrays = parts.columns()
+    arrays = {
+        key: np.frombuffer(columns.pop(key), values.dtype)
+        for key, values in piece.items()
+    }
     return EventColumns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
@@ -159,43 +157,15 @@ def _gather(trace: RawTrace, exact: bool, hta: bool):
     )
 
 
-def _batches(trace: RawTrace, pieces: Iterator[list[Event]]):
-    """Complete events, some thousands at a time: arrays have a cost of their own."""
-    rows = []
-    for events in pieces:
-        rows += complete(events)
-        nameless = [e for e in events if e.cat is None and e.dur is not None]
-        trace.nameless += len(nameless)
-        if len(rows) >= _BATCH:
-            yield rows
-            rows = []
-    yield rows
-
-
-class _Parts:
-    """EventColumns piece by piece; small ones are put together as they come, so that
-    their memory is used again.
-    """
-
-    def __init__(self):
-        self._small: list[dict[str, np.ndarray]] = []
-        self._large: dict[str, list[np.ndarray]] = {}
-
-    def append(self, piece: dict[str, np.ndarray]) -> None:
-        self._small.append(piece)
-        if len(self._small) == _PIECES_TOGETHER:
-            self._join()
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """The columns; at no time does more than one of them exist twice."""
-        self._join()
-        return {key: np.concatenate(self._large.pop(key)) for key in list(self._large)}
-
-    def _join(self):
-        for key in self._small[0] if self._small else ():
-            joined = np.concatenate([piece[key] for piece in self._small])
-            self._large.setdefault(key, []).append(joined)
-        self._small = []
+def batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
+    """Events some thousands at a time: arrays have a cost of their own."""
+    events = []
+    for piece in pieces:
+        events += piece
+        if len(events) >= _BATCH:
+            yield events
+            events = []
+    yield events
 
 
 def complete(events: list[Event]) -> list[Event]:
@@ -238,7 +208,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
         "size_bytes": size_bytes,
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
-        "thread": codes["thread"].pairs([e.pid for e in rows], [e.tid for e in rows]),
+        "thread": codes["thread"].of([(e.pid, e.tid) for e in rows]),
         "group": group,
     }
     if hta:

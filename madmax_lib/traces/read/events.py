@@ -50,27 +50,44 @@ class TraceWarning(UserWarning):
     """A trace was read, but something in it was missing, damaged or ambiguous."""
 
 
-class Args(msgspec.Struct, frozen=True, gc=False):
+# keys of an event's args, by the field of Args
+_KEYS = {
+    "external_id": "External id",
+    "external_id_new": "External Id",
+    "external_id_old": "external id",
+    "size_bytes": "bytes",
+    "collective": "Collective name",
+    "in_elements": "In msg nelems",
+    "out_elements": "Out msg nelems",
+    "group": "Process Group Name",
+    "group_rank": "Rank",
+    "group_ranks": "Process Group Ranks",
+    "connection": "connection_id",
+    "task": "Task Type",
+}
+
+
+class Args(msgspec.Struct, frozen=True, gc=False, rename=_KEYS):
     """The fields of an event's args that we use; any type, because tools write ids as
     numbers or text.
     """
 
     stream: Any = -1
     correlation: Any = -1
-    external_id: Any = msgspec.field(default=-1, name="External id")
-    external_id_new: Any = msgspec.field(default=None, name="External Id")
-    external_id_old: Any = msgspec.field(default=None, name="external id")
-    size_bytes: Any = msgspec.field(default=None, name="bytes")
-    collective: Any = msgspec.field(default=None, name="Collective name")
-    in_elements: Any = msgspec.field(default=None, name="In msg nelems")
-    out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
+    external_id: Any = -1
+    external_id_new: Any = None
+    external_id_old: Any = None
+    size_bytes: Any = None
+    collective: Any = None
+    in_elements: Any = None
+    out_elements: Any = None
     dtype: Any = None
-    group: Any = msgspec.field(default=None, name="Process Group Name")
-    group_rank: Any = msgspec.field(default=None, name="Rank")
-    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+    group: Any = None
+    group_rank: Any = None
+    group_ranks: Any = None
     # this and the next: of Ascend's profiler, whose events have no category
-    connection: Any = msgspec.field(default=None, name="connection_id")
-    task: Any = msgspec.field(default=None, name="Task Type")
+    connection: Any = None
+    task: Any = None
 
 
 class Event(msgspec.Struct, gc=False):

@@ -1,5 +1,5 @@
 """Side tables of a trace: what its events say beyond their times. Collective metadata,
-allocator events, shapes, graphs and waits.
+allocator events, shapes and waits.
 
 A second pass over the file with every field, made when an analysis first asks
 (`Timeline.side_tables`).
@@ -7,7 +7,7 @@ A second pass over the file with every field, made when an analysis first asks
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline.timeline import SPANS, Timeline
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.chrome import decode_pieces
-from madmax_lib.traces.read.event_columns import Codes, complete, with_exact_times
+from madmax_lib.traces.read.event_columns import (
+    Codes,
+    batches,
+    complete,
+    with_exact_times,
+)
 from madmax_lib.traces.read.events import Args, Event, RawTrace
 from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
@@ -34,7 +39,7 @@ _SPELLINGS = {
     for collective in COLLECTIVES
     if collective not in POINT_TO_POINT
 }
-_BATCH = 4000  # events whose columns are made at once
+_NO_TEXT = msgspec.Raw(b"")
 _NULL = (b"", b"null")
 _OPERATORS = ("cpu_op", "operator")
 # by c10::DeviceType (c10/core/DeviceType.h)
@@ -53,35 +58,65 @@ _DEVICES = {
 }
 
 
-class _FullArgs(Args, frozen=True, gc=False):
+# keys of an event's args, by the field of _FullArgs
+_KEYS = {
+    "group_size": "Group size",
+    "in_splits": "In split size",
+    "out_splits": "Out split size",
+    "sequence_in_group": "Seq",
+    "source_rank": "Src Rank",
+    "target_rank": "Dst Rank",
+    "address": "Addr",
+    "allocated": "Bytes",
+    "total_allocated": "Total Allocated",
+    "total_reserved": "Total Reserved",
+    "device_type": "Device Type",
+    "device_id": "Device Id",
+    "shapes": "Input Dims",
+    "types": "Input type",
+    "strides": "Input Strides",
+    "inputs": "Concrete Inputs",
+    "sequence": "Sequence number",
+    "forward_thread": "Fwd thread id",
+    "sync_kind": "cuda_sync_kind",
+    "waits_for_stream": "wait_on_stream",
+    "waits_for_correlation": "wait_on_cuda_event_record_corr_id",
+}
+# fields of _FullArgs by table and column, where they are called otherwise
+_FIELDS = {
+    ("calls", "ranks"): "group_ranks",
+    ("calls", "sequence"): "sequence_in_group",
+    ("memory", "allocated_bytes"): "total_allocated",
+    ("memory", "reserved_bytes"): "total_reserved",
+    ("syncs", "stream"): "waits_for_stream",
+    ("syncs", "correlation"): "waits_for_correlation",
+}
+
+
+class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
     """Every field of args that an analysis reads."""
 
-    group_size: Any = msgspec.field(default=None, name="Group size")
-    in_splits: Any = msgspec.field(default=None, name="In split size")
-    out_splits: Any = msgspec.field(default=None, name="Out split size")
-    sequence_in_group: Any = msgspec.field(default=None, name="Seq")
-    source_rank: Any = msgspec.field(default=None, name="Src Rank")
-    target_rank: Any = msgspec.field(default=None, name="Dst Rank")
-    address: Any = msgspec.field(default=None, name="Addr")
-    allocated: Any = msgspec.field(default=None, name="Bytes")
-    total_allocated: Any = msgspec.field(default=None, name="Total Allocated")
-    total_reserved: Any = msgspec.field(default=None, name="Total Reserved")
-    device_type: Any = msgspec.field(default=None, name="Device Type")
-    device_id: Any = msgspec.field(default=None, name="Device Id")
-    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
-    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
-    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
-    inputs: msgspec.Raw = msgspec.field(
-        default=msgspec.Raw(b""), name="Concrete Inputs"
-    )
-    sequence: Any = msgspec.field(default=None, name="Sequence number")
-    forward_thread: Any = msgspec.field(default=None, name="Fwd thread id")
-    graph: Any = msgspec.field(default=None, name="graph id")
-    sync_kind: Any = msgspec.field(default=None, name="cuda_sync_kind")
-    waits_for_stream: Any = msgspec.field(default=None, name="wait_on_stream")
-    waits_for_correlation: Any = msgspec.field(
-        default=None, name="wait_on_cuda_event_record_corr_id"
-    )
+    group_size: Any = None
+    in_splits: Any = None
+    out_splits: Any = None
+    sequence_in_group: Any = None
+    source_rank: Any = None
+    target_rank: Any = None
+    address: Any = None
+    allocated: Any = None
+    total_allocated: Any = None
+    total_reserved: Any = None
+    device_type: Any = None
+    device_id: Any = None
+    shapes: msgspec.Raw = _NO_TEXT
+    types: msgspec.Raw = _NO_TEXT
+    strides: msgspec.Raw = _NO_TEXT
+    inputs: msgspec.Raw = _NO_TEXT
+    sequence: Any = None
+    forward_thread: Any = None
+    sync_kind: Any = None
+    waits_for_stream: Any = None
+    waits_for_correlation: Any = None
 
 
 class _FullEvent(Event, gc=False):
@@ -126,12 +161,12 @@ def _gather(trace: RawTrace, exact: bool, rank: int):
     parts = {name: [] for name in SIDE_TABLES}
     threads = Codes()
     rows_before = 0
-    for events in _batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
+    for events in batches(decode_pieces(trace, exact=exact, event=_FullEvent)):
         rows = _with_times(complete(events), exact)
-        threads.pairs([e.pid for e in rows], [e.tid for e in rows])
+        threads.of([(e.pid, e.tid) for e in rows])
         for name, chosen in _chosen(rows).items():
             if chosen:
-                columns = _COLUMNS[name]([rows[i] for i in chosen])
+                columns = _columns(name, [rows[i] for i in chosen])
                 parts[name].append({"row": rows_before + np.array(chosen), **columns})
         rows_before += len(rows)
         # allocator events are instants, without a duration: they are no rows
@@ -145,17 +180,6 @@ def _gather(trace: RawTrace, exact: bool, rank: int):
     for part in parts["memory"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
-
-
-def _batches(pieces: Iterator[list]):
-    """Events some thousands at a time: arrays have a cost of their own."""
-    events = []
-    for piece in pieces:
-        events += piece
-        if len(events) >= _BATCH:
-            yield events
-            events = []
-    yield events
 
 
 def _chosen(rows: list[_FullEvent]):
@@ -175,8 +199,6 @@ def _chosen(rows: list[_FullEvent]):
         "operators": sorted(shaped.union(i for i, cat in named if cat in operators)),
         "syncs": [i for i in waits if i not in shaped],
         "calls": [i for i, args in with_args if args.collective is not None],
-        # None: not told; 0: not in a graph
-        "graphs": [i for i, args in with_args if args.graph not in (None, 0)],
     }
 
 
@@ -193,26 +215,30 @@ def _with_times(events: list[_FullEvent], exact: bool):
     return [event for event, good in zip(events, sound, strict=True) if good]
 
 
-def _calls(rows: list[_FullEvent]):
-    args = [e.args for e in rows]
-    return {
-        "collective": [_collective(str(a.collective)) for a in args],
-        "dtype": [str(a.dtype or "").lower() for a in args],
-        "in_elements": integers([a.in_elements for a in args]),
-        "out_elements": integers([a.out_elements for a in args]),
-        "group_size": integers([a.group_size for a in args]),
-        "ranks": [_numbers(a.group_ranks) for a in args],
-        "in_splits": [_numbers(a.in_splits) for a in args],
-        "out_splits": [_numbers(a.out_splits) for a in args],
-        "sequence": integers([a.sequence_in_group for a in args]),
-        "source_rank": integers([a.source_rank for a in args]),
-        "target_rank": integers([a.target_rank for a in args]),
-    }
+def _columns(name: str, rows: list[_FullEvent]):
+    """Columns of a table that are fields of args: numbers, and texts by _TEXTS."""
+    args = [e.args or _NO_ARGS for e in rows]
+    columns = {}
+    for column, dtype in SIDE_TABLES[name].items():
+        field = _FIELDS.get((name, column), column)
+        if field not in _FullArgs.__struct_fields__:
+            continue
+        values = [getattr(each, field) for each in args]
+        if column in _TEXTS:
+            columns[column] = _TEXTS[column](values)
+        elif dtype == "int64":
+            columns[column] = integers(values)
+    if name == "syncs":
+        kinds = [each.sync_kind for each in args]
+        names = [kind or e.name for kind, e in zip(kinds, rows, strict=True)]
+        columns["name"] = list(map(str, names))
+    return columns
 
 
-def _numbers(listed):
-    """A list of numbers as text, up to where it is shortened."""
-    return ",".join(re.findall(r"\d+", str(listed or "").split("...")[0]))
+def _listed(values: list):
+    """Lists of numbers as text, up to where they are shortened."""
+    texts = [str(value or "").split("...")[0] for value in values]
+    return [",".join(re.findall(r"\d+", text)) for text in texts]
 
 
 def _collective(name: str):
@@ -235,27 +261,12 @@ def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
         return name if is_single else f"{name}:{args.device_id}"
 
     args = [e.args for e in events]
-    return {
+    return _columns("memory", events) | {
         "rank": [rank] * len(events),
         "stream": [-1 - threads.number((e.pid, e.tid)) for e in events],
         "time_ns": nanoseconds([e.ts for e in events], exact)[0],
         "size_bytes": integers([a.allocated for a in args], missing=0),
-        "address": integers([a.address for a in args]),
-        "allocated_bytes": integers([a.total_allocated for a in args]),
-        "reserved_bytes": integers([a.total_reserved for a in args]),
         "device": [device(a) for a in args],
-    }
-
-
-def _operators(rows: list[_FullEvent]):
-    args = [e.args or _NO_ARGS for e in rows]
-    return {
-        "shapes": _texts([a.shapes for a in args]),
-        "types": _texts([a.types for a in args]),
-        "strides": _texts([a.strides for a in args]),
-        "inputs": _texts([a.inputs for a in args]),
-        "sequence": integers([a.sequence for a in args]),
-        "forward_thread": integers([a.forward_thread for a in args]),
     }
 
 
@@ -273,21 +284,13 @@ def _texts(values: list[msgspec.Raw]):
     return [texts[text] for text in raw]
 
 
-def _syncs(rows: list[_FullEvent]):
-    args = [e.args or _NO_ARGS for e in rows]
-    return {
-        "name": [str(a.sync_kind or e.name) for a, e in zip(args, rows, strict=True)],
-        "stream": integers([a.waits_for_stream for a in args]),
-        "correlation": integers([a.waits_for_correlation for a in args]),
-    }
-
-
 _NO_ARGS = _FullArgs()
-_COLUMNS: dict[str, Callable[[list], dict]] = {
-    "calls": _calls,
-    "operators": _operators,
-    "graphs": lambda rows: {"graph": integers([e.args.graph for e in rows])},
-    "syncs": _syncs,
+# columns of text, made of the values of their rows
+_TEXTS: dict[str, Callable[[list], list]] = {
+    "collective": lambda values: [_collective(str(value)) for value in values],
+    "dtype": lambda values: [str(value or "").lower() for value in values],
+    **dict.fromkeys(("ranks", "in_splits", "out_splits"), _listed),
+    **dict.fromkeys(("shapes", "types", "strides", "inputs"), _texts),
 }
 
 

@@ -87,8 +87,8 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     (host call), cpu_s (the call), gpu_s (device time, summed over a graph), delay_s
     (first kernel start - end of the call, 0 where the kernel starts during the call:
     HTA's launch_delay), since_launch_s (first kernel start - start of the call, 0 where
-    clocks disagree), kernels (more than 1 in graphs), graph (id, -1 without), row and
-    launch_row (of the spans). Empty without device work. HTA lists only
+    clocks disagree), kernels (more than 1 in graphs), row and launch_row (of the spans).
+    Empty without device work. HTA lists only
     cudaLaunchKernel, cudaLaunchKernelExC, cudaMemcpyAsync, cudaMemsetAsync and MTIA's
     job submission.
     """
@@ -111,7 +111,6 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         cpu_s=call["dur_ns"] / NS_PER_S,
         delay_s=(since_ns - call["dur_ns"]).clip(lower=0) / NS_PER_S,
         since_launch_s=since_ns.clip(lower=0) / NS_PER_S,
-        graph=_graph_ids(timeline, table, call["name"]),
     )
     table = table.sort_values(["rank", "launch_ns", "launch_row"], ignore_index=True)
     columns = [
@@ -126,7 +125,7 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         "delay_s",
     ]
     return with_origin(
-        table[[*columns, "since_launch_s", "kernels", "graph", "row", "launch_row"]],
+        table[[*columns, "since_launch_s", "kernels", "row", "launch_row"]],
         timeline,
     )
 
@@ -274,26 +273,6 @@ def launch_floor(
         pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns),
         timeline,
     )
-
-
-def _graph_ids(timeline: Timeline, table: pd.DataFrame, calls: pd.Series):
-    """Graph of each launch, -1 without; the side table is read only where a launch
-    looks like that of a graph.
-    """
-    graph = np.full(len(table), -1, dtype=np.int64)
-    if (
-        len(table)
-        and (
-            (table["kernels"] > 1) | calls.str.contains("GraphLaunch", regex=False)
-        ).any()
-    ):
-        recorded = (
-            timeline.side_tables["graphs"]
-            .drop_duplicates("row")
-            .set_index("row")["graph"]
-        )
-        graph = table["row"].map(recorded).fillna(-1).to_numpy(dtype=np.int64)
-    return graph
 
 
 def _queue(timeline: Timeline):

@@ -6,9 +6,9 @@ started. Gaps before launches are dropped. What waits for what is read from the 
 operation waited for the last that ended before it on each stream of its rank.
 """
 
-import heapq
 from collections import defaultdict
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 import numpy as np
@@ -97,41 +97,13 @@ def _graph(step: pd.DataFrame, before: dict[int, set]):
     awaited = [
         {unit_of[number] for number in rows} - {unit} for unit, rows in enumerate(waits)
     ]
-    order = _topological(awaited, begin)
+    try:
+        order = list(TopologicalSorter(dict(enumerate(awaited))).static_order())
+    except CycleError:
+        order = np.argsort(begin, kind="stable").tolist()
     turn = {unit: number for number, unit in enumerate(order)}
     ordered = []
     for unit in order:
         earlier = [i for i in waits[unit] if turn[unit_of[i]] < turn[unit]]
         ordered.append((np.array(units[unit]), np.array(earlier, dtype=np.int64)))
     return StepGraph(ordered)
-
-
-def _topological(awaited: list[set[int]], begin: list[float]):
-    """Nodes in an order in which each comes after those it awaits, the earliest begin
-    first; in a circle the earliest one does not wait.
-    """
-    follow = defaultdict(list)
-    for node, earlier in enumerate(awaited):
-        for other in earlier:
-            follow[other].append(node)
-    missing = [len(earlier) for earlier in awaited]
-    ready = [(begin[node], node) for node, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    by_begin = sorted(range(len(awaited)), key=begin.__getitem__, reverse=True)
-    order = []
-    seen = set()
-    while len(order) < len(awaited):
-        while not ready:  # a circle
-            node = by_begin.pop()
-            if node not in seen:
-                ready.append((begin[node], node))
-        node = heapq.heappop(ready)[1]
-        if node in seen:
-            continue
-        seen.add(node)
-        order.append(node)
-        for later in follow[node]:
-            missing[later] -= 1
-            if not missing[later] and later not in seen:
-                heapq.heappush(ready, (begin[later], later))
-    return order
