@@ -332,31 +332,21 @@ def _ops(
 def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str):
     """Rows of both sides with the same kind and name, op or class."""
     how = {
-        "class_": ("class", "first"),
+        "class": ("class", "first"),
         "count": ("count", "sum"),
         "total": ("total_s", "sum"),
     }
     sides = [
-        side.groupby(["kind", level]).agg(**how).reset_index(names=["kind", "name"])
-        if len(side)
-        else pd.DataFrame(columns=["kind", "name", *how])
-        for side in (left, right)
+        side.groupby(["kind", level]).agg(**how).add_suffix(f"_{label}")
+        for side, label in ((left, "a"), (right, "b"))
     ]
-    table = sides[0].merge(
-        sides[1], on=["kind", "name"], how="outer", suffixes=("_a", "_b")
-    )
-    numbers = {
-        f"{n}_{s}": table[f"{n}_{s}"].astype(float).fillna(0.0)
-        for n in ("count", "total")
-        for s in "ab"
-    }
-    table = table.assign(**numbers, matched=matched)
-    table["class"] = table["class__a"].where(
-        table["class__a"].notna(), table["class__b"]
-    )
-    return table.rename(columns={"total_a": "total_a_s", "total_b": "total_b_s"}).drop(
-        columns=["class__a", "class__b"]
-    )
+    table = sides[0].join(sides[1], how="outer")
+    table = table.reset_index(names=["kind", "name"]).assign(matched=matched)
+    table["class"] = table.pop("class_a").fillna(table.pop("class_b"))
+    table = table.rename(columns={"total_a": "total_a_s", "total_b": "total_b_s"})
+    numbers = ["count_a", "count_b", "total_a_s", "total_b_s"]
+    table[numbers] = table[numbers].astype(float).fillna(0.0)
+    return table
 
 
 def _status(table: pd.DataFrame, mixed: bool):

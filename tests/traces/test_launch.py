@@ -12,7 +12,6 @@ from support import dataset_or_skip, local_or_skip, make_timeline
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import concat
 from madmax_lib.traces import (
     hta,
@@ -133,23 +132,6 @@ def test_a_graph_is_launched_once():
         and queue["max"].tolist() == [2]
     )
     assert queue["min"].tolist() == [0]
-
-
-def test_graph_ids_are_read_only_for_graphs():
-    def fail():
-        raise AssertionError("side tables were read")
-
-    timeline = timeline_of(FOUR)
-    assert (
-        len(
-            launches(
-                Timeline(timeline.spans, timeline.meta, side_tables=SideTables(fail))
-            )
-        )
-        == 4
-    )
-    with pytest.raises(AssertionError, match="were read"):
-        launches(Timeline(timeline_of(GRAPH).spans, side_tables=SideTables(fail)))
 
 
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():

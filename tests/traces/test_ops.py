@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -402,32 +400,11 @@ def test_unknown_devices_have_no_roofs(device, message):
             function(timeline, "h1000")
 
 
-def test_attention_of_a_server_counts_the_pairs_of_its_batch():
-    """Two requests prefill 3 and 4 tokens (25 pairs), one decodes its 9th: 9 pairs; 2
-    heads of width 8.
-    """
-    batch = "execute_8_context_2(sq7sk7sqsq25sqsk25)_generation_1(sq1sk9sqsq1sqsk9)"
-    rows = f"""
-        -1 annotation: {batch} 0+100
-        -1 cpu: vllm::unified_attention_with_output 5+5, l 6+1 #1, aiter::mha_batch_prefill 15+5, l 16+1 #2
-        -1 cpu: aiter::paged_attention 25+5, l 26+1 #3, vllm::unified_attention 105+5, l 106+1 #4
-        7 compute: a 10+10 #1, b 20+10 #2, c 30+10 #3, d 110+10 #4
-    """
-    pages = [[100, 16, 2, 8], [100, 16, 2, 8]]
-    shapes = {
-        r: (json.dumps([[n, 2, 8], *pages]), '["c10::BFloat16"]', "")
-        for r, n in ((1, 8), (3, 7), (5, 1), (7, 8))
-    }
-    calls, _ = ops.operator_calls(traced(lanes(rows), shapes))
-    assert calls["flops"].dropna().tolist() == [4 * 16 * 34, 4 * 16 * 25, 4 * 16 * 9]
-    assert set(calls["dtype"][calls["flops"].notna()]) == {"bf16"}
-
-
 def test_a_real_prefill_is_covered():
     timeline = read_trace(
         local_or_skip("traces/more/tracelens/sglang_prefilldecode.json.gz")
     )
-    assert roofline.mfu(timeline)["coverage"].item() > 0.99
+    assert roofline.mfu(timeline)["coverage"].item() > 0.9
 
 
 def test_the_host_has_not_the_peaks_of_the_device():

@@ -338,20 +338,14 @@ def _set_peers(
         if len(row)
         else -1
     )
-    listed = {
-        name: members(name) if name else timeline.ranks
-        for name in table["group"].unique()
-    }
-    pairs = {
-        name: sum(ranks) if len(ranks) == 2 else -1 for name, ranks in listed.items()
-    }
-    pair = (
-        table["group"].map(pairs).astype(np.int64).where(table["group_size"] == 2, -1)
-    )
-    other = pd.Series(
-        np.where(reached >= 0, reached, (pair - rank).where(pair >= 0, -1)),
-        index=table.index,
-    )
+    # In a group of two the other one is what its ranks sum to, less the own.
+    pairs = {}
+    for name in table["group"].unique():
+        listed = members(name) if name else timeline.ranks
+        pairs[name] = sum(listed) if len(listed) == 2 else np.nan
+    pair = table["group"].map(pairs).where(table["group_size"] == 2)
+    other = (pair - rank).fillna(-1).astype(np.int64)
+    other = pd.Series(np.where(reached >= 0, reached, other), table.index)
     # A simulated message is recorded on the sender's side.
     sends = table["collective"].eq("send") | (
         table["collective"].eq("send_recv") & (reached >= 0)

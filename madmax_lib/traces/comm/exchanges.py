@@ -31,44 +31,35 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
     records = call_metadata(timeline, row).assign(
         rank=timeline.spans["rank"].to_numpy()[row]
     )
-    records = records[
-        (records["collective"] == "all_to_all")
-        & (records["in_splits"] + records["out_splits"] != "")
-    ]
-    turn = (
-        records.groupby(["group", "rank"])["sequence"]
-        .cumcount()
-        .where(records["sequence"] < 0, records["sequence"])
-    )
+    is_uneven = (records["in_splits"] + records["out_splits"] != "").to_numpy()
+    records = records[is_uneven & (records["collective"] == "all_to_all")]
+    # Calls without a sequence number are counted.
+    numbered = records["sequence"] >= 0
+    count = records.groupby(["group", "rank"]).cumcount()
+    records["turn"] = records["sequence"].where(numbered, count)
     # A pair is told twice where both ranks are in the timeline: the sender counts.
     seen = set(timeline.ranks)
     rows = []
-    for call in records.assign(turn=turn).itertuples():
+    for call in records.itertuples():
         ranks = members(call.group)
-        sent, got = (
-            list(map(int, filter(None, text.split(","))))
-            for text in (call.in_splits, call.out_splits)
-        )
-        row_bytes = call.size_bytes / max(sum(sent), sum(got), 1)
+        sent = [int(text) for text in call.in_splits.split(",") if text]
+        got = [int(text) for text in call.out_splits.split(",") if text]
         if not ranks or not {len(sent), len(got)} <= {0, len(ranks)}:
             continue
-        rows += [
-            (call.group, call.turn, call.rank, to, n * row_bytes)
-            for to, n in zip(ranks, sent, strict=False)
-        ]
-        others = ((n, at) for at, n in zip(ranks, got, strict=False) if at not in seen)
-        rows += [
-            (call.group, call.turn, at, call.rank, n * row_bytes) for n, at in others
-        ]
-    table = pd.DataFrame(
-        rows, columns=["group", "turn", "source_rank", "target_rank", "size_bytes"]
-    )
+        pairs = [(call.rank, to, n) for to, n in zip(ranks, sent, strict=False)]
+        for source, n in zip(ranks, got, strict=False):
+            if source not in seen:
+                pairs.append((source, call.rank, n))
+        row_bytes = call.size_bytes / max(sum(sent), sum(got), 1)
+        for source, target, n in pairs:
+            rows.append((call.group, call.turn, source, target, n * row_bytes))
+    columns = ["group", "turn", "source_rank", "target_rank", "size_bytes"]
+    table = pd.DataFrame(rows, columns=columns)
     by_pair = table.groupby(["group", "source_rank", "target_rank"])["size_bytes"]
     pairs = by_pair.agg(calls="size", size_bytes="sum").reset_index()
     by_group = table[table["source_rank"].isin(seen)].groupby("group")
-    return with_origin(
-        pairs, timeline, imbalance={group: _imbalance(part) for group, part in by_group}
-    )
+    imbalance = {group: _imbalance(part) for group, part in by_group}
+    return with_origin(pairs, timeline, imbalance=imbalance)
 
 
 def _imbalance(table: pd.DataFrame):

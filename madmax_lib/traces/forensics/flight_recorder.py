@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -112,29 +113,26 @@ def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
         int(rank) for ranks in calls["ranks"].unique() for rank in ranks.split(",")
     }
     if silent := sorted(members - set(dumped)):
-        findings.append(
-            _finding(
-                "no dump",
-                silent,
-                "",
-                -1,
-                f"no dump of {_ranks(silent)}: it may have died",
-                calls,
-            )
-        )
+        text = f"no dump of {_ranks(silent)}: it may have died"
+        findings.append(_Finding("no dump", silent, "", -1, text))
     for _, group in calls[~calls["p2p"]].groupby(["group", "ranks"], sort=False):
-        findings += _of_group(group, set(dumped), calls)
+        findings += _of_group(group, set(dumped))
     for _, group in calls[calls["p2p"]].groupby("group", sort=False):
-        findings += _unpaired(group, calls)
-    table = pd.DataFrame(
-        findings, columns=["finding", "ranks", "group", "sequence", "text", "frame"]
-    )
+        findings += _unpaired(group)
+    table = pd.DataFrame(findings, columns=_Finding._fields)
+    with_frame = calls[calls["frame"] != ""]
+    last_frame = with_frame.groupby("rank")["frame"].last()
+    table["frame"] = [
+        "; ".join(sorted(set(last_frame.reindex(ranks).dropna())))
+        for ranks in table["ranks"]
+    ]
     # who has a call open in another group waits there; its absence here is a consequence
     open_calls = calls[~calls["done"]]
     waits = []
     for ranks, group in zip(table["ranks"], table["group"], strict=True):
         stuck = set(open_calls.loc[open_calls["group"] != group, "rank"])
-        waits.append(bool(group) and {int(rank) for rank in ranks.split(",")} <= stuck)
+        waits.append(bool(group) and set(ranks) <= stuck)
+    table["ranks"] = [",".join(map(str, ranks)) for ranks in table["ranks"]]
     table.insert(4, "cause", ~np.array(waits, dtype=bool))
     return table.sort_values("cause", ascending=False, kind="stable", ignore_index=True)
 
@@ -165,7 +163,17 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("mean_s", ascending=False, ignore_index=True)
 
 
-def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame):
+class _Finding(NamedTuple):
+    """What keeps a job from going on: a row of `flight_findings`."""
+
+    finding: str
+    ranks: list[int]
+    group: str
+    sequence: int
+    text: str
+
+
+def _of_group(group: pd.DataFrame, dumped: set[int]):
     """Findings of one group, at its first call that is not as it should be."""
     ranks = sorted({int(rank) for rank in group["ranks"].iloc[0].split(",")} & dumped)
     # older calls have left the buffer of some rank
@@ -175,21 +183,10 @@ def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame):
     for sequence, call in group[group["sequence"] >= begin].groupby("sequence"):
         absent = [rank for rank in ranks if last.get(rank, -1) < sequence]
         open_ = sorted(call.loc[~call["done"], "rank"])
+        what = f"{_most(call['collective'])}, number {sequence} of {name}"
         if absent and open_:
-            text = (
-                f"{_ranks(absent)} did not call {_most(call['collective'])}, "
-                f"number {sequence} of {name}; "
-            )
-            return [
-                _finding(
-                    "missing",
-                    absent,
-                    name,
-                    sequence,
-                    f"{text}waiting: {_ranks(open_)}",
-                    calls,
-                )
-            ]
+            text = f"{_ranks(absent)} did not call {what}; waiting: {_ranks(open_)}"
+            return [_Finding("missing", absent, name, sequence, text)]
         for finding, column in (
             ("other call", "collective"),
             ("other dtype", "dtypes"),
@@ -198,37 +195,19 @@ def _of_group(group: pd.DataFrame, dumped: set[int], calls: pd.DataFrame):
             if column == "input_sizes" and _most(call["collective"]) in _UNEVEN:
                 continue
             if call[column].nunique() > 1:
-                return [_mismatch(finding, column, call, group, calls)]
+                return [_mismatch(finding, column, call, group)]
         if (
             open_
             and len(open_) < len(call)
             and not absent
             and (group["sequence"] <= sequence).all()
         ):
-            text = (
-                f"{_ranks(open_)} has not finished {_most(call['collective'])}, "
-                f"number {sequence} of {name}"
-            )
-            return [
-                _finding(
-                    "not done",
-                    open_,
-                    name,
-                    sequence,
-                    f"{text}; the other ranks have",
-                    calls,
-                )
-            ]
+            text = f"{_ranks(open_)} has not finished {what}; the other ranks have"
+            return [_Finding("not done", open_, name, sequence, text)]
     return []
 
 
-def _mismatch(
-    finding: str,
-    column: str,
-    call: pd.DataFrame,
-    group: pd.DataFrame,
-    calls: pd.DataFrame,
-):
+def _mismatch(finding: str, column: str, call: pd.DataFrame, group: pd.DataFrame):
     """One call on which ranks differ: the fewer are blamed, or all where there is no
     majority.
     """
@@ -251,17 +230,11 @@ def _mismatch(
         ):
             finding = "other order"
     where = call["collective"].iloc[0] if column != "collective" else "call"
-    return _finding(
-        finding,
-        odd,
-        name,
-        sequence,
-        f"{where} number {sequence} of {name}: {', '.join(sides)}",
-        calls,
-    )
+    text = f"{where} number {sequence} of {name}: {', '.join(sides)}"
+    return _Finding(finding, odd, name, sequence, text)
 
 
-def _unpaired(group: pd.DataFrame, calls: pd.DataFrame):
+def _unpaired(group: pd.DataFrame):
     """Sends and receives that are still open and lack the other side, by pair in order."""
     pairs = group["collective"].str.extract(r"^(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
     caller = pairs[1].astype(float)
@@ -279,39 +252,13 @@ def _unpaired(group: pd.DataFrame, calls: pd.DataFrame):
                 if count > 0
                 else "a receive without its send"
             )
-            text = f"{what} from {start:.0f} to {end:.0f} of {group['group'].iloc[0]}"
+            name = group["group"].iloc[0]
+            text = f"{what} from {start:.0f} to {end:.0f} of {name}"
             members = [int(rank) for rank in rows["ranks"].iloc[0].split(",")]
             blamed = [members[int(end if count > 0 else start)]]
             sequence = int(late["sequence"].iloc[0])
-            findings.append(
-                _finding(
-                    "unpaired", blamed, group["group"].iloc[0], sequence, text, calls
-                )
-            )
+            findings.append(_Finding("unpaired", blamed, name, sequence, text))
     return findings
-
-
-def _finding(
-    finding: str,
-    ranks: list[int],
-    group: str,
-    sequence: int,
-    text: str,
-    calls: pd.DataFrame,
-):
-    frames = (
-        calls.loc[calls["rank"].isin(ranks) & (calls["frame"] != "")]
-        .groupby("rank")["frame"]
-        .last()
-    )
-    return {
-        "finding": finding,
-        "ranks": ",".join(map(str, ranks)),
-        "group": group,
-        "sequence": int(sequence),
-        "text": text,
-        "frame": "; ".join(sorted(set(frames))),
-    }
 
 
 def _ranks(ranks: list[int]):

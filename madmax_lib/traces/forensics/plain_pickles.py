@@ -12,7 +12,6 @@ import io
 import lzma
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,13 +63,10 @@ class _Plain(pickle.Unpickler):
 
 
 class _Checked(io.RawIOBase):
-    """Bytes of a pickle, handed on as far as their opcodes have been checked; `between`
-    is called before each block.
-    """
+    """Bytes of a pickle, handed on as far as their opcodes have been checked."""
 
-    def __init__(self, file: BinaryIO, between: Callable[[], None]):
+    def __init__(self, file: BinaryIO):
         self._file = file
-        self._between = between
         self._ready = memoryview(b"")
         self._rest = b""
         self._ended = False
@@ -83,7 +79,6 @@ class _Checked(io.RawIOBase):
 
     def readinto(self, target) -> int:
         while not len(self._ready) and not self._ended:
-            self._between()
             if block := self._file.read(_BLOCK):
                 self._check(self._rest + block)
             else:  # a part of an opcode, which the unpickler finds cut
@@ -159,14 +154,11 @@ def _without_collection():
             gc.enable()
 
 
-def load_plain(
-    path: Path, between: Callable[[pickle.Unpickler], None] | None = None
-) -> Any:
+def load_plain(path: Path) -> Any:
     """Load a pickle of dictionaries, lists, texts and numbers, of protocols 2 to
     5, also packed by gzip or xz.
 
-    between: called with the unpickler before each MiB, so that what has been read can
-    be emptied. Raises ValueError with file and reason for anything else: globals,
+    Raises ValueError with file and reason for anything else: globals,
     objects by reference, other bytes, a cut file.
     """
     try:
@@ -174,15 +166,8 @@ def load_plain(
             magic = file.peek(6)[:6]
             packed = {b"\x1f\x8b": igzip.open, b"\xfd7": lzma.open}.get(magic[:2])
             source = packed(file) if packed else file
-            checked = _Checked(source, lambda: between and between(unpickler))
-            unpickler = _Plain(io.BufferedReader(checked, _BLOCK))
             with _without_collection():
-                try:
-                    return unpickler.load()
-                finally:
-                    # it holds all objects in its memo, and `checked` holds it: a cycle,
-                    # which no collection would free before long
-                    unpickler = None
+                return _Plain(io.BufferedReader(_Checked(source), _BLOCK)).load()
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise

@@ -18,6 +18,7 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
+from madmax_lib.traces.tables import ends_ns
 
 __all__ = ["BEFORE", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
 
@@ -150,49 +151,24 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     live = events[is_live]
     of_pool = peaks.set_index("pool")
     live = live.assign(operator=_innermost_operator(timeline, live))
-    by_operator = (
-        live.groupby(["pool", "operator"])["size_bytes"]
-        .agg(["sum", "count"])
-        .reset_index()
-    )
-    by_operator = by_operator.sort_values(
-        ["pool", "sum", "operator"], ascending=[True, False, True]
-    )
-    rest = by_operator.groupby("pool").cumcount() >= top
-    others = (
-        by_operator[rest]
-        .groupby("pool")[["sum", "count"]]
-        .sum()
-        .reset_index()
-        .assign(operator=_OTHERS)
-    )
-    followed = (
-        by_operator.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
-    )
-    before = (
-        (of_pool["peak_bytes"] - followed)
-        .rename("sum")
-        .reset_index()
-        .assign(operator=BEFORE, count=np.nan)
-    )
-    parts = [
-        part
-        for part in (by_operator[~rest], others, before[before["sum"] != 0])
-        if len(part)
-    ]
-    table = pd.concat(parts) if parts else by_operator
-    table = table.sort_values("pool", kind="stable").rename(
-        columns={"sum": "size_bytes"}
-    )
+    keys = ["pool", "operator"]
+    held = live.groupby(keys)["size_bytes"].agg(["sum", "count"]).reset_index()
+    held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
+    rest = held.groupby("pool").cumcount() >= top
+    held["operator"] = held["operator"].mask(rest, _OTHERS)
+    held = held.groupby(keys, sort=False).sum().reset_index()
+    followed = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    before = (of_pool["peak_bytes"] - followed).rename("sum").reset_index()
+    before = before[before["sum"] != 0].assign(operator=BEFORE, count=np.nan)
+    parts = [part for part in (held, before) if len(part)]
+    table = pd.concat(parts) if parts else held
+    table = table.sort_values("pool", kind="stable")
+    table = table.rename(columns={"sum": "size_bytes"})
     table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")
     table["share"] = table["size_bytes"] / table["peak_bytes"].clip(lower=1)
     table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"})
-    return with_origin(
-        table[[*_POOL, "operator", "size_bytes", "count", "share"]].reset_index(
-            drop=True
-        ),
-        timeline,
-    )
+    table = table[[*_POOL, "operator", "size_bytes", "count", "share"]]
+    return with_origin(table.reset_index(drop=True), timeline)
 
 
 def growth(timeline: Timeline) -> pd.DataFrame:
@@ -351,12 +327,8 @@ def _with_time_and_step(timeline: Timeline, events: pd.DataFrame):
     into.
     """
     spans = timeline.spans
-    starts = [
-        column.min()
-        for column in (spans["start_ns"], timeline.side_tables["memory"]["time_ns"])
-        if len(column)
-    ]
-    zero_ns = min(starts, default=0)
+    times_ns = timeline.side_tables["memory"]["time_ns"]
+    zero_ns = pd.concat([spans["start_ns"], times_ns]).min()
     return events.assign(
         time_s=(events["time_ns"] - zero_ns) / NS_PER_S, step=_step(timeline, events)
     )
@@ -366,24 +338,17 @@ def _step(timeline: Timeline, events: pd.DataFrame):
     """Step (n,) of the host span of the same rank that began last, -1 when every span
     that began has ended.
     """
-    step = np.full(len(events), -1, dtype=np.int32)
-    host = timeline.spans[timeline.spans["stream"] < 0].sort_values(
-        "start_ns", kind="stable"
-    )
-    of_rank = host.groupby("rank").indices
-    for rank, rows in events.groupby("rank").indices.items():
-        spans = host.iloc[of_rank.get(rank, [])]
-        time_ns = events["time_ns"].to_numpy()[rows]
-        number = np.searchsorted(spans["start_ns"].to_numpy(), time_ns, side="right")
-        # Latest end of the spans that began by then; position 0 is before all spans.
-        reach_ns = np.r_[
-            np.iinfo(np.int64).min,
-            np.maximum.accumulate(spans["start_ns"] + spans["dur_ns"]),
-        ]
-        step[rows] = np.where(
-            time_ns <= reach_ns[number], np.r_[-1, spans["step"]][number], -1
-        )
-    return step
+    host = _host_spans(timeline).sort_values("start_ns", kind="stable")
+    # Latest end of the spans that began by then.
+    latest_ns = ends_ns(host).groupby(host["rank"]).cummax()
+    host = host[["rank", "start_ns", "step"]].assign(latest_ns=latest_ns)
+    times = events[["rank", "time_ns"]].reset_index(names="event")
+    times = times.sort_values("time_ns", kind="stable")
+    near = pd.merge_asof(
+        times, host, left_on="time_ns", right_on="start_ns", by="rank"
+    ).set_index("event")
+    step = near["step"].where(near["time_ns"] <= near["latest_ns"], -1)
+    return step.reindex(events.index).astype(np.int32)
 
 
 def _innermost_operator(timeline: Timeline, events: pd.DataFrame):

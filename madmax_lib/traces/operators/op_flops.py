@@ -11,7 +11,6 @@ reductions only the inputs count. Traces have shapes when they were made with
 """
 
 import json
-import re
 from collections.abc import Callable
 from functools import cache, partial
 from math import nan, prod
@@ -23,7 +22,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["operator_costs", "served_attention"]
+__all__ = ["operator_costs"]
 
 _ARITHMETIC = {
     "double": "fp64",
@@ -31,47 +30,6 @@ _ARITHMETIC = {
     "half": "fp16",
     "bfloat16": "bf16",
     "char": "int8",
-}
-_MATRICES = {  # position of the first factor among the inputs
-    "mm": 0,
-    "bmm": 0,
-    "matmul": 0,
-    "_int_mm": 0,
-    "_scaled_mm": 0,
-    "_scaled_mm_v2": 0,
-    "addmm": 1,
-    "addmm_": 1,
-    "baddbmm": 1,
-    "baddbmm_": 1,
-    "_addmm_activation": 1,
-}
-
-
-class _Where(NamedTuple):
-    """Positions of a convolution's numbers among its inputs; None: it has no such input."""
-
-    stride: int
-    padding: int
-    dilation: int | None = None
-    transposed: int | None = None
-
-
-_CONVOLUTIONS = {
-    "convolution": _Where(3, 4, 5, 6),
-    "_convolution": _Where(3, 4, 5, 6),
-    "convolution_overrideable": _Where(3, 4, 5, 6),
-    "conv1d": _Where(3, 4, 5),
-    "conv2d": _Where(3, 4, 5),
-    "conv3d": _Where(3, 4, 5),
-    "cudnn_convolution": _Where(3, 2, 4),
-    "cudnn_convolution_relu": _Where(3, 4, 5),
-    "miopen_convolution": _Where(4, 3, 5),
-    "miopen_depthwise_convolution": _Where(4, 3, 5),
-    "mkldnn_convolution": _Where(4, 3, 5),
-    "_slow_conv2d_forward": _Where(4, 5),
-    "slow_conv3d_forward": _Where(4, 5),
-    "_conv_depthwise2d": _Where(4, 5, 6),
-    "slow_conv_dilated2d": _Where(4, 5, 6),
 }
 # attention with heads before tokens, and with tokens before heads
 _HEADS_FIRST = [
@@ -84,13 +42,6 @@ _HEADS_FIRST = [
 _TOKENS_FIRST = ["_flash_attention", "_efficient_attention", "_flash_attn"]
 # a third input of others is the output, given as out=
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
-_SERVES = re.compile(r"paged_attention|unified_attention|mha_batch_prefill")
-# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills,
-# and of those that it decodes
-_BATCH = re.compile(
-    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
-    r"_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
-)
 
 
 class _Cost(NamedTuple):
@@ -224,58 +175,13 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
             {"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)},
             index=table.index,
         )
-    keys = [
-        table[column].astype("category")
-        for column in ("name", "shapes", "types", "inputs", "strides")
-    ]
-    # Number of each distinct call: columns are folded in one by one, as digits of a
-    # number, and numbered anew so that it stays small.
-    call = np.zeros(len(table), dtype=np.int64)
-    for key in keys:
-        # new numbers of the combinations so far
-        call = np.unique(
-            call * (len(key.cat.categories) + 1) + key.cat.codes.to_numpy() + 1,
-            return_inverse=True,
-        )[1]
-    _, first = np.unique(call, return_index=True)
-    texts = [key.iloc[first].astype(object).fillna("") for key in keys]
-    costs = pd.DataFrame(
-        [_operator_cost(*map(str, each)) for each in zip(*texts, strict=True)],
-        columns=_Cost._fields,
-    )
+    columns = ["name", "shapes", "types", "inputs", "strides"]
+    texts = table[columns].astype(object).fillna("").astype("category")
+    call = texts.groupby(columns, sort=False, observed=True).ngroup()
+    distinct = texts.drop_duplicates().itertuples(index=False)
+    costs = [_operator_cost(*map(str, each)) for each in distinct]
+    costs = pd.DataFrame(costs, columns=_Cost._fields)
     return costs.iloc[call].set_index(table.index)
-
-
-def served_attention(
-    table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]
-) -> pd.DataFrame:
-    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on
-    their index; no other calls.
-
-    batches: gives the names of the annotations around the calls in some rows, which
-    tell the pairs of queries and keys; shapes tell them not.
-    """
-    serves = {name: bool(_SERVES.search(name)) for name in table["name"].unique()}
-    at = np.flatnonzero(table["name"].map(serves).astype(bool))
-    rows = {}
-    for position, around in zip(at, batches(at) if len(at) else [], strict=True):
-        call = table.iloc[position]
-        if not (counts := _BATCH.search(around)) or not call["shapes"]:
-            continue
-        prefilled, first, decoded, second = map(int, counts.groups())
-        inputs, dtype = _read(call["shapes"], call["types"])
-        # The query: the first input with three dimensions.
-        tokens, heads, width = next(
-            (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
-        )
-        # A kernel may serve the prefill, the decode, or both: its tokens tell which.
-        pairs = {
-            prefilled: first,
-            decoded: second,
-            prefilled + decoded: first + second,
-        }.get(tokens, nan)
-        rows[table.index[position]] = (4.0 * pairs * heads * width, dtype or "")
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
 def _read(shapes: str, types: str, inputs: str = "", strides: str = ""):
@@ -329,7 +235,7 @@ def _matrices(name: str, call: _Inputs):
         return 2 * work, call.bytes() + out * call.sizes[0]
     # What stands before the factors (of addmm) is added to the product: read, not
     # multiplied.
-    first = _MATRICES[name]
+    first = _places()[name]["first"]
     work, out = _product(call.shapes[first], call.shapes[first + 1])
     size = call.sizes[first]
     if name == "_int_mm":
@@ -365,16 +271,16 @@ def _grouped(name: str, call: _Inputs):
 
 def _convolution(name: str, call: _Inputs):
     """Every output element is a product over the kernel and the channels of its group."""
-    where = _CONVOLUTIONS[name]
+    where = _places()[name]
     weight = call.shapes[1]
     rank = len(weight) - 2
     image = call.shapes[0]
     image = image if len(image) == rank + 2 else [1, *image]
-    if call.number(where.transposed, False):
+    if call.number(where.get("transposed"), False):
         return 2 * image[0] * prod(image[2:]) * prod(weight), nan
-    stride = call.per_dimension(where.stride, 1, rank)
-    padding = call.per_dimension(where.padding, 0, rank)
-    dilation = call.per_dimension(where.dilation, 1, rank)
+    stride = call.per_dimension(where["stride"], 1, rank)
+    padding = call.per_dimension(where["padding"], 0, rank)
+    dilation = call.per_dimension(where.get("dilation"), 1, rank)
     sides = zip(image[2:], weight[2:], stride, padding, dilation, strict=True)
     # out = (side + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down
     #                                                              [torch.nn.Conv2d]
@@ -458,9 +364,8 @@ def _like_first(_: str, call: _Inputs):
 # the rule of each operator: (name, inputs) -> (FLOPs, bytes)
 _Rule = Callable[[str, _Inputs], tuple[float, float]]
 _PRODUCTS: dict[str, _Rule] = {
-    **dict.fromkeys([*_MATRICES, "linear"], _matrices),
+    "linear": _matrices,
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
-    **dict.fromkeys(_CONVOLUTIONS, _convolution),
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(_HEADS_FIRST, _attention),
     **dict.fromkeys([f"{name}_forward" for name in _TOKENS_FIRST], _attention),
@@ -478,6 +383,18 @@ _MOVES: dict[str, _Rule] = {
 
 
 @cache
+def _places():
+    """Places of the first factor, or of a convolution's numbers, among the inputs of
+    each operator, by `data/operator_inputs.csv`.
+    """
+    table = catalog.table("operator_inputs").set_index("operator")
+    return {
+        operator: {name: int(text) for name, text in row.items() if text.isdigit()}
+        for operator, row in table.iterrows()
+    }
+
+
+@cache
 def _rules():
     """Rules by operator: of products and rows as above, of others as the rows of
     `data/operator_bytes.csv` say what they move.
@@ -487,4 +404,7 @@ def _rules():
     rules = {operator: _MOVES[what] for operator, what in moves.items()}
     # In place, such as add_: the inputs are read, the first is written.
     pointwise = [name for name, what in moves.items() if what.startswith("broadcast")]
-    return rules | {f"{name}_": _like_first for name in pointwise} | _PRODUCTS
+    rules |= {f"{name}_": _like_first for name in pointwise}
+    for operator, places in _places().items():
+        rules[operator] = _matrices if "first" in places else _convolution
+    return rules | _PRODUCTS

@@ -8,7 +8,6 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ from madmax_lib.timeline.timeline import (
     cached_per_timeline,
     with_origin,
 )
-from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
+from madmax_lib.traces.operators.op_flops import operator_costs
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.launch import device_work
@@ -64,8 +63,7 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     ]
     calls = pd.concat(parts, ignore_index=True) if parts else calls
     # A call inside of one of the same name (and shapes) is in its time already.
-    again = calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
-    once = ~again  # a call inside of one of the same name is in its time already
+    once = ~calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
     sums = pd.DataFrame(
         {
             **{
@@ -73,11 +71,10 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
                 for key in keys
             },
             "count": calls["calls"],
-            **{f"{time}_s": calls[f"{time}_ns"] * once for time in ("host", "device")},
-            **{
-                f"{time}_s": calls[f"{time}_ns"]
-                for time in ("self_host", "self_device")
-            },
+            "host_s": calls["host_ns"] * once,
+            "device_s": calls["device_ns"] * once,
+            "self_host_s": calls["self_host_ns"],
+            "self_device_s": calls["self_device_ns"],
             "kernels": calls["kernels"] * once,
             "flops": calls["flops"],
             "moved_bytes": calls["moved_bytes"],
@@ -276,11 +273,8 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
         -1,
     )
     host_ns = nest.end - nest.start
-    inside_ns = np.bincount(
-        nest.parent[nest.parent >= 0], host_ns[nest.parent >= 0], minlength=len(table)
-    )
     # Clocks of threads may make the inner calls longer than the outer one.
-    self_ns = np.maximum(host_ns - inside_ns, 0).astype(np.int64)
+    self_ns = np.maximum(host_ns - nest.sums(nest.parent, host_ns), 0)
     own_ns = nest.sums(call, work["dur_ns"])
     rank = spans["rank"].to_numpy()[nest.rows]
     # A rank that has any work on a device computes there.
@@ -313,11 +307,6 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     ):
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     costs = operator_costs(table.assign(name=calls["name"]))
-    costs.update(
-        served_attention(
-            table.assign(name=calls["name"]), partial(_batches, spans, calls)
-        )
-    )
     # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = (
@@ -336,23 +325,6 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=call)
-
-
-def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray):
-    """Name of the annotation of a server's batch around the calls in some rows (n,), ""
-    without.
-    """
-    calls = calls.iloc[rows]
-    batches = spans[
-        (spans["kind"] == "annotation")
-        & (spans["stream"] < 0)
-        & spans["name"].str.startswith("execute_")
-    ]
-    # Batches are marked on one thread and run on others: all are taken for one.
-    at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
-    inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
-    names = batches["name"].iloc[at.rows].astype(object).tolist()
-    return [names[number] if number >= 0 else "" for number in inside]
 
 
 def _counted(nest: Nest, costs: pd.DataFrame):

@@ -18,7 +18,6 @@ from isal import isal_zlib
 
 from madmax_lib.traces.read.events import (
     EXACT,
-    QUICK,
     Event,
     NotATrace,
     OtherContent,
@@ -49,19 +48,16 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
 def decode_pieces(
-    trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None
+    trace: RawTrace, *, exact: bool = False, event: type[Event] = Event
 ) -> Iterator[list]:
     """Events of a trace file, in lists of some hundred; `trace` is filled on the way.
 
-    event: what to make of each, Event or a class derived from it; without it complete
-    events get the attributes of Event and the others may be nothing but counted.
+    event: what to make of each, Event or a class derived from it.
     exact: numbers with a decimal point become Decimal instead of float (needed where
     float64 cannot hold the ns). Raises OSError for a file that cannot be opened and
     ValueError (with file and reason) for one that is no trace.
     """
-    number = EXACT if exact else None
-    quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
-    decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
+    decoder = msgspec.json.Decoder(list[event], float_hook=EXACT if exact else None)
     with contextlib.closing(_text_blocks(trace)) as blocks:
         text = _find_events(trace, blocks)
         piece = Decoded([])
@@ -69,7 +65,7 @@ def decode_pieces(
         while more := _at_least(blocks, wanted_bytes - len(text)):
             text += more
             try:
-                piece = _next_piece(trace, decoder, text, quick)
+                piece = _next_piece(trace, decoder, text)
                 wanted_bytes = 0
             except BreaksOff:
                 # twice as much each time, so that all attempts together stay linear
@@ -108,12 +104,7 @@ def _at_least(blocks: Iterator[bytes], length: int):
     return b"".join(parts)
 
 
-def _next_piece(
-    trace: RawTrace,
-    decoder: msgspec.json.Decoder,
-    text: bytes,
-    quick: msgspec.json.Decoder | None,
-):
+def _next_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes):
     """Events of a text without the last one, which may go on in the next block.
 
     Raises BreaksOff where the last but one has no end that can be told: it stands
@@ -122,7 +113,7 @@ def _next_piece(
     if not (cut := _last_cut(text)):
         raise BreaksOff
     until = cut.start() + 1  # the } of the last but one
-    piece = decode_piece(trace, decoder, text[:until], quick)
+    piece = decode_piece(trace, decoder, text[:until])
     if piece.rest is None:
         return Decoded(piece.events, tail=text[cut.end() :])
     return Decoded(piece.events, rest=piece.rest + text[until:])

@@ -79,18 +79,9 @@ def _decode(decoder: msgspec.json.Decoder, text: bytes):
 
 
 def decode_piece(
-    trace: RawTrace,
-    decoder: msgspec.json.Decoder,
-    text: bytes,
-    quick: msgspec.json.Decoder | None = None,
+    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes
 ) -> Decoded:
-    """Readable events of a text, inside of which the list may end. Raises BreaksOff.
-
-    quick: a decoder to try first, that refuses what it does not know.
-    """
-    if quick is not None:
-        with contextlib.suppress(*_UNREADABLE):
-            return Decoded(_decode(quick, text))
+    """Readable events of a text, inside of which the list may end. Raises BreaksOff."""
     events = _decode_repaired(decoder, text)
     if events is not None:
         return Decoded(events)

@@ -7,8 +7,6 @@ it is shorter than a usual delay between consecutive kernels, and other (an even
 another stream, a collective) else.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
@@ -93,17 +91,12 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     another costs nothing here; `idle` counts it.
     """
     parts = []
-    latest = _LateStart(late_s=0.0)
-    late_count = 0
+    late_starts = []
     for rank, work in device_work(timeline).groupby("rank"):
         work = work.sort_values(["start_ns", "launch_ns"], kind="stable")
         gaps = _gaps(timeline, work)
-        late_ns = gaps["late_start_ns"]
-        late_count += (late_ns > 0).sum()
-        if late_ns.max() / NS_PER_S > latest.late_s:
-            worst = late_ns.idxmax()
-            name = timeline.spans["name"].iloc[gaps["row"][worst]]
-            latest = _LateStart(float(late_ns[worst] / NS_PER_S), int(rank), str(name))
+        late = gaps[gaps["late_start_ns"] > 0]
+        late_starts.append(late.assign(rank=rank))
         begins_ns = _step_begins_ns(work, gaps)
         # HTA's times may run backwards, to before the first step.
         step = np.searchsorted(begins_ns, gaps["start"], side="right") - 1
@@ -119,17 +112,14 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     table = table.rename(columns=lambda name: name.replace("_ns", "_s"))
     table["share"] = ratio(table["launch_bound_s"], table["total_s"])
     table["launching_share"] = ratio(table["launching_s"], table["total_s"])
-    late = [(latest.rank, latest.name, latest.late_s)] if late_count else []
-    return with_origin(table, timeline, late=late, late_count=int(late_count))
-
-
-@dataclass(frozen=True)
-class _LateStart:
-    """Kernel that started longest after its launch."""
-
-    late_s: float
-    rank: int = -1
-    name: str = ""
+    late = pd.concat(late_starts) if late_starts else pd.DataFrame()
+    latest = []
+    if len(late):
+        worst = late.iloc[late["late_start_ns"].argmax()]
+        name = timeline.spans["name"].iloc[int(worst["row"])]
+        late_s = float(worst["late_start_ns"] / NS_PER_S)
+        latest.append((int(worst["rank"]), str(name), late_s))
+    return with_origin(table, timeline, late=latest, late_count=len(late))
 
 
 def _gaps(timeline: Timeline, work: pd.DataFrame):

@@ -21,6 +21,7 @@ from madmax_lib.timeline.timeline import (
     cached_per_timeline,
     with_origin,
 )
+from madmax_lib.traces.tables import ratio
 
 __all__ = [
     "device_work",
@@ -245,34 +246,15 @@ def launch_floor(
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
     rows = []
     for rank, part in compute.groupby("rank"):
-        # Sorted, so that for each speed-up the spans under the floor are the first
-        # ones: sum max(d / f, launch) = short launch + (sum of the longer ones) / f
-        dur_s = np.sort(part["dur_ns"].to_numpy()) / NS_PER_S
+        dur_s = part["dur_ns"].to_numpy() / NS_PER_S
         steps = max((part["step"].unique() >= 0).sum(), 1)
-        short = np.searchsorted(
-            dur_s, launch_s * factors
-        )  # so many spans are under the floor
-        floor_s = (
-            short * launch_s
-            + (dur_s.sum() - np.r_[0.0, np.cumsum(dur_s)][short]) / factors
-        )
-        free_s = dur_s.sum() / factors
-        table = pd.DataFrame(
-            {
-                "rank": rank,
-                "speedup": factors,
-                "step_s": floor_s / steps,
-                "free_s": free_s / steps,
-            }
-        )
-        rows.append(
-            table.assign(share=1 - free_s / np.where(floor_s > 0, floor_s, np.nan))
-        )
-    columns = ["rank", "speedup", "step_s", "free_s", "share"]
-    return with_origin(
-        pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=columns),
-        timeline,
-    )
+        for factor in factors:
+            floor_s = np.maximum(dur_s / factor, launch_s).sum()
+            free_s = dur_s.sum() / factor
+            rows.append((rank, factor, floor_s / steps, free_s / steps))
+    table = pd.DataFrame(rows, columns=["rank", "speedup", "step_s", "free_s"])
+    table["share"] = 1 - ratio(table["free_s"], table["step_s"])
+    return with_origin(table, timeline)
 
 
 def _queue(timeline: Timeline):
