@@ -463,26 +463,20 @@ def _holm(p: np.ndarray, weights: np.ndarray):
 
 def _explained(a: list[_Recording], b: list[_Recording]):
     """The explanation of a `GateResult`."""
-    before = _means_of_recordings(a)
-    after = _means_of_recordings(b)
-    every = before.index.union(after.index)
-    before = before.reindex(every, fill_value=0.0)
-    after = after.reindex(every, fill_value=0.0)
-    rows = []
-    for kind, operation in every:
-        a_s = before.loc[(kind, operation)]
-        b_s = after.loc[(kind, operation)]
-        grew_s = (b_s - a_s).drop(-1)
-        one_rank = len(grew_s) > 1 and grew_s.max() >= 1.5 * grew_s.mean()
-        rank = -1
-        if kind == "comm":
-            # The rank that waits least shows the transfer.
-            times_s = (a_s.drop(-1).min(), b_s.drop(-1).min())
-        else:
-            rank = grew_s.idxmax() if one_rank else -1
-            times_s = (a_s[rank], b_s[rank])
-        rows.append((operation, kind, rank, *times_s))
-    table = pd.DataFrame(rows, columns=["operation", "kind", "rank", "a_s", "b_s"])
+    before, after = (_means_of_recordings(side) for side in (a, b))
+    before, after = before.align(after, fill_value=0.0)
+    grew_s = (after - before).drop(columns=-1)
+    comm = before.index.get_level_values("kind") == "comm"
+    one_rank = grew_s.max(axis=1) >= 1.5 * grew_s.mean(axis=1)
+    one_rank &= ~comm & (grew_s.shape[1] > 1)
+    rank = grew_s.idxmax(axis=1).where(one_rank, -1)
+    table = rank.rename("rank").reset_index()
+    table = table[["operation", "kind", "rank"]]
+    for column, times_s in (("a_s", before), ("b_s", after)):
+        of_rank = [times_s.loc[key, number] for key, number in rank.items()]
+        # Of a collective the rank that waits least shows the transfer.
+        shortest = times_s.drop(columns=-1).min(axis=1)
+        table[column] = np.where(comm, shortest, of_rank)
     table["difference_s"] = table["b_s"] - table["a_s"]
     table["ratio"] = ratio(table["b_s"], table["a_s"])
     table = table.nlargest(3, "difference_s").reset_index(drop=True)

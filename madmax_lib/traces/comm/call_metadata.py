@@ -83,12 +83,7 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame):
     records = (
         timeline.side_tables["calls"] if len(row) else SideTables()["calls"]
     )  # reads nothing for no call
-    at = (
-        timeline.spans[["rank", "op", "group"]]
-        .iloc[records["row"]]
-        .reset_index(drop=True)
-    )
-    records = records.reset_index(drop=True).join(at)
+    records = records.join(timeline.spans[["rank", "op", "group"]], on="row")
     on_call = records["row"].isin(row)
     columns = [*_TEXTS, *_NUMBERS]
     by_row = (
@@ -177,23 +172,17 @@ def _collectives_of_labels(timeline: Timeline, label: np.ndarray):
     """Collective named by the annotation or operator in each row of `label`; send and
     recv are kept apart.
     """
-    names = timeline.spans["name"].cat
-    codes, which = np.unique(
-        np.where(label >= 0, names.codes.to_numpy()[label], -1), return_inverse=True
-    )
-    texts = [
-        _LABEL.match(names.categories[code])[1] if code >= 0 else "" for code in codes
-    ]
-    # c10d names calls alike for every backend; the table of kinds lists the prefixes of
-    # those without kernels
-    named = collective_names([f"xccl:{text}" if text else "" for text in texts])
-    sides = [re.match("send|recv", text) for text in texts]
-    collectives = [
-        side[0] if side else name for side, name in zip(sides, named, strict=True)
-    ]
-    return pd.Series(np.array(collectives, dtype=object)[which], dtype=object).replace(
-        "generic", ""
-    )
+    texts = timeline.spans["name"].iloc[label].astype(object).where(label >= 0, "")
+    collective_of = {"": ""}
+    for text in set(texts) - {""}:
+        call = _LABEL.match(text)[1]
+        # c10d names calls alike for every backend; the table of kinds lists the prefixes
+        # of those without kernels
+        (named,) = collective_names([f"xccl:{call}"])
+        side = re.match("send|recv", call)
+        collective_of[text] = side[0] if side else named
+    collectives = texts.map(collective_of).replace("generic", "")
+    return collectives.reset_index(drop=True)
 
 
 def _messages(timeline: Timeline, row: np.ndarray):

@@ -56,10 +56,10 @@ def _turned_off():
 
 def _reader_sources(package: Path):
     """Files that decide what is read: all modules that reading imports, with their
-    rooms, and the table of kernel kinds.
+    rooms, and our tables.
     """
     sources = [
-        package / "data" / "kernel_kinds.csv",
+        *(package / "data").glob("*.csv"),
         *package.glob("*.py"),
     ]
     for room in ("base", "catalog", "timeline", "traces"):

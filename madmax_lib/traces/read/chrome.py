@@ -62,7 +62,8 @@ def decode_pieces(
         text = _find_events(trace, blocks)
         piece = Decoded([])
         wanted_bytes = 0
-        while more := _at_least(blocks, wanted_bytes - len(text)):
+        # each piece costs as much as some thousand events: none is very small
+        while more := _at_least(blocks, max(wanted_bytes - len(text), _BLOCK // 4, 1)):
             text += more
             try:
                 piece = _next_piece(trace, decoder, text)
@@ -141,27 +142,8 @@ def _text_blocks(trace: RawTrace):
     with open(trace.path, "rb") as file:
         packed = file.read(2) == _MAGIC
         file.seek(0)
-        yield from (
-            _joined(_inflate(trace, file))
-            if packed
-            else iter(lambda: file.read(_BLOCK), b"")
-        )
-
-
-def _joined(parts: Iterator[bytes]):
-    """Blocks none of which is very small: each costs as much as some thousand events."""
-    small = []
-    size = 0
-    for part in parts:
-        if part:
-            small.append(part)
-            size += len(part)
-        if size > _BLOCK // 4:
-            yield b"".join(small)
-            small = []
-            size = 0
-    if small:
-        yield b"".join(small)
+        blocks = iter(lambda: file.read(_BLOCK), b"")
+        yield from _inflate(trace, file) if packed else blocks
 
 
 def _inflate(trace: RawTrace, file):

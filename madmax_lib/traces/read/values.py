@@ -7,9 +7,11 @@ Collectives say bfloat16, operators c10::BFloat16 and long int: here they are on
 import contextlib
 import math
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from functools import cache
 
 import numpy as np
 
+from madmax_lib import catalog
 from madmax_lib.traces.read.events import EXACT, FAR_NS
 
 __all__ = [
@@ -27,38 +29,6 @@ __all__ = [
 # that three decimals can be recovered
 _FLOAT_IS_EXACT_US = 2.0**43
 FAR_US = FAR_NS // 1000
-# by the names that collectives record, those of c10::ScalarType in lower case
-_BYTES = {
-    "float": 4,
-    "int": 4,
-    "double": 8,
-    "long": 8,
-    "half": 2,
-    "bfloat16": 2,
-    "short": 2,
-    "byte": 1,
-    "char": 1,
-    "bool": 1,
-    "complexfloat": 8,
-    "complexdouble": 16,
-}
-# other names of them: C++ types of operators, numpy types
-_AS_COLLECTIVES = {
-    "unsigned char": "byte",
-    "signed char": "char",
-    "unsigned short": "short",
-    "int8": "char",
-    "uint8": "byte",
-    "int32": "int",
-    "uint32": "int",
-    "int64": "long",
-    "uint64": "long",
-    "int64_t": "long",
-    "long long": "long",
-    "__int64": "long",
-    "complex<float>": "complexfloat",
-    "complex<double>": "complexdouble",
-}
 
 
 class NeedsDecimal(Exception):
@@ -139,12 +109,20 @@ def integer(value, missing: int = -1) -> int:
     return number if abs(number) < 2**63 else missing
 
 
+@cache
+def _dtypes():
+    """`data/recorded_dtypes.csv` by name: the dtype as collectives record it, and bytes
+    of an element, which other names of it have not.
+    """
+    return catalog.table("recorded_dtypes", numbers=True).set_index("name")
+
+
 def dtype_bytes(dtype: str) -> float:
     """Bytes of an element, by the name that collectives record; NaN for one we do not
     know.
     """
     dtype = dtype.lower()
-    return 1 if dtype.startswith("float8") else _BYTES.get(dtype, math.nan)
+    return 1 if dtype.startswith("float8") else _dtypes()["bytes"].get(dtype, math.nan)
 
 
 def recorded_dtype(kind: str) -> str:
@@ -154,5 +132,5 @@ def recorded_dtype(kind: str) -> str:
     ('bfloat16', 'long', '')
     """
     name = kind.lower().removeprefix("c10::").removesuffix(" int")
-    name = _AS_COLLECTIVES.get(name, name)
+    name = _dtypes()["dtype"].get(name, name)
     return "" if math.isnan(dtype_bytes(name)) else name

@@ -24,6 +24,7 @@ from madmax_lib.timeline.timeline import (
 )
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
+from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
 __all__ = [
@@ -68,7 +69,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     """
     spans = timeline.spans
     inside = spans[spans["step"] >= 0]
-    end_ns = inside["start_ns"] + inside["dur_ns"]
+    end_ns = ends_ns(inside)
     grouped = inside.assign(end_ns=end_ns).groupby(["rank", "step"])
     table = grouped.agg(
         first_ns=("start_ns", "min"),
@@ -86,7 +87,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
     # Each step of each rank becomes a rank of one breakdown: no loop over steps.
     cells = pd.MultiIndex.from_frame(table[["rank", "step"]])
-    busy = inside[inside["kind"].isin(BUSY_KINDS)]
+    busy = busy_spans(inside)
     cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
     meta = replace(
         timeline.meta,
@@ -123,7 +124,7 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     if counts.all() or not counted:
         return timeline, counted
     start_ns = spans["start_ns"]
-    end_ns = spans["start_ns"] + spans["dur_ns"]
+    end_ns = ends_ns(spans)
     # Host and device apart: the host may be steps ahead.
     side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
     first_ns = start_ns.where(counts, end_ns.max()).groupby(side).transform("min")
@@ -175,9 +176,7 @@ def step_periods(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     work = device_work(timeline)
     busy = spans[spans["kind"].isin(BUSY_KINDS) & (spans["step"] >= 0)]
-    of_step = busy.assign(end_ns=busy["start_ns"] + busy["dur_ns"]).groupby(
-        ["rank", "step"]
-    )
+    of_step = busy.assign(end_ns=ends_ns(busy)).groupby(["rank", "step"])
     table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
     # Work that the step itself has launched; other work may be of a step before.
     launched = (
@@ -241,16 +240,10 @@ def _annotated(timeline: Timeline):
         return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype(
             {"rank": "int32", "step": "int32"}
         )
-    marks = (
-        pd.concat(tables)
-        .groupby(["rank", "step"])
-        .agg(start=("start", "min"), end=("end", "max"))
-        .reset_index()
-    )
-    marks["annotated_ns"] = marks["end"] - marks["start"]
-    return marks[["rank", "step", "annotated_ns"]].astype(
-        {"rank": "int32", "step": "int32"}
-    )
+    of_step = pd.concat(tables).groupby(["rank", "step"])
+    annotated_ns = of_step["end"].max() - of_step["start"].min()
+    marks = annotated_ns.rename("annotated_ns").reset_index()
+    return marks.astype({"rank": "int32", "step": "int32"})
 
 
 def _cut(table: pd.DataFrame):
