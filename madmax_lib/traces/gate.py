@@ -463,8 +463,14 @@ def _holm(p: np.ndarray, weights: np.ndarray):
 
 def _explained(a: list[_Recording], b: list[_Recording]):
     """The explanation of a `GateResult`."""
-    before, after = (_means_of_recordings(side) for side in (a, b))
-    before, after = before.align(after, fill_value=0.0)
+    means = []
+    for side in (a, b):
+        # Geometric mean over the recordings, as in `_compared`.
+        times_s = pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0)
+        with np.errstate(divide="ignore"):
+            logs = np.log(times_s).T.groupby(level=0).mean().T
+        means.append(np.exp(logs))
+    before, after = means[0].align(means[1], fill_value=0.0)
     grew_s = (after - before).drop(columns=-1)
     comm = before.index.get_level_values("kind") == "comm"
     one_rank = grew_s.max(axis=1) >= 1.5 * grew_s.mean(axis=1)
@@ -481,13 +487,6 @@ def _explained(a: list[_Recording], b: list[_Recording]):
     table["ratio"] = ratio(table["b_s"], table["a_s"])
     table = table.nlargest(3, "difference_s").reset_index(drop=True)
     return table[table["difference_s"] > _NEGLIGIBLE * table["difference_s"].max()]
-
-
-def _means_of_recordings(side: list[_Recording]):
-    """Geometric mean over the recordings, as in `_compared`, of `_by_rank`."""
-    table = pd.concat([_by_rank(one) for one in side], axis=1).fillna(0.0)
-    with np.errstate(divide="ignore"):
-        return np.exp(np.log(table).T.groupby(level=0).mean().T)
 
 
 def _by_rank(one: _Recording):

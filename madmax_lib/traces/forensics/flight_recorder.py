@@ -164,7 +164,7 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 class _Finding(NamedTuple):
-    """What keeps a job from going on: a row of `flight_findings`."""
+    """Obstacle that keeps a job from going on: a row of `flight_findings`."""
 
     finding: str
     ranks: list[int]

@@ -152,16 +152,18 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     of_pool = peaks.set_index("pool")
     live = live.assign(operator=_innermost_operator(timeline, live))
     keys = ["pool", "operator"]
-    held = live.groupby(keys)["size_bytes"].agg(["sum", "count"]).reset_index()
-    held = held.sort_values(["pool", "sum", "operator"], ascending=[True, False, True])
-    rest = held.groupby("pool").cumcount() >= top
-    held["operator"] = held["operator"].mask(rest, _OTHERS)
-    held = held.groupby(keys, sort=False).sum().reset_index()
-    followed = held.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
+    holders = live.groupby(keys)["size_bytes"].agg(["sum", "count"]).reset_index()
+    holders = holders.sort_values(
+        ["pool", "sum", "operator"], ascending=[True, False, True]
+    )
+    rest = holders.groupby("pool").cumcount() >= top
+    holders["operator"] = holders["operator"].mask(rest, _OTHERS)
+    holders = holders.groupby(keys, sort=False).sum().reset_index()
+    followed = holders.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
     before = (of_pool["peak_bytes"] - followed).rename("sum").reset_index()
     before = before[before["sum"] != 0].assign(operator=BEFORE, count=np.nan)
-    parts = [part for part in (held, before) if len(part)]
-    table = pd.concat(parts) if parts else held
+    parts = [part for part in (holders, before) if len(part)]
+    table = pd.concat(parts) if parts else holders
     table = table.sort_values("pool", kind="stable")
     table = table.rename(columns={"sum": "size_bytes"})
     table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")

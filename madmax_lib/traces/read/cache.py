@@ -34,7 +34,7 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     sha256: of the trace file. options: text that tells apart what can be made of one
     file.
     """
-    if _turned_off():
+    if os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0"):
         return make()
     key = f"{sha256} {_own_fingerprint()} {options}"
     name = hashlib.sha256(key.encode()).hexdigest()
@@ -48,10 +48,6 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     with contextlib.suppress(OSError):
         timeline.save(entry)
     return timeline
-
-
-def _turned_off():
-    return os.environ.get("MADMAX_NO_CACHE", "0") not in ("", "0")
 
 
 def _reader_sources(package: Path):

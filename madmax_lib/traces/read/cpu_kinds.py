@@ -23,7 +23,9 @@ __all__ = ["begins", "classify_cpu"]
 _OPERATOR = ("cpu_op", "operator")
 _CALLS = ("c10d::", "_c10d_functional::")  # they start a collective or wait for one
 _WORKS = "aten::"  # operators that compute for as long as they are open
-_ANNOTATION, _COMM, _COMPUTE = map(KINDS.index, ("annotation", "comm", "compute"))
+_ANNOTATION = KINDS.index("annotation")
+_COMM = KINDS.index("comm")
+_COMPUTE = KINDS.index("compute")
 
 
 def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> None:
@@ -51,7 +53,8 @@ def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> N
     waiting_inside = nest.inclusive(waits & ~annotation)
     split = (waiting_inside > 0) & ~calls
     compute = ~(split | calls | annotation | nest.within(~split))
-    kind[nest.rows[compute]] = _COMPUTE
+    computing = nest.rows[compute]
+    kind[computing] = _COMPUTE
 
 
 def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:

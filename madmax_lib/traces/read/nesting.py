@@ -60,9 +60,11 @@ class Nest:
         """Values (m,) that belong to positions (m,), -1 to none, added up by position."""
         inside = position >= 0
         values = np.asarray(values)
-        weights = values[inside].astype(float)
-        count = len(self.rows)
-        total = np.bincount(position[inside], weights, minlength=count)
+        total = np.bincount(
+            position[inside],
+            weights=values[inside].astype(float),
+            minlength=len(self.rows),
+        )
         if values.dtype.kind == "f":
             return total
         return total.astype(np.int64)
@@ -71,7 +73,8 @@ class Nest:
         """Values (n,) of each span with those inside of it."""
         # a span and all inside of it stand together: a difference of running sums
         running = np.r_[0, np.cumsum(values)]
-        return running[self._stop] - running[:-1]
+        until_stop = running[self._stop]
+        return until_stop - running[:-1]
 
     def within(self, outer: np.ndarray, names: np.ndarray | None = None) -> np.ndarray:
         """Mask (n,) of the spans inside of an outer one (mask), of their own name if

@@ -139,21 +139,17 @@ def _load(path: Path, sha256: str, rank: int):
     def read():
         if content_sha256(path) != sha256:
             raise ValueError(f"{path}: has changed since it was read; read it again")
-        tables = _side_tables_of_file(path, rank)
+        _, parts = with_exact_times(path, partial(_gather, rank=rank))
+        # tables that are not empty
+        tables = {
+            name: conform(name, _joined(part)) for name, part in parts.items() if part
+        }
         # the cache holds timelines: one without spans carries the tables
         no_spans = {column: pd.Series([], dtype=d) for column, d in SPANS.items()}
         side_tables = SideTables(partial(dict, tables))
         return Timeline(pd.DataFrame(no_spans), side_tables=side_tables)
 
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
-
-
-def _side_tables_of_file(path: Path, rank: int):
-    """The tables of a file that are not empty, whether it changed or not."""
-    _, parts = with_exact_times(path, partial(_gather, rank=rank))
-    return {
-        name: conform(name, _joined(parts[name])) for name in SIDE_TABLES if parts[name]
-    }
 
 
 def _gather(trace: RawTrace, exact: bool, rank: int):
