@@ -55,11 +55,13 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     See also: mm.plot_timeline, mm.compare, mm.traces.by_group, mm.traces.idle,
     mm.traces.advise.
 
-    >>> spans = pd.DataFrame({"kind": ["compute", "comm"], "start_ns": [0, 4 * 10**9], "dur_ns": 6 * 10**9})
-    >>> spans = spans.assign(rank=0, stream=0, step=0, name="", group="", correlation=-1, op=-1, size_bytes=None)
-    >>> breakdown(Timeline(spans))[["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]].round(2).values
+    >>> spans = pd.DataFrame({"kind": ["compute", "comm"], "dur_ns": 6 * 10**9})
+    >>> spans = spans.assign(start_ns=[0, 4 * 10**9], rank=0, stream=0, step=0)
+    >>> spans = spans.assign(name="", group="", correlation=-1, op=-1, size_bytes=None)
+    >>> columns = ["total_s", "compute_s", "comm_s", "exposed_comm_s", "overlap"]
+    >>> breakdown(Timeline(spans))[columns].round(2).values
     array([[10.  ,  6.  ,  6.  ,  4.  ,  0.33]])
-    """  # noqa: E501
+    """
     table = rank_breakdown(require_type("timeline", timeline, Timeline))
     by_hta = timeline.meta.provenance.get("rules") == "hta"
     if timeline.meta.source == "simulated" and not by_hta:

@@ -90,9 +90,10 @@ def collective_names(
     """Collective of each communication name, (n,) of str, empty where the name is not
     communication.
 
-    >>> collective_names(["gloo:all_reduce", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)"]).tolist()
+    >>> names = ["gloo:all_reduce", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...)"]
+    >>> collective_names(names).tolist()
     ['all_reduce', 'send_recv']
-    """  # noqa: E501
+    """
     return _first_match(names, "exact", table)["collective"].to_numpy()
 
 
