@@ -196,8 +196,9 @@ def test_prices_and_power_are_those_of_the_artifact():
         local_or_skip("madmax_ref/artifact_cloud_instances.csv")
     ).dropna(subset="usd_per_gpu_hour")
     ours = read_table("madmax/systems").query("provider != 'Internal'")
-    columns = ["usd_per_gpu_hour", "nic_gb_per_s", "tdp_w_per_gpu"]
-    theirs = theirs.rename(columns={"inter_node_gb_s_per_gpu": "nic_gb_per_s"})[columns]
+    columns = ["usd_per_gpu_hour", "ibroce_bw", "tdp_w_per_gpu"]
+    theirs["ibroce_bw"] = 1e9 * theirs["inter_node_gb_s_per_gpu"]
+    theirs = theirs[columns]
     assert sorted(map(tuple, ours[columns].to_numpy())) == sorted(
         map(tuple, theirs.to_numpy())
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from numbers import Real
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from madmax_lib.papers.madmax.rules import (
     Strategy,
     parse_classes,
 )
+from madmax_lib.papers.origin import read_table
 
 __all__ = [
     "Collective",
@@ -35,26 +37,16 @@ __all__ = [
 TASKS = ("pretrain", "inference", "finetune")
 # The dtype follows from the bytes of a parameter; 4 bytes run at the TF32 peak.
 _PEAKS = {8: "f64_flops", 4: "f32_flops", 2: "f16_flops", 1: "i8_ops"}
-_DLRM_FIELDS = (
-    "num_bot_mlp_layers",
-    "num_top_mlp_layers",
-    "mlp_dim",
-    "num_tables",
-    "entries_per_table",
-    "emb_dim",
-    "pooling_size",
-)
-_BLOCK_FIELDS = ("num_transformer_layers", "attention_dim", "transformer_fc_dim")
-_LLM_FIELDS = (*_BLOCK_FIELDS, "transformer_seq_len", "entries_per_table")
-_MOE_FIELDS = ("num_experts", "num_active_experts")
-TYPES = {  # the fields that a model of each type must have
-    "DLRM": _DLRM_FIELDS,
-    "DLRM_Transformer": (*_DLRM_FIELDS, *_BLOCK_FIELDS, "transformer_seq_len"),
-    "DLRM_MoE": (*_DLRM_FIELDS, *_MOE_FIELDS),
-    "LLM": _LLM_FIELDS,
-    "LLM_MoE": (*_LLM_FIELDS, *_MOE_FIELDS),
-    "ViT": (*_BLOCK_FIELDS, "image_size", "patch_dim"),
-}
+
+
+@cache
+def _fields_by_type():
+    """Fields that a model of each type must have: those of the suite's models."""
+    table = read_table("madmax/models").drop(columns=["name", "source"])
+    return {
+        kind: tuple(rows.drop(columns="type").dropna(axis=1))
+        for kind, rows in table.groupby("type", sort=False)
+    }
 
 
 class GpuRates(NamedTuple):
@@ -93,6 +85,7 @@ class DenseLayer(NamedTuple):
     """Dense layer of one GPU."""
 
     name: str
+    elements: Strategy
     weight_bytes: float  # W, before it is sharded
     forward_s: float
     backward_s: float  # 0 without a backward pass
@@ -146,7 +139,7 @@ def workload(
     is_dlrm = model["type"].startswith("DLRM")
     # classes of dense layers, each of which may have a strategy of its own
     classes = ("bottom", "top") if is_dlrm else ()
-    if "num_transformer_layers" in TYPES[model["type"]]:
+    if "num_transformer_layers" in _fields_by_type()[model["type"]]:
         classes += ("attention", "fc")
     split = parse_classes(strategy, classes, devices, int(system["num_nodes"]))
     rates = _rates_of(system, model["bytes_per_nonemb_param"])
@@ -156,13 +149,11 @@ def workload(
         for name, elements in split.items()
     }
     layers = _layers(model, rates, split, batches, rules)
+    last = layers[-1]
     embed = _sharded_embedding if is_dlrm else _replicated_embedding
     embedding = embed(model, rates, global_batch / devices, devices)
     # weights per device = embedding + sum over layers of W / (T S)
-    shards = {name: _degree(elements, "tp", "fsdp") for name, elements in split.items()}
-    weight_bytes = embedding.weight_bytes + sum(
-        layer.weight_bytes / shards[_class(layer)] for layer in layers
-    )
+    weight_bytes = embedding.weight_bytes + sum(map(_shard_bytes, layers))
     if task == "finetune":
         # Ours, no published number checks it. Only the head is trained: the top MLP, or
         # attention and FC of the last block.
@@ -173,21 +164,21 @@ def workload(
     gathers_ahead = rules.schedule == "optimised" or (
         rules.schedule == "released" and model["type"] == "ViT"
     )
-    last = _class(layers[-1])
     return DeviceStep(
         embedding=embedding,
         layers=layers,
-        first_gather=_first_gather(layers[-1], rates, split[last], shards[last], rules),
+        first_gather=_first_gather(last, rates, rules),
         gathers_ahead=gathers_ahead,
         is_dlrm=is_dlrm,
         devices=devices,
-        local_batch=batches[last],
+        local_batch=batches[last.name.partition(" ")[0]],
         weight_bytes=weight_bytes,
     )
 
 
-def _class(layer: DenseLayer):
-    return layer.name.partition(" ")[0]
+def _shard_bytes(layer: DenseLayer):
+    """Weights of a layer on one GPU, W / (T S)."""
+    return layer.weight_bytes / _degree(layer.elements, "tp", "fsdp")
 
 
 def _degree(elements: Strategy, *kinds: str):
@@ -299,13 +290,8 @@ def _layer(
         # T' = tp degree of later elements: this one moves W / T'
         size_bytes = shape.weight_bytes / _degree(elements[k + 1 :], "tp")
         if kind == "tp":
-            total = rates.collective(
-                "all_reduce",
-                shape.activation_bytes,
-                level,
-                "activations",
-                blocking=True,
-            )
+            summed = ("all_reduce", shape.activation_bytes, level, "activations")
+            total = rates.collective(*summed, blocking=True)
             forward = (total,)
             backward += (total,)
             if shape.experts:
@@ -331,6 +317,7 @@ def _layer(
     forward_s = shape.flops / _degree(elements, "tp") / rates.flops_per_s
     return DenseLayer(
         name=name,
+        elements=elements,
         weight_bytes=shape.weight_bytes,
         forward_s=forward_s,
         backward_s=2 * forward_s,
@@ -383,20 +370,14 @@ def _replicated_embedding(
     )
 
 
-def _first_gather(
-    last: DenseLayer,
-    rates: GpuRates,
-    elements: Strategy,
-    shards: int,
-    rules: MadmaxRules,
-):
+def _first_gather(last: DenseLayer, rates: GpuRates, rules: MadmaxRules):
     """AllGather before the optimised backward pass."""
     # A defect of the release: it is issued without fsdp too, with W / (T S) times the
     # degree of the first element. For ddp that is W x N, 447 ms of ViT-10B on 128 GPUs.
-    _, degree, level = elements[0]
+    _, degree, level = last.elements[0]
     if last.gather or degree == 1 or not rules.stray_gather:
         return last.gather
-    size_bytes = last.weight_bytes / shards * degree
+    size_bytes = _shard_bytes(last) * degree
     return rates.collective("all_gather", size_bytes, level, "stray")
 
 
@@ -442,13 +423,13 @@ def _rates_of(system: Mapping, param_bytes: float):
 def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float):
     if task not in TASKS:
         raise ValueError(f"task={task!r} is not one of {', '.join(TASKS)}")
-    if model["type"] not in TYPES:
+    types = _fields_by_type()
+    if model["type"] not in types:
         raise ValueError(
             f"type={model['type']!r} of model {model.get('name', '')} is not one of "
-            f"{', '.join(TYPES)}"
+            f"{', '.join(types)}"
         )
-    widths = ("bytes_per_nonemb_param", "bytes_per_emb_param")
-    _check_fields("model", model, (*widths, *TYPES[model["type"]]))
+    _check_fields("model", model, types[model["type"]])
     _check_fields("system", system, ("num_devices", "num_nodes"))
     _check_fields("case of", {**model, "global_batch": global_batch}, ("global_batch",))
 

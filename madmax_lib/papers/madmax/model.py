@@ -22,13 +22,13 @@ from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta, Timeline
 
-__all__ = ["cloud_cost", "evaluate", "timeline"]
+__all__ = ["OP_COLUMNS", "cloud_cost", "evaluate", "timeline"]
 
 _COMPUTE = Stream.COMPUTE.value
 _COMM = 1  # one stream of all collectives
 _LABELS = ["model", "system", "task", "dense_strategy"]
 _NEEDED = ["model", "type", "system", "task", "dense_strategy", "global_batch"]
-_PIECES = {  # first word of an op's name: column
+OP_COLUMNS = {  # first word of an op's name: column
     "gemm": "gemm_ms",
     "embedding": "emb_ms",
     "all_to_all": "all2all_ms",
@@ -40,7 +40,7 @@ _COLUMNS = [
     *_NEEDED,
     "local_dense_batch",
     "weights_gb_per_device",
-    *_PIECES.values(),
+    *OP_COLUMNS.values(),
     "exposed_comm_ms",
     "overlapped_comm_ms",
     "iteration_ms",
@@ -70,13 +70,9 @@ def evaluate(
     rules = parse_rules(rules)
     if missing := [column for column in _NEEDED if column not in cases.columns]:
         raise ValueError(f"cases lack the column(s) {', '.join(missing)}")
-    models = _by_name(models, "models", "name", "type")
-    systems = _by_name(systems, "systems", "name")
-    columns = [c for c in (*_NEEDED, "local_dense_batch") if c in cases.columns]
-    rows = [
-        _row(case, _device_step(case, models, systems, rules))
-        for case in cases[columns].to_dict("records")
-    ]
+    records = cases.to_dict("records")
+    steps = _device_steps(records, models, systems, rules)
+    rows = map(_row, records, steps)
     return pd.DataFrame(rows, columns=_COLUMNS, index=cases.index)
 
 
@@ -94,21 +90,14 @@ def timeline(
     case = dict(case)
     if missing := [field for field in _NEEDED if field not in case and field != "type"]:
         raise ValueError(f"the case lacks {', '.join(missing)}")
-    models = _by_name(models, "models", "name", "type")
-    systems = _by_name(systems, "systems", "name")
-    step = _device_step(case, models, systems, rules)
+    [step] = _device_steps([case], models, systems, rules)
     provenance = {field: str(case[field]) for field in _LABELS}
     provenance |= {"source": "arXiv 2310.02784", "rules": asdict(rules)}
     provenance["global_batch"] = float(case["global_batch"])
     provenance["local_dense_batch"] = float(step.local_batch)
-    represents = {0: list(range(step.devices))}
-    meta = Meta(
-        "simulated",
-        step.devices,
-        represents,
-        provenance["system"],
-        provenance=provenance,
-    )
+    ranks = {0: list(range(step.devices))}
+    about = (step.devices, ranks, provenance["system"])
+    meta = Meta("simulated", *about, provenance=provenance)
     return to_timeline(_program(step, case["task"]), meta)
 
 
@@ -147,6 +136,15 @@ def _row_of(table: Mapping[str, dict], name: str, what: str):
     raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
 
 
+def _device_steps(
+    cases: list[dict], models: pd.DataFrame, systems: pd.DataFrame, rules: MadmaxRules
+):
+    """Work of a GPU in each case."""
+    models = _by_name(models, "models", "name", "type")
+    systems = _by_name(systems, "systems", "name")
+    return [_device_step(case, models, systems, rules) for case in cases]
+
+
 def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules):
     """Work of a GPU in a case, checked against its model, system and batch."""
     model = _row_of(models, case["model"], "model")
@@ -170,10 +168,10 @@ def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules)
 
 
 def _row(case: Mapping, step: DeviceStep):
-    """Row of `evaluate`."""
+    """Row of `evaluate`, in the order of `_COLUMNS`."""
     program = _program(step, case["task"])
     iteration_s = max(run(program)[1])
-    pieces_s = dict.fromkeys(_PIECES, 0.0)
+    pieces_s = dict.fromkeys(OP_COLUMNS, 0.0)
     for name, duration_s in zip(program.name, program.duration_s, strict=True):
         pieces_s[name.partition(" ")[0]] += duration_s
     # exposed = iteration - compute; overlapped = all communication - exposed
@@ -181,15 +179,14 @@ def _row(case: Mapping, step: DeviceStep):
     exposed_s = iteration_s - compute_s
     overlapped_s = sum(pieces_s.values()) - compute_s - exposed_s
     batch = step.local_batch
-    row = {field: case[field] for field in _NEEDED}
-    row["local_dense_batch"] = int(batch) if batch == int(batch) else batch
-    row["weights_gb_per_device"] = step.weight_bytes / 1e9
-    row |= {_PIECES[name]: 1e3 * piece_s for name, piece_s in pieces_s.items()}
-    row["exposed_comm_ms"] = 1e3 * exposed_s
-    row["overlapped_comm_ms"] = 1e3 * overlapped_s
-    row["iteration_ms"] = 1e3 * iteration_s
-    row["throughput_samples_per_s"] = case["global_batch"] / iteration_s
-    return row
+    times_s = [*pieces_s.values(), exposed_s, overlapped_s, iteration_s]
+    return [
+        *(case[field] for field in _NEEDED),
+        int(batch) if batch == int(batch) else batch,
+        step.weight_bytes / 1e9,
+        *(1e3 * time_s for time_s in times_s),
+        case["global_batch"] / iteration_s,
+    ]
 
 
 def _program(step: DeviceStep, task: str):

@@ -19,6 +19,7 @@ _PIECES = {  # of figure 7: name and colour
     "compute": ("compute", "compute"),
     "exposed": ("exposed", "comm"),
 }
+_WINDOW_MS = 200  # of a step that figure 9 shows
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
 _TEXT = {"ha": "center", "va": "center", "fontsize": 6.5, "bbox": _BOX}
 
@@ -114,11 +115,7 @@ def plot_vit(table: pd.DataFrame) -> Axes:
 
 
 def plot_prefetch(
-    timelines: Mapping[str, Timeline],
-    table: pd.DataFrame,
-    model: str,
-    *,
-    width_s: float = 0.2,
+    timelines: Mapping[str, Timeline], table: pd.DataFrame, model: str
 ) -> Axes:
     """Figure 9: a window in the backward pass without and with prefetching, a panel for
     each schedule.
@@ -141,27 +138,26 @@ def plot_prefetch(
         "AllGather, RS ReduceScatter)"
     )
     axes = draw.panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
-    width_ms = width_s * 1e3
     for ax, timeline in zip(axes, timelines.values(), strict=True):
         spans = timeline.spans
         backward = spans["name"].str.contains("backward")
         backward_ns = spans.loc[backward, "start_ns"].min()
         # three quarters of a window later the first layers, which differ, are through
-        first_ns = backward_ns + 3 * int(width_s * 1e9) // 4
+        first_ns = backward_ns + 3 * _WINDOW_MS * 1_000_000 // 4
         begin_ms = (spans["start_ns"] - first_ns) / 1e6
-        end_ms = (begin_ms + spans["dur_ns"] / 1e6).clip(upper=width_ms)
+        end_ms = (begin_ms + spans["dur_ns"] / 1e6).clip(upper=_WINDOW_MS)
         window = spans.assign(begin=begin_ms.clip(0), end=end_ms)
-        for span in window[(end_ms > 0) & (begin_ms < width_ms)].itertuples():
+        for span in window[(end_ms > 0) & (begin_ms < _WINDOW_MS)].itertuples():
             word, part, *_ = span.name.split()
             text, kind = short.get(word, ("", "compute"))
             fill = draw.fill_of(kind, "simulated") | {"linewidth": 0.3}
             wide_ms = span.end - span.begin
             ax.broken_barh([(span.begin, wide_ms)], (span.stream - 0.4, 0.8), **fill)
-            if wide_ms > 0.022 * width_ms:  # wide enough for a word
+            if wide_ms > 0.022 * _WINDOW_MS:  # wide enough for a word
                 text = part.replace("attention", "att.") if word == "gemm" else text
                 middle_ms = (span.begin + span.end) / 2
                 ax.text(middle_ms, span.stream, text, **_TEXT | {"fontsize": 6})
         ax.set_yticks([0, 1], ["compute", "communication"])
-        ax.set(ylim=(1.5, -0.5), xlim=(0, width_ms))
+        ax.set(ylim=(1.5, -0.5), xlim=(0, _WINDOW_MS))
     axes[-1].set_xlabel("time in the backward pass [ms]")
     return draw.finish(axes[0], table, None)

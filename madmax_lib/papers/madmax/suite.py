@@ -2,7 +2,7 @@
 
 Typed with their sources in `data/models.csv`, `systems.csv` and `published.csv` of this
 folder: facts of [Hsia et al., ISCA 2024, arXiv 2310.02784], its artifact and its public
-release. Human units there, SI units here.
+release, in SI units.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog.models import Cluster
-from madmax_lib.papers.madmax.model import evaluate
+from madmax_lib.papers.madmax.model import OP_COLUMNS, evaluate
 from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin
 
@@ -31,30 +31,14 @@ __all__ = [
 
 FILES = ("madmax/models", "madmax/systems", "madmax/published")
 AS_RELEASED = "MAD-Max as released"
-COMMUNICATION = ["all2all_ms", "allreduce_ms", "allgather_ms", "reducescatter_ms"]
 # the serialized time of table I and figure 7 is the sum of these six
-PIECES = ["gemm_ms", "emb_ms", *COMMUNICATION]
+PIECES = [*OP_COLUMNS.values()]
+COMMUNICATION = PIECES[2:]
 _BATCH = {"DLRM": 65_536, "LLM": 2_048, "ViT": 2_048}  # as the release configures them
 _SAME = ["model", "system", "task"]
 # Memory in units of the weights: the artifact's sheet takes 3 x for training (weights,
 # gradients, optimizer); 1 x for inference is ours.
 _WEIGHT_COPIES = {"pretrain": 3, "finetune": 3, "inference": 1}
-# column of `evaluate`: column of data/systems.csv, and the SI value of 1 there; all
-# others keep their names
-_FIELDS = {
-    "f64_flops": ("fp64_tflops", 1e12),
-    "f32_flops": ("fp32_tflops", 1e12),
-    "f16_flops": ("fp16_tflops", 1e12),
-    "i8_ops": ("int8_tops", 1e12),
-    "mem_cap": ("memory_gb", 1e9),
-    "mem_bw": ("memory_gb_per_s", 1e9),
-    "mem_bw_util": ("memory_util", 1),
-    "num_nvlinks": ("nvlinks", 1),
-    "bw_per_nvlink": ("nvlink_gb_per_s", 1e9),
-    "num_ibroce_ports": ("devices_per_node", 1),
-    "ibroce_bw": ("nic_gb_per_s", 1e9),
-    "ibroce_util": ("nic_util", 1),
-}
 
 
 def released(table: pd.DataFrame) -> pd.DataFrame:
@@ -102,13 +86,12 @@ def systems(names: Iterable[str]) -> pd.DataFrame:
     table = table.rename(columns={"name": "instance"})
     table["name"] = list(sizes)
     table["num_devices"] = [int(devices) for _, devices in sizes.values()]
-    nodes = table["num_devices"] // table["devices_per_node"]
+    # each GPU of a node has a NIC of its own
+    nodes = table["num_devices"] // table["num_ibroce_ports"]
     table["num_nodes"] = np.maximum(nodes, 1)
     # r = 1 on a single node: no AllReduce leaves it
     table["ar_perc_intra"] = table["ar_perc_intra"].where(table["num_nodes"] > 1, 1.0)
-    fields = {name: table[column] * unit for name, (column, unit) in _FIELDS.items()}
-    sources = [column for column, _ in _FIELDS.values()]
-    return table.assign(**fields).drop(columns=["source", *sources])
+    return table.drop(columns="source")
 
 
 def catalog_systems(clusters: Iterable[Cluster]) -> pd.DataFrame:

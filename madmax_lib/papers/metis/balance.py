@@ -8,11 +8,10 @@ Subtractions run piece by piece as there: results depend on the last bit where s
 tie.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import sub
 
 from madmax_lib.papers.metis.job import layer_sums
@@ -49,7 +48,6 @@ class Balancer:
         self.demand = list(demand)
         self.layers = len(self.demand)
         self._piece = [value / PIECES for value in self.demand for _ in range(PIECES)]
-        self._before = list(accumulate(self._piece, initial=0.0))
         self._slices = layer_sums(self.demand)
 
     def partition(self, capacity: Sequence[float]) -> tuple[int, ...]:
@@ -64,13 +62,13 @@ class Balancer:
 
     def _owners(self, capacity: Sequence[float]):
         """Stage of each piece."""
-        pieces = _Assignment(list(capacity))
-        self._in_order(pieces)
+        pieces = self._in_order(capacity)
         self._fill_gaps(pieces)
         return pieces.owner
 
-    def _in_order(self, pieces: _Assignment):
+    def _in_order(self, capacity: Sequence[float]):
         """First to last stage until each is full, then the last stage from the end on."""
+        pieces = _Assignment(list(capacity))
         piece = self._piece
         owner = pieces.owner
         count = len(piece)
@@ -103,25 +101,19 @@ class Balancer:
             room -= piece[lowest]
         pieces.room[last] = room
         pieces.first.append(lowest)
+        return pieces
 
     def _take_until_full(self, room: list[float], stage: int, start: int, bound: int):
         """First piece from `start` on, at most `bound`, that does not fit into a stage,
         whose room is reduced by those before.
-
-        Bisection on rounded sums guesses it, subtraction piece by piece settles it.
         """
-        piece = self._piece
-        guess = bisect_left(self._before, room[stage] + self._before[start], start) - 1
-        end = min(max(guess, start), bound)
-        rest = reduce(sub, piece[start:end], room[stage])
-        if rest <= 0:  # rounding put the guess too far
-            end = start
-            rest = room[stage]
-        while end < bound and rest > piece[end]:
-            rest -= piece[end]
-            end += 1
-        room[stage] = rest
-        return end
+        # room after each further piece; a piece fits as long as some room is left
+        rests = accumulate(self._piece[start:bound], sub, initial=room[stage])
+        fitting = list(takewhile(lambda rest: rest > 0, rests))
+        if not fitting:
+            return start
+        room[stage] = fitting[-1]
+        return start + len(fitting) - 1
 
     def _fill_gaps(self, pieces: _Assignment):
         """Each piece without owner, ascending, to the stage with most room among those
@@ -147,11 +139,8 @@ class Balancer:
             ):
                 ahead += 1
             upper = follows[ahead] if ahead < len(follows) else len(room) - 1
-            if upper == lower + 1:
-                stage = lower if room[lower] >= room[upper] else upper
-            else:
-                around = room[lower : upper + 1]
-                stage = lower + around.index(max(around))
+            around = room[lower : upper + 1]
+            stage = lower + around.index(max(around))
             owner[number] = stage
             room[stage] -= piece[number]
             joined = stage
@@ -162,12 +151,10 @@ class Balancer:
         for layer in range(self.layers):
             pieces = owner[PIECES * layer : PIECES * (layer + 1)]
             # a stage with at least 4 of 7 pieces owns the middle one, once sorted
-            stage = pieces[PIECES // 2]
-            if 2 * pieces.count(stage) < PIECES:
-                stage = sorted(pieces)[PIECES // 2]
-                if 2 * pieces.count(stage) < PIECES:
-                    continue  # spread 3/2/2 or the like: the layer vanishes
-            layers[stage].append(layer)
+            stage = sorted(pieces)[PIECES // 2]
+            # spread 3/2/2 or the like the layer vanishes
+            if 2 * pieces.count(stage) > PIECES:
+                layers[stage].append(layer)
         return layers
 
     def _even_out(self, capacity: Sequence[float], layers: list[list[int]]):

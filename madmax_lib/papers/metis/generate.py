@@ -7,9 +7,9 @@ that the numbers are its own.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -53,16 +53,12 @@ def generate_profiles(
         (profile.tp, profile.batch): profile for profile in _measured(layers, memory)
     }
     # 1, 2 and 4 are measured; first batches double the work, then degrees halve it
-    for tp in (1, 2, 4):
-        batch = 4
-        while batch < most:
-            scaled[tp, 2 * batch] = _scaled(scaled[tp, batch], 2.0, batch=2 * batch)
-            batch *= 2
-    for batch in (2**k for k in range(int(math.log2(most)) + 1)):
-        tp = 4
-        while tp < most:
-            scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
-            tp *= 2
+    powers = [2**k for k in range(most.bit_length())]
+    doubled = [size for size in powers if 4 <= size < most]
+    for tp, batch in product((1, 2, 4), doubled):
+        scaled[tp, 2 * batch] = _scaled(scaled[tp, batch], 2.0, batch=2 * batch)
+    for batch, tp in product(powers, doubled):
+        scaled[2 * tp, batch] = _scaled(scaled[tp, batch], 0.5, tp=2 * tp)
     # the script takes a V100 for 3.5 times slower
     factors = {"A100": 1.0, "V100": 3.5} if slowdown is None else slowdown
     every = []

@@ -14,7 +14,7 @@ _ORDERS = {"A100 first": "compute", "V100 first": "comm"}
 _MODES = {"base": "Metis", "strategy": "Ours"}
 
 
-def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_orders(runs: pd.DataFrame) -> Axes:
     """Best cost of each row of table 1 in both orders of the GPU types, beside the two
     published columns.
     """
@@ -22,7 +22,7 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     costs = ["our_cost_ms", "cost_ms"]
     table = runs[[*case, "node_order", *costs]].reset_index(drop=True)
     first = table.drop_duplicates(["row", "mode"]).reset_index(drop=True)
-    ax = ax or draw.new_axes(height=0.9 + 0.42 * len(first))
+    ax = draw.new_axes(height=0.9 + 0.42 * len(first))
     for slot, (order, fill) in enumerate(_ORDERS.items()):
         costs = table.loc[table["node_order"] == order, "our_cost_ms"]
         notes = costs.map("   {:,.2f}".format)
@@ -48,7 +48,7 @@ def plot_orders(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_training(summary: pd.DataFrame) -> Axes:
     """Figure 3: time of an iteration. summary: the published table dp_tp."""
     times_s = summary["median_ms"] / 1e3
     kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
@@ -62,7 +62,7 @@ def plot_training(summary: pd.DataFrame, ax: Axes | None = None) -> Axes:
     style = draw.BarStyle(kinds, notes=times_s.map("{:.1f} s".format))
     table = _from_files(summary, "dp_tp")
     frame = draw.Frame(x=x, rows=rows)
-    return draw.bar_chart(ax, table, times_s, title, frame, style)
+    return draw.bar_chart(None, table, times_s, title, frame, style)
 
 
 def _from_files(table: pd.DataFrame, *files: str):

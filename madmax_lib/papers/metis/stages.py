@@ -134,9 +134,6 @@ class Stage:
         )
         self.degrees = [dp, self.tp]
         self._types = ranks.types[start : start + gpus]
-        self._one_type = len(set(self._types)) == 1
-        self._demand_mb: dict[tuple[int, int], float] = {}
-        self._compute_ms: dict[tuple[int, int], float] = {}
 
     @cached_property
     def halved(self) -> Stage | None:
@@ -160,7 +157,7 @@ class Stage:
         """GPU type and batches (powers of two, descending) of each replica, once for
         all in a stage of one type.
         """
-        if self._one_type:
+        if len(set(self._types)) == 1:
             return [(self._types[0], [self.micro_batch])]
         split = self.ranks.split(self._types, self.tp, self.dp, self.tp, self._samples)
         # a replica has the type of its first GPU
@@ -191,36 +188,23 @@ class Stage:
 
     def demand_mb(self, x: int, y: int) -> float:
         """Memory that Metis expects for layers x to y."""
-        if len(self._memory) == 1:
-            return _LEAST_MB + _MEMORY_FACTOR * self._memory[0][x][y - x]
-        if (x, y) not in self._demand_mb:
-            parts_mb = (_MEMORY_FACTOR * table[x][y - x] for table in self._memory)
-            self._demand_mb[x, y] = plain_sum([_LEAST_MB, *parts_mb])
-        return self._demand_mb[x, y]
-
-    @cached_property
-    def _layer_ms(self):
-        return self._job.slices("layer_ms", self._types[0], self.tp, self.micro_batch)
+        parts_mb = (_MEMORY_FACTOR * table[x][y - x] for table in self._memory)
+        return plain_sum([_LEAST_MB, *parts_mb])
 
     def compute_ms(self, x: int, y: int) -> float:
         """Time of a micro-batch in layers x to y. Raises NotProfiled for a part above
         the largest batch.
         """
-        if self._one_type:
-            return self._layer_ms[x][y - x]
-        if (x, y) not in self._compute_ms:
-            if max(parts[0] for _, parts in self._replicas) > self._job.max_bs:
-                raise NotProfiled
-            slices = self._job.slices
-            # the slowest replica of a mixed stage
-            self._compute_ms[x, y] = max(
-                plain_sum(
-                    slices("layer_ms", device, self.tp, part)[x][y - x]
-                    for part in parts
-                )
-                for device, parts in self._replicas
+        if max(parts[0] for _, parts in self._replicas) > self._job.max_bs:
+            raise NotProfiled
+        slices = self._job.slices
+        # the slowest replica of a mixed stage
+        return max(
+            plain_sum(
+                slices("layer_ms", device, self.tp, part)[x][y - x] for part in parts
             )
-        return self._compute_ms[x, y]
+            for device, parts in self._replicas
+        )
 
     @cached_property
     def all_reduce_ms_per_byte(self) -> float:

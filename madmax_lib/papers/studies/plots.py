@@ -50,11 +50,11 @@ _PHASES = {
 }
 
 
-def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_mfu(table: pd.DataFrame) -> Axes:
     """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall
     clock, corrected.
     """
-    ax = ax or draw.new_axes(height=1.4 + 0.42 * len(table))
+    ax = draw.new_axes(height=1.4 + 0.42 * len(table))
     rows = range(len(table))
     draw.bars(ax, 100 * table["mfu_corrected"], draw.BarStyle("compute", height=0.6))
     draw.published(ax, 100 * table["mfu_reported"], rows)
@@ -83,11 +83,11 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_memory_rows(table: pd.DataFrame) -> Axes:
     """Peak memory of each row, measured (filled) and predicted (hatched)."""
     within = (table["error"].abs() <= 0.1).sum()
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
-    ax = ax or draw.new_axes(height=1.2 + 0.5 * len(table))
+    ax = draw.new_axes(height=1.2 + 0.5 * len(table))
     draw.bars(ax, table["measured_gib"], draw.BarStyle(slot=(0, 2)))
     errors = table["error"].map("{:+.1%}".format)
     style = draw.BarStyle(source="simulated", slot=(1, 2), notes=errors)
@@ -101,11 +101,11 @@ def plot_memory_rows(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_gelu(table: pd.DataFrame) -> Axes:
     """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by
     shape.
     """
-    ax = ax or draw.new_axes(height=3.0)
+    ax = draw.new_axes(height=3.0)
     unfused_ms = table["unfused_ms"].map("{:.3f} ms".format)
     ideal = table["ideal_ms"].map(", ideal {:.3f} ms".format)
     fused_ms = table["fused_ms"].map("{:.3f} ms".format) + ideal
@@ -131,13 +131,11 @@ def plot_gelu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, draw.Frame(x=x, rows=rows, reach=100, key=key))
 
 
-def plot_steps(
-    log: pd.DataFrame, ax: Axes | None = None, *, last: int, simulated_s: float
-) -> Axes:
+def plot_steps(log: pd.DataFrame, *, last: int, simulated_s: float) -> Axes:
     """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's,
     simulated_s its step.
     """
-    ax = ax or draw.new_axes(height=3.4)
+    ax = draw.new_axes(height=3.4)
     regular = log[log["kind"] == "regular"]
     overflow = log[log["kind"] == "overflow"]
     rest_s = regular.loc[regular["step"] > last, "step_s"].mean()
@@ -175,13 +173,11 @@ def plot_steps(
     return draw.finish(ax, curve, title, frame)
 
 
-def plot_overlap(
-    simulated: pd.DataFrame, measured: pd.DataFrame, ax: Axes | None = None
-) -> Axes:
+def plot_overlap(simulated: pd.DataFrame, measured: pd.DataFrame) -> Axes:
     """Share of communication under compute: simulated cases as bars, traced ranks as
     hollow marks.
     """
-    ax = ax or draw.new_axes(height=3.0)
+    ax = draw.new_axes(height=3.0)
     style = draw.BarStyle("hidden", source="simulated")
     draw.bars(ax, 100 * simulated["overlap"], style)
     for row, case in enumerate(simulated.itertuples()):
@@ -204,9 +200,9 @@ def plot_overlap(
     return draw.finish(ax, simulated, title, frame)
 
 
-def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_memory_parts(table: pd.DataFrame) -> Axes:
     """Bytes on a GPU by strategy at its fullest moment, with the usable memory."""
-    ax = ax or draw.new_axes(height=3.0)
+    ax = draw.new_axes(height=3.0)
     by_strategy = table.groupby("strategy", sort=False)
     parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
     parts = pd.DataFrame(parts_gib).T.fillna(0.0)
@@ -234,11 +230,11 @@ def plot_memory_parts(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_scaling(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_scaling(table: pd.DataFrame) -> Axes:
     """Predicted throughput against the number of GPUs: one host solid, nodes dashed,
     linear growth grey.
     """
-    ax = ax or draw.new_axes(height=3.4, width=6.0)
+    ax = draw.new_axes(height=3.4, width=6.0)
     styles = {
         (where, strategy): {"color": color, "marker": mark, "ls": dashes}
         for where, dashes in _DASHES.items()

@@ -29,11 +29,11 @@ _EXPOSED = {  # columns of `OffloadTimes`: name, kind
 }
 
 
-def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_methods(table: pd.DataFrame) -> Axes:
     """Tokens per second of every model that a method can train. table: of
     `memory_wall.methods_table`, one machine.
     """
-    ax = ax or draw.new_axes(height=3.6)
+    ax = draw.new_axes(height=3.6)
     fitting = table[table["fits"]]
     models = table.drop_duplicates("model")
     looks = zip(table["method"].unique(), _MARKERS, draw.SERIES, strict=False)
@@ -69,9 +69,9 @@ def plot_methods(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_limits(table: pd.DataFrame) -> Axes:
     """Largest models: published beside ours. table: of `memory_wall.limits_table`."""
-    ax = ax or draw.new_axes(height=1.2 + 0.42 * len(table))
+    ax = draw.new_axes(height=1.2 + 0.42 * len(table))
     y = range(len(table))
     grey = draw.COLORS["idle"]
     # a bar joins both marks, to show which is the larger
@@ -98,11 +98,11 @@ def plot_limits(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes:
+def plot_share(table: pd.DataFrame, best: float) -> Axes:
     """Exposed seconds by the share of states that leaves the device. table: share and
     the seconds of `OffloadTimes`.
     """
-    ax = ax or draw.new_axes(height=3.2)
+    ax = draw.new_axes(height=3.2)
     names = {column: name for column, (name, _) in _EXPOSED.items()}
     fills = dict(_EXPOSED.values())
     parts = table.rename(columns=names)
@@ -117,11 +117,11 @@ def plot_share(table: pd.DataFrame, best: float, ax: Axes | None = None) -> Axes
     return draw.finish(ax, table, title, frame)
 
 
-def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_adam(table: pd.DataFrame) -> Axes:
     """Measured seconds of CPU Adam by model size, quartiles as bars. table: of
     `benchmarks/host.py`.
     """
-    ax = ax or draw.new_axes(height=3.2)
+    ax = draw.new_axes(height=3.2)
     adam = table[table["what"] == "cpu adam"]
     ways = adam.groupby(["how", "threads"], sort=False)
     for number, ((how, threads), part) in enumerate(ways):
@@ -152,7 +152,7 @@ def plot_adam(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot_token_energy(table: pd.DataFrame) -> Axes:
     """Energy per token by method for one model, with its uncertainty. table: of
     `memory_wall.methods_table`.
     """
@@ -168,7 +168,7 @@ def plot_token_energy(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     frame = draw.Frame(x=x, rows=fitting["method"])
     notes = fitting["tokens_per_s"].map("{:,.0f} tokens/s".format)
     style = draw.BarStyle(source="simulated", error=interval_mj, notes=notes)
-    return draw.bar_chart(ax, table, 1e3 * fitting["token_j"], title, frame, style)
+    return draw.bar_chart(None, table, 1e3 * fitting["token_j"], title, frame, style)
 
 
 def _size(model: str):

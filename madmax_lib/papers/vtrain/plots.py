@@ -52,23 +52,13 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
             part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], **style
         )
     line = {"arrowstyle": "-", "lw": 0.6, "color": draw.PAPER}
-    for plan, dx, dy in (
-        ((8, 8, 35), -130, -70),
-        ((8, 12, 21), 12, 26),
-        ((16, 16, 105), -80, -16),
-    ):
-        row = space[(space[["tp", "dp", "pp"]] == plan).all(axis=1)].iloc[0]
-        ax.plot(row["gpus"], 100 * row["utilisation"], "o", ms=4, color=draw.PAPER)
-        draw.note(
-            ax,
-            row["gpus"],
-            100 * row["utilisation"],
-            str(plan),
-            dx=dx,
-            dy=dy,
-            arrowprops=line,
-        )
-    draw.published(ax, row["gpus"], 100 * quoted, label="published, (16, 16, 105)")
+    plans = space.set_index(["tp", "dp", "pp"])[["gpus", "utilisation"]]
+    places = {(8, 8, 35): (-130, -70), (8, 12, 21): (12, 26), (16, 16, 105): (-80, -16)}
+    for plan, (dx, dy) in places.items():
+        gpus, share = plans.loc[plan]
+        ax.plot(gpus, 100 * share, "o", ms=4, color=draw.PAPER)
+        draw.note(ax, gpus, 100 * share, str(plan), dx=dx, dy=dy, arrowprops=line)
+    draw.published(ax, gpus, 100 * quoted, label="published, (16, 16, 105)")
     axes = {
         "x": "GPUs (A100)",
         "y": "model FLOPs over peak [%]",

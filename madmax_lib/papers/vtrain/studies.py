@@ -11,7 +11,6 @@ of its configuration files, because the NCCL tables are not part of this project
 Published numbers: `data/published.csv`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -59,7 +58,7 @@ SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
     intra_node_bandwidth=614.4,
     node_size=256,
 )
-_MTNLG = Transformer("mt-nlg", 105, 20480, 128, 4 * 20480, 2048, 50257, tied=False)
+_MTNLG = Config(1, "A100", 1, 1, 1).model  # the defaults of vTrain are its sizes
 _GPU = "a100-80"
 _BATCH = 1920  # of MT-NLG, samples
 _GPUS = 3360  # of the compute-optimal study
@@ -67,15 +66,6 @@ _DAY_S = 86_400
 # per parameter: fp16 weight and gradient, fp32 weight and two moments [arXiv
 # 1910.02054]
 _STATE_BYTES = 16
-_LAYOUTS = (  # (tp, dp, pp) of seed 000 on 2,048 GPUs
-    (4, 128, 4),
-    (8, 32, 8),
-    (8, 16, 16),
-    (16, 16, 8),
-    (8, 8, 32),
-    (16, 8, 16),
-    (32, 8, 8),
-)
 _NETWORK = ("inter_gbit_per_s", "intra_gbyte_per_s")
 _SWITCHES = {
     "recompute": "all stages recompute",
@@ -242,9 +232,7 @@ def compute_optimal(days: float = 30.0) -> pd.DataFrame:
     return with_origin(table, "vtrain/published", rules=_ON_FORMULAS)
 
 
-def layouts(
-    hidden: int = 8192, layers: Sequence[int] = (16, 32, 48, 96, 128)
-) -> pd.DataFrame:
+def layouts() -> pd.DataFrame:
     """Seed 000's GPTs on 2,048 A100 in its seven layouts, where layers divide into
     stages; published_s where quoted.
 
@@ -253,11 +241,12 @@ def layouts(
     dgx = as_meant(SEED).shape
     network = {name: getattr(dgx, name) for name in _NETWORK}
     parts = []
-    for depth in layers:
-        rows = [(*plan, 1) for plan in _LAYOUTS if depth % plan[2] == 0]
-        plans = pd.DataFrame(rows, columns=["tp", "dp", "pp", "micro_batch"])
-        model = replace(SEED, num_layers=depth, hidden_size=hidden).model
-        part = _steps(model, plans, global_batch=SEED.global_batch_size, **network)
+    hidden = SEED.hidden_size
+    plans = read_table("vtrain/layouts").assign(micro_batch=1)
+    for depth in (16, 32, 48, 96, 128):
+        dividing = plans[depth % plans["pp"] == 0]
+        model = replace(SEED, num_layers=depth).model
+        part = _steps(model, dividing, global_batch=SEED.global_batch_size, **network)
         parts.append(part.assign(hidden=hidden, layers=depth))
     table = pd.concat(parts, ignore_index=True)
     keys = [
