@@ -6,19 +6,29 @@ Others are in the data folder of the library: `devices`, or `parameters.json`.
 """
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 
 import pandas as pd
 
 from madmax_lib import catalog, timeline
 
-__all__ = ["provenance", "read_table", "with_origin"]
+__all__ = ["beside_published", "provenance", "read_table", "with_origin"]
 
 
 @lru_cache
 def read_table(name: str) -> pd.DataFrame:
     """Table, numbers as numbers. It is read once for all: take a copy to change it."""
     return catalog.table(_path(name).removesuffix(".csv"), numbers=True)
+
+
+def beside_published(paper: str, ours: Mapping[str, float]) -> pd.DataFrame:
+    """Published numbers of a paper with ours by key: theirs, ours, error (relative)."""
+    rows = read_table(f"{paper}/published").rename(columns={"value": "theirs"})
+    rows["ours"] = rows["key"].map(ours)
+    rows = rows.eval("error = ours / theirs - 1")
+    about = ["unit", "theirs", "ours", "error", "follows", "note"]
+    return rows[[*rows.columns[:3], *about]]
 
 
 def provenance(*names: str, rules: str) -> dict:

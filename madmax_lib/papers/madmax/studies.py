@@ -32,7 +32,12 @@ from madmax_lib.papers.madmax.suite import (
     suite,
     systems,
 )
-from madmax_lib.papers.origin import provenance, read_table, with_origin
+from madmax_lib.papers.origin import (
+    beside_published,
+    provenance,
+    read_table,
+    with_origin,
+)
 from madmax_lib.timeline.timeline import Timeline
 
 __all__ = [
@@ -364,12 +369,9 @@ def claims() -> pd.DataFrame:
     for gpus in (128, 8):
         step = _figure_7_step(gpus)
         ours |= {f"fig7_{gpus}_{name}": step[name] for name in names}
-    table = read_table("madmax/published").rename(columns={"value": "theirs"})
-    table = table.query("follows != 'measured' and key in @ours").reset_index(drop=True)
-    table["ours"] = table["key"].map(ours)
-    table["error"] = table["ours"] / table["theirs"] - 1
-    about = ["key", "figure", "claim", "unit"]
-    return released(table[[*about, "theirs", "ours", "error", "follows", "note"]])
+    table = beside_published("madmax", ours)
+    table = table.query("follows != 'measured' and key in @ours")
+    return released(table.reset_index(drop=True))
 
 
 def _table_1():

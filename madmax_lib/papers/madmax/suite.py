@@ -165,11 +165,11 @@ def steps(
     copies = table["task"].map(_WEIGHT_COPIES)
     table["memory_needed_gb"] = copies * table["weights_gb_per_device"]
     table["memory_gb"] = table["system"].map(on.set_index("name")["mem_cap"]) / 1e9
-    table["fits"] = table["memory_needed_gb"] <= table["memory_gb"]
+    table = table.eval("fits = memory_needed_gb <= memory_gb")
+    table = table.eval("exposed_share = exposed_comm_ms / iteration_ms")
+    hidden_ms = table["overlapped_comm_ms"]
     comm_ms = table[COMMUNICATION].sum(axis=1)
-    table["exposed_share"] = table["exposed_comm_ms"] / table["iteration_ms"]
-    hidden_share = table["overlapped_comm_ms"] / comm_ms
-    table["overlapped_share"] = hidden_share.where(comm_ms > 0)
+    table["overlapped_share"] = (hidden_ms / comm_ms).where(comm_ms > 0)
     # gain = throughput over that of fsdp, the paper's baseline; NaN in other rows, so
     # the first of a group is the one of fsdp
     rate = table["throughput_samples_per_s"]

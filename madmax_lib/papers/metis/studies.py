@@ -111,15 +111,15 @@ def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
 
     The errors are relative; node_order is the order that gives the published cost.
     """
-    error = (runs["our_cost_ms"] / runs["cost_ms"] - 1).abs()
+    error = runs.eval("our_cost_ms / cost_ms - 1").abs()
     near = runs.loc[error.groupby([runs["row"], runs["mode"]]).idxmin()]
     near = near.reset_index(drop=True)
-    near["steps_error"] = near["our_steps"] / near["steps"] - 1
-    near["cost_error"] = near["our_cost_ms"] / near["cost_ms"] - 1
+    near = near.eval("steps_error = our_steps / steps - 1")
+    near = near.eval("cost_error = our_cost_ms / cost_ms - 1")
     # times are of different machines, so only base over strategy can be compared
     for who in ("", "our_"):
         times_ms = near.pivot(index="row", columns="mode", values=f"{who}search_ms")
-        ratio = times_ms["base"] / times_ms["strategy"]
+        ratio = times_ms.eval("base / strategy")
         near[f"{who}time_ratio"] = near["row"].map(ratio)
     case = ["row", "layers", "gpus", "mode"]
     steps = ["steps", "our_steps", "steps_error"]

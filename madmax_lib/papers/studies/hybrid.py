@@ -122,14 +122,16 @@ def audit() -> pd.DataFrame:
     audited = table[["config", "batch_per_gpu"]].join(
         windows.rename(columns={"counted": "counted_steps"})
     )
-    audited["mfu_reported"] = table["mfu_pct"] / 100
-    audited["mfu_reproduced"] = mfu_window * windows["inflation"]
-    audited["mfu_window"] = mfu_window
-    audited["mfu_wall"] = flops * overall / peak
-    audited["tokens_per_s"] = table["tokens_per_s"]
-    audited["useful_tokens_per_s"] = labels * useful
-    audited["mfu_corrected"] = usual * useful / peak
-    audited["executed"] = _script_flops(model, table["sequence"], table["tp"]) / flops
+    audited = audited.assign(
+        mfu_reported=table["mfu_pct"] / 100,
+        mfu_reproduced=mfu_window * windows["inflation"],
+        mfu_window=mfu_window,
+        mfu_wall=flops * overall / peak,
+        tokens_per_s=table["tokens_per_s"],
+        useful_tokens_per_s=labels * useful,
+        mfu_corrected=usual * useful / peak,
+        executed=_script_flops(model, table["sequence"], table["tp"]) / flops,
+    )
     return with_origin(audited, _RUNS, rules=_RULES)
 
 
@@ -151,9 +153,8 @@ def splits() -> pd.DataFrame:
             row |= {"data_ranks": data_ranks, **window._asdict()}
             row["mfu_reported"] = run.mfu_reported
             rows.append(row | {"mfu": run.mfu_window * window.inflation})
-    table = pd.DataFrame(rows)
-    error = table["mfu"] - table["mfu_reported"]
-    return with_origin(table.assign(error=error), _RUNS, rules=_RULES)
+    table = pd.DataFrame(rows).eval("error = mfu - mfu_reported")
+    return with_origin(table, _RUNS, rules=_RULES)
 
 
 def memory_rows() -> pd.DataFrame:
@@ -180,10 +181,9 @@ def memory_rows() -> pd.DataFrame:
         run["software"] = "torch" if ddp else "deepspeed"
         parts = memory(_local_model(row["tp"]), plan, **run)
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
-    table = table.rename(columns={"peak_memory_gib": "measured_gib"}).assign(
-        predicted_gib=predicted_gib
-    )
-    table["error"] = table["predicted_gib"] / table["measured_gib"] - 1
+    table = table.rename(columns={"peak_memory_gib": "measured_gib"})
+    table = table.assign(predicted_gib=predicted_gib)
+    table = table.eval("error = predicted_gib / measured_gib - 1")
     columns = ["config", "batch_per_gpu", "measured_gib", "predicted_gib", "error"]
     return with_origin(table[columns], _RUNS, rules=_RULES)
 
@@ -226,8 +226,9 @@ def mlp() -> pd.DataFrame:
     flops = 2.0 * table["m"] * table["k"] * table["n"]
     mlp_ms = table.loc[table["name"] == "full mlp", "ms"].iloc[0]
     rate = flops / table["ms"] * 1e3
-    table = table.assign(share=table["ms"] / mlp_ms, flops_per_s=rate)
-    table["peak_share"] = table["flops_per_s"] / peak
+    table = table.assign(
+        share=table["ms"] / mlp_ms, flops_per_s=rate, peak_share=rate / peak
+    )
     return with_origin(table.drop(columns="source"), "studies/mlp", rules=_RULES)
 
 
@@ -244,13 +245,16 @@ def claims() -> pd.DataFrame:
     as_gelu = kernel["unfused_ms"] / parts["gelu"]
     without_gelu = 1 / (1 - parts["gelu"] / parts["full mlp"])
     rates = ("tokens_per_s", "useful_tokens_per_s")
-    names = [
-        f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced"
-        for row in rows.itertuples()
-    ]
     mfu = ["mfu_reported", "mfu_corrected"]
     table = [
-        *zip(names, rows["mfu_reported"], rows["mfu_reproduced"], strict=True),
+        (
+            f"MFU of {row.config}, batch {row.batch_per_gpu}: reproduced",
+            row.mfu_reported,
+            row.mfu_reproduced,
+        )
+        for row in rows.itertuples()
+    ]
+    table += [
         ("MFU of DDP from wall clock and usual FLOPs", *ddp[mfu]),
         ("MFU of the fastest row, at most", *best[mfu]),
         (
@@ -265,5 +269,5 @@ def claims() -> pd.DataFrame:
         ("speed of the MLP if GELU took no time", float("nan"), without_gelu),
     ]
     result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])
-    result["error"] = result["ours"] / result["theirs"] - 1
+    result = result.eval("error = ours / theirs - 1")
     return with_origin(result, _RUNS, "studies/gelu", "studies/mlp", rules=_RULES)

@@ -107,13 +107,11 @@ def limits_table() -> pd.DataFrame:
         model, _, result = largest_model(cluster, row.method)
         name = f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB"
         ours = model.parameters / 1e9
-        ratio = ours / row.params_e9
-        limit = {"machine": name, "published": row.params_e9, "ours": ours}
-        rows.append(limit | {"ratio": ratio, "bound": result.bound})
-    limits = pd.DataFrame(rows)
-    table = pd.concat(
-        [table[["system", "method"]], limits, table["confidence"]], axis=1
-    )
+        limit = {"system": row.system, "method": row.method, "machine": name}
+        limit |= {"published": row.params_e9, "ours": ours}
+        limit |= {"ratio": ours / row.params_e9, "bound": result.bound}
+        rows.append(limit | {"confidence": row.confidence})
+    table = pd.DataFrame(rows)
     return with_origin(table, "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
@@ -194,4 +192,4 @@ def adam_published() -> pd.DataFrame:
         ours_s.append(host.adam_s(row.parameters))
     table = table.rename(columns={"seconds": "published_s"})
     table = table[["parameters", "published_s"]].assign(ours_s=ours_s)
-    return table.assign(ratio=table["ours_s"] / table["published_s"])
+    return table.eval("ratio = ours_s / published_s")

@@ -195,8 +195,8 @@ def fit_and_predict(last: int = 300) -> tuple[Parameters, pd.DataFrame]:
     simulated = _simulated_phases_s(step_of(plan_of("zero2"), parameters))
     table = pd.DataFrame({"fitted_s": seen, "rest_s": rest, "simulated_s": simulated})
     table.loc["step"] = table.sum()
-    table["error"] = table["simulated_s"] / table["rest_s"] - 1
-    table = table.rename_axis("phase").reset_index()
+    table = table.eval("error = simulated_s / rest_s - 1").rename_axis("phase")
+    table = table.reset_index()
     return parameters, with_origin(table, _STEPS, rules=_RULES)
 
 

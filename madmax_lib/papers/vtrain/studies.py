@@ -21,7 +21,7 @@ import pandas as pd
 from madmax_lib.catalog.datasets import local_data
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.catalog.tables import cluster, device
-from madmax_lib.papers.origin import read_table, with_origin
+from madmax_lib.papers.origin import beside_published, read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes
 from madmax_lib.papers.vtrain.formulas import (
@@ -361,12 +361,7 @@ def claims() -> pd.DataFrame:
 
 
 def _with_published(ours: dict[str, float], *, every: bool = False):
-    rows = read_table("vtrain/published").rename(columns={"value": "theirs"})
-    wanted = every | rows["key"].isin(ours)
-    rows = rows[(rows["follows"] != "input") & wanted].reset_index(drop=True)
-    rows["ours"] = rows["key"].map(ours)
-    rows["error"] = rows["ours"] / rows["theirs"] - 1
-    about = ["key", "item", "claim", "unit"]
-    rows = rows[[*about, "theirs", "ours", "error", "follows", "note"]]
+    rows = beside_published("vtrain", ours).query("follows != 'input'")
+    rows = rows[every | rows["key"].isin(ours)].reset_index(drop=True)
     rules = "vTrain on analytical operators"
     return with_origin(rows, "vtrain/published", rules=rules)
