@@ -185,7 +185,7 @@ def cloud_comparison(samples: float = 1e9) -> pd.DataFrame:
     )
     # 312 TFLOP/s: dense FP16 peak of an A100
     table["a100_hours"] = table["gpu_hours"] * about["f16_flops"] / 312e12
-    table["mqps"] = table[_RATE] / 1e6
+    table = table.eval(f"mqps = {_RATE} / 1e6")
     keys = [
         f"cloud/{r.instance}/{r.num_devices}/{r.dense_strategy}"
         for r in table.itertuples()
@@ -204,10 +204,11 @@ def vit_mfu() -> pd.DataFrame:
     runs (leave one out). *_error are relative to the measured value.
     """
     runs = read_table("published_vision")
-    result = runs[["model", "gpus", "global_batch"]].copy()
     # MFU of a p4d's A100: TFLOP/s of a GPU over its FP16 peak of 312
-    result["measured"] = runs["measured_tflop_per_s"] / 312
-    result["paper"] = runs["paper_tflop_per_s"] / 312
+    result = runs[["model", "gpus", "global_batch"]].assign(
+        measured=runs["measured_tflop_per_s"] / 312,
+        paper=runs["paper_tflop_per_s"] / 312,
+    )
     ours = []
     for run in runs.itertuples():
         system = f"p4d.24xlarge-{run.gpus}"
@@ -218,16 +219,15 @@ def vit_mfu() -> pd.DataFrame:
         ours.append(flops / 312e12)
     result["ours"] = ours
     # log(measured / ours) = log c + k log(local batch), a line through the others
-    log_batch = np.log(result["global_batch"] / result["gpus"])
-    log_ratio = np.log(result["measured"] / result["ours"])
+    log_batch = np.log(result.eval("global_batch / gpus"))
+    log_ratio = np.log(result.eval("measured / ours"))
     fitted = []
-    for run in result.index:
+    for run, local_batch in result.eval("global_batch / gpus").items():
         power, factor = np.polyfit(log_batch.drop(run), log_ratio.drop(run), 1)
-        local_batch = result["global_batch"][run] / result["gpus"][run]
         fitted.append(ours[run] * math.exp(factor) * local_batch**power)
     result["fitted"] = fitted
     for who in ("paper", "ours", "fitted"):
-        result[f"{who}_error"] = result[who] / result["measured"] - 1
+        result = result.eval(f"{who}_error = {who} / measured - 1")
     return with_origin(result, *FILES[:2], "published_vision", rules=AS_RELEASED)
 
 

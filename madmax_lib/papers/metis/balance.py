@@ -9,7 +9,6 @@ tie.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, takewhile
 from operator import sub
@@ -25,16 +24,6 @@ _OVERFULL_SHARE = 0.9  # of what its memory allows, an overfull stage is left wi
 _LEAST_REQUIRED = 0.01  # capacity that need not be spread any more
 _LEAST_SPARE = 0.001  # capacity below which a stage takes nothing
 _MOVES = 3
-
-
-@dataclass
-class _Assignment:
-    """Pieces of layers on their way to stages."""
-
-    room: list[float]  # capacity left on each stage
-    owner: list[int] = field(default_factory=list)  # stage of each piece, -1 for none
-    first: list[int] = field(default_factory=list)  # piece of each stage, -1 for none
-    waiting: list[int] = field(default_factory=list)  # pieces without owner, ascending
 
 
 class Balancer:
@@ -61,47 +50,43 @@ class Balancer:
         return tuple(accumulate(map(len, layers), initial=0))
 
     def _owners(self, capacity: Sequence[float]):
-        """Stage of each piece."""
-        pieces = self._in_order(capacity)
-        self._fill_gaps(pieces)
-        return pieces.owner
-
-    def _in_order(self, capacity: Sequence[float]):
-        """First to last stage until each is full, then the last stage from the end on."""
-        pieces = _Assignment(list(capacity))
+        """Stage of each piece: first to last stage until each is full, then the last
+        stage from the end on, then what is left in between.
+        """
         piece = self._piece
-        owner = pieces.owner
-        count = len(piece)
-        last = len(pieces.room) - 1
+        room = list(capacity)  # left on each stage
+        owner = []  # stage of each piece, -1 for none
+        first = []  # piece of each stage, -1 for none
+        waiting = []  # pieces without owner, ascending
+        last = len(room) - 1
         # Forward: stages but the last take pieces up to 7L - 1 - 7; a stage is full at
         # the first piece that does not fit, and that piece is left waiting.
-        bound = count - PIECES - 1
+        bound = len(piece) - PIECES - 1
         start = 0
         for stage in range(last):
             end = start
             if start < bound:
-                end = self._take_until_full(pieces.room, stage, start, bound)
-            pieces.first.append(start if end > start else -1)
+                end = self._take_until_full(room, stage, start, bound)
+            first.append(start if end > start else -1)
             owner += [stage] * (end - start)
             if end < bound:
-                pieces.waiting.append(end)
+                waiting.append(end)
                 owner.append(-1)
                 end += 1
             start = end
         # Backward: the last stage takes the last layer's pieces in any case, then as
         # many before it, without a gap, as fit.
-        owner += [last] * (count - start)
-        lowest = count - PIECES
-        room = reduce(sub, reversed(piece[lowest:]), pieces.room[last])
-        waiting = pieces.waiting
+        owner += [last] * (len(piece) - start)
+        lowest = len(piece) - PIECES
+        room[last] = reduce(sub, reversed(piece[lowest:]), room[last])
         waiting += range(start, lowest)
-        while waiting and waiting[-1] == lowest - 1 and room > piece[lowest - 1]:
+        while waiting and waiting[-1] == lowest - 1 and room[last] > piece[lowest - 1]:
             lowest = waiting.pop()
             owner[lowest] = last
-            room -= piece[lowest]
-        pieces.room[last] = room
-        pieces.first.append(lowest)
-        return pieces
+            room[last] -= piece[lowest]
+        first.append(lowest)
+        self._fill_gaps(room, owner, first, waiting)
+        return owner
 
     def _take_until_full(self, room: list[float], stage: int, start: int, bound: int):
         """First piece from `start` on, at most `bound`, that does not fit into a stage,
@@ -115,7 +100,9 @@ class Balancer:
         room[stage] = fitting[-1]
         return start + len(fitting) - 1
 
-    def _fill_gaps(self, pieces: _Assignment):
+    def _fill_gaps(
+        self, room: list[float], owner: list[int], first: list[int], waiting: list[int]
+    ):
         """Each piece without owner, ascending, to the stage with most room among those
         around it, the first of equals.
 
@@ -123,15 +110,11 @@ class Balancer:
         first after it. Stages begin in order and all pieces before have owners, so both
         are found by moving on.
         """
-        piece = self._piece
-        owner = pieces.owner
-        first = pieces.first
-        room = pieces.room
         follows = [stage for stage, start in enumerate(first) if start >= 0]
         ahead = 0
         lower = 0
         joined = -1  # owner of the piece given last: its range reaches this one at once
-        for number in pieces.waiting:
+        for number in waiting:
             if number and first[owner[number - 1]] < number:
                 lower = owner[number - 1]
             while ahead < len(follows) and (
@@ -142,7 +125,7 @@ class Balancer:
             around = room[lower : upper + 1]
             stage = lower + around.index(max(around))
             owner[number] = stage
-            room[stage] -= piece[number]
+            room[stage] -= self._piece[number]
             joined = stage
 
     def _majority(self, owner: list[int], stages: int):

@@ -11,6 +11,7 @@ right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 from madmax_lib.papers.metis.job import MetisJob
@@ -114,26 +115,28 @@ class RankOrder:
         return counts
 
 
+@dataclass(eq=False)
 class Stage:
     """`gpus` ranks from `start` on as dp replicas of tp GPUs, in a step of `batches`
     micro-batches.
     """
 
-    def __init__(self, ranks: RankOrder, start: int, gpus: int, dp: int, batches: int):
-        self.ranks = ranks
-        self.start = start
-        self.gpus = gpus
-        self.dp = dp
-        self.batches = batches
-        self.tp = gpus // dp
-        self._job = ranks.job
-        self._samples = self._job.global_batch // batches  # of all replicas
-        self.micro_batch = self._job.global_batch // dp // batches
+    ranks: RankOrder
+    start: int
+    gpus: int
+    dp: int
+    batches: int
+
+    def __post_init__(self):
+        self.tp = self.gpus // self.dp
+        self._job = self.ranks.job
+        self._samples = self._job.global_batch // self.batches  # of all replicas
+        self.micro_batch = self._samples // self.dp
         self.valid = (
             1 <= self.micro_batch <= self._job.max_bs and self.tp <= self._job.max_tp
         )
-        self.degrees = [dp, self.tp]
-        self._types = ranks.types[start : start + gpus]
+        self.degrees = [self.dp, self.tp]
+        self._types = self.ranks.types[self.start : self.start + self.gpus]
 
     @cached_property
     def halved(self) -> Stage | None:

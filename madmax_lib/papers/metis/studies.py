@@ -150,9 +150,9 @@ def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.Da
     for profile in first_listed(_profiles(layers)):
         name = profile.name.removeprefix("DeviceType.")
         best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
-        rows.append((name, profile.optimizer_ms, best_ms, f"{node_order[0]} first"))
-    columns = ["model_profile", "optimizer_ms", "cost_ms", "node_order"]
-    table = pd.DataFrame(rows, columns=columns)
+        rows.append((name, profile.optimizer_ms, best_ms))
+    table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms"])
+    table["node_order"] = f"{node_order[0]} first"
     return table.sort_values("cost_ms", ignore_index=True)
 
 
@@ -181,10 +181,9 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
             for _, plan in plans.iterrows()
         )
         chosen = table["believed_ms"].argmin()
-        about = {"defect": name, "what": cost.what}
-        about["chosen"] = _plan_text(plans.iloc[chosen])
-        best_ms = table["correct_ms"].min()
-        rows.append(about | {**table.iloc[chosen], "best_correct_ms": best_ms})
+        row = {"defect": name, "what": cost.what}
+        row |= {"chosen": _plan_text(plans.iloc[chosen]), **table.iloc[chosen]}
+        rows.append(row | {"best_correct_ms": table["correct_ms"].min()})
     return pd.DataFrame(rows)
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import sub
 from pathlib import Path
 from typing import NamedTuple
@@ -234,9 +234,7 @@ class _Walk:
         total = plain_sum(speed)
         capacity = [value / total for value in speed]
         first_free_mb = []
-        attempt = 0
-        while True:
-            attempt += 1
+        for attempt in count(1):
             partition = self._balancer.partition(capacity)
             demand_mb = [
                 stage.demand_mb(x, y)
@@ -250,12 +248,10 @@ class _Walk:
                 )
             if least > self._least_missing[0]:
                 self._least_missing = (least, stages[free_mb.index(least)], len(stages))
-            shifted = None
-            if attempt < _ATTEMPTS:
-                shifted = shift_capacity(capacity, memory_mb, demand_mb)
-            if shifted is None:
+            tries_left = attempt < _ATTEMPTS
+            capacity = tries_left and shift_capacity(capacity, memory_mb, demand_mb)
+            if not capacity:
                 return _Placement(0, partition, free_mb, first_free_mb, attempt)
-            capacity = shifted
 
     def _record(self, stages: list[Stage], placed: _Placement, costed: int):
         try:

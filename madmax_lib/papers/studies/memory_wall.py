@@ -133,16 +133,18 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy):
     tokens = run["global_batch"] * model.sequence
     # NaN where nothing leaves the device
     share = times.get("offload_share", float("nan"))
-    row |= {"share": share, **times[["step_s", "low_s", "high_s", "tokens_per_s"]]}
-    row["offload_s"] = times.get("offload_s", 0.0)
-    row["bottleneck"] = max(causes, key=causes.get)
     # 8 FLOPs per parameter and token: 2 forward, 4 backward, 2 recomputed
     flops = 8 * model.parameters * tokens
-    row["tflops"] = flops / times["step_s"] / cluster.world_size / 1e12
     host_s = _host_busy_s(model, cluster, plan, share)
     energy = step_energy(times, cluster, tokens, host_s)
-    names = ("token_j", "token_low_j", "token_high_j")
-    return row | {name: energy[name] for name in names}
+    return row | {
+        "share": share,
+        **times[["step_s", "low_s", "high_s", "tokens_per_s"]],
+        "offload_s": causes["offload"],
+        "bottleneck": max(causes, key=causes.get),
+        "tflops": flops / times["step_s"] / cluster.world_size / 1e12,
+        **{name: energy[name] for name in ("token_j", "token_low_j", "token_high_j")},
+    }
 
 
 def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float):

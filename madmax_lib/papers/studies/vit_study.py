@@ -70,8 +70,8 @@ def steps() -> pd.DataFrame:
     milliseconds = log.assign(update_ms=update_ms)[[f"{phase}_ms" for phase in PHASES]]
     seconds = milliseconds.div(1e3).set_axis(PHASES, axis=1)
     table = log[["step"]].assign(kind=kind).join(seconds)
-    table["reduce_tail_s"] = log["reduce_tail_ms"] / 1e3
-    table["step_s"] = seconds.sum(axis=1)
+    tail_s = log["reduce_tail_ms"] / 1e3
+    table = table.assign(reduce_tail_s=tail_s, step_s=seconds.sum(axis=1))
     return with_origin(table, _STEPS, rules=_RULES)
 
 
@@ -324,26 +324,19 @@ def claims(parameters: Parameters, predicted: pd.DataFrame) -> pd.DataFrame:
         "wait for gradients after backward: second bucket at the all-gather's rate [s]"
     )
     step = predicted.set_index("phase").loc["step"]
+    needed_gb = ddp[["usable_bytes", "peak_bytes"]] / 1e9
+    states_gb = (float(allocated.iloc[0]), states / 1e9)
     rows = [
         ("step of ZeRO-2 after the fit [s]", step["rest_s"], step["simulated_s"]),
         (tail, tail_s, second_bucket_bytes / gathered_bytes_per_s),
-        (
-            "weights and optimizer of ZeRO-2 [GB]",
-            float(allocated.iloc[0]),
-            states / 1e9,
-        ),
-        (
-            "usable memory of a T4, needed by DDP [GB]",
-            ddp["usable_bytes"] / 1e9,
-            ddp["peak_bytes"] / 1e9,
-        ),
+        ("weights and optimizer of ZeRO-2 [GB]", *states_gb),
+        ("usable memory of a T4, needed by DDP [GB]", *needed_gb),
     ]
     for case in cases.itertuples():
         claim = f"overlap of {case.strategy}, mean of ranks"
         rows.append((claim, traced[case.strategy], case.overlap))
     table = pd.DataFrame(rows, columns=["claim", "theirs", "ours"])
-    share = table["claim"].str.startswith("overlap")
-    table["error"] = (table["ours"] - table["theirs"]) / table["theirs"].where(
-        ~share, 1.0
-    )
+    relative = ~table["claim"].str.startswith("overlap")
+    unit = table["theirs"].where(relative, 1.0)
+    table["error"] = table.eval("ours - theirs") / unit
     return with_origin(table, _STEPS, _OVERLAP, rules=_RULES)

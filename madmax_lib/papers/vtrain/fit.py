@@ -84,14 +84,12 @@ class Profile:
         """
         rows = []
         for key, group in self.groups.items():
-            row = dict(zip(GROUP, key, strict=True))
-            row |= {"rows": group.rows, "rank": len(group.span)}
-            row["determined"] = group.determined
             # single constants mean nothing below rank 5
             values = group.values if group.determined else np.full(5, np.nan)
-            row |= dict(zip(CONSTANTS, values, strict=True))
-            rows.append(row | {"worst_s": group.worst_s})
-        return pd.DataFrame(rows)
+            counts = (group.rows, len(group.span), group.determined)
+            rows.append((*key, *counts, *values, group.worst_s))
+        columns = [*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"]
+        return pd.DataFrame(rows, columns=columns)
 
 
 def fit(
