@@ -31,7 +31,7 @@ class MeasuredCollectives:
       collective: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, or
       broadcast, which no step has.
       ranks, nodes: of the group.
-      size_bytes: message of a rank, as in `simulator.rates.collectives`.
+      size_bytes: message of a rank, as in `simulator.costs.link_prices`.
       seconds: of one call.
     curves: points (size in bytes, seconds) by "collective ranks nodes", as `Parameters`
     take them. Raises ValueError naming what is missing or wrong.

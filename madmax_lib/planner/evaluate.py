@@ -30,8 +30,8 @@ from madmax_lib.planner.space import (
     sharding_choices,
 )
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.memory.memory import plans_peak_bytes, table_peak_bytes
-from madmax_lib.simulator.memory.states import default_software
+from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.memory.states import USUAL_SOFTWARE
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import step_s, step_time
@@ -211,7 +211,7 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
         # with one software named, plans were evaluated in its memory already
         if len(rows) and not problem.case.software:
             case = replace(problem.case, plan=plans[rows], software=stack)
-            launched[rows] = table_peak_bytes(case) <= problem.room_bytes
+            launched[rows] = plans_peak_bytes(case) <= problem.room_bytes
         launches.append(launched)
     names = [stack.name for stack in problem.stacks]
     return [
@@ -281,7 +281,7 @@ def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits):
     masks: by stack, what it launches; fits: in the memory of the usual software.
     """
     fits_one = np.zeros(fits.shape, bool)
-    usual = plans.tp * plans.pp * plans.ep > 1 and default_software(plans)
+    usual = plans.tp * plans.pp * plans.ep > 1 and USUAL_SOFTWARE[0]
     for stack, mask in zip(problem.stacks, masks, strict=True):
         candidates = fits & mask & ~fits_one
         # the memory of the usual software is what `fits` was judged by

@@ -8,7 +8,7 @@ are given; no Python loop over plans.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -21,8 +21,7 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.costs.rows import unique_rows
-from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -36,20 +35,11 @@ __all__ = ["estimate"]
 
 _CHUNK = 1 << 15  # plans at a time: their arrays stay in the cache
 _BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
-_SAMPLE = 1024  # rows that tell whether a table repeats itself
 # rows of a table whose memory is counted unasked, in less than a fifth of a second
 _COUNTED = 100_000
 _SECONDS = ("step_s", "low_s", "high_s", *PARTS)
 # rows of the array of results: all but the last as columns of the table
 _COLUMNS = (*_SECONDS, "mfu", "tokens_per_s", "memory_bytes")
-
-
-@dataclass(frozen=True)
-class _Offloaded:
-    """Columns and refusals that offload adds to a table."""
-
-    columns: dict[str, np.ndarray]  # offload_s and offload_share
-    refused: dict[int, str]  # reason of each row that cannot offload
 
 
 def estimate(
@@ -113,15 +103,15 @@ def estimate(
         values = _values_of_table(case, parameters, counted)
     else:
         enforce(rules_of(case), case.plan, case)
-        values = np.empty((len(_COLUMNS), 1))
-        _fill(values, case, parameters, counted)
-    offloaded = _Offloaded({}, {})
+        values = _values(case, parameters, counted)
+    added = {}
+    refused = {}
     if case.plan.offload is not None or policy is not None:
-        offloaded = _with_offload(values, case, parameters, policy)
-    table = _as_table(values, case, index, counted, offloaded.columns)
+        added, refused = _with_offload(values, case, parameters, policy)
+    table = _as_table(values, case, index, counted, added)
     is_wrong = np.isnan(values[0])
     if is_table and is_wrong.any():
-        reasons = _reasons(case, is_wrong, offloaded.refused)
+        reasons = _reasons(case, is_wrong, refused)
         table.insert(table.shape[1] - counted, "reason", reasons)
     return table
 
@@ -162,46 +152,31 @@ def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]):
 
 
 def _values_of_table(case: Case, parameters: Parameters, counted: bool):
-    """Values (columns, n) of a table, NaN where a plan is not legal; equal rows are
-    worked out once.
-    """
+    """Values (columns, n) of a table, NaN where a plan is not legal."""
     plan = case.plan
     (size,) = plan.shape
     if size > _BLOCK:
         parts = (plan[start : start + _BLOCK] for start in range(0, size, _BLOCK))
         cases = (replace(case, plan=part) for part in parts)
         return np.hstack([_values_of_table(c, parameters, counted) for c in cases])
-    if size > _SAMPLE and unique_rows(plan[:: size // _SAMPLE], vars(plan)):
-        kinds = unique_rows(plan, vars(plan))
-        if kinds:
-            once = replace(case, plan=plan[kinds.rows])
-            values = _values_of_table(once, parameters, counted)
-            return values.take(kinds.inverse, axis=1)
     mask = legal(case).mask
-    values = np.empty((len(_COLUMNS), size))
     if mask.all():
-        _fill(values, case, parameters, counted)
-        return values
-    values.fill(np.nan)
+        return _values(case, parameters, counted)
+    values = np.full((len(_COLUMNS), size), np.nan)
     legal_case = replace(case, plan=plan[mask])
-    _fill(values, legal_case, parameters, counted, np.flatnonzero(mask))
+    values[:, mask] = _values(legal_case, parameters, counted)
     return values
 
 
-def _fill(
-    values: np.ndarray,
-    case: Case,
-    parameters: Parameters,
-    counted: bool,
-    columns: np.ndarray | None = None,
-):
-    """Fill in seconds of legal plans, and their memory if it is counted, in these
-    columns of values (all if None).
+def _values(case: Case, parameters: Parameters, counted: bool = False):
+    """Values (columns, n) of legal plans: seconds, and peak bytes of a device if they
+    are counted, NaN for plans with offload.
     """
-    size = values.shape[1] if columns is None else len(columns)
-    everywhere = slice(None) if columns is None else columns
-    if counted and case.plan.shape != (0,):
-        values[-1, everywhere] = _device_bytes(case)
+    size = int(np.prod(case.plan.shape))
+    values = np.empty((len(_COLUMNS), size))
+    if counted and size:
+        is_away = np.not_equal(case.plan.offload, None)
+        values[-1] = np.where(is_away, np.nan, plans_peak_bytes(case))
     steps = Steps.of(case)
     is_large = size > _CHUNK
     pipelines = pipelines_of(steps, parameters) if is_large else None
@@ -212,31 +187,31 @@ def _fill(
         factor = np.exp(log_width(part, times, parameters))
         times["low_s"] = times["step_s"] / factor
         times["high_s"] = times["step_s"] * factor
-        into = rows if columns is None else columns[rows]
         for row, name in zip(values, _SECONDS, strict=False):
-            row[into] = times[name]
-
-
-def _device_bytes(case: Case):
-    """Peak bytes of a device, NaN for plans with offload."""
-    peak_bytes = table_peak_bytes(case)
-    if case.plan.offload is None:
-        return peak_bytes
-    return np.where(np.equal(case.plan.offload, None), peak_bytes, np.nan)
+            row[rows] = times[name]
+    return values
 
 
 def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy):
-    """Offload of the rows that have it, timed one by one; their values are replaced."""
+    """Columns that offload adds to a table, and the reason of each row that cannot
+    offload; rows that have it are timed one by one, and their values replaced.
+    """
     # offload is a wing: imported where a step needs it
-    from madmax_lib.simulator.offload.rows import offload_row, policy_of
+    from madmax_lib.simulator.offload.offload import offload_row, policy_of
+
+    def seconds_of(one: Case):
+        """Seconds of one plan, without what offload adds."""
+        return dict(
+            zip(_SECONDS, _values(one, parameters)[:, 0].tolist(), strict=False)
+        )
 
     policy = policy_of(policy)
     size = values.shape[1]
     kinds = np.broadcast_to(np.asarray(case.plan.offload, dtype=object), size)
-    rows = np.flatnonzero([kind is not None for kind in kinds])
+    rows = np.flatnonzero(np.not_equal(kinds, None))
     refused = {}
     if not rows.size:
-        return _Offloaded({}, refused)
+        return {}, refused
     is_single = isinstance(case.plan, Plan)
     added = {"offload_s": np.zeros(size), "offload_share": np.full(size, np.nan)}
     columns = dict(zip(_SECONDS, values, strict=False)) | added
@@ -244,7 +219,7 @@ def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy
         try:
             plan = case.plan if is_single else Plan(**vars(case.plan[row]))
             one = replace(case, plan=plan)
-            seconds = offload_row(one, parameters, policy, _row_of)
+            seconds = offload_row(one, parameters, policy, seconds_of)
         except ValueError as error:
             if is_single:
                 raise
@@ -252,11 +227,4 @@ def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy
             refused[row] = str(error)
         for name, value in seconds.items():
             columns[name][row] = value
-    return _Offloaded(added, refused)
-
-
-def _row_of(case: Case, parameters: Parameters):
-    """Seconds of one plan, without what offload adds."""
-    values = np.empty((len(_SECONDS), 1))
-    _fill(values, case, parameters, counted=False)
-    return dict(zip(_SECONDS, values[:, 0].tolist(), strict=True))
+    return added, refused

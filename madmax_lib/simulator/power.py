@@ -21,8 +21,7 @@ __all__ = ["ERROR", "device_energy_j", "power_phases", "step_energy"]
 
 ERROR = 0.25  # of the energy of a step, either way
 # of the TDP
-_IDLE = 0.15
-_COMM = 0.5
+_SHARES = {"compute": 1.0, "communication": 0.5, "waiting": 0.15}
 _HOST_IDLE = 0.4  # of the processors' TDP: they launch, and feed data
 
 
@@ -32,11 +31,8 @@ def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarr
 
     Raises ValueError for a device whose TDP is not known.
     """
-    _known_tdp(device)
-    busy_s = sum(np.asarray(parts[name]) for name in COMPUTE)
-    comm_s = sum(np.asarray(parts[name]) for name in COMMUNICATION)
-    idle_s = parts["step_s"] - busy_s - comm_s
-    return device.tdp_w * (busy_s + _COMM * comm_s + _IDLE * idle_s)
+    seconds = _phases_s(parts, device).items()
+    return device.tdp_w * sum(_SHARES[name] * spent for name, spent in seconds)
 
 
 def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
@@ -48,17 +44,9 @@ def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
     `ERROR` either way, no less than 0 and no more than the TDP. Raises ValueError for a
     device whose TDP is not known.
     """
-    _known_tdp(device)
-    seconds = {
-        "compute": sum(row[name] for name in COMPUTE),
-        "communication": sum(row[name] for name in COMMUNICATION),
-    }
-    seconds["waiting"] = row["step_s"] - sum(seconds.values())
-    shares = {"compute": 1.0, "communication": _COMM, "waiting": _IDLE}
-    rows = [
-        (name, spent, shares[name] * device.tdp_w) for name, spent in seconds.items()
-    ]
-    table = pd.DataFrame(rows, columns=["phase", "seconds", "power_w"])
+    seconds = _phases_s(row, device).items()
+    table = pd.DataFrame(seconds, columns=["phase", "seconds"])
+    table["power_w"] = table["phase"].map(_SHARES) * device.tdp_w
     table["low_w"] = (1 - ERROR) * table["power_w"]
     table["high_w"] = np.minimum((1 + ERROR) * table["power_w"], device.tdp_w)
     table["energy_j"] = table["seconds"] * table["power_w"]
@@ -88,8 +76,14 @@ def step_energy(
     return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
-def _known_tdp(device: Device):
+def _phases_s(parts: Mapping[str, np.ndarray], device: Device):
+    """Seconds of a step by phase, of a device whose TDP is known."""
     if not device.tdp_w > 0:
         raise ValueError(
             f"{device.name} has no TDP in the catalog, energy cannot be told"
         )
+    seconds = {
+        "compute": sum(parts[name] for name in COMPUTE),
+        "communication": sum(parts[name] for name in COMMUNICATION),
+    }
+    return seconds | {"waiting": parts["step_s"] - sum(seconds.values())}

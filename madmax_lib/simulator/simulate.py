@@ -3,7 +3,6 @@ out.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -22,6 +21,7 @@ from madmax_lib.simulator.events.engine import (
     Program,
     apply_core_sharing,
     run_with_stragglers,
+    text_column,
     to_timeline,
     with_receive_kernels,
 )
@@ -41,9 +41,7 @@ from madmax_lib.timeline.timeline import Meta, Timeline
 __all__ = ["simulate"]
 
 _ALL_RANKS_UP_TO = 64
-_NOTHING = Transformer(
-    "nothing", layers=1, hidden=1, heads=1, ffn=0
-)  # recommendation models give their work as blocks
+_NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
 
 
 def simulate(
@@ -99,15 +97,15 @@ def simulate(
     )
     case = Case.of_step(model, cluster, *step)
     seed = require_int("seed", seed)
-    parameters = require_type(
-        "parameters", parameters, Parameters, partial(_default, case)
-    )
+    # recommendation models are priced by the data sheet
+    default = Parameters if isinstance(case.model, DLRM) else shipped
+    parameters = require_type("parameters", parameters, Parameters, default)
     plan = case.plan
     if collectives is not None:
         parameters = replace(
             parameters, collectives=MeasuredCollectives(collectives).curves, links=()
         )
-    step, program = _lay_out(case, parameters, policy=policy)
+    step, program = _lay_out(case, parameters, policy)
     meta = _meta(case, seed, getattr(step.sharding, "offloaded", None))
     if (alone := float(step.batch.prices.solo_time_ratio)) != 1 and plan.pp > 1:
         apply_core_sharing(program, alone)
@@ -145,7 +143,7 @@ def _meta(case: Case, seed: int, offloaded):
     )
 
 
-def _lay_out(case: Case, parameters: Parameters | None = None, *, policy=None):
+def _lay_out(case: Case, parameters: Parameters, policy=None):
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
@@ -155,7 +153,7 @@ def _lay_out(case: Case, parameters: Parameters | None = None, *, policy=None):
         # offload is a wing: imported where a step needs it
         from madmax_lib.simulator.offload.staging import staged
 
-        case, sharding_of = staged(case, parameters or shipped(), policy)
+        case, sharding_of = staged(case, parameters, policy)
     plan = case.plan
     sizes = dict.fromkeys((plan.micro_batch, plan.last_micro_batch(case.global_batch)))
     batches = [_micro_batch(case, samples, parameters) for samples in sizes]
@@ -164,27 +162,17 @@ def _lay_out(case: Case, parameters: Parameters | None = None, *, policy=None):
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _default(case: Case):
-    """The shipped constants; recommendation models are priced by the data sheet."""
-    return Parameters() if isinstance(case.model, DLRM) else shipped()
-
-
-def _micro_batch(case: Case, samples: int, parameters: Parameters | None):
+def _micro_batch(case: Case, samples: int, parameters: Parameters):
     """Blocks of a micro-batch of so many samples per device, their prices and the
     message between stages.
     """
-    parameters = parameters or _default(case)
     case = replace(case, plan=replace(case.plan, micro_batch=samples))
-    chunks = chunk_blocks(case)
-    if isinstance(case.model, DLRM):
-        return MicroBatch(
-            chunks, Prices(Steps.of(replace(case, model=_NOTHING)), parameters), 0.0
-        )
-    steps = Steps.of(case)
-    sent_bytes = (
-        steps.work.moved_bytes / case.plan.tp
-    )  # each tp rank sends its part [arXiv 2104.04473]
-    return MicroBatch(chunks, Prices(steps, parameters), float(sent_bytes))
+    # recommendation models give their work as blocks
+    is_dlrm = isinstance(case.model, DLRM)
+    steps = Steps.of(replace(case, model=_NOTHING) if is_dlrm else case)
+    # each tp rank sends its part [arXiv 2104.04473]
+    sent_bytes = float(steps.work.moved_bytes / case.plan.tp)
+    return MicroBatch(chunk_blocks(case), Prices(steps, parameters), sent_bytes)
 
 
 def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups):
@@ -193,34 +181,26 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups):
     """
     of_stage = timeline.meta.represents
     every = timeline.meta.world_size <= _ALL_RANKS_UP_TO
-    spans = timeline.spans
-    edges = timeline.edges
-    stage_of = timeline.spans["rank"].to_numpy()
+    count = len(timeline)
     first = np.array([of_stage[stage][0] for stage in sorted(of_stage)], dtype=np.int32)
-    copies = np.arange(len(of_stage[0]) if every else 1)
-    rows = np.tile(np.arange(len(spans)), len(copies))
-    spans = spans.take(rows).assign(
-        rank=first[stage_of][rows] + np.repeat(copies, len(stage_of)).astype(np.int32)
+    ranks = first[timeline.spans["rank"].to_numpy()]
+    copies = range(len(of_stage[0]) if every else 1)
+    spans = pd.concat(
+        [timeline.spans.assign(rank=ranks + copy) for copy in copies], ignore_index=True
     )
-    shift = np.repeat(copies * len(stage_of), len(edges))
-    edges = edges.take(np.tile(np.arange(len(edges)), len(copies)))
-    edges = edges.assign(
-        source=edges["source"].to_numpy() + shift,
-        target=edges["target"].to_numpy() + shift,
+    ends = timeline.edges[["source", "target"]]
+    edges = pd.concat(
+        [timeline.edges.assign(**(ends + copy * count)) for copy in copies],
+        ignore_index=True,
     )
     represents = {
         rank: [rank] if every else ranks
         for ranks in of_stage.values()
         for rank in ranks[: len(copies)]
     }
-    spans = spans.reset_index(drop=True).assign(
-        group=_with_members(spans["group"], spans["rank"], plan, groups)
-    )
-    return Timeline(
-        spans,
-        replace(timeline.meta, represents=represents),
-        edges.reset_index(drop=True),
-    )
+    group = _with_members(spans["group"], spans["rank"], plan, groups)
+    meta = replace(timeline.meta, represents=represents)
+    return Timeline(spans.assign(group=group), meta, edges)
 
 
 def _delayed(
@@ -239,6 +219,7 @@ def _delayed(
     times_s = run_with_stragglers(
         program, 1 + delays - delays.min(), members, len(timeline) // len(program)
     )
+    # (ops, devices) of each, devices below each other: (devices x ops)
     start_ns, end_ns = (
         np.rint(seconds.T.reshape(-1) * NS_PER_S).astype(np.int64)
         for seconds in times_s
@@ -254,26 +235,11 @@ def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups)
     the plan.
     """
     plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
-    if set(group.cat.categories) <= set(plain):
-        return group.array
-    kinds = group.cat.categories
-    codes = group.cat.codes.to_numpy()
-    ranks = rank.to_numpy()
-    unique_ranks, index = np.unique(ranks, return_inverse=True)
-
-    def name(kind: str, member: int):
-        return (
-            kind
-            if kind in plain
-            else member_name(kind, member, groups[kind].ranks, groups[kind].stride)
-        )
-
-    names = np.array(
-        [[name(kind, member) for member in unique_ranks.tolist()] for kind in kinds],
-        dtype=object,
-    )
-    texts, code = np.unique(names, return_inverse=True)
-    of_span = np.where(codes < 0, -1, code.reshape(names.shape)[codes, index])
-    return pd.Categorical.from_codes(
-        of_span, pd.Index(texts, dtype=object)
-    ).remove_unused_categories()
+    texts = group.astype(object).where(group.notna(), "").to_numpy()
+    for (kind, member), rows in rank.groupby(
+        [group, rank], observed=True
+    ).indices.items():
+        if kind not in plain:
+            one = groups[kind]
+            texts[rows] = member_name(kind, member, one.ranks, one.stride)
+    return text_column(texts.tolist())

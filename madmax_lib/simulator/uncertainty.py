@@ -70,14 +70,10 @@ def components(
     """Factors of the components of the variance: `COMPONENTS`, and
     doublings.
     """
-    shape = steps.work.shape
-    plan = steps.work.plan
-    rare = (
-        (np.asarray(shape.image) > 0)
-        | (np.asarray(plan.lora_rank) > 0)
-        | (shape.model is not None)
-    )
-    mixture = (np.asarray(shape.experts) > 0) & ~rare
+    shape = steps.shape
+    plan = steps.plan
+    rare = (shape.image > 0) | (plan.lora_rank > 0) | (shape.model is not None)
+    mixture = (shape.experts > 0) & ~rare
     return {
         "constants": _open_variance(steps, times, parameters),
         "stranger": np.ones(()),
@@ -125,6 +121,7 @@ def _open_variance(
     kind = np.zeros(1, np.int64)
     for index in which:
         if np.ndim(index):
+            # the constants so far and this one as digits of a number, numbered anew, (n,)
             kind = np.unique(kind * len(covariance) + index, return_inverse=True)[1]
     for number in range(kind.max() + 1):
         first = np.argmax(kind == number)
@@ -146,6 +143,7 @@ def shared_errors(
     parts, slopes = parameters.slopes
     places, covariance = parameters.uncertainty
     count = len(times["step_s"])
+    # (parts, n), also where there are no parts
     shares = (
         np.array([times[part] for part in parts]).reshape(-1, count) / times["step_s"]
     )
@@ -164,7 +162,7 @@ def _doublings(steps: Steps, parameters: Parameters):
     unseen families have none.
     """
     scale = parameters.provenance.get("scale", {})
-    plan = steps.work.plan
+    plan = steps.plan
     family = steps.machine.family
     sizes = {
         "devices": plan.dp * plan.tp * plan.pp * plan.cp,

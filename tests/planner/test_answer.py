@@ -21,7 +21,7 @@ from madmax_lib.planner.answer import _chances, _limits, _reasons
 from madmax_lib.planner.evaluate import LAYOUT_KEY
 from madmax_lib.simulator import Parameters
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.memory.memory import table_peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import components, shared_errors
@@ -82,7 +82,7 @@ def test_each_stack_of_a_row_launches_it_in_its_memory_and_no_other(found):
         roomy = [
             stack
             for stack in launched
-            if table_peak_bytes(cases[stack])[0] <= usable_bytes(CLUSTER.device)
+            if plans_peak_bytes(cases[stack])[0] <= usable_bytes(CLUSTER.device)
         ]
         assert row["stacks"].split() == roomy and roomy
 

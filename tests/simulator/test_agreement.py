@@ -14,18 +14,15 @@ from oracles.random_cases import MODELS, STACKS, drawn_cases
 from scipy.stats import binom
 from support import cells
 
-from madmax_lib import catalog
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.events.engine import run
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.simulate import _lay_out
-from madmax_lib.simulator.steady.stages import _stage_layers
 from madmax_lib.simulator.steady.step_time import step_s
 
 
@@ -172,26 +169,6 @@ def test_every_second_layer_is_a_mixture():
         held = held_layers(model, case.plan)
         assert sum(held.values()).sum() == even
         assert held["*E"].sum() == model.moe_layers
-
-
-@pytest.mark.parametrize(
-    ("pp", "chunks"), [(2, 1), (4, 1), (16, 1), (2, 3), (4, 3), (8, 2), (8, 5)]
-)
-@pytest.mark.parametrize(
-    "ends", ["", ".embedding-layer", ".embedding-layer.head-layer"]
-)
-def test_stages_of_the_closed_form_have_the_layers_that_are_laid_out(pp, chunks, ends):
-    interleaved = f".v{chunks}" if chunks > 1 else ""
-    plan = Plan.parse(f"dp{16 // pp}.pp{pp}{interleaved}{ends}")
-    cluster = catalog.cluster("dgx-a100", nodes=2)
-    for layers in range(pp * chunks + 2, 3 * pp * chunks + 2):
-        model = replace(catalog.model("gpt2"), layers=layers)
-        cut = _stage_layers(Steps.of(Case(model, cluster, plan, 64)))
-        first, *middle, last = (
-            sum(map(len, stage)) for stage in chunk_layers(layers, plan)
-        )
-        assert (cut.first, cut.last) == (first, last), layers
-        assert not middle or cut.middle == max(middle), layers
 
 
 @pytest.mark.parametrize("bucket", [1e8, 4e8, 1e9, np.inf])

@@ -215,7 +215,7 @@ def test_engine_and_closed_form_update_the_same_parameters():
     assert sum(case.plan.ep > 1 and case.plan.zero > 0 for case in drawn) > 10
     for case in drawn:
         case = replace(case, model=replace(case.model, vocab=1))
-        _, program = _lay_out(case)
+        _, program = _lay_out(case, shipped())
         ops = zip(program.duration_s, program.name, strict=True)
         updates = [seconds for seconds, name in ops if name == "adam"]
         closed_s = step_time(Steps.of(case), shipped())["optimizer_s"][0]

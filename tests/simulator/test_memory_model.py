@@ -28,7 +28,7 @@ from madmax_lib.simulator.memory.memory import (
     stage_bytes,
     usable_bytes,
 )
-from madmax_lib.simulator.memory.states import default_software
+from madmax_lib.simulator.memory.states import default_software, software_of
 
 GPT = Transformer("gpt", 8, 512, 8, 2048, sequence=256, vocab=1024)
 LLAMA = replace(mm.model("llama-7b"), name="llama", layers=8, hidden=512, heads=8, head_dim=64, v_head_dim=64,
@@ -100,11 +100,15 @@ def test_zero_paper(fact):
     assert billions == pytest.approx(fact.value, abs=last_digit)
 
 
-def layer(model, tokens, sequence, word="*-", *, width=None, further=("masks",), **of):
-    """What a layer keeps of so many tokens."""
-    plans = Plans(micro_batch=tokens / sequence, **of)
-    case = Case(model, None, plans, sequence=sequence)
-    return layer_bytes(case, word, product_width=width, further=further)
+def layer(
+    model, tokens, sequence, word="*-", *, dtype="bf16", keeps=("masks",), **plan
+):
+    """Bytes that a layer stores of so many tokens from forward to backward pass."""
+    plans = Plans(micro_batch=tokens / sequence, **plan)
+    case = Case(model, None, plans, sequence=sequence, dtype=dtype)
+    habits = {"keeps": keeps, "stored_8bit": True, "selective_products": 0}
+    software = replace(software_of("megatron", dtype), **habits)
+    return layer_bytes(case, word, software).stored
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -113,12 +117,14 @@ def test_layer_of_the_recompute_paper(size, tp):
     """arXiv 2205.05198 Table 2, exactly: s b h (34 + 5 a s / h) and its parallel forms."""
     _, h, heads, *_ = PAPER[size]
     unit, core = 2048.0 * h, 5 * heads * 2048 / h
-    plain = paper_layer(size, 2048.0, tp=tp, sequence_parallel=False)
-    split = paper_layer(size, 2048.0, tp=tp, sequence_parallel=True)
-    assert plain.whole / unit == pytest.approx(10 + 24 / tp + core / tp)
-    assert plain.kept("full") / unit == 2
-    assert split.whole / unit == pytest.approx((34 + core) / tp)
-    assert split.kept("selective") / unit == pytest.approx(34 / tp)
+    plain = {"tp": tp, "sequence_parallel": False}
+    split = {"tp": tp, "sequence_parallel": True}
+    whole = paper_layer(size, 2048.0, **plain)
+    assert whole / unit == pytest.approx(10 + 24 / tp + core / tp)
+    assert paper_layer(size, 2048.0, recompute="full", **plain) / unit == 2
+    assert paper_layer(size, 2048.0, **split) / unit == pytest.approx((34 + core) / tp)
+    selective = paper_layer(size, 2048.0, recompute="selective", **split)
+    assert selective / unit == pytest.approx(34 / tp)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -155,8 +161,9 @@ def test_states_of_the_recompute_paper(size):
     "fact", facts("saved by selective recompute"), ids=lambda fact: fact.model
 )
 def test_what_selective_recompute_saves(fact):
-    held = paper_layer({"gpt3-175b": "175B"}.get(fact.model, "530B"), 1.0)
-    saved = 1 - held.kept("selective") / held.whole
+    size = {"gpt3-175b": "175B"}.get(fact.model, "530B")
+    selective = paper_layer(size, 1.0, recompute="selective")
+    saved = 1 - selective / paper_layer(size, 1.0)
     assert saved == pytest.approx(fact.value, abs=0.01)
 
 
@@ -173,20 +180,21 @@ def test_llama_layer():
     elements of 2 bytes.
     """
     h, q, kv, f = 512, 512, 128, 1408
-    whole, eight = layer(LLAMA, 1.0, 256), layer(LLAMA, 1.0, 256, width=1)
-    assert whole.whole == 2 * (4 * h + 2 * q + 2 * kv + 3 * f) + 4 * LLAMA.heads
-    assert whole.whole - eight.whole == 2 * h + q + f
-    split = layer(LLAMA, 1.0, 256, tp=2, sequence_parallel=True)
-    assert split.whole * 2 == whole.whole
-    assert split.kept("full") * 2 == whole.kept("full") == 2 * h
+    whole, eight = layer(LLAMA, 1.0, 256), layer(LLAMA, 1.0, 256, dtype="fp8")
+    assert whole == 2 * (4 * h + 2 * q + 2 * kv + 3 * f) + 4 * LLAMA.heads
+    assert whole - eight == 2 * h + q + f
+    split = {"tp": 2, "sequence_parallel": True}
+    assert layer(LLAMA, 1.0, 256, **split) * 2 == whole
+    full = layer(LLAMA, 1.0, 256, recompute="full")
+    assert layer(LLAMA, 1.0, 256, recompute="full", **split) * 2 == full == 2 * h
 
 
 def test_mixture_layer():
     dense, mixture = (layer(MIXTURE, 1.0, 256, word) for word in ("*-", "*E"))
-    assert mixture.feed_forward == 2 * (3 * 3 * 256 + 2 * 2 * 512) + 8 * 8
-    assert dense.hidden == mixture.hidden
-    roomy = layer(MIXTURE, 1.0, 256, "*E", capacity=1.5)
-    assert roomy.feed_forward > mixture.feed_forward
+    # what lies between the blocks is the same in both
+    feed_forward = 2 * (3 * 3 * 256 + 2 * 2 * 512) + 8 * 8
+    assert mixture - dense == feed_forward - 2 * 3 * MIXTURE.ffn
+    assert layer(MIXTURE, 1.0, 256, "*E", capacity=1.5) > mixture
 
 
 @pytest.mark.parametrize(
@@ -562,8 +570,8 @@ def test_what_a_software_keeps_beside(name, size):
     gathered inputs of products.
     """
     of = {"tp": 4, "sequence_parallel": True}
-    more = layer(LLAMA, 1.0, 256, further=(name,), **of).whole
-    assert more - layer(LLAMA, 1.0, 256, **of).whole == pytest.approx(size)
+    more = layer(LLAMA, 1.0, 256, keeps=(name,), **of)
+    assert more - layer(LLAMA, 1.0, 256, **of) == pytest.approx(size)
 
 
 def test_the_last_stage_keeps_logits_of_further_micro_batches():

@@ -150,7 +150,7 @@ def nodes_of(
         pairs = [prices.groups[name] for name in ("same node", "other node")]
         # seconds of a byte and of a message, inside the node and beyond it
         byte_s, message_s = zip(
-            *(prices.links.rate("send_recv", pair) for pair in pairs), strict=True
+            *(prices.rate("send_recv", pair) for pair in pairs), strict=True
         )
         gpus = cluster.devices_per_node
         # GPUs of a network port; one each where the cluster does not say

@@ -9,17 +9,16 @@ what depends on one thing only is worked out once.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.models import Device, Link
+from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.rows import map_leaves
-from madmax_lib.simulator.layers.ops import Precision, precision
-from madmax_lib.simulator.layers.work import HABITS, Shape, Work
+from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
@@ -64,8 +63,17 @@ class ClassColumn:
         return np.concatenate(columns, axis=-1)[..., self.code]
 
 
+class _Classified:
+    """Fields of which names of classes become columns of that class alone."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, str):
+                object.__setattr__(self, name, ClassColumn((value,)))
+
+
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(_Classified):
     """Data-sheet rates of the devices and links of a step, and the classes of constants
     that say which share of them is reached.
     """
@@ -92,7 +100,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class SoftwareTraits:
+class SoftwareTraits(_Classified):
     """Behaviour of the software of a step where the plan does not say, as in `Software`.
 
     A question is answered by 1 or 0.
@@ -142,59 +150,32 @@ class Steps:
     @classmethod
     def of(cls, case: Case) -> Steps:
         """Step of one case, with one plan or the columns of many."""
-        machine = Hardware(**_with_columns(_hardware(case)))
-        traits = SoftwareTraits(**_with_columns(_traits(case)))
-        return cls(Work.of(case), machine, traits, case.global_batch, case.jitter)
+        parts = (Work.of(case), _hardware(case), _traits(case))
+        return cls(*parts, case.global_batch, case.jitter)
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:
         """Steps of many cases of transformers; arrays of shape (n,)."""
-
-        def column(name: str):
-            return np.array([getattr(case, name) for case in cases])
-
-        plans = {
-            field.name: np.array([getattr(case.plan, field.name) for case in cases])
-            for field in fields(Plans)
-        }
-        widths = [precision(case.dtype) for case in cases]
-        width = Precision(
-            np.array([one.operand_bytes for one in widths]),
-            np.array([one.storage_bytes for one in widths]),
-        )
-        software = (
-            np.array([float(getattr(case.software, name)) for case in cases])
-            for name in HABITS
-        )
-        work = Work(
-            Shape.stack([case.model for case in cases]),
-            Plans(**plans),
-            column("sequence"),
-            width,
-            column("imbalance"),
-            *software,
-        )
-        return cls(
-            work,
-            Hardware(**_stacked([_hardware(case) for case in cases])),
-            SoftwareTraits(**_stacked([_traits(case) for case in cases])),
-            column("global_batch"),
-            column("jitter"),
-        )
+        return _stacked([cls.of(case) for case in cases])
 
     def __getitem__(self, rows: np.ndarray) -> Steps:
         """Some of stacked steps."""
         return map_leaves(lambda part: part[rows] if np.ndim(part) else part, self)
 
     @property
-    def is_table(self) -> bool:
-        """Whether these are plans of one case in rows."""
-        return len(self.work.plan.shape) == 1 and not np.ndim(self.work.shape.layers)
+    def plan(self) -> Plans:
+        """Split of the model."""
+        return self.work.plan
+
+    @property
+    def shape(self) -> Shape:
+        """Dimensions of the model."""
+        return self.work.shape
 
     @cached_property
     def micro_batches(self) -> Number:
         """Micro-batches per step and pipeline, the last one perhaps short."""
-        plan = self.work.plan
+        plan = self.plan
         return np.ceil(self.global_batch / (plan.dp * plan.micro_batch))
 
     @cached_property
@@ -202,42 +183,48 @@ class Steps:
         """Micro-batches that go through a chunk in a row on average, as
         `schedules.order` groups them; pp at least.
         """
-        pp = np.asarray(self.work.plan.pp)
+        pp = self.plan.pp
         count = self.micro_batches
         rounds = np.maximum(np.floor(count / pp), 1)
         return np.maximum(count / rounds, pp)
 
 
 def _hardware(case: Case):
-    """Fields of `Hardware` of a case."""
+    """Hardware of a case."""
     cluster = case.cluster
     device = cluster.device
     # no constants are fitted to CPUs: a user's own calibration brings them
     family = "other" if device.family == "cpu" else device.family
     is_unlisted = (family, device.rate_class) == ("other", "other")
+    # 8 and 4 where the device multiplies such numbers, 16 for all others
+    peaks = device.peak_flops
+    is_low = case.dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in peaks
+    bits = 8 if is_low else 16
+    if case.dtype == "nvfp4" and "nvfp4" in peaks:
+        bits = 4
     is_wide = case.dtype in ("fp32", "tf32", "fp64")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
-    return {
-        "peak_gemm": device.peak(case.dtype),
-        "peak_wide": device.peak(case.dtype if is_wide else device.nearest("bf16")),
-        "memory": device.memory_bandwidth_bytes_per_s,
-        "link": cluster.intra.bandwidth_bytes_per_s,
-        "nic": cluster.inter.bandwidth_bytes_per_s,
-        "node": cluster.devices_per_node,
-        "leaf": cluster.leaf_devices or float("inf"),
-        "oversubscription": cluster.oversubscription,
-        "in_network": float(cluster.inter.in_network_reduction),
-        "near_hop": cluster.intra.latency_s,
-        "far_hop": cluster.inter.latency_s,
-        "mx": float(case.dtype == "mxfp8"),
-        "family": family,
-        "rate": "unlisted" if is_unlisted else device.rate_class,
-        "gemm": f"{family}-{_gemm_bits(device, case.dtype)}",
-        "head": f"{family}-16",
-        "attention": f"hopper-{release}" if family == "hopper" else family,
-        "near": _link_class(cluster.intra),
-        "network": _link_class(cluster.inter),
-    }
+    return Hardware(
+        peak_gemm=device.peak(case.dtype),
+        peak_wide=device.peak(case.dtype if is_wide else device.nearest("bf16")),
+        memory=device.memory_bandwidth_bytes_per_s,
+        link=cluster.intra.bandwidth_bytes_per_s,
+        nic=cluster.inter.bandwidth_bytes_per_s,
+        node=cluster.devices_per_node,
+        leaf=cluster.leaf_devices or float("inf"),
+        oversubscription=cluster.oversubscription,
+        in_network=float(cluster.inter.in_network_reduction),
+        near_hop=cluster.intra.latency_s,
+        far_hop=cluster.inter.latency_s,
+        mx=float(case.dtype == "mxfp8"),
+        family=family,
+        rate="unlisted" if is_unlisted else device.rate_class,
+        gemm=f"{family}-{bits}",
+        head=f"{family}-16",
+        attention=f"hopper-{release}" if family == "hopper" else family,
+        near=_link_class(cluster.intra),
+        network=_link_class(cluster.inter),
+    )
 
 
 def _link_class(link: Link):
@@ -254,17 +241,8 @@ def _link_class(link: Link):
     return word.rstrip("0123456789") + "-host" * through_host
 
 
-def _gemm_bits(device: Device, dtype: str):
-    """8 and 4 where the device multiplies such numbers, 16 for all others."""
-    peaks = device.peak_flops
-    if dtype == "nvfp4" and "nvfp4" in peaks:
-        return 4
-    is_low = dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in peaks
-    return 8 if is_low else 16
-
-
 def _traits(case: Case):
-    """Fields of `SoftwareTraits` of a case: what the plan sets, else what the software
+    """Traits of the software of a case: what the plan sets, else what the software
     does.
     """
     plan = case.plan
@@ -273,67 +251,57 @@ def _traits(case: Case):
     # a CPU process waits in collectives that it does not issue asynchronously
     blocks = {way: on_host * (way not in software.cpu_async) for way in ("ddp", "fsdp")}
     # below ZeRO-2 and without tp and ep it is DDP that reduces, else FSDP's replicas
-    is_ddp = (np.asarray(plan.zero) < 2) & (np.asarray(plan.tp) * plan.ep == 1)
+    is_ddp = (plan.zero < 2) & (plan.tp * plan.ep == 1)
     free = 1.0
     if on_host:
         free = np.where(is_ddp, 1 - blocks["ddp"], 1 - blocks["fsdp"])
-    in_turn = np.not_equal(plan.schedule, "zero-bubble") & np.equal(plan.interleave, 1)
-    return {
-        "kernels": software.kernels,
-        "stack": software.name,
-        "mixture": _mixture_class(case),
-        "forward_kernels": software.forward_kernels,
-        "hides_tp": software.overlap_tp_way,
-        "overlap_tp": plan.overlaps("tp", software) * (1 - on_host),
-        "hides_ep": plan.overlaps("ep", software) * (1 - on_host),
-        "hides_dp": plan.overlaps("dp", software) * free,
-        "tensorwise": float(software.gathers_tensorwise),
-        "reduces_each": float(software.reduces_every_micro_batch),
-        "era_2021": float(software.legacy),
-        "score_bytes": software.score_bytes,
-        "buckets": float(software.engine),
-        "recomputed_gemm_share": software.selective_products,
-        "send_once": float(software.send_once),
-        "sums_tied": float(software.sums_tied),
-        "blocking_sends": float(software.sends_block),
-        "rendezvous_sends": on_host * in_turn,
-        "balances_flops": float(software.stages_by_flops),
-        "on_host": on_host,
-        "fsdp_blocks": blocks["fsdp"],
-        "syncs_token_counts": (1 - on_host) * software.counts_on_host,
-        "wire_bytes": software.wire_bytes,
+    # how mixture layers learn the counts of their tokens
+    mixture = "none"
+    if case.model.experts:
+        has_graph = software.name == "none" or software.kernels == "graph"
+        mixture = "graph" if has_graph else "early"
+        # with a capacity, tokens beyond it are dropped and no count is needed
+        mixture = np.where(np.asarray(plan.capacity) > 0, "dropped", mixture)
+        mixture = ClassColumn.of(mixture) if mixture.ndim else mixture.item()
+    in_turn = (plan.schedule != "zero-bubble") & (plan.interleave == 1)
+    return SoftwareTraits(
+        kernels=software.kernels,
+        stack=software.name,
+        mixture=mixture,
+        forward_kernels=software.forward_kernels,
+        hides_tp=software.overlap_tp_way,
+        overlap_tp=plan.overlaps("tp", software) * (1 - on_host),
+        hides_ep=plan.overlaps("ep", software) * (1 - on_host),
+        hides_dp=plan.overlaps("dp", software) * free,
+        tensorwise=float(software.gathers_tensorwise),
+        reduces_each=float(software.reduces_every_micro_batch),
+        era_2021=float(software.legacy),
+        score_bytes=software.score_bytes,
+        buckets=float(software.engine),
+        recomputed_gemm_share=software.selective_products,
+        send_once=float(software.send_once),
+        sums_tied=float(software.sums_tied),
+        blocking_sends=float(software.sends_block),
+        rendezvous_sends=on_host * in_turn,
+        balances_flops=float(software.stages_by_flops),
+        on_host=on_host,
+        fsdp_blocks=blocks["fsdp"],
+        syncs_token_counts=(1 - on_host) * software.counts_on_host,
+        wire_bytes=software.wire_bytes,
+    )
+
+
+def _stacked(items: list):
+    """Value like each of the items, with the numbers of all as arrays, (n,)."""
+    first = items[0]
+    if isinstance(first, ClassColumn):
+        return ClassColumn.of([one.names[0] for one in items])
+    if isinstance(first, Shape):
+        return Shape.stack(items)
+    if not is_dataclass(first):
+        return np.array(items)
+    columns = {
+        field.name: _stacked([getattr(item, field.name) for item in items])
+        for field in fields(first)
     }
-
-
-def _mixture_class(case: Case):
-    """Class of constants of mixture layers: how their software learns the counts of
-    their tokens.
-    """
-    if not case.model.experts:
-        return "none"
-    software = case.software
-    capacity = case.plan.capacity
-    has_graph = software.name == "none" or software.kernels == "graph"
-    usual = "graph" if has_graph else "early"
-    # with a capacity, tokens beyond it are dropped and no count is needed
-    if np.ndim(capacity):
-        return ClassColumn.of(np.where(capacity > 0, "dropped", usual))
-    return "dropped" if capacity else usual
-
-
-def _with_columns(row: dict):
-    """Fields of one case, class names as a column of one class."""
-    return {
-        name: ClassColumn((value,)) if isinstance(value, str) else value
-        for name, value in row.items()
-    }
-
-
-def _stacked(rows: list[dict]):
-    """Fields of many cases as arrays and class columns, (n,)."""
-    result = {}
-    for name, first in rows[0].items():
-        values = [row[name] for row in rows]
-        is_class = isinstance(first, str)
-        result[name] = ClassColumn.of(values) if is_class else np.array(values)
-    return result
+    return Plans(**columns) if isinstance(first, Plans) else type(first)(**columns)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import RULES, Under, WorkKind, work_of
 from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Block, Comm
@@ -24,19 +24,13 @@ from madmax_lib.simulator.rates.compute import Number
 __all__ = [
     "LAYER_PARTS",
     "LayerTime",
-    "hidden_share",
     "layer_time",
     "mean",
     "with_spare_compute",
 ]
 
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
-_PARTS = {
-    WorkKind.TENSOR: "tp_s",
-    WorkKind.EXPERT_TENSOR: "tp_s",
-    WorkKind.EXPERT: "ep_s",
-    WorkKind.CONTEXT: "cp_s",
-}
+_PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
 
 
 @dataclass(frozen=True)
@@ -53,27 +47,12 @@ class LayerTime:
         return sum(self.forward.values()), sum(self.backward.values())
 
 
-@dataclass(frozen=True)
-class _BlockTime:
-    """Seconds of compute of a block time which its collectives may run."""
+class _BlockTime(NamedTuple):
+    """Seconds of compute of a block beside which its collectives may run."""
 
     forward_s: Number
     recompute_s: Number
     backward_s: Number  # dgrad, and wgrad where it is not computed apart
-
-    @property
-    def phases(self) -> tuple[Number, Number, Number]:
-        return self.forward_s, self.recompute_s, self.backward_s
-
-
-def hidden_share(group: str, prices: Prices) -> Number:
-    """Share of a block's collectives of a group that software runs time compute of
-    the block or its layer.
-    """
-    work = work_of(group)
-    if work is None or RULES[work].under not in (Under.BLOCK, Under.LAYER):
-        return 0.0  # keys and values on a ring wait in `_ring_s`
-    return prices.overlap.hidden_share(work)
 
 
 def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
@@ -108,10 +87,10 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
 
 
 def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices):
-    """Compute of each block time which its collectives run, and wgrad of the layer."""
+    """Compute of each block beside which its collectives run, and wgrad of the layer."""
     times = []
     weight_s = 0.0
-    joint = 1 - prices.overlap.splits_backward  # wgrad follows dgrad at once
+    joint = 1 - prices.splits_backward  # wgrad follows dgrad at once
     for seconds in priced:
         total = {phase: sum(causes.values()) for phase, causes in seconds.items()}
         weight_s = weight_s + total["weight"]
@@ -119,9 +98,9 @@ def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices
         times.append(_BlockTime(total["forward"], total["recompute"], back_s))
     if not any_nonzero(prices.traits.hides_ep):
         return times, weight_s
-    share = prices.overlap.hidden_share(WorkKind.EXPERT)
+    share = prices.expert_share
     exchanges_s = [share * waits_s.get("ep", 0.0) for waits_s in waits]
-    phases = zip(*(time.phases for time in times), strict=True)
+    phases = zip(*times, strict=True)
     lent = [with_spare_compute(phase, exchanges_s) for phase in phases]
     return [_BlockTime(*phases_s) for phases_s in zip(*lent, strict=True)], weight_s
 
@@ -129,7 +108,7 @@ def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices
 def with_spare_compute(
     computed_s: Sequence[Number], exchanges_s: Sequence[Number]
 ) -> list[Number]:
-    """Compute time which the exchanges of each block of a layer run, of another
+    """Compute beside which the exchanges of each block of a layer run, of another
     micro-batch.
 
     All of the layer's compute serves, attention's too [DeepSeek-V3, arXiv 2412.19437,
@@ -165,12 +144,12 @@ def _add_host(forward: dict, backward: dict, blocks: Sequence[Block], prices: Pr
         behind_s = 0.0
         if np.any(stop_s):  # a host that has stopped is not ahead of its device
             behind_s = np.maximum(host_s - sum(times.values()), stopped_s)
-            behind_s = np.where(np.asarray(stop_s) > 0, behind_s, 0.0)
+            behind_s = np.where(stop_s > 0, behind_s, 0.0)
         times["launch_s"] = on_host * prices.slower * host_s + behind_s
 
 
-def mean(first: LayerTime, second: LayerTime, share: Number) -> LayerTime:
-    """(1 - share) of one layer and a share of another."""
+def mean(first, second, share: Number):
+    """(1 - share) of the numbers of one value, and a share of those of another."""
     return map_leaves(
         lambda one, other: (1 - share) * one + share * other, first, second
     )
@@ -193,8 +172,9 @@ def _exposed(waits_s: dict[str, Number], prices: Prices, compute_s: Number):
     """
     result = {}
     for group, whole_s in waits_s.items():
-        hidden_s = np.minimum(hidden_share(group, prices) * whole_s, compute_s)
-        add(result, {_PARTS[work_of(group)]: whole_s - hidden_s})
+        share = prices.hidden_share(group)
+        hidden_s = np.minimum(share * whole_s, compute_s)
+        add(result, {_PARTS[group]: whole_s - hidden_s})
     return result
 
 

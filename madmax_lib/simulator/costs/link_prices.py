@@ -2,6 +2,9 @@
 
 A collective takes  t = size x byte_s + calls x call_s  with byte_s and call_s of its
 kind and group; where it was measured, the measured curve takes the place of the formula.
+size is the message of one rank: the whole buffer for all-reduce, the gathered buffer
+for all-gather, the input for reduce-scatter and all-to-all. A group of one rank takes
+no time. Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import numpy as np
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.layers.work import any_nonzero
-from madmax_lib.simulator.rates.collectives import exchange, ring, ring_steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group
@@ -24,6 +26,7 @@ from madmax_lib.simulator.rates.topology import Group
 __all__ = ["LinkPrices"]
 
 _WIRE_SHARE = 1448 / 1538  # of an Ethernet frame is data of TCP
+_TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _SAME = 1e-3  # relative difference of rates that are only written differently
 
 
@@ -164,7 +167,7 @@ class LinkPrices:
         far = self._far_byte_s(group)
         if group.name != "ep":
             return exchange(group.ranks, group.in_node, near, far)
-        shape = self.steps.work.shape
+        shape = self.steps.shape
         send_once = self.steps.traits.send_once
         share = self.parameters.constants["all_to_all_share"]
         active = np.maximum(shape.active_experts, 1)
@@ -216,3 +219,46 @@ class LinkPrices:
 def _distinct_bins(bins: Number, throws: Number):
     """Expected number of distinct bins hit by random throws: n (1 - (1 - 1/n)^k)."""
     return bins * (1 - (1 - 1 / np.maximum(bins, 1)) ** throws)
+
+
+def ring(ranks, in_node, near, far):
+    """Seconds per byte of a ring's all-gather, or reduce-scatter, its reverse: (p-1)/p
+    of the bytes at the slower pace.
+
+    near, far: seconds per byte between ranks of a node, and of one of its in_node ports
+    to other nodes.
+
+    >>> groups = ((1, 1), (2, 2), (8, 8), (16, 8), (2, 1))
+    >>> [round(float(1e9 * ring(p, n, 1e-11, 9.6e-11)), 5) for p, n in groups]
+    [0.0, 0.005, 0.00875, 0.01125, 0.048]
+    """
+    # one rank of each node sends on, over the ports of all of its ranks there
+    far_s = (ranks > in_node) * far / in_node
+    near_s = (in_node > 1) * near
+    return (ranks - 1) / ranks * np.maximum(far_s, near_s)
+
+
+def exchange(ranks, in_node, near, far):
+    """Seconds per byte of an all-to-all: each rank sends 1/p to every other one, over
+    both levels at once.
+
+    Of 16 ranks on two nodes half of the bytes take the slow level:
+
+    >>> [round(float(1e9 * exchange(p, 8, 1 / 350e9, 1 / 25e9)), 4) for p in (8, 16)]
+    [0.0025, 0.02]
+    """
+    return np.maximum((in_node - 1) * near, (ranks - in_node) * far) / ranks
+
+
+def ring_steps(nodes):
+    """Steps between nodes of an all-gather or reduce-scatter: a ring, and above some
+    250 nodes a tree's growth.
+
+    A ring takes nodes - 1 steps; parallel aggregated trees (PAT, NCCL 2.23) grow with
+    the logarithm.
+
+    >>> ring_steps([1, 2, 4096]).tolist()
+    [0.0, 1.0, 384.0]
+    """
+    nodes = np.maximum(nodes, 1.0)
+    return np.minimum(nodes - 1, _TREE_STEPS * np.log2(nodes))

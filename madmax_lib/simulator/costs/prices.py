@@ -20,7 +20,7 @@ from madmax_lib.simulator.layers.ops import Block, Op, phases
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.rates.topology import Group, Groups
+from madmax_lib.simulator.rates.topology import Groups
 
 __all__ = ["CAUSES", "Prices", "add"]
 
@@ -32,34 +32,25 @@ _TENSORS = 12  # of a layer: weights and biases of four products and two norms
 _SCORE_BYTES = 4  # that ops have for a score of unfused attention
 
 
-class Prices:
-    """Prices of the ops, collectives and launches of steps under parameters; arrays
-    where steps are many.
+class Prices(LinkPrices, Overlap):
+    """Prices of the ops, collectives and launches of steps under parameters, and what
+    hides under what; arrays where steps are many.
     """
 
     def __init__(self, steps: Steps, parameters: Parameters):
-        self.steps = steps
-        self.parameters = parameters
-        self.machine = steps.machine
+        super().__init__(steps, parameters)
         self.traits = steps.traits
-        self.plan = steps.work.plan
+        self.plan = steps.plan
         self.constants = parameters.constants
         self.groups = Groups(self.plan, self.machine.node)
-        self.links = LinkPrices(steps, parameters)
-        self.overlap = Overlap(steps, parameters)
+        # compute time of one busy rank relative to all ranks busy: on a CPU ranks share
+        # cores and memory
+        self.solo_time_ratio = parameters.constants["alone"]
 
-    def comm_s(
-        self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0
-    ) -> Number:
-        """Seconds of a collective of a group, split into so many calls."""
-        return self.links.comm_s(kind, size_bytes, group, calls)
-
-    @cached_property
-    def solo_time_ratio(self) -> Number:
-        """Compute time of one busy rank relative to all ranks busy: on a CPU ranks
-        share cores and memory.
-        """
-        return self.constants["alone"]
+    def pair_s(self, kind: str, size_bytes: Number) -> tuple[Number, Number]:
+        """Seconds of a collective of two stages on one node, and on two."""
+        groups = (self.groups[name] for name in ("same node", "other node"))
+        return tuple(self.comm_s(kind, size_bytes, group) for group in groups)
 
     @cached_property
     def slower(self) -> Number:
@@ -126,7 +117,7 @@ class Prices:
         if op.kind == "attention":
             if not op.shape:  # fused
                 return op.flops / self.flops["attention"]
-            head_dim = self.steps.work.shape.head_dim
+            head_dim = self.steps.shape.head_dim
             return misfit(head_dim) * op.flops / self.flops["scores"]
         if op.kind == "lookup":
             return op.traffic_bytes / self.memory
@@ -181,11 +172,6 @@ class Prices:
         """Calls in which the weights of a layer are gathered."""
         return np.where(self.traits.tensorwise, _TENSORS, 1.0)
 
-    def gather_slowdown(self) -> Number:
-        """Factor by which gathers tensor by tensor take longer."""
-        share = self.constants["tensorwise_share"]
-        return np.where(self.traits.tensorwise, 1 / share, 1.0)
-
     def update_s(self, parameters: Number) -> Number:
         """Seconds of the optimizer for the parameters that a device owns."""
         moved = self.slower * optimizer_bytes(parameters)
@@ -219,9 +205,9 @@ class Prices:
         time per layer beside that of DDP.
         """
         p = self.plan
-        needs_fsdp = (np.asarray(p.zero) >= 2) | (np.asarray(p.tp) * p.ep > 1)
+        needs_fsdp = (p.zero >= 2) | (p.tp * p.ep > 1)
         wrapped = (p.dp * p.cp > 1) & needs_fsdp
-        several = (np.asarray(p.cp) > 1) + 0.0 + (np.asarray(p.ep) > 1)
+        several = (p.cp > 1) + 0.0 + (p.ep > 1)
         return _CALLS * (several + wrapped)
 
     @cached_property

@@ -61,7 +61,7 @@ class ParameterCount:
     def owned(self, prices: Prices) -> Number:
         """Parameters whose optimizer states a device owns; none that are frozen."""
         p = prices.plan
-        sharing = np.where(np.asarray(p.zero) >= 1, p.sharing, 1)
+        sharing = np.where(p.zero >= 1, p.sharing, 1)
         count = owned(self.dense, self.experts, sharing, p.ep, p.expert_spread)
         return prices.trained * count
 
@@ -112,9 +112,12 @@ def gather_transfers(
     """
     plan = prices.plan
     storage = prices.steps.work.width.storage_bytes
-    full = np.asarray(plan.zero) >= 3
+    full = plan.zero >= 3
     # tensor by tensor in more calls, at a share of the rate
-    slowdown = np.where(full, prices.gather_slowdown(), 1.0)
+    share = np.where(
+        prices.traits.tensorwise, prices.constants["tensorwise_share"], 1.0
+    )
+    slowdown = np.where(full, 1 / share, 1.0)
     calls = np.where(full, prices.gather_calls(), 1.0)
     quantised = np.minimum(_INT8_BYTES, storage)
     width = np.where(plan.qwz, quantised, storage) * slowdown
@@ -122,7 +125,7 @@ def gather_transfers(
     if experts or not backward or not any_nonzero(plan.hpz):
         return [Transfer("all_gather", group, width, True, calls)]
     # hpz keeps a second copy of the weights inside the node for the backward pass
-    in_node = np.asarray(plan.hpz)
+    in_node = plan.hpz
     return [
         Transfer("all_gather", group, width, np.logical_not(in_node), calls),
         Transfer("all_gather", "node", storage, in_node),
@@ -136,10 +139,10 @@ def reduce_transfers(
     calls; HSDP's copies follow (`copies_transfer`).
     """
     plan = prices.plan
-    zero = np.asarray(plan.zero)
+    zero = plan.zero
     group = shard_group(prices, experts=experts)
     width = prices.gradient_bytes
-    quantised = np.asarray(plan.qgz) if not experts else np.False_
+    quantised = plan.qgz if not experts else False
     halves = (zero > 0) & np.logical_not(quantised)
     transfers = [
         Transfer("all_reduce", group, width, zero == 0, calls),
@@ -159,7 +162,7 @@ def copies_transfer(prices: Prices, *, experts: bool, calls: Number = 1.0) -> Tr
     """All-reduce of a shard's gradients between HSDP's copies, once a step."""
     ranks = prices.groups[shard_group(prices, experts=experts)].ranks
     group = "expert-replicate" if experts else "replicate"
-    hybrid = np.asarray(prices.plan.shard) > 0
+    hybrid = prices.plan.shard > 0
     width = prices.gradient_bytes / ranks
     return Transfer("all_reduce", group, width, hybrid, calls)
 
@@ -175,7 +178,7 @@ class Gathers:
 
 def gathers_of(count: ParameterCount, prices: Prices) -> Gathers:
     """Traffic of ZeRO-3 for weights in each micro-batch; none of other stages."""
-    full = np.asarray(prices.plan.zero) >= 3
+    full = prices.plan.zero >= 3
     if not np.any(full):
         return Gathers(0.0, 0.0, 0.0)
     forward_s = 0.0
@@ -205,10 +208,10 @@ def overlapped_s(
     comm_s = gather_s + reduce_s
     slowed_s = compute_s + prices.contention_s(compute_s, comm_s)
     together_s = np.maximum(slowed_s, comm_s)
-    late = prices.overlap.gathers_late
+    late = prices.gathers_late
     if not np.any(late):
         return together_s
-    in_turn = late & (np.asarray(gather_s) > 0)
+    in_turn = late & (gather_s > 0)
     return np.where(in_turn, compute_s + comm_s, together_s)
 
 
@@ -228,7 +231,7 @@ def reduced_time(
     """Reductions of the gradients of so many parameters; those of ZeRO-3 within a shard
     are part of its micro-batches (`gathers_of`).
     """
-    below = np.asarray(prices.plan.zero) < 3
+    below = prices.plan.zero < 3
     within_s = 0.0
     if any_nonzero(below):
         transfers = reduce_transfers(prices, experts=experts, calls=calls)
@@ -242,15 +245,12 @@ def tied_s(prices: Prices) -> Number:
     the passes, where software does so.
     """
     p = prices.plan
-    shape = prices.steps.work.shape
-    is_tied = np.equal(shape.head_parameters, 0) * (np.asarray(p.pp) > 1)
+    shape = prices.steps.shape
+    is_tied = (shape.head_parameters == 0) * (p.pp > 1)
     sums = prices.traits.sums_tied * prices.trained * is_tied
     if not np.any(sums):
         return 0.0
-    table = np.where(np.asarray(shape.image) > 0, 0, shape.table_parameters)
+    table = np.where(shape.image > 0, 0, shape.table_parameters)
     size = sums * prices.gradient_bytes * table / p.tp
-    near_s, far_s = (
-        prices.comm_s("all_reduce", size, prices.groups[name])
-        for name in ("same node", "other node")
-    )
+    near_s, far_s = prices.pair_s("all_reduce", size)
     return np.where(p.world_size > prices.machine.node, far_s, near_s)

@@ -25,10 +25,12 @@ __all__ = [
     "apply_core_sharing",
     "run",
     "run_with_stragglers",
+    "text_column",
     "to_timeline",
     "with_receive_kernels",
 ]
 
+_ABOUT = {"rank": 0, "group": "", "size_bytes": float("nan")}  # of an op unless said
 _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
 _NEVER = 1e-300  # keeps a quotient of two zeros at zero
 
@@ -63,22 +65,20 @@ class Program:
         name: str,
         duration_s: float,
         after: Iterable[int] = (),
-        *,
-        rank: int = 0,
-        group: str = "",
-        size_bytes: float = float("nan"),
+        **about,
     ) -> int:
-        """Issue an op on a stream of a rank after the ops numbered in `after`, which
-        are issued before it.
+        """Issue an op on a stream after the ops numbered in `after`, which are issued
+        before it.
+
+        about: its rank (default 0), group (none) and size_bytes (NaN).
         """
-        self.rank.append(rank)
         self.stream.append(stream)
         self.kind.append(kind)
         self.name.append(name)
         self.duration_s.append(duration_s)
         self.after.append(tuple(after))
-        self.group.append(group)
-        self.size_bytes.append(size_bytes)
+        for column, value in (_ABOUT | about).items():
+            getattr(self, column).append(value)
         return len(self.duration_s) - 1
 
     def extend(
@@ -137,26 +137,21 @@ def apply_core_sharing(program: Program, solo_ratio: float) -> None:
 
     Durations and overlaps follow from each other, so they are worked out in turns.
     """
-    ranks = np.array(program.rank)
     compute = np.flatnonzero(np.array(program.kind) == "compute")
-    of_op = ranks[compute]
     others = len(set(program.rank)) - 1
     full_s = np.array(program.duration_s)[compute]
     for _ in range(_TURNS):
         start_s, end_s = (np.array(times)[compute] for times in run(program))
+        # busy seconds of all ranks so far: a line whose slope is the number of ranks that
+        # compute, one more from each start and one less from each end on
+        corners = np.concatenate([start_s, end_s])
+        order = np.argsort(corners, kind="stable")
+        slopes = np.cumsum(np.repeat([1, -1], len(compute))[order])
+        corners = corners[order]
+        busy_s = np.cumsum(np.diff(corners, prepend=0.0) * [0, *slopes[:-1]])
         # seconds for which other ranks compute while an op lasts, summed over them
-        overlap_s = np.zeros(len(compute))
-        for rank in np.unique(ranks):
-            mine = of_op == rank
-            # busy seconds of the rank so far: a line that rises while it computes, from
-            # start to end of each op, and is level between them
-            corners = np.stack([start_s[mine], end_s[mine]], axis=1).reshape(-1)
-            corners = np.concatenate([[0.0], corners])
-            rises = np.arange(len(corners) - 1) % 2
-            busy_s = np.concatenate([[0.0], np.cumsum(np.diff(corners) * rises)])
-            until_end_s = np.interp(end_s, corners, busy_s)
-            meanwhile_s = until_end_s - np.interp(start_s, corners, busy_s)
-            overlap_s += np.where(mine, 0.0, meanwhile_s)
+        both_s = np.interp(end_s, corners, busy_s) - np.interp(start_s, corners, busy_s)
+        overlap_s = np.maximum(both_s - (end_s - start_s), 0.0)
         share = overlap_s / np.maximum((end_s - start_s) * others, _NEVER)
         share = np.minimum(share, 1.0)
         wanted_s = full_s * (solo_ratio + (1 - solo_ratio) * share)
@@ -232,13 +227,13 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
             "kind": pd.Categorical.from_codes(
                 [kinds[kind] for kind in program.kind], KINDS
             ),
-            "name": _categories(program.name),
+            "name": text_column(program.name),
             "start_ns": start_ns,
             "dur_ns": end_ns - start_ns,
             "step": np.zeros(count, dtype=np.int32),
             "correlation": np.full(count, -1, dtype=np.int64),
             "op": np.arange(count, dtype=np.int64),
-            "group": _categories(program.group),
+            "group": text_column(program.group),
             "size_bytes": np.array(program.size_bytes, dtype=np.float64),
         }
     )
@@ -293,8 +288,8 @@ def with_receive_kernels(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=pd.concat([spans, waits], ignore_index=True))
 
 
-def _categories(texts: list[str]):
-    """Sorted categories; empty text is missing."""
+def text_column(texts: list[str]) -> pd.Categorical:
+    """Categories in order; empty text is missing."""
     names = sorted(set(texts) - {""})
     code = {name: i for i, name in enumerate(names)} | {"": -1}
     return pd.Categorical.from_codes(

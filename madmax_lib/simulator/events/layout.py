@@ -10,11 +10,16 @@ from __future__ import annotations
 from functools import cache
 
 from madmax_lib.plan.case import Case
-from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.events.engine import Program
-from madmax_lib.simulator.events.messages import Message, crosses
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
-from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
+from madmax_lib.simulator.events.passes import (
+    BEFORE,
+    MESSAGE,
+    Message,
+    MicroBatch,
+    Pass,
+    crosses,
+)
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
@@ -121,7 +126,12 @@ class StepBuilder:
             return
         prices = self.batch.prices
         size_bytes = builder.batch.sent_bytes
-        pair = self._pair(stage, to % self.plan.pp)
+        # a node holds the devices of both stages, or not
+        low, high = sorted((stage, to % self.plan.pp))
+        devices = self.plan.world_size // self.plan.pp
+        node = self.case.cluster.devices_per_node
+        is_near = low * devices // node == ((high + 1) * devices - 1) // node
+        pair = "same node" if is_near else "other node"
         duration_s = builder.comm_s("send_recv", size_bytes, pair)
         if pass_.computed >= 0:
             ready = [*ready, pass_.computed]
@@ -134,21 +144,12 @@ class StepBuilder:
         pass_.sends = pass_.op(
             Stream.PIPELINE, "comm", name, duration_s, ready, **about
         )
-        if not prices.overlap.hidden_share(WorkKind.MESSAGE):
+        if not prices.hides_messages:
             stop_s = prices.constants["send_stop_s"] / 2
             handshake = f"{name} handshake"
             pass_.last = pass_.op(
                 Stream.COMPUTE, "idle", handshake, stop_s, [pass_.sends]
             )
-
-    def _pair(self, stage: int, other: int):
-        """Group of two stages: a node holds the devices of both, or not."""
-        low, high = sorted((stage, other))
-        devices = self.plan.world_size // self.plan.pp
-        node = self.case.cluster.devices_per_node
-        first_node = low * devices // node
-        last_node = ((high + 1) * devices - 1) // node
-        return "same node" if first_node == last_node else "other node"
 
     def _optimizer(self, program: Program, stage: int, after: list[int]):
         """Update of the parameters that a device owns; ZeRO-1/2 then gather them unless
@@ -173,6 +174,6 @@ class StepBuilder:
         done += self.sharding.update(program, stage, owned, units, after)
         if plan.zero in (1, 2) and not plan.overlap_gather and not plan.lora_rank:
             pass_ = Pass(self._usual.comm_s)
-            self.sharding.gather_all(pass_, blocks, [BEFORE])
+            self.sharding.gather(pass_, blocks, "", [BEFORE])
             waits = [(waiting, op) for waiting, _ in pass_.waits for op in done]
             program.extend(pass_.program, stage, waits)

@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
-from madmax_lib.simulator.costs.layer_time import (
-    hidden_share,
-    layer_time,
-    with_spare_compute,
-)
-from madmax_lib.simulator.costs.overlap import WorkKind, work_of
+from madmax_lib.simulator.costs.layer_time import layer_time, with_spare_compute
 from madmax_lib.simulator.costs.prices import CAUSES
 from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_count
 from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
@@ -44,7 +39,7 @@ class PassBuilder:
         self.plan = batch.prices.plan
         self.sharding = sharding
         self.on_host = bool(batch.prices.traits.on_host)
-        self.splits_backward = bool(batch.prices.overlap.splits_backward)
+        self.splits_backward = bool(batch.prices.splits_backward)
         self.comm_s = cache(self._comm_s)  # blocks repeat
         self._seconds: dict[tuple, dict[str, float]] = {}
         self._slowdowns: dict[tuple, _ByDirection] = {}
@@ -169,15 +164,12 @@ class PassBuilder:
         ]
         # selective recompute repeats no exchange
         repeats = phase != "recompute" or self.plan.recompute == "full"
-        if not (repeats and self._hidden_share("ep")):
+        if not (repeats and self.prices.expert_share):
             return seconds
         exchanges_s = []
         for block in layer:
-            exchanges = [
-                comm
-                for comm in (*block.before, *block.after)
-                if work_of(comm.group) is WorkKind.EXPERT
-            ]
+            comms = (*block.before, *block.after)
+            exchanges = [comm for comm in comms if comm.group == "ep"]
             exchanges_s.append(self._hidden_s(exchanges))
         return [float(part) for part in with_spare_compute(seconds, exchanges_s)]
 
@@ -234,7 +226,7 @@ class PassBuilder:
         if not seconds:
             return after
         name = f"launch {unit[0].unit} {phase}"
-        if not self.prices.overlap.hidden_share(WorkKind.LAUNCH):
+        if not self.prices.launches_ahead:
             return [*after, pass_.compute(name, seconds, after, unit[0].unit)]
         if not float(self.prices.stop_s(unit)):  # else block by block
             pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, seconds, ()))
@@ -307,21 +299,17 @@ class PassBuilder:
         if not unit[0].recomputed:  # an end of the model
             return _ByDirection(1.0, 1.0, 1.0)
         key = (last, *(block.cost_key or (block.name,) for block in unit))
-        if key not in self._slowdowns:
-            self._slowdowns[key] = self._slowdown_of(unit, last)
-        return self._slowdowns[key]
-
-    def _slowdown_of(self, unit: list[Block], last: bool):
+        if key in self._slowdowns:
+            return self._slowdowns[key]
         prices = self.prices
-        overlap = prices.overlap
         time = layer_time(unit, prices)
         traffic = gathers_of(parameter_count(unit), prices)
-        if overlap.gathers_late and traffic.backward_s:
+        if prices.gathers_late and traffic.backward_s:
             traffic = Gathers(0.0, 0.0, 0.0)
         reduce_s = traffic.reduce_s
         if self._reduces_beside:
             reduce_s = reduce_s + self.sharding.reduced_s(unit, last)
-        split = overlap.splits_backward
+        split = prices.splits_backward
         comm = _ByDirection(
             traffic.forward_s,
             traffic.backward_s + (1 - split) * reduce_s,
@@ -341,7 +329,8 @@ class PassBuilder:
         for pass_s, compute_s, comm_s in zip(passes, compute, comm, strict=True):
             added_s = prices.contention_s(pass_s, comm_s)
             factors.append(float(1 + added_s / compute_s) if added_s else 1.0)
-        return _ByDirection(*factors)
+        self._slowdowns[key] = _ByDirection(*factors)
+        return self._slowdowns[key]
 
     @cached_property
     def _reduces_beside(self):
@@ -356,19 +345,16 @@ class PassBuilder:
             for chunk in stage
         ]
         fills = max(sums) * self.sharding.gradient_width >= self.plan.bucket_bytes
-        return bool(self.prices.overlap.hidden_share(WorkKind.BUCKET) and fills)
+        return bool(self.prices.hides_reductions and fills)
 
     def _hidden_s(self, comms: Sequence[Comm]):
         """Seconds of collectives beside which a block computes."""
-        return sum(
-            self._hidden_share(comm.group)
+        seconds = (
+            self.prices.hidden_share(comm.group)
             * self.comm_s(comm.kind, comm.size_bytes, comm.group)
             for comm in comms
-            if self._hidden_share(comm.group)
         )
-
-    def _hidden_share(self, group: str):
-        return float(hidden_share(group, self.prices))
+        return float(sum(seconds))
 
     def _comm_s(self, kind: str, size_bytes: float, name: str, calls: float = 1.0):
         """Seconds of a collective of a group."""

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 __all__ = ["Slot", "dependency", "in_order", "order"]
 
+_BEFORE = {"backward": "forward", "weight": "backward"}
 Slot = tuple[str, int, int]  # (forward, backward or weight, chunk, micro-batch)
 
 
@@ -78,16 +79,6 @@ def dependency(slot: Slot, stage: int, pp: int, chunks: int) -> tuple[int, Slot]
     return virtual % pp, (direction, virtual // pp, m)
 
 
-def _needs(slot: Slot, stage: int, pp: int, chunks: int):
-    message = dependency(slot, stage, pp, chunks)
-    needed = [message] if message else []
-    # the same stage's pass over the same micro-batch that comes before this one
-    before = {"backward": "forward", "weight": "backward"}.get(slot[0])
-    if before:
-        needed.append((stage, (before, *slot[1:])))
-    return needed
-
-
 def in_order(orders: list[list[Slot]], chunks: int = 1) -> Iterator[tuple[int, Slot]]:
     """(stage, slot) of all stages such that everything comes after what it waits for;
     each stage keeps its own order.
@@ -103,9 +94,11 @@ def in_order(orders: list[list[Slot]], chunks: int = 1) -> Iterator[tuple[int, S
         for stage, slots in enumerate(orders):
             while at[stage] < len(slots):
                 slot = slots[at[stage]]
-                if any(
-                    needed not in done for needed in _needs(slot, stage, pp, chunks)
-                ):
+                needed = {dependency(slot, stage, pp, chunks)} - {None}
+                # the same stage's pass over the same micro-batch that comes before
+                if slot[0] in _BEFORE:
+                    needed.add((stage, (_BEFORE[slot[0]], *slot[1:])))
+                if not needed <= done:
                     break
                 done.add((stage, slot))
                 at[stage] += 1

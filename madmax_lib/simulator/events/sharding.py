@@ -7,14 +7,12 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import (
-    Transfer,
     copies_transfer,
     gather_transfers,
     parameter_count,
@@ -42,7 +40,7 @@ class Sharding:
         self.groups = prices.groups
         self.width = prices.steps.work.width.storage_bytes
         self.gradient_width = float(prices.gradient_bytes)
-        self.every_batch = self.plan.zero == 3 or bool(prices.overlap.reduces_each)
+        self.every_batch = self.plan.zero == 3 or bool(prices.reduces_each)
 
     def owned(self, blocks: list[Block]) -> float:
         """Parameters that a device updates; looked-up rows of tables are updated in
@@ -53,8 +51,7 @@ class Sharding:
     def gathers_ahead(self, phase: str, first: bool, units: int) -> int | None:
         """Units whose parameters a pass gathers ahead, None if it gathers none."""
         if self.plan.zero == 3:
-            share = self.prices.overlap.hidden_share(WorkKind.GATHER)
-            return self.plan.prefetch if share else 0
+            return 0 if self.prices.gathers_late else self.plan.prefetch
         # ZeRO-1/2 gather the weights of all units under the first forward pass
         if not (self.plan.overlap_gather and phase == "forward" and first):
             return None
@@ -63,27 +60,18 @@ class Sharding:
     def gather(
         self, pass_: Pass, blocks: list[Block], phase: str, after: list[int]
     ) -> list[int]:
-        """Issue the all-gather of the parameters of a unit; what its compute waits
-        for.
+        """Issue the all-gather of the parameters of a unit, or without a phase of all, a
+        call for each unit, after the update; what its compute waits for.
         """
-        return self._gather(pass_, blocks, phase, after, blocks[0].unit)
-
-    def gather_all(self, pass_: Pass, blocks: list[Block], after: list[int]) -> None:
-        """Issue the all-gather of all parameters after the update, a call for each
-        unit.
-        """
-        self._gather(pass_, blocks, "", after, "parameters")
-
-    def _gather(
-        self, pass_: Pass, blocks: list[Block], phase: str, after: list[int], what: str
-    ):
         units = len({block.unit for block in blocks})
         done = []
         for experts, parameters in parameter_count(blocks).parts:
             transfers = gather_transfers(
                 self.prices, experts=experts, backward=phase == "backward"
             )
-            name = f"{what}{' experts' if experts else ''} {phase}" if phase else what
+            name = "parameters"
+            if phase:
+                name = f"{blocks[0].unit}{' experts' if experts else ''} {phase}"
             for transfer in transfers:
                 if transfer.applies and self.groups[transfer.group].ranks > 1:
                     calls = float(transfer.calls if self.plan.zero == 3 else units)
@@ -102,13 +90,13 @@ class Sharding:
         micro-batch (`pass_.ends`).
         """
         buckets = {False: [], True: []}
-        overlap = self.prices.overlap
-        by_unit = self.plan.zero == 3 and not overlap.sharded_buckets
+        prices = self.prices
+        by_unit = self.plan.zero == 3 and not prices.sharded_buckets
         full_bytes = 0.0 if by_unit else self.plan.bucket_bytes
         active = (last or self.every_batch) and not self.plan.lora_rank
-        hides = bool(overlap.hidden_share(WorkKind.BUCKET))
+        hides = bool(prices.hides_reductions)
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
-        closes_early = self.plan.zero == 3 or bool(self.prices.traits.hides_dp)
+        closes_early = self.plan.zero == 3 or bool(prices.traits.hides_dp)
 
         def reduce(block: Block, op: int, *, end: bool, unit_end: bool):
             if not active:
@@ -149,30 +137,19 @@ class Sharding:
         if plan.zero < 3:
             calls = max(float(np.ceil(size_bytes / plan.bucket_bytes)), 1.0)
         transfers = reduce_transfers(self.prices, experts=experts, calls=calls)
-        done = self._issue(pass_, transfers, what, parameters, [op])
-        if not (last and plan.shard):
-            return done
-        if plan.zero == 3:  # copies have buckets of their own
-            ranks = self.groups[shard_group(self.prices, experts=experts)].ranks
-            calls = max(float(np.ceil(size_bytes / ranks / plan.bucket_bytes)), 1.0)
-        copies = copies_transfer(self.prices, experts=experts, calls=calls)
-        return self._issue(pass_, [copies], what, parameters, done)
-
-    def _issue(
-        self,
-        pass_: Pass,
-        transfers: Iterable[Transfer],
-        what: str,
-        parameters: float,
-        after: list[int],
-    ):
-        """Issue those of the transfers that apply, one after another."""
+        if last and plan.shard:
+            if plan.zero == 3:  # copies have buckets of their own
+                ranks = self.groups[shard_group(self.prices, experts=experts)].ranks
+                calls = max(float(np.ceil(size_bytes / ranks / plan.bucket_bytes)), 1.0)
+            copies = copies_transfer(self.prices, experts=experts, calls=calls)
+            transfers = [*transfers, copies]
+        done = [op]
         for one in transfers:
             if one.applies:
-                size_bytes = float(one.bytes_ * parameters)
+                moved = float(one.bytes_ * parameters)
                 calls = float(one.calls)
-                after = pass_.comm(one.kind, one.group, what, size_bytes, after, calls)
-        return after
+                done = pass_.comm(one.kind, one.group, what, moved, done, calls)
+        return done
 
     def reduced_s(self, unit: list[Block], last: bool) -> float:
         """Seconds in which gradients of a unit are reduced: below ZeRO-3, and at last

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from madmax_lib.catalog.blocks import BlockKind
 from madmax_lib.catalog.mixers import (
     chunk_elements,
@@ -63,7 +61,7 @@ def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     scan = pointwise("scan", 3 * channels + tokens * 2 * state, channels, width)
     second = [linear("mixer dt", tokens, inner, rank, width), scan, last]
     # dt, B and C come from all channels: tp devices sum their parts
-    moved = tokens * (rank + 2 * state) * width.storage_bytes * (np.asarray(tp) > 1)
+    moved = tokens * (rank + 2 * state) * width.storage_bytes * (tp > 1)
     summed = nonzero(("all_reduce", "tp", moved))
     # their gradients are summed too: a copy's mirror image
     copied = tuple(Comm("copy", comm.group, comm.size_bytes) for comm in summed)

@@ -44,7 +44,7 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     width = work.width
     etp = plan.tp // plan.expert_spread
     # what exceeds the capacity of an expert is dropped
-    capacity = np.where(np.asarray(plan.capacity) > 0, plan.capacity, np.inf)
+    capacity = np.where(plan.capacity > 0, plan.capacity, np.inf)
     busiest = np.minimum(plan.busiest(work.imbalance, shape), capacity)
     rows = work.tokens * shape.active_experts * busiest  # a token once for each expert
     tokens = work.tokens / work.spread  # of a tp device between the products
@@ -72,7 +72,7 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
 
     # in a table of steps some models may have shared experts, and others none
     shared_ffn = shape.shared_experts * shape.expert_ffn
-    has_shared = np.asarray(shared_ffn) > 0
+    has_shared = shared_ffn > 0
     shared = []
     if np.any(shared_ffn):
         shared = work.mlp(has_shared * work.tokens, shared_ffn / plan.tp, "shared ")
@@ -119,7 +119,7 @@ def _row_sums(work: Work, rows: Number):
     enter = _scaled(work.enter, 1 - work.sums_rows)
     leave = _scaled(work.leave, 1 - work.sums_rows)
     summed = nonzero(("all_reduce", "tp", rows_bytes))
-    split = np.asarray(work.plan.sequence_parallel, float)
+    split = 1.0 * work.plan.sequence_parallel
     moved = work.sums_rows * work.moved_bytes * split
     gathered = nonzero(("all_gather", "tp", moved))
     return {

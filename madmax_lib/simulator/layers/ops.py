@@ -70,9 +70,11 @@ def precision(dtype: str) -> Precision:
     >>> precision("fp8").storage_bytes, precision("tf32").storage_bytes
     (2, 4)
     """
-    return Precision(
-        storage_bytes=BYTES[storage_dtype(dtype)], operand_bytes=BYTES[dtype]
-    )
+    if dtype not in BYTES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
+    # attention, heads and memory stay in 16 bits where products run in 8 or 4
+    size = BYTES[dtype]
+    return Precision(operand_bytes=size, storage_bytes=max(size, BYTES["bf16"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Comm:
     """A collective among tp, cp, ep or dp devices. size_bytes: as in
-    `rates.collectives`. copy: nothing moves.
+    `costs.link_prices`. copy: nothing moves.
     """
 
     kind: str
@@ -145,15 +147,6 @@ class Block:
     def back(self) -> tuple[tuple[Comm, ...], tuple[Comm, ...]]:
         """Collectives before and after the backward pass."""
         return self.reverse or (mirror(self.after), mirror(self.before))
-
-
-def storage_dtype(dtype: str) -> str:
-    """The dtype that attention, heads and memory keep when matrix products run in 8 or 4
-    bit. Raises ValueError for others.
-    """
-    if dtype not in BYTES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
-    return dtype if BYTES[dtype] >= 2 else "bf16"
 
 
 def gemm(name: str, m, n, k, width: Precision, *, count=1.0, **fields) -> Op:

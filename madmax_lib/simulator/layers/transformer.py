@@ -10,15 +10,14 @@ recommendation model too, into the blocks of each pipeline stage.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from madmax_lib.catalog.blocks import BlockKind, Blocks
-from madmax_lib.catalog.models import DLRM, Transformer
+from madmax_lib.catalog.models import DLRM
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.layers import chunk_layers
+from madmax_lib.simulator.layers.cuts import cut_model
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
 from madmax_lib.simulator.layers.ops import (
@@ -37,7 +36,6 @@ from madmax_lib.simulator.rates.compute import Number, attention_flops
 __all__ = [
     "chunk_blocks",
     "embedding_block",
-    "ends_by_flops",
     "head_block",
     "layer_blocks",
 ]
@@ -56,6 +54,11 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     model = case.model
     if isinstance(model, DLRM):
         return [[dlrm_blocks(case)]]
+    plan = case.plan
+    if case.software.stages_by_flops and plan.interleave > 1:
+        raise ValueError(
+            f"interleave={plan.interleave}: {case.software.name} has one chunk per stage"
+        )
     work = Work.of(case)
     kinds = {}
 
@@ -63,7 +66,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
         """Blocks of a layer: those of its kind, under its own number."""
         kind = model.layer_kinds[layer], model.layer_window(layer) > 0
         if kind not in kinds:
-            kinds[kind] = layer_blocks(work, layer, *kind, exchanged=case.plan.ep > 1)
+            kinds[kind] = layer_blocks(work, layer, *kind, exchanged=plan.ep > 1)
         return [
             replace(
                 block,
@@ -76,40 +79,11 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
 
     result = [
         [[block for layer in layers for block in blocks(layer)] for layers in stage]
-        for stage in _stages(case)
+        for stage in cut_model(model, plan, case.software)
     ]
     result[0][0].insert(0, embedding_block(work))
     result[-1][-1].append(head_block(work))
     return result
-
-
-def _stages(case: Case):
-    """Layers of each chunk of each stage."""
-    plan = case.plan
-    if not case.software.stages_by_flops or plan.pp == 1:
-        return chunk_layers(case.model.layers, plan)
-    if plan.interleave > 1:
-        raise ValueError(
-            f"interleave={plan.interleave}: {case.software.name} has one chunk per stage"
-        )
-    ends = [0, *ends_by_flops(case.model, plan.pp).tolist()]
-    return [[range(first, end)] for first, end in pairwise(ends)]
-
-
-def ends_by_flops(model: Transformer, pp: int) -> np.ndarray:
-    """Layers up to the end of each stage, (pp,): it ends with the layer that exceeds
-    its even share of the FLOPs.
-
-    The head counts, so that the last stages have fewer layers or none [nanotron,
-    models/base.py, build_model].
-    """
-    layer = model.attention_parameters + model.mlp_parameters(model.ffn)
-    share = (model.layers + model.vocab * model.hidden / layer) / pp
-    stage = np.arange(pp)
-    ends = np.floor(share * (stage + 1)).astype(int) + 1
-    # each stage takes a layer at least: ends - stage must not fall
-    ends = np.maximum.accumulate(ends - stage) + stage
-    return np.append(np.minimum(ends[:-1], model.layers), model.layers)
 
 
 def layer_blocks(
@@ -151,7 +125,7 @@ def embedding_block(work: Work) -> Block:
     shape = work.shape
     plan = work.plan
     ops = []
-    image = np.asarray(shape.image, float)
+    image = 1.0 * shape.image
     if any_nonzero(image):
         # the class token, one a sample, is a parameter
         patches = image * (work.tokens * plan.cp - plan.micro_batch) / plan.cp
@@ -177,7 +151,7 @@ def head_block(work: Work) -> Block:
     shape = work.shape
     plan = work.plan
     # of an image the class token alone
-    rows = np.where(np.asarray(shape.image) > 0, plan.micro_batch, work.tokens)
+    rows = np.where(shape.image > 0, plan.micro_batch, work.tokens)
     columns = shape.outputs / plan.tp
     logits = linear("logits", rows, columns, shape.hidden, work.width.wide, wide=True)
     loss = Op(
@@ -188,8 +162,8 @@ def head_block(work: Work) -> Block:
         wide=True,
     )
     # a pipeline holds a tied table twice
-    tied_copy = shape.table_parameters * (np.asarray(plan.pp) > 1)
-    is_untied = np.asarray(shape.head_parameters) > 0
+    tied_copy = shape.table_parameters * (plan.pp > 1)
+    is_untied = shape.head_parameters > 0
     weights = np.where(is_untied, shape.head_parameters, tied_copy) / plan.tp
     moved = work.gathers_logits * rows * shape.outputs * work.width.storage_bytes
     gathered = nonzero(("all_gather", "tp", moved))
@@ -217,7 +191,7 @@ def _attention(work: Work, number: int | str, windowed: bool, causal: bool):
         columns = (outputs + (copied if name == "qkv" else 0)) / tp
         first.append(linear(name, tokens, columns, inputs, width))
     if any_nonzero(shape.rope):
-        has_latent = np.asarray(shape.rope_head_dim) > 0
+        has_latent = shape.rope_head_dim > 0
         channels = np.where(has_latent, shape.rope_head_dim, shape.head_dim)
         heads = (shape.heads + shape.kv_heads) / tp
         rotated = shape.rope * tokens * heads * channels
@@ -229,7 +203,7 @@ def _attention(work: Work, number: int | str, windowed: bool, causal: bool):
     )
     parameters = (shape.attention_parameters + copied * shape.hidden) / tp
     parameters = parameters + shape.norm_parameters
-    if not any_nonzero(np.asarray(work.plan.cp) > 1):
+    if not any_nonzero(work.plan.cp > 1):
         ops = [*first, *core, projection]
         return [layer_block("attention", number, ops, parameters, **work.ends)]
     last = (shape.projection + shape.attention_bias) * shape.hidden / tp
@@ -260,7 +234,7 @@ def _adapters(work: Work):
 
     Beside them stand the two products of an adapter, whose operands these are.
     """
-    rank = np.asarray(work.plan.lora_rank)
+    rank = work.plan.lora_rank
     is_adapted = rank > 0
     if not any_nonzero(is_adapted):
         return []
@@ -291,7 +265,7 @@ def _core(work: Work, windowed: bool, causal: bool):
     width = work.width
     heads = shape.heads / plan.tp
     # in a table of steps some may have fused attention, and others not
-    unfused = np.asarray(np.asarray(plan.attention) == "unfused", float)
+    unfused = 1.0 * (plan.attention == "unfused")
     fused = 1 - unfused
     ops = []
     if any_nonzero(fused):
@@ -299,10 +273,10 @@ def _core(work: Work, windowed: bool, causal: bool):
             tokens,
             work.sequence,
             shape.core_width / plan.tp,
-            causal=causal & (np.asarray(shape.image) == 0),
+            causal=causal & (shape.image == 0),
             window=shape.window if windowed else 0,
         )
-        read = tokens * sum(_widths(work)) / plan.tp
+        read = tokens * shape.qkv_channels / plan.tp
         written = tokens * heads * shape.v_head_dim
         ops.append(
             attention("flash", fused * flops, fused * read, fused * written, width)
@@ -325,23 +299,6 @@ def _core(work: Work, windowed: bool, causal: bool):
     return ops
 
 
-class _Widths(NamedTuple):
-    """Channels of a token."""
-
-    queries: Number
-    keys: Number
-    values: Number
-
-
-def _widths(work: Work):
-    shape = work.shape
-    return _Widths(
-        shape.heads * shape.score_dim,
-        shape.kv_heads * shape.score_dim,
-        shape.kv_heads * shape.v_head_dim,
-    )
-
-
 class _Exchanges(NamedTuple):
     """Communication of context parallelism."""
 
@@ -351,21 +308,17 @@ class _Exchanges(NamedTuple):
 
 
 def _exchanges(work: Work):
+    shape = work.shape
     plan = work.plan
-    widths = _widths(work)
-
-    def size_bytes(channels: Number):
-        return work.tokens * channels / plan.tp * work.width.storage_bytes
-
-    split = np.asarray(plan.cp) > 1
-    ulysses = np.asarray((np.asarray(plan.context) == "ulysses") & split, float)
-    results = work.shape.heads * work.shape.v_head_dim
-    keys_values_bytes = size_bytes(widths.keys) + size_bytes(widths.values)
-    to_heads = ulysses * sum(map(size_bytes, widths))
+    channel_bytes = work.tokens / plan.tp * work.width.storage_bytes
+    split = plan.cp > 1
+    ulysses = 1.0 * ((plan.context == "ulysses") & split)
+    results = shape.heads * shape.v_head_dim
+    to_heads = ulysses * channel_bytes * shape.qkv_channels
     return _Exchanges(
         nonzero(("all_to_all", "cp", to_heads)),
-        nonzero(("all_to_all", "cp", ulysses * size_bytes(results))),
-        keys_values_bytes * (split - ulysses),
+        nonzero(("all_to_all", "cp", ulysses * channel_bytes * results)),
+        channel_bytes * shape.key_value_channels * (split - ulysses),
     )
 
 
@@ -373,7 +326,7 @@ def _merge(work: Work):
     """Sums that the steps of a ring add: each but the first reads its output and updates
     the fp32 sum.
     """
-    steps = (np.asarray(work.plan.context) == "ring") * (work.plan.cp - 1)
+    steps = (work.plan.context == "ring") * (work.plan.cp - 1)
     if not any_nonzero(steps):
         return []
     channels = work.shape.heads * work.shape.v_head_dim / work.plan.tp

@@ -95,19 +95,17 @@ class Shape(LayerFormulas):
         return cls(**derived, **{name: getattr(model, name) for name in names})
 
     @classmethod
-    def stack(cls, models: Sequence[Transformer]) -> Shape:
+    def stack(cls, shapes: Sequence[Shape]) -> Shape:
         """Columns of shape (n,), one entry per model; a matrix that a model lacks has no
         inputs there.
 
         Raises ValueError for a stack of blocks, which no columns say.
         """
-        for model in models:
-            if model.blocks:
-                raise ValueError(
-                    f"{model.name}: layers with blocks={model.blocks!r} are priced "
-                    "alone, not in a table"
-                )
-        shapes = [cls.of(model) for model in models]
+        for model in filter(None, (shape.model for shape in shapes)):
+            raise ValueError(
+                f"{model.name}: layers with blocks={model.blocks!r} are priced "
+                "alone, not in a table"
+            )
         names = {field.name for field in fields(cls)} - {"matrices", "model"}
         columns = {
             name: np.array([getattr(shape, name) for shape in shapes], float)
@@ -123,9 +121,19 @@ class Shape(LayerFormulas):
         return cls(**columns, matrices=matrices)
 
     @property
+    def key_value_channels(self) -> Number:
+        """Channels of a token's keys and values."""
+        return self.kv_heads * (self.score_dim + self.v_head_dim)
+
+    @property
+    def qkv_channels(self) -> Number:
+        """Channels of a token's queries, keys and values."""
+        return self.heads * self.score_dim + self.key_value_channels
+
+    @property
     def moe_share_after_dense(self) -> Number:
         """MoE share among layers after the leading dense ones."""
-        rest = 1 - np.asarray(self.dense_layers) / self.layers
+        rest = 1 - self.dense_layers / self.layers
         return self.mixture_share / np.maximum(rest, 1e-9)  # no rest: no mixtures
 
     @property
@@ -187,7 +195,7 @@ class Work:
         """Bytes that sequence parallelism gathers and scatters, and that tensor
         parallelism without it reduces.
         """
-        split = np.asarray(self.plan.sequence_parallel, float)
+        split = 1.0 * self.plan.sequence_parallel
         return self.moved_bytes * split, self.moved_bytes * (1 - split)
 
     @cached_property

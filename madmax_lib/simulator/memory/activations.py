@@ -9,190 +9,155 @@ over NumPy arrays, so arrays of plans may stand in the place of one.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
+from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.memory.states import width_of
 
 __all__ = ["LayerBytes", "dropout_bytes", "in_flight", "layer_bytes"]
 
-_MASK_BYTES = (
-    1  # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
-)
-_LOG_SUM_BYTES = (
-    4  # fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]
-)
+# a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
+_MASK_BYTES = 1
+# fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]
+_LOG_SUM_BYTES = 4
 _ROUTER_BYTES = 8  # fp32 logits and probabilities of a mixture's router
 _NORM_BYTES = 4  # an RMSNorm of several kernels keeps its input in fp32
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that one layer may keep, one micro-batch; floats or arrays."""
+    """Bytes of one layer, one micro-batch; floats or arrays."""
 
-    input: float  # what full recompute keeps
-    hidden: float  # inputs of norms and matrix products of width h, with dropout masks
-    projections: float  # queries, keys, values and the input of the output projection
-    core: float  # scores and their dropout, or the row sums of fused attention
-    feed_forward: float  # inside of the feed-forward part
-    # kept by torch's selective recompute: input, attention's output, every second
-    # matrix product
-    products: float
-    passing: float  # gradients on their way through the largest block
-    shards: float = 1  # devices that share a tensor of width h
-
-    @property
-    def whole(self):
-        """All that is kept without recompute."""
-        return self.hidden + self.projections + self.core + self.feed_forward
-
-    def kept(self, recompute, *, by_products: bool = False):
-        """Bytes kept from forward to backward pass; by_products: torch's selective
-        recompute, else Megatron's.
-        """
-        selective = self.products if by_products else self.whole - self.core
-        return np.select(
-            [recompute == "full", recompute == "selective"],
-            [self.input, selective],
-            self.whole,
-        )
+    input: float
+    stored: float  # from forward to backward pass
+    at_work: float  # in its backward pass: what is recomputed, gradients on their way
+    shards: float  # devices that share a tensor of width h
 
 
-def dropout_bytes(model: Transformer, further=("masks",)) -> int:
+class _Widths(NamedTuple):
+    """Elements per token."""
+
+    qkv: float  # queries, keys and values
+    latent: float  # latents before and after their norm
+    values: float  # attention's output
+
+
+def dropout_bytes(model: Transformer, software: Software) -> int:
     """Bytes of a mask per element, where the software keeps some: GPT (layer norms) has
     dropout, later ones not.
     """
-    return (
-        _MASK_BYTES
-        if "masks" in further and model.norm == "layer" and not model.image
-        else 0
-    )
+    drops = model.norm == "layer" and not model.image
+    return _MASK_BYTES if drops and "masks" in software.keeps else 0
 
 
-def layer_bytes(
-    case: Case,
-    word: str = "*-",
-    *,
-    width: float = 2.0,
-    product_width: float | None = None,
-    further=("masks",),
-) -> LayerBytes:
+def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     """Activations of one layer on one device for one micro-batch; the plans of the case
     may be arrays.
 
-    word: the layer's blocks, as in `Transformer.blocks`. width: bytes per element;
-    product_width: of the inputs kept for matrix products, `width` if None. further:
-    what the software keeps beside, see `Software.keeps`.
+    word: the layer's blocks, as in `Transformer.blocks`. software: what it keeps, as
+    `states.software_of` gives it.
     """
-    word = Blocks(word)
+    blocks = Blocks(word)
     model = case.model
     p = case.plan
-    tokens = case.tokens
-    tp = case.plan.tp
-    tokens, sequence = (
-        model.decoder_tokens(n) if word.has_cross_attention else n
-        for n in (tokens, case.sequence)
-    )
+    tp = p.tp
     h = model.hidden
     heads = model.heads
-    attends = word.count("*") + word.count("x")
-    mixes = word.count("M") + word.count("m")
+    tokens = case.tokens
+    sequence = case.sequence
+    if blocks.has_cross_attention:
+        tokens = model.decoder_tokens(tokens)
+        sequence = model.decoder_tokens(sequence)
+    width = width_of(case.dtype)
+    # inputs that products keep
+    operand = min(BYTES[case.dtype], width) if software.stored_8bit else width
+    # without gradients of their own, products keep no inputs
+    trained = np.where(p.lora_rank > 0, 0.0, operand)
+    attends = blocks.count("*") + blocks.count("x")
+    mixes = blocks.count("M") + blocks.count("m")
     flash = p.attention == "flash"
-    load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
-    operand = width if product_width is None else product_width
-    dropout = dropout_bytes(model, further)
+    dropout = dropout_bytes(model, software)
     shards = np.where(p.sequence_parallel, tp, 1)
-    halves = (
-        2 if model.gated else 1
-    )  # the first product of a gated part is twice as wide
-    qkv, latent, values = _attention_widths(model, word)
-    inner, shared, routed, router = _feed_forward_widths(model, word)
-    mixed = mixes * mixer_elements(model, word)
-    mixer = mixes * model.mixer_channels
+    # the first product of a gated part is twice as wide
+    halves = 2 if model.gated else 1
+    qkv, latent, values = _attention_widths(model, blocks)
+    inner = blocks.count("-") * model.ffn
+    shared = routed = router = 0
+    if blocks.has_experts:
+        inner = model.active_experts * model.expert_ffn
+        shared = model.shared_experts * model.expert_ffn
+        routed = model.active_experts * h
+        router = _ROUTER_BYTES * model.experts
+    load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
     inner = load * inner + shared
     routed = load * routed
-    scores = word.count("*") * heads * sequence / tp
-    core = scores * (width + (dropout + width if dropout else 0))
-    core = np.where(
-        flash,
-        _LOG_SUM_BYTES * attends * heads / tp,
-        core + _LOG_SUM_BYTES * word.count("x") * heads / tp,
+    mixed = mixes * mixer_elements(model, blocks)
+    mixer = mixes * model.mixer_channels
+    # scores and their dropout, or the row sums of fused attention
+    scores = blocks.count("*") * heads * sequence / tp
+    unfused = scores * (width + (dropout + width if dropout else 0))
+    unfused = unfused + _LOG_SUM_BYTES * blocks.count("x") * heads / tp
+    core = np.where(flash, _LOG_SUM_BYTES * attends * heads / tp, unfused)
+    # experts that tp splits see the tokens of all tp
+    copies = width * routed / tp + trained * routed / p.expert_spread
+    gate = (halves - 1) * width * ("gate" in software.keeps)
+    feed_forward = (width * halves + gate + trained) * inner / tp
+    feed_forward = feed_forward + copies + router / shards
+    # inputs of norms and of the first product of each block, with dropout masks
+    norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
+    entering = attends * operand + (len(blocks) - attends) * trained
+    hidden = (len(blocks) * (width + dropout + norm) + entering) * h / shards
+    gathered = entering * h * (1 - 1 / shards)
+    hidden = hidden + gathered * ("gathered" in software.keeps)
+    # queries, keys, values and the input of the output projection
+    projections = (width * (qkv + mixed) + operand * values + trained * mixer) / tp
+    projections = projections + width * latent / shards
+    stored = tokens * hidden + tokens * projections
+    stored = stored + tokens * core + tokens * feed_forward
+    selective = stored - tokens * core
+    if software.selective_products > 0:
+        # torch keeps input, attention's output and every second matrix product
+        products = (qkv + halves * inner + mixed) / tp + len(blocks) * h / shards
+        products = products / 2 + (values + mixer) / tp + h / shards
+        selective = tokens * (width * products + np.where(flash, core, 0))
+    after_recompute = np.select(
+        [p.recompute == "full", p.recompute == "selective"],
+        [tokens * width * h / shards, selective],
+        stored,
     )
-    trained = np.where(
-        p.lora_rank > 0, 0.0, operand
-    )  # without gradients of their own, products keep no inputs
-    copies = (
-        width * routed / tp + trained * routed / p.expert_spread
-    )  # experts that tp splits see the tokens of all tp
-    gate = (halves - 1) * width * ("gate" in further)
-    norm = _NORM_BYTES * ("norm" in further and model.norm == "rms")
-    feed_forward = (
-        (width * halves + gate + trained) * inner / tp + copies + router / shards
-    )
-    entering = (
-        attends * operand + (len(word) - attends) * trained
-    )  # of the first product of each block
-    between = (len(word) * (width + dropout + norm) + entering) * h / shards
-    between = between + entering * h * (1 - 1 / shards) * ("gathered" in further)
-    products = (qkv + halves * inner + mixed) / tp + len(word) * h / shards
+    again = np.where(p.recompute == "none", 0.0, stored - after_recompute)
+    # gradients on their way through the largest block
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
     passing = np.maximum(passing, (mixed + mixer) / tp) + 2 * h + routed / tp
     return LayerBytes(
         input=tokens * width * h / shards,
-        hidden=tokens * between,
-        projections=tokens
-        * (
-            (width * (qkv + mixed) + operand * values + trained * mixer) / tp
-            + width * latent / shards
-        ),
-        core=tokens * core,
-        feed_forward=tokens * feed_forward,
-        products=tokens
-        * (
-            width * (products / 2 + (values + mixer) / tp + h / shards)
-            + np.where(flash, core, 0)
-        ),
-        passing=tokens * width * passing,
+        stored=after_recompute,
+        at_work=again + tokens * width * passing,
         shards=shards,
     )
 
 
-def _attention_widths(model: Transformer, word: Blocks):
-    """Elements per token: queries, keys and values; latents before and after their
-    norm; attention's output.
-    """
-    own = word.count("*")
-    other = word.count("x")
-    values = (own + other) * model.heads * model.v_head_dim
-    if not model.kv_lora_rank:
-        farther = (
-            model.sequence / model.decoder_sequence if other else 0
-        )  # keys and values of the encoder
-        q = model.heads * model.head_dim
-        kv = 2 * model.kv_heads * model.head_dim
-        return own * (q + kv) + other * (q + farther * kv), 0, values
-    scored = model.heads * (model.head_dim + model.rope_head_dim)
-    latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
-    return 2 * scored + values, latent, values
-
-
-def _feed_forward_widths(model: Transformer, word: Blocks):
-    """Elements per token inside the (routed, shared) feed-forward parts and of copies
-    for experts; router's bytes.
-    """
-    if not word.has_experts:
-        return word.count("-") * model.ffn, 0, 0, 0
-    inner = model.active_experts * model.expert_ffn
-    copies = model.active_experts * model.hidden
-    return (
-        inner,
-        model.shared_experts * model.expert_ffn,
-        copies,
-        _ROUTER_BYTES * model.experts,
-    )
+def _attention_widths(model: Transformer, blocks: Blocks):
+    own_count = blocks.count("*")
+    cross_count = blocks.count("x")
+    values = (own_count + cross_count) * model.heads * model.v_head_dim
+    if model.kv_lora_rank:
+        scored = model.heads * (model.head_dim + model.rope_head_dim)
+        latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
+        return _Widths(2 * scored + values, latent, values)
+    q = model.heads * model.head_dim
+    kv = 2 * model.kv_heads * model.head_dim
+    # keys and values of the encoder
+    longer = model.sequence / model.decoder_sequence if cross_count else 0
+    qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
+    return _Widths(qkv, 0, values)
 
 
 def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
@@ -218,5 +183,5 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
     first = np.where(v > 1, pp + (pp - 1) / v, pp)
     gpipe = np.asarray(schedule == "gpipe")
     zero_bubble = np.asarray(schedule == "zero-bubble")
-    held = np.select([gpipe, zero_bubble], [micro_batches, first], in_order)
-    return np.minimum(held, micro_batches)
+    batches = np.select([gpipe, zero_bubble], [micro_batches, first], in_order)
+    return np.minimum(batches, micro_batches)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -23,17 +22,16 @@ from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans, take_product
-from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
-from madmax_lib.simulator.layers.ops import BYTES
-from madmax_lib.simulator.layers.transformer import ends_by_flops
+from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.memory.activations import (
     dropout_bytes,
     in_flight,
     layer_bytes,
 )
 from madmax_lib.simulator.memory.states import (
+    USUAL_SOFTWARE,
     StageParameters,
     default_software,
     normalised,
@@ -47,13 +45,14 @@ __all__ = [
     "FRAGMENTATION",
     "PHASES",
     "by_phase",
+    "bytes_by_component",
     "fullest_stage",
     "held_layers",
     "memory",
     "moment_peak",
     "peak_bytes",
 ]
-__all__ += ["plans_peak_bytes", "stage_bytes", "table_peak_bytes", "usable_bytes"]
+__all__ += ["plans_peak_bytes", "stage_bytes", "usable_bytes"]
 
 PHASES = {
     "weights": "always",
@@ -79,14 +78,6 @@ _CUDA_BYTES = 0.5e9
 # per group: 4 MiB (NCCL_BUFFSIZE) and half for LL128, 32 channels, both ways [NCCL
 # docs]
 _COMMUNICATOR_BYTES = 0.5e9
-_STAGED = (
-    "pp",
-    "interleave",
-    "first_layers",
-    "last_layers",
-    "embedding_as_layer",
-    "head_as_layer",
-)  # cut the layers
 _CHUNK = 1 << 14  # plans at a time
 FRAGMENTATION = (
     0.07  # of the allocated peak: held by the caching allocator, in no tensor
@@ -123,11 +114,13 @@ def memory(
     `fits` refuses, gpipe without global_batch. See also: mm.fits, mm.largest_model,
     mm.simulator.peak_bytes.
 
-    >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]  # FSDP: 4 + 4 + 8 bytes
+    FSDP has 4 + 4 + 8 bytes per parameter, of which each rank holds a quarter:
+
+    >>> parts = memory("gpt2-large", "dp4.z3").set_index("component")["size_bytes"]
     >>> gpt = catalog.model("gpt2-large")
-    >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()  # of which each rank holds a quarter
+    >>> (parts[["weights", "gradients", "optimizer"]] / gpt.parameters).tolist()
     [1.0, 1.0, 2.0]
-    """  # noqa: E501
+    """
     if not (is_number(trainable) and trainable <= 1):
         raise ValueError(
             f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"
@@ -148,52 +141,39 @@ def memory(
     enforce(rules_of(case), plan, case)
     if plan.offload is not None:
         normalised(case)
-    if isinstance(model, DLRM):
-        stages = np.zeros(1, dtype=int)
-        parts = _dlrm_bytes(case, optimizer=optimizer, trainable=trainable)
-    else:
-        if plan.schedule == "gpipe" and global_batch is None:
-            raise ValueError(
-                "schedule='gpipe' keeps every micro-batch, global_batch is needed"
-            )
-        stages = np.arange(plan.pp)
-        software = case.software or default_software(plan)
-        options = {
-            "optimizer": optimizer,
-            "fused_loss": fused_loss,
-            "trainable": trainable,
-        }
-        parts = stage_bytes(case, stages, held_layers(model, plan, software), **options)
-    rows = [
-        (
-            int(stage),
-            name,
-            PHASES[name],
-            float(np.broadcast_to(size, stages.shape)[stage]),
+    if plan.schedule == "gpipe" and global_batch is None:
+        raise ValueError(
+            "schedule='gpipe' keeps every micro-batch, global_batch is needed"
         )
-        for stage in stages
+    parts = bytes_by_component(case, optimizer, fused_loss, trainable)
+    rows = [
+        (stage, name, PHASES[name], float(size[stage]))
+        for stage in range(plan.pp)
         for name, size in parts.items()
     ]
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
+def bytes_by_component(case: Case, *options) -> dict[str, np.ndarray]:
+    """Bytes by component of each pipeline stage, (pp,). options: optimizer, fused_loss
+    and trainable as in `memory`.
+    """
+    plan = case.plan
+    stages = np.arange(plan.pp)
+    if isinstance(case.model, DLRM):
+        parts = _dlrm_bytes(case, *options)
+    else:
+        layers = held_layers(case.model, plan, case.software or default_software(plan))
+        parts = stage_bytes(case, stages, layers, *options)
+    return {name: np.broadcast_to(size, stages.shape) for name, size in parts.items()}
+
+
 def held_layers(
-    model: Transformer, plan: Plan, software: str | None = None
+    model: Transformer, plan: Plan, software: str | Software | None = None
 ) -> dict[str, np.ndarray]:
     """Layers of each kind (`Transformer.kinds`) of each pipeline stage, (pp,) each."""
-    words = np.array(model.layer_kinds)
-    if software and plan.pp > 1 and software_of(software, "bf16").stages_by_flops:
-        ends = [0, *ends_by_flops(model, plan.pp)]
-        held = [range(*pair) for pair in pairwise(ends)]
-    else:
-        held = [
-            [layer for chunk in stage for layer in chunk]
-            for stage in chunk_layers(model.layers, plan)
-        ]
-    return {
-        kind: np.array([np.sum(words[list(of)] == kind) for of in held])
-        for kind in model.kinds
-    }
+    chunks = kinds_of_chunks(model, plan, catalog.software(software))
+    return dict(zip(model.kinds, chunks.sum(axis=1).T, strict=True))
 
 
 def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
@@ -220,111 +200,70 @@ def peak_bytes(table: pd.DataFrame, *, allocated: bool = False) -> float:
 
 
 def plans_peak_bytes(case: Case) -> np.ndarray:
-    """Peak bytes (a, b) of a product of plans, each with the software of the case, or
-    that it is usually run with.
+    """Peak bytes of plans in their shape, as `peak_bytes(memory(model, plan, ...))` has
+    them one by one.
 
-    case: with single degrees, ZeRO stages of shape (1, b), and other choices (a, 1) or
-    (1, b). Equal to `peak_bytes(memory(model, plan, ...))` plan by plan.
+    case: with legal plans, the rows of a table or a product (a, b) whose degrees are
+    single and whose ZeRO stages are (1, b), or one Plan: then (1,). Each has the
+    software of the case, or that it is usually run with; offload is not counted.
     """
     plans = case.plan
-    zero = case.plan.zero[0]
-    usual = {
-        z: case.software or default_software(replace(plans, zero=z))
-        for z in np.unique(zero)
-    }
+    if not plans.shape:
+        sums = by_phase(bytes_by_component(case).items())
+        return np.atleast_1d(moment_peak(sums).max())
+    usual = default_software(plans)
     result = np.empty(plans.shape)
-    for staged, rows in _cut_alike(case.model, plans):
-        for software in dict.fromkeys(usual.values()):
-            part = rows, np.flatnonzero([usual[z] == software for z in zero])
-            alike = replace(case, plan=take_product(plans, *part), software=software)
-            stages = _differing_stages(case.model, Plan(**staged), software)
-            result[np.ix_(*part)] = _fullest(alike, stages[..., None, None])
+    for software in [case.software] if case.software else USUAL_SOFTWARE:
+        runs = np.broadcast_to(bool(case.software) | (usual == software), plans.shape)
+        if not runs.any():
+            continue
+        for stages, rows in _groups(case.model, plans, software):
+            # of a table the rows that it runs, of a product those with any plan of it
+            rows = rows[runs[rows].reshape(len(rows), -1).any(axis=1)]
+            for start in range(0, len(rows), _CHUNK):
+                part = rows[start : start + _CHUNK]
+                chunk = (
+                    plans[part]
+                    if result.ndim == 1
+                    else take_product(plans, part, slice(None))
+                )
+                one = replace(case, plan=chunk, software=software)
+                layers = dict(zip(case.model.kinds, stages[1:], strict=True))
+                sums = by_phase(_tensor_bytes(one, stages[0], layers).items())
+                context_bytes, share = _process(one)
+                # what `_overhead` adds is alike in all stages
+                fullest = np.max(moment_peak(sums), axis=0)
+                peaks = (1 + share) * fullest + context_bytes
+                result[part] = np.where(runs[part], peaks, result[part])
     return result
 
 
-def _cut_alike(model: Transformer, plans: Plans, *further):
-    """How plans cut the layers into stages, and the rows that do so and are equal in
-    further numbers.
-
-    Plans are a table or a product, whose columns have one way. Chunks of equal stages
-    make no difference.
+def _groups(model: Transformer, plans: Plans, software: str | Software):
+    """Stages that can be the fullest, (1 + kinds, stages, 1 for each axis of plans), and
+    the rows of plans, their first axis, that have these.
     """
-    cuts = {name: np.ravel(getattr(plans, name)) for name in _STAGED}
-    stated = sum(cuts[name] for name in _STAGED[2:])
-    chunks = cuts["pp"] * cuts["interleave"]
-    dense = model.dense_layers * (model.experts > 0)
-    uneven = (stated + model.layers % chunks > 0) | (dense > model.layers // chunks)
-    uneven = uneven | bool(model.blocks) | (model.moe_every > 1)
-    cuts["interleave"] = np.where(uneven, cuts["interleave"], 1)
-    code = np.zeros(plans.shape[0], np.int64)
-    for column in (*further, *cuts.values()):
-        if np.size(column) > 1:
-            code = pd.factorize(code * (int(column.max()) + 1) + column)[0]
-    order = np.argsort(code, kind="stable")
-    ends = np.cumsum(np.bincount(code))
-    for rows in np.split(order, ends[:-1]):
-        yield (
-            {
-                name: column[rows[0] % len(column)].item()
-                for name, column in cuts.items()
-            },
-            rows,
-        )
+    cuts, index = cuts_of(plans)
+    numbers = {}
+    for number, cut in enumerate(cuts):
+        stages = _differing_stages(model, cut, software)
+        numbers.setdefault(stages, []).append(number)
+    index = np.broadcast_to(index.ravel(), plans.shape[:1])
+    for stages, equal in numbers.items():
+        columns = np.expand_dims(np.array(stages).T, (*range(2, 2 + len(plans.shape)),))
+        yield columns, np.flatnonzero(np.isin(index, equal))
 
 
-def table_peak_bytes(case: Case) -> np.ndarray:
-    """Peak bytes (n,) of the plans of a table, or of one Plan, as
-    `peak_bytes(memory(model, plan, ...))` gives them.
-
-    case: of legal plans; offload is not counted. Plans with the same stages and
-    software are worked out together.
-    """
-    plans = case.plan
-    if isinstance(plans, Plan):
-        software = case.software or default_software(plans)
-        return np.atleast_1d(
-            _fullest(case, _differing_stages(case.model, plans, software))
-        )
-    usual = (
-        0
-        if case.software
-        else np.where(
-            plans.tp * plans.pp * plans.ep > 1, 2, np.isin(plans.zero, (0, 3))
-        )
-    )
-    result = np.empty(plans.shape[0])
-    for staged, rows in _cut_alike(case.model, plans, usual):
-        software = case.software or default_software(plans[int(rows[0])])
-        stages = _differing_stages(case.model, Plan(**staged), software)[..., None]
-        for start in range(0, len(rows), _CHUNK):
-            part = rows[start : start + _CHUNK]
-            result[part] = _fullest(
-                replace(case, plan=plans[part], software=software), stages
-            )
-    return result
-
-
-def _fullest(case: Case, stages: np.ndarray):
-    """Peak bytes of the fullest of some stages, their first axis; what `_overhead` adds
-    is alike in all.
-    """
-    held = dict(zip(case.model.kinds, stages[1:], strict=True))
-    sums = by_phase(_tensor_bytes(case, stages[0], held).items())
-    (context_bytes, share) = _process(case)
-    return (1 + share) * np.max(moment_peak(sums), axis=0) + context_bytes
-
-
-@lru_cache(maxsize=256)
-def _differing_stages(model: Transformer, plan: Plan, software: str | Software):
-    """Stage, and layers of each kind, of the stages that can be the fullest, each (k,):
-    the first of equal ones.
+@lru_cache(maxsize=4096)
+def _differing_stages(model: Transformer, cut: tuple, software: str | Software):
+    """Stage, and layers of each kind, of the stages that can be the fullest: the first
+    of equal ones.
     """
     kinds = {}
-    for stage, held in enumerate(
-        zip(*held_layers(model, plan, software).values(), strict=True)
-    ):
-        kinds.setdefault((*held, stage == 0, stage == plan.pp - 1), stage)
-    return np.array([(stage, *key[:-2]) for key, stage in kinds.items()]).T
+    counts = held_layers(model, plan_of_cut(cut), software).values()
+    last = cut[0] - 1
+    for stage, layers in enumerate(zip(*counts, strict=True)):
+        kinds.setdefault((layers, stage == 0, stage == last), (stage, *layers))
+    return tuple(kinds.values())
 
 
 def fullest_stage(table: pd.DataFrame) -> pd.DataFrame:
@@ -348,23 +287,23 @@ def _published_shares(folder: str | None):
     """Usable memory over the data sheet's by device, the tables of the user's folder
     among ours.
     """
-    known = catalog.table("published_memory").query("quantity == 'usable'")
-    usable = zip(known["device"], known["value"], strict=True)
+    rows = catalog.table("published_memory").query("quantity == 'usable'")
+    usable = zip(rows["device"], rows["value"], strict=True)
     return {
         name: float(gib) * 2**30 / catalog.device(name).memory_bytes
         for name, gib in usable
     }
 
 
-def stage_bytes(case: Case, stage, held: dict, **options) -> dict[str, np.ndarray]:
+def stage_bytes(case: Case, stage, layers: dict, *options) -> dict[str, np.ndarray]:
     """Bytes by component of a pipeline stage; the plans of the case, stage and numbers
     of layers may be arrays.
 
-    held: layers of the stage of each kind (`held_layers`). options: optimizer,
+    layers: of the stage, of each kind (`held_layers`). options: optimizer,
     fused_loss and trainable as in `memory`. Raises ValueError for unknown software,
     optimizer or dtype.
     """
-    parts = _tensor_bytes(case, stage, held, **options)
+    parts = _tensor_bytes(case, stage, layers, *options)
     return parts | _overhead(case, parts)
 
 
@@ -372,7 +311,6 @@ def _tensor_bytes(
     case: Case,
     stage,
     layers: dict,
-    *,
     optimizer: str = "adam",
     fused_loss: bool = False,
     trainable: float = 1.0,
@@ -383,56 +321,48 @@ def _tensor_bytes(
     tokens = case.tokens
     micro_batches = case.micro_batches
     software = software_of(case.software or default_software(p), case.dtype)
-    width = width_of(case.dtype)
-    stage = np.asarray(stage)
-    held = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
-    product_width = min(BYTES[case.dtype], width) if software.stored_8bit else width
-    widths = {"width": width, "product_width": product_width, "further": software.keeps}
-    kept = 0.0
-    moving = 0.0
+    stage = stage
+    batches = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
+    stored = 0.0
+    at_work = 0.0
     for word, count in layers.items():
-        layer = layer_bytes(case, word, **widths)
-        one = layer.kept(p.recompute, by_products=software.selective_products > 0)
-        again = np.where(p.recompute == "none", 0.0, layer.whole - one)
-        kept = kept + count * one
-        moving = np.maximum(moving, np.where(count > 0, again + layer.passing, 0.0))
-    embedded = tokens
-    tokens = model.decoder_tokens(tokens)
-    masks = (
-        dropout_bytes(model, software.keeps) * embedded * model.hidden / layer.shards
-    )  # of the embedding
-    masks = np.where(
-        stage == 0, masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches), 0.0
-    )
+        layer = layer_bytes(case, word, software)
+        stored = stored + count * layer.stored
+        at_work = np.maximum(at_work, np.where(count > 0, layer.at_work, 0.0))
+    # masks of the embedding
+    masks = dropout_bytes(model, software) * tokens * model.hidden / layer.shards
+    masks = masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches)
+    masks = np.where(stage == 0, masks, 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
+    tokens = model.decoder_tokens(tokens)
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
-    waiting = np.where(
-        p.schedule == "gpipe", held, 1.0
-    )  # logits of micro-batches whose backward has not begun
-    of_logit = np.where(
-        p.tp > 1,
-        software.split_logit_bytes or software.logit_bytes,
-        software.logit_bytes,
-    )
-    logits = (
-        _FUSED_LOGITS if fused_loss else of_logit
-    ) * waiting * outputs / p.tp + 2 * layer.input
+    of_logit = _FUSED_LOGITS
+    if not fused_loss:
+        split = software.split_logit_bytes or software.logit_bytes
+        of_logit = np.where(p.tp > 1, split, software.logit_bytes)
+    # logits of micro-batches whose backward pass has not begun
+    waiting = np.where(p.schedule == "gpipe", batches, 1.0)
+    logits = of_logit * waiting * outputs / p.tp + 2 * layer.input
     if "gathered" in software.keeps:  # for the head's product too
         logits = logits + layer.input * (layer.shards - 1)
     if "outputs" in software.keeps:
-        earlier = np.where(
-            p.pp > 1, np.where(np.isfinite(micro_batches), micro_batches, p.pp) - 1, 0
-        )
-        logits = logits + earlier * width * outputs / p.tp
+        most = np.where(np.isfinite(micro_batches), micro_batches, p.pp)
+        earlier = np.where(p.pp > 1, most - 1, 0)
+        logits = logits + earlier * width_of(case.dtype) * outputs / p.tp
     count = stage_parameters(model, p, stage, layers)
     return state_bytes(p, count, software, optimizer, trainable) | {
-        "activations": held * (kept + sent) + masks,
+        "activations": batches * (stored + sent) + masks,
         "logits": np.where(stage == p.pp - 1, logits, 0.0),
-        "block at work": moving,
+        "block at work": at_work,
     }
 
 
-def _dlrm_bytes(case: Case, *, optimizer: str = "adam", trainable: float = 1.0):
+def _dlrm_bytes(
+    case: Case,
+    optimizer: str = "adam",
+    fused_loss: bool = False,
+    trainable: float = 1.0,
+):
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
     dense layers by ZeRO stage.
 
@@ -488,10 +418,7 @@ def _process(case: Case):
     p = case.plan
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
-    groups = sum(
-        (np.asarray(degree) > 1).astype(int)
-        for degree in (p.tp, p.dp * p.cp, p.pp, p.ep)
-    )
+    groups = sum(1 * (degree > 1) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 

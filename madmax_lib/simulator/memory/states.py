@@ -5,7 +5,7 @@ Model states follow ZeRO [arXiv 1910.02054].
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 
 __all__ = [
+    "USUAL_SOFTWARE",
     "StageParameters",
     "default_software",
     "normalised",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 __all__ += ["width_of"]
 
+USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 _MOMENTS = {
     "adam": 2,
     "momentum": 1,
@@ -36,16 +38,16 @@ _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
 _HPZ_DEVICES = 8
 
 
-def default_software(plan: Plans) -> str:
+def default_software(plan: Plans) -> str | np.ndarray:
     """The software such a plan is usually run with.
 
     Tensor, pipeline and expert parallelism are Megatron's; without them ZeRO 1 and 2
     are DeepSpeed's, DDP and FSDP PyTorch's, with fused kernels, whose fp32 loss may
     take more from ZeRO 2 to 3 than a small model saves.
     """
-    if plan.tp * plan.pp * plan.ep > 1:
-        return "megatron-core"
-    return "automodel" if plan.zero in (0, 3) else "megatron-deepspeed"
+    alone = np.where(np.isin(plan.zero, (0, 3)), *USUAL_SOFTWARE[1:])
+    usual = np.where(plan.tp * plan.pp * plan.ep > 1, USUAL_SOFTWARE[0], alone)
+    return usual if usual.ndim else usual.item()
 
 
 def normalised(case: Case) -> Case:
@@ -71,12 +73,12 @@ def normalised(case: Case) -> Case:
 
 def width_of(dtype: str) -> float:
     """Bytes of an activation: fp8 and fp4 products stand between 16-bit tensors."""
-    return max(_known("dtype", dtype, BYTES), 2)
+    return max(_choice("dtype", dtype, BYTES), 2)
 
 
 @cache
 def software_of(name: str, dtype: str) -> Software:
-    """What a software holds; in fp32 training everything is as wide as the weights and
+    """Software by what it holds; in fp32 training everything is as wide as the weights and
     nothing is copied.
     """
     software = catalog.software(name)
@@ -111,49 +113,47 @@ class StageParameters:
 
 
 def stage_parameters(
-    model: Transformer, p: Plans, stage, held: dict
+    model: Transformer, p: Plans, stage, layers: dict
 ) -> StageParameters:
     """Parameters of a stage that holds so many layers of each kind, words of their
     blocks.
     """
     expert = model.mlp_parameters(model.expert_ffn) / p.tp
     experts = model.experts * expert * p.expert_spread / p.ep
-    router = model.moe_parameters - (
-        model.experts + model.shared_experts
-    ) * model.mlp_parameters(model.expert_ffn)
-    beside = router + model.shared_experts * expert
-    tied = np.where(
-        p.pp > 1, 0 if model.image else model.vocab * model.hidden, 0
-    )  # a pipeline holds the table twice
-    first = stage == 0
+    all_experts = model.experts + model.shared_experts
+    router = model.moe_parameters
+    router = router - all_experts * model.mlp_parameters(model.expert_ffn)
+    # a pipeline holds the table twice
+    table = 0 if model.image else model.vocab * model.hidden
+    tied = np.where(p.pp > 1, table, 0)
     last = stage == p.pp - 1
-    ends = (
-        first * model.embedding_parameters + last * (model.head_parameters or tied)
-    ) / p.tp
+    ends = (stage == 0) * model.embedding_parameters
+    ends = (ends + last * (model.head_parameters or tied)) / p.tp
     ends = ends + last * model.norm_parameters
-    own = {
-        letter: model.block_parameters(letter) / p.tp
-        for letter in set("".join(held)) - {"E"}
-    } | {"E": beside}
-    own = {
-        word: sum(own[letter] + model.norm_parameters for letter in word)
-        for word in held
-    }
-    mixtures = sum(count for word, count in held.items() if word.has_experts)
-    dense = sum(count * own[word] for word, count in held.items()) + ends
-    sizes = [
-        (np.asarray(count) > 0) * (own[word] + word.has_experts * experts)
-        for word, count in held.items()
-    ]
-    block = reduce(np.maximum, sizes)
-    attends = sum(count * word.count("*") for word, count in held.items())
-    adapted = (
-        attends
-        * sum(inputs + outputs for _, inputs, outputs in model.attention_matrices)
-        / p.tp
-    )
+    dense = 0.0
+    mixtures = 0
+    attends = 0
+    block = 0.0
+    for word, count in layers.items():
+        layer = len(word) * model.norm_parameters
+        for letter in word:
+            layer = layer + (
+                router + model.shared_experts * expert
+                if letter == "E"
+                else model.block_parameters(letter) / p.tp
+            )
+        dense = dense + count * layer
+        block = np.maximum(block, (count > 0) * (layer + word.has_experts * experts))
+        mixtures = mixtures + word.has_experts * count
+        attends = attends + word.count("*") * count
+    adapters = sum(inputs + outputs for _, inputs, outputs in model.attention_matrices)
     return StageParameters(
-        dense, mixtures * experts, ends, block, np.minimum(experts, block), adapted
+        dense=dense + ends,
+        experts=mixtures * experts,
+        ends=ends,
+        block=block,
+        routed=np.minimum(experts, block),
+        adapted=attends * adapters / p.tp,
     )
 
 
@@ -170,10 +170,12 @@ def state_bytes(
     parallelism leaves. Frozen weights are as wide as those that compute uses.
     trainable: share with gradients, where the plan has no adapters.
     """
-    moments = _known("optimizer", optimizer, _MOMENTS) * software.moment_bytes
-    whole = count.dense + count.experts
+    moments = _choice("optimizer", optimizer, _MOMENTS) * software.moment_bytes
+    parameters = count.dense + count.experts
     trainable = np.where(
-        p.lora_rank > 0, p.lora_rank * count.adapted / np.maximum(whole, 1), trainable
+        p.lora_rank > 0,
+        p.lora_rank * count.adapted / np.maximum(parameters, 1),
+        trainable,
     )
     shard = owned(count.dense, count.experts, p.sharing, p.ep, p.expert_spread)
     compute = software.cast_bytes or software.weight_bytes
@@ -181,17 +183,17 @@ def state_bytes(
     gradients = trainable * (
         software.gradient_bytes + software.accumulator_bytes * p.reduce_fp32
     )
-    updated = trainable * np.where(p.zero >= 1, shard, whole)
+    updated = trainable * np.where(p.zero >= 1, shard, parameters)
     # DDP copies all gradients into its buckets
     bucketed = p.zero < 2
-    buckets = software.bucket_bytes * whole
+    buckets = software.bucket_bytes * parameters
     if software.engine:  # one bucket to reduce and one to gather
         bucketed = p.zero >= 1
-        buckets = 2 * np.minimum(p.bucket_bytes, software.weight_bytes * whole)
+        buckets = 2 * np.minimum(p.bucket_bytes, software.weight_bytes * parameters)
     return {
         "weights": weights
-        * np.where(p.zero >= software.weights_sharded_from, shard, whole),
-        "gradients": gradients * np.where(p.zero >= 2, shard, whole),
+        * np.where(p.zero >= software.weights_sharded_from, shard, parameters),
+        "gradients": gradients * np.where(p.zero >= 2, shard, parameters),
         "optimizer": (moments + software.copy_bytes) * updated,
         "buckets": np.where(bucketed & (p.dp * p.cp > 1), trainable * buckets, 0.0),
         "gathered weights": _gathered(p, software, count, shard, gradients, trainable),
@@ -212,7 +214,7 @@ def _gathered(
     recompute frees with their block.
     """
     compute = software.cast_bytes or software.weight_bytes
-    whole = count.dense + count.experts
+    parameters = count.dense + count.experts
     layer = count.block
     if not software.cast_bytes:  # what a device has for itself is there already
         alone = np.where(
@@ -223,7 +225,7 @@ def _gathered(
     block = compute * np.minimum((1 + p.prefetch) * layer, most)
     scattered = (compute + gradients) * np.minimum(layer, most)
     if software.weights_sharded_from == 3:
-        others = whole - shard
+        others = parameters - shard
         block = np.minimum(block, compute * others)
         scattered = np.minimum(scattered, gradients * others)
         return np.select(
@@ -231,23 +233,27 @@ def _gathered(
             [block + scattered, 0.0 if software.engine else scattered],
             0.0,
         )
-    block = block + compute * whole / _HPZ_DEVICES * p.hpz
-    kept = compute * whole + scattered
-    freed = np.minimum(block + scattered + (1 + trainable) * compute * count.ends, kept)
+    block = block + compute * parameters / _HPZ_DEVICES * p.hpz
+    everything = compute * parameters + scattered
+    freed = np.minimum(
+        block + scattered + (1 + trainable) * compute * count.ends, everything
+    )
     if not software.frees_under_pipeline:
-        kept = np.where(
-            p.pp > 1, (compute + trainable * software.wire_bytes) * whole, kept
+        everything = np.where(
+            p.pp > 1,
+            (compute + trainable * software.wire_bytes) * parameters,
+            everything,
         )
-        freed = np.where(p.pp > 1, kept, freed)
+        freed = np.where(p.pp > 1, everything, freed)
     casts = (
         trainable
         * software.cast_bytes
-        * np.where(p.recompute == "none", whole, count.block)
+        * np.where(p.recompute == "none", parameters, count.block)
     )
-    return np.select([p.zero == 3, p.zero == 2], [freed, kept], casts)
+    return np.select([p.zero == 3, p.zero == 2], [freed, everything], casts)
 
 
-def _known(what: str, name: str, known: dict):
-    if name not in list(known):
-        raise ValueError(f"{what}={name!r} is not one of {', '.join(known)}")
-    return known[name]
+def _choice(what: str, name: str, choices: dict):
+    if name not in list(choices):
+        raise ValueError(f"{what}={name!r} is not one of {', '.join(choices)}")
+    return choices[name]

@@ -11,13 +11,15 @@ not fit.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_type, short_repr
+from madmax_lib.base.fields import short_repr
 from madmax_lib.base.units import format_bytes
 from madmax_lib.catalog.models import Cluster, Model, Transformer
 from madmax_lib.catalog.software import Software
@@ -25,6 +27,7 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import (
+    bytes_by_component,
     held_layers,
     memory,
     peak_bytes,
@@ -34,15 +37,18 @@ from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
+    PLACES,
     Policy,
     as_table,
     bytes_by_place,
     device_peak,
     peaks_by_place,
+    policy_of,
 )
 
 __all__ = [
     "FitsResult",
+    "LargestModel",
     "fits",
     "gpt_shape",
     "largest_model",
@@ -95,7 +101,7 @@ _VOCAB = 50257
 _FLATTEST = 16
 _DEEPEST = 1 / 24
 _MODEL = ("weights", "gradients", "optimizer", "chunk tails")
-_PASS = ("buckets", "gathered weights")
+_PASS = ("buckets", "gathered weights", "checkpoints on their way")
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +129,7 @@ class FitsResult:
             f"{'fits' if self.fits else 'does not fit'}{share}; {self.bound} is "
             "tightest"
         ]
-        for place, row in self._places().iterrows():
+        for name, row in self._places().iterrows():
             used = format_bytes(row.usable_bytes - row.margin_bytes)
             left = row.margin_bytes
             way = (
@@ -131,12 +137,12 @@ class FitsResult:
                 if left >= 0
                 else f"{format_bytes(-left)} short"
             )
-            lines.append(f"{place}: {used} of {format_bytes(row.usable_bytes)}, {way}")
+            lines.append(f"{name}: {used} of {format_bytes(row.usable_bytes)}, {way}")
         return "\n".join(lines)
 
     @property
     def margins_bytes(self) -> dict[str, float]:
-        """What is left by place, negative where it is too little."""
+        """Bytes left by place, negative where they are too few."""
         return dict(self._places()["margin_bytes"])
 
     @property
@@ -188,30 +194,20 @@ def fits(
     cluster = case.cluster
     plan = case.plan
     enforce(rules_of(case), plan, case)
-    policy = require_type("policy", policy, Policy, Policy)
+    policy = policy_of(policy)
     share = float("nan")
     room = room_bytes(cluster, plan)
     if plan.offload is None:
-        run = {
-            name: getattr(case, name)
-            for name in ("sequence", "dtype", "global_batch", "imbalance")
-        }
-        parts = memory(model, plan, **run, software=case.software, cluster=cluster)
-        parts = parts.groupby("component", sort=False)["size_bytes"]
-        sizes = {(name, "device"): size.to_numpy() for name, size in parts}
+        parts = bytes_by_component(case).items()
+        sizes = {(name, "device"): size for name, size in parts}
     else:
         case = normalised(case)
         possible = shares_that_fit(case, policy, room)
-        share = (
-            float(possible[0])
-            if len(possible)
-            else 1.0
-            if policy.share is None
-            else policy.share
-        )
+        usual = 1.0 if policy.share is None else policy.share
+        share = float([*possible, usual][0])
         sizes = bytes_by_place(case, share, policy)
     peaks = peaks_by_place(sizes, cluster.devices_per_node)
-    margins = {place: size - float(peaks[place]) for place, size in room.items()}
+    margins = {name: size - float(peaks[name]) for name, size in room.items()}
     table = as_table(sizes, cluster.devices_per_node)
     table = table.assign(
         usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins)
@@ -226,26 +222,27 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
     room: of `room_bytes`.
     """
 
-    def held(shares: np.ndarray):
-        """Whether the device, and whether host and drives, hold their part."""
-        sizes = bytes_by_place(case, shares.reshape(-1, 1), policy)
-        peaks = peaks_by_place(sizes, case.cluster.devices_per_node)
-        return peaks["device"] <= room["device"], (peaks["host"] <= room["host"]) & (
-            peaks["nvme"] <= room["nvme"]
-        )
-
-    shares = _SHARES if policy.share is None else np.array([policy.share])
-    on_device, beside = held(shares)
-    for _ in range(
-        _ROUNDS if policy.share is None and on_device.any() else 0
-    ):  # closer to what the device needs
+    is_searched = policy.share is None
+    shares = _SHARES if is_searched else np.array([policy.share])
+    on_device, off_device = _room_for(shares, case, policy, room)
+    # closer to what the device needs
+    for _ in range(_ROUNDS if is_searched and on_device.any() else 0):
         first = int(on_device.argmax())
         if first == 0:
             break
         between = np.linspace(shares[first - 1], shares[first], len(_SHARES))[1:]
         shares = np.concatenate([between, shares[first + 1 :]])
-        on_device, beside = held(shares)
-    return shares[on_device & beside]
+        on_device, off_device = _room_for(shares, case, policy, room)
+    return shares[on_device & off_device]
+
+
+def _room_for(shares: np.ndarray, case: Case, policy: Policy, room: dict):
+    """Whether the device, and whether host and drives, have room for each share."""
+    # shares below each other, (shares, 1), stages beside each other
+    sizes = bytes_by_place(case, shares[:, None], policy)
+    peaks = peaks_by_place(sizes, case.cluster.devices_per_node)
+    on_device, *off_device = (peaks[name] <= room[name] for name in PLACES)
+    return on_device, np.logical_and(*off_device)
 
 
 def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
@@ -291,68 +288,64 @@ def moments(
         raise ValueError(
             f"moments are those of an offloaded step, but {plan} offloads nothing"
         )
-    policy = require_type("policy", policy, Policy, Policy)
+    policy = policy_of(policy)
     case = normalised(case)
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)
     stage = int(np.argmax(device_peak(sizes)))
-    device, host = (
-        {
-            name: float(size[..., stage])
-            for (name, at), size in sizes.items()
-            if at == place
-        }
-        for place in ("device", "host")
-    )
+    parts = pd.Series({key: float(size[..., stage]) for key, size in sizes.items()})
+    device, host = (parts.xs(where, level=1) for where in PLACES[:2])
     table = _others(device, int(sum(held_layers(model, case.plan).values())[stage]))
     room = room_bytes(cluster, plan)
     on_device, off_device = (
-        sum(size for name, size in part.items() if name in _MODEL)
-        for part in (device, host)
+        part[part.index.isin(_MODEL)].sum() for part in (device, host)
     )
     model_bytes = on_device
     if plan.offload == "chunks" and policy.share is None:
         model_bytes = np.minimum(
             room["device"] - table["other_bytes"], on_device + off_device
         ).clip(lower=0)
-    beside = sum(size for name, size in host.items() if name not in _MODEL)
+    more_bytes = host[~host.index.isin(_MODEL)].sum()
     return table.assign(
         model_bytes=model_bytes,
         host_bytes=cluster.devices_per_node
-        * (beside + on_device + off_device - model_bytes),
+        * (more_bytes + on_device + off_device - model_bytes),
         device_bytes=table["other_bytes"] + model_bytes,
         room_bytes=room["device"],
         host_room_bytes=room["host"],
     )
 
 
-def _others(here: dict[str, float], layers: int):
+def _others(device: pd.Series, layers: int):
     """Bytes of a device beside the model's states: activations grow layer by layer and
     shrink again.
     """
-    always = here.get("context", 0.0) + here["fragmentation"]
-    passing = (
-        always
-        + sum(here.get(name, 0.0) for name in _PASS)
-        + here.get("checkpoints on their way", 0.0)
-    )
-    one = here["activations"] / layers
-    work = here["block at work"] + here.get("gradients on their way", 0.0)
-    rows = [("start", 0, always)]
-    rows += [("forward", layer, passing + one * (layer + 1)) for layer in range(layers)]
-    rows.append(("loss", layers - 1, passing + here["activations"] + here["logits"]))
-    rows += [
-        ("backward", layer, passing + one * (layer + 1) + work)
-        for layer in reversed(range(layers))
+    sizes = Counter(device.to_dict())  # 0 for what there is not
+    always = sizes["context"] + sizes["fragmentation"]
+    passing = always + sum(sizes[name] for name in _PASS)
+    one = sizes["activations"] / layers
+    work = sizes["block at work"] + sizes["gradients on their way"]
+    grown = [(layer, passing + one * (layer + 1)) for layer in range(layers)]
+    rows = [
+        ("start", 0, always),
+        *(("forward", *pair) for pair in grown),
+        ("loss", layers - 1, passing + sizes["activations"] + sizes["logits"]),
+        *(("backward", layer, size + work) for layer, size in reversed(grown)),
+        ("update", 0, always + sizes["optimizer temporaries"]),
     ]
-    rows.append(("update", 0, always + here["optimizer temporaries"]))
     return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
-def largest_model(
-    cluster: Cluster | str, method: str
-) -> tuple[Transformer, Plan, FitsResult]:
+class LargestModel(NamedTuple):
+    """The largest model of a method, its plan and whether it fits."""
+
+    model: Transformer
+    plan: Plan
+    fits: FitsResult
+
+
+def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
     """The largest GPT-2-like model of a method on all devices of a cluster, by data
     parallelism alone; its plan, fit.
 
@@ -376,18 +369,17 @@ def largest_model(
         case = Case(gpt_shape(width, layers), cluster, plan, plan.dp, dtype="fp16")
         if plan.offload:
             return len(shares_that_fit(case, policy, room)) > 0
-        return (
-            peak_bytes(memory(case.model, plan, global_batch=plan.dp, dtype="fp16"))
-            <= room["device"]
-        )
+        parts = memory(case.model, plan, global_batch=plan.dp, dtype="fp16")
+        return peak_bytes(parts) <= room["device"]
 
     best = None
     for width in _WIDTHS:
-        least = (
-            _FLATTEST
-            if best is None
-            else max(_FLATTEST, _layers_beyond(gpt_shape(*best), width))
-        )
+        least = _FLATTEST
+        if best:
+            # layers of this width with which a model is larger than the best one
+            one, two = (gpt_shape(width, layers).parameters for layers in (1, 2))
+            beyond = (gpt_shape(*best).parameters - one) // (two - one) + 2
+            least = max(least, beyond)
         depths = range(least, max(int(width * _DEEPEST), _FLATTEST) + 1)
         if count := bisect_left(
             depths, True, key=lambda layers: not holds(width, layers)
@@ -399,11 +391,8 @@ def largest_model(
             f"{_FLATTEST} layers fit"
         )
     model = gpt_shape(*best)
-    return (
-        model,
-        plan,
-        fits(model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy),
-    )
+    options = {"global_batch": plan.dp, "dtype": "fp16", "policy": policy}
+    return LargestModel(model, plan, fits(model, cluster, plan, **options))
 
 
 def gpt_shape(
@@ -414,9 +403,3 @@ def gpt_shape(
     return Transformer(
         name, layers, hidden, heads or hidden // _HEAD_DIM, 4 * hidden, sequence, _VOCAB
     )
-
-
-def _layers_beyond(model: Transformer, width: int):
-    """Layers of this width with which a model is larger than another one."""
-    one, two = (gpt_shape(width, layers).parameters for layers in (1, 2))
-    return max((model.parameters - one) // (two - one) + 2, 1)

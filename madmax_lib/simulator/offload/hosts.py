@@ -26,7 +26,7 @@ _ADAM_SHARE = 0.45
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device has of its host, in bytes/s."""
+    """Rates of one device at its host, in bytes/s."""
 
     link: float  # copies to or from the device, one way
     adam: float  # achieved traffic of host memory
@@ -64,7 +64,7 @@ def rates(cluster: Cluster) -> Rates:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What an offloaded step needs to know beside its plan."""
+    """Facts of an offloaded step beside its plan."""
 
     method: Method  # what may leave the device
     split: Split  # shares that have left it; arrays for many shares at once

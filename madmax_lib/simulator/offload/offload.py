@@ -7,23 +7,30 @@ long as the slower of device and host [arXiv 2101.06840, 2104.07857]. All follow
 bytes per layer over the rates of `hosts`, for arrays of shares at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.base.fields import require_type
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import owned
+from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import held_layers
-from madmax_lib.simulator.memory.states import stage_parameters
+from madmax_lib.simulator.memory.states import normalised, stage_parameters
 from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
-from madmax_lib.simulator.offload.placement import Policy, split_of, streams_gradients
+from madmax_lib.simulator.offload.placement import (
+    Policy,
+    policy_of,
+    split_of,
+    streams_gradients,
+)
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
+from madmax_lib.simulator.steady.step_time import PARTS
 
-__all__ = ["OffloadTimes", "best_offload", "offload_times"]
+__all__ = ["OffloadTimes", "best_offload", "offload_row", "offload_times"]
 
 _WIDTH = 2  # bytes of a weight or gradient on its way
 
@@ -40,7 +47,7 @@ class OffloadTimes:
 
     @property
     def total_s(self) -> np.ndarray:
-        """What is added to the passes and the traffic of a step that holds everything."""
+        """Seconds added to the passes and the traffic of a step that holds everything."""
         return self.passes_s + self.drain_s + self.update_s + self.host_s
 
 
@@ -55,7 +62,7 @@ def best_offload(
     needs to know, and the times of that share alone. Raises ValueError when no share
     fits, with what is missing.
     """
-    policy = require_type("policy", policy, Policy, Policy)
+    policy = policy_of(policy)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
     shares = (
         shares[shares > 0] if policy.share is None else shares
@@ -76,7 +83,7 @@ def offload_times(
 ) -> OffloadTimes:
     """Seconds that each share costs. case: as `normalised` gives it."""
     plan = case.plan
-    offloaded = _offloaded(case, shares, policy or Policy())
+    offloaded = _offloaded(case, shares, policy_of(policy))
     batches = offloaded.micro_batches
     pieces = layer_costs(Steps.of(case), parameters)
     stage = _first_stage(case, pieces, offloaded)
@@ -100,9 +107,7 @@ def offload_times(
 
 
 def _offloaded(case: Case, shares, policy: Policy):
-    """What leaves the device, and the host that takes it, for a share or an array of
-    them.
-    """
+    """Facts of the offload of a share of the states, or of an array of shares."""
     plan = case.plan
     method = policy.method(case.plan)
     checkpoint_bytes = 0.0
@@ -230,29 +235,25 @@ class _Stage:
 def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded):
     model = case.model
     plan = case.plan
-    forward, backward = map(float, pieces.layer.passes_s)
-    head_forward, head_backward = map(float, pieces.head.passes_s)
-    held = held_layers(model, plan)
-    count = stage_parameters(model, plan, np.arange(plan.pp), held)
-    layers = sum(held.values())
+    passes_s = map(float, (*pieces.layer.passes_s, *pieces.head.passes_s))
+    kinds = held_layers(model, plan)
+    count = stage_parameters(model, plan, np.arange(plan.pp), kinds)
+    layers = sum(kinds.values())
     sharing = plan.sharing if plan.zero else 1
-    whole = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
+    parameters = owned(count.dense[0], np.ravel(count.experts)[0], sharing, plan.ep)
     embedding = model.embedding_parameters / plan.tp / sharing
     head = count.ends[0] / sharing - embedding
     summed = offloaded.micro_batches > 1 and streams_gradients(plan)
     units = [
         _unit(size, offloaded, summed)
-        for size in ((whole - embedding - head) / layers[0], embedding, head)
+        for size in ((parameters - embedding - head) / layers[0], embedding, head)
     ]
     checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
     return _Stage(
         int(layers[0]),
-        whole,
+        parameters,
         *units,
-        forward,
-        backward,
-        head_forward,
-        head_backward,
+        *passes_s,
         checkpoint_s,
     )
 
@@ -297,3 +298,23 @@ def _update(stage: _Stage, offloaded: Offloaded):
     return np.maximum(
         drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles
     ), copy_s
+
+
+def offload_row(
+    case: Case, parameters: Parameters, policy: Policy | None, seconds_of: Callable
+) -> dict[str, float]:
+    """Seconds of one plan by column, with offload_s and offload_share.
+
+    seconds_of: seconds of a case by column, as if everything fitted.
+    """
+    enforce(rules_of(case), case.plan, case)
+    case = normalised(case)
+    row = seconds_of(case)
+    factor = row["high_s"] / row["step_s"]
+    _, times = best_offload(case, parameters, policy)
+    row["optimizer_s"] = float(times.update_s[0])
+    row["offload_s"] = float(times.total_s[0]) - row["optimizer_s"]
+    row["step_s"] = sum(row[name] for name in (*PARTS, "offload_s"))
+    row["low_s"] = row["step_s"] / factor
+    row["high_s"] = row["step_s"] * factor
+    return row | {"offload_share": float(times.share[0])}

@@ -21,7 +21,12 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import is_number, require_number, short_repr
+from madmax_lib.base.fields import (
+    is_number,
+    require_number,
+    require_type,
+    short_repr,
+)
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
@@ -49,7 +54,7 @@ __all__ = [
     "bytes_by_place",
     "device_peak",
 ]
-__all__ += ["peaks_by_place", "split_of", "streams_gradients"]
+__all__ += ["peaks_by_place", "policy_of", "split_of", "streams_gradients"]
 
 PLACES = ("device", "host", "nvme")
 _PHASES = PHASES | {
@@ -70,7 +75,7 @@ _SIZES = range(32 * _MI, 161 * _MI, 4 * _MI)
 
 @dataclass(frozen=True)
 class Method:
-    """What 16-bit training with Adam holds, and what of it may leave the device."""
+    """Bytes that 16-bit training with Adam holds, and which may leave the device."""
 
     gradients: float  # bytes per parameter
     optimizer: float
@@ -97,7 +102,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """How states leave the device. Raises ValueError for a share outside 0..1 or
+    """Way in which states leave the device. Raises ValueError for a share outside 0..1 or
     negative bytes.
 
     share: 0..1 of what may leave the device, 1 for static full offload (default None:
@@ -135,9 +140,14 @@ class Policy:
         )
 
 
+def policy_of(policy: Policy | None) -> Policy:
+    """The policy, the default if None. Raises ValueError for what is none."""
+    return require_type("policy", policy, Policy, Policy)
+
+
 @dataclass(frozen=True)
 class Split:
-    """What lies off the device, each a share 0..1 or an array of them."""
+    """Shares that lie off the device, each a share 0..1 or an array of them."""
 
     states: float | np.ndarray  # of the optimizer's states and of the gradients
     weights: float | np.ndarray  # of the 16-bit weights
@@ -176,10 +186,10 @@ def bytes_by_place(
     plan = case.plan
     method = policy.method(case.plan)
     stages = np.arange(plan.pp)
-    held = held_layers(model, plan)
-    parts = stage_bytes(replace(case, software="deepspeed"), stages, held)
-    count = stage_parameters(model, plan, stages, held)
-    layers = sum(held.values())
+    kinds = held_layers(model, plan)
+    parts = stage_bytes(replace(case, software="deepspeed"), stages, kinds)
+    count = stage_parameters(model, plan, stages, kinds)
+    layers = sum(kinds.values())
     share = np.asarray(share, dtype=float)
     sizes = _states(case, count, method, split_of(method, share))
     for name in (
@@ -197,28 +207,20 @@ def bytes_by_place(
         )
     if plan.offload == "chunks":
         waste = _chunk_waste(model)
-        for place in (
-            "device",
-            "host",
-        ):  # chunks of all states are a little larger than what they hold
-            sizes["chunk tails", place] = (
-                (sizes["weights", place] + sizes["optimizer", place])
-                * waste
-                / (1 - waste)
-            )
+        # chunks of all states are a little larger than what they hold
+        for where in PLACES[:2]:
+            states = sizes["weights", where] + sizes["optimizer", where]
+            sizes["chunk tails", where] = states * waste / (1 - waste)
     if method.checkpoints:  # but for those of two layers
-        sizes["activations", "host"] = held = sizes["activations", "device"]
-        sizes["checkpoints on their way", "device"] = (
-            np.minimum(_WINDOW / np.maximum(layers, 1), 1.0) * held
-        )
-        sizes["activations", "device"] = 0 * held
-    if (
-        method.to == "nvme"
+        checkpoints = sizes["activations", "device"]
+        moving = np.minimum(_WINDOW / np.maximum(layers, 1), 1.0)
+        sizes["checkpoints on their way", "device"] = moving * checkpoints
+        sizes["activations", "host"] = checkpoints
+        sizes["activations", "device"] = 0 * checkpoints
+    if method.to == "nvme":
         # pinned host memory: weights of a few layers, two tiles of the optimizer's states
-    ):
-        window = (plan.prefetch + 2) * method.weights + _WINDOW * (
-            method.optimizer + method.gradients
-        )
+        window = (plan.prefetch + 2) * method.weights
+        window += _WINDOW * (method.optimizer + method.gradients)
         sizes["staging", "host"] = window * (count.block / plan.sharing)
     sizes["fragmentation", "device"] = FRAGMENTATION * (
         device_peak(sizes) - sizes["context", "device"]
@@ -309,15 +311,11 @@ def peaks_by_place(
     """Bytes of the fullest device, and of host and drives of a node with as many
     `devices` of the fullest stage.
     """
-    away = {
-        place: [size for (_, at), size in sizes.items() if at == place]
-        for place in PLACES[1:]
-    }
-    peaks = {
-        place: devices * sum(held, np.zeros(1)).max(axis=-1)
-        for place, held in away.items()
-    }
-    return {"device": device_peak(sizes).max(axis=-1)} | peaks
+    peaks = {"device": device_peak(sizes).max(axis=-1)}
+    for where in PLACES[1:]:
+        away = [size for (_, at), size in sizes.items() if at == where]
+        peaks[where] = devices * sum(away, np.zeros(1)).max(axis=-1)
+    return peaks
 
 
 def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataFrame:
@@ -334,7 +332,7 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
     )
     return table.sort_values(
         "place",
-        key=lambda place: place.map(PLACES.index),
+        key=lambda places: places.map(PLACES.index),
         kind="stable",
         ignore_index=True,
     )
@@ -354,15 +352,12 @@ def _states(case: Case, count, method: Method, split: Split):
     names = "weights", "gradients", "optimizer"
     away = dict(zip(names, (split.weights, split.states, split.states), strict=True))
     sizes = {(name, "device"): states[name] * (1 - away[name]) for name in names}
-    if case.micro_batches > 1 and not streams_gradients(
-        case.plan
-    ):  # they are summed as wide as the weights
-        sizes["gradients", "device"] = np.maximum(
-            sizes["gradients", "device"], states["weights"]
-        )
-    sizes["optimizer temporaries", "device"] = states["optimizer temporaries"] * (
-        1 - split.states
-    )
+    if case.micro_batches > 1 and not streams_gradients(case.plan):
+        # they are summed as wide as the weights
+        gradients = np.maximum(sizes["gradients", "device"], states["weights"])
+        sizes["gradients", "device"] = gradients
+    temporaries = states["optimizer temporaries"] * (1 - split.states)
+    sizes["optimizer temporaries", "device"] = temporaries
     return sizes | {
         (name, method.to): method.buffer * states[name] * away[name] for name in names
     }

@@ -10,7 +10,6 @@ back meanwhile, and the device updates its own share beside it (hybrid Adam).
 from collections.abc import Callable
 from functools import partial
 
-from madmax_lib.base.fields import require_type
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import shard_group
@@ -22,7 +21,7 @@ from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded
 from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy, streams_gradients
+from madmax_lib.simulator.offload.placement import Policy, policy_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
 
 __all__ = ["Staging", "staged"]
@@ -36,7 +35,7 @@ def staged(
 
     Raises ValueError for a policy that is none, and where no share fits.
     """
-    policy = require_type("policy", policy, Policy, Policy)
+    policy = policy_of(policy)
     if case.plan.offload is None:
         return case, Sharding
     case = normalised(case)
@@ -75,13 +74,9 @@ class Staging(Sharding):
     def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
         """Checkpoint of a layer to the host, once its input is there."""
         if self.offloaded.checkpoint_bytes:
-            self._copy(
-                pass_,
-                Stream.UP,
-                f"checkpoint {block.unit}",
-                self.offloaded.checkpoint_bytes,
-                ready,
-            )
+            what = f"checkpoint {block.unit}"
+            size_bytes = self.offloaded.checkpoint_bytes
+            self._copy(pass_, Stream.UP, what, size_bytes, ready)
 
     def restore(self, pass_: Pass, block: Block) -> list[int]:
         """Checkpoint of a layer back to the device, a layer ahead."""
@@ -108,47 +103,24 @@ class Staging(Sharding):
         returned_bytes = (
             count * self.width * float(o.returned) / max(o.split.states, 1e-12)
         )
+        drive = partial(self._drive, program, rank=stage)
         done = []
         adams = []
-        reads = (
-            [self._drive(program, "read states", read_bytes, ready, rank=stage)]
-            if o.drives
-            else []
-        )
+        reads = []
         for tile in range(tiles):
-            if o.drives and tile + 1 < tiles:
-                reads.append(
-                    self._drive(program, "read states", read_bytes, ready, rank=stage)
-                )
+            while o.drives and len(reads) < min(tile + 2, tiles):  # a tile ahead
+                reads.append(drive("read states", read_bytes, ready))
             waits = [*ready, *reads[tile : tile + 1]]
-            adams.append(
-                program.op(
-                    Stream.HOST,
-                    "cpu",
-                    "cpu adam",
-                    o.rates.adam_s(count),
-                    waits,
-                    rank=stage,
-                )
+            seconds = o.rates.adam_s(count)
+            adam = program.op(
+                Stream.HOST, "cpu", "cpu adam", seconds, waits, rank=stage
             )
+            adams.append(adam)
             if o.drives:
-                done.append(
-                    self._drive(
-                        program, "write states", written_bytes, adams[-1:], rank=stage
-                    )
-                )
+                done.append(drive("write states", written_bytes, [adam]))
         for adam in adams if o.returned else ():
-            waits = [adam, *after]
-            done.append(
-                self._copy(
-                    program,
-                    Stream.DOWN,
-                    "updated weights",
-                    returned_bytes,
-                    waits,
-                    rank=stage,
-                )
-            )
+            way = (program, Stream.DOWN, "updated weights")
+            done.append(self._copy(*way, returned_bytes, [adam, *after], rank=stage))
         return [*done, adams[-1]]
 
     def _reduce(
@@ -171,15 +143,8 @@ class Staging(Sharding):
         copied_bytes = count * self.width
         ends = [self._copy(pass_, Stream.UP, what, copied_bytes, done)]
         if o.micro_batches > 1 and self.every_batch:
-            ends.append(
-                pass_.op(
-                    Stream.HOST,
-                    "cpu",
-                    f"add {what}",
-                    count * ACCUMULATE_BYTES / o.rates.adam,
-                    ends[:1],
-                )
-            )
+            sum_s = count * ACCUMULATE_BYTES / o.rates.adam
+            ends.append(pass_.op(Stream.HOST, "cpu", f"add {what}", sum_s, ends[:1]))
         if o.drives:
             # sums of several micro-batches are read before they are written
             passes = 2 if o.micro_batches > 1 else 1

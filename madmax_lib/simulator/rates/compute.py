@@ -35,7 +35,7 @@ def attention_flops(tokens, sequence, width, *, causal=True, window=0.0):
     for the backward one [arXiv 2307.08691].
     """
     keys = np.where(causal, (sequence + _TILE) / 2, sequence)
-    keys = np.where(np.asarray(window) > 0, np.minimum(keys, window + _TILE / 2), keys)
+    keys = np.where(window > 0, np.minimum(keys, window + _TILE / 2), keys)
     return 4 * tokens * keys * width
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from numbers import Real
 from pathlib import Path
 
@@ -35,6 +35,9 @@ __all__ = [
     "to_json",
 ]
 
+_mapping = partial(
+    field, default_factory=dict, hash=False
+)  # a field, empty unless given
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
@@ -54,11 +57,9 @@ class Parameters:
     memory_efficiency: float = 1.0
     network_efficiency: float = 1.0
     # by `name:group`; others are ideal
-    constants: Mapping[str, float] = field(default_factory=dict, hash=False)
+    constants: Mapping[str, float] = _mapping()
     # 90 %, of those fitted
-    intervals: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict, hash=False
-    )
+    intervals: Mapping[str, tuple[float, float]] = _mapping()
     fitted: tuple[str, ...] = ()  # names of the fitted constants
     # (n, n) in order of `fitted`, each in its scale (log or linear)
     covariance: tuple[tuple[float, ...], ...] = ()
@@ -66,19 +67,15 @@ class Parameters:
     # components of `step.uncertainty`,
     # and the 90 % half-widths "layouts dense" and "layouts mixture" of one plan over
     # another
-    residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
+    residuals: Mapping[str, float] = _mapping()
     # by name of a constant without its group and by part of the step: how much of a
     # relative change of the constant
     # (log scale; its value where the scale is linear) a step feels that consists of
     # this part
-    sensitivities: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict, hash=False
-    )
+    sensitivities: Mapping[str, Mapping[str, float]] = _mapping()
     # measured seconds of collectives in place of the formulas, by kind and group: see
     # `MeasuredCollectives`
-    collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(
-        default_factory=dict, hash=False
-    )
+    collectives: Mapping[str, tuple[tuple[float, float], ...]] = _mapping()
     # bytes/s of the links that these were measured on, inside a node and of a device's
     # share of the network; on others
     # they are scaled as the formulas are. () where they hold for whatever links a
@@ -86,7 +83,7 @@ class Parameters:
     links: tuple[float, ...] = ()
     # rows, sha256 of the data and figures of the fit; scale: devices and tokens of most
     # rows, by device family
-    provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
+    provenance: Mapping[str, object] = _mapping()
 
     def __repr__(self) -> str:
         return (

@@ -44,9 +44,9 @@ class _Nested(NamedTuple):
 
 def longest_delay(steps: Steps) -> Number:
     """Expected delay of the slowest rank over the time that it computes."""
-    longest = steps.jitter * _harmonic(steps.work.plan.world_size)
+    longest = steps.jitter * _harmonic(steps.plan.world_size)
     # plans of one case have as many ranks
-    return longest if np.ndim(steps.work.shape.layers) else np.max(longest)
+    return longest if np.ndim(steps.shape.layers) else np.max(longest)
 
 
 def with_waits(
@@ -62,7 +62,7 @@ def with_waits(
         part: steps.jitter * (slow[part] - times[part]) / longest for part in times
     }
     # expected delay of the slowest rank of each group, in mean delays
-    world = steps.work.plan.world_size
+    world = steps.plan.world_size
     ranks = _nested_ranks(steps, times)
     delays = _Nested(*(_harmonic(count) - 1 / world for count in ranks))
     delay = delays.stages - delays.rank  # of the step beyond the mean rank's
@@ -81,19 +81,19 @@ def with_waits(
 
 def _nested_ranks(steps: Steps, times: Parts):
     """Ranks of each group."""
-    plan = steps.work.plan
-    pp = np.asarray(plan.pp)
+    plan = steps.plan
+    pp = plan.pp
     tp = plan.tp
     # seconds of the bottleneck stage, and of a mean other one, in a micro-batch
     stage_s = sum(times[part] for part in _OF_STAGE) / steps.micro_batches
     other_s = times["bubble_s"] * plan.interleave / (pp - (pp > 1))
-    other_s = np.where(np.equal(plan.schedule, "zero-bubble"), stage_s, other_s)
+    other_s = np.where(plan.schedule == "zero-bubble", stage_s, other_s)
     # probability that another stage is behind by more than it is faster
     lag = np.minimum(other_s / stage_s - 1, 0.0)
     equal_chance = np.exp(lag / np.maximum(steps.jitter, 1e-9))
     exchanging = plan.ep * tp // plan.expert_spread
     in_layer = np.maximum(tp * plan.cp, exchanging)
-    sharing = (np.asarray(plan.zero) >= 3) * tp * plan.sharing
+    sharing = (plan.zero >= 3) * tp * plan.sharing
     of_stage = plan.world_size / pp
     return _Nested(
         rank=1,
@@ -108,4 +108,4 @@ def _nested_ranks(steps: Steps, times: Parts):
 
 def _harmonic(count: Number):
     """1 + 1/2 + ... + 1/count."""
-    return digamma(np.asarray(count) + 1.0) + np.euler_gamma
+    return digamma(count + 1.0) + np.euler_gamma

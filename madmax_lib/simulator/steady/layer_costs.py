@@ -4,11 +4,12 @@ the traffic of their weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LayerTime, layer_time, mean
 from madmax_lib.simulator.costs.prices import Prices
@@ -52,88 +53,66 @@ _PASS = (
 
 @dataclass(frozen=True)
 class KindCost:
-    """Cost of one of several kinds of layers."""
+    """Cost of a kind of layer, or of an end of the model."""
 
     time: LayerTime
     count: ParameterCount
     traffic: Gathers | Number = 0.0  # of its weights under ZeRO-3, once it is known
+    # by which a layer that attends to all takes longer than one with a window
+    full_attention_excess_s: Number = 0.0
+
+    @property
+    def passes_s(self) -> tuple[Number, Number]:
+        """Forward and backward pass."""
+        return self.time.passes_s
 
 
 @dataclass(frozen=True)
 class _Passes:
     """Passes over a layer and the ends, for a micro-batch."""
 
-    layer: LayerTime  # of a mixture the mean one after its first dense ones
-    dense: LayerTime
-    embedding: LayerTime
-    head: LayerTime
-    count: ParameterCount  # parameters of the mean layer
-    embedding_parameters: Number
-    head_parameters: Number
-    # by which a layer that attends to all takes longer than one with a window
-    full_attention_excess_s: Number
+    layer: (
+        KindCost  # mean one; of a mixture its time is that after its first dense ones
+    )
+    dense: KindCost  # layer without experts
+    embedding: KindCost  # at the first stage
+    head: KindCost  # with the loss, at the last stage
     kinds: tuple[KindCost, ...]  # of a stack of several kinds, `layer` is their mean
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(_Passes):
     """Costs of the layers and ends of a step, with its prices."""
 
     prices: Prices
-    passes: _Passes
-    kinds: tuple[KindCost, ...]  # with their traffic
-    layer_traffic: Gathers  # of weights under ZeRO-3, as the next two
-    embedding_traffic: Gathers
-    head_traffic: Gathers
-
-    @property
-    def layer(self) -> LayerTime:
-        """Mean layer; of a mixture the mean one after its first dense ones."""
-        return self.passes.layer
-
-    @property
-    def dense(self) -> LayerTime:
-        """Layer without experts."""
-        return self.passes.dense
-
-    @property
-    def embedding(self) -> LayerTime:
-        """Embedding, at the first stage."""
-        return self.passes.embedding
-
-    @property
-    def head(self) -> LayerTime:
-        """Head and loss, at the last stage."""
-        return self.passes.head
 
     @property
     def stage(self) -> ParameterCount:
         """Parameters of the mean stage."""
-        passes = self.passes
         pp = self.prices.plan.pp
-        layers = np.asarray(self.prices.steps.work.shape.layers)
-        ends = passes.embedding_parameters + passes.head_parameters
-        dense = (layers * passes.count.dense + ends) / pp
-        return ParameterCount(dense, layers * passes.count.experts / pp)
+        count = self.layer.count
+        layers = self.prices.steps.shape.layers
+        ends = self.embedding.count.dense + self.head.count.dense
+        dense = (layers * count.dense + ends) / pp
+        return ParameterCount(dense, layers * count.experts / pp)
 
 
 def layer_costs(steps: Steps, parameters: Parameters) -> LayerCosts:
     """Costs of the layers and ends of steps."""
     prices = Prices(steps, parameters)
-    if len(steps.work.plan.shape) == 1:
-        passes = _passes_of_rows(steps, parameters)
-    else:
-        passes = _passes(prices)
-    ends = (passes.embedding_parameters, passes.head_parameters)
+    has_rows = len(steps.plan.shape) == 1
+    passes = _passes_of_rows(steps, parameters) if has_rows else _passes(prices)
+
+    def with_traffic(kind: KindCost):
+        return replace(kind, traffic=gathers_of(kind.count, prices))
+
     return LayerCosts(
+        with_traffic(passes.layer),
+        passes.dense,
+        with_traffic(passes.embedding),
+        with_traffic(passes.head),
+        tuple(map(with_traffic, passes.kinds)),
         prices,
-        passes,
-        tuple(
-            KindCost(kind.time, kind.count, gathers_of(kind.count, prices))
-            for kind in passes.kinds
-        ),
-        gathers_of(passes.count, prices),
-        *(gathers_of(ParameterCount(count, 0.0), prices) for count in ends),
     )
 
 
@@ -141,18 +120,18 @@ def _passes_of_rows(steps: Steps, parameters: Parameters):
     """Passes of rows: of a table once for those alike, and in groups of rows that are
     made of the same blocks (with experts, exchanged or not, and with cp).
     """
-    plan = steps.work.plan
+    plan = steps.plan
     rows = index = np.arange(*plan.shape)
-    exchanges = 1 + (np.asarray(plan.ep) > 1)
-    blocks = (np.asarray(steps.work.shape.experts) > 0) * exchanges
+    exchanges = 1 + (plan.ep > 1)
+    blocks = (steps.shape.experts > 0) * exchanges
     blocks = np.broadcast_to(blocks, plan.shape)
-    if steps.is_table:
+    if not np.ndim(steps.shape.layers):  # plans of one case
         # on a CPU, collectives of weights block the host that launches a layer
         names = ("dp", "zero") if any_nonzero(steps.traits.on_host) else ()
         kinds = unique_rows(plan, _PASS, names)
         if kinds is not None:
             rows, index = kinds.rows, kinds.inverse
-        blocks = blocks + 3 * (np.asarray(plan.cp) > 1)
+        blocks = blocks + 3 * (plan.cp > 1)
     codes = blocks[rows]
     groups = [np.flatnonzero(codes == code) for code in np.unique(codes)]
     passes = [_passes(Prices(steps[rows[group]], parameters)) for group in groups]
@@ -172,95 +151,44 @@ def _passes_of_rows(steps: Steps, parameters: Parameters):
 def _passes(prices: Prices):
     """Passes of steps that are made of the same blocks."""
     work = prices.steps.work
-    embedding = embedding_block(work)
-    head = head_block(work)
-    excess_s = 0.0
+    shape = work.shape
+    model = shape.model
     kinds = ()
-    if work.shape.model:  # a stack of several kinds
-        kinds = _kinds(prices, work.shape.model)
-        mean_kind = _mean_of(kinds, work.shape.model)
-        layer = dense = mean_kind.time
-        count = mean_kind.count
+    if model:  # a stack of several kinds
+        kinds = tuple(_kind(prices, word) for word in model.kinds)
+        shares = [model.layer_kinds.count(word) / model.layers for word in model.kinds]
+        layer = dense = map_leaves(
+            lambda *parts: sum(map(operator.mul, shares, parts)), *kinds
+        )
     else:
-        usual = _mean_layer(prices, "*-")
-        layer = dense = usual.time
-        count = usual.count
-        excess_s = usual.excess_s
-        if np.any(np.asarray(work.shape.experts) > 0):
-            mixture = _mixture_layer(prices)
+        layer = dense = _kind(prices, Blocks("*-"))
+        if np.any(shape.experts > 0):
+            mixture = _kind(prices, Blocks("*E"))
             # dense models may stand beside mixtures: their share is 0
-            layer = mean(dense, mixture.time, work.shape.moe_share_after_dense)
-            share = work.shape.mixture_share
-            dense_count = share * mixture.count.dense + (1 - share) * count.dense
-            count = ParameterCount(dense_count, share * mixture.count.experts)
-    return _Passes(
-        layer=layer,
-        dense=dense,
-        embedding=layer_time([embedding], prices),
-        head=layer_time([head], prices),
-        count=count,
-        embedding_parameters=parameter_count([embedding]).dense,
-        head_parameters=parameter_count([head]).dense,
-        full_attention_excess_s=excess_s,
-        kinds=kinds,
+            layer = KindCost(
+                mean(dense.time, mixture.time, shape.moe_share_after_dense),
+                mean(dense.count, mixture.count, shape.mixture_share),
+            )
+    ends = (
+        KindCost(layer_time([block], prices), parameter_count([block]))
+        for block in (embedding_block(work), head_block(work))
     )
+    return _Passes(layer, dense, *ends, kinds)
 
 
-def _mixture_layer(prices: Prices):
-    """A layer with experts; steps with and without exchanges of tokens may stand beside
+def _kind(prices: Prices, word: Blocks):
+    """A layer of a kind; steps with and without exchanges of tokens may stand beside
     each other.
     """
-    exchanged = np.asarray(prices.plan.ep) > 1
-    ways = []
-    for way in (False, True):
-        if np.any(exchanged == way):
-            layer = _mean_layer(prices, "*E", exchanged=way)
-            ways.append(KindCost(layer.time, layer.count))
-    if len(ways) == 1:
-        return ways[0]
-    together, exchanged_way = ways
-    dense = np.where(exchanged, exchanged_way.count.dense, together.count.dense)
-    count = ParameterCount(dense, exchanged * exchanged_way.count.experts)
-    return KindCost(mean(together.time, exchanged_way.time, exchanged), count)
+    exchanged = prices.plan.ep > 1
+    ways = [False]
+    if word.has_experts:
+        ways = [way for way in (False, True) if np.any(exchanged == way)]
+    costs = [_mean_layer(prices, word, exchanged=way) for way in ways]
+    return mean(*costs, exchanged) if len(costs) > 1 else costs[0]
 
 
-def _kinds(prices: Prices, model: Transformer):
-    """A layer of each kind of a stack; steps with and without exchanges of tokens may
-    stand beside each other.
-    """
-    exchanged = np.asarray(prices.plan.ep) > 1
-    kinds = []
-    for word in model.kinds:
-        ways = [False]
-        if word.has_experts:
-            ways = [way for way in (False, True) if np.any(exchanged == way)]
-        costs = []
-        for way in ways:
-            blocks = layer_blocks(prices.steps.work, 0, word, exchanged=way)
-            time = layer_time(blocks, prices)
-            costs.append(KindCost(time, parameter_count(blocks)))
-        kinds.append(mean(*costs, exchanged) if len(costs) > 1 else costs[0])
-    return tuple(kinds)
-
-
-def _mean_of(kinds: tuple[KindCost, ...], model: Transformer):
-    """Mean layer of a stack."""
-    shares = [model.layer_kinds.count(word) / model.layers for word in model.kinds]
-
-    def weighted(*parts: Number):
-        return sum(share * part for share, part in zip(shares, parts, strict=True))
-
-    return map_leaves(weighted, *kinds)
-
-
-@dataclass(frozen=True)
-class _MeanLayer:
-    time: LayerTime
-    count: ParameterCount
-    excess_s: Number  # of a layer that attends to all beyond one with a window
-
-
-def _mean_layer(prices: Prices, word: str, *, exchanged: bool = True):
+def _mean_layer(prices: Prices, word: Blocks, *, exchanged: bool):
     """A layer; where some attend to a window, the mean of both kinds."""
     work = prices.steps.work
     blocks = layer_blocks(work, 0, word, exchanged=exchanged)
@@ -268,8 +196,8 @@ def _mean_layer(prices: Prices, word: str, *, exchanged: bool = True):
     count = parameter_count(blocks)
     share = work.shape.windowed_share
     if not np.any(share > 0):
-        return _MeanLayer(time, count, 0.0)
+        return KindCost(time, count)
     windowed = layer_blocks(work, 0, word, True, exchanged=exchanged)
     near = layer_time(windowed, prices)
     excess_s = sum(time.passes_s) - sum(near.passes_s)
-    return _MeanLayer(mean(time, near, share), count, excess_s)
+    return KindCost(mean(time, near, share), count, 0.0, excess_s)

@@ -10,22 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from madmax_lib.catalog.models import Transformer
-from madmax_lib.plan.layers import chunk_layers
-from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import LayerCosts
 
 __all__ = ["StageExcess", "gathered_passes_s", "stage_excess"]
-
-# fields of a plan that say where a model is cut
-_CUTS = (
-    "pp",
-    "interleave",
-    "first_layers",
-    "last_layers",
-    "embedding_as_layer",
-    "head_as_layer",
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ def gathered_passes_s(
         (number[words[i - 1]], number[word], number[words[(i + 1) % len(words)]])
         for i, word in enumerate(words)
     )
-    by_layer = np.where(prices.overlap.sharded_buckets, 0.0, 1.0)
+    by_layer = np.where(prices.sharded_buckets, 0.0, 1.0)
     sums_s = [0.0, 0.0]
     for triple, count in triples.items():
         before, layer, after = (costs.kinds[i] for i in triple)
@@ -67,11 +56,11 @@ def gathered_passes_s(
             (fetched_s, back_s),
         )
         for way, (comm_s, contending_s) in enumerate(ways):
-            compute_s = layer.time.passes_s[way]
+            compute_s = layer.passes_s[way]
             slowed_s = compute_s + prices.contention_s(compute_s, contending_s)
             one_s = np.maximum(slowed_s, comm_s)
             sums_s[way] = sums_s[way] + count / len(words) * one_s
-    late = prices.overlap.gathers_late
+    late = prices.gathers_late
     return (
         np.where(late, forward_s, sums_s[0]),
         np.where(late, backward_s, sums_s[1]),
@@ -85,22 +74,17 @@ def stage_excess(model: Transformer, costs: LayerCosts, middle: Number) -> Stage
     """
     plan = costs.prices.plan
     mean_s = sum(costs.layer.passes_s)
-    excess_s = [sum(kind.time.passes_s) - mean_s for kind in costs.kinds]
+    excess_s = [sum(kind.passes_s) - mean_s for kind in costs.kinds]
     parts = (mean_s, *excess_s)
     shape = np.broadcast_shapes(plan.shape or (1,), *map(np.shape, parts))
     excess_s = np.stack([np.broadcast_to(part, shape) for part in excess_s])
     mean_s = np.broadcast_to(mean_s, shape)
     middle = np.broadcast_to(middle, shape)
-    columns = [
-        np.broadcast_to(np.asarray(getattr(plan, name)), shape) for name in _CUTS
-    ]
-    # plans that cut the model alike, (cuts, fields), and the cut of each plan
-    flat = np.stack(columns).reshape(len(_CUTS), -1)
-    cuts, index = np.unique(flat, axis=1, return_inverse=True)
-    index = index.reshape(shape)
+    cuts, index = cuts_of(plan)
+    index = np.broadcast_to(index, shape)
     result = np.zeros((4, *shape))
-    for number, cut in enumerate(cuts.T.tolist()):
-        chunks = _kinds_of_chunks(model, cut)
+    for number, cut in enumerate(cuts):
+        chunks = kinds_of_chunks(model, plan_of_cut(cut))
         rows = index == number
         of_stage = chunks.sum(axis=1)  # (stages, kinds)
         stages_s = of_stage @ excess_s[:, rows]
@@ -118,18 +102,3 @@ def stage_excess(model: Transformer, costs: LayerCosts, middle: Number) -> Stage
         mean_chunk_s = np.ceil(model.layers / len(each)) * mean_s[rows]
         result[3][rows] = chunks_s.max(axis=0) - mean_chunk_s
     return StageExcess(*result)
-
-
-def _kinds_of_chunks(model: Transformer, cut: list[int]):
-    """Layers of each kind in each chunk, (stages, chunks, kinds); cut: `_CUTS`."""
-    values = dict(zip(_CUTS, cut, strict=True))
-    for name in ("embedding_as_layer", "head_as_layer"):
-        values[name] = bool(values[name])
-    words = np.array(model.layer_kinds)
-    stages = chunk_layers(model.layers, Plan(**values))
-    return np.array(
-        [
-            [[np.sum(words[list(of)] == kind) for kind in model.kinds] for of in chunks]
-            for chunks in stages
-        ]
-    )

@@ -15,9 +15,8 @@ from functools import reduce
 import numpy as np
 
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.costs.layer_time import LayerTime
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.steady.layer_costs import LayerCosts
+from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
 
 __all__ = ["bubble_s", "messages_s", "short_batch_s"]
@@ -31,18 +30,18 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     are backward passes to wait for: with F, B and W of a stage (forward, dgrad, wgrad)
     it lasts (pp - 1)(F + B) - min(pp - 1, m - 1) min(F, B, W) [arXiv 2401.10241].
     """
-    plan = steps.work.plan
+    plan = steps.plan
     count = steps.micro_batches
-    pp = np.asarray(plan.pp)
+    pp = plan.pp
     hidden_s = (pp - 1) * stages.overlapped_by_peers_s
     bubble = stages.sum_s - stages.slowest_s - hidden_s
-    several = np.asarray(plan.interleave) > 1
+    several = plan.interleave > 1
     if np.any(several):
         bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
-    split = costs.prices.overlap.splits_backward > 0
+    split = costs.prices.splits_backward > 0
     if not np.any(split):
         return bubble
-    all_layers = np.asarray(steps.work.shape.layers)
+    all_layers = steps.shape.layers
     fills = np.minimum(pp - 1, count - 1)
     longest = []
     for stage, head in zip(stages.three, (None, None, costs.head), strict=True):
@@ -63,10 +62,10 @@ def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
     With fewer micro-batches than stages the first goes through all chunks, and the
     others follow behind the longest.
     """
-    plan = steps.work.plan
+    plan = steps.plan
     count = steps.micro_batches
-    layers = np.asarray(steps.work.shape.layers)
-    pp = np.asarray(plan.pp)
+    layers = steps.shape.layers
+    pp = plan.pp
     chunks = plan.interleave
     layer_s = stages.passes.both_s
     # layers of a first chunk beyond those of a mean one: a remainder lies in the middle
@@ -75,8 +74,8 @@ def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
     more = np.clip(pp - (parts - rest) / 2, 0, pp) / pp - rest / parts
     # the longest chunk: a full one, or that with an end of the model
     end_s = np.maximum(stages.embedding_s, stages.head_s)
-    end_s = end_s + np.floor(stages.layers.last / chunks) * layer_s
-    full_s = np.ceil(layers / parts) * layer_s + stages.excess.longest_chunk_s
+    end_s = end_s + np.floor(stages.three[-1].layers / chunks) * layer_s
+    full_s = np.ceil(layers / parts) * layer_s + stages.longest_chunk_excess_s
     longest_s = np.maximum(full_s, end_s) + stages.exposed_gather_s / chunks
     by_peers_s = (pp - 1 / chunks) * stages.overlapped_by_peers_s
     one_round_s = stages.sum_s - by_peers_s + (count - 1) * longest_s
@@ -94,14 +93,14 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
     Under 1F1B the last stage takes it while the one before drains the pipeline, under
     zero-bubble it fills less. With chunks the one before it comes round no sooner.
     """
-    plan = steps.work.plan
-    pp = np.asarray(plan.pp)
-    chunks = np.asarray(plan.interleave)
+    plan = steps.plan
+    pp = plan.pp
+    chunks = plan.interleave
     shorter_s = usual.first_backward_s - short.first_backward_s
     added_s = -np.minimum((pp - 1) * shorter_s, short.first_forward_s)
-    split = np.equal(plan.schedule, "zero-bubble")
+    split = plan.schedule == "zero-bubble"
     if np.any(split):
-        mean = np.asarray(steps.work.shape.layers) / pp
+        mean = steps.shape.layers / pp
         usual_s = _least_pass_s(usual, mean, mean)
         less_s = usual_s - _least_pass_s(short, mean, mean)
         added_s = np.where(split, (steps.micro_batches <= pp) * less_s, added_s)
@@ -109,18 +108,18 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
     waited_s = np.maximum(shorter_s - extra * usual.first_backward_s, 0.0)
     in_rounds_s = (1 - 1 / chunks) * waited_s
     added_s = np.where(chunks > 1, in_rounds_s, added_s)
-    return np.where(np.equal(plan.schedule, "gpipe"), 0.0, added_s)
+    return np.where(plan.schedule == "gpipe", 0.0, added_s)
 
 
 def _least_pass_s(
-    stages: Stages, layers: Number, others: Number, head: LayerTime | None = None
+    stages: Stages, layers: Number, others: Number, head: KindCost | None = None
 ):
     """Least of F and W of a stage with so many layers and B of a stage with others."""
     passes = stages.passes
     head_forward_s, head_wgrad_s = 0.0, 0.0
     if head:
         head_forward_s = head.passes_s[0]
-        head_wgrad_s = head.weight_s
+        head_wgrad_s = head.time.weight_s
     forward_s = layers * passes.forward_s + head_forward_s
     wgrad_s = layers * passes.wgrad_s + head_wgrad_s
     return np.minimum(np.minimum(forward_s, wgrad_s), others * passes.dgrad_s)
@@ -136,11 +135,11 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     messages stop the host waits for each of them. Where messages wait for their
     receiver no pass hides them.
     """
-    plan = steps.work.plan
+    plan = steps.plan
     prices = costs.prices
     traits = prices.traits
-    pp = np.asarray(plan.pp)
-    chunks = np.asarray(plan.interleave)
+    pp = plan.pp
+    chunks = plan.interleave
     count = steps.micro_batches
     if not np.any(pp > 1):
         return 0.0
@@ -152,7 +151,7 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     # chunks come round after round_size passes, which hide what they take
     spare_s = (steps.round_size - pp) * stages.slowest_s / chunks
     rounds_s = (chunks - 1) * np.maximum(2 * pp * one_s - spare_s, 0.0)
-    only_fills = (chunks > 1) | (np.asarray(plan.schedule) == "gpipe")
+    only_fills = (chunks > 1) | (plan.schedule == "gpipe")
     exposed_s = np.where(only_fills, both_ways_s + rounds_s, steady_s)
     if np.any(traits.rendezvous_sends):
         met_s = _rendezvous_s(steps, stages, one_s)
@@ -165,15 +164,12 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
 
 def _message_s(steps: Steps, costs: LayerCosts):
     """Seconds of a message between neighbouring stages, of which some lie on one node."""
-    plan = steps.work.plan
+    plan = steps.plan
     prices = costs.prices
-    pp = np.asarray(plan.pp)
+    pp = plan.pp
     # each tensor rank sends its part, gathered on arrival [arXiv 2104.04473]
     size_bytes = steps.work.moved_bytes / plan.tp
-    near_s, far_s = (
-        prices.comm_s("send_recv", size_bytes, prices.groups[name])
-        for name in ("same node", "other node")
-    )
+    near_s, far_s = prices.pair_s("send_recv", size_bytes)
     on_node = np.maximum(prices.machine.node * pp // plan.world_size, 1)  # stages
     crossing = (np.ceil(pp / on_node) - 1) / np.maximum(pp - 1, 1)
     return near_s + crossing * (far_s - near_s)
@@ -181,19 +177,19 @@ def _message_s(steps: Steps, costs: LayerCosts):
 
 def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number):
     """Messages that travel when both stages wait for them, on the longest path
-    (`events.messages`).
+    (`events.passes`).
 
     GPipe: one before each pass. 1F1B: two with each neighbour between the passes of a
     micro-batch, one to fill and one to drain.
     """
-    plan = steps.work.plan
-    pp = np.asarray(plan.pp)
+    plan = steps.plan
+    pp = plan.pp
     neighbours = (1, 2, 1)  # of the first, a middle and the last stage
     periods_s = [
         (stage.layers > 0) * (stage.seconds + 2 * count * one_s)
         for stage, count in zip(stages.three, neighbours, strict=True)
     ]
     period_s = reduce(np.maximum, periods_s)
-    is_gpipe = np.asarray(plan.schedule) == "gpipe"
+    is_gpipe = plan.schedule == "gpipe"
     between_s = np.where(is_gpipe, 2 * one_s, period_s - stages.slowest_s)
     return 2 * (pp - 1) * one_s + (steps.micro_batches - 1) * between_s

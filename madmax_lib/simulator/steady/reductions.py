@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import (
     ParameterCount,
@@ -130,7 +129,7 @@ def _gradients(stage: PassesOfStage, prices: Prices):
     chunk of a stage has buckets of its own.
     """
     plan = prices.plan
-    zero = np.asarray(plan.zero)
+    zero = plan.zero
     chunks = plan.interleave
     full = zero >= 3
     gathers = (zero == 1) | (zero == 2)
@@ -164,7 +163,7 @@ def _gradients(stage: PassesOfStage, prices: Prices):
         first_bytes = np.where(full, 1.0, bucket_bytes)
         first_bytes = first_bytes if experts else first_bytes - width * ends[1]
         fill = np.ceil(first_bytes / np.maximum(width * count, 1.0))
-        ready = np.maximum(ready, np.where(np.asarray(count) > 0, fill, 0.0))
+        ready = np.maximum(ready, np.where(count > 0, fill, 0.0))
         if np.any(gathers):
             parameters = stage.layers * count + (0.0 if experts else sum(ends))
             size_bytes = prices.steps.work.width.storage_bytes * parameters
@@ -195,16 +194,16 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     round_s = steps.round_size * backward_s
     rest_s = _left_s(moved, last_s + slower_s, begun_s, round_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
-    split = prices.overlap.splits_backward > 0
+    split = prices.splits_backward > 0
     rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
     launched_s = stage.launched_s
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
     round_s = steps.round_size * launched_s
     host_s = _left_s(moved, launched_s, begun_s, round_s, chunks)
-    hides = prices.overlap.hidden_share(WorkKind.BUCKET)
+    hides = prices.hides_reductions
     after_s = np.where(hides, rest_s, moved.serial_s)
     after_host_s = np.where(hides, host_s, moved.serial_s)
-    each = prices.overlap.reduces_each
+    each = prices.reduces_each
     if not np.any(each):
         return ExposedGradients(0.0, after_s, after_host_s)
     beside_s = np.where(fills, prices.contention_s(backward_s, moved.within_s), 0.0)
@@ -230,7 +229,7 @@ def _left_s(
 
     round_s: passes of as many micro-batches as go through a chunk in a row.
     """
-    chunks = np.asarray(chunks)
+    chunks = chunks
     room_s = np.maximum(pass_s / chunks - begun_s, 0.0)
     later_s = (chunks - 1) * round_s / chunks  # passes between those of its chunks
     last_chunk_s = moved.reduce_s / chunks - room_s
@@ -246,10 +245,10 @@ def _drain_s(stage: PassesOfStage, slower_s: Number, prices: Prices):
     rounds of more than all stages.
     """
     plan = prices.plan
-    pp = np.asarray(plan.pp)
-    chunks = np.asarray(plan.interleave)
+    pp = plan.pp
+    chunks = plan.interleave
     last_s = stage.last_backward_s
-    in_rounds = (chunks > 1) | np.equal(plan.schedule, "gpipe")
+    in_rounds = (chunks > 1) | (plan.schedule == "gpipe")
     between_s = np.where(in_rounds, 0.0, stage.last_forward_s)
     more = np.floor(prices.steps.round_size) - pp  # the last round is not the longest
     longer_s = (pp - 1) * (stage.backward_s - last_s) - between_s

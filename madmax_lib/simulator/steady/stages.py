@@ -8,34 +8,27 @@ embedding), the fullest of the middle, or the last (it has the head).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.costs.layer_time import LayerTime
 from madmax_lib.simulator.costs.traffic import (
     ParameterCount,
     gathers_of,
     overlapped_s,
 )
+from madmax_lib.simulator.layers.cuts import cuts_of, plan_of_cut
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.steady.layer_costs import LayerCosts
+from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
 from madmax_lib.simulator.steady.layer_kinds import (
     StageExcess,
     gathered_passes_s,
     stage_excess,
 )
 
-__all__ = ["PipelineStage", "StageLayers", "Stages", "stages_of"]
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """Layers of the first, the fullest middle and the last stage."""
-
-    first: Number
-    middle: Number
-    last: Number
+__all__ = ["PipelineStage", "Stages", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,7 @@ class PipelineStage:
     moe_layers: Number
     upstream: Number  # stages before it
     seconds: Number  # of a micro-batch, both passes
+    excess_s: Number  # of that beyond as many mean layers
 
 
 @dataclass(frozen=True)
@@ -77,10 +71,7 @@ class _ExposedTraffic:
 class Stages:
     """Stages of a pipeline, a micro-batch in both passes."""
 
-    layers: StageLayers
-    three: tuple[
-        PipelineStage, PipelineStage, PipelineStage
-    ]  # first, fullest middle and last
+    three: tuple[PipelineStage, ...]  # first, fullest middle and last
     slowest_s: Number
     sum_s: Number  # of all stages
     passes: LayerPasses  # of a layer
@@ -90,34 +81,33 @@ class Stages:
     overlapped_by_peers_s: Number  # traffic of each for which no other stage waits
     first_forward_s: Number  # of the first stage
     first_backward_s: Number
-    excess: StageExcess  # beyond mean layers
+    longest_chunk_excess_s: Number  # of the longest chunk, beyond mean layers
     dense_layers: Number  # of a mixture in the first stage
     has_embedding: Number  # 1 where the bottleneck stage is the first
     has_head: Number  # 1 where it is the last
 
-    def at_bottleneck(self, first: Number, middle: Number, last: Number) -> Number:
-        """Value at the bottleneck stage."""
-        return np.where(
-            self.has_embedding, first, np.where(self.has_head, last, middle)
-        )
+    def at_bottleneck(self, name: str) -> Number:
+        """Field of that name of the bottleneck stage."""
+        first, middle, last = (getattr(stage, name) for stage in self.three)
+        inner = np.where(self.has_head, last, middle)
+        return np.where(self.has_embedding, first, inner)
 
 
 def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     """Stages as `plan.layers.chunk_layers` cuts them; a remainder lies in the middle."""
-    shape = steps.work.shape
-    pp = np.asarray(steps.work.plan.pp)
+    shape = steps.shape
+    pp = steps.plan.pp
     single = pp == 1
-    layers = _stage_layers(steps)
-    first = layers.first
+    first, middle, last = _stage_layers(steps)
     passes = _layer_passes(costs.layer, costs)
     layer_s = passes.both_s
     exposed = _exposed_traffic(steps, costs)
     # the first layers of a mixture may be dense, which takes them more or less time
-    is_mixture = np.asarray(shape.experts) > 0
+    is_mixture = shape.experts > 0
     dense = np.minimum(np.where(is_mixture, shape.dense_layers, 0), first)
     forward_less_s = 0.0
     backward_less_s = 0.0
-    if costs.dense is not costs.layer:
+    if np.any(dense):
         dense_passes = _layer_passes(costs.dense, costs)
         forward_less_s = dense_passes.forward_s - passes.forward_s
         backward_less_s = dense_passes.backward_s - passes.backward_s
@@ -131,29 +121,27 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     )
     end_s = exposed.embedding_s + single * exposed.head_s
     first_s = forward_s + backward_s + exposed.each_s + end_s
-    middle_s = np.where(pp > 2, layers.middle * layer_s + exposed.each_s, 0.0)
+    middle_s = np.where(pp > 2, middle * layer_s + exposed.each_s, 0.0)
     head_s = sum(costs.head.passes_s) + exposed.head_s
-    last_s = layers.last * layer_s + head_s + exposed.each_s
+    last_s = last * layer_s + head_s + exposed.each_s
     last_s = np.where(pp > 1, last_s, 0.0)
-    between = np.where(pp > 2, np.asarray(shape.layers) - first - layers.last, 0.0)
+    between = np.where(pp > 2, shape.layers - first - last, 0.0)
     middle_ends_s = np.maximum(pp - 2, 0) * exposed.each_s
     sum_s = first_s + last_s + between * layer_s + middle_ends_s
-    excess = _excess(steps, costs, layers)
-    if shape.model or np.any(shape.windowed_share > 0):
-        first_s = first_s + excess.first_s
-        middle_s = middle_s + excess.middle_s
-        last_s = last_s + excess.last_s
+    excess = _excess(steps, costs, (first, middle, last))
+    first_s = first_s + excess.first_s
+    middle_s = middle_s + excess.middle_s
+    last_s = last_s + excess.last_s
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
     has_head = (last_s >= slowest_s) | single
     share = shape.moe_share_after_dense
-    middle = np.where(pp > 2, layers.middle, 0)
-    last = np.where(pp > 1, layers.last, 0)
+    middle = np.where(pp > 2, middle, 0)
+    last = np.where(pp > 1, last, 0)
     return Stages(
-        layers=layers,
         three=(
-            PipelineStage(first, share * (first - dense), 0, first_s),
-            PipelineStage(middle, share * middle, pp - 2, middle_s),
-            PipelineStage(last, share * last, pp - 1, last_s),
+            PipelineStage(first, share * (first - dense), 0, first_s, excess.first_s),
+            PipelineStage(middle, share * middle, pp - 2, middle_s, excess.middle_s),
+            PipelineStage(last, share * last, pp - 1, last_s, excess.last_s),
         ),
         slowest_s=slowest_s,
         sum_s=sum_s,
@@ -164,7 +152,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         overlapped_by_peers_s=exposed.overlapped_by_peers_s,
         first_forward_s=forward_s,
         first_backward_s=backward_s,
-        excess=excess,
+        longest_chunk_excess_s=excess.longest_chunk_s,
         dense_layers=dense,
         has_embedding=(first_s >= slowest_s) & (single | ~has_head),
         has_head=has_head,
@@ -172,37 +160,19 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
 
 
 def _stage_layers(steps: Steps):
-    """Layers of the stages; some software cuts at equal FLOPs, head included."""
-    plan = steps.work.plan
-    layers = np.asarray(steps.work.shape.layers, float)
-    pp = np.asarray(plan.pp)
-    chunks = np.asarray(plan.interleave)
-    # ends that count as a layer take the place of one
-    before = np.asarray(plan.embedding_as_layer, float)
-    after = np.asarray(plan.head_as_layer, float)
-    first_stated = np.asarray(plan.first_layers)
-    last_stated = np.asarray(plan.last_layers)
-    stated = (first_stated > 0) | (last_stated > 0)
-    # what is not stated is cut into equal parts: stages, or chunks of all stages
-    counted = layers + before + after - first_stated - last_stated
-    unstated = np.maximum(pp - (first_stated > 0) - (last_stated > 0), 1)
-    parts = np.where(stated, unstated, pp * chunks)
-    even = np.where(stated, 1, chunks) * np.floor(counted / parts)
-    # chunks with one layer more are those in the middle, [begin, begin + rest); stage s
-    # has every pp-th of them: ceil((begin + rest - s) / pp) - ceil((begin - s) / pp)
-    rest = np.where(stated, 0, counted % parts)
-    begin = np.where(before + after > 0, 0, (parts - rest) // 2)
-    in_first, in_last = (
-        np.ceil((begin + rest - s) / pp) - np.ceil((begin - s) / pp)
-        for s in (0, pp - 1)
-    )
-    first = np.where(first_stated > 0, first_stated, even + in_first) - before
-    last = np.where(last_stated > 0, last_stated, even + in_last) - after
-    middle = even + np.ceil((rest - in_first - in_last) / np.maximum(pp - 2, 1))
-    balances = np.asarray(steps.traits.balances_flops) > 0
+    """Layers of the first, the fullest middle and the last stage; some software cuts at
+    equal FLOPs, head included.
+    """
+    shape = steps.shape
+    pp = steps.plan.pp
+    layers = 1.0 * shape.layers
+    cuts, index = cuts_of(steps.plan, shape.layers)
+    # (first, fullest middle, last) of each cut, then of each plan
+    sizes = np.array([_layers_of_cut(one) for one in cuts], float)
+    first, middle, last = sizes.T[:, index]
+    balances = (steps.traits.balances_flops > 0) & (pp > 1)
     if np.any(balances):
         # the head counts as so many layers as its FLOPs are
-        shape = steps.work.shape
         layer = shape.attention_parameters + shape.mlp_parameters(shape.ffn)
         share = (layers + shape.outputs * shape.hidden / layer) / pp
         floor = np.floor(share)
@@ -211,57 +181,61 @@ def _stage_layers(steps: Steps):
         first = np.where(balances, at_most, first)
         last = np.where(balances, at_least, last)
         middle = np.where(balances, floor + (share % 1 * (pp - 1) >= 1), middle)
-    single = pp == 1
-    return StageLayers(
-        np.where(single, layers, first), middle, np.where(single, layers, last)
-    )
+    return np.broadcast_arrays(first, middle, last)
 
 
-def _excess(steps: Steps, costs: LayerCosts, layers: StageLayers):
+@lru_cache(maxsize=4096)
+def _layers_of_cut(cut: tuple):
+    """Layers of the first, the fullest middle and the last stage."""
+    stages = chunk_layers(int(cut[-1]), plan_of_cut(cut))
+    sizes = [sum(map(len, stage)) for stage in stages]
+    return [sizes[0], max(sizes[1:-1], default=0), sizes[-1]]
+
+
+def _excess(steps: Steps, costs: LayerCosts, layers: tuple[Number, ...]):
     """Seconds of stages beyond as many mean layers: of a stack of several kinds, or
     where every so many layers one attends to all, the last of them; the fullest middle
     stage begins with one.
     """
-    shape = steps.work.shape
+    shape = steps.shape
     if shape.model:
-        return stage_excess(shape.model, costs, layers.middle)
+        return stage_excess(shape.model, costs, layers[1])
     share = shape.windowed_share
     if not np.any(share > 0):
         return StageExcess()
-    chunks = np.asarray(steps.work.plan.interleave)
-    is_mixed = (share > 0) & (share < 1) & (np.asarray(steps.work.plan.pp) > 1)
+    chunks = steps.plan.interleave
+    is_mixed = (share > 0) & (share < 1) & (steps.plan.pp > 1)
     every = chunks * np.maximum(shape.full_every, 1)
-    excess_s = is_mixed * costs.passes.full_attention_excess_s
-    full = (
-        chunks * np.floor(layers.first / every),
-        chunks * np.ceil(layers.middle / every),
-        chunks * np.ceil(layers.last / every),
+    excess_s = is_mixed * costs.dense.full_attention_excess_s
+    rounded = (np.floor, np.ceil, np.ceil)
+    return StageExcess(
+        *(
+            excess_s * (chunks * to_whole(count / every) - (1 - share) * count)
+            for to_whole, count in zip(rounded, layers, strict=True)
+        )
     )
-    counts = (layers.first, layers.middle, layers.last)
-    more = (f - (1 - share) * count for f, count in zip(full, counts, strict=True))
-    return StageExcess(*(excess_s * one for one in more))
 
 
-def _layer_passes(layer: LayerTime, costs: LayerCosts):
+def _layer_passes(layer: KindCost, costs: LayerCosts):
     """Passes of a layer with the traffic of ZeRO-3 beside it: gathers beside dgrad,
     reductions beside wgrad.
     """
     forward_s, backward_s = layer.passes_s
-    traffic = costs.layer_traffic
+    traffic = costs.layer.traffic
     prices = costs.prices
-    dgrad_s = backward_s - layer.weight_s
-    wgrad_s = layer.weight_s
-    if not np.any(np.asarray(prices.plan.zero) >= 3):
+    wgrad_s = layer.time.weight_s
+    dgrad_s = backward_s - wgrad_s
+    if not np.any(prices.plan.zero >= 3):
         return LayerPasses(forward_s, backward_s, dgrad_s, wgrad_s)
     reduce_s = traffic.reduce_s
-    if np.any(prices.overlap.sharded_buckets):  # theirs show at the end of the pass
-        reduce_s = np.where(prices.overlap.sharded_buckets, 0.0, reduce_s)
+    if np.any(prices.sharded_buckets):  # theirs show at the end of the pass
+        reduce_s = np.where(prices.sharded_buckets, 0.0, reduce_s)
     ahead_s = overlapped_s(forward_s, traffic.forward_s, 0.0, prices)
     back_s = overlapped_s(backward_s, traffic.backward_s, reduce_s, prices)
     if costs.kinds:
-        model = prices.steps.work.shape.model
+        model = prices.steps.shape.model
         ahead_s, back_s = gathered_passes_s(model, costs, ahead_s, back_s)
-    split = prices.overlap.splits_backward > 0
+    split = prices.splits_backward > 0
     if np.any(split):
         dgrad_s = overlapped_s(dgrad_s, traffic.backward_s, 0.0, prices)
         wgrad_s = overlapped_s(wgrad_s, 0.0, traffic.reduce_s, prices)
@@ -278,13 +252,13 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts):
     gathered before a stage gets a message, and reduced after it has sent its own.
     """
     prices = costs.prices
-    traffic = costs.layer_traffic
-    if not np.any(np.asarray(prices.plan.zero) >= 3):
+    traffic = costs.layer.traffic
+    if not np.any(prices.plan.zero >= 3):
         return _ExposedTraffic()
     forward_s, backward_s = costs.layer.passes_s
-    wgrad_s = costs.layer.weight_s
-    chunks = np.asarray(prices.plan.interleave)
-    layers = np.asarray(steps.work.shape.layers) / (prices.plan.pp * chunks)
+    wgrad_s = costs.layer.time.weight_s
+    chunks = prices.plan.interleave
+    layers = steps.shape.layers / (prices.plan.pp * chunks)
     # by which traffic of a layer takes longer than the layer it runs under
     both_s = traffic.backward_s + traffic.reduce_s
     ahead_lag_s, back_lag_s = (
@@ -292,26 +266,26 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts):
         for one_s, comm_s in ((forward_s, traffic.forward_s), (backward_s, both_s))
     )
     back_s = np.maximum(both_s - layers * back_lag_s, 0.0)
-    split = prices.overlap.splits_backward > 0
+    split = prices.splits_backward > 0
     if np.any(split):
         gather_s = np.minimum(traffic.backward_s, backward_s - wgrad_s)
         apart_s = gather_s + np.minimum(traffic.reduce_s, wgrad_s)
         back_s = np.where(split, apart_s, back_s)
-    buckets = prices.overlap.sharded_buckets
+    buckets = prices.sharded_buckets
     if np.any(buckets):
         back_s = np.where(buckets, _sharded_buckets_s(steps, costs), back_s)
     each_s = chunks * (np.minimum(traffic.forward_s, forward_s) + back_s)
     lag_s = ahead_lag_s + back_lag_s
     by_peers_s = each_s + chunks * np.minimum(layers, 2) * lag_s
     beside_head_s = np.minimum(traffic.backward_s, costs.head.passes_s[1])
-    late = prices.overlap.gathers_late
+    late = prices.gathers_late
     if np.any(late):
         each_s = np.where(late, 0.0, each_s)
         beside_head_s = np.where(late, 0.0, beside_head_s)
         in_turn_s = chunks * (traffic.forward_s + both_s)
         by_peers_s = np.where(late, in_turn_s, by_peers_s)
-    first = costs.embedding_traffic
-    last = costs.head_traffic
+    first = costs.embedding.traffic
+    last = costs.head.traffic
     longer_s = np.maximum(last.forward_s - forward_s, 0.0)
     return _ExposedTraffic(
         each_s,
@@ -329,9 +303,9 @@ def _sharded_buckets_s(steps: Steps, costs: LayerCosts):
     gathered ahead, then it waits. What the last bucket holds follows the pass.
     """
     prices = costs.prices
-    gather_s = costs.layer_traffic.backward_s
-    layers = np.asarray(steps.work.shape.layers, float)
-    count = costs.passes.count
+    gather_s = costs.layer.traffic.backward_s
+    layers = 1.0 * steps.shape.layers
+    count = costs.layer.count
     parameters = np.maximum(count.dense + count.experts, 1.0)
     layer_bytes = prices.gradient_bytes * parameters
     together = np.clip(np.ceil(prices.plan.bucket_bytes / layer_bytes), 1.0, layers)

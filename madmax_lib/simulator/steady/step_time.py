@@ -18,7 +18,6 @@ import numpy as np
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
-from madmax_lib.simulator.costs.overlap import WorkKind
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.rows import take_rows, unique_rows
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
@@ -93,8 +92,8 @@ def pipelines_of(
     """
     # FSDP's collectives block a host from ZeRO-2 on
     least = 2 if any_nonzero(steps.traits.on_host) else 3
-    sharded = np.asarray(steps.work.plan.zero) >= least
-    kinds = unique_rows(steps.work.plan, _PASSES, _SHARDED, sharded)
+    sharded = steps.plan.zero >= least
+    kinds = unique_rows(steps.plan, _PASSES, _SHARDED, sharded)
     if kinds is None or np.any(steps.jitter):
         return None
     times = _pipeline(steps[kinds.rows], parameters)
@@ -127,7 +126,12 @@ def step_time(
     their ranks for each other. pipeline: of these steps, worked out if None.
     """
     if np.any(steps.jitter):
-        return _with_jitter(steps, parameters)
+        # times of equal ranks, and of ranks that are all as slow as the slowest
+        equal = replace(steps, jitter=0.0)
+        slow = replace(equal, slower=1 + longest_delay(steps))
+        times = [step_time(one, parameters) for one in (equal, slow)]
+        parts = with_waits(steps, *times, PARTS)
+        return parts | {"step_s": sum(parts.values())}
     pipeline = pipeline or _pipeline(steps, parameters)
     after = _after_passes(pipeline)
     launch_s = pipeline.parts["launch_s"] + after["launch_s"]
@@ -136,16 +140,6 @@ def step_time(
     times["step_s"] = sum(times.values())
     arrays = np.broadcast_arrays(*map(np.atleast_1d, times.values()))
     return dict(zip(times, arrays, strict=True))
-
-
-def _with_jitter(steps: Steps, parameters: Parameters):
-    """`step_time` where ranks differ."""
-    equal = replace(steps, jitter=0.0)
-    longest = longest_delay(steps)
-    times = step_time(equal, parameters)
-    slow = step_time(replace(equal, slower=1 + longest), parameters)
-    parts = with_waits(steps, times, slow, PARTS)
-    return parts | {"step_s": sum(parts.values())}
 
 
 def _pipeline(steps: Steps, parameters: Parameters, *, with_parts: bool = True):
@@ -187,10 +181,10 @@ def _costs_of_batches(steps: Steps, parameters: Parameters):
     """Costs of all micro-batches but the last, and of that one, which may be shorter;
     one alone is the last.
     """
-    plan = steps.work.plan
+    plan = steps.plan
     count = steps.micro_batches
     before = (count - 1) * plan.micro_batch
-    samples = steps.global_batch / np.asarray(plan.dp) - before
+    samples = steps.global_batch / plan.dp - before
     if np.all(samples == plan.micro_batch):
         costs = layer_costs(steps, parameters)
         return costs, costs
@@ -210,16 +204,16 @@ def _first_stage(
     gradients, which is wgrad where that is computed apart.
     """
     prices = usual.prices
-    layers = stages.layers.first
-    single = np.asarray(prices.plan.pp) == 1
-    split = prices.overlap.splits_backward > 0
-    wgrad_s = last.layer.weight_s
+    layers = stages.three[0].layers
+    single = prices.plan.pp == 1
+    split = prices.splits_backward > 0
+    wgrad_s = last.layer.time.weight_s
     issued_s = _issued_s(layers, stages.three[0].moe_layers, prices)
     return PassesOfStage(
         layers=layers,
-        layer=usual.passes.count,
-        embedding_parameters=usual.passes.embedding_parameters,
-        head_parameters=np.where(single, usual.passes.head_parameters, 0.0),
+        layer=usual.layer.count,
+        embedding_parameters=usual.embedding.count.dense,
+        head_parameters=np.where(single, usual.head.count.dense, 0.0),
         forward_s=stages.first_forward_s,
         backward_s=stages.first_backward_s,
         last_forward_s=last_stages.first_forward_s,
@@ -232,20 +226,20 @@ def _first_stage(
 
 def _issued_s(layers: Number, moe_layers: Number, prices: Prices):
     """Seconds of a host that is not the device for a forward pass of so many layers."""
-    halves = prices.steps.work.shape.halves
+    halves = prices.steps.shape.halves
     seconds = layers * halves * prices.launch_s + moe_layers * prices.routing_s
-    return prices.overlap.hidden_share(WorkKind.LAUNCH) * seconds
+    return prices.launches_ahead * seconds
 
 
 def _host_s(steps: Steps, stages: Stages, last_stages: Stages, prices: Prices):
     """Seconds until the host of the busiest stage has issued all passes, of which the
     last waits for gradients from the stages after it.
     """
-    plan = steps.work.plan
+    plan = steps.plan
     chain_s = last_stages.first_backward_s / plan.interleave
-    split = prices.overlap.splits_backward
+    split = prices.splits_backward
     if np.any(split > 0):  # dgrad alone travels back
-        wgrad_s = stages.layers.first * last_stages.passes.wgrad_s
+        wgrad_s = stages.three[0].layers * last_stages.passes.wgrad_s
         chain_s = chain_s - split * wgrad_s
     count = steps.micro_batches
     passes = 3 + prices.repeats  # forward, dgrad, wgrad, recompute
@@ -263,20 +257,17 @@ def _stage_parts(stages: Stages, costs: LayerCosts):
     """Parts of a micro-batch in the bottleneck stage; all else there is traffic of
     weights.
     """
-    layer = costs.layer
-    dense = costs.dense
+    layer = costs.layer.time
+    dense = costs.dense.time
     dense_layers = np.where(stages.has_embedding, stages.dense_layers, 0)
-    layers = stages.layers
-    others = stages.at_bottleneck(layers.first, layers.middle, layers.last)
-    others = others - dense_layers
+    others = stages.at_bottleneck("layers") - dense_layers
     parts = {
         name: others * (layer.forward[name] + layer.backward[name])
         + dense_layers * (dense.forward[name] + dense.backward[name])
         for name in LAYER_PARTS
     }
-    excess = stages.excess
-    excess_s = stages.at_bottleneck(excess.first_s, excess.middle_s, excess.last_s)
-    if costs.prices.steps.work.shape.model:
+    excess_s = stages.at_bottleneck("excess_s")
+    if costs.prices.steps.shape.model:
         longer = 1 + excess_s / (others * sum(layer.passes_s))
         parts = {name: longer * part for name, part in parts.items()}
     else:  # layers without a window attend to more
@@ -285,7 +276,7 @@ def _stage_parts(stages: Stages, costs: LayerCosts):
     parts["pointwise_s"] = parts["pointwise_s"] + embedding_s
     parts["head_s"] = stages.has_head * sum(costs.head.passes_s)
     exposed_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
-    sharded = np.asarray(costs.prices.plan.zero) >= 3
+    sharded = costs.prices.plan.zero >= 3
     return parts | {"fsdp_s": np.where(sharded, exposed_s, 0.0)}
 
 
@@ -297,11 +288,11 @@ def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number):
     them it takes its whole time, alone the `solo_time_ratio` of it.
     """
     solo = costs.prices.solo_time_ratio
-    pp = np.asarray(costs.prices.plan.pp)
-    shape = steps.work.shape
-    if np.all(np.equal(solo, 1.0)) or np.all(pp == 1):
+    pp = costs.prices.plan.pp
+    shape = steps.shape
+    if np.all(solo == 1.0) or np.all(pp == 1):
         return 1.0
-    is_mixture = np.asarray(shape.experts) > 0
+    is_mixture = shape.experts > 0
     dense_layers = np.where(is_mixture, shape.dense_layers, 0)
     other_layers = shape.layers - dense_layers
     layers_s = other_layers * sum(costs.layer.passes_s)
