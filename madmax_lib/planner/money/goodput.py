@@ -5,8 +5,9 @@ Devices fail independently, so a job of N stops every mtbf / N seconds, and lose
 restart and half the time between two checkpoints. Checkpoints are as far apart as loses
 least, sqrt(2 x seconds of one x seconds between stops) [Young 1974, doi
 10.1145/361147.361115]. The facts are those of Llama 3's 54 days on 16,384 H100 [arXiv
-2407.21783, 3.3.4] (`data/goodput.csv`); the paper says only that more than 90 % of the
-time was effective, so the restart that follows is the longest that agrees with it.
+2407.21783, 3.3.4] (`data/goodput.csv`): 466 stops in 54 days, and checkpoints at 2 TB/s.
+The paper says only that more than 90 % of the time was effective, evaluation included;
+the restart is the longest that agrees with it, of `Goodput.share` solved for it.
 
 What remains between prediction and the bill is plans that were not the best, earlier
 attempts and slow weeks. It is known from the device-hours that owners published
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,14 +29,20 @@ from madmax_lib.base.fields import require_int, require_number
 
 __all__ = ["Goodput", "practice", "published_totals"]
 
-_SECONDS_PER_DAY = 86400.0
-
 
 @lru_cache(maxsize=1)
 def _facts():
     return (
         catalog.table("goodput", numbers=True).set_index("quantity")["value"].to_dict()
     )
+
+
+class _Rhythm(NamedTuple):
+    """Seconds in which a job stops and saves."""
+
+    between_s: float  # from one stop to the next
+    interval_s: float  # from one checkpoint to the next
+    lost_s: float  # by a stop
 
 
 @dataclass(frozen=True)
@@ -44,46 +52,34 @@ class Goodput:
         goodput = Goodput(restart_s=600.0)
         goodput.share(16384, 405.85e9)
 
-    mtbf_s: seconds of one device between stops of its job (default 0: Llama 3's, 1.6 x
-    10^8).
+    mtbf_s: seconds of one device between stops of its job (default None: Llama 3's, 1.6
+    x 10^8).
     restart_s: from a stop until the job trains again (default None: the longest that
     agrees with Llama 3's 90 %).
-    storage_bytes_per_s: at which a device writes its part of a checkpoint (default 0:
-    Llama 3's, 1.2 x 10^8).
+    storage_bytes_per_s: at which a device writes its part of a checkpoint (default
+    None: Llama 3's, 1.2 x 10^8).
     evaluation: share of the time that evaluation takes (default None: that of the
     table).
 
     Raises ValueError for a negative number, or a share of 1 or more.
     """
 
-    mtbf_s: float = 0.0
+    mtbf_s: float | None = None
     restart_s: float | None = None
-    storage_bytes_per_s: float = 0.0
+    storage_bytes_per_s: float | None = None
     evaluation: float | None = None
 
     def __post_init__(self):
-        facts = _facts()
         for name, value in vars(self).items():
-            if value is not None:
-                require_number(name, value)
-        if not (self.evaluation or 0.0) < 1:
+            if value is None:
+                object.__setattr__(self, name, _facts()[name])
+            else:
+                is_rate = name in ("mtbf_s", "storage_bytes_per_s")
+                require_number(name, value, positive=is_rate)
+        if not self.evaluation < 1:
             raise ValueError(
                 f"evaluation={self.evaluation:g} is a share of the time, below 1"
             )
-        device_s = facts["devices"] * facts["observed"] * _SECONDS_PER_DAY
-        mtbf_s = device_s / facts["interruptions"]
-        # 0 is a default of the first two, but a value of the others
-        defaults = {
-            "mtbf_s": self.mtbf_s or mtbf_s,
-            "storage_bytes_per_s": self.storage_bytes_per_s
-            or facts["storage"] / facts["devices"],
-        }
-        if self.restart_s is None:
-            defaults["restart_s"] = _longest_restart_s(mtbf_s, facts)
-        if self.evaluation is None:
-            defaults["evaluation"] = facts["evaluation"]
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
 
     def share(self, devices: int, parameters: float) -> float:
         """Share of the wall clock in which a job of so many devices trains a model of
@@ -95,50 +91,40 @@ class Goodput:
         >>> round(goodput.share(16384, 405.85e9), 3), goodput.share(1024, 405.85e9) > 0.97
         (0.9, True)
         """
-        between_s = self.mtbf_s / require_int("devices", devices, 1)
-        checkpoint_s = self.checkpoint_s(devices, parameters)
-        interval_s = math.sqrt(2 * checkpoint_s * between_s)  # [Young 1974]
-        # a stop falls anywhere between two checkpoints: half of it on average
-        lost_s = self.restart_s + interval_s / 2
-        if lost_s >= between_s:
+        rhythm = self._rhythm(require_int("devices", devices, 1), parameters)
+        if rhythm.lost_s >= rhythm.between_s:
             raise ValueError(
-                f"{devices:,} devices stop every {between_s:,.0f} s and lose "
-                f"{lost_s:,.0f} s each time"
+                f"{devices:,} devices stop every {rhythm.between_s:,.0f} s and lose "
+                f"{rhythm.lost_s:,.0f} s each time"
             )
-        writing = checkpoint_s / interval_s if interval_s else 0.0
-        return (1 - lost_s / between_s) * (1 - self.evaluation) / (1 + writing)
+        checkpoint_s = self.checkpoint_s(devices, parameters)
+        writing = checkpoint_s / rhythm.interval_s if checkpoint_s else 0.0
+        trains = 1 - rhythm.lost_s / rhythm.between_s
+        return trains * (1 - self.evaluation) / (1 + writing)
 
     def describe(self, devices: int, parameters: float) -> str:
         """The share, and what is lost, in a line."""
-        between_s = self.mtbf_s / devices
-        writing_s = self.checkpoint_s(devices, parameters)
-        interval_s = math.sqrt(2 * writing_s * between_s)
-        lost_s = self.restart_s + interval_s / 2
+        rhythm = self._rhythm(devices, parameters)
         return (
             f"{self.share(devices, parameters):.1%} of the time trains: a stop every "
-            f"{between_s / 3600:,.1f} h (by "
-            f"default at the rate per device of Llama 3) loses {lost_s / 3600:,.2g} h, a checkpoint of "  # noqa: E501
-            f"{writing_s:.2g} s is written every {interval_s / 3600:,.2g} h, evaluation takes "
-            f"{self.evaluation:.0%}"
+            f"{rhythm.between_s / 3600:,.1f} h (by default at the rate per device of "
+            f"Llama 3) loses {rhythm.lost_s / 3600:,.2g} h, a checkpoint of "
+            f"{self.checkpoint_s(devices, parameters):.2g} s is written every "
+            f"{rhythm.interval_s / 3600:,.2g} h, evaluation takes {self.evaluation:.0%}"
         )
+
+    def _rhythm(self, devices: int, parameters: float):
+        between_s = self.mtbf_s / devices
+        checkpoint_s = self.checkpoint_s(devices, parameters)
+        interval_s = math.sqrt(2 * checkpoint_s * between_s)  # [Young 1974]
+        # a stop falls anywhere between two checkpoints: half of it on average
+        return _Rhythm(between_s, interval_s, self.restart_s + interval_s / 2)
 
     def checkpoint_s(self, devices: int, parameters: float) -> float:
         """Seconds that the job stands still for a checkpoint: each device writes its
         share of the states.
         """
         return _facts()["state"] * parameters / (devices * self.storage_bytes_per_s)
-
-
-def _longest_restart_s(mtbf_s: float, facts: dict[str, float]):
-    """Restart that leaves the effective share of the source, of which evaluation is a
-    part.
-    """
-    between_s = mtbf_s / facts["devices"]
-    checkpoint_s = facts["state"] * facts["parameters"] / facts["storage"]
-    interval_s = math.sqrt(2 * checkpoint_s * between_s)
-    # `Goodput.share` solved for the restart
-    lost = 1 - facts["effective"] * (1 + checkpoint_s / interval_s)
-    return lost * between_s - interval_s / 2
 
 
 def published_totals() -> pd.DataFrame:
