@@ -46,13 +46,13 @@ def simulated_prices(
     recompute: Sequence[str] = ("none", "full"),
     parameters: Parameters | None = None,
 ) -> PriceList:
-    """Prices of the model of a case on clusters, one per GPU type: tp within a node, pieces of
-    powers of two up to the batch.
+    """Prices of the model of a case on clusters, one per GPU type: tp within a node,
+    pieces of powers of two up to the batch.
 
     case: its plan and cluster are not looked at. A GPU type that lacks its dtype runs
-    the nearest, such as fp16 for bf16. Raises ValueError for a recommendation or vision model, experts, and
-    a recompute that is no choice of Plan.
-    """  # noqa: E501
+    the nearest, such as fp16 for bf16. Raises ValueError for a recommendation or vision
+    model, experts, and a recompute that is no choice of Plan.
+    """
     model = case.model
     if (
         not isinstance(model, Transformer)

@@ -152,10 +152,10 @@ class Sweeper:
         return None if first is None else self._path(state, first, values, low, total)
 
     def _descend(self, blocks: dict, combine: Callable):
-        """Least totals of chains from every layer and place to the end, by level."""
+        """Least totals of chains from every layer and position to the end, by level."""
         grid = self.table.grid
         kind = self.table.kind
-        # least[level][k, x, p]: of chains that begin at layer x and place p, whose first
+        # least[level][k, x, p]: of chains that begin at layer x and position p, whose first
         # stage is of kind k; reach: the same where a stage of each size would end
         shape = (len(self.table.kinds), grid.layers + 1, grid.places + 2)
         least = [np.full(shape, np.inf) for _ in range(len(self.levels) + 1)]
@@ -164,12 +164,12 @@ class Sweeper:
         reach = [totals[:, :, self.ahead] for totals in least]
         bands = self.bands["later"]
         for band, block in zip(bands, blocks["later", 1], strict=True):
-            # a last stage of each size begins at one place: (sizes, rows)
-            place = self.ending[band]
-            size = np.arange(len(place))
-            last = block[0, : grid.layers - 1, size, place]
+            # a last stage of each size begins at one position: (sizes, rows)
+            position = self.ending[band]
+            size = np.arange(len(position))
+            last = block[0, : grid.layers - 1, size, position]
             begins = slice(1, 1 + last.shape[1])
-            least[1][kind[band][size, place], begins, place] = last
+            least[1][kind[band][size, position], begins, position] = last
         for level in self.levels:
             for x in range(grid.layers - 1, 0, -1):
                 for band, block in zip(bands, blocks["later", level], strict=True):
@@ -195,7 +195,7 @@ class Sweeper:
         ahead: np.ndarray,
         kind: np.ndarray,
     ):
-        """Least of each kind and place, lowered by stages over rows with what lies
+        """Least of each kind and position, lowered by stages over rows with what lies
         ahead of them.
         """
         # scratch memory: new pages for each block would cost as much as its sums
@@ -245,14 +245,14 @@ class Sweeper:
         """Levels of the stage after one: the last level stands for all higher ones."""
         return (level - 1, level) if level == self.levels[-1] else (level - 1,)
 
-    def _best(self, state: _State, x: int, place: int, before: _Option | None):
-        """Least total of the chains from a layer and place, and the first stage of that
+    def _best(self, state: _State, x: int, position: int, before: _Option | None):
+        """Least total of the chains from a layer and position, and the first stage of that
         chain; the first on ties.
 
         before: the stage that ends there, None for the first of all.
         """
         where = "later" if before else "first"
-        of_kind = self.table.kind[:, place]
+        of_kind = self.table.kind[:, position]
         is_next = of_kind == before.next_kind if before else of_kind >= 0
         best = np.inf
         answer = None
@@ -262,12 +262,12 @@ class Sweeper:
             ):
                 for source in self._sources(level):
                     rows, first_end = self.table.grid.rows(x, source)
-                    values = block[:, rows, :, place : place + 1]
+                    values = block[:, rows, :, position : position + 1]
                     if not values.size:
                         continue
                     ends = slice(first_end, first_end + values.shape[1])
-                    ahead = state.reach[source][:, ends, band, place : place + 1]
-                    # (kinds, ends, sizes) at the one place
+                    ahead = state.reach[source][:, ends, band, position : position + 1]
+                    # (kinds, ends, sizes) at the one position
                     totals = state.combine(values, ahead)[..., 0]
                     options = np.where(is_next[band], totals, np.inf)
                     if options.min() < best:
@@ -283,31 +283,31 @@ class Sweeper:
     def _path(self, state: _State, option: _Option, values: dict, low, total: float):
         """The chain behind a total: at each stage the option of least value."""
         begin = 0  # first layer of the stage
-        place = 0  # and where it begins on the grid of ranks
+        position = 0  # and where it begins on the grid of ranks
         cuts = [0]
         entries = []
         parts = []
         while option:
-            entry, entry_parts = self._entry(option, begin, place, values)
+            entry, entry_parts = self._entry(option, begin, position, values)
             cuts.append(int(option.end))
             entries.append(entry)
             parts.append(entry_parts)
             begin = option.end
-            place += int(self.table.grid.steps[option.size])
+            position += int(self.table.grid.steps[option.size])
             if not option.next_level:
                 break
-            _, option = self._best(state, begin, place, option)
+            _, option = self._best(state, begin, position, option)
         mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
         plan = self._plan(cuts, entries)
         return Chain(float(total), np.max(parts, axis=0), mean, plan)
 
-    def _entry(self, option: _Option, begin: int, place: int, values: dict):
+    def _entry(self, option: _Option, begin: int, position: int, values: dict):
         """Number of the cheapest entry of a stage, and its parts."""
         key = ("later" if begin else "first", option.level)
         stages = self.stages[key]
         rows, first_end = self.table.grid.rows(begin, option.next_level)
         row = rows.start + option.end - first_end
-        group = self.table.group[option.size, place]
+        group = self.table.group[option.size, position]
         number = int(np.searchsorted(stages.classes, group))
         # entries of the class
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]

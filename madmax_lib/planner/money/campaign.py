@@ -117,9 +117,10 @@ def campaign(
     fits, and where no number of devices is in time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
-    >>> bool(answer.best["days_low"] < 184_320 / 256 / 24 < answer.best["days_high"])  # hours of its model card
+    >>> card_days = 184_320 / 256 / 24  # device-hours of its model card
+    >>> bool(answer.best["days_low"] < card_days < answer.best["days_high"])
     True
-    """  # noqa: E501
+    """
     if (days is None) == (devices is None):
         raise ValueError("either days or devices says what is asked for")
     if not require_number("sure", sure, positive=True) < 1:

@@ -93,8 +93,9 @@ def beliefs(
 ) -> Beliefs:
     """Beliefs after trials of the plans in the places tried (k,), NaN where they failed.
 
-    asked: places that are being tried. Where plans are being tried, wins is the chance to win where none of them does.
-    """  # noqa: E501
+    asked: places that are being tried. Where plans are being tried, wins is the chance
+    to win where none of them does.
+    """
     legal = np.isfinite(plans.log_s)
     tried = np.asarray(tried, int)
     runs = np.where(legal, _runs(plans, tried, np.isfinite(log_s)), 0.0)
