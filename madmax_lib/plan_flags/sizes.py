@@ -60,50 +60,36 @@ def megatron_sizes(model: Transformer, sequence: int) -> dict:
     # of latent attention the widths of heads have flags of their own
     is_usual_width = model.head_dim * model.heads == model.hidden or model.kv_lora_rank
     is_rope = model.positions == "rope"
-    flags = {
-        "num-layers": model.layers,
-        "hidden-size": model.hidden,
-        "ffn-hidden-size": model.ffn or None,
-        "num-attention-heads": model.heads,
+    flags = _listed("megatron-lm", model) | {
         "group-query-attention": is_grouped,
         "num-query-groups": model.kv_heads if is_grouped else None,
         "kv-channels": None if is_usual_width else model.head_dim,
         "max-position-embeddings": sequence,
         "normalization": "RMSNorm" if model.norm == "rms" else None,
-        "swiglu": model.gated,
         "position-embedding-type": "rope" if is_rope else "learned_absolute",
         "disable-bias-linear": not model.mlp_bias,
         "add-qkv-bias": model.attention_bias == "qkv",
-        "qk-layernorm": model.qk_norm,
         "untie-embeddings-and-output-weights": not (model.tied or model.image),
+        "multi-latent-attention": model.kv_lora_rank > 0,
     }
-    if model.kv_lora_rank:
-        flags |= {
-            "multi-latent-attention": True,
-            "q-lora-rank": model.q_lora_rank or None,
-            "kv-lora-rank": model.kv_lora_rank,
-            "qk-head-dim": model.head_dim,
-            "v-head-dim": model.v_head_dim,
-            "qk-pos-emb-head-dim": model.rope_head_dim,
-        }
     if model.experts:
         flags |= _mixture(model)
     if model.window:
-        flags |= {
-            "window-size": f"{model.window},0",  # tokens before, tokens after
-            "window-attn-skip-freq": model.full_every or None,
-            "softmax-type": "learnable" if model.sinks else None,
-        }
-    if model.image:
-        flags |= {
-            "img-h": model.image,
-            "img-w": model.image,
-            "patch-dim": model.patch,
-            "num-classes": model.classes,
-        }
-    else:
-        flags["vocab-size"] = model.vocab
+        # tokens before, tokens after
+        flags["window-size"] = f"{model.window},0"
+        flags["softmax-type"] = "learnable" if model.sinks else None
     return without_off(flags)
+
+
+def _listed(framework: str, model: Transformer):
+    """Sizes that a model has by the keys of `data/size_flags.csv`."""
+    rows = catalog.table("size_flags").query("framework == @framework")
+    sizes = {
+        row.key: getattr(model, row.field)
+        for row in rows.itertuples()
+        if not row.where or getattr(model, row.where)
+    }
+    return {key: size for key, size in sizes.items() if size}
 
 
 def _mixture(model: Transformer):
@@ -115,10 +101,7 @@ def _mixture(model: Transformer):
     # by a bias of the choice alone, DeepSeek-V3's way [arXiv 2412.19437, 2.1.2]
     is_balanced = model.router_bias and not model.mlp_bias
     return {
-        "num-experts": model.experts,
-        "moe-router-topk": model.active_experts,
         "moe-grouped-gemm": True,
-        "moe-ffn-hidden-size": model.expert_ffn,
         "moe-token-dispatcher-type": "alltoall",
         "moe-shared-expert-intermediate-size": model.shared_experts * model.expert_ffn
         or None,
@@ -161,22 +144,7 @@ def titan_config(model: Transformer) -> dict:
 
 def named_sizes(model: Transformer) -> dict:
     """Sizes by Hugging Face's names, for a script that makes the model of them."""
-    sizes = {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn or None,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "vocab_size": model.vocab or None,
-        "image_size": model.image or None,
-        "patch_size": model.patch or None,
-    }
-    if model.experts:
-        sizes |= {
-            "num_experts": model.experts,
-            "num_experts_per_tok": model.active_experts,
-            "moe_intermediate_size": model.expert_ffn,
-        }
+    sizes = _listed("hugging-face", model)
     if model.blocks:
         sizes["blocks"] = ",".join(model.layer_kinds)
     return sizes | {"model": "-".join(model.name.split())}
