@@ -73,9 +73,7 @@ def test_before_any_trial_the_simulator_is_believed():
         and np.isnan(result.improvement_s).all()
         and (result.width == 0.3).all()
     )
-    width = np.sqrt(
-        surrogate._MEMORY_ALL**2 + surrogate._MEMORY_NEAR**2 + surrogate._UNSURE**2
-    )
+    width = np.hypot(surrogate._MEMORY, surrogate._UNSURE)
     assert result.runs == pytest.approx(
         (1 - surrogate._CRASH) * ndtr(plans.log_room / width)
     )

@@ -13,15 +13,14 @@ and choices). A slow trial may be an unlucky one: its noise grows with its error
 the least one, so that the fastest trials, measured by the simulator, say most.
 
 A plan runs with the probability (1 - crash) Phi(margin / UNSURE). The margin is the
-logarithm of the room over the memory that the simulator finds, corrected by a Gaussian
-process whose mode Newton's method finds [ch. 3]; crash is the rate of failures that
-memory does not explain, as a mean over neighbours.
+logarithm of the room over the memory that the simulator finds, plus an error that all
+plans share: Bayes' rule weighs its values by the trials that ran. crash is the rate of
+failures that memory does not explain, as a mean over neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr
@@ -38,10 +37,8 @@ _LENGTH = 4.0
 _NOISE = 0.1
 _EXCESS = 1.0
 _OWN = 0.08
-# the same of log memory
-_MEMORY_ALL = 0.08
-_MEMORY_NEAR = 0.15
-_MEMORY_LENGTH = 2.0
+# the same of log memory: of an error of all plans, and of a plan beside it
+_MEMORY = 0.17
 _UNSURE = 0.06
 # failures that memory does not explain: their rate before any trial, the trials that it
 # counts for, and the length over which neighbours share it
@@ -51,7 +48,8 @@ _CRASH_LENGTH = 1.5
 _CLOSE = np.log(1.05)  # as good as the best: repeated runs differ by more
 _DRAWS = 1024  # of the plans that may win: a chance is known to 1.6 %
 _MOST = 256  # plans that may win: their covariance is factorised
-_ROUNDS = 60  # of Newton's method, which needs fewer
+_ERRORS = 201  # of log memory, up to so many standard deviations
+_FAR = 4.0
 _SMALL = 1e-6  # keeps logarithms and roots finite
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 
@@ -176,51 +174,19 @@ def _similarity(a: np.ndarray, b: np.ndarray, length: float):
 
 def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray):
     """Probability of each plan to run, after trials that did or did not."""
-    near = _similarity(plans.features, plans.features[tried], _MEMORY_LENGTH)
-    cross = _MEMORY_ALL**2 + _MEMORY_NEAR**2 * near
-    mode = _mode(plans.log_room[tried], cross[tried], ran)
-    # Laplace's approximation [Rasmussen & Williams 2006, eq. 3.21, 3.24], with a trial's
-    # curvature as the inverse of its noise
-    margin = plans.log_room + cross @ mode.slope
-    inner = cross[tried] + np.diag(1 / mode.curvature)
-    taken_off = (cross * np.linalg.solve(inner, cross.T).T).sum(axis=1)
-    variance = _MEMORY_ALL**2 + _MEMORY_NEAR**2 - taken_off
-    # neighbours' failures as a mean, the rate before any trial as one more of them
+    # one error of log memory for all plans, weighed by how well it explains the trials:
+    # (errors, 1) beside plans
+    error = np.linspace(-_FAR, _FAR, _ERRORS)[:, None] * _MEMORY
+    enough = ndtr((plans.log_room + error) / _UNSURE)
+    passes = (1 - _CRASH) * enough[:, tried]
+    likelihood = np.maximum(np.where(ran, passes, 1 - passes), 1e-300)
+    log_weight = np.log(likelihood).sum(axis=1) - (error[:, 0] / _MEMORY) ** 2 / 2
+    weight = np.exp(log_weight - log_weight.max())
+    weight /= weight.sum()
+    # chance that something else than memory made a trial fail, as a mean over
+    # neighbours, the rate before any trial as one more of them
+    crashed = np.where(ran, 0.0, _CRASH / (1 - weight @ passes))
     weights = _similarity(plans.features, plans.features[tried], _CRASH_LENGTH)
-    crash = _WEIGHT * _CRASH + weights @ mode.crashed
+    crash = _WEIGHT * _CRASH + weights @ crashed
     crash /= _WEIGHT + weights.sum(axis=1)
-    return (1 - crash) * ndtr(margin / np.sqrt(np.maximum(variance, 0.0) + _UNSURE**2))
-
-
-class _Mode(NamedTuple):
-    """Trials at the mode of what is believed of their memory, (k,) each."""
-
-    slope: np.ndarray  # of the log likelihood of a trial
-    curvature: np.ndarray
-    crashed: np.ndarray  # chance that something else than memory made it fail
-
-
-def _mode(margin: np.ndarray, covariance: np.ndarray, ran: np.ndarray):
-    """The mode by Newton's method, of which half a step is taken each time.
-
-    margin: before the trials. A trial runs with (1 - _CRASH) Phi(margin / _UNSURE).
-    """
-    at = margin.copy()
-    for _ in range(_ROUNDS):
-        score = at / _UNSURE
-        passes = ndtr(score)
-        density = np.exp(-(score**2) / 2) / np.sqrt(2 * np.pi) / _UNSURE
-        fails = 1 - (1 - _CRASH) * passes
-        slope = np.where(
-            ran, density / np.maximum(passes, 1e-300), -(1 - _CRASH) * density / fails
-        )
-        # of a log likelihood that is concave but for rounding
-        curvature = np.maximum(slope * (slope + score / _UNSURE), _SMALL)
-        step = covariance @ np.linalg.solve(
-            covariance + np.diag(1 / curvature), slope / curvature + at - margin
-        )
-        change = margin + step - at
-        at = at + change / 2
-        if np.abs(change).max(initial=0.0) < _SMALL:
-            break
-    return _Mode(slope, curvature, np.where(ran, 0.0, _CRASH / fails))
+    return (1 - crash) * (weight @ enough)
