@@ -124,9 +124,9 @@ def test_lookups():
     for name, message in (
         (
             "A100_tp16_bs1",
-            "no profile for A100 tp 16 batch 1; there are tp 1, 2, 4, 8 on A100",
+            "no profile for A100 tp 16 batch 1; there are tp 1, 2, 4, 8; batch 1, 2, 4, 8",
         ),
-        ("A100_tp2_bs3", "there are batches 1, 2, 4, 8 on A100 at tp 2"),
+        ("A100_tp2_bs3", "there are tp 1, 2, 4, 8; batch 1, 2, 4, 8"),
         ("T4_tp1_bs1", "there are types A100, V100"),
         ("tp4", "is not the name of a profile such as"),
     ):

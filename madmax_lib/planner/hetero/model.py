@@ -18,7 +18,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.catalog.blocks import Blocks
-from madmax_lib.catalog.models import Cluster, Link, Transformer
+from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.planner.hetero.nodes import Node
@@ -30,7 +30,6 @@ from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
 __all__ = [
-    "clusters_of",
     "gradients_of",
     "nodes_of",
     "passes_s",
@@ -166,24 +165,6 @@ def nodes_of(
             for number in range(cluster.nodes)
         ]
     return tuple(nodes)
-
-
-def clusters_of(nodes: Sequence[Node]) -> dict[str, Cluster]:
-    """One cluster per GPU type of a host file, its devices from the catalog. Raises
-    ValueError for an unknown type.
-    """
-    clusters = {}
-    for node in nodes:
-        same = [other for other in nodes if other.device == node.device]
-        gpus = min(other.gpus for other in same)
-        links = (
-            Link("intra", node.intra_bytes_per_s),
-            Link("inter", node.inter_bytes_per_s),
-        )
-        clusters[node.device] = Cluster(
-            node.device, catalog.device(node.device), gpus, len(same), *links
-        )
-    return clusters
 
 
 def _powers(most: int):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from madmax_lib.planner.hetero.profiles import Profiles
+from madmax_lib.planner.hetero.profiles import Profiles, covered
 
 __all__ = ["MB_BYTES", "Price", "PriceList", "bits", "prices_of"]
 
@@ -85,12 +85,8 @@ class PriceList:
 
     def covered(self, device: str) -> str:
         """Degrees and batches of a GPU type that have a price, as text."""
-        keys = [(tp, batch) for name, tp, _, batch in self.table if name == device]
-        degrees, batches = (
-            ", ".join(map(str, sorted(set(values))))
-            for values in zip(*keys, strict=True)
-        )
-        return f"tp {degrees}; batch {batches}"
+        keys = [(name, tp, batch) for name, tp, _, batch in self.table]
+        return covered(keys, device)
 
 
 def prices_of(profiles: Profiles) -> PriceList:

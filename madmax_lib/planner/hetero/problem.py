@@ -12,7 +12,7 @@ from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
-from madmax_lib.planner.hetero.model import clusters_of, nodes_of, simulated_prices
+from madmax_lib.planner.hetero.model import nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
@@ -107,11 +107,11 @@ def problem(
     """The inputs of `plan` and `cost`; models and clusters may be names of the catalog.
 
     profiles (a folder or `Profiles`) or model: where prices come from. hostfile and
-    clusterfile, or cluster (a Cluster, several, or nodes): the GPUs, all of which are
-    used. layers: with embedding and head; all there are if None. rules: fields of
-    `CostRules`, for a model tp_in_node by default; and for a model recompute (none and
-    full by default, chosen per stage), dtype and parameters. Raises ValueError for bad
-    input, OSError for files.
+    clusterfile, or cluster (a Cluster, several, or nodes, these with profiles): the
+    GPUs, all of which are used. layers: with embedding and head; all there are if None.
+    rules: fields of `CostRules`, for a model tp_in_node by default; and for a model
+    recompute (none and full by default, chosen per stage), dtype and parameters. Raises
+    ValueError for bad input, OSError for files.
     """
     if (profiles is None) == (model is None):
         raise ValueError("give either profiles or model")
@@ -133,6 +133,8 @@ def problem(
             profiles = load_profiles(profiles)
         prices = prices_of(profiles)
     else:
+        if not clusters:
+            raise ValueError("model goes with clusters; nodes and files with profiles")
         model = catalog.model(model)
         hidden = getattr(model, "hidden", None)
         if rules.get("hidden", hidden) != hidden:
@@ -145,7 +147,7 @@ def problem(
             sequence = getattr(model, "sequence", None)
         else:
             sequence = require_int("sequence", sequence, 1)
-        types = {one.device.name: one for one in clusters} or clusters_of(nodes)
+        types = {one.device.name: one for one in clusters}
         dtype = options.pop("dtype", "bf16")
         case = Case(model, None, Plan(), global_batch, sequence, dtype)
         prices = simulated_prices(case, types, **options)

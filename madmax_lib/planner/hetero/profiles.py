@@ -11,7 +11,7 @@ lists that are too short and times in another unit.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -21,6 +21,7 @@ __all__ = [
     "TIMES",
     "LayerProfile",
     "Profiles",
+    "covered",
     "load_profiles",
     "plain_sum",
     "read_json",
@@ -167,16 +168,9 @@ class Profiles:
         """The profile of a key; ValueError that names what there is."""
         if profile := self.table.get((device, tp, batch)):
             return profile
-        # the most that is there of what was asked for
-        there = f"types {', '.join(self.devices)}"
-        degrees = sorted({degree for name, degree, _ in self.table if name == device})
-        batches = sorted(size for *key, size in self.table if key == [device, tp])
-        if degrees:
-            there = f"tp {', '.join(map(str, degrees))} on {device}"
-        if batches:
-            there = f"batches {', '.join(map(str, batches))} on {device} at tp {tp}"
         raise ValueError(
-            f"no profile for {device} tp {tp} batch {batch}; there are {there}"
+            f"no profile for {device} tp {tp} batch {batch}; there are "
+            f"{covered(list(self.table), device)}"
         )
 
     def named(self, name: str | tuple[str, int, int] | None) -> LayerProfile:
@@ -194,6 +188,19 @@ class Profiles:
                 f"{name!r} is not the name of a profile such as A100_tp4_bs4"
             )
         return self.get(key["device"], int(key["tp"]), int(key["batch"]))
+
+
+def covered(keys: Sequence[tuple[str, int, int]], device: str) -> str:
+    """Degrees and batches of a GPU type among keys (type, tp, batch), as text; the types
+    where there are none.
+    """
+    pairs = [pair for name, *pair in keys if name == device]
+    if not pairs:
+        return f"types {', '.join(sorted({name for name, *_ in keys}))}"
+    degrees, batches = (
+        ", ".join(map(str, sorted(set(values)))) for values in zip(*pairs, strict=True)
+    )
+    return f"tp {degrees}; batch {batches}"
 
 
 def load_profiles(directory: str | Path) -> Profiles:
