@@ -4,8 +4,6 @@ writes them.
 Each row has its source and date; rows of the folder MADMAX_CATALOG come along.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from madmax_lib.base.units import format_bytes

@@ -4,8 +4,6 @@
 checks itself by the same rules.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

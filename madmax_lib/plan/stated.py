@@ -8,8 +8,6 @@ none, or out of its range, is refused with its column. The style of a layer, gat
 not, is the one whose parameters are nearest to the stated number.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ They stand beside the plan so that a configuration can be launched; a reader lis
 as harmless.
 """
 
-from __future__ import annotations
-
 from madmax_lib import catalog
 from madmax_lib.catalog.models import Transformer
 

@@ -1,7 +1,5 @@
 """A plan as the text of a framework's configuration, checked by reading it back."""
 
-from __future__ import annotations
-
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.catalog.models import Transformer

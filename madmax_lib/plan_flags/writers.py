@@ -2,8 +2,6 @@
 its text is read back.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -9,8 +9,6 @@ With both, the probability that a plan is the fastest is the share of draws in w
 is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple

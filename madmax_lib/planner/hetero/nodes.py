@@ -4,11 +4,11 @@ Host file ("ADDRESS slots=N" a line) and cluster file (JSON by address) of Metis
 al., USENIX ATC 2024]. Their GB and GB/s become bytes and bytes/s here, at the door.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from madmax_lib.base.fields import is_number
 from madmax_lib.planner.hetero.profiles import read_json
 
 __all__ = ["Node", "load_cluster"]
@@ -99,7 +99,7 @@ class Node:
 
 
 def _check(name: str, value: float):
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+    if not is_number(value) or value == 0:
         raise ValueError(f"{name}={value!r} is not a number above 0")
     return value
 

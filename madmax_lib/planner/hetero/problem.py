@@ -142,17 +142,14 @@ def problem(
                 f"hidden={rules['hidden']} is not that of {model.name}, {hidden}"
             )
         options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
-        sequence = rules.pop("sequence", None)
-        if sequence is None:
-            sequence = getattr(model, "sequence", None)
-        else:
-            sequence = require_int("sequence", sequence, 1)
         types = {one.device.name: one for one in clusters}
         dtype = options.pop("dtype", "bf16")
+        sequence = rules.pop("sequence", None)
         case = Case(model, None, Plan(), global_batch, sequence, dtype)
         prices = simulated_prices(case, types, **options)
         # simulated groups of tp are those of a node, as their prices
-        rules = {"hidden": hidden, "sequence": sequence, "tp_in_node": True} | rules
+        usual = {"hidden": hidden, "sequence": case.sequence, "tp_in_node": True}
+        rules = usual | rules
     checked_rules = CostRules(global_batch, **rules)
     if layers is not None and layers != prices.layers:
         raise ValueError(

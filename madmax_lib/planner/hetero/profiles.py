@@ -9,13 +9,14 @@ lists that are too short and times in another unit.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
+
+from madmax_lib.base.fields import is_number
 
 __all__ = [
     "TIMES",
@@ -82,11 +83,7 @@ class LayerProfile:
         for name in ("layer_ms", "memory_mb", "parameters_bytes", *TIMES):
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
-                if not (
-                    isinstance(value, (int, float))
-                    and math.isfinite(value)
-                    and value >= 0
-                ):
+                if not is_number(value):
                     raise ValueError(f"{name}={value!r} is not a number of at least 0")
         if not self.layers or min(self.layer_ms) <= 0:
             raise ValueError("layer_ms must have an entry above 0 for every layer")

@@ -2,8 +2,6 @@
 number of devices.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace

@@ -14,8 +14,6 @@ attempts and slow weeks. It is known from the device-hours that owners published
 (`data/training_totals.csv`), every release counting alike.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -18,8 +18,6 @@ plans share: Bayes' rule weighs its values by the trials that ran. crash is the 
 failures that memory does not explain, as a mean over neighbours.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

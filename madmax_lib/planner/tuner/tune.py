@@ -5,8 +5,6 @@ the fastest in truth.
 callable, or a run of `mm.launch`.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 from collections.abc import Callable, Iterable

@@ -7,14 +7,11 @@ teach about other plans is in
 to beat what was measured.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +39,7 @@ _TOP = 500  # plans of a search to choose from
 # log of room over need, of a plan whose states leave the device until it fits
 _ROOMY = 0.5
 _RECOMPUTES = ("none", "selective", "full")
+_LEAST_S = 1e-300  # a time above 0
 _CHOICE = 3.0  # doublings of a degree that change as much as another choice
 
 
@@ -143,12 +141,8 @@ class Tuner:
         or seconds that are no positive number.
         """
         seconds = math.nan if step_s is None else step_s
-        if (
-            isinstance(seconds, bool)
-            or not isinstance(seconds, Real)
-            or seconds <= 0
-            or math.isinf(seconds)
-        ):
+        has_failed = seconds != seconds
+        if not has_failed and not is_number(seconds, _LEAST_S):
             raise ValueError(
                 f"step_s={short_repr(step_s)} must be seconds above 0, or None for a plan "
                 "that failed"
@@ -376,7 +370,7 @@ def _read(path: Path, digest: str):
         trials = [(str(text), step_s) for text, step_s in state["told"]]
         file_digest = state["sha256"]
         for _, step_s in trials:
-            if step_s is not None and not is_number(step_s, 1e-300):
+            if step_s is not None and not is_number(step_s, _LEAST_S):
                 raise ValueError(f"{short_repr(step_s)} is no time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
