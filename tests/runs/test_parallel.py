@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracles.op_table import ops
+from support import cells, refused
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,14 +26,8 @@ from madmax_lib.runs.parallel.trainer import parallelize
 from madmax_lib.runs.settings import Settings
 
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
-GPT2 = {
-    "layers": LAYERS,
-    "hidden": 64,
-    "heads": 8,
-    "ffn": 128,
-    "vocab": 264,
-    "sequence": 32,
-}
+GPT2 = {"layers": LAYERS, "hidden": 64, "heads": 8, "ffn": 128}
+GPT2 |= {"vocab": 264, "sequence": 32}
 # label: (model, sizes); 263 rows of a token table are divided by no tp
 MODELS = {
     "gpt2": ("gpt2-large", GPT2),
@@ -43,54 +38,50 @@ MODELS = {
 }
 
 
-def cases(model, plans, **options):
-    """(model, plan, options) of each plan."""
-    return [(model, plan, options) for plan in plans.split()]
-
-
-# one start runs them all, each on the ranks it needs
-MATRIX = [
-    *cases("gpt2", ("dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 "
-        "tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8"),
-           check="counts"),
-    # the first with a short last micro-batch
-    *cases("gpt2", "dp2.z3.mb3 dp2.z3.offload-all.mb4"),
-    *cases("gpt2", ("pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 "
-        "dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2")),
-    *cases("gpt2-odd", "tp2.mb8", loss_parallel=True),
-    *cases("gpt2-odd", "dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4"),
-    *cases("gpt", "dp2.z3.mb4.full.unfused cp2.tp2.mb8"),
-    # a checkpoint after two steps, taken up by the same plan
-    *cases("gpt", "dp2.z3.mb4", check="dp2.z3.mb4"),
-    *cases("gpt", "dp2.z1.mb4", check="dp2.z1.mb4"),
-    *cases("gpt", "dp2.tp2.z1.mb4", check="dp4.z3.mb2"),  # and by others
-    *cases("gpt", "tp2.mb8", check="dp2.z2.mb4"),
-    *cases("gpt2", "dp2.z3.mb4", check="pp2.mb4"),
-    *cases("gpt2", "pp2.mb4", check="tp2.nosp.mb8"),
-    *cases("moe", "dp2.ep2.mb4", check="counts"),
-    *cases("moe", "dp4.ep2.z3.mb2", check="dp4.ep2.z3.mb2"),
-    # in the second two ranks share each expert; the last two are 5D
-    *cases("moe", ("dp2.cp2.ep4.mb4 dp4.ep2.mb2 dp2.tp2.ep2.z1.mb4 "
-        "dp2.tp2.pp2.cp1.ep2.mb2 dp2.tp2.pp2.cp1.ep2.z3.mb2")),
-    *cases("vit", "dp2.z2.mb2.selective tp2.nosp.mb8 dp2.pp2.mb2"),
-    *cases("vit", "dp2.mb4 dp2.z3.mb4", lora_rank=4),
-    # its head is the token table, which is frozen
-    *cases("gpt2", "pp2.mb4", lora_rank=4),
-]  # fmt: skip
-MIXED = [
-    *cases("gpt2", "dp2.mb4 tp2.mb8", dtype="bf16"),
-    *cases("gpt2", "dp2.z2.mb4", dtype="fp16"),
-    *cases("gpt", "dp2.pp2.z3.mb2", dtype="bf16"),
-    *cases("gpt2", "dp2.z3.mb4", dtype="bf16", weights_16bit=True),
-    *cases("moe", "dp2.pp2.mb2", dtype="bf16", weights_16bit=True),
-]
+# One start runs them all, each on the ranks it needs: model, plans, options. The first
+# with check=counts, others with a plan that takes up a checkpoint after two steps: the
+# same or another. Of those with offload the first has a short last micro-batch; in the
+# second row of experts two ranks share each, and its last two are 5D. The head of
+# "gpt2 pp2 lora" is the token table, which is frozen.
+MATRIX = """
+gpt2 | dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 | {"check": "counts"}
+gpt2 | tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8 | {"check": "counts"}
+gpt2 | dp2.z3.mb3 dp2.z3.offload-all.mb4 | {}
+gpt2 | pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 | {}
+gpt2 | dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2 | {}
+gpt2-odd | tp2.mb8 | {"loss_parallel": True}
+gpt2-odd | dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4 | {}
+gpt | dp2.z3.mb4.full.unfused cp2.tp2.mb8 | {}
+gpt | dp2.z3.mb4 | {"check": "dp2.z3.mb4"}
+gpt | dp2.z1.mb4 | {"check": "dp2.z1.mb4"}
+gpt | dp2.tp2.z1.mb4 | {"check": "dp4.z3.mb2"}
+gpt | tp2.mb8 | {"check": "dp2.z2.mb4"}
+gpt2 | dp2.z3.mb4 | {"check": "pp2.mb4"}
+gpt2 | pp2.mb4 | {"check": "tp2.nosp.mb8"}
+moe | dp2.ep2.mb4 | {"check": "counts"}
+moe | dp4.ep2.z3.mb2 | {"check": "dp4.ep2.z3.mb2"}
+moe | dp2.cp2.ep4.mb4 dp4.ep2.mb2 dp2.tp2.ep2.z1.mb4 | {}
+moe | dp2.tp2.pp2.cp1.ep2.mb2 dp2.tp2.pp2.cp1.ep2.z3.mb2 | {}
+vit | dp2.z2.mb2.selective tp2.nosp.mb8 dp2.pp2.mb2 | {}
+vit | dp2.mb4 dp2.z3.mb4 | {"lora_rank": 4}
+gpt2 | pp2.mb4 | {"lora_rank": 4}
+"""
+MIXED = """
+gpt2 | dp2.mb4 tp2.mb8 | {"dtype": "bf16"}
+gpt2 | dp2.z2.mb4 | {"dtype": "fp16"}
+gpt | dp2.pp2.z3.mb2 | {"dtype": "bf16"}
+gpt2 | dp2.z3.mb4 | {"dtype": "bf16", "weights_16bit": True}
+moe | dp2.pp2.mb2 | {"dtype": "bf16", "weights_16bit": True}
+"""
+MATRIX, MIXED = (
+    [(name, plan, of) for name, plans, of in cells(text) for plan in plans.split()]
+    for text in (MATRIX, MIXED)
+)
 OVERFLOW = ("gpt2", "dp2.z2.mb4", {"dtype": "fp16", "first_scale": 2.0**60})
 
 
 def case_name(model, plan, options):
-    return " ".join(
-        [model, plan, *(f"{key}={value}" for key, value in options.items())]
-    )
+    return " ".join([model, plan, *(f"{k}={value}" for k, value in options.items())])
 
 
 def reference(model, options):
@@ -123,26 +114,16 @@ def rows(request, tmp_path_factory):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [str(worker), str(folder / "rows.json"), json.dumps(jobs), device]
     command = [sys.executable, "-W", "ignore", *arguments]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-        cwd=Path.cwd(),
-    )
+    how = {"capture_output": True, "text": True, "timeout": 600, "cwd": Path.cwd()}
+    run = subprocess.run(command, env=environment, **how)
     assert run.returncode == 0, run.stderr[-5000:]
     return Rows(json.loads((folder / "rows.json").read_text()))
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "options"), MATRIX, ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("model", "plan", "options"), MATRIX, ids=str)
 def test_losses_and_gradients_are_those_of_one_process(rows, model, plan, options):
-    row, alone = (
-        rows[case_name(model, plan, options)],
-        rows[reference(model, options)[0]],
-    )
+    row = rows[case_name(model, plan, options)]
+    alone = rows[reference(model, options)[0]]
     assert row["loss"] == pytest.approx(alone["loss"], abs=1e-4)
     assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
     assert row["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-4)
@@ -151,27 +132,21 @@ def test_losses_and_gradients_are_those_of_one_process(rows, model, plan, option
 
 
 def test_the_reference_learns_something_at_each_step(rows):
-    """Were the updates small, any layout would agree."""
+    """Were the updates small, any layout would agree. Of GPT-2 with adapters the head
+    is frozen too.
+    """
     for name, row in rows.items():
         if "one process" in name:
-            least = (
-                0.05 if name.startswith("gpt2 one process lora") else 0.5
-            )  # adapters alone, the head is frozen too
-            assert (
-                len({round(norm, 3) for norm in row["grad_norm"]}) == 3
-                and min(row["grad_norm"]) > least
-            )
-            assert max(row["loss"]) - min(row["loss"]) > 1e-3
+            norms, losses = row["grad_norm"], row["loss"]
+            assert len({round(norm, 3) for norm in norms}) == 3
+            assert min(norms) > (0.05 if name.startswith("gpt2 one process l") else 0.5)
+            assert max(losses) - min(losses) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "options"), MIXED, ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("model", "plan", "options"), MIXED, ids=str)
 def test_mixed_precision_is_near(rows, model, plan, options):
-    row, alone = (
-        rows[case_name(model, plan, options)],
-        rows[reference(model, options)[0]],
-    )
+    row = rows[case_name(model, plan, options)]
+    alone = rows[reference(model, options)[0]]
     assert row["loss"] == pytest.approx(alone["loss"], abs=5e-3)
     assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
     assert row["loss"] != alone["loss"]
@@ -185,11 +160,8 @@ def test_steps_whose_gradient_overflows_change_nothing(rows):
     assert abs(row["loss"][2] - alone["loss"][2]) > 0.01  # nothing was learned
 
 
-COUNTED = [
-    plan
-    for model, plan, options in MATRIX
-    if options.get("check") == "counts" and model == "gpt2"
-]
+COUNTS = {"check": "counts"}
+COUNTED = [plan for model, plan, of in MATRIX if (model, of) == ("gpt2", COUNTS)]
 
 
 def collectives(plan):
@@ -201,83 +173,64 @@ def collectives(plan):
     """
     spec, m = models.spec("gpt2-large", **GPT2), plan.micro_batches(BATCH)
     whole = 4 * spec.parameters
-    activation = plan.micro_batch * SEQUENCE // plan.cp * spec.hidden * 4
+    width = 4 * spec.hidden
+    activation = plan.micro_batch * SEQUENCE // plan.cp * width
     logits = plan.micro_batch * SEQUENCE * spec.vocab * 4
     passes = m * (4 * LAYERS + 2)
     scalars = 32
-    if (
-        plan.pp > 1
-    ):  # to the next stage and back; both hold the token table and swap its gradients
-        sent = (m + 1, m * activation + 4 * spec.vocab * spec.hidden)
+    if plan.pp > 1:
+        # to the next stage and back; both hold the token table and swap its gradients
+        sent = (m + 1, m * activation + spec.vocab * width)
         return {"send": sent, "recv": sent, "all_reduce": (2, scalars)}
     if plan.cp > 1:  # queries, keys and values there in one, the result back
-        return {
-            "all_to_all": (4 * m * LAYERS, 2 * m * LAYERS * 4 * activation),
-            "all_reduce": (3, whole + scalars),
-        }
+        exchanged = 4 * m * LAYERS, 2 * m * LAYERS * 4 * activation
+        return {"all_to_all": exchanged, "all_reduce": (3, whole + scalars)}
     if plan.tp > 1 and not plan.sequence_parallel:
-        return {
-            "all_reduce": (passes + 2, passes * activation + scalars),
-            "all_gather": (m, m * logits),
-        }
+        reduced = passes + 2, passes * activation + scalars
+        return {"all_reduce": reduced, "all_gather": (m, m * logits)}
     if plan.tp > 1:
         norms = 2 * (2 * LAYERS + 1)  # weights and biases, each with a gradient to sum
-        positions = 4 * spec.sequence * spec.hidden
+        summed = (norms + spec.sequence) * width + scalars
         return {
             "reduce_scatter": (passes, passes * activation),
             "all_gather": (passes + m, passes * activation + m * logits),
-            "all_reduce": (1 + 2, norms * spec.hidden * 4 + positions + scalars),
+            "all_reduce": (3, summed),
         }
     if plan.zero < 2:
-        return {"all_reduce": (3, whole + scalars)} | (
-            {"broadcast": (plan.dp, whole)} if plan.zero else {}
-        )
+        once = {"broadcast": (plan.dp, whole)} if plan.zero else {}
+        return {"all_reduce": (3, whole + scalars)} | once
     layers = whole - 4 * (spec.embedding_parameters + spec.norm_parameters)
     units = LAYERS + 1
-    gathers = (
-        (units, whole)
-        if plan.zero == 2
-        else (m * (2 * LAYERS + 1), m * (whole + layers))
-    )
+    gathers = (units, whole)
+    if plan.zero == 3:
+        gathers = (m * (2 * LAYERS + 1), m * (whole + layers))
     copies = (units, whole // plan.shard) if 0 < plan.shard < plan.dp else (0, 0)
-    reduces = (2 + copies[0], scalars + copies[1])
     return {
         "all_gather": gathers,
         "reduce_scatter": (m * units, m * whole),
-        "all_reduce": reduces,
+        "all_reduce": (2 + copies[0], scalars + copies[1]),
     }
 
 
 @pytest.mark.parametrize("plan", COUNTED)
 def test_collectives_are_those_of_the_formulas(rows, plan):
-    row = rows[case_name("gpt2", plan, {"check": "counts"})]
-    assert {
-        kind: (calls, row["sizes"][kind]) for kind, calls in row["calls"].items()
-    } == collectives(Plan.parse(plan))
+    row = rows[case_name("gpt2", plan, COUNTS)]
+    made = {kind: (calls, row["sizes"][kind]) for kind, calls in row["calls"].items()}
+    assert made == collectives(Plan.parse(plan))
 
 
 @pytest.mark.parametrize("text", ["tp2.nosp.mb8", "tp2.mb4"])
 def test_tensor_parallel_traffic_is_that_of_the_simulator(rows, text):
     """The run also gathers its logits, and sums gradients and scalars once."""
-    spec, plan, row = (
-        models.spec("gpt2-large", **GPT2),
-        Plan.parse(text),
-        rows[f"gpt2 {text} check=counts"],
-    )
-    m, table = plan.micro_batches(BATCH), ops(spec, plan, SEQUENCE, "fp32")
-    beside = {
-        "all_gather": (m, 4 * BATCH * SEQUENCE * spec.vocab),
-        "all_reduce": (2, 32),
-        "reduce_scatter": (0, 0),
-    }
-    for kind, sizes in table[table["group"] == "tp"].groupby("collective")[
-        "size_bytes"
-    ]:
-        calls, size_bytes = beside[kind]
-        assert (row["calls"][kind] - calls, row["sizes"][kind] - size_bytes) == (
-            m * len(sizes),
-            m * sizes.sum(),
-        )
+    row, plan = rows[case_name("gpt2", text, COUNTS)], Plan.parse(text)
+    spec, m = models.spec("gpt2-large", **GPT2), plan.micro_batches(BATCH)
+    logits = 4 * BATCH * SEQUENCE * spec.vocab
+    beside = {"all_gather": (m, logits), "all_reduce": (2, 32)}
+    table = ops(spec, plan, SEQUENCE, "fp32").query("group == 'tp'")
+    for kind, sizes in table.groupby("collective")["size_bytes"]:
+        calls, size_bytes = beside.get(kind, (0, 0))
+        assert row["calls"][kind] == calls + m * len(sizes)
+        assert row["sizes"][kind] == size_bytes + m * sizes.sum()
 
 
 def test_experts_exchange_counts_rows_and_results(rows):
@@ -285,34 +238,28 @@ def test_experts_exchange_counts_rows_and_results(rows):
     assert row["calls"]["all_to_all"] == 4 * LAYERS + LAYERS
 
 
-def test_a_job_describes_itself(rows):
-    job = rows["moe dp2.tp2.pp2.cp1.ep2.z3.mb2"]["describe"]
-    assert job["data_parallel"] == "fsdp2"
-    kinds = {
-        plan: rows[case_name(model, plan, options)]["describe"]
-        for model, plan, options in MATRIX
-    }
-    expected = {
-        "dp2.mb4": "ddp",
-        "dp2.tp2.mb4": "replicate",
-        "dp4.z3.hs2.mb1": "hsdp",
-        "pp2.mb2": "none",
-    }
-    assert {plan: kinds[plan]["data_parallel"] for plan in expected} == expected
-    assert (
-        kinds["dp2.z1.mb4"]["optimizer"] == "AdamW"
-        and kinds["cp2.mb8"]["context"] == "ulysses"
-    )
-    adapted = rows["vit dp2.mb4 lora_rank=4"]["describe"]
-    assert adapted["trained_local_parameters"] == 65 * 100 + LAYERS * 2 * 4 * (64 + 64)
-    schedules = (
-        "ScheduleGPipe",
-        "Schedule1F1B",
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-    )
-    plans = ("pp2.gpipe.mb2", "pp2.mb2", "pp2.v2.mb2", "pp2.zb.mb2")
-    assert tuple(kinds[plan]["schedule"] for plan in plans) == schedules
+@pytest.mark.parametrize(
+    ("model", "plan", "options", "key", "value"),
+    cells("""
+    moe | dp2.tp2.pp2.cp1.ep2.z3.mb2 | {} | data_parallel | fsdp2
+    gpt2 | dp2.mb4 | {"check": "counts"} | data_parallel | ddp
+    gpt2 | dp2.tp2.mb4 | {} | data_parallel | replicate
+    gpt2 | dp4.z3.hs2.mb1 | {"check": "counts"} | data_parallel | hsdp
+    gpt2 | pp2.mb2 | {"check": "counts"} | data_parallel | none
+    gpt2 | dp2.z1.mb4 | {"check": "counts"} | optimizer | AdamW
+    gpt2 | cp2.mb8 | {"check": "counts"} | context | ulysses
+    vit | dp2.mb4 | {"lora_rank": 4} | trained_local_parameters | 10596
+    gpt2 | pp2.gpipe.mb2 | {} | schedule | ScheduleGPipe
+    gpt2 | pp2.mb2 | {"check": "counts"} | schedule | Schedule1F1B
+    gpt2 | pp2.v2.mb2 | {} | schedule | ScheduleInterleaved1F1B
+    gpt2 | pp2.zb.mb2 | {} | schedule | ScheduleInterleavedZeroBubble
+    """),
+)
+def test_a_job_describes_itself(rows, model, plan, options, key, value):
+    """Adapters of four layers and a head of 100 classes: 65 x 100 + 4 x 2 x 4 x (64 +
+    64) parameters.
+    """
+    assert rows[case_name(model, plan, options)]["describe"][key] == value
 
 
 @pytest.mark.parametrize(
@@ -320,50 +267,52 @@ def test_a_job_describes_itself(rows):
     [("dp2.z3.mb2", 2), ("dp4.z3.hs2.mb1", 2), ("dp2.z1.mb4", 1), ("tp2.mb4", 2)],
 )
 def test_shards_hold_their_share(rows, plan, shards):
-    job = rows[case_name("gpt2", plan, {"check": "counts"})]["describe"]
-    assert job["local_parameters"] == pytest.approx(
-        job["parameters"] / shards, rel=0.03
-    )  # norms are on every tp rank
+    """Norms are on every tp rank."""
+    job = rows[case_name("gpt2", plan, COUNTS)]["describe"]
+    share = job["parameters"] / shards
+    assert job["local_parameters"] == pytest.approx(share, rel=0.03)
 
 
 def test_a_plan_needs_its_ranks():
-    with pytest.raises(ValueError, match="dp2 needs 2 ranks, but 1 were started"):
+    with refused("dp2 needs 2 ranks & 1 were started"):
         mesh.build(Plan(dp=2), "cpu")
 
 
-def test_dimensions_of_many_ranks():
-    """Sizes and coordinates of one of 1,024, in a group that only pretends; tp is the
-    fastest, pp the slowest.
-    """
+@pytest.fixture
+def mesh_of_1024():
+    """That of rank 300, in a group that only pretends."""
     plan = Plan.parse("dp16.tp8.pp2.cp4.ep32")
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=300, world_size=plan.world_size
-    )
-    try:
-        built = mesh.build(plan, "cpu")
-        dimensions = ("pp", "dp", "cp", "tp", "ep", "edp", "fsdp")
-        named = {
-            name: (built.size(name), built.coordinate(name)) for name in dimensions
-        }
-    finally:
-        dist.destroy_process_group()
-    split = {"ep": (32, 5), "edp": (2, 1), "fsdp": (64, 37)}
-    assert named == {"pp": (2, 0), "dp": (16, 9), "cp": (4, 1), "tp": (8, 4)} | split
+    pretended = {"store": FakeStore(), "rank": 300, "world_size": plan.world_size}
+    dist.init_process_group("fake", **pretended)
+    yield mesh.build(plan, "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "coordinate"),
+    cells("""
+    pp | 2 | 0
+    dp | 16 | 9
+    cp | 4 | 1
+    tp | 8 | 4
+    ep | 32 | 5
+    edp | 2 | 1
+    fsdp | 64 | 37
+    """),
+)
+def test_dimensions_of_many_ranks(mesh_of_1024, name, size, coordinate):
+    """tp is the fastest, pp the slowest."""
+    assert mesh_of_1024.size(name) == size
+    assert mesh_of_1024.coordinate(name) == coordinate
 
 
 def test_the_loss_scale_falls_at_once_and_rises_slowly():
     scale = LossScale(8.0, dynamic=True, growth_interval=3)
-    overflows = (True, False, False, True, False, False, False, False)
-    assert [scale.update(overflow) or scale.value for overflow in overflows] == [
-        4,
-        4,
-        4,
-        2,
-        2,
-        2,
-        4,
-        4,
-    ]
+    values = []
+    for overflow in (True, False, False, True, False, False, False, False):
+        scale.update(overflow)
+        values.append(scale.value)
+    assert values == [4, 4, 4, 2, 2, 2, 4, 4]
 
 
 class Names(TorchDispatchMode, list):  # of the operators that run inside
@@ -372,19 +321,16 @@ class Names(TorchDispatchMode, list):  # of the operators that run inside
         return function(*args, **(kwargs or {}))
 
 
+WAITS = ("_local_scalar_dense", "nonzero", "bincount")
+
+
 def test_the_host_waits_for_no_value_before_the_update(monkeypatch):
-    job = parallelize(
-        "moe-tiny", Plan(micro_batch=2), Settings(global_batch=2, sequence=8)
-    )
+    """Loss and accuracy, after the update, are two items."""
+    settings = Settings(global_batch=2, sequence=8)
+    job = parallelize("moe-tiny", Plan(micro_batch=2), settings)
     monkeypatch.setattr(torch.Tensor, "tolist", torch.Tensor.item)
-    with (
-        contextlib.suppress(RuntimeError),
-        Names() as names,
-    ):  # loss and accuracy, after the update, are two items
-        job.step(dict.fromkeys(("tokens", "targets"), torch.arange(16).view(2, 8)))
+    batch = dict.fromkeys(("tokens", "targets"), torch.arange(16).view(2, 8))
+    with contextlib.suppress(RuntimeError), Names() as names:
+        job.step(batch)
     before = names[: names.index("_fused_adamw_.default")]
-    assert not [
-        name
-        for name in before
-        if name.startswith(("_local_scalar_dense", "nonzero", "bincount"))
-    ]
+    assert not [name for name in before if name.startswith(WAITS)]
