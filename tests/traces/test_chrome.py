@@ -15,8 +15,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from madmax_lib.catalog.datasets import dataset
 from madmax_lib.traces.read import chrome
 from madmax_lib.traces.read.chrome import decode_pieces
+from madmax_lib.traces.read.event_columns import complete
 from madmax_lib.traces.read.events import Event, RawTrace, TraceWarning
 
 WHOLE = chrome._BLOCK
@@ -238,6 +240,20 @@ def test_any_block_size_gives_the_same_events(
     ]
     assert trace.envelope == {"before": extra, "later": [extra, extra], "zlast": names}
     assert fields(found) == fields(read(path)[0]) and warned(trace) == ""
+
+
+@pytest.mark.parametrize("name", ["vit-ddp", "gpt-fsdp"])
+def test_the_quick_decoder_sees_complete_events_as_the_general_one_does(name):
+    for path in sorted(dataset(name).glob("*.json.gz")):
+        quick = [
+            row for piece in decode_pieces(RawTrace(path)) for row in complete(piece)
+        ]
+        general = [
+            row
+            for piece in decode_pieces(RawTrace(path), event=Event)
+            for row in complete(piece)
+        ]
+        assert len(quick) > 100 and fields(quick) == fields(general)
 
 
 @pytest.mark.parametrize("change", [{"ph": "?"}, {"ph": None}, {"args": 3}, {"ph": 7}])

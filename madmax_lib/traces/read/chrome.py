@@ -18,6 +18,7 @@ from isal import isal_zlib
 
 from madmax_lib.traces.read.events import (
     EXACT,
+    QUICK,
     Event,
     NotATrace,
     OtherContent,
@@ -48,16 +49,19 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
 def decode_pieces(
-    trace: RawTrace, *, exact: bool = False, event: type[Event] = Event
+    trace: RawTrace, *, exact: bool = False, event: type[Event] | None = None
 ) -> Iterator[list]:
     """Events of a trace file, in lists of some hundred; `trace` is filled on the way.
 
-    event: what to make of each, Event or a class derived from it.
+    event: what to make of each, Event or a class derived from it; without it complete
+    events get the attributes of Event and the others may be nothing but counted.
     exact: numbers with a decimal point become Decimal instead of float (needed where
     float64 cannot hold the ns). Raises OSError for a file that cannot be opened and
     ValueError (with file and reason) for one that is no trace.
     """
-    decoder = msgspec.json.Decoder(list[event], float_hook=EXACT if exact else None)
+    number = EXACT if exact else None
+    quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
+    decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
     with contextlib.closing(_text_blocks(trace)) as blocks:
         text = _find_events(trace, blocks)
         piece = Decoded([])
@@ -66,7 +70,7 @@ def decode_pieces(
         while more := _at_least(blocks, max(wanted_bytes - len(text), _BLOCK // 4, 1)):
             text += more
             try:
-                piece = _next_piece(trace, decoder, text)
+                piece = _next_piece(trace, decoder, text, quick)
                 wanted_bytes = 0
             except BreaksOff:
                 # twice as much each time, so that all attempts together stay linear
@@ -105,7 +109,12 @@ def _at_least(blocks: Iterator[bytes], length: int):
     return b"".join(parts)
 
 
-def _next_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes):
+def _next_piece(
+    trace: RawTrace,
+    decoder: msgspec.json.Decoder,
+    text: bytes,
+    quick: msgspec.json.Decoder | None,
+):
     """Events of a text without the last one, which may go on in the next block.
 
     Raises BreaksOff where the last but one has no end that can be told: it stands
@@ -114,7 +123,7 @@ def _next_piece(trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes):
     if not (cut := _last_cut(text)):
         raise BreaksOff
     until = cut.start() + 1  # the } of the last but one
-    piece = decode_piece(trace, decoder, text[:until])
+    piece = decode_piece(trace, decoder, text[:until], quick)
     if piece.rest is None:
         return Decoded(piece.events, tail=text[cut.end() :])
     return Decoded(piece.events, rest=piece.rest + text[until:])

@@ -1,5 +1,7 @@
 """Events of a trace file as typed structs, and what the file says beside them."""
 
+import functools
+import operator
 import warnings
 from dataclasses import dataclass, field
 from decimal import Context
@@ -11,6 +13,7 @@ import msgspec
 __all__ = [
     "EXACT",
     "FAR_NS",
+    "QUICK",
     "SOURCE_KEY",
     "Args",
     "Event",
@@ -98,6 +101,35 @@ class Event(msgspec.Struct, gc=False):
     ts: Any = None
     dur: Any = None
     args: Args | None = None
+
+
+class _Phase(msgspec.Struct, tag_field="ph", gc=False):
+    """An event whose phase decides what is read of it; of no interest unless it is
+    complete.
+    """
+
+    dur = cat = None
+
+
+class _Complete(_Phase, tag="X", gc=False):
+    ph = "X"
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: Args | None = None
+
+
+_PHASES = "BEIiCbneSTpFstfPNODMVvRc()"  # Chrome trace event format, all but X
+# events with a known phase, decoded without the fields of any but complete ones; Event
+# reads what this refuses
+QUICK = functools.reduce(
+    operator.or_,
+    (type(f"_Phase{p}", (_Phase,), {}, tag=p, gc=False) for p in _PHASES),
+    _Complete,
+)
 
 
 @dataclass

@@ -79,9 +79,18 @@ def _decode(decoder: msgspec.json.Decoder, text: bytes):
 
 
 def decode_piece(
-    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes
+    trace: RawTrace,
+    decoder: msgspec.json.Decoder,
+    text: bytes,
+    quick: msgspec.json.Decoder | None = None,
 ) -> Decoded:
-    """Readable events of a text, inside of which the list may end. Raises BreaksOff."""
+    """Readable events of a text, inside of which the list may end. Raises BreaksOff.
+
+    quick: a decoder to try first, that refuses what it does not know.
+    """
+    if quick is not None:
+        with contextlib.suppress(*_UNREADABLE):
+            return Decoded(_decode(quick, text))
     events = _decode_repaired(decoder, text)
     if events is not None:
         return Decoded(events)
