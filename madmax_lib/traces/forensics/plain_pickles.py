@@ -42,14 +42,13 @@ _MOST = {0x72: 0, 0x80: 5}
 _SHORT = b"hjKJMGq\x8a"
 _LONGEST = 18
 _LONGS = b"|".join(b"\x8a%c.{%d}" % (size, size) for size in range(_LONGEST - 1))
-# opcodes that ask for nothing, with their arguments; possessive, as what matched once
-# needs no other try
 _PLAIN = re.compile(
     rb"(?:(?:h.)++|(?:j....)++|[\x94(}\])uaesN\x88\x89]++|(?:K.){2}\x86|K.|J....|M..|G.{8}|q.|"
     + _LONGS
     + rb")++",
     re.DOTALL,
 )
+"""Opcodes that ask for nothing, with their arguments; possessive, as what matched once needs no other try."""  # noqa: E501
 
 
 class _Plain(pickle.Unpickler):

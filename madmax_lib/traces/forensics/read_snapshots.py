@@ -287,10 +287,9 @@ def _rank(path: Path):
     """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang;
     None if it tells none.
 
-    >>> names = ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")
-    >>> [_rank(Path(f"{name}.pickle")) for name in names]
+    >>> [_rank(Path(f"{name}.pickle")) for name in ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")]
     [3, 2, 7, None]
-    """
+    """  # noqa: E501
     number = rank_in_name(path)
     other = re.match(r"(\d+)_step_|snapshot_(\d+)\.", path.name)
     return int(other[1] or other[2]) if number is None and other else number

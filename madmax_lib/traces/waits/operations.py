@@ -18,9 +18,9 @@ from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.tables import ends_ns
 
-__all__ = ["COLUMNS", "operations"]
+__all__ = ["operations"]
 
-COLUMNS = [
+_COLUMNS = [
     "dp_rank",
     "stage",
     "rank",
@@ -82,7 +82,7 @@ def operations(timeline: Timeline) -> pd.DataFrame:
     table = table.sort_values(["step", "rank", "start_ns", "stream"], kind="stable")
     table["seq_id"] = table.groupby(["rank", "step", "optype"]).cumcount()
     table = table.join(stage, on="rank")
-    return with_origin(table[COLUMNS].reset_index(drop=True), timeline)
+    return with_origin(table[_COLUMNS].reset_index(drop=True), timeline)
 
 
 def _phases(timeline: Timeline, spans: pd.DataFrame):

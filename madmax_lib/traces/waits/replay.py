@@ -2,8 +2,10 @@
 
 One step is a graph: an operation starts when the operations before it have ended; the
 members of a matched call end together, each its own time after the last member has
-started. Gaps before launches are dropped. What waits for what is read from the times: an
-operation waited for the last that ended before it on each stream of its rank.
+started. Gaps before launches are dropped. The rules of a pipelined training step are
+those of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI
+2025, arXiv 2505.05713); where operations tell `call` and `stream`, the order that was
+seen takes their place.
 """
 
 from collections import defaultdict
@@ -14,8 +16,17 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-__all__ = ["StepGraph", "seen_graph"]
+__all__ = ["StepGraph", "pipeline_graph", "seen_graph"]
 
+# what follows the passes of a step, in order
+_TAIL = (
+    "gc",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "grads-reduce-scatter",
+    "optimizer-clip-main-grad",
+    "optimizer",
+)
 _SLACK_S = 1e-6  # clocks of traces count microseconds
 _BLOCK = 32  # scenarios that are replayed at once
 
@@ -30,30 +41,97 @@ class StepGraph:
 
     units: list[tuple[np.ndarray, np.ndarray]]
 
-    def last_s(
-        self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
-    ) -> np.ndarray:
-        """End (scenarios,) of the step whose operations take own_s (n,) where actual
-        (n, scenarios), else ideal_s (n,).
+    def ends_s(self, own_s: np.ndarray) -> np.ndarray:
+        """End (n, ...) of every operation if they take own_s (n, ...), which may hold
+        any number of replays.
 
         end(i) = max over what its unit waits for of end(j), + own(i)
         """
+        end = np.zeros(own_s.shape)
+        for members, before in self.units:
+            start = end[before].max(axis=0) if len(before) else 0.0
+            end[members] = start + own_s[members]
+        return end
+
+    def last_s(
+        self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
+    ) -> np.ndarray:
+        """End (steps, scenarios) of a step whose operations take own_s (n, steps) where
+        actual (n, scenarios), else ideal_s (n,).
+        """
         blocks = []
         for first in range(0, actual.shape[1], _BLOCK):
-            chosen = actual[:, first : first + _BLOCK]
-            # (n, scenarios): each operation under each scenario
-            times_s = np.where(chosen, own_s[:, None], ideal_s[:, None])
-            end = np.zeros(times_s.shape)
-            for members, before in self.units:
-                start = end[before].max(axis=0) if len(before) else 0.0
-                end[members] = start + times_s[members]
-            blocks.append(end.max(axis=0))
-        return np.concatenate(blocks)
+            # (n, steps, scenarios): each operation in each step under each scenario
+            chosen = actual[:, None, first : first + _BLOCK]
+            times_s = np.where(chosen, own_s[:, :, None], ideal_s[:, None, None])
+            blocks.append(self.ends_s(times_s).max(axis=0))
+        return np.concatenate(blocks, axis=1)
+
+
+def pipeline_graph(step: pd.DataFrame) -> StepGraph:
+    """The graph of one step of a pipeline: rows with dp_rank, stage, optype, seq_id,
+    start_ts, index 0..n-1.
+
+    The order of computation is read from the times of the lowest dp rank whose stage
+    has the same operations.
+    """
+    keys = step[["dp_rank", "stage", "optype", "seq_id"]].itertuples(index=False)
+    row = {tuple(key): number for number, key in enumerate(keys)}
+    before = defaultdict(set)
+    orders = {}
+    for (dp_rank, stage), worker in step.groupby(["dp_rank", "stage"]):
+        count = worker.groupby("optype", observed=True).size().to_dict()
+        same_work = (stage, tuple(count.items()))
+        if same_work not in orders:
+            passes = worker["optype"].isin(("forward-compute", "backward-compute"))
+            compute = worker[passes].sort_values("start_ts")
+            names = zip(compute["optype"], compute["seq_id"], strict=True)
+            orders[same_work] = list(names)
+        for source, target in _worker_edges(orders[same_work], count):
+            before[row[dp_rank, stage, *target]].add(row[dp_rank, stage, *source])
+    return _graph(step, before)
+
+
+def _worker_edges(order: list[tuple], count: dict[str, int]):
+    """(operation before, operation) of one worker, an operation being (kind, its
+    number). order: of the passes; count: operations of each kind.
+    """
+
+    def all_of(kind: str):
+        return [(kind, number) for number in range(count.get(kind, 0))]
+
+    yield from pairwise(order)
+    for way in ("forward", "backward"):
+        compute = f"{way}-compute"
+        receives = all_of(f"{way}-recv")
+        sends = all_of(f"{way}-send")
+        yield from pairwise(sends)
+        yield from pairwise(receives)
+        for receive in receives:
+            number = receive[1]
+            yield receive, (compute, number)
+            # A receive is posted when the pass before has ended.
+            if number:
+                yield (compute, number - 1), receive
+        for send in sends:
+            yield (compute, send[1]), send
+    # The first gradient is awaited one pass before it is used, as in 1F1B.
+    kinds = [kind for kind, _ in order]
+    first = kinds.index("backward-compute") if "backward-compute" in kinds else 0
+    if count.get("backward-recv") and first >= 2:
+        yield order[first - 2], ("backward-recv", 0)
+    gathers = all_of("params-all-gather")
+    tail = [operation for kind in _TAIL for operation in all_of(kind)]
+    # Gathers and reductions share the data-parallel stream.
+    yield from pairwise([*gathers, *all_of("grads-reduce-scatter")])
+    if ("forward-compute", 0) in order:
+        yield from ((gather, ("forward-compute", 0)) for gather in gathers)
+    yield from pairwise([*order[-1:], *tail])
 
 
 def seen_graph(step: pd.DataFrame) -> StepGraph:
     """The graph of one step as its times show it: rows with rank, stream, start_ts,
-    duration, call, index 0..n-1.
+    duration, met, index 0..n-1.
 
     An operation waits for the one before it on its stream and, of every other stream of
     its rank, for the last that ended before it started.
@@ -87,8 +165,8 @@ def _graph(step: pd.DataFrame, before: dict[int, set]):
     contradict, in order of time.
     """
     members = defaultdict(list)
-    for number, call in enumerate(step["call"]):
-        members[call if call >= 0 else -1 - number].append(number)
+    for number, met in enumerate(step["met"]):
+        members[met if met >= 0 else -1 - number].append(number)
     units = list(members.values())
     unit_of = {number: unit for unit, rows in enumerate(units) for number in rows}
     waits = [sorted(set().union(*(before.get(i, ()) for i in rows))) for rows in units]

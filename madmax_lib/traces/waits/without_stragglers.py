@@ -18,11 +18,45 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
-from madmax_lib.traces.waits.operations import COLUMNS, operations
-from madmax_lib.traces.waits.replay import seen_graph
+from madmax_lib.traces.waits.operations import operations
+from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
 
 __all__ = ["WithoutStragglers", "what_if_no_stragglers"]
 
+_COMPUTE = (
+    "forward-compute",
+    "backward-compute",
+    "optimizer",
+    "gc",
+)  # and every name without communication
+_CALLS = (
+    "forward-send",
+    "forward-recv",
+    "backward-send",
+    "backward-recv",
+    "params-all-gather",
+    "grads-reduce-scatter",
+)
+_CALLS += (
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+)
+_TWO_SIDED = {
+    f"{way}-{side}": f"{way}-pp-comm"
+    for way in ("forward", "backward")
+    for side in ("send", "recv")
+}
+_NEEDS = (
+    "dp_rank",
+    "stage",
+    "rank",
+    "step",
+    "optype",
+    "start_ts",
+    "duration",
+    "seq_id",
+)
 _CLOCK_S = -0.010  # own times below it are errors of clocks
 _WORST = 0.03  # of the workers
 _NOTHING = 1e-9  # of a step: lost time below it is none
@@ -38,6 +72,8 @@ class WithoutStragglers:
     # what repairing the last stage gives back; NaN with one stage. Not clipped to 0..1
     M_S: float
     M_W: float  # what repairing the worst 3 % of the workers (at least one) gives back
+    M_S_add: float  # what the last stage alone costs
+    M_W_add: float
     T_measured: float  # last end - first start
     T_replay: float  # replayed with own times, without launch gaps
     T_ideal: float  # replayed with ideal times
@@ -96,24 +132,22 @@ class WithoutStragglers:
 def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
     """Gain without stragglers, by kind, stage, worker and step.
 
-    ops: a timeline, or its operations as `operations` gives them. Raises ValueError for
-    a timeline or table without operations, and a table that lacks columns or times.
+    ops: a timeline, or one row per operation: dp_rank, stage, rank, step, optype,
+    start_ts and duration (s, on one clock), seq_id; as `operations` gives them, or
+    those of a pipelined job by name (forward-compute, backward-send, ...), which wait
+    for one another as in 1F1B. Raises ValueError for columns that are missing, kinds
+    that are not known, and interleaved chunks (mc above 0).
     """
-    ops = operations(ops) if isinstance(ops, Timeline) else ops
-    if missing := [name for name in COLUMNS if name not in ops]:
-        raise ValueError(f"operations lack the column(s) {', '.join(missing)}")
-    if not len(ops):
-        raise ValueError("no operations: the timeline has no step with device work")
-    if bad := (~np.isfinite(ops["start_ts"]) | ~(ops["duration"] >= 0)).sum():
-        raise ValueError(
-            f"{bad} operations have no finite start_ts or a negative duration"
-        )
-    ops, dropped = _whole_steps(ops)
+    ops, dropped = _whole_steps(
+        _checked(operations(ops) if isinstance(ops, Timeline) else ops)
+    )
     replays = _Replays(ops)
-    actual_s, ideal_s = replays.by_step[["replay_s", "ideal_s"]].mean()
+    actual_s, ideal_s = replays.mean_s(
+        [lambda table: table["rank"] >= 0, lambda table: table["rank"] < 0]
+    )
     slowdown = {
         column: replays.alone_s(column) / ideal_s
-        for column in ("optype", "stage", "dp_rank")
+        for column in ("kind", "stage", "dp_rank")
     }
     workers = ops.groupby("rank")[["stage", "dp_rank"]].first()
     # A worker is as slow as the less slow of its stage and its dp rank.
@@ -125,25 +159,30 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
     worst = by_rank.sort_values(ascending=False, kind="stable").index[
         : ceil(len(by_rank) * _WORST - _NOTHING)
     ]
+    shares = dict.fromkeys(("M_S", "M_W", "M_S_add", "M_W_add"), nan)
     # M = (T_replay - T_with the part repaired) / (T_replay - T_ideal)  [OSDI 2025]
     lost_s = actual_s - ideal_s
     some = abs(lost_s) > _NOTHING * ideal_s
-    last_stage = ops["stage"].max()
-    repaired_s = replays.mean_s(
-        [
-            lambda table: table["stage"] != last_stage,
-            lambda table: ~table["rank"].isin(worst),
+    for name, column, bad in (
+        ("M_S", "stage", [ops["stage"].max()]),
+        ("M_W", "rank", list(worst)),
+    ):
+        alone = [
+            lambda t, c=column, b=bad: t[c].isin(b),
+            lambda t, c=column, b=bad: ~t[c].isin(b),
         ]
-    )
-    of_stage, of_worst = (actual_s - repaired_s) / lost_s if some else (nan, nan)
+        added_s, repaired_s = replays.mean_s(alone)
+        if some and (column == "rank" or ops["stage"].nunique() > 1):
+            shares |= {
+                name: (actual_s - repaired_s) / lost_s,
+                f"{name}_add": (added_s - ideal_s) / lost_s,
+            }
     return WithoutStragglers(
         S=actual_s / ideal_s if some else 1.0,
-        M_S=of_stage if last_stage > 0 else nan,
-        M_W=of_worst,
         T_measured=replays.by_step["measured_s"].mean(),
         T_replay=actual_s,
         T_ideal=ideal_s,
-        by_kind=slowdown["optype"].rename_axis("kind"),
+        by_kind=slowdown["kind"],
         by_stage=slowdown["stage"],
         by_dp=slowdown["dp_rank"],
         workers=with_origin(
@@ -151,6 +190,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         ),
         by_step=replays.by_step,
         steps_dropped=dropped,
+        **shares,
     )
 
 
@@ -160,26 +200,30 @@ class _Replays:
     def __init__(self, ops: pd.DataFrame):
         # Of members of a call only the time from the last member's start is their own.
         end = ops["start_ts"] + ops["duration"]
-        member_s = end - ops.groupby(["step", "call"])["start_ts"].transform("max")
+        member_s = end - ops.groupby(["step", "met"])["start_ts"].transform("max")
         member_s = member_s.mask(member_s <= _CLOCK_S, 0.0)
-        ops = ops.assign(own_s=member_s.where(ops["call"] >= 0, ops["duration"]))
+        own_s = member_s.where(ops["met"] >= 0, ops["duration"])
+        ops = ops.assign(own_s=own_s, kind=ops["optype"].replace(_TWO_SIDED))
         of_class = ops.groupby(["optype", "like"])["own_s"]
-        median_s = of_class.transform("median")
-        ideal_s = median_s.where(ops["is_call"], of_class.transform("mean"))
-        self.ops = ops.assign(ideal_s=ideal_s, end_ts=end)
-        parts = [part for _, part in self.ops.groupby("step")]
-        self._steps = [
-            (part, seen_graph(part.reset_index(drop=True))) for part in parts
-        ]
-        of_step = self.ops.groupby("step")
-        measured_s = of_step["end_ts"].max() - of_step["start_ts"].min()
-        replay_s, ideal_s = self._step_s(
-            [lambda table: table["rank"] >= 0, lambda table: table["rank"] < 0]
-        ).T
-        table = measured_s.rename("measured_s").reset_index()
-        self.by_step = table.assign(
-            replay_s=replay_s, ideal_s=ideal_s, S=replay_s / ideal_s
+        average = of_class.transform("median").where(
+            ops["is_call"], of_class.transform("mean")
         )
+        self.ops = ops.assign(ideal_s=average)
+        seen = "stream" in ops
+        parts = [part for _, part in self.ops.groupby("step")]
+        graph = None if seen else pipeline_graph(parts[0].reset_index(drop=True))
+        self.steps = [
+            (part, graph or seen_graph(part.reset_index(drop=True))) for part in parts
+        ]
+        whole_s = [
+            (p["start_ts"] + p["duration"]).max() - p["start_ts"].min() for p in parts
+        ]
+        replay_s, ideal_s = self._step_s(
+            [lambda t: t["rank"] >= 0, lambda t: t["rank"] < 0]
+        ).T
+        columns = {"step": [p["step"].iloc[0] for p in parts], "measured_s": whole_s}
+        columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
+        self.by_step = pd.DataFrame(columns)
 
     def mean_s(self, chosen: list[Callable]) -> np.ndarray:
         """Mean step time (n,) if only the operations that each choice takes have their
@@ -199,21 +243,98 @@ class _Replays:
 
     def _step_s(self, chosen: list[Callable]):
         """Step times (steps, choices)."""
-        times_s = []
-        for table, graph in self._steps:
-            actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
-            own_s = table["own_s"].to_numpy()
-            times_s.append(graph.last_s(own_s, table["ideal_s"].to_numpy(), actual))
-        return np.array(times_s)
+        if self.steps[0][1] is self.steps[-1][1]:  # one graph: all steps at once
+            table = self.steps[0][0]
+            own_s = np.stack(
+                [part["own_s"].to_numpy() for part, _ in self.steps], axis=1
+            )
+            return self._last_s(self.steps[0][1], own_s, table, chosen)
+        return np.concatenate(
+            [self._last_s(g, t[["own_s"]].to_numpy(), t, chosen) for t, g in self.steps]
+        )
+
+    @staticmethod
+    def _last_s(
+        graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]
+    ):
+        actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
+        return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
+
+
+def _checked(ops: pd.DataFrame):
+    """The operations in float64, in one order in every step, with met (number of the
+    call in its step, -1 alone),
+    is_call, and like (what tells classes of one kind apart).
+    """
+    if missing := [name for name in _NEEDS if name not in ops]:
+        raise ValueError(f"operations lack the column(s) {', '.join(missing)}")
+    if not len(ops):
+        raise ValueError("no operations: the timeline has no step with device work")
+    ops = ops.astype({"optype": str, "start_ts": "float64", "duration": "float64"})
+    if bad := (~np.isfinite(ops["start_ts"]) | ~(ops["duration"] >= 0)).sum():
+        raise ValueError(
+            f"{bad} operations have no finite start_ts or a negative duration"
+        )
+    ops = ops.sort_values(
+        ["step", "dp_rank", "stage", "rank", "optype", "seq_id"]
+    ).reset_index(drop=True)
+    if "stream" in ops:
+        return ops.assign(met=ops["call"])
+    if unknown := sorted(set(ops["optype"]) - {*_COMPUTE, *_CALLS}):
+        raise ValueError(
+            f"operations of kind {unknown[0]!r} are not known; known are "
+            f"{', '.join(_COMPUTE + _CALLS)}"
+        )
+    if "mc" in ops and ops["mc"].max() > 0:
+        raise ValueError("mc above 0: interleaved chunks are not replayed")
+    if ops.duplicated(["step", "dp_rank", "stage", "optype", "seq_id"]).any():
+        raise ValueError(
+            "an operation (step, dp_rank, stage, optype, seq_id) stands in two rows"
+        )
+    kind = ops["optype"]
+    is_call = ops["optype"].isin(_CALLS)
+    boundary = (
+        ops["stage"] + kind.eq("forward-send") - kind.eq("backward-send")
+    )  # sends meet receives of the neighbour
+    over_dp = kind.isin(("params-all-gather", "grads-reduce-scatter"))
+    # The first and the last stage share the embedding table.
+    over_ends = kind.eq("embedding-grads-all-reduce")
+    # The norm of the gradients is summed over all ranks.
+    everyone = kind.eq("optimizer-clip-main-grad")
+    alone = (
+        ~is_call
+        | kind.eq("layernorm-grads-all-reduce")
+        | over_ends & ~ops["stage"].isin((0, ops["stage"].max()))
+    )
+    where = boundary.mask(over_ends | everyone, -1)
+    members = [
+        kind.replace(_TWO_SIDED),
+        where,
+        ops["dp_rank"].mask(over_dp | everyone, -1),
+        ops["seq_id"],
+    ]
+    met = ops.groupby(members, sort=False).ngroup().mask(alone, -1)
+    # A message has two members: its send and its receive.
+    sides = kind.isin(_TWO_SIDED)
+    if (ops[sides].groupby([ops["step"], met]).size() != 2).any():
+        raise ValueError(
+            "a send has no receive in the neighbouring stage, or a receive no send"
+        )
+    return ops.assign(is_call=is_call, met=met, like=0)
 
 
 def _whole_steps(ops: pd.DataFrame):
-    """The operations without the steps whose ranks differ from those of most steps, and
-    how many steps that leaves out.
+    """Without the steps whose operations differ from those of most steps (seen
+    operations: whose ranks differ).
     """
-    # Operations differ from step to step; their ranks must not.
-    ranks = ops.groupby("step")["rank"].agg(lambda rank: frozenset(rank))
-    is_usual = ranks == ranks.value_counts().index[0]
-    ops = ops[ops["step"].map(is_usual)]
-    keys = ["step", "dp_rank", "stage", "rank", "optype", "seq_id"]
-    return ops.sort_values(keys, ignore_index=True), (~is_usual).sum()
+    # Seen operations differ from step to step; their ranks must not.
+    what = ["rank"] if "stream" in ops else ["dp_rank", "stage", "optype", "seq_id"]
+    each = ops.drop_duplicates(["step", *what])
+    # A sum of hashes does not depend on the order of the operations.
+    sets = (
+        pd.util.hash_pandas_object(each[what].astype(str), index=False)
+        .groupby(each["step"])
+        .sum()
+    )
+    usual = sets.index[sets == sets.mode()[0]]
+    return ops[ops["step"].isin(usual)].reset_index(drop=True), len(sets) - len(usual)
