@@ -1,6 +1,8 @@
 """The plan of Megatron-LM's arguments, or of those that Megatron-Bridge hands to it."""
 
 import math
+import re
+from itertools import product
 
 from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
@@ -209,6 +211,14 @@ def _stages(keys: Keys, plan: dict, layers: int):
     chunks = plan.get("interleave", 1)
     extra = sum(field in plan for field in _ENDS.values())
     each = "num-layers-per-virtual-pipeline-stage"
+    # a layout says all stages; nothing else may
+    if layout := keys.get("pipeline-model-parallel-layout"):
+        if chunks > 1 or keys.get(each):
+            raise ValueError(
+                f"{keys.describe('pipeline-model-parallel-layout')} and virtual stages "
+                "exclude each other"
+            )
+        return _layout(str(layout), pp, keys)
     if keys.count(each, 0, 0):
         if "interleave" in plan:
             raise ValueError(
@@ -247,6 +257,52 @@ def _chunks(each: int, layers: int, extra: int, pp: int):
         text = f"{layers} + {extra} layers" if extra else f"{layers} layers"
         raise ValueError(f"{name}: pp x {each} does not divide {text}")
     return counted // pp // each
+
+
+def _layout(layout: str, pp: int, keys: Keys):
+    """Fields of equal stages but for their ends: `Et*3|(tt|)*29,m|L` has E embedding, t
+    layer, m MTP layer, L loss.
+    """
+    text = layout.replace(",", "")
+    before = ""
+    while text != before:  # (tt|)*3 or t*3 may stand inside another
+        before = text
+        text = re.sub(
+            r"\(([^()]*)\)\*(\d+)|(\w)\*(\d+)",
+            lambda m: (m[1] or m[3]) * int(m[2] or m[4]),
+            text,
+        )
+    stages = text.split("|")
+    counts = [stage.count("t") for stage in stages]
+    problem = (
+        f"{keys.describe('pipeline-model-parallel-layout')}: its stages of "
+        f"{counts} layers"
+    )
+    if set(text) - set("EtL|") or len(stages) % pp:
+        raise ValueError(
+            f"{problem}, or what else they hold, could change the plan, which has "
+            f"layers over pp={pp} alone"
+        )
+    chunks = len(stages) // pp
+    fields = {"interleave": chunks} if chunks > 1 else {}
+    first = counts[0]
+    last = counts[-1]
+    middle = counts[1:-1]
+    # equal stages, if embedding or head count as a layer
+    for head, embedding in product((0, 1), (0, 1)):
+        if len({first + embedding, *middle, last + head}) == 1:
+            for field, is_counted in zip(
+                _ENDS.values(), (embedding, head), strict=True
+            ):
+                if is_counted:
+                    fields[field] = True
+            return fields
+    # ends of stated length, the rest equal
+    if chunks == 1 and len(set(middle)) <= 1:
+        return {"first_layers": first, "last_layers": last}
+    raise ValueError(
+        f"{problem} could change the plan, whose stages are equal but for the ends"
+    )
 
 
 def _sharding(keys: Keys, replicas: int):
