@@ -13,7 +13,12 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
-from madmax_lib.catalog.hugging_face_stacks import STACKED, size_of, stacked
+from madmax_lib.catalog.hugging_face_stacks import (
+    STACKED,
+    of_mamba_ssm,
+    size_of,
+    stacked,
+)
 from madmax_lib.catalog.models import Transformer
 
 __all__ = ["read_config"]
@@ -69,6 +74,8 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         )
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
+    if isinstance(config.get("ssm_cfg"), dict):
+        config = of_mamba_ssm(path, config)
     config = _trained_part(path, config)
     try:
         return Transformer(name, **_fields(config, rows, str(path)))

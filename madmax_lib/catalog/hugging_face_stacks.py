@@ -6,10 +6,11 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 """
 
 from functools import partial
+from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
 
-__all__ = ["STACKED", "size_of", "stacked"]
+__all__ = ["STACKED", "of_mamba_ssm", "size_of", "stacked"]
 
 _LAYER_TYPES = {
     "mamba": "M",
@@ -43,6 +44,40 @@ def stacked(kind: str, config: dict, shape: dict) -> dict:
     if "E" not in fields["blocks"]:
         fields |= {"experts": 0, "active_experts": 0, "shared_experts": 0}
     return fields
+
+
+def of_mamba_ssm(path: Path, config: dict) -> dict:
+    """A configuration of state-spaces/mamba in the words of transformers.
+
+    Raises ValueError for attention or feed-forward parts among its mixers.
+    """
+    if config.get("attn_layer_idx") or config.get("d_intermediate"):
+        raise ValueError(
+            f"{path}: attention or feed-forward parts among the mixers of ssm_cfg "
+            "are not modelled"
+        )
+    mixer = config["ssm_cfg"]
+    multiple = size_of(config, "pad_vocab_size_multiple", 8)
+    vocab = require_int(f"{path}: vocab_size", config.get("vocab_size"), 1)
+    hidden = require_int(f"{path}: d_model", config.get("d_model"), 1)
+    sizes = {
+        "model_type": "mamba",
+        "hidden_size": hidden,
+        "num_hidden_layers": config.get("n_layer"),
+        "state_size": mixer.get("d_state"),
+        "vocab_size": -(-vocab // multiple) * multiple,
+        "tie_word_embeddings": config.get("tie_embeddings", True),
+        "expand": mixer.get("expand", 2),
+        "conv_kernel": mixer.get("d_conv"),
+    }
+    if mixer.get("layer") == "Mamba2":
+        channels = size_of(sizes, "expand") * hidden
+        sizes |= {
+            "model_type": "mamba2",
+            "num_heads": channels // size_of(mixer, "headdim", 64),
+            "n_groups": mixer.get("ngroups", 1),
+        }
+    return sizes
 
 
 def _encoder_decoder(

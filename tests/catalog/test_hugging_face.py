@@ -59,6 +59,22 @@ def test_parameters_are_those_published(read, name):
     assert table["step_s"].item() > 0
 
 
+# As in the repositories of state-spaces, whose vocabulary is padded.
+MAMBA_1 = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {}}
+MAMBA_2 = MAMBA_1 | {"ssm_cfg": {"layer": "Mamba2"}, "d_intermediate": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "multiple", "name"),
+    [(MAMBA_2, 16, "mamba2-2.7b"), (MAMBA_1, 8, "mamba-2.8b")],
+)
+def test_configurations_of_mamba_ssm_are_read_too(read, config, multiple, name):
+    config = config | {"pad_vocab_size_multiple": multiple, "tie_embeddings": True}
+    assert read(None, **config).parameters == PUBLISHED[name][1]
+    with refused("attention or feed-forward parts & mixers of ssm_cfg"):
+        read(None, **config, attn_layer_idx=[9, 18])
+
+
 @pytest.mark.parametrize(
     ("name", "blocks"),
     cells("""

@@ -11,7 +11,14 @@ from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
+from madmax_lib.papers.metis import write_profiles
 from madmax_lib.planner import hetero
+from madmax_lib.planner.hetero import Profiles
+from madmax_lib.planner.hetero.profiles import LayerProfile
+from madmax_lib.planner.hetero.stated import _cases, _prices
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 ROW = {"model": "tiny", "layers": 6, "hidden": 512, "heads": 8, "vocab": 32000, "seq_len": 512, "n_gpus": 8,
        "software": "megatron-deepspeed", "precision": "fp16", "recompute": "none", "tp": 1, "pp": 4, "dp": 2,
@@ -131,6 +138,65 @@ def test_messages_count_with_every_micro_batch():
     few, many = seconds(row | {"global_batch": 16}, row | {"global_batch": 32})
     message_s = 512 * 512 * 2 / (0.01e9 / 8 * 1448 / 1538)
     assert (many - few) / 8 == pytest.approx(2 * message_s, rel=0.01)
+
+
+def measured(row, slower=1.0):
+    """Profiles that hold what the simulator says of a row's GPUs, times a factor."""
+    cases = _cases(row)
+    pieces = {
+        one.cluster.device.name: layer_costs(Steps.of(one), shipped()) for one in cases
+    }
+    prices, table = _prices(cases[0], pieces, None), {}
+    for (device, tp, _, batch), price in prices.table.items():
+        layer_ms = tuple(1e3 * slower * price.layer_s)
+        key, ones = (
+            ({"v100-16": "V100", "t4": "T4"}[device], tp, batch),
+            (1.0,) * len(layer_ms),
+        )
+        update_ms, whole_ms = 1e3 * prices.optimizer_s[device] / 2 / tp, sum(layer_ms)
+        times = {
+            "forward_backward_ms": whole_ms,
+            "batch_generator_ms": 0.0,
+            "layernorm_ms": 0.0,
+            "embedding_ms": 0.0,
+        }
+        table[key] = LayerProfile(*key, layer_ms, ones, ones, total_ms=whole_ms + update_ms, optimizer_ms=update_ms,
+                                  between_ms=0.0, **times)  # fmt: skip
+    return Profiles(table)
+
+
+def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):
+    row = MIXED | {"micro_batch": 2}
+    assert seconds(row, profiles=measured(row)) == pytest.approx(seconds(row), rel=1e-9)
+    assert seconds(row, profiles=measured(row, 2.0)) > seconds(row)
+    write_profiles(measured(row), tmp_path)
+    rows = tmp_path / "rows.csv"
+    pd.DataFrame([row]).to_csv(rows, index=False)
+    table = hetero.predict(rows, profiles=tmp_path)
+    assert (
+        table["predicted_s"].tolist() == pytest.approx(seconds(row), rel=1e-6)
+        and "hetero_groups" in table
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"row 0: no profile for .* tp 1 batch 1; there are tp 1; batch 2",
+    ):
+        seconds(MIXED, profiles=measured(row))
+    with pytest.raises(
+        ValueError,
+        match="row 0: profiles of 8 layers for 10, embedding and head included",
+    ):
+        seconds(
+            row | {"layers": 8, "layer_partition": "[0, 3, 5, 7, 10]"},
+            profiles=measured(row),
+        )
+    with pytest.raises(
+        ValueError, match="row 0: no profile for a100-80; there are T4, V100"
+    ):
+        seconds(
+            row | {"hetero_groups": "A100-80x2,T4x2,V100x2,V100x2"},
+            profiles=measured(row),
+        )
 
 
 @pytest.mark.parametrize(

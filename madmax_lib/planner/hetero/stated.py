@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.stated import (
@@ -31,8 +32,9 @@ from madmax_lib.plan.stated import (
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import Fleet
 from madmax_lib.planner.hetero.model import gradients_of, nodes_of, passes_s, per_layer
-from madmax_lib.planner.hetero.prices import Price, PriceList
+from madmax_lib.planner.hetero.prices import Price, PriceList, prices_of
 from madmax_lib.planner.hetero.problem import CostRules, HeteroProblem
+from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
@@ -41,19 +43,24 @@ from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 __all__ = ["predict"]
 
 
-def predict(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
+def predict(
+    rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | None = None
+) -> pd.DataFrame:
     """The rows, or those of a CSV file, with predicted_s beside them: seconds of a
     step.
 
     Rows without the columns of the head of the module are of equal GPUs, and of equal
-    stages. Raises ValueError that names the first row which contradicts itself, and
-    OSError.
+    stages. profiles (or a folder): measured times of layers, embedding and head among
+    them, in place of the simulator's; a micro-batch without one comes in powers of two.
+    Raises ValueError that names the first row which contradicts itself, and OSError.
     """
     table = rows if isinstance(rows, pd.DataFrame) else pd.read_csv(rows)
+    if isinstance(profiles, (str, Path)):
+        profiles = load_profiles(profiles)
     seconds = []
     for label, raw in zip(table.index, table.to_dict("records"), strict=True):
         try:
-            seconds.append(_step_s(raw))
+            seconds.append(_step_s(raw, profiles))
         except ValueError as error:
             raise ValueError(f"row {label}: {error}") from None
     return table.assign(predicted_s=seconds)
@@ -77,7 +84,7 @@ class _Stated(PlanCost):
             )
 
 
-def _step_s(raw: dict):
+def _step_s(raw: dict, profiles: Profiles | None):
     cases = _cases(raw)
     case = cases[0]
     plan = case.plan
@@ -92,7 +99,7 @@ def _step_s(raw: dict):
         )
     if (devices := count_of(raw, "n_gpus", fleet.size)) != fleet.size:
         raise ValueError(f"n_gpus={devices}, but hetero_groups hold {fleet.size}")
-    prices = _prices(case, pieces)
+    prices = _prices(case, pieces, profiles)
     stated = HeteroPlan(
         node_sequence=fleet.order,
         device_groups=(plan.dp * plan.tp,) * plan.pp,
@@ -199,25 +206,50 @@ def _partition(raw: dict, case: Case, layers: int):
     return tuple(map(int, cuts))
 
 
-def _prices(case: Case, pieces: dict[str, LayerCosts]):
-    """Prices of each GPU type by the simulator; gradients as model and software have
-    them.
+def _prices(case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None):
+    """Prices of each GPU type: the simulator's, or those of its profiles; gradients as
+    model and software have them.
     """
     plan = case.plan
     model = case.model
     table = {}
     optimizer_s = {}
     nothing = np.zeros(model.layers + 2)
+    measured = prices_of(profiles) if profiles else None
+    if measured and measured.layers != model.layers + 2:
+        raise ValueError(
+            f"profiles of {measured.layers} layers for {model.layers + 2}, embedding "
+            "and head included"
+        )
     for name, piece in pieces.items():
         prices = piece.prices
-        layer_s = per_layer(model, *passes_s(piece)[0])
-        # the host of some software waits for each message of a pipeline
-        blocks = prices.traits.blocking_sends * (plan.pp > 1)
-        stop_s = float(blocks * prices.constants["send_stop_s"])
-        price = Price(layer_s, nothing, nothing, sync_s=stop_s)
-        table[name, plan.tp, plan.recompute, plan.micro_batch] = price
-        # of the whole model, of which a rank owns a tp x pp-th
-        owned = plan.pp * plan.tp * piece.stage.owned(prices)
-        optimizer_s[name] = float(prices.update_s(owned))
+        key = (name, plan.tp, plan.recompute)
+        if measured:
+            there = _profiled(name, profiles.devices)
+            for (kind, tp, _, batch), price in measured.table.items():
+                if (kind, tp) == (there, plan.tp):
+                    table[(*key, batch)] = price
+            optimizer_s[name] = measured.optimizer_s[there]
+        else:
+            layer_s = per_layer(model, *passes_s(piece)[0])
+            # the host of some software waits for each message of a pipeline
+            blocks = prices.traits.blocking_sends * (plan.pp > 1)
+            stop_s = float(blocks * prices.constants["send_stop_s"])
+            price = Price(layer_s, nothing, nothing, sync_s=stop_s)
+            table[(*key, plan.micro_batch)] = price
+            # of the whole model, of which a rank owns a tp x pp-th
+            owned = plan.pp * plan.tp * piece.stage.owned(prices)
+            optimizer_s[name] = float(prices.update_s(owned))
     gradients = gradients_of(model, next(iter(pieces.values())).prices)
     return PriceList(table, *gradients, optimizer_s)
+
+
+def _profiled(name: str, devices: tuple[str, ...]):
+    """The name that profiles have for a device of the catalog. Raises ValueError where
+    they lack it.
+    """
+    for device in devices:
+        in_catalog = catalog.device_named(device)
+        if device == name or (in_catalog and in_catalog.name == name):
+            return device
+    raise ValueError(f"no profile for {name}; there are {', '.join(devices)}")
