@@ -23,7 +23,7 @@ from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem_from
 from madmax_lib.planner.hetero.stages import Grid
-from madmax_lib.planner.hetero.sweep import Sweeper
+from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
 
 __all__ = ["alone", "plan"]
@@ -163,7 +163,7 @@ def _reason(problem: HeteroProblem, grid: Grid):
     for space in problem.spaces():
         # the plan whose fullest GPU lacks the least bytes
         sweeper = Sweeper(problem, grid, *space, lacking=True)
-        if chain := sweeper.chain():
+        if chain := sweeper.chain(OPEN, bottleneck=True):
             chains.append(chain)
     if not chains:
         prices = problem.prices

@@ -8,7 +8,7 @@ border, all of type 2, ...), so samples are shared in closed form. The numbers a
 of `hetero.cost`, which counts rank by rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,8 +30,9 @@ class Grid:
     unit: GPUs between two positions; steps: (n,) sizes in units; places: units of the
     whole cluster.
     uniform: whether all layers but the first and last cost the same everywhere.
-    slices: (2, rows) first layer and end of slices, of the first stage of a chain and of
-    later ones; `rows` finds them.
+    first, middle, last, single: (2, rows) first layer and end of slices by where a stage
+    stands. The middle slice from layer x to y is row `row(x) + y - x - 1`; where middle
+    layers are uniform, row(x) is 0.
     sums: of prices by (type, tp, recompute, samples), filled by the stage tables, which
     share them.
     """
@@ -50,34 +51,23 @@ class Grid:
         # of equal layers, slices from layer 1 stand for all of their length
         starts = range(1, min(2, layers - 1) if self.uniform else layers - 1)
         inner = range(1, layers)
-        # slices to the last layer stand in front: thresholds cut the longest of the others
-        slices = {
-            "first": [(0, layers), *((0, y) for y in inner)],
-            "later": [(x, layers) for x in inner],
-        }
-        slices["later"] += [(x, y) for x in starts for y in range(x + 1, layers)]
-        # (2, rows), also where there are none
-        self.slices = {
-            where: np.array(pairs, int).reshape(-1, 2).T
-            for where, pairs in slices.items()
-        }
+        self.middle = _pairs((x, y) for x in starts for y in range(x + 1, layers))
+        self.first = _pairs((0, y) for y in inner)
+        self.last = _pairs((x, layers) for x in inner)
+        self.single = _pairs([(0, layers)])
         self.sums: dict[tuple, tuple] = {}
 
-    def rows(self, x: int, source: int) -> tuple[slice, int]:
-        """Rows of the slices that begin at layer x, and where the first of them ends.
+    def row(self, x: int) -> int:
+        """First middle row of slices that begin at layer x."""
+        if self.uniform:
+            return 0
+        # rows before it: sum of layers - 1 - x' over x' = 1 .. x - 1
+        return (x - 1) * (self.layers - 1) - x * (x - 1) // 2
 
-        source: stages that come after: 0 for the slice to the last layer.
-        """
-        if source == 0:
-            row = max(x - 1, 0)
-            return slice(row, row + 1), self.layers
-        begin = 1
-        if x:
-            begin = self.layers - 1
-            if not self.uniform:
-                # rows before it: sum of layers - 1 - x' over x' = 1 .. x - 1
-                begin += (x - 1) * (self.layers - 1) - x * (x - 1) // 2
-        return slice(begin, begin + self.layers - 1 - x), x + 1
+
+def _pairs(slices: Iterable[tuple[int, int]]):
+    """Slices as (2, rows): first layers, and ends; (2, 0) where there are none."""
+    return np.array(list(slices), int).reshape(-1, 2).T
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +82,8 @@ class SliceStages:
     classes: np.ndarray  # those that occur
     starts: np.ndarray  # where each of them begins
     parts: tuple[np.ndarray, np.ndarray, np.ndarray]
-    begin_s: np.ndarray  # (e,) batch generator of the first stage of a chain
-    end_s: np.ndarray  # (e,) end of the passes of the last, and a table that it shares
+    # (e,) batch generator of a first stage and end of the passes of a last one
+    extra_s: np.ndarray
 
     def least(self, values: np.ndarray, classes: int) -> np.ndarray:
         """(classes + 1, rows) the least value of each class; infinite where there is
@@ -389,15 +379,23 @@ class StageTable:
     def stages(
         self, where: str, in_flight: int = 1, *, lacking: bool = False
     ) -> SliceStages:
-        """Stages over the slices of a first or later stage, with micro-batches in
-        flight.
+        """Stages over the middle, first or last slices or the whole model, with
+        micro-batches in flight.
 
         lacking: in place of times, bytes that the fullest GPU lacks.
         """
-        rows = self.grid.slices[where]
-        entry = np.arange(len(self.of_class))
-        if where == "first":  # groups at rank 0
-            entry = np.flatnonzero(np.isin(self.of_class, self.group[:, 0]))
+        grid = self.grid
+        rows = getattr(self.grid, where)
+        begins = where in ("first", "single")
+        ends = where in ("last", "single")
+        usable = np.ones(len(self.of_class), bool)
+        if begins:  # groups at rank 0
+            usable &= np.isin(self.of_class, self.group[:, 0])
+        if ends:  # groups that end with the last rank
+            sizes = np.arange(len(grid.sizes))
+            last = self.group[sizes, grid.places - grid.steps]
+            usable &= np.isin(self.of_class, last)
+        entry = np.flatnonzero(usable)
         forms = self.forms[entry]
         sums = self._sums
         unpriced = ~sums["priced"][forms].all(axis=1)
@@ -407,22 +405,19 @@ class StageTable:
         if lacking:
             time_s = missing_bytes
         time_s[unpriced] = np.inf
-        # once a micro-batch, by the slowest replica
-        begin_s, end_s = (
-            self.batches * np.where(unpriced, 0.0, sums[name][forms].max(axis=1))
-            for name in ("generator_s", "sync_s")
-        )
-        if where == "first":
-            shared_s = 0.0  # a single stage has the table once
-        else:
-            begin_s = np.zeros(len(entry))
+        extra_s = np.zeros(len(entry))
+        for name, counts in (("generator_s", begins), ("sync_s", ends)):
+            if counts and len(entry):
+                extra_s += self.batches * np.where(
+                    unpriced, 0.0, sums[name][forms].max(axis=1)
+                )
+        if where == "last" and self.prices.tied_bytes:
             gpus = self.size[self.of_class[entry]]
-            shared_s = self.fleet.ends_s(self.prices.tied_bytes, gpus, self.tp[entry])
-            shared_s = shared_s * (self.prices.tied_bytes > 0)
+            extra_s += self.fleet.ends_s(self.prices.tied_bytes, gpus, self.tp[entry])
         # entries are sorted by class, so each begins once
         classes, starts = np.unique(self.of_class[entry], return_index=True)
         parts = (time_s, *self._updates_s(entry, rows))
-        return SliceStages(entry, classes, starts, parts, begin_s, end_s + shared_s)
+        return SliceStages(entry, classes, starts, parts, extra_s)
 
     def _missing_bytes(self, forms: np.ndarray, rows: np.ndarray, in_flight: int):
         """(entries, rows) what the fullest GPU of a stage lacks."""

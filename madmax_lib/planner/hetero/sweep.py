@@ -10,8 +10,8 @@ count, the state also has the number of stages left.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,9 @@ from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
 
-__all__ = ["Chain", "Sweeper"]
+__all__ = ["OPEN", "Chain", "Sweeper"]
 
-_OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
+OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
 # Up to here all group sizes are swept at once, beyond one by one: blocks stay in the
 # cache.
@@ -47,22 +47,38 @@ class Chain:
 class _Option:
     """One stage of the best chain."""
 
-    level: int  # stages from it on, as far as told apart
+    where: str  # first, middle, last or single
+    level: int  # stages after it, as far as told apart
+    next_kind: int  # of the next stage
     end: int  # layer after its last
     size: int  # number of its group size
-    next_level: int  # of the next stage, 0 for none
-    next_kind: int  # of the next stage
+    next_level: int  # of the next stage
 
 
-class _State(NamedTuple):
-    """Values of stages and least totals of chains, as a sweep leaves them."""
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Least totals of chains by their first stage, as a sweep leaves them."""
 
-    # of a first or later stage, by level: (kinds, rows, sizes, places) of each band of
-    # sizes
-    blocks: dict[tuple[str, int], list[np.ndarray]]
-    # by level, what lies ahead of a stage: (kinds, layers + 1, sizes, places + 1)
-    reach: list[np.ndarray]
-    combine: Callable  # np.add, or np.maximum for a bottleneck
+    # by (level, next level) of a first stage, over (kind, end, size)
+    starts: dict[tuple[int, int], np.ndarray]
+    middle: list[list[np.ndarray]]  # blocks of stages by level
+    last: np.ndarray  # (layers, sizes)
+    reach: list[np.ndarray]  # by level, what lies ahead of a stage
+    single: float  # of one stage alone
+
+    @cached_property
+    def total(self) -> float:
+        """The least of all."""
+        starts = [float(part.min(initial=np.inf)) for part in self.starts.values()]
+        return min([self.single, *starts])
+
+
+class _Ends(NamedTuple):
+    """Least values of the stages at the ends of chains, by group size."""
+
+    first: list[np.ndarray]  # by level, (kinds, rows, sizes)
+    last: np.ndarray  # (rows, sizes)
+    single: float  # of one stage alone
 
 
 class Sweeper:
@@ -84,30 +100,30 @@ class Sweeper:
         lacking: bool = False,
     ):
         self.table = StageTable(problem, fleet, batches, grid)
-        self.levels = range(1, levels + 1)
-        self.lacking = lacking
-        # as many micro-batches are in flight in a stage as stages are left
+        self.levels = levels
         self.stages = {
-            (where, level): self.table.stages(where, level, lacking=lacking)
-            for level in self.levels
-            for where in grid.slices
+            (where, level): self.table.stages(where, level + 1, lacking=lacking)
+            for level in range(levels)
+            for where in ("first", "middle", "last", "single")
+            if level == 0 or where != "single"
         }
-        # there and back, (kinds, entries, 1) beside rows of slices
-        self.sends_s = {
-            key: 2 * self.table.send_s(stages.entry)[:, :, None] * (not lacking)
-            for key, stages in self.stages.items()
-        }
+        self.sends_s = {}
+        for (where, level), stages in self.stages.items():
+            sends = where in ("first", "middle") and not lacking
+            # there and back, (kinds, entries, 1) beside rows of slices
+            send_s = 2 * self.table.send_s(stages.entry)[:, :, None]
+            self.sends_s[where, level] = send_s * sends
         # (sizes, places + 1) where the next stage begins; places + 1: beyond the GPUs
         self.ahead = np.minimum(
             np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1
         )
         self.ending = grid.places - grid.steps  # where the last stage begins, by size
-        self._scratch = np.empty(0)
+        together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
         sizes = range(len(grid.sizes))
-        every = [slice(0, len(sizes))]
-        together = grid.layers * self.ahead.size * 8 <= _BLOCK_BYTES
-        one_by_one = [slice(size, size + 1) for size in sizes]
-        self.bands = {"first": every, "later": every if together else one_by_one}
+        self._scratch = np.empty(0)
+        self.bands = (
+            [slice(0, len(sizes))] if together else [slice(i, i + 1) for i in sizes]
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -115,27 +131,31 @@ class Sweeper:
         stages = self.stages.values()
         return sum(part.nbytes for stage in stages for part in stage.parts)
 
-    def chain(self, high=_OPEN, low=_NONE, weights=_NONE) -> Chain | None:
-        """The chain of least total, or of least bytes lacking on one GPU, of those whose
-        parts are at most high; None if there is none.
+    def chain(
+        self,
+        high=OPEN,
+        low=_NONE,
+        weights=_NONE,
+        *,
+        bottleneck: bool = False,
+    ) -> Chain | None:
+        """The chain of least total, or longest period, of those whose parts are at most
+        high; None if there is none.
 
         The total has weights times the mean of each part over layers, of every stage at
         least low. So it bounds from below what chains cost whose largest parts lie
         between low and high: a mean is at most the largest.
         """
-        grid = self.table.grid
         values = {}
         for key, stages in self.stages.items():
-            begin, end = grid.slices[key[0]]
-            is_last = end == grid.layers
             time_s, gradients_s, optimizer_s = stages.parts
             inside = (gradients_s <= high[1]) & (optimizer_s <= high[2])
-            # (kinds, entries, rows); the last stage sends nothing on
-            sends_s = self.sends_s[key] * ~is_last
-            period_s = np.where(inside, time_s, np.inf) + sends_s
+            # (kinds, entries, rows)
+            period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
             np.putmask(period_s, period_s > high[0], np.inf)
-            if not self.lacking:
-                share = (end - begin) / grid.layers
+            if not bottleneck:
+                begin, end = getattr(self.table.grid, key[0])
+                share = (end - begin) / self.table.grid.layers
                 parts = (period_s, gradients_s, optimizer_s)
                 means_s = sum(
                     weight * np.maximum(part, least)
@@ -143,59 +163,64 @@ class Sweeper:
                     if weight
                 )
                 # (entries, 1): what a stage costs once, whatever its slice
-                once_s = stages.begin_s[:, None] + stages.end_s[:, None] * is_last
-                period_s = period_s + share * means_s + once_s
+                period_s = period_s + share * means_s + stages.extra_s[:, None]
             values[key] = period_s
-        blocks = {key: self._blocks(key, values[key]) for key in values}
-        state = self._descend(blocks, np.maximum if self.lacking else np.add)
-        total, first = self._best(state, 0, 0, None)
-        return None if first is None else self._path(state, first, values, low, total)
+        combine = np.maximum if bottleneck else np.add
+        state = self._descend(values, combine)
+        if not np.isfinite(state.total):
+            return None
+        return self._path(state, values, combine, low)
 
-    def _descend(self, blocks: dict, combine: Callable):
-        """Least totals of chains from every layer and position to the end, by level."""
+    def _descend(self, values: dict, combine):
+        """Least totals of chains from every layer and place to the end, by level."""
         grid = self.table.grid
         kind = self.table.kind
-        # least[level][k, x, p]: of chains that begin at layer x and position p, whose first
+        kinds = len(self.table.kinds)
+        layers = grid.layers
+        sizes = np.arange(len(grid.sizes))
+        levels = range(self.levels)
+        # least[level][k, x, p]: of chains that begin at layer x and place p, whose first
         # stage is of kind k; reach: the same where a stage of each size would end
-        shape = (len(self.table.kinds), grid.layers + 1, grid.places + 2)
-        least = [np.full(shape, np.inf) for _ in range(len(self.levels) + 1)]
-        # level 0: nothing is left where layers and GPUs are used up
-        least[0][0, grid.layers, grid.places] = 0.0
-        reach = [totals[:, :, self.ahead] for totals in least]
-        bands = self.bands["later"]
-        for band, block in zip(bands, blocks["later", 1], strict=True):
-            # a last stage of each size begins at one position: (sizes, rows)
-            position = self.ending[band]
-            size = np.arange(len(position))
-            last = block[0, : grid.layers - 1, size, position]
-            begins = slice(1, 1 + last.shape[1])
-            least[1][kind[band][size, position], begins, position] = last
-        for level in self.levels:
-            for x in range(grid.layers - 1, 0, -1):
-                for band, block in zip(bands, blocks["later", level], strict=True):
-                    for source in filter(None, self._sources(level)):
+        least = [np.full((kinds, layers + 1, grid.places + 2), np.inf) for _ in levels]
+        reach = [np.full((kinds, layers + 1, *kind.shape), np.inf) for _ in levels]
+        ends = self._ends(values)
+        middle = [
+            self._middle(values["middle", level], level) for level in range(self.levels)
+        ]
+        for level in levels:
+            for x in range(layers - 1, 0, -1):
+                if level == 0:  # the last stage, with none after it
+                    least[0][kind[sizes, self.ending], x, self.ending] = ends.last[
+                        x - 1
+                    ]
+                for band, block in zip(self.bands, middle[level], strict=True):
+                    rows = block[:, grid.row(x) : grid.row(x) + layers - 1 - x]
+                    next_layers = slice(x + 1, x + 1 + rows.shape[1])
+                    for source in self._sources(level) if rows.size else ():
                         # a stage to layer y meets the best chain from y on
-                        rows, first_end = grid.rows(x, source)
-                        values = block[:, rows]
-                        if not values.size:
-                            continue
-                        ends = slice(first_end, first_end + values.shape[1])
-                        ahead = reach[source][:, ends, band, : values.shape[3]]
+                        ahead = reach[source][:, next_layers, band, : rows.shape[3]]
                         self._improve(
-                            least[level][:, x], combine, values, ahead, kind[band]
+                            least[level][:, x], combine, rows, ahead, kind[band]
                         )
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
-        return _State(blocks, reach, combine)
+        starts = {
+            (level, source): combine(
+                ends.first[level], reach[source][:, 1:layers, :, 0]
+            )
+            for level in levels
+            for source in self._sources(level)
+        }
+        return _State(starts, middle, ends.last, reach, ends.single)
 
     def _improve(
         self,
         least: np.ndarray,
-        combine: Callable,
+        combine,
         rows: np.ndarray,
         ahead: np.ndarray,
         kind: np.ndarray,
     ):
-        """Least of each kind and position, lowered by stages over rows with what lies
+        """Least of each kind and place, lowered by stages over rows with what lies
         ahead of them.
         """
         # scratch memory: new pages for each block would cost as much as its sums
@@ -215,16 +240,28 @@ class Sweeper:
             target = least[code, : of_kind.shape[1]]
             np.minimum(target, of_kind.min(axis=0), out=target)
 
-    def _blocks(self, key: tuple[str, int], values: np.ndarray):
+    def _ends(self, values: dict):
+        group = self.table.group
+        first = [
+            self._least("first", level, values, group[:, 0])
+            for level in range(self.levels)
+        ]
+        ending = group[np.arange(len(group)), self.ending]
+        last = self._least("last", 0, values, ending)[0]
+        single = math.inf
+        if self.ending[-1] == 0:  # the largest group holds all GPUs
+            single = float(self._least("single", 0, values, group[-1:, 0])[0, 0, 0])
+        return _Ends(first, last, single)
+
+    def _middle(self, values: np.ndarray, level: int):
         """(kinds, rows, sizes, places) least values of each band of sizes, without what
         is infinite at the end.
         """
-        stages = self.stages[key]
+        stages = self.stages["middle", level]
         blocks = []
         classes = [stages.least(value, self.table.classes) for value in values]
-        for band in self.bands[key[0]]:
-            places = 1 + int(self.ending[band].max()) if key[0] == "later" else 1
-            group = self.table.group[band, :places]
+        for band in self.bands:
+            group = self.table.group[band, : 1 + int(self.ending[band].max())]
             finite = np.isfinite(np.min(classes, axis=0)[np.unique(group)]).any(axis=0)
             count = len(finite)
             if self.table.grid.uniform:
@@ -241,80 +278,113 @@ class Sweeper:
             )
         return blocks
 
+    def _least(self, where: str, level: int, values: dict, group: np.ndarray):
+        """(kinds, rows, groups) least values of some groups."""
+        stages = self.stages[where, level]
+        return np.stack(
+            [
+                stages.least(value, self.table.classes).T[:, group]
+                for value in values[where, level]
+            ]
+        )
+
     def _sources(self, level: int):
         """Levels of the stage after one: the last level stands for all higher ones."""
-        return (level - 1, level) if level == self.levels[-1] else (level - 1,)
+        sources = [level] if level == self.levels - 1 else []
+        if level:
+            sources.append(level - 1)
+        return tuple(sources)
 
-    def _best(self, state: _State, x: int, position: int, before: _Option | None):
-        """Least total of the chains from a layer and position, and the first stage of that
-        chain; the first on ties.
-
-        before: the stage that ends there, None for the first of all.
+    def _path(self, state: _State, values: dict, combine, low):
+        """The chain behind a total: at each stage the option of least value, the first
+        on ties.
         """
-        where = "later" if before else "first"
-        of_kind = self.table.kind[:, position]
-        is_next = of_kind == before.next_kind if before else of_kind >= 0
-        best = np.inf
-        answer = None
-        for level in [before.next_level] if before else self.levels:
-            for band, block in zip(
-                self.bands[where], state.blocks[where, level], strict=True
-            ):
-                for source in self._sources(level):
-                    rows, first_end = self.table.grid.rows(x, source)
-                    values = block[:, rows, :, position : position + 1]
-                    if not values.size:
-                        continue
-                    ends = slice(first_end, first_end + values.shape[1])
-                    ahead = state.reach[source][:, ends, band, position : position + 1]
-                    # (kinds, ends, sizes) at the one position
-                    totals = state.combine(values, ahead)[..., 0]
-                    options = np.where(is_next[band], totals, np.inf)
-                    if options.min() < best:
-                        best = options.min()
-                        kind, row, size = np.unravel_index(
-                            options.argmin(), options.shape
-                        )
-                        answer = _Option(
-                            level, first_end + row, band.start + size, source, kind
-                        )
-        return best, answer
-
-    def _path(self, state: _State, option: _Option, values: dict, low, total: float):
-        """The chain behind a total: at each stage the option of least value."""
+        option = self._first_option(state)
         begin = 0  # first layer of the stage
-        position = 0  # and where it begins on the grid of ranks
+        position = 0  # and its place on the grid of ranks
         cuts = [0]
         entries = []
         parts = []
-        while option:
+        while True:
             entry, entry_parts = self._entry(option, begin, position, values)
-            cuts.append(int(option.end))
+            cuts.append(option.end)
             entries.append(entry)
             parts.append(entry_parts)
+            if option.where in ("last", "single"):
+                break
             begin = option.end
             position += int(self.table.grid.steps[option.size])
-            if not option.next_level:
-                break
-            _, option = self._best(state, begin, position, option)
+            option = self._next_option(state, option, position, combine)
         mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
         plan = self._plan(cuts, entries)
-        return Chain(float(total), np.max(parts, axis=0), mean, plan)
+        return Chain(state.total, np.max(parts, axis=0), mean, plan)
+
+    def _first_option(self, state: _State):
+        best = state.single
+        last_size = len(self.ending) - 1
+        answer = _Option("single", 0, 0, self.table.grid.layers, last_size, 0)
+        for (level, source), options in state.starts.items():
+            if options.min(initial=np.inf) < best:
+                best = options.min()
+                kind, row, size = _argmin(options)
+                answer = _Option("first", level, kind, row + 1, size, source)
+        return answer
+
+    def _next_option(self, state: _State, before: _Option, position: int, combine):
+        """The stage after one, which begins where that ends."""
+        grid = self.table.grid
+        level = before.next_level
+        begin = before.end
+        best = np.inf
+        answer = None
+        of_kind = self.table.kind[:, position] == before.next_kind
+        if level == 0:
+            for size in np.flatnonzero((self.ending == position) & of_kind):
+                best = state.last[begin - 1, size]
+                answer = _Option("last", 0, 0, grid.layers, int(size), 0)
+        first_row = grid.row(begin)
+        count = grid.layers - 1 - begin
+        for band, block in zip(self.bands, state.middle[level], strict=True):
+            rows = block[:, first_row : first_row + count, :, position : position + 1]
+            next_layers = slice(begin + 1, begin + 1 + rows.shape[1])
+            for source in self._sources(level) if rows.size else ():
+                ahead = state.reach[source][
+                    :, next_layers, band, position : position + 1
+                ]
+                # (kinds, ends, sizes) at the one place
+                sums = combine(rows, ahead)[..., 0]
+                options = np.where(of_kind[band], sums, np.inf)
+                if options.min() < best:
+                    best = options.min()
+                    kind, row, size = _argmin(options)
+                    answer = _Option(
+                        "middle",
+                        level,
+                        kind,
+                        begin + 1 + row,
+                        band.start + size,
+                        source,
+                    )
+        return answer
 
     def _entry(self, option: _Option, begin: int, position: int, values: dict):
         """Number of the cheapest entry of a stage, and its parts."""
-        key = ("later" if begin else "first", option.level)
+        key = option.where, option.level
         stages = self.stages[key]
-        rows, first_end = self.table.grid.rows(begin, option.next_level)
-        row = rows.start + option.end - first_end
+        end = option.end
+        # row of the slice begin..end, as `Grid` orders them
+        row = {
+            "first": end - 1,
+            "last": begin - 1,
+            "single": 0,
+            "middle": self.table.grid.row(max(begin, 1)) + end - begin - 1,
+        }[option.where]
         group = self.table.group[option.size, position]
         number = int(np.searchsorted(stages.classes, group))
         # entries of the class
         start, stop = [*stages.starts, len(stages.entry)][number : number + 2]
         chosen = start + int(values[key][option.next_kind, start:stop, row].argmin())
-        send_s = 0.0
-        if option.next_level:
-            send_s = self.sends_s[key][option.next_kind, chosen, 0]
+        send_s = self.sends_s[key][option.next_kind, chosen, 0]
         time_s, *updates_s = (float(part[chosen, row]) for part in stages.parts)
         return int(stages.entry[chosen]), [time_s + float(send_s), *updates_s]
 
@@ -332,3 +402,8 @@ class Sweeper:
             layer_partition=tuple(cuts),
             recompute=tuple(table.prices.ways[way][1] for way in table.way[entries]),
         )
+
+
+def _argmin(options: np.ndarray):
+    """Indices of the least value."""
+    return [int(index) for index in np.unravel_index(options.argmin(), options.shape)]
