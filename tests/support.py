@@ -161,6 +161,77 @@ def lanes(drawn: str) -> list[tuple]:
     return result
 
 
+def cells(drawn: str) -> list[list]:
+    """Cells of a drawn table, two spaces apart; numbers and terms of them as numbers, -
+    as None.
+    """
+    result = []
+    for line in filter(None, map(str.strip, drawn.splitlines())):
+        row = re.split(r" {2,}", line)
+        terms = [re.fullmatch(r"[-\d.(][\d.e*/+() -]*", cell) for cell in row]
+        result.append(
+            [
+                None if cell == "-" else eval(cell) if term else cell
+                for cell, term in zip(row, terms, strict=True)
+            ]
+        )
+    return result
+
+
+def shows(table: pd.DataFrame, drawn: str, rel: float = 1e-9) -> None:
+    """Compares columns with a drawn table: names first, those of times with their unit
+    (`idle_s us`). Cells are compared as numbers where they are some, exactly if whole,
+    and - is what is unknown or empty.
+    """
+    names, *expected = cells(drawn)
+    table = table if table.index.name is None else table.reset_index()
+    wrong = []
+    for number, name in enumerate(names):
+        column, _, unit = name.partition(" ")
+        scale = {"": 1, "ns": 1e9, "us": 1e6}[unit]
+        values = [v * scale if isinstance(v, float) else v for v in table[column]]
+        assert len(values) == len(expected), f"rows: {values}"
+        for value, row in zip(values, expected, strict=True):
+            cell = row[number]
+            if cell is None:
+                equal = value == "" or pd.isna(value)
+            elif isinstance(value, float) and not isinstance(cell, str):
+                near = 1e-6 if unit else 1e-12
+                equal = value == pytest.approx(cell, rel=rel, abs=near)
+            elif isinstance(cell, str) or isinstance(value, str | bool):
+                equal = str(value) == str(cell)
+            else:
+                equal = value == cell
+            wrong += [] if equal else [f"{name}: {value!r}, not {cell!r}"]
+    assert not wrong, wrong
+
+
+def drawn_cases(drawn: str) -> list:
+    """Parameters of cases: lanes and the table that shows them, under a title after #."""
+    result = []
+    for case in re.split(r"^ *# ", drawn, flags=re.M)[1:]:
+        title, *lines = case.splitlines()
+        is_lane = [bool(re.match(r" *\S+ \w+: ", line)) for line in lines]
+        lane, table = (
+            "\n".join(
+                line for line, lane in zip(lines, is_lane, strict=True) if lane == of
+            )
+            for of in (True, False)
+        )
+        result.append(pytest.param(lane, table, id=title))
+    return result
+
+
+@contextmanager
+def refused(words: str, error: type[Exception] = ValueError):
+    """Expects an error of one line that has each of these words."""
+    with pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not [word for word in words.split() if word not in message], message
+
+
 def with_columns(timeline: Timeline, **columns) -> Timeline:
     """The timeline with other values in some columns of its spans."""
     return replace(timeline, spans=timeline.spans.assign(**columns))
