@@ -66,10 +66,8 @@ def test_small_messages_gain_up_to_the_rate_of_the_best():
     timeline = with_columns(
         make_timeline(rows), size_bytes=[1000.0, 100.0, 100.0], group="g"
     )
-    assert gains(timeline) == {
-        "exposed communication": 2000,
-        "small messages": 800,
-    }  # 500 ns each would take 100
+    # 500 ns each would take 100
+    assert gains(timeline) == {"exposed communication": 2000, "small messages": 800}
 
 
 def test_the_waiting_of_a_single_rank_is_bounded_by_size_and_link():
@@ -98,9 +96,8 @@ def test_the_waiting_of_a_single_rank_is_bounded_by_size_and_link():
         with_columns(timeline, size_bytes=[1e9, None, None]),
         replace(timeline, meta=Meta(world_size=2)),
     ):
-        assert (
-            gains(other)["exposed communication"] == 300_000
-        )  # large enough, and on a device that nobody knows
+        # large enough, and on a device that nobody knows
+        assert gains(other)["exposed communication"] == 300_000
 
 
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")

@@ -43,9 +43,8 @@ def test_known_offsets_are_recovered_exactly():
 
 def test_one_late_notice_does_not_move_the_clock():
     rows = meetings([{0: 100 * i, 1: 100 * i} for i in range(5)], {1: 40})
-    rank, stream, kind, name, start, dur = rows[
-        3
-    ]  # rank 1 in the second call ends 1 ms late
+    # rank 1 in the second call ends 1 ms late
+    rank, stream, kind, name, start, dur = rows[3]
     table = clock_offsets(
         make_timeline(
             [*rows[:3], (rank, stream, kind, name, start, dur + 10**6), *rows[4:]]

@@ -36,21 +36,20 @@ def row(name, start, dur, stream=-1, kind="annotation", correlation=-1):
 
 @pytest.mark.parametrize(("name", "told"), NAMES.items())
 def test_names_of_engines(name, told):
+    # not on the device
     rows = [
         row(name, 1_000, 500),
         row(name, 3_000, 500),
         row(name, 1_000, 900, stream=7),
-    ]  # not on the device
+    ]
     rows += [row("l", 1_100 + 100 * n, 10, -2, "cpu", n) for n in range(3)]
     rows += [
         row("k", 1_200, 300, 7, "compute", 0),
         row("k", 1_400, 300, 8, "compute", 1),
         row("x", 900, 50, 7),
     ]
-    rows += [
-        row("l", 1_600, 10, -2, "cpu", 9),
-        row("k", 1_700, 300, 7, "compute", 9),
-    ]  # between the batches
+    # between the batches
+    rows += [row("l", 1_600, 10, -2, "cpu", 9), row("k", 1_700, 300, 7, "compute", 9)]
     table = batches(make_timeline(rows))
     first, last = table.to_dict("records")
     assert (first["phase"], first["requests"]) == told[:2]

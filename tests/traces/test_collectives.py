@@ -164,13 +164,11 @@ def test_two_ranks_of_a_real_trace_have_known_sizes_and_exposure():
     reduced = (
         table[table["collective"] == "all_reduce"].groupby("step")["size_bytes"].sum()
     )
-    assert set(reduced) == {
-        4 * 25_557_032
-    }  # the parameters of ResNet-50 in fp32, each step
+    # the parameters of ResNet-50 in fp32, each step
+    assert set(reduced) == {4 * 25_557_032}
     assert (table["call"] == -1).all() and table.attrs["unmatched"] == {}
-    exposed_s = breakdown(timeline)["exposed_comm_s"].iloc[
-        0
-    ]  # one stream: no call beside another
+    # one stream: no call beside another
+    exposed_s = breakdown(timeline)["exposed_comm_s"].iloc[0]
     assert table["exposed_s"].sum() == pytest.approx(exposed_s, abs=1e-12)
 
 
@@ -447,9 +445,8 @@ def test_old_a100_trace_has_plausible_bandwidths():
     assert set(sizes[16]) == {"all_reduce", "all_to_all", "send_recv"}
     assert set(sizes[8]) == {"all_gather", "reduce_scatter"}
     sized = table["bus_bytes_per_s"].drop("send_recv")
-    assert (sized < 300e9).all() and (
-        sized.drop("all_to_all") > 50e9
-    ).all()  # NVLink 3, one way
+    # NVLink 3, one way
+    assert (sized < 300e9).all() and (sized.drop("all_to_all") > 50e9).all()
 
 
 # simulated
@@ -468,9 +465,8 @@ def test_the_bus_bandwidth_of_a_simulated_collective_is_the_links(plan):
     )
     table = by_group(timeline)
     link = cluster.intra.bandwidth_bytes_per_s
-    np.testing.assert_allclose(
-        table["bus_bytes_per_s"], link, rtol=1e-3
-    )  # a call of microseconds is rounded to ns
+    # a call of microseconds is rounded to ns
+    np.testing.assert_allclose(table["bus_bytes_per_s"], link, rtol=1e-3)
     assert (table["wait_s"].dropna() == 0).all() and table.attrs["unmatched"] == {}
 
 
@@ -575,9 +571,8 @@ def test_one_word_for_one_collective():
 def test_every_byte_of_an_exchange_has_a_sender_and_a_receiver(seed, lacks):
     """What a rank sends the others get; of a rank that was not traced the others tell."""
     draw, rows, records = np.random.default_rng(seed), [], {}
-    sent = draw.integers(
-        0, 50, (3, 4, 4)
-    )  # calls, senders, receivers, in rows of 8 float
+    # calls, senders, receivers, in rows of 8 float
+    sent = draw.integers(0, 50, (3, 4, 4))
     sent[0], members = sent[0] * (np.arange(4) == 2), [0, 2, 3, 5]
     for call, rank in np.ndindex(3, 4):
         if members[rank] == lacks:
@@ -607,9 +602,10 @@ def test_every_byte_of_an_exchange_has_a_sender_and_a_receiver(seed, lacks):
     square = found.pivot_table(
         index="source_rank", columns="target_rank", values="size_bytes"
     ).reindex(members)
+    # but what it kept
     known = np.array(
         [[lacks not in (a, b) or a != b for b in members] for a in members]
-    )  # but what it kept
+    )
     assert square.fillna(0.0).to_numpy() == pytest.approx(32 * sent.sum(axis=0) * known)
     got = sent[:, [rank != lacks for rank in members]].sum(axis=1)
     assert found.attrs["imbalance"]["ep [0, 2, 3, 5]"] == pytest.approx(

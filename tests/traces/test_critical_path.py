@@ -64,9 +64,8 @@ def test_a_launch_bound_chain_is_the_host():
     assert parts(path) == [*launches, ("host", "cudaLaunchKernel", 30, 10)]
     assert path.attrs["step_s"] == 40e-9
     assert new_ns(timeline, {"host": 2}) == 15 + 6 + 4
-    assert (
-        new_ns(timeline, {"compute": 2}) == 40
-    )  # no gain: the last launch itself ends then
+    # no gain: the last launch itself ends then
+    assert new_ns(timeline, {"compute": 2}) == 40
     assert new_ns(timeline, {"host": INF}) == 6 + 4 * 4
     assert new_ns(timeline, {"host": INF, "launch delay": INF}) == 4 * 4
 
@@ -101,17 +100,12 @@ def test_two_streams_with_an_event():
         ("compute", "mm", 3, 37),
         ("wait", "AllReduce", 40, 2),
         ("comm", "AllReduce", 42, 20),
-        (
-            "host",
-            "cudaDeviceSynchronize",
-            62,
-            3,
-        ),  # returns 3 ns after the kernel it waited for
+        # returns 3 ns after the kernel it waited for
+        ("host", "cudaDeviceSynchronize", 62, 3),
     ]
     assert list(path["why"]) == ["launch", "work", "event", "work", "sync"]
-    assert (
-        new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3
-    )  # now its launch decides, as late as the other one
+    # now its launch decides, as late as the other one
+    assert new_ns(timeline, {"compute": INF}) == 4 + 3 + 20 + 3
     assert new_ns(timeline, {"AllReduce": 2}) == 65 - 10
     share = path_share(path).set_index("kind")
     assert share.index.tolist() == ["host", "launch delay", "compute", "comm", "wait"]
@@ -157,9 +151,8 @@ def test_a_graph_launch_is_one_launch_of_many_kernels():
         ("compute", "last", 52, 5),
     ]
     assert parts(critical_path(timeline)) == path
-    assert (
-        new_ns(timeline, {"left": INF}) == 33 + 0 + 5
-    )  # `right` goes on until 32, and a stream takes 1 ns to go on
+    # `right` goes on until 32, and a stream takes 1 ns to go on
+    assert new_ns(timeline, {"left": INF}) == 33 + 0 + 5
     assert new_ns(timeline, {"host": INF}) == 57
 
 
@@ -452,10 +445,8 @@ def test_shipped_traces(name):
 
 # Beside HTA
 
-HTA_BLOCKING = (
-    "cudaDeviceSynchronize",
-    "cudaEventQuery",
-)  # HTA gives them no time on the path
+# HTA gives them no time on the path
+HTA_BLOCKING = ("cudaDeviceSynchronize", "cudaEventQuery")
 
 
 def test_equals_hta_where_hta_counts_everything():

@@ -19,9 +19,8 @@ def edges(timeline, *why) -> set:
     """
     found = dependency_graph(timeline)
     row = np.repeat(found.slices["row"].to_numpy(dtype=np.int64), 2)
-    last = np.arange(
-        len(found.time_ns)
-    )  # where ranks meet: the event that arrived last
+    # where ranks meet: the event that arrived last
+    last = np.arange(len(found.time_ns))
     arrives = found.binding & (found.target >= len(row))
     last[found.target[arrives]] = found.source[arrives]
     every = zip(
@@ -164,15 +163,8 @@ SYNC_ROWS = [(9, "Stream Wait Event", 7, 2), (10, "Stream Sync", -1, -1)]
 def test_sync_rows_tell_which_stream_waits_for_what():
     found = edges(trace(SYNCED, syncs=SYNC_ROWS), "event", "sync")
     assert found == {(6, 8, "event"), (8, 5, "sync")}
-    third = (
-        0,
-        24,
-        "compute",
-        "on a third stream",
-        4,
-        100,
-        -1,
-    )  # ends later, but nobody waits for that stream
+    # ends later, but nobody waits for that stream
+    third = (0, 24, "compute", "on a third stream", 4, 100, -1)
     assert edges(trace([*SYNCED, third], syncs=SYNC_ROWS), "event", "sync") == found
 
 
@@ -181,9 +173,8 @@ def test_without_sync_rows_calls_tell_it():
     times contradict.
     """
     found = edges(trace(SYNCED[:9]), "event", "sync")
-    assert found == {
-        (8, 5, "sync")
-    }  # `after the event` was launched by then, but 8 did not wait for it
+    # `after the event` was launched by then, but 8 did not wait for it
+    assert found == {(8, 5, "sync")}
     late = [
         (0, 20, "comm", "waits", 123, 60, 5) if row[3] == "waits" else row
         for row in SYNCED[:9]
@@ -251,10 +242,8 @@ def test_gloo_transfers_start_with_their_operator_and_end_a_rest():
         work("gloo:all_reduce", 5, 70, stream=-2, kind="comm"),
     ]
     assert edges(trace(rows), "launch", "sync") == {(0, 3, "launch"), (3, 2, "sync")}
-    hidden = [
-        *rows[:3],
-        (0, -2, "comm", "gloo:all_reduce", 5, 30),
-    ]  # ends under mm: nobody waits for it there
+    # ends under mm: nobody waits for it there
+    hidden = [*rows[:3], (0, -2, "comm", "gloo:all_reduce", 5, 30)]
     assert edges(trace(hidden), "launch", "sync") == {(0, 3, "launch")}
 
 

@@ -220,11 +220,8 @@ def test_names_without_partner_are_matched_by_op():
         ([3, 4, 5], [4, 5, 6], [[4, 4], [5, 5]]),
         ([1, 2, 3], [1, 2, 3], [[2, 2], [3, 3]]),  # three pairs: the first is warm-up
         ([1, 2, 3], [11, 12, 13, 14], [[2, 12], [3, 13]]),  # no common number: in order
-        (
-            [7],
-            [4, 5, 6],
-            [[7, 5], [7, 6]],
-        ),  # a lone step of another number stands for all
+        # a lone step of another number stands for all
+        ([7], [4, 5, 6], [[7, 5], [7, 6]]),
         ([-1], [7], [[-1, 7]]),
         ([1], [], []),
     ],
@@ -278,9 +275,8 @@ def test_ranks_weigh_as_many_devices_as_they_stand_for():
     """
     rows = [(0, 0, "compute", "k", 0, 10), (3, 0, "compute", "k", 0, 30)]
     stages = make_timeline(rows, represents={0: [0, 1, 2], 3: [3]}, source="simulated")
-    other = make_timeline(
-        [(9, 0, "compute", "k", 0, 15)]
-    )  # shares no device: a mean on each side
+    # shares no device: a mean on each side
+    other = make_timeline([(9, 0, "compute", "k", 0, 15)])
     assert not len(align_ranks(stages, other))
     for b in (stages, other):
         assert values(compare(stages, b), "a")["compute_s"] == pytest.approx(15e-9)
@@ -397,16 +393,14 @@ def gpt():
 def test_a_measured_step_beside_a_simulated_one(gpt):
     measured = read_trace(mm.dataset("gpt-ddp"))
     ops = compare_ops(measured, gpt).set_index("name")
-    assert (
-        ops.at["all_reduce", "count_a"] == 4 >= ops.at["all_reduce", "count_b"] > 1
-    )  # buckets close with layers
+    # buckets close with layers
+    assert ops.at["all_reduce", "count_a"] == 4 >= ops.at["all_reduce", "count_b"] > 1
     assert (
         ops.loc[["layer", "optimizer", "embedding"], "matched"].tolist()
         == ["class"] * 3
     )
-    assert (
-        ops["status"].isin(["both", "fewer", "missing"]).all()
-    )  # what a simulation leaves out; nothing is invented
+    # what a simulation leaves out; nothing is invented
+    assert ops["status"].isin(["both", "fewer", "missing"]).all()
     assert set(ops.loc[ops["status"] == "missing", "class"]) == {"gradient"}
     for side, timeline in (("a", measured), ("b", gpt)):
         busy = timeline.spans[

@@ -271,9 +271,8 @@ def test_what_a_file_says(tmp_path):
         comm["args"]["bytes"] == 1_000_000
         and comm["args"]["op name"] == "all_reduce layers.0"
     )
-    assert (
-        comm["args"]["External id"] == 2 + 1
-    )  # rank 1's first collective is the fourth op
+    # rank 1's first collective is the fourth op
+    assert comm["args"]["External id"] == 2 + 1
 
 
 def test_launches_point_at_their_kernels(tmp_path):
@@ -432,9 +431,8 @@ def test_merged_is_one_process_per_rank(tmp_path):
     }
     assert {(e["pid"], e["tid"]) for e in x} == set(threads)
     assert threads[2, 300_020] == "stream 20"
-    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(
-        names
-    )  # no two alike, nor like a pid
+    # no two alike, nor like a pid
+    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(names)
 
 
 def test_ranks_without_spans_get_a_file_too(tmp_path):

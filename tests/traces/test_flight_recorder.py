@@ -35,10 +35,8 @@ def blamed(folder):
         ("late", []),
         ("missing", [("missing", "3", 5)]),
         ("type-mismatch", [("other call", "1", 5)]),
-        (
-            "size-mismatch-rank0",
-            [("other sizes", "0", 5)],
-        ),  # the first rank is the odd one
+        # the first rank is the odd one
+        ("size-mismatch-rank0", [("other sizes", "0", 5)]),
         ("state-mismatch", [("not done", "2", 5)]),
         ("ring-buffer", []),
         ("p2p", []),
@@ -80,9 +78,8 @@ def test_clocks_of_hosts_are_shifted_before_lateness_is_told(made, tmp_path):
                 "time_discovered_started_ns",
                 "time_discovered_completed_ns",
             ):
-                entry[time] += (
-                    7 * 10**9 * (path.name[-1] in "01")
-                )  # two ranks on a host whose clock is ahead
+                # two ranks on a host whose clock is ahead
+                entry[time] += 7 * 10**9 * (path.name[-1] in "01")
         (tmp_path / path.name).write_bytes(pickle.dumps(dump, protocol=2))
     latest = lateness(flight_calls(tmp_path)).iloc[0]
     assert (latest["rank"], latest["mean_s"]) == (2, pytest.approx(0.040, abs=1e-6))

@@ -350,6 +350,5 @@ def test_a_file_that_ended_early_is_not_judged(tmp_path):
             match=r"^rank1.json.gz: truncated gzip; a gate needs whole recordings",
         ):
             gate(*sides)
-    assert gate(
-        whole.select(ranks=[0]), cut.select(ranks=[0])
-    ).passed  # the file of rank 0 is whole
+    # the file of rank 0 is whole
+    assert gate(whole.select(ranks=[0]), cut.select(ranks=[0])).passed

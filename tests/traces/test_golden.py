@@ -25,9 +25,8 @@ NAMES = {
     "non_compute": "non_compute",
     "idle": "idle",
 }
-HTA_PRINTS = {
-    ("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45
-}  # where golden.csv differs from HTA
+# where golden.csv differs from HTA
+HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}
 
 
 @pytest.mark.filterwarnings(

@@ -46,9 +46,8 @@ def test_compatible_breakdown_equals_hta(name):
     assert overlap["error"].abs().fillna(0).max() <= 1e-4
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*were recorded .* apart"
-)  # of two jobs, for this test
+# of two jobs, for this test
+@pytest.mark.filterwarnings("ignore:.*were recorded .* apart")
 def test_a_rank_without_gpu_does_not_hide_the_others():
     files = [
         local_or_skip("traces/hta-samples/nccl_data.json.gz"),

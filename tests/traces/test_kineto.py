@@ -277,10 +277,8 @@ def test_odd_values_are_no_reason_to_fail(tmp_path, event, envelope):
     assert timeline.spans["stream"].min() >= 0
 
 
-LOCAL = {
-    "Rank": 1,
-    "Process Group Ranks": "[4, 5]",
-}  # counts inside of the group: global rank 5
+# counts inside of the group: global rank 5
+LOCAL = {"Rank": 1, "Process Group Ranks": "[4, 5]"}
 RANKS = [
     ("rank3.json", {"rank": 2}, LOCAL, 2),
     ("rank3.json", {"backend": "nccl"}, LOCAL, 5),
@@ -473,9 +471,8 @@ def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
     assert timeline.spans.groupby("rank").size().to_dict() == {0: spans, 1: spans}
     with pytest.raises(ValueError, match=r"no iteration_7; found 2, 10"):
         read_trace(run / below, iteration=7)
-    (run / below / "job_config.json").write_text(
-        '{"lr": 0.1}'
-    )  # other JSON does not hide the traces
+    # other JSON does not hide the traces
+    (run / below / "job_config.json").write_text('{"lr": 0.1}')
     assert read_trace(run / below, iteration=iteration).ranks == [0, 1]
 
 
@@ -545,9 +542,8 @@ def test_a_trace_without_a_device_row_says_so(events, envelope, said, tmp_path):
     path = write(tmp_path / "rank0.json", events, **envelope)
     with pytest.warns(TraceWarning, match=said):
         read_trace(path)
-    alone = write(
-        tmp_path / "rank1.json", [op("aten::mm", 0, 9)]
-    )  # of a CPU, nothing is missing
+    # of a CPU, nothing is missing
+    alone = write(tmp_path / "rank1.json", [op("aten::mm", 0, 9)])
     assert breakdown(read_trace(alone))["compute_s"].item() == pytest.approx(9e-6)
 
 
@@ -567,7 +563,6 @@ def test_ascends_own_analysis_agrees():
         for name in ("Computing", "Free")
     )
     times = times_us(read_trace(path))
-    assert times["compute"] == pytest.approx(
-        computing_us, abs=0.3
-    )  # 274 of them, to the nanosecond
+    # 274 of them, to the nanosecond
+    assert times["compute"] == pytest.approx(computing_us, abs=0.3)
     assert times["idle"] + times["memory"] == pytest.approx(free_us, abs=0.3)

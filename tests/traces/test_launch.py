@@ -7,11 +7,12 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
-from support import dataset_or_skip, local_or_skip, make_timeline
+from support import dataset_or_skip, local_or_skip, make_timeline, with_tables
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import concat
 from madmax_lib.traces import (
     hta,
@@ -30,12 +31,12 @@ US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
 
 
-def timeline_of(rows: list[tuple]) -> Timeline:
+def timeline_of(rows: list[tuple], graphs: dict[int, int] | None = None) -> Timeline:
     """Timeline of (stream, kind, name, start_us, dur_us, correlation, step) rows of
-    rank 0.
+    rank 0; graphs: {row: graph}.
     """
     rows = [(0, *row[:3], row[3] * US, row[4] * US, *row[5:]) for row in rows]
-    return make_timeline(rows)
+    return with_tables(make_timeline(rows), graphs=list((graphs or {}).items()))
 
 
 def call(
@@ -90,10 +91,13 @@ def test_a_launch_finds_its_kernel_by_correlation():
         7,
         9,
     ]
-    assert table["launch_row"].tolist() == [0, 1, 2, 3] and set(table["kernels"]) == {1}
-    early = launches(
-        timeline_of([call(0, 10, 1), kernel(4, 2, 1)])
-    )  # its kernel starts during the launch
+    assert (
+        table["launch_row"].tolist() == [0, 1, 2, 3]
+        and set(table["graph"]) == {-1}
+        and set(table["kernels"]) == {1}
+    )
+    # its kernel starts during the launch
+    early = launches(timeline_of([call(0, 10, 1), kernel(4, 2, 1)]))
     assert us(early["delay_s"]) == [0] and us(early["since_launch_s"]) == [4]
 
 
@@ -122,8 +126,12 @@ GRAPH += [
 
 
 def test_a_graph_is_launched_once():
-    table = launches(timeline_of(GRAPH))
-    assert table["kernels"].tolist() == [3, 1, 1]
+    table = launches(timeline_of(GRAPH, graphs={3: 11, 4: 11, 5: 11, 6: 12}))
+    assert table["kernels"].tolist() == [3, 1, 1] and table["graph"].tolist() == [
+        11,
+        12,
+        -1,
+    ]
     assert us(table["delay_s"]) == [2, 18, 15] and us(table["gpu_s"]) == [12, 1, 1]
     queue = queue_length(timeline_of(GRAPH))
     assert (
@@ -132,6 +140,23 @@ def test_a_graph_is_launched_once():
         and queue["max"].tolist() == [2]
     )
     assert queue["min"].tolist() == [0]
+
+
+def test_graph_ids_are_read_only_for_graphs():
+    def fail():
+        raise AssertionError("side tables were read")
+
+    timeline = timeline_of(FOUR)
+    assert (
+        len(
+            launches(
+                Timeline(timeline.spans, timeline.meta, side_tables=SideTables(fail))
+            )
+        )
+        == 4
+    )
+    with pytest.raises(AssertionError, match="were read"):
+        launches(Timeline(timeline_of(GRAPH).spans, side_tables=SideTables(fail)))
 
 
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
@@ -438,9 +463,10 @@ def test_idle_equals_htas(name):
     np.testing.assert_allclose(
         table["idle_s"], table["idle_s_hta"].fillna(0), atol=1e-12
     )
+    # HTA rounds to 0.01
     np.testing.assert_allclose(
         table["share"], table["share_hta"].fillna(0), atol=0.0051
-    )  # HTA rounds to 0.01
+    )
     assert set(table["cause"]) == set(_CAUSES)
 
 

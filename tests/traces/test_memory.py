@@ -55,41 +55,28 @@ def told(total: int) -> dict:
             [105, 108, 103],
             [100, 100, 100],
         ),
+        # told once: both ways
         (
             [(0, 5, 1), (1, 3, 2, told(108)), (2, -5, 1)],
             [105, 108, 103],
             [100, 100, 100],
-        ),  # told once: both ways
-        (
-            [(0, 5, 1), (1, -40, 9), (2, -5, 1)],
-            [45, 5, 0],
-            [40, 0, 0],
-        ),  # never told: at least what is freed
+        ),
+        # never told: at least what is freed
+        ([(0, 5, 1), (1, -40, 9), (2, -5, 1)], [45, 5, 0], [40, 0, 0]),
+        # events were lost
         (
             [(0, 5, 1, told(5)), (1, 7, 2, told(50)), (2, 1, 3)],
             [5, 50, 51],
             [0, 38, 38],
-        ),  # events were lost
-        (
-            [(2, -5, 1), (0, 5, 1), (1, 3, 2)],
-            [5, 8, 3],
-            [0, 0, 0],
-        ),  # another order in the file
-        (
-            [(0, 2**60 + 1, 1), (0, 1, 2)],
-            [2**60 + 1, 2**60 + 2],
-            [0, 0],
-        ),  # integers, not floats
-        (
-            [(time, 100 * (-1) ** time, -1) for time in range(6)],
-            [100, 0] * 3,
-            [0] * 6,
-        ),  # no addresses, as torch 1.8 wrote
-        (
-            [(0, 5, -1), (1, -45, -1), (2, 100, -1)],
-            [45, 0, 100],
-            [40, 0, 0],
-        ),  # the level never falls below 0
+        ),
+        # another order in the file
+        ([(2, -5, 1), (0, 5, 1), (1, 3, 2)], [5, 8, 3], [0, 0, 0]),
+        # integers, not floats
+        ([(0, 2**60 + 1, 1), (0, 1, 2)], [2**60 + 1, 2**60 + 2], [0, 0]),
+        # no addresses, as torch 1.8 wrote
+        ([(time, 100 * (-1) ** time, -1) for time in range(6)], [100, 0] * 3, [0] * 6),
+        # the level never falls below 0
+        ([(0, 5, -1), (1, -45, -1), (2, 100, -1)], [45, 0, 100], [40, 0, 0]),
     ],
 )
 def test_totals_are_told_or_integrated(events, levels, before):
@@ -224,21 +211,12 @@ SPANS = lanes("""
     ("time_ns", "stream", "asked"),
     [
         (130, -1, ("aten::addmm", "forward", "Linear_3", "forward")),
-        (
-            250,
-            -1,
-            ("aten::linear", "forward", "Linear_3", "forward"),
-        ),  # after the inner one has ended
-        (
-            100,
-            -1,
-            ("aten::linear", "forward", "Linear_3", "forward"),
-        ),  # at its first instant
-        (
-            420,
-            -1,
-            ("forward", "forward", "", "forward"),
-        ),  # no operator, and a call of the runtime is none
+        # after the inner one has ended
+        (250, -1, ("aten::linear", "forward", "Linear_3", "forward")),
+        # at its first instant
+        (100, -1, ("aten::linear", "forward", "Linear_3", "forward")),
+        # no operator, and a call of the runtime is none
+        (420, -1, ("forward", "forward", "", "forward")),
         (
             650,
             -1,
@@ -416,9 +394,8 @@ def test_part_of_the_ranks():
     assert peak(timeline.select(ranks=[1]))[
         ["rank", "peak_bytes"]
     ].to_numpy().tolist() == [[1, 9]]
-    spans = timeline.spans[
-        timeline.spans["rank"] == 0
-    ]  # as of snapshots, rank 1 has none
+    # as of snapshots, rank 1 has none
+    spans = timeline.spans[timeline.spans["rank"] == 0]
     part = replace(timeline, spans=spans).select(ranks=[0])
     assert peak(part)[["rank", "peak_bytes"]].to_numpy().tolist() == [[0, 5]]
 
@@ -443,9 +420,8 @@ def test_v100_sizes_integrate_to_the_recorded_totals(v100):
         memory_timeline(v100)["allocated_bytes"]
         - memory_timeline(silent)["allocated_bytes"]
     )
-    assert (
-        lost.groupby(memory_timeline(v100)["device"]).nunique() == 1
-    ).all()  # only the level is unknown
+    # only the level is unknown
+    assert (lost.groupby(memory_timeline(v100)["device"]).nunique() == 1).all()
 
 
 def test_v100_every_block_of_the_trace_is_freed_in_it(v100):

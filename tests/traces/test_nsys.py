@@ -171,9 +171,8 @@ def test_a_real_export_gives_its_reference_sums(tmp_path):
     kernels = np.flatnonzero(
         (spans["stream"] >= 0) & spans["kind"].isin(["compute", "comm"])
     )
-    assert (
-        len(set(kernels) - set(launches(timeline)["row"])) == 24
-    )  # launched before the window
+    # launched before the window
+    assert len(set(kernels) - set(launches(timeline)["row"])) == 24
     assert (timeline.meta.clock, timeline.meta.world_size) == ("unix", 2)
     assert operators(timeline)["name"].iloc[0] == "flash_attn::_flash_attn_forward"
 
@@ -190,10 +189,8 @@ def test_launches_are_joined_within_their_process(export):
     assert table["exposed_comm_s"].tolist() == pytest.approx([50e-9, 50e-9])
     assert table["overlap"].tolist() == pytest.approx([0.5, 60 / 110])
     spans = timeline.spans
-    assert spans.loc[spans["name"] == "open", "dur_ns"].tolist() == [
-        304,
-        304,
-    ]  # until the last row
+    # until the last row
+    assert spans.loc[spans["name"] == "open", "dur_ns"].tolist() == [304, 304]
     assert "a mark" not in set(spans["name"]) and "cudaLaunchKernel" in set(
         spans["name"]
     )
@@ -213,9 +210,8 @@ def test_ranks_go_on_from_file_to_file_and_a_name_tells_one(export, tmp_path):
         export(f"node{node}.sqlite", **one)
     assert read_trace(tmp_path).ranks == [0, 1]
     assert read_trace(export("rank3.sqlite", **one)).ranks == [3]
-    (tmp_path / "rank0.json").write_text(
-        '{"traceEvents": []}'
-    )  # a database beside traces is not one of them
+    # a database beside traces is not one of them
+    (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
     with pytest.warns(TraceWarning, match="no events"):
         assert read_trace(tmp_path).ranks == [0]
     with pytest.raises(ValueError, match="give the files of one of them"):

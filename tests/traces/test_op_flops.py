@@ -152,12 +152,8 @@ def test_grouped_convolution_has_the_flops_of_its_products():
     ("left", "right", "flops", "out"),
     [
         ([64, 16], [4, 16, 8], 2 * 64 * 16 * 8, 64 * 8),  # tokens sorted by expert
-        (
-            [16, 64],
-            [64, 8],
-            2 * 64 * 16 * 8,
-            4 * 16 * 8,
-        ),  # gradients of the weights, one matrix an expert
+        # gradients of the weights, one matrix an expert
+        ([16, 64], [64, 8], 2 * 64 * 16 * 8, 4 * 16 * 8),
         ([4, 5, 16], [16, 64], 2 * 5 * 16 * 64, 5 * 64),
         ([4, 5, 16], [4, 16, 8], 4 * 2 * 5 * 16 * 8, 4 * 5 * 8),
         ([64, 16], [4, 8, 16], None, 0),
@@ -208,11 +204,8 @@ def test_attention_kernels_of_gpus(heads_first):
     ("name", "shapes", "moved"),
     [
         ("aten::mm", [[4, 8], [8, 2]], 4 * (32 + 16 + 8)),
-        (
-            "aten::mm",
-            [[4, 8], [8, 2], [4, 2]],
-            4 * (32 + 16 + 8),
-        ),  # the third is the output, given as out=
+        # the third is the output, given as out=
+        ("aten::mm", [[4, 8], [8, 2], [4, 2]], 4 * (32 + 16 + 8)),
         ("aten::addmm", [[2], [4, 8], [8, 2], [], []], 4 * (2 + 32 + 16 + 8)),
         ("aten::linear", [[3, 4, 8], [2, 8], [2]], 4 * (96 + 16 + 2 + 24)),
         ("aten::add", [[4, 1], [5], []], 4 * (4 + 5 + 20)),
@@ -244,9 +237,8 @@ def test_strides_span_what_is_read(seed):
     strides = [list(torch.empty(view.shape).stride()), list(view.stride()), []]
     moved = cost("aten::copy_", shapes, strides=strides).moved_bytes
     assert moved == 4 * (view.numel() + len(view.unique()))
-    softmax = cost(
-        "aten::_softmax", shapes[1:], strides=strides[1:]
-    ).moved_bytes  # its output is not expanded
+    # its output is not expanded
+    softmax = cost("aten::_softmax", shapes[1:], strides=strides[1:]).moved_bytes
     assert (
         softmax == moved
         and cost("aten::_softmax", shapes[1:]).moved_bytes == 8 * view.numel()

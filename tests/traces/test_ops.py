@@ -24,9 +24,10 @@ from madmax_lib.traces.read.events import TraceWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),
+    # in HTA
     pytest.mark.filterwarnings(
         "ignore:Downcasting behavior in `replace`:FutureWarning"
-    ),  # in HTA
+    ),
 ]
 ROOFS = (roofline.roofline, "roof"), (roofline.mfu, "mfu")
 ALL_KINDS = ("compute", "comm", "memcpy")

@@ -88,10 +88,11 @@ def ddp(backward_ns, price_ns):
             ready[rank, k], now = now + ns, now + ns + CALL_NS
     left, backward_end = [0, 0], ready[:, -1].max() + CALL_NS
     for k in range(backward_ns.shape[1]):
+        # two threads
         begin, left_ns = (
             np.maximum(ready[:, k], left[k]),
             max(ready[:, k].max(), left[-1]) + price_ns,
-        )  # two threads
+        )
         left.append(left_ns)
         rows += [
             (

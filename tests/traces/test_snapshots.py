@@ -257,9 +257,8 @@ def test_an_oom_is_full_or_fragmented(maker, made, tmp_path):
         ["event", "asked_bytes", "device_free_bytes", "largest_free_bytes"]
     ].tolist()
     assert asked == [truth["event"], truth["size"], truth["device_free"], 1904128]
-    assert (
-        oom["cause"] == "fragmented"
-    )  # 18.9 MB of the device and 1.9 MB of a small segment for 4 MB
+    # 18.9 MB of the device and 1.9 MB of a small segment for 4 MB
+    assert oom["cause"] == "fragmented"
     held = snapshot_held(snapshot, at="oom")["size_bytes"].sum()
     assert held == oom["active_bytes"] == levels(snapshot)["allocated"][truth["event"]]
     allocator = maker["Allocator"](30 * MIB)

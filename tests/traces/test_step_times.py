@@ -149,9 +149,8 @@ def test_a_step_without_annotation_or_work_is_cut():
     assert table["annotated"].tolist() == [True, True, False] and table[
         "cut"
     ].tolist() == [False, False, True]
-    assert (
-        ms(table["wall_s"])[2] == 71
-    )  # from its first span on the host to its last on the device
+    # from its first span on the host to its last on the device
+    assert ms(table["wall_s"])[2] == 71
     no_work = timeline.where(((spans["step"] < 2) | (spans["stream"] < 0)).to_numpy())
     table = steps(no_work)
     assert table["cut"].tolist() == [False, False, True] and table["total_s"][2] == 0
@@ -202,9 +201,8 @@ def test_a_simulated_step():
     )
     expected = rank_breakdown(step)
     np.testing.assert_allclose(table["compute_s"], expected["compute_s"])
-    first = (
-        table["rank"] < 4
-    )  # hosts of the later stage begin before its device has anything to do
+    # hosts of the later stage begin before its device has anything to do
+    first = table["rank"] < 4
     np.testing.assert_allclose(table.loc[first, "wall_s"], table.loc[first, "total_s"])
     assert (table["wall_s"] >= table["total_s"]).all()
 
@@ -252,6 +250,5 @@ def test_a_step_that_only_has_its_annotation_is_cut():
         )
     )
     assert table["step"].tolist() == [1, 2] and table["cut"].tolist() == [False, True]
-    assert (
-        table["compute_s"][0] > 0
-    )  # of kernels on stream 0, which HTA gives no iteration
+    # of kernels on stream 0, which HTA gives no iteration
+    assert table["compute_s"][0] > 0

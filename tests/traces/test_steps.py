@@ -143,19 +143,13 @@ def hta_kept(rows: list[tuple]) -> list[int]:
 @pytest.mark.parametrize(
     ("rows", "dropped"),
     [
-        (
-            [*TWO[:1], launch(1, 5), kernel(250, 5), kernel(300, 9)],
-            [],
-        ),  # one step: all stays
-        (
-            [*TWO, launch(1, 5), kernel(150, 5)],
-            [100],
-        ),  # the last step goes, but not what was launched before it
+        # one step: all stays
+        ([*TWO[:1], launch(1, 5), kernel(250, 5), kernel(300, 9)], []),
+        # the last step goes, but not what was launched before it
+        ([*TWO, launch(1, 5), kernel(150, 5)], [100]),
         ([*TWO, launch(120, 5), kernel(150, 5), kernel(50, 6)], [100, 120, 150, 50]),
-        (
-            [*TWO, kernel(50, -1), kernel(150, -1)],
-            [100, 150],
-        ),  # without correlation: by time
+        # without correlation: by time
+        ([*TWO, kernel(50, -1), kernel(150, -1)], [100, 150]),
     ],
 )
 def test_hta_drops_the_last_of_several_steps(rows, dropped):

@@ -46,7 +46,6 @@ def test_no_number_is_impossible(name):
             )
     device = catalog.device_named(timeline.meta.device)
     on_device = tables["peak"][tables["peak"]["device"] != "cpu"]
-    limit_bytes = (
-        1.08 * device.memory_bytes if device else np.inf
-    )  # data sheets say GB for GiB
+    # data sheets say GB for GiB
+    limit_bytes = 1.08 * device.memory_bytes if device else np.inf
     assert (on_device["peak_bytes"] <= limit_bytes).all()
