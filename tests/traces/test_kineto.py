@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
-from support import local_or_skip
+from support import local_or_skip, refused, shows
 
 from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import BUSY_KINDS
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
 
@@ -19,16 +22,8 @@ def write(path: Path, events: list, **envelope) -> Path:
 
 
 def row(name: str, ts, dur, cat: str = "kernel", tid=7, pid=0, **args) -> dict:
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
+    event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid}
+    return event | {"ts": ts, "dur": dur, "args": args}
 
 
 def op(name: str, ts, dur, tid=100, cat: str = "cpu_op", **args) -> dict:
@@ -47,15 +42,8 @@ def times_us(timeline) -> dict[str, float]:
 # Compute 0..100, communication 60..160, copy 200..220 on a device: a closed form for
 # every way to write it down.
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)"
-CLOSED_FORM = {
-    "total": 220,
-    "compute": 100,
-    "comm": 100,
-    "memory": 20,
-    "non_compute": 80,
-    "exposed_comm": 60,
-}
-CLOSED_FORM |= {"idle": 40, "overlap": 0.4}
+CLOSED_FORM = {"total": 220, "compute": 100, "comm": 100, "memory": 20}
+CLOSED_FORM |= {"non_compute": 80, "exposed_comm": 60, "idle": 40, "overlap": 0.4}
 
 
 def device(
@@ -93,6 +81,8 @@ VENDORS = {
         "void deep_ep::internode::dispatch<false, 8>(int4*)", "deep_ep::intranode::combine<8>",
         "multimem_all_reduce_kernel<c10::BFloat16>", "two_shot_all_reduce_kernel", "vllm::cross_device_reduce_2stage")},
 }  # fmt: skip
+MEMORY = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 5}
+PROCESS = {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0}
 NOISE = [  # none of it is work of the device
     op("aten::mm", -50, 900, stream=7),
     op("cudaLaunchKernel", -40, 5, cat="cuda_runtime", correlation=1),
@@ -101,21 +91,8 @@ NOISE = [  # none of it is work of the device
     row("Stream Wait Event", 0, 900, "cuda_sync", stream=20, correlation=1),
     row("Event Sync", 0, 900, "cuda_sync", tid=100, stream=-1),
     op("PyTorch Profiler (0)", -90, 1000, "Traces", "Trace"),
-    {
-        "ph": "i",
-        "cat": "cpu_instant_event",
-        "name": "[memory]",
-        "ts": 5,
-        "args": {"Bytes": 1, "stream": 7},
-    },
-    {
-        "ph": "M",
-        "name": "process_name",
-        "pid": 0,
-        "tid": 0,
-        "ts": 0,
-        "args": {"name": "python"},
-    },
+    MEMORY | {"args": {"Bytes": 1, "stream": 7}},
+    PROCESS | {"args": {"name": "python"}},
 ]
 
 
@@ -124,24 +101,18 @@ def test_device_rows_are_recognised_by_category(tmp_path, vendor):
     timeline = read_trace(write(tmp_path / "rank0.json", NOISE + VENDORS[vendor]))
     assert times_us(timeline) == pytest.approx(CLOSED_FORM, rel=1e-12)
     assert len(timeline) == len(VENDORS[vendor]) + 6
-    work = timeline.spans[timeline.spans["kind"].isin(["compute", "comm", "memcpy"])]
-    assert (
-        work["kind"].tolist() == ["compute", "comm", "memcpy"]
-        and work["stream"].min() >= 0
-    )
+    work = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    assert work["kind"].tolist() == ["compute", "comm", "memcpy"]
+    assert work["stream"].min() >= 0
 
 
 def test_hta_rounds_inward_and_takes_any_row_with_a_stream(tmp_path):
-    events = [
-        row("a", 0.25, 10.5, stream=7),
-        row("b", 20.0, 5.0, stream=7),
-        op("aten::mm", 300, 100, stream=7),
-    ]
+    events = [row("a", 0.25, 10.5, stream=7), row("b", 20.0, 5.0, stream=7)]
+    events += [op("aten::mm", 300, 100, stream=7)]
     path = write(tmp_path / "rank0.json", events)
-    assert times_us(read_trace(path))["compute"] == pytest.approx(10.5 + 5)
-    assert times_us(read_trace(path, hta_compatible=True))["compute"] == pytest.approx(
-        9 + 5 + 100
-    )
+    for rules, compute_us in ((False, 10.5 + 5), (True, 9 + 5 + 100)):
+        times = times_us(read_trace(path, hta_compatible=rules))
+        assert times["compute"] == pytest.approx(compute_us)
 
 
 def test_a_users_table_comes_first(tmp_path):
@@ -202,13 +173,7 @@ def test_cpu_traces_count_annotations_and_operators(tmp_path, case):
 TIMES = [
     ("10", "4", None, 10_000, 4_000),
     ("0", "0", 1_700_000_000_000_000_000, 1_700_000_000_000_000_000, 0),
-    (
-        "4567890123.457",
-        "0.001",
-        1_712_102_300_000_000_001,
-        1_712_106_867_890_123_458,
-        1,
-    ),
+    ("4567890123.457", "0.001", 1_712_102_300_000_000_001, 1_712_106_867_890_123_458, 1),
     ("8796093022207.999", "8.192", 1, 8_796_093_022_208_000, 8_192),
     ("8796093022209.001", "1", 0, 8_796_093_022_209_001, 1_000),
     ("1712102341234567.123", "10.007", None, 1_712_102_341_234_567_123, 10_007),
@@ -216,42 +181,28 @@ TIMES = [
     ('"1712102341234567.125"', '"7"', None, 1_712_102_341_234_567_125, 7_000),
     ('"12.5"', "0.25", None, 12_500, 250),
     ("-3.001", "3.001", None, -3_001, 3_001),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ts", "dur", "base", "start_ns", "dur_ns"), TIMES)
 def test_times_are_exact_to_the_nanosecond(tmp_path, ts, dur, base, start_ns, dur_ns):
-    path = write(
-        tmp_path / "rank0.json",
-        [row("a", "TS", "DUR", stream=7)],
-        baseTimeNanoseconds=base,
-    )
+    events = [row("a", "TS", "DUR", stream=7)]
+    path = write(tmp_path / "rank0.json", events, baseTimeNanoseconds=base)
     path.write_text(path.read_text().replace('"TS"', ts).replace('"DUR"', dur))
     timeline = read_trace(path)
-    assert timeline.spans[["start_ns", "dur_ns"]].to_numpy().tolist() == [
-        [start_ns, dur_ns]
-    ]
+    times = timeline.spans[["start_ns", "dur_ns"]].to_numpy().tolist()
+    assert times == [[start_ns, dur_ns]]
     assert timeline.meta.clock == ("unix" if start_ns > 10**18 else "relative")
 
 
 def test_unusable_times_are_left_out_and_negative_durations_count_as_nothing(tmp_path):
-    bad = [
-        (None, 5),
-        ("soon", 5),
-        (True, 5),
-        ([1], 5),
-        (1, float("nan")),
-        (-(2**63), 5),
-        (2**63 - 1, 5),
-    ]
-    events = [row("bad", ts, dur) for ts, dur in [*bad, (5, 2**63 - 1), (1e300, 5)]]
+    bad = [(None, 5), ("soon", 5), (True, 5), ([1], 5), (1, float("nan"))]
+    bad += [(-(2**63), 5), (2**63 - 1, 5), (5, 2**63 - 1), (1e300, 5)]
+    events = [row("bad", ts, dur) for ts, dur in bad]
     events += [row("no dur", 1, None), row("good", 1, 5), row("negative", 9, -5)]
     with pytest.warns(TraceWarning) as warned:
         timeline = read_trace(write(tmp_path / "rank0.json", events))
-    assert timeline.spans[["name", "dur_ns"]].to_numpy().tolist() == [
-        ["good", 5000],
-        ["negative", 0],
-    ]
+    shows(timeline.spans, "name  dur_ns\ngood  5000\nnegative  0")
     assert "skipped 8 unreadable of 12 events" in str(warned[0].message)
     assert "1 negative durations taken as 0" in str(warned[1].message)
 
@@ -267,59 +218,41 @@ ODD = [
 
 @pytest.mark.parametrize(("event", "envelope"), ODD)
 def test_odd_values_are_no_reason_to_fail(tmp_path, event, envelope):
-    path = write(
-        tmp_path / "rank0.json",
-        [row("a", 0, 10, stream=7) | event, row("b", 10, 10, stream=7)],
-        **envelope,
-    )
-    timeline = read_trace(path)
+    events = [row("a", 0, 10, stream=7) | event, row("b", 10, 10, stream=7)]
+    timeline = read_trace(write(tmp_path / "rank0.json", events, **envelope))
     assert times_us(timeline)["compute"] == pytest.approx(20)
     assert timeline.spans["stream"].min() >= 0
 
 
 # counts inside of the group: global rank 5
 LOCAL = {"Rank": 1, "Process Group Ranks": "[4, 5]"}
+MANY = {"Rank": 2, "Process Group Ranks": "[0, 8, 16, ..., 248]"}
 RANKS = [
     ("rank3.json", {"rank": 2}, LOCAL, 2),
     ("rank3.json", {"backend": "nccl"}, LOCAL, 5),
     ("rank3.json", None, LOCAL, 5),
-    (
-        "rank3.json",
-        None,
-        {"Rank": 2, "Process Group Ranks": "[0, 8, 16, ..., 248]"},
-        16,
-    ),
+    ("rank3.json", None, MANY, 16),
     ("rank3.json", None, {"Rank": 6}, 6),
     ("rank3.json", None, {}, 3),
     ("rank-12.Apr_03_18_51_38.pt.trace.json.gz", {"backend": "nccl"}, {}, 12),
     ("worker7_step_12.1694128201553.pt.trace.json", None, {}, 7),
+    # names of servers
+    ("1756-TP-3.trace.json.gz", None, {}, 3),
+    ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", None, {}, 3),
+    ("http_0.json.gz", None, {}, 0),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
 @pytest.mark.parametrize("late", [False, True], ids=["info first", "info last"])
 @pytest.mark.parametrize(("name", "info", "args", "rank"), RANKS)
 def test_rank_of_a_file(tmp_path, name, info, args, rank, late):
     document = {} if info is None else {"distributedInfo": info}
-    document = {
-        "traceEvents": [op("record_param_comms", 0, 1, **args), *device()]
-    } | document
-    (tmp_path / name).write_text(
-        json.dumps(document if late else dict(reversed(document.items())))
-    )
+    events = [op("record_param_comms", 0, 1, **args), *device()]
+    document = {"traceEvents": events} | document
+    document = document if late else dict(reversed(document.items()))
+    (tmp_path / name).write_text(json.dumps(document))
     assert read_trace(tmp_path / name).ranks == [rank]
-
-
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        ("1756-TP-3.trace.json.gz", 3),
-        ("dp0_pp0_tp3_dcp0_ep3_rank3.1756.pt.trace.json.gz", 3),
-        ("http_0.json.gz", 0),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
-def test_names_of_servers_tell_the_rank(name, rank, tmp_path):
-    assert read_trace(write(tmp_path / name, device())).ranks == [rank]
 
 
 def test_no_rank_anywhere_is_rank_0_with_a_warning(tmp_path):
@@ -330,7 +263,7 @@ def test_no_rank_anywhere_is_rank_0_with_a_warning(tmp_path):
 def test_two_files_of_one_rank_are_refused(tmp_path):
     for name in ("a.json", "b.json"):
         write(tmp_path / name, device(), distributedInfo={"rank": 1})
-    with pytest.raises(ValueError, match=r"a\.json and .*b\.json are both rank 1"):
+    with refused("a.json b.json both rank 1"):
         read_trace(tmp_path)
     assert read_trace(tmp_path / "b.json").ranks == [1]
 
@@ -339,68 +272,45 @@ BASE_S = 1_700_000_000
 
 
 def recorded(
-    folder: Path,
-    rank: int,
-    begin_s: float,
-    step: int = 0,
-    pid: int = 40,
-    op_names=(),
-    **envelope,
+    folder: Path, rank: int, begin_s: float, step=0, pid=40, op_names=(), **envelope
 ) -> Path:
     """A trace that begins so many seconds after some moment, of a process, with a step
     where one is given.
     """
-    marks = (
-        [row(f"ProfilerStep#{step}", 0, 300, "user_annotation", 1, pid)] if step else []
-    )
-    host = [row(f"aten::{name}", 0, 1, "cpu_op", 1, pid) for name in op_names]
-    info = {
-        "distributedInfo": {"rank": rank, "world_size": 2},
-        "baseTimeNanoseconds": int((BASE_S + begin_s) * 1e9),
-    }
+    host = [(f"aten::{name}", 0, 1, "cpu_op") for name in op_names]
+    host += [(f"ProfilerStep#{step}", 0, 300, "user_annotation")] if step else []
+    host += [("cudaLaunchKernel", 5, 1, "cuda_runtime")]
+    events = [row(*event, 1, pid) for event in host] + device()
+    info = {"distributedInfo": {"rank": rank, "world_size": 2}}
+    info |= {"baseTimeNanoseconds": int((BASE_S + begin_s) * 1e9)}
     path = folder / f"host_{pid}.{int(begin_s * 1e3)}_{rank}.pt.trace.json"
-    return write(
-        path,
-        [
-            *marks,
-            *host,
-            row("cudaLaunchKernel", 5, 1, "cuda_runtime", 1, pid),
-            *device(),
-        ],
-        **info | envelope,
-    )
+    return write(path, events, **info | envelope)
 
 
 @pytest.mark.parametrize(("cycle", "step"), [(None, 7), (0, 3), (1, 7)])
-def test_of_several_cycles_one_is_read(cycle, step, tmp_path):
+def test_of_several_cycles_one_is_read(cycle, step, tmp_path, recwarn):
     """As schedule(repeat=2) and tensorboard_trace_handler leave them."""
+    warnings.simplefilter("always")
     for rank in (0, 1):
         for begin_s, number in ((0, 3), (2, 7)):
             recorded(tmp_path, rank, begin_s + rank / 10, number, pid=40 + rank)
-    if cycle is None:
-        with pytest.warns(
-            TraceWarning,
-            match="2 cycles are recorded; read is the last, number 1 from 0",
-        ):
-            timeline = read_trace(tmp_path)
-    else:
-        timeline = read_trace(tmp_path, iteration=cycle)
+    timeline = read_trace(tmp_path, iteration=cycle)
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (cycle is None)
+    words = "2 cycles are recorded; read is the last, number 1 from 0"
+    assert not said or words in said[0]
     assert timeline.ranks == [0, 1] and timeline.steps == [step]
     assert breakdown(timeline)["total_s"].tolist() == pytest.approx([220e-6] * 2)
-    with pytest.raises(ValueError, match="no cycle 2; found 0, 1"):
+    with refused("cycle 2 0, 1"):
         read_trace(tmp_path, iteration=2)
 
 
 OTHER = [f"other_{number}" for number in range(20)]
+H200, B200 = ({"deviceProperties": [{"name": f"NVIDIA {name}"}]} for name in ("H200", "B200"))  # fmt: skip
+OF_EIGHT = {"distributedInfo": {"rank": 1, "world_size": 8}}
 JOBS = {
-    "world size": (
-        {"distributedInfo": {"rank": 1, "world_size": 8}},
-        "have the world sizes 2 and 8",
-    ),
-    "device": (
-        {"deviceProperties": [{"name": "NVIDIA B200"}]},
-        "have the devices NVIDIA H200 and NVIDIA B200",
-    ),
+    "world size": (OF_EIGHT, "have the world sizes 2 and 8"),
+    "device": (B200, "have the devices NVIDIA H200 and NVIDIA B200"),
     "operators": ({"op_names": OTHER}, "have hardly an operator in common"),
     "time": ({"begin_s": 42}, r"were recorded 42(\.0)? s apart"),
     "steps": ({"step": 9}, "have no step in common"),
@@ -411,31 +321,18 @@ JOBS = {
 @pytest.mark.parametrize("case", JOBS)
 def test_several_jobs_are_refused(case, tmp_path):
     second, message = JOBS[case]
-    usual = {
-        "deviceProperties": [{"name": "NVIDIA H200"}],
-        "op_names": [f"op_{number}" for number in range(20)],
-        "step": 3,
-    }
-    files = [
-        recorded(tmp_path, 0, 0, **usual),
-        recorded(tmp_path, **{"rank": 1, "begin_s": 1e-3, **usual, **second}),
-    ]
+    usual = {**H200, "op_names": [f"op_{number}" for number in range(20)], "step": 3}
+    other = {"rank": 1, "begin_s": 1e-3, **usual, **second}
+    files = [recorded(tmp_path, 0, 0, **usual), recorded(tmp_path, **other)]
     with pytest.raises(ValueError, match=message):
         read_trace(tmp_path)
     if case in ("time", "steps"):  # clocks may differ: whoever names the files knows
         with pytest.warns(TraceWarning, match=message):
             assert read_trace(files).ranks == [0, 1]
-    again = [
+    for rank in (0, 1):
         recorded(tmp_path / "one", rank, rank * 1e-3, pid=40 + rank, **usual)
-        for rank in (0, 1)
-    ]
-    assert (
-        read_trace(again[0].parent).ranks
-        == read_trace(str(tmp_path / "o*" / "*.json")).ranks
-        == [0, 1]
-    )
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        read_trace(str(tmp_path / "no*" / "*.json"))
+    for source in (tmp_path / "one", str(tmp_path / "o*" / "*.json")):
+        assert read_trace(source).ranks == [0, 1]
 
 
 @pytest.fixture
@@ -443,12 +340,10 @@ def run(tmp_path):
     """A run directory: torchtitan's iteration folders of two ranks, and other files
     beside them.
     """
-    for iteration in (2, 10):
-        for rank in (0, 1):
-            folder = tmp_path / "run" / "profile_traces" / f"iteration_{iteration}"
-            write(
-                folder / f"rank{rank}_trace.json", device() + device()[: iteration % 3]
-            )
+    for iteration, rank in product((2, 10), (0, 1)):
+        folder = tmp_path / "run" / "profile_traces" / f"iteration_{iteration}"
+        events = device() + device()[: iteration % 3]
+        write(folder / f"rank{rank}_trace.json", events)
     (folder / "metrics.json").write_text('[{"loss": 2.5}, {"loss": 2.25}]')
     (folder / "config.json").write_text('{"lr": 0.1}')
     (folder / "log.gz").write_bytes(gzip.compress(b"step 1"))
@@ -465,11 +360,10 @@ def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
         f"{run / below}: 2 iterations are recorded; read is the newest, 10; "
         "iteration= or its folder takes another"
     )
-    assert [str(warning.message) for warning in recwarn] == (
-        [] if iteration else [said]
-    )
+    heard = [str(warning.message) for warning in recwarn]
+    assert heard == ([] if iteration else [said])
     assert timeline.spans.groupby("rank").size().to_dict() == {0: spans, 1: spans}
-    with pytest.raises(ValueError, match=r"no iteration_7; found 2, 10"):
+    with refused("iteration_7 2, 10"):
         read_trace(run / below, iteration=7)
     # other JSON does not hide the traces
     (run / below / "job_config.json").write_text('{"lr": 0.1}')
@@ -496,55 +390,36 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, text, packed):
     path = tmp_path / "file.json"
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     for source in (path, [path], tmp_path):
-        with pytest.raises(ValueError, match="not a profiler trace") as error:
+        with refused(f"not a profiler trace {path}"):
             read_trace(source)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_absent_sources_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"missing\.json: no such file"):
-        read_trace(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match=f"{tmp_path}: no trace files"):
+    for absent in (tmp_path / "missing.json", str(tmp_path / "no*" / "*.json")):
+        with refused(f"{absent} no such file", FileNotFoundError):
+            read_trace(absent)
+    with refused(f"{tmp_path} no trace files"):
         read_trace(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("events", "envelope", "said"),
-    [
-        (
-            [op("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), op("aten::mm", 0, 9)],
-            {},
-            "no row of a device is recorded",
-        ),
-        (
-            [op("aten::mm", 0, 9)],
-            {"deviceProperties": [{"name": "NVIDIA B200"}]},
-            "no row of a device, NVIDIA B200, is",
-        ),
-        (
-            [op("aten::mm", 0, 9), {**row("k", 0, 9), "cat": None}],
-            {},
-            "host's; 1 rows without a category are left out",
-        ),
-        (
-            [op("x", 0, 9, cat="dtu")],
-            {},
-            "no row of a known category: nothing is at work",
-        ),
-        (
-            [op("cudaMalloc", 0, 9, cat="cuda_runtime")],
-            {},
-            "no row of a device is recorded: nothing is at work",
-        ),
-    ],
-)
+LAUNCH, HOST = op("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), op("aten::mm", 0, 9)
+NAMELESS = row("k", 0, 9) | {"cat": None}
+SILENT = [
+    ([LAUNCH, HOST], {}, "no row of a device is recorded"),
+    ([HOST], B200, "no row of a device, NVIDIA B200, is"),
+    ([HOST, NAMELESS], {}, "host's; 1 rows without a category are left out"),
+    ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing is at work"),
+    ([LAUNCH], {}, "no row of a device is recorded: nothing is at work"),
+]
+
+
+@pytest.mark.parametrize(("events", "envelope", "said"), SILENT)
 def test_a_trace_without_a_device_row_says_so(events, envelope, said, tmp_path):
-    path = write(tmp_path / "rank0.json", events, **envelope)
     with pytest.warns(TraceWarning, match=said):
-        read_trace(path)
+        read_trace(write(tmp_path / "rank0.json", events, **envelope))
     # of a CPU, nothing is missing
-    alone = write(tmp_path / "rank1.json", [op("aten::mm", 0, 9)])
-    assert breakdown(read_trace(alone))["compute_s"].item() == pytest.approx(9e-6)
+    alone = read_trace(write(tmp_path / "rank1.json", [HOST]))
+    assert times_us(alone)["compute"] == pytest.approx(9)
 
 
 @pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo")
