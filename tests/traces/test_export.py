@@ -7,13 +7,24 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from decimal import Decimal
+from itertools import product
+from operator import itemgetter
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
-from support import dataset_or_skip, lanes, make_timeline, with_columns
+from hypothesis import given, settings, strategies as st
+from support import (
+    cells,
+    dataset_or_skip,
+    lanes,
+    make_timeline,
+    refused,
+    shows,
+    with_columns,
+)
 
 from madmax_lib import Timeline, breakdown, export_trace, read_trace
 from madmax_lib.simulator.events.engine import Program, to_timeline
@@ -22,6 +33,7 @@ from madmax_lib.timeline.kinds import kernel_kinds
 from madmax_lib.timeline.timeline import BUSY_KINDS, SPANS, Meta
 from madmax_lib.traces.read.kernel_names import original_name
 
+LABELS = ("process_name", "thread_name")
 EXACT = [column for column in SPANS if column not in ("name", "correlation", "kind")]
 
 
@@ -31,35 +43,27 @@ def simulated(ranks=2, layers=3, steps=1, **meta) -> Timeline:
     """
     program = Program()
     for step in range(steps):
-        for layer in range(layers):
-            for rank in range(ranks):
-                after = [
-                    program.op(
-                        0,
-                        "compute",
-                        f"layers.{layer} mlp",
-                        1.234567e-3 * (rank + 1),
-                        rank=rank,
-                    )
-                ]
-                call = {"rank": rank, "group": "dp", "size_bytes": 1e6 + step}
-                program.op(
-                    20, "comm", f"all_reduce layers.{layer}", 0.777e-3, after, **call
-                )
+        for layer, rank in product(range(layers), range(ranks)):
+            name, compute_s = f"layers.{layer}", 1.234567e-3 * (rank + 1)
+            after = [program.op(0, "compute", f"{name} mlp", compute_s, rank=rank)]
+            call = {"rank": rank, "group": "dp", "size_bytes": 1e6 + step}
+            program.op(20, "comm", f"all_reduce {name}", 0.777e-3, after, **call)
         for rank in range(ranks):
             program.op(7, "memcpy", "offload", 1e-4, [len(program) - 1], rank=rank)
     timeline = to_timeline(program, Meta("simulated", ranks, device="H100", **meta))
     per_step = len(timeline) // steps
-    return Timeline(
-        timeline.spans.assign(
-            step=np.arange(len(timeline), dtype=np.int32) // per_step
-        ),
-        timeline.meta,
-    )
+    step = np.arange(len(timeline), dtype=np.int32) // per_step
+    return with_columns(timeline, step=step)
 
 
-def events(path) -> list[dict]:
-    return document(path)["traceEvents"]
+def events(path, phases: str = "") -> list[dict]:
+    """Events of a file, of some phases."""
+    every = document(path)["traceEvents"]
+    return [event for event in every if not phases or event["ph"] in phases]
+
+
+def of_streams(rows: list[dict]) -> list[dict]:
+    return [event for event in rows if "stream" in event.get("args", ())]
 
 
 def document(path) -> dict:
@@ -75,9 +79,8 @@ def canonical(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def on_device(spans: pd.DataFrame) -> pd.DataFrame:
-    return spans[(spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS)].reset_index(
-        drop=True
-    )
+    busy = (spans["stream"] >= 0) & spans["kind"].isin(BUSY_KINDS)
+    return spans[busy].reset_index(drop=True)
 
 
 def assert_same_spans(timeline: Timeline, again: Timeline, rows: str = "all") -> None:
@@ -87,34 +90,26 @@ def assert_same_spans(timeline: Timeline, again: Timeline, rows: str = "all") ->
     ours, theirs = canonical(timeline.spans), canonical(again.spans)
     if rows == "device":
         ours, theirs = on_device(ours), on_device(theirs)
+    # where none was given, exporting numbers the launches
     given_one = (ours["correlation"] >= 0) | (rows == "all")
-    pd.testing.assert_frame_equal(
-        ours[[*EXACT, "kind", "name"]], theirs[[*EXACT, "kind", "name"]]
-    )
-    pd.testing.assert_series_equal(
-        ours["correlation"][given_one], theirs["correlation"][given_one]
-    )
+    columns = [*EXACT, "kind", "name", "correlation"]
+    theirs["correlation"] = theirs["correlation"].where(given_one, ours["correlation"])
+    pd.testing.assert_frame_equal(ours[columns], theirs[columns])
     pd.testing.assert_frame_equal(breakdown(timeline), breakdown(again))
-    assert (
-        timeline.meta.world_size == again.meta.world_size
-        and timeline.meta.device == again.meta.device
-    )
+    assert timeline.meta.world_size == again.meta.world_size
+    assert timeline.meta.device == again.meta.device
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_simulated_timeline_comes_back(tmp_path, steps):
-    timeline = simulated(ranks=3, steps=steps)
-    paths = export_trace(timeline, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == [
-        "rank0.json.gz",
-        "rank1.json.gz",
-        "rank2.json.gz",
-    ]
-    again = read_trace(tmp_path / "new" / "folder")
+    timeline, folder = simulated(ranks=3, steps=steps), tmp_path / "new" / "folder"
+    paths = export_trace(timeline, folder)
+    assert [path.name for path in paths] == [f"rank{r}.json.gz" for r in range(3)]
+    again = read_trace(folder)
     assert_same_spans(timeline, again, "device")
     assert again.steps == timeline.steps
     assert set(exposed_by_collective(again)["collective"]) == {"all_reduce"}
-    assert sorted((tmp_path / "new" / "folder").iterdir()) == paths
+    assert sorted(folder.iterdir()) == paths
 
 
 @pytest.mark.parametrize(
@@ -127,63 +122,49 @@ def test_measured_timeline_comes_back(tmp_path, name, device):
     again = read_trace(tmp_path)
     assert_same_spans(timeline, again)
     assert again.meta.clock == "unix"
-    for column in (
-        "start_ns",
-        "stream",
-        "correlation",
-        "op",
-    ):  # also in the same order, so that edges still fit
-        assert (again.spans[column] == timeline.spans[column]).all()
+    # also in the same order, so that edges still fit
+    columns = ["start_ns", "stream", "correlation", "op"]
+    assert (again.spans[columns] == timeline.spans[columns]).all(axis=None)
     if device:  # every name of these traces means the same to HTA and to us
         assert set(again.spans["name"].unique()) == set(timeline.spans["name"].unique())
     part = timeline.select(ranks=timeline.ranks[:1], steps=timeline.steps[:1])
     export_trace(part, tmp_path / "part")
-    again = read_trace(tmp_path / "part")
-    assert_same_spans(part, again)
+    assert_same_spans(part, read_trace(tmp_path / "part"))
 
 
 def test_measured_spans_without_host_rows_keep_their_steps(tmp_path):
     timeline = read_trace(dataset_or_skip("resnet-ddp-a100"))
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)].reset_index(
-        drop=True
-    )
-    kernels = Timeline(spans, timeline.meta)
-    assert len(set(spans["step"])) > 2
+    busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    kernels = Timeline(busy.reset_index(drop=True), timeline.meta)
+    assert len(set(kernels.spans["step"])) > 2
     export_trace(kernels, tmp_path)
     assert_same_spans(kernels, read_trace(tmp_path), "device")
 
 
 ODD_NAMES = ["nccl_all_reduce", "Memcpy Sync", "ncclKernel", "dma x", "100% SyncBatchNorm", "0x%41", "kernel madmax",
              "x Memset", "cross_device_reduce", "nvshmem_put", "gloo:send"]  # fmt: skip
+NAME = st.text(st.characters(max_codepoint=0x2FF), max_size=12)
 SPAN = st.tuples(
     st.integers(0, 2),  # rank
     st.integers(0, 2**31 - 1),  # stream
     st.sampled_from(["compute", "comm", "memcpy"]),
-    st.one_of(
-        st.text(st.characters(max_codepoint=0x2FF), max_size=12),
-        st.sampled_from(ODD_NAMES),
-    ),
+    st.one_of(NAME, st.sampled_from(ODD_NAMES)),
     st.one_of(st.integers(0, 10**6), st.integers(-(2**60), 2**60)),  # start
     st.one_of(st.integers(0, 3000), st.integers(0, 2**60)),  # duration
     st.just(-1),  # correlation
     st.integers(-1, 3),  # step
 )
+META = {
+    "source": st.sampled_from(["simulated", "measured"]),
+    "clock": st.sampled_from(["unix", "relative"]),
+    "world_size": st.just(3),
+}
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    st.lists(SPAN, min_size=1, max_size=8),
-    st.sampled_from(["simulated", "measured"]),
-    st.sampled_from(["unix", "relative"]),
-)
-def test_any_device_spans_come_back_to_the_nanosecond(
-    tmp_path_factory, rows, source, clock
-):
-    timeline = make_timeline(rows, source=source, clock=clock, world_size=3)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(SPAN, min_size=1, max_size=8), st.fixed_dictionaries(META))
+def test_any_device_spans_come_back_to_the_nanosecond(tmp_path_factory, rows, meta):
+    timeline = make_timeline(rows, **meta)
     timeline = with_columns(timeline, op=np.arange(len(rows)))
     folder = tmp_path_factory.mktemp("any")
     try:
@@ -191,31 +172,22 @@ def test_any_device_spans_come_back_to_the_nanosecond(
     except ValueError as error:
         assert "later than 3e18 ns" in str(error)
         return
-    again = read_trace(folder)
-    assert_same_spans(timeline, again, "device")
-    kernels = [
-        e for path in paths for e in events(path) if "stream" in e.get("args", ())
-    ]
+    assert_same_spans(timeline, read_trace(folder), "device")
+    written = [event for path in paths for event in events(path)]
+    kernels = of_streams(written)
     labels, kinds = [e["name"] for e in kernels], [e["args"]["kind"] for e in kernels]
     assert kernel_kinds(labels, rules="hta").tolist() == kinds
-    one_to_one = {
-        (original_name(label), kind): label
-        for label, kind in zip(labels, kinds, strict=True)
-    }
-    assert len(one_to_one) == len(set(labels))
-    for path in paths:
-        assert all(Decimal(e["ts"]) >= 0 for e in events(path))
+    told = zip(map(original_name, labels), kinds, strict=True)
+    assert len(set(told)) == len(set(labels))
+    assert all(Decimal(event["ts"]) >= 0 for event in written)
 
 
 @pytest.mark.parametrize(
     "clock, zero", [("relative", 0), ("unix", 1_795_266_445_521_195_859)]
 )
 def test_times_are_decimal_text(tmp_path, clock, zero):
-    rows = [
-        (0, 7, "compute", "a", zero, 1),
-        (0, 7, "compute", "b", zero + 123_456_789, 1_000_001),
-    ]
-    (path,) = export_trace(make_timeline(rows, clock=clock), tmp_path)
+    drawn = f"7 compute: a {zero}+1, b {zero + 123_456_789}+1000001"
+    (path,) = export_trace(make_timeline(lanes(drawn), clock=clock), tmp_path)
     text = gzip.decompress(path.read_bytes()).decode()
     base = document(path)["baseTimeNanoseconds"]
     assert base == (1_795_266_445_521_195_000 if clock == "unix" else 0)
@@ -230,78 +202,45 @@ def test_what_a_file_says(tmp_path):
     whole = document(path)
     assert whole["distributedInfo"] == {"backend": "nccl", "rank": 1, "world_size": 2}
     assert whole["deviceProperties"] == [{"id": 0, "name": "H100"}]
-    assert {
-        "schemaVersion",
-        "displayTimeUnit",
-        "baseTimeNanoseconds",
-        "traceName",
-    } < set(whole)
-    rows = pd.DataFrame(whole["traceEvents"])
-    cats = rows[rows["ph"] == "X"]["cat"].value_counts().to_dict()
-    assert cats == {
-        "kernel": 6,
-        "gpu_memcpy": 1,
-        "cuda_runtime": 7,
-        "cpu_op": 7,
-        "user_annotation": 1,
-    }
-    names = [
-        e["args"]["name"]
-        for e in whole["traceEvents"]
-        if e["name"] in ("process_name", "thread_name")
-    ]
-    assert names[:5] == [
-        "rank 1 H100",
-        "rank 1 host",
-        "stream 0",
-        "stream 7",
-        "stream 20",
-    ]
-    comm = next(e for e in whole["traceEvents"] if e["name"].startswith("nccl"))
+    keys = {"schemaVersion", "displayTimeUnit", "baseTimeNanoseconds", "traceName"}
+    assert keys < set(whole)
+    cats = Counter(event["cat"] for event in events(path, "X"))
+    expected = {"kernel": 6, "gpu_memcpy": 1, "cuda_runtime": 7, "cpu_op": 7}
+    assert cats == expected | {"user_annotation": 1}
+    rows = events(path)
+    names = [e["args"]["name"] for e in rows if e["name"] in LABELS]
+    streams = ["stream 0", "stream 7", "stream 20"]
+    assert names[:5] == ["rank 1 H100", "rank 1 host", *streams]
+    comm = next(event for event in rows if event["name"].startswith("nccl"))
     assert comm["name"] == "ncclDevKernel_AllReduce madmax(all_reduce layers.0)"
-    assert (
-        comm["tid"] == comm["args"]["stream"] == 20
-        and comm["args"]["device"] == comm["pid"] == 0
-    )
-    assert (
-        comm["args"]["Process Group Name"] == "dp"
-        and comm["args"]["Collective name"] == "all_reduce"
-    )
-    assert (
-        comm["args"]["bytes"] == 1_000_000
-        and comm["args"]["op name"] == "all_reduce layers.0"
-    )
-    # rank 1's first collective is the fourth op
-    assert comm["args"]["External id"] == 2 + 1
+    assert comm["tid"] == 20 and comm["pid"] == 0
+    args = {"stream": 20, "device": 0, "Process Group Name": "dp", "bytes": 1_000_000}
+    args |= {"Collective name": "all_reduce", "op name": "all_reduce layers.0"}
+    args |= {"External id": 2 + 1}  # rank 1's first collective is the fourth op
+    assert args.items() <= comm["args"].items()
+
+
+def by_correlation(rows: list[dict]) -> dict:
+    return {event["args"]["correlation"]: event for event in rows}
 
 
 def test_launches_point_at_their_kernels(tmp_path):
     path = export_trace(simulated(ranks=1, steps=2), tmp_path)[0]
-    rows = events(path)
-    x = [e for e in rows if e["ph"] == "X"]
-    kernels = {e["args"]["correlation"]: e for e in x if "stream" in e["args"]}
-    launches = {e["args"]["correlation"]: e for e in x if e["cat"] == "cuda_runtime"}
+    x = events(path, "X")
+    kernels = by_correlation(of_streams(x))
+    launches = by_correlation([e for e in x if e["cat"] == "cuda_runtime"])
     operators = {e["args"]["External id"] for e in x if e["cat"] == "cpu_op"}
-    assert set(kernels) == set(launches) and operators == {
-        e["args"]["External id"] for e in kernels.values()
-    }
-    assert {e["name"] for e in launches.values()} == {
-        "cudaLaunchKernel",
-        "cudaMemcpyAsync",
-    }
-    start = {e["id"]: e for e in rows if e["ph"] == "s"}
-    end = {e["id"]: e for e in rows if e["ph"] == "f"}
-    assert set(start) == set(end) == set(kernels)
+    assert operators == {e["args"]["External id"] for e in kernels.values()}
+    names = {e["name"] for e in launches.values()}
+    assert names == {"cudaLaunchKernel", "cudaMemcpyAsync"}
+    start, end = ({e["id"]: e for e in events(path, phase)} for phase in "sf")
+    assert set(start) == set(end) == set(kernels) == set(launches)
+    where = itemgetter("pid", "tid", "ts")
     for number, kernel in kernels.items():
-        at, launch = end[number], launches[number]
-        assert (at["pid"], at["tid"], at["ts"], at["bp"]) == (
-            kernel["pid"],
-            kernel["tid"],
-            kernel["ts"],
-            "e",
-        )
-        begin = [start[number][key] for key in ("pid", "tid", "ts", "cat")]
-        assert begin == [launch["pid"], launch["tid"], launch["ts"], "ac2g"]
+        launch = launches[number]
+        assert where(end[number]) == where(kernel) and end[number]["bp"] == "e"
+        assert where(start[number]) == where(launch)
+        assert start[number]["cat"] == "ac2g"
         assert launch["ts"] <= kernel["ts"]
     threads = {}
     for e in x:  # Perfetto drops rows of a thread that overlap without being nested
@@ -313,64 +252,54 @@ def test_launches_point_at_their_kernels(tmp_path):
                 stack.pop()
             assert not stack or ts - dur <= stack[-1]
             stack.append(ts - dur)
-    steps = [
-        (e["name"], e["dur"] > 0) for e in x if e["name"].startswith("ProfilerStep")
-    ]
-    assert steps == [
-        ("ProfilerStep#0", True),
-        ("ProfilerStep#1", True),
-        ("ProfilerStep#2", False),
-    ]
+    steps = [e for e in x if e["name"].startswith("ProfilerStep")]
+    assert [e["name"] for e in steps] == [f"ProfilerStep#{step}" for step in range(3)]
+    assert [e["dur"] > 0 for e in steps] == [True, True, False]
 
 
 def test_measured_launches_get_arrows(tmp_path):
     timeline = read_trace(dataset_or_skip("dlrm-8xv100")).select(ranks=[3])
-    rows = events(export_trace(timeline, tmp_path)[0])
-    x = [e for e in rows if e["ph"] == "X"]
-    kernels = {e["args"]["correlation"] for e in x if "stream" in e["args"]}
+    path = export_trace(timeline, tmp_path)[0]
+    x = events(path, "X")
     assert len(x) == len(timeline)  # nothing is added to a measured trace
     launched = {e["args"].get("correlation") for e in x if e["cat"] == "cuda_runtime"}
-    assert {e["id"] for e in rows if e["ph"] == "f"} == kernels & launched
+    arrows = {event["id"] for event in events(path, "f")}
+    assert arrows == set(by_correlation(of_streams(x))) & launched
 
 
 def test_waits_annotations_and_allocations(tmp_path):
-    rows = lanes("""
+    drawn = """
         -1 cpu: cudaLaunchKernel 0+5
         7 compute: sgemm 0+100
         7 idle: Stream Wait Event 100+50
         7 annotation: forward 0+150
         3 other: barrier 200+50
         -2 memory: [memory] 3+0
-    """)
-    path = export_trace(make_timeline(rows), tmp_path)[0]
-    cats = {e["name"]: e["cat"] for e in events(path) if e["ph"] in "Xi"}
-    on_device = {"sgemm": "kernel", "Memset madmax(barrier)": "gpu_memset"}
-    others = {
-        "Stream Wait Event": "cuda_sync",
-        "forward": "gpu_user_annotation",
-        "cudaLaunchKernel": "cuda_runtime",
-    }
-    assert cats == on_device | others | {"[memory]": "cpu_instant_event"}
-    assert {e["name"] for e in events(path) if "stream" in e.get("args", ())} == set(
-        on_device
-    )
-    again = read_trace(path).spans
-    assert again["kind"].tolist() == ["cpu", "compute", "idle", "annotation", "memcpy"]
-    assert again["stream"].tolist() == [-1, 7, 7, 7, 3]
+    """
+    path = export_trace(make_timeline(lanes(drawn)), tmp_path)[0]
+    expected = """
+        name                     cat
+        cudaLaunchKernel         cuda_runtime
+        sgemm                    kernel
+        Stream Wait Event        cuda_sync
+        forward                  gpu_user_annotation
+        Memset madmax(barrier)   gpu_memset
+        [memory]                 cpu_instant_event
+    """
+    written = events(path, "Xi")
+    cats = {event["name"]: event["cat"] for event in written}
+    assert cats == dict(cells(expected)[1:])
+    on_streams = {event["name"] for event in of_streams(written)}
+    assert on_streams == {"sgemm", "Memset madmax(barrier)"}
+    kinds = "kind  stream\ncpu  -1\ncompute  7\nidle  7\nannotation  7\nmemcpy  3"
+    shows(read_trace(path).spans, kinds)
 
 
 def test_host_threads_keep_their_numbers(tmp_path):
-    rows = [
-        (0, -3, "cpu", "c", 0, 1),
-        (0, 5, "compute", "k", 0, 1),
-        (0, -1, "cpu", "a", 0, 1),
-    ]
-    again = read_trace(export_trace(make_timeline(rows), tmp_path)[0]).spans
-    assert dict(zip(again["name"], again["stream"], strict=True)) == {
-        "a": -1,
-        "k": 5,
-        "c": -3,
-    }
+    drawn = "-3 cpu: c 0+1\n5 compute: k 0+1\n-1 cpu: a 0+1"
+    again = read_trace(export_trace(make_timeline(lanes(drawn)), tmp_path)[0]).spans
+    streams = dict(zip(again["name"], again["stream"], strict=True))
+    assert streams == {"a": -1, "k": 5, "c": -3}
 
 
 def test_host_work_stays_host_work(tmp_path):
@@ -388,24 +317,20 @@ def test_host_work_stays_host_work(tmp_path):
     assert document(path)["distributedInfo"]["backend"] == "gloo"
     again = read_trace(path)
     pd.testing.assert_frame_equal(breakdown(timeline), breakdown(again))
-    kinds = [
-        (original_name(span.name), span.kind, span.stream)
-        for span in again.spans.itertuples(index=False)
-    ]
-    assert kinds == [(name, kind, stream) for _, stream, kind, name, *_ in rows]
-    assert {e["name"]: e["cat"] for e in events(path) if e["ph"] == "X"}[
-        "aten::copy_"
-    ] == "cpu_op"
+    spans = again.spans.assign(name=again.spans["name"].map(original_name))
+    told = spans[["stream", "kind", "name"]].astype(object).to_numpy().tolist()
+    assert told == [list(row[1:4]) for row in rows]
+    cats = {event["name"]: event["cat"] for event in events(path, "X")}
+    assert cats["aten::copy_"] == "cpu_op"
 
 
 def test_exporting_again_changes_nothing(tmp_path):
     first = export_trace(simulated(), tmp_path / "1")
     again = read_trace(tmp_path / "1")
     export_trace(again, tmp_path / "2")
-    assert_same_spans(again, read_trace(tmp_path / "2"))
-    assert set(read_trace(tmp_path / "2").spans["name"].unique()) == set(
-        again.spans["name"].unique()
-    )
+    twice = read_trace(tmp_path / "2")
+    assert_same_spans(again, twice)
+    assert set(twice.spans["name"]) == set(again.spans["name"])
     same = export_trace(simulated(), tmp_path / "3")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in same]
 
@@ -414,81 +339,65 @@ def test_merged_is_one_process_per_rank(tmp_path):
     timeline = simulated(ranks=3)
     (path,) = export_trace(timeline, tmp_path, merged=True)
     assert path.name == "merged.json.gz"
-    rows = events(path)
+    rows, x = events(path), events(path, "X")
     names = {e["pid"]: e["args"]["name"] for e in rows if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
     order = [e["args"]["sort_index"] for e in rows if e["name"] == "process_sort_index"]
     assert order == [0, 1, 2]
-    x = [e for e in rows if e["ph"] == "X"]
     assert len(x) == len(timeline) + 3  # a ProfilerStep per rank, no launches
-    assert {e["name"] for e in x} == set(timeline.spans["name"].unique()) | {
-        "ProfilerStep#0"
-    }
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"]
-        for e in rows
-        if e["name"] == "thread_name"
-    }
+    spans = set(timeline.spans["name"].unique())
+    assert {event["name"] for event in x} == spans | {"ProfilerStep#0"}
+    named = [event for event in rows if event["name"] == "thread_name"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named}
     assert {(e["pid"], e["tid"]) for e in x} == set(threads)
     assert threads[2, 300_020] == "stream 20"
     # no two alike, nor like a pid
-    assert len({tid for _, tid in threads} | set(names)) == len(threads) + len(names)
+    numbers = {tid for _, tid in threads} | set(names)
+    assert len(numbers) == len(threads) + len(names)
 
 
 def test_ranks_without_spans_get_a_file_too(tmp_path):
-    rows = [(0, 7, "compute", "a", 0, 10)]
-    timeline = make_timeline(rows, world_size=2, represents={0: [0], 1: [1]})
-    paths = export_trace(timeline, tmp_path)
+    both = {"represents": {0: [0], 1: [1]}, "world_size": 2}
+    paths = export_trace(make_timeline(lanes("7 compute: a 0+10"), **both), tmp_path)
     assert len(paths) == 2 and read_trace(tmp_path).ranks == [0, 1]
-    export_trace(
-        make_timeline([], represents={0: [0]}, source="simulated"), tmp_path / "empty"
-    )
-    export_trace(
-        make_timeline([], represents={0: [0]}), tmp_path / "empty", merged=True
-    )
+    for merged in (False, True):
+        empty = make_timeline([], represents={0: [0]}, source="simulated")
+        export_trace(empty, tmp_path / "empty", merged=merged)
 
 
-FAR = 2**62
 BAD = {
-    "device streams": [(0, 7, "compute", "a", 0, 1), (0, -1, "compute", "b", 0, 1)],
-    "memcpy on a host thread": [(0, -1, "memcpy", "a", 0, 1)],
-    "cpu on a device stream": [(0, 1, "cpu", "a", 0, 1)],
-    "inside of another": [
-        (0, -1, "compute", "a", 0, 10),
-        (0, -1, "compute", "b", 5, 10),
-    ],
-    "outside of 3e18 ns": [(0, 1, "compute", "a", 0, FAR)],
-    "later than 3e18 ns": [(0, 1, "compute", "a", FAR, 1)],
-    "is of step 3, but starts on the host during another": [
-        (0, 7, "compute", "k", 0, 9, -1, 3),
-        (0, -1, "cpu", "a", 0, 1, -1, 5),
-        (0, -1, "cpu", "b", 10, 1, -1, 3),
-    ],
-    "no valid Unicode|surrogates": [(0, 1, "compute", "\ud800", 0, 1)],
-}
+    "device streams": "7 compute: a 0+1\n-1 compute: b 0+1",
+    "memcpy on a host thread": "-1 memcpy: a 0+1",
+    "cpu on a device stream": "1 cpu: a 0+1",
+    "inside of another": "-1 compute: a 0+10, b 5+10",
+    "outside of 3e18 ns": f"1 compute: a 0+{2**62}",
+    "later than 3e18 ns": f"1 compute: a {2**62}+1",
+    "is of step 3, but starts on the host during another": "7 compute: k 0+9\n-1 cpu: a 0+1, b 10+1",
+    "no valid Unicode|surrogates": "1 compute: \ud800 0+1",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_errors_are_one_line_and_leave_nothing(tmp_path, message):
+    timeline = make_timeline(lanes(BAD[message]))
+    if "step" in message:
+        timeline = with_columns(timeline, step=[3, 5, 3])
     with pytest.raises(ValueError, match=message) as error:
-        export_trace(make_timeline(BAD[message]), tmp_path)
+        export_trace(timeline, tmp_path)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path):
     old = tmp_path / "rank0.json.gz"
     old.write_bytes(b"before")
-    rows = [
-        (0, 7, "compute", "fine", 0, 10),
-        (1, 7, "compute", "not \ud800 Unicode", 0, 10),
-    ]
+    rows = lanes("7 compute: fine 0+10\n1/7 compute: not \ud800 Unicode 0+10")
     with pytest.raises(ValueError, match=r"Unicode|surrogates"):
         export_trace(make_timeline(rows), tmp_path)
     assert old.read_bytes() == b"before" and list(tmp_path.iterdir()) == [old]
-    with pytest.raises(NotADirectoryError, match="is not a directory"):
+    with refused("is not a directory", NotADirectoryError):
         export_trace(simulated(), old)
     (tmp_path / "rank1.json.gz").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"rank1.json.gz: is a directory"):
+    with refused("rank1.json.gz: is a directory", IsADirectoryError):
         export_trace(simulated(), tmp_path)
     assert old.read_bytes() == b"before"
 
@@ -506,16 +415,11 @@ print("RESULT" + table.to_json(orient="records", double_precision=15))
 
 def says_hta(folder, rounding: bool) -> pd.DataFrame:
     environment = os.environ | {"HTA_DISABLE_NS_ROUNDING": "0" if rounding else "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", HTA, str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-c", HTA, str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    return pd.DataFrame(json.loads(run.stdout.split("RESULT")[1])).sort_values(
-        "rank", ignore_index=True
-    )
+    table = pd.DataFrame(json.loads(run.stdout.split("RESULT")[1]))
+    return table.sort_values("rank", ignore_index=True)
 
 
 def timeline_for_hta(name: str) -> Timeline:
@@ -530,23 +434,16 @@ def test_hta_agrees(tmp_path, name, rounding):
     pytest.importorskip("hta")
     timeline = timeline_for_hta(name)
     export_trace(timeline, tmp_path)
-    ours = rank_breakdown(
-        read_trace(tmp_path, hta_compatible=True) if rounding else timeline
-    )
-    theirs = says_hta(tmp_path, rounding)
+    again = read_trace(tmp_path, hta_compatible=True) if rounding else timeline
+    ours, theirs = rank_breakdown(again), says_hta(tmp_path, rounding)
     assert theirs["rank"].tolist() == timeline.ranks
-    for column in ("total_s", "compute_s", "non_compute_s", "idle_s"):
-        np.testing.assert_allclose(ours[column], theirs[column], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(
-        ours["overlap"], theirs["overlap"], rtol=0, atol=1e-4 if rounding else 1e-3
-    )
-    print(
-        (ours[theirs.columns] - theirs).abs().max().to_dict(),
-        theirs.tail(1).to_dict("records"),
-    )
+    columns = ["total_s", "compute_s", "non_compute_s", "idle_s"]
+    np.testing.assert_allclose(ours[columns], theirs[columns], rtol=0, atol=1e-6)
+    near = 1e-4 if rounding else 1e-3
+    np.testing.assert_allclose(ours["overlap"], theirs["overlap"], rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("source", ["simulated", "measured"])
 def test_a_simulation_is_never_read_back_as_a_measurement(tmp_path, source):
-    timeline = make_timeline([(0, 7, "compute", "gemm", 0, 10)], source=source)
+    timeline = make_timeline(lanes("7 compute: gemm 0+10"), source=source)
     assert read_trace(export_trace(timeline, tmp_path)).meta.source == source
