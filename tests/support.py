@@ -161,7 +161,7 @@ def lanes(drawn: str) -> list[tuple]:
     return result
 
 
-def cells(drawn: str) -> list[list]:
+def drawn_table(drawn: str) -> list[list]:
     """Cells of a drawn table, two spaces apart; numbers and terms of them as numbers, -
     as None.
     """
@@ -183,7 +183,7 @@ def shows(table: pd.DataFrame, drawn: str, rel: float = 1e-9) -> None:
     (`idle_s us`). Cells are compared as numbers where they are some, exactly if whole,
     and - is what is unknown or empty.
     """
-    names, *expected = cells(drawn)
+    names, *expected = drawn_table(drawn)
     table = table if table.index.name is None else table.reset_index()
     wrong = []
     for number, name in enumerate(names):
@@ -223,8 +223,8 @@ def drawn_cases(drawn: str) -> list:
 
 
 @contextmanager
-def refused(words: str, error: type[Exception] = ValueError):
-    """Expects an error of one line that has each of these words."""
+def refused_line(words: str, error: type[Exception] = ValueError):
+    """What is done here is refused in one line that holds each of these words."""
     with pytest.raises(error) as caught:
         yield
     message = str(caught.value)

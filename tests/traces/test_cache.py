@@ -72,26 +72,6 @@ def test_an_entry_is_named_by_content_not_by_path(folder, trace, no_decoder):
         mm.read_trace(trace)
 
 
-def test_the_hash_of_a_large_settled_file_is_remembered_until_it_changes(
-    folder, trace, monkeypatch
-):
-    monkeypatch.setattr(cache, "_WORTH_REMEMBERING_BYTES", 0)
-    notes = folder.parent / "hashes"
-    first = cache.content_sha256(trace)
-    assert not notes.exists()  # it changed a moment ago
-    monkeypatch.setattr(cache, "_SETTLED_S", -1)
-    assert cache.content_sha256(trace) == first
-    (note,) = notes.iterdir()
-    note.write_text("f" * 64)
-    assert cache.content_sha256(trace) == "f" * 64
-    state, content = trace.stat(), bytearray(trace.read_bytes())
-    content[-1] ^= 1
-    trace.write_bytes(content)
-    # same size and time of modification
-    os.utime(trace, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert cache.content_sha256(trace) not in (first, "f" * 64)
-
-
 READ = """
 import os, sys, madmax_lib as mm
 timeline = mm.read_trace(sys.argv[1])

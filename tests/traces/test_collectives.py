@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from support import (
-    cells,
     dataset_or_skip,
+    drawn_table,
     lanes,
     local_or_skip,
     make_timeline,
@@ -29,7 +29,7 @@ def told(drawn: str, records: dict[int, dict] | str = "", **columns) -> Timeline
     if isinstance(records, dict):
         rows = [{"row": row} | fields for row, fields in records.items()]
     else:
-        names, *values = cells(records) or [[]]
+        names, *values = drawn_table(records) or [[]]
         rows = [dict(zip(names, row, strict=True)) for row in values]
         rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
     return with_tables(timeline, calls=rows)
@@ -49,7 +49,7 @@ def with_shapes(drawn: str, shapes: dict[int, tuple], **meta) -> Timeline:
 
 @pytest.mark.parametrize(
     ("collective", "inside", "outside", "bus"),
-    cells("""
+    drawn_table("""
         all_reduce      1000  1000  2*3/4
         all_gather      250   1000  3/4
         reduce_scatter  1000  250   3/4

@@ -9,7 +9,7 @@ from support import (
     lanes,
     local_or_skip,
     make_timeline,
-    refused,
+    refused_line,
     shows,
     with_columns,
     with_tables,
@@ -175,7 +175,7 @@ def test_what_earlier_steps_left_running_counts_from_the_start_of_the_step():
     shows_path(critical_path(timeline, 1), expected)
     told = critical_path(timeline).attrs
     assert (told["step_s"], told["step"]) == (30e-9, 0)
-    with refused("step 7 [0, 1]"):
+    with refused_line("step 7 [0, 1]"):
         critical_path(timeline, 7)
 
 
@@ -225,7 +225,7 @@ def test_simulated_steps(plan):
     end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
     assert path_ns(path) == end_ns == new_ns(timeline, {"compute": 1})
     assert not set(path["kind"]) - {"compute", "comm", "host"}
-    with refused("no launches replayed"):
+    with refused_line("no launches replayed"):
         launch_gain(timeline)
 
 
@@ -275,7 +275,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("faster", "counts", "words"), REFUSED)
 def test_bad_scenarios(faster, counts, words):
-    with refused(words):
+    with refused_line(words):
         what_if(trace(TWO_STREAMS), faster, **counts)
 
 

@@ -2,7 +2,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
-from support import lanes, local_or_skip, make_timeline, refused, shows, with_columns
+from support import (
+    lanes,
+    local_or_skip,
+    make_timeline,
+    refused_line,
+    shows,
+    with_columns,
+)
 
 import madmax_lib as mm
 from madmax_lib.catalog.datasets import PROJECT
@@ -241,7 +248,7 @@ def test_nothing_to_compare_gives_nan_and_missing():
     [({"by": "shape"}, "by='shape'"), ({"kinds": ["gpu"]}, "'gpu'")],
 )
 def test_bad_arguments(arguments, words):
-    with refused(words):
+    with refused_line(words):
         compare_ops(once(STEP), once(STEP), **arguments)
 
 

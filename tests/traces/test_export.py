@@ -17,11 +17,11 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
 from support import (
-    cells,
     dataset_or_skip,
+    drawn_table,
     lanes,
     make_timeline,
-    refused,
+    refused_line,
     shows,
     with_columns,
 )
@@ -288,7 +288,7 @@ def test_waits_annotations_and_allocations(tmp_path):
     """
     written = events(path, "Xi")
     cats = {event["name"]: event["cat"] for event in written}
-    assert cats == dict(cells(expected)[1:])
+    assert cats == dict(drawn_table(expected)[1:])
     on_streams = {event["name"] for event in of_streams(written)}
     assert on_streams == {"sgemm", "Memset madmax(barrier)"}
     kinds = "kind  stream\ncpu  -1\ncompute  7\nidle  7\nannotation  7\nmemcpy  3"
@@ -394,10 +394,10 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match=r"Unicode|surrogates"):
         export_trace(make_timeline(rows), tmp_path)
     assert old.read_bytes() == b"before" and list(tmp_path.iterdir()) == [old]
-    with refused("is not a directory", NotADirectoryError):
+    with refused_line("is not a directory", NotADirectoryError):
         export_trace(simulated(), old)
     (tmp_path / "rank1.json.gz").mkdir()
-    with refused("rank1.json.gz: is a directory", IsADirectoryError):
+    with refused_line("rank1.json.gz: is a directory", IsADirectoryError):
         export_trace(simulated(), tmp_path)
     assert old.read_bytes() == b"before"
 

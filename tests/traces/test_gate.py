@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from support import make_timeline, refused, with_tables
+from support import make_timeline, refused_line, with_tables
 
 import madmax_lib as mm
 from madmax_lib.catalog.datasets import PROJECT
@@ -237,7 +237,7 @@ REFUSED = [
     ("a", "b", "threshold", "words"), REFUSED, ids=[row[3] for row in REFUSED]
 )
 def test_bad_input(a, b, threshold, words):
-    with refused(words):
+    with refused_line(words):
         other = recording(1, **b or {}) if isinstance(b, dict | None) else b
         gate(recording(1, **a), other, threshold)
 
@@ -246,7 +246,7 @@ def test_recordings_that_lack_a_rank_are_not_judged():
     whole = recording()
     half = Timeline(whole.spans[whole.spans["rank"] == 1].reset_index(drop=True))
     for sides in ((whole, half), (half, whole), (whole, [whole, half])):
-        with refused("no trace of rank 0, which another has"):
+        with refused_line("no trace of rank 0, which another has"):
             gate(*sides)
 
 
@@ -260,7 +260,9 @@ def test_a_file_that_ended_early_is_not_judged(tmp_path):
         cut = mm.read_trace(tmp_path / "cut")
     kept = Timeline.load(cut.save(tmp_path / "kept.parquet"))
     for sides in ((whole, cut), (cut, whole), (whole, kept)):
-        with refused("rank1.json.gz: truncated gzip; a gate needs whole recordings"):
+        with refused_line(
+            "rank1.json.gz: truncated gzip; a gate needs whole recordings"
+        ):
             gate(*sides)
     # the file of rank 0 is whole
     assert gate(whole.select(ranks=[0]), cut.select(ranks=[0])).passed

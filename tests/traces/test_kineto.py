@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from support import local_or_skip, refused, shows
+from support import local_or_skip, refused_line, shows
 
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import BUSY_KINDS
@@ -263,7 +263,7 @@ def test_no_rank_anywhere_is_rank_0_with_a_warning(tmp_path):
 def test_two_files_of_one_rank_are_refused(tmp_path):
     for name in ("a.json", "b.json"):
         write(tmp_path / name, device(), distributedInfo={"rank": 1})
-    with refused("a.json b.json both rank 1"):
+    with refused_line("a.json b.json both rank 1"):
         read_trace(tmp_path)
     assert read_trace(tmp_path / "b.json").ranks == [1]
 
@@ -301,7 +301,7 @@ def test_of_several_cycles_one_is_read(cycle, step, tmp_path, recwarn):
     assert not said or words in said[0]
     assert timeline.ranks == [0, 1] and timeline.steps == [step]
     assert breakdown(timeline)["total_s"].tolist() == pytest.approx([220e-6] * 2)
-    with refused("cycle 2 0, 1"):
+    with refused_line("cycle 2 0, 1"):
         read_trace(tmp_path, iteration=2)
 
 
@@ -363,7 +363,7 @@ def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
     heard = [str(warning.message) for warning in recwarn]
     assert heard == ([] if iteration else [said])
     assert timeline.spans.groupby("rank").size().to_dict() == {0: spans, 1: spans}
-    with refused("iteration_7 2, 10"):
+    with refused_line("iteration_7 2, 10"):
         read_trace(run / below, iteration=7)
     # other JSON does not hide the traces
     (run / below / "job_config.json").write_text('{"lr": 0.1}')
@@ -390,15 +390,15 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, text, packed):
     path = tmp_path / "file.json"
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     for source in (path, [path], tmp_path):
-        with refused(f"not a profiler trace {path}"):
+        with refused_line(f"not a profiler trace {path}"):
             read_trace(source)
 
 
 def test_absent_sources_are_named(tmp_path):
     for absent in (tmp_path / "missing.json", str(tmp_path / "no*" / "*.json")):
-        with refused(f"{absent} no such file", FileNotFoundError):
+        with refused_line(f"{absent} no such file", FileNotFoundError):
             read_trace(absent)
-    with refused(f"{tmp_path} no trace files"):
+    with refused_line(f"{tmp_path} no trace files"):
         read_trace(tmp_path)
 
 

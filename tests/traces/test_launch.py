@@ -13,16 +13,14 @@ from support import (
     lanes,
     local_or_skip,
     make_timeline,
-    refused,
+    refused_line,
     shows,
     with_columns,
-    with_tables,
 )
 
 import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import concat
 from madmax_lib.traces import (
     hta,
@@ -41,11 +39,10 @@ US = 1000
 ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
 
 
-def timeline_of(drawn: str, graphs: dict[int, int] | None = None, step=0) -> Timeline:
-    """Timeline of lanes in us; graphs: {row: graph}; step: of each row."""
+def timeline_of(drawn: str, step=0) -> Timeline:
+    """Timeline of lanes in us; step: of each row."""
     rows = [(*row[:4], row[4] * US, row[5] * US, *row[6:]) for row in lanes(drawn)]
-    timeline = with_tables(make_timeline(rows), graphs=list((graphs or {}).items()))
-    return with_columns(timeline, step=step)
+    return with_columns(make_timeline(rows), step=step)
 
 
 # launched at 0, 8, 40 and 100 us; the device runs 5-25, 25-35, 50-60 and 90-95
@@ -68,11 +65,11 @@ def us(values) -> list[float]:
 
 def test_a_launch_finds_its_kernel_by_correlation():
     expected = """
-        correlation  step  cpu_s us  gpu_s us  delay_s us  since_launch_s us  launch            row  launch_row  graph  kernels
-        1            0     4         20        1           5                  cudaLaunchKernel  5    0           -1     1
-        2            0     4         10        13          17                 cudaLaunchKernel  6    1           -1     1
-        3            0     6         10        4           10                 cudaLaunchKernel  7    2           -1     1
-        4            1     3         16        1           4                  cudaLaunchKernel  9    3           -1     1
+        correlation  step  cpu_s us  gpu_s us  delay_s us  since_launch_s us  launch            row  launch_row  kernels
+        1            0     4         20        1           5                  cudaLaunchKernel  5    0           1
+        2            0     4         10        13          17                 cudaLaunchKernel  6    1           1
+        3            0     6         10        4           10                 cudaLaunchKernel  7    2           1
+        4            1     3         16        1           4                  cudaLaunchKernel  9    3           1
     """
     shows(launches(four()), expected)
     # its kernel starts during the launch
@@ -100,27 +97,14 @@ GRAPH = """
 
 def test_a_graph_is_launched_once():
     expected = """
-        kernels  graph  delay_s us  gpu_s us
-        3        11     2           12
-        1        12     18          1
-        1        -1     15          1
+        kernels  delay_s us  gpu_s us
+        3        2           12
+        1        18          1
+        1        15          1
     """
-    shows(launches(timeline_of(GRAPH, graphs={3: 11, 4: 11, 5: 11, 6: 12})), expected)
+    shows(launches(timeline_of(GRAPH)), expected)
     queue = queue_length(timeline_of(GRAPH))
     shows(queue, "stream  count  max  min\n7  6  2  0")
-
-
-def test_graph_ids_are_read_only_for_graphs():
-    def fail():
-        raise AssertionError("side tables were read")
-
-    kernels, graphs = (
-        Timeline(timeline_of(drawn).spans, side_tables=SideTables(fail))
-        for drawn in (FOUR, GRAPH)
-    )
-    assert len(launches(kernels)) == 4
-    with pytest.raises(AssertionError, match="were read"):
-        launches(graphs)
 
 
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
@@ -169,7 +153,7 @@ def test_blocked_is_what_launches_into_a_full_queue_take_longer(capacity, blocke
     """
     timeline = timeline_of(drawn)
     assert us(queue_length(timeline, capacity=capacity)["blocked_s"]) == blocked_us
-    with refused("capacity=0"):
+    with refused_line("capacity=0"):
         queue_length(timeline, capacity=0)
 
 
@@ -181,7 +165,7 @@ def test_idle_by_cause():
     shows(table, "idle_s us  count  share\n24  2  24/54\n0  0  0\n30  1  30/54")
     longer = idle(four(), consecutive_kernel_delay_s=31e-6)
     shows(longer, "idle_s us\n24\n30\n0")
-    with refused("negative"):
+    with refused_line("negative"):
         idle(four(), -1.0)
 
 
@@ -276,7 +260,7 @@ def test_launch_floor_closed_form():
     shows(launch_floor(timeline, 5e-6, [1, 4, 1000]), expected)
     assert launch_floor(timeline, 0.0, [2.0])["share"].tolist() == [0]
     for bad in ((-1, [1.0]), (5e-6, [0.0]), (5e-6, [float("nan")])):
-        with refused("speedups"):
+        with refused_line("speedups"):
             launch_floor(timeline, *bad)
 
 

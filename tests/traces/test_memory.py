@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from support import (
-    cells,
     dataset_or_skip,
+    drawn_table,
     lanes,
     local_or_skip,
     make_timeline,
-    refused,
+    refused_line,
     shows,
     with_columns,
     with_tables,
@@ -95,7 +95,7 @@ def test_a_device_is_chosen_by_name_and_a_cpu_has_no_reserve():
     columns = "allocated_bytes  reserved_bytes\n"
     shows(memory_timeline(timeline, "cpu"), columns + "7  -")
     shows(memory_timeline(timeline, "cuda:0"), columns + "5  20")
-    with refused("'cuda:1' allocator events cpu, cuda:0"):
+    with refused_line("'cuda:1' allocator events cpu, cuda:0"):
         memory_timeline(timeline, "cuda:1")
 
 
@@ -151,7 +151,7 @@ SPANS = """
 
 # after the inner one has ended; at its first instant; no operator, and a call of the
 # runtime is none; another thread at the same time; a thread without spans
-WHO = cells("""
+WHO = drawn_table("""
     130   -1  aten::addmm              forward                  Linear_3  forward
     250   -1  aten::linear             forward                  Linear_3  forward
     100   -1  aten::linear             forward                  Linear_3  forward
@@ -243,7 +243,7 @@ def test_holders_beyond_the_top_are_one_row_and_bytes_sum_to_the_peak(top):
     assert ("other operators" in set(held["operator"])) == (top < 3)
     known = held[~held["operator"].isin(["other operators", BEFORE])]
     assert len(known) == min(top, 3) and known["size_bytes"].is_monotonic_decreasing
-    with refused("top=0 at least 1"):
+    with refused_line("top=0 at least 1"):
         held_at_peak(timeline, 0)
 
 

@@ -5,7 +5,7 @@ been measured there.
 import numpy as np
 import pandas as pd
 import pytest
-from support import lanes, local_or_skip, make_timeline, refused, with_columns
+from support import lanes, local_or_skip, make_timeline, refused_line, with_columns
 
 import madmax_lib as mm
 from madmax_lib.catalog.datasets import PROJECT
@@ -223,14 +223,14 @@ BAD = [
 @pytest.mark.parametrize(("options", "words"), BAD, ids=[words for _, words in BAD])
 def test_what_cannot_be_replayed(options, words):
     timeline, _ = blocking(times(0, 2, 2), 50_000)
-    with refused(words):
+    with refused_line(words):
         what_if(timeline, {}, **options)
 
 
 def test_a_step_without_collectives_has_no_more_ranks():
     drawn = "-1 compute: aten::mm 0+5\n1/-1 compute: aten::mm 0+5"
     timeline = make_timeline(lanes(drawn))
-    with refused("no collective of the step"):
+    with refused_line("no collective of the step"):
         what_if(timeline, {}, ranks=4)
     assert what_if(timeline, {}, collectives=priced(1000))["saved_s"].item() == 0
 

@@ -14,7 +14,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support import local_or_skip, refused, shows
+from support import local_or_skip, refused_line, shows
 
 from madmax_lib.__main__ import main
 from madmax_lib.traces import (
@@ -162,7 +162,7 @@ def test_ranks_of_a_directory_are_told_by_name_and_packed_files_too(maker, tmp_p
     assert last[2:] == only
     first = (tmp_path / "snapshot_0.pickle").read_bytes()
     (tmp_path / "snapshot_2.pickle").write_bytes(first)
-    with refused("two snapshots of rank 2"):
+    with refused_line("two snapshots of rank 2"):
         read_snapshot(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_a_bad_file_costs_its_own_rank_and_ranks_that_no_name_tells_are_said(
     for warning, rank in zip(said, (0, 2, 3), strict=True):
         words = rf".*/rank{rank}\.pickle: no .*; left out, the others were read"
         assert re.fullmatch(words, str(warning.message))
-    with refused("rank0.pickle: no record of plain values"):
+    with refused_line("rank0.pickle: no record of plain values"):
         read_snapshot([tmp_path / "rank0.pickle", tmp_path / "rank2.pickle"])
     files = [tmp_path / "rank1.pickle", tmp_path / "dump.pickle"]
     files[1].write_bytes(whole)
@@ -221,7 +221,7 @@ def test_an_oom_is_full_or_fragmented(maker, made, tmp_path):
     maker["write"](tmp_path, "full", [allocator])
     full = out_of_memory(read_snapshot(tmp_path / "full.pickle"))
     assert full["cause"].tolist() == ["full"]
-    with refused("rank 0, cuda:0 did not run out of memory"):
+    with refused_line("rank 0, cuda:0 did not run out of memory"):
         snapshot_held(read_snapshot(made / "train.pickle"), at="oom")
 
 
@@ -258,7 +258,7 @@ def test_a_history_without_some_actions_is_refused(made, tmp_path, lost):
     if lost == "free_requested":  # what is free was let go then at the latest
         assert levels(snapshot)["requested"][-1] == 72_000_060
     else:
-        with refused("rank 0, cuda:0: lacks actions (skip_actions)"):
+        with refused_line("rank 0, cuda:0: lacks actions (skip_actions)"):
             snapshot_peak(snapshot)
 
 
@@ -416,7 +416,7 @@ BAD = [
 
 @pytest.mark.parametrize(("wrong", "words"), BAD)
 def test_bad_requests_are_said_in_one_line(made, wrong, words):
-    with refused(words):
+    with refused_line(words):
         snapshot_held(read_snapshot(made / "train.pickle"), **wrong)
 
 
@@ -424,9 +424,9 @@ def test_absent_snapshots_are_named(made, tmp_path):
     (tmp_path / "step_10").mkdir()
     whole = (made / "train.pickle").read_bytes()
     (tmp_path / "step_10" / "a.pickle").write_bytes(whole)
-    with refused("no memory snapshots directory folders step_10 have some"):
+    with refused_line("no memory snapshots directory folders step_10 have some"):
         read_snapshot(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_snapshot(tmp_path / "none.pickle")
-    with refused("empty list"):
+    with refused_line("empty list"):
         read_snapshot([])
