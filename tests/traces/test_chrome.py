@@ -15,8 +15,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from madmax_lib.catalog.datasets import dataset
 from madmax_lib.traces.read import chrome
 from madmax_lib.traces.read.chrome import decode_pieces
+from madmax_lib.traces.read.event_columns import complete
 from madmax_lib.traces.read.events import Event, RawTrace, TraceWarning
 
 WHOLE = chrome._BLOCK
@@ -195,6 +197,19 @@ def test_any_block_size_gives_the_same_events(
     assert told(found) == [(name, 10 * i, i) for i, name in numbered]
     assert trace.envelope == beside
     assert fields(found) == fields(read(path)[0]) and warned(trace) == ""
+
+
+@pytest.mark.parametrize("name", ["vit-ddp", "gpt-fsdp"])
+def test_the_quick_decoder_sees_complete_events_as_the_general_one_does(name):
+    for path in sorted(dataset(name).glob("*.json.gz")):
+        quick, general = (
+            [row for piece in pieces for row in complete(piece)]
+            for pieces in (
+                decode_pieces(RawTrace(path)),
+                decode_pieces(RawTrace(path), event=Event),
+            )
+        )
+        assert len(quick) > 100 and fields(quick) == fields(general)
 
 
 @pytest.mark.parametrize("change", [{"ph": "?"}, {"ph": None}, {"args": 3}, {"ph": 7}])
