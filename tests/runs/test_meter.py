@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import cells, refused
 
 from madmax_lib.runs.measure import meter as meters
 from madmax_lib.runs.measure.meter import Meter, Reading, energy_j, meter
@@ -157,17 +158,17 @@ def test_replay_repeats_a_table(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "column.s. power_w, t_s missing, or no rows"),
-        ("t_s,watts\n0,1\n", "column.s. power_w missing"),
-        ("t_s,power_w\n0,1\n", "t_s must grow"),
-        ("t_s,power_w\n1,1\n0,1\n", "t_s must grow"),
-        ("t_s,power_w\n0,one\n1,2\n", "could not convert string to float: 'one'"),
-    ],
+    ("content", "rule"),
+    cells("""
+    | power_w, t_s missing, or no rows
+    t_s,watts/0,1 | power_w missing
+    t_s,power_w/0,1 | t_s must grow
+    t_s,power_w/1,1/0,1 | t_s must grow
+    t_s,power_w/0,one/1,2 | could not convert & float: 'one'
+    """),
 )
-def test_bad_tables_of_power_name_the_file(tmp_path, content, message):
+def test_bad_tables_of_power_name_the_file(tmp_path, content, rule):
     path = tmp_path / "power.csv"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"power.csv: .*{message}"):
+    path.write_text(content.replace("/", "\n"))
+    with refused("power.csv:", rule):
         meter(str(path), "cpu", 1)
