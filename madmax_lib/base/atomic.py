@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing", "write_text"]
-
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:

@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["open_room"]
-
 
 class _Room(ModuleType):
     """A package whose public calls stand before the modules inside it that have the
@@ -35,8 +33,8 @@ class _Room(ModuleType):
             if module == f"{self.__name__}.{name}":
                 # the call hides its module: `import room.name` then finds on the call
                 # what the module has
-                public = {each: getattr(source, each) for each in source.__all__}
-                value.__dict__.update(public)
+                for each in filter(lambda each: each[0] != "_", vars(source)):
+                    value.__dict__[each] = getattr(source, each)
         self.__dict__[name] = value  # the next use does not come here
         return value
 

@@ -12,18 +12,6 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
-__all__ = [
-    "check_fields",
-    "dataclass_repr",
-    "is_number",
-    "is_whole",
-    "parse_fields",
-    "require_int",
-    "require_number",
-    "require_type",
-    "short_repr",
-]
-
 _TOO_LARGE = 2**62  # sums and differences of two smaller ones fit into int64
 # types under the words that people use, and for some how to get a value of the type
 _NOUNS = {str: "text", bool: "True or False"}

@@ -5,8 +5,6 @@ notebook watches.
 import sys
 import warnings
 
-__all__ = ["bar"]
-
 
 def bar(items=None, *, show: bool = True, **options):
     """Bar of tqdm over the items, silent in logs and pipes.

@@ -22,8 +22,6 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import step_s
 from madmax_lib.simulator.uncertainty import constant_index
 
-__all__ = ["gradient", "updated"]
-
 # share of a prior's width by which the constants of one stack differ from those of all
 _STACK_SHARE = 0.5
 # log error that the best constants of a stack leave in a row; Student's t forgives

@@ -25,18 +25,6 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 from madmax_lib.simulator.steady.step_time import step_s
 
-__all__ = [
-    "SCALE",
-    "SLOWEST",
-    "fingerprint",
-    "fit",
-    "known_rows",
-    "slowness",
-    "update",
-    "usable",
-    "weights",
-]
-
 # files of a data directory, with the columns that `published.rows` reads
 _LOCAL = (
     "vtrain/ground_truth_multi.shared.csv",
@@ -59,7 +47,7 @@ _ABSURD = 10.0
 # slowness of a layout that is fitted; beyond, stacks fail in ways of their own
 SLOWEST = 3.0
 # a row of a (source, model) with n rows weighs n to this power less
-GROUP_DAMPING = 0.15
+_GROUP_DAMPING = 0.15
 
 
 def usable(rows: pd.DataFrame) -> pd.Series:
@@ -277,7 +265,9 @@ def weights(rows: pd.DataFrame) -> np.ndarray:
         rows.groupby(name)[name].transform("size").to_numpy(float)
         for name in ("group", "repository")
     )
-    damping = of_group**-GROUP_DAMPING * np.minimum((_FULL / of_repository) ** 0.5, 1.0)
+    damping = of_group**-_GROUP_DAMPING * np.minimum(
+        (_FULL / of_repository) ** 0.5, 1.0
+    )
     return damping * slowness(rows) ** -0.5
 
 

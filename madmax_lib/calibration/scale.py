@@ -15,8 +15,6 @@ from scipy.optimize import OptimizeResult
 
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
-__all__ = ["ConstantKey", "FittingScale", "covariance_of", "scaled"]
-
 _HALF_90 = (
     1.645  # standard deviations from the mean of a normal to the ends of its 90 %
 )

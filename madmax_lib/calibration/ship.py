@@ -20,8 +20,6 @@ from madmax_lib.calibration.judge.intervals import (
 from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
-__all__ = ["ship"]
-
 # relative differences: where the fit stops, which another machine's arithmetic shifts,
 # and digits that the file has
 _SAME_CONSTANTS = 1e-4

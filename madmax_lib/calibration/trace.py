@@ -34,8 +34,6 @@ from madmax_lib.timeline.kinds import collective_names
 from madmax_lib.timeline.timeline import Meta, Timeline
 from madmax_lib.traces.comm.collectives import bus_factor, calls
 
-__all__ = ["fit_timeline", "kernel_seconds", "kernel_timeline", "slowest_stage"]
-
 # part of a step: class of data/op_classes.csv whose pattern its kernels match, the
 # first that does
 _CLASSES = {"optimizer_s": "optimizer", "attention_s": "attention", "gemm_s": "gemm"}

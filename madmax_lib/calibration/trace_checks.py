@@ -19,8 +19,6 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls
 
-__all__ = ["check_trace"]
-
 # traced FLOPs over those of the model: what is counted differs by norms, heads and
 # causal attention
 _LEAST_WORK = 0.75

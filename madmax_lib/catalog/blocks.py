@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from madmax_lib.catalog.refusals import refuse
 
-__all__ = ["BlockKind", "Blocks", "check_blocks"]
-
 
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.

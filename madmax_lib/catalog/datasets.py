@@ -17,17 +17,6 @@ import pandas as pd
 
 from madmax_lib.base.atomic import replacing
 
-__all__ = [
-    "PROJECT",
-    "SHIPPED",
-    "cache_folder",
-    "dataset",
-    "datasets",
-    "local_data",
-    "names",
-    "places",
-]
-
 PROJECT = Path(__file__).resolve().parents[2]  # the checkout
 _PACKAGED = Path(__file__).resolve().parents[1] / "shipped"  # of a wheel, by setup.py
 SHIPPED = _PACKAGED if _PACKAGED.is_dir() else PROJECT  # where notebooks, traces are

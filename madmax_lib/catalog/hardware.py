@@ -15,8 +15,6 @@ from madmax_lib.base.fields import (
 )
 from madmax_lib.catalog.refusals import refuse
 
-__all__ = ["DTYPES", "Cluster", "Device", "Host", "Link", "dtype_named"]
-
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 _SPELLINGS = {  # of torch, numpy and people

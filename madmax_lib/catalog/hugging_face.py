@@ -21,8 +21,6 @@ from madmax_lib.catalog.hugging_face_stacks import (
 )
 from madmax_lib.catalog.models import Transformer
 
-__all__ = ["read_config"]
-
 # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783,
 # 3.4.2]
 _LONGEST_TRAINED = 65_536

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
 
-__all__ = ["STACKED", "of_mamba_ssm", "size_of", "stacked"]
-
 _LAYER_TYPES = {
     "mamba": "M",
     "linear_attention": "M",

@@ -10,8 +10,6 @@ from madmax_lib.base.units import format_bytes
 from madmax_lib.catalog import tables
 from madmax_lib.catalog.models import DLRM, Model
 
-__all__ = ["Listing", "clusters", "devices", "models"]
-
 _SHAPE = (  # columns of a model, which a kind may not have
     *("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads"),
     *("experts", "vocab", "sequence"),

@@ -5,8 +5,6 @@ import pandas as pd
 
 from madmax_lib.base.fields import require_type
 
-__all__ = ["KINDS", "MeasuredCollectives", "measured_s"]
-
 _KEYS = ["collective", "ranks", "nodes"]
 _VALUES = ["size_bytes", "seconds"]
 KINDS = (

@@ -8,15 +8,6 @@ from typing import NamedTuple
 
 from madmax_lib.catalog.blocks import BlockKind, Blocks
 
-__all__ = [
-    "Matrix",
-    "chunk_elements",
-    "mixer_elements",
-    "mixer_matrices",
-    "mixer_parameters",
-    "scan_flops",
-]
-
 # tokens that Mamba-2's kernels multiply at once [state-spaces/mamba, Mamba2: chunk_size]
 _CHUNK = 256
 

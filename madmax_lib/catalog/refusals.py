@@ -4,8 +4,6 @@ from typing import NoReturn
 
 from madmax_lib.base.fields import short_repr
 
-__all__ = ["refuse"]
-
 
 def refuse(spec, field: str, rule: str) -> NoReturn:
     """Raise ValueError with the spec's name, the field, its value and the rule.

@@ -8,8 +8,6 @@ default. `catalog.software` reads the table.
 
 from dataclasses import dataclass
 
-__all__ = ["OVERLAPS", "STACKS", "Software"]
-
 OVERLAPS = ("overlap_tp", "overlap_ep", "overlap_dp")  # which a plan may say too
 # open stacks whose configuration `plan_flags` writes, by preference: a search for no
 # software in particular takes what one of them launches

@@ -13,8 +13,6 @@ import pandas as pd
 
 from madmax_lib import catalog, timeline
 
-__all__ = ["beside_published", "provenance", "read_table", "with_origin"]
-
 
 @lru_cache
 def read_table(name: str) -> pd.DataFrame:

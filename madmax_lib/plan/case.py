@@ -19,8 +19,6 @@ from madmax_lib.catalog.software import Software
 if TYPE_CHECKING:
     from madmax_lib.plan.columns import Plans
 
-__all__ = ["Case"]
-
 _MOST = 1000  # of jitter and imbalance: beyond it a unit was mistaken
 _RULES = {  # field: (least, what it is)
     "jitter": (

@@ -15,10 +15,8 @@ from madmax_lib.catalog.software import OVERLAPS, Software
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Plans", "expert_sharing", "owned", "take_product"]
-
-Ints = int | np.ndarray
-Floats = float | np.ndarray
+_Ints = int | np.ndarray
+_Floats = float | np.ndarray
 Flags = bool | np.ndarray
 Texts = str | np.ndarray
 
@@ -32,21 +30,21 @@ class Plans:
     case of one value per field.
     """
 
-    dp: Ints = 1
-    tp: Ints = 1
-    pp: Ints = 1
-    cp: Ints = 1
-    ep: Ints = 1  # laid over dp x cp x tp / etp
-    zero: Ints = 0  # stage
-    micro_batch: Ints = 1  # samples
+    dp: _Ints = 1
+    tp: _Ints = 1
+    pp: _Ints = 1
+    cp: _Ints = 1
+    ep: _Ints = 1  # laid over dp x cp x tp / etp
+    zero: _Ints = 0  # stage
+    micro_batch: _Ints = 1  # samples
     recompute: Texts = "none"
     sequence_parallel: Flags | None = None  # None: where tp > 1
-    interleave: Ints = 1  # chunks per stage
+    interleave: _Ints = 1  # chunks per stage
     schedule: Texts = "1f1b"
     offload: Texts | None = None
-    prefetch: Ints = 1  # layers
-    bucket_bytes: Floats = 25.0 * 2**20  # infinite: one reduction at the end
-    shard: Ints = 0  # devices; 0: all of dp x cp
+    prefetch: _Ints = 1  # layers
+    bucket_bytes: _Floats = 25.0 * 2**20  # infinite: one reduction at the end
+    shard: _Ints = 0  # devices; 0: all of dp x cp
     qwz: Flags = False  # 8-bit gather of weights
     hpz: Flags = False  # second shard inside the node
     qgz: Flags = False  # 4-bit exchange of gradients
@@ -54,13 +52,13 @@ class Plans:
     reduce_fp32: Flags = False
     context: Texts = "ring"
     attention: Texts = "flash"
-    first_layers: Ints = 0  # 0: as the other stages
-    last_layers: Ints = 0  # likewise
+    first_layers: _Ints = 0  # 0: as the other stages
+    last_layers: _Ints = 0  # likewise
     embedding_as_layer: Flags = False
     head_as_layer: Flags = False
-    capacity: Floats = 0.0  # over the even share; 0: all tokens that come
-    etp: Ints = 0  # 0: tp
-    lora_rank: Ints = 0  # 0: all weights are trained
+    capacity: _Floats = 0.0  # over the even share; 0: all tokens that come
+    etp: _Ints = 0  # 0: tp
+    lora_rank: _Ints = 0  # 0: all weights are trained
     overlap_tp: Flags | None = None  # None, in a column NaN: as the software does
     overlap_ep: Flags | None = None
     overlap_dp: Flags | None = None
@@ -111,12 +109,12 @@ class Plans:
         return np.minimum(imbalance, np.maximum(most, 1))
 
     @property
-    def world_size(self) -> Ints:
+    def world_size(self) -> _Ints:
         """Devices that a plan needs."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def sharing(self) -> Ints:
+    def sharing(self) -> _Ints:
         """Devices that share the states which ZeRO shards: all of dp x cp, or `shard`
         of them (HSDP).
         """
@@ -124,7 +122,7 @@ class Plans:
         return self.shard + (self.shard == 0) * self.dp * self.cp
 
     @property
-    def expert_spread(self) -> Ints:
+    def expert_spread(self) -> _Ints:
         """tp / etp: ranks of tp over which whole experts are laid; 1 where tp splits
         each of them.
         """
@@ -132,7 +130,7 @@ class Plans:
         return is_tp + (1 - is_tp) * self.tp // (self.etp + is_tp)
 
     @property
-    def ends_as_layers(self) -> Ints:
+    def ends_as_layers(self) -> _Ints:
         """Layers that embedding and head count as when stages are made equal: 0 to 2."""
         # times 1: the sum of two arrays of flags would be their `or`
         return 1 * self.embedding_as_layer + 1 * self.head_as_layer

@@ -5,8 +5,6 @@ from itertools import accumulate
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STAGES, enforce, layers_between
 
-__all__ = ["chunk_layers"]
-
 
 def _stage_layers(layers: int, pp: int):
     """Layers of each pipeline stage; a remainder goes to the middle stages, which have

@@ -11,8 +11,6 @@ import numpy as np
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.rules import Rule, rules_of
 
-__all__ = ["Verdict", "legal"]
-
 
 @dataclass(frozen=True)
 class Verdict:

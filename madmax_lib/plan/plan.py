@@ -25,8 +25,6 @@ from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.rule import ZERO_PLUS
 from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
-__all__ = ["DEFAULTS", "Plan", "plans_of"]
-
 _NUMBERS = {  # field of each short name
     **{name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")},
     **{"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard"},

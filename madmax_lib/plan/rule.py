@@ -10,8 +10,6 @@ import numpy as np
 from madmax_lib.base.fields import is_whole, short_repr
 from madmax_lib.catalog.software import OVERLAPS
 
-__all__ = ["FIELDS", "ZERO_PLUS", "Rule", "enforce", "is_not_among"]
-
 ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]
 _DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _COUNTS = ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers")

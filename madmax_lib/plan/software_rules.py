@@ -16,8 +16,6 @@ import numpy as np
 from madmax_lib.catalog.models import DLRM
 from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 
-__all__ = ["SOFTWARE", "STATED"]
-
 
 def _software_rule(what: str, broken: Callable, words: str):
     """broken: of plans and the software of their case; words: what it does not run, a

@@ -23,20 +23,6 @@ from madmax_lib.catalog.software import OVERLAPS, Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 
-__all__ = [
-    "completed",
-    "count_of",
-    "habits_of",
-    "machine_of",
-    "model_of",
-    "number_of",
-    "positive_of",
-    "recompute_of",
-    "remarks_of",
-    "software_of",
-    "text_of",
-]
-
 _VISION = re.compile(r"(vit|deit3?|beit)([-_]|\b)", re.I)
 _OTHERS = re.compile(
     r"dlrm|mixer|swin|resne|convnext|efficientnet|regnet|vgg|.*\bmamba\b", re.I

@@ -9,8 +9,6 @@ from madmax_lib.plan_flags.keys import Keys
 from madmax_lib.plan_flags.megatron import megatron
 from madmax_lib.plan_flags.text import Source
 
-__all__ = ["ONE_BUCKET", "accelerate", "deepspeed"]
-
 # elements: more than any model has, so that everything is reduced at once
 ONE_BUCKET = 1e12
 _USUAL_BUCKET = 5e8  # elements: DeepSpeed's reduce_bucket_size

@@ -9,8 +9,6 @@ from madmax_lib.plan_flags.megatron import bridge, megatron
 from madmax_lib.plan_flags.text import Source, source_of
 from madmax_lib.plan_flags.torchtitan import torchtitan
 
-__all__ = ["StatedFields", "fields_of"]
-
 _READERS = dict(
     zip(FRAMEWORKS, (torchtitan, megatron, bridge, deepspeed, accelerate), strict=True)
 )

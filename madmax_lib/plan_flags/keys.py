@@ -16,8 +16,6 @@ from madmax_lib.base.fields import is_whole, short_repr
 from madmax_lib.catalog.tables import table
 from madmax_lib.plan_flags.text import Source, scalar
 
-__all__ = ["FRAMEWORKS", "Keys", "framework_named", "is_known", "rows_of"]
-
 FRAMEWORKS = {  # and their other names
     "torchtitan": ("titan",),
     "megatron-lm": ("megatron", "megatron-core", "mcore"),

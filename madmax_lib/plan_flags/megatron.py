@@ -7,8 +7,6 @@ from itertools import product
 from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
 
-__all__ = ["bridge", "megatron"]
-
 _NARROW = ("bf16", "fp16", "torch.bfloat16", "torch.float16")
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _ENDS = {  # flags of ends that count as layers

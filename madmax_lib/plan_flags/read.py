@@ -9,8 +9,6 @@ from pathlib import Path
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan_flags.fields import fields_of
 
-__all__ = ["Configuration", "read"]
-
 
 @dataclass(frozen=True)
 class Configuration:

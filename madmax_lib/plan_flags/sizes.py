@@ -8,15 +8,6 @@ as harmless.
 from madmax_lib import catalog
 from madmax_lib.catalog.models import Transformer
 
-__all__ = [
-    "MADE_UP",
-    "bridge_sizes",
-    "megatron_sizes",
-    "named_sizes",
-    "titan_config",
-    "without_off",
-]
-
 MADE_UP = {  # until data is given
     "mock-data": True,
     "tokenizer-type": "NullTokenizer",

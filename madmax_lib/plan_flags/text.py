@@ -10,8 +10,6 @@ from pathlib import Path
 
 from madmax_lib.base.fields import short_repr
 
-__all__ = ["Source", "source_of"]
-
 _FILE = re.compile(r"[^\s{}\[\]]+\.(toml|json|ya?ml|sh|log|txt)")
 # what a writer leaves to the training script
 _SCRIPT = re.compile(r"\bscript: ((?:\w+=[\w.+-]+ ?)+)")

@@ -7,8 +7,6 @@ import re
 from madmax_lib.plan_flags.keys import Keys
 from madmax_lib.plan_flags.text import Source
 
-__all__ = ["torchtitan"]
-
 # schedule and chunks per stage
 _SCHEDULES = {
     "1f1b": ("1f1b", 1),

@@ -9,8 +9,6 @@ from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
 
-__all__ = ["write"]
-
 _SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {
     name: name for name in FRAMEWORKS if name != "megatron-lm"
 }

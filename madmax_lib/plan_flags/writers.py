@@ -21,8 +21,6 @@ from madmax_lib.plan_flags.sizes import (
     without_off,
 )
 
-__all__ = ["WRITERS", "StatedRun", "is_moot"]
-
 # where a field changes nothing
 _MOOT: dict[str, Callable[[Plan], bool]] = {
     "reduce_fp32": lambda p: p.dp * p.cp == 1,

@@ -29,8 +29,6 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
 
-__all__ = ["SearchResult", "described", "different"]
-
 _MOST_DIFFERENT = 10  # rows of the table of different plans
 _DRAWS = 4096  # of all errors: a probability of 50 % is then known to 0.8 %
 _SIGMAS = 1.645  # half-width of a 90 % interval in standard deviations

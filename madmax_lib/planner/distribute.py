@@ -24,8 +24,6 @@ from madmax_lib.planner.evaluate import (
 )
 from madmax_lib.planner.space import Degrees
 
-__all__ = ["run_parts"]
-
 _PARTS = 64  # enough to keep a cluster busy, few enough to merge in no time
 _RETRIES = 3  # of a part whose worker died
 # fields of a PartialResult: tables, stored as rows, and counts, as attributes of a file

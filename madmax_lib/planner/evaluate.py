@@ -36,17 +36,8 @@ from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import step_s, step_time
 
-__all__ = [
-    "LAYOUT_KEY",
-    "PartialResult",
-    "SearchProblem",
-    "evaluate",
-    "launched_by",
-    "merged",
-]
-
-Array = np.ndarray
-Columns = dict[str, Array]  # a table: arrays of equal length by name
+_Array = np.ndarray
+Columns = dict[str, _Array]  # a table: arrays of equal length by name
 # column by which each objective orders plans
 _OBJECTIVES = {
     "time": "step_s",
@@ -175,7 +166,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees):
         skipped = 0  # counted with the first block
 
 
-def _nonempty_rows_and_columns(mask: Array, shape):
+def _nonempty_rows_and_columns(mask: _Array, shape):
     """Rows and columns of a product in which a mask is true somewhere.
 
     mask: of that shape or (a, 1), (1, b), (1, 1), as rules that look at one of the
@@ -295,7 +286,7 @@ def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits):
     return fits_one
 
 
-def _rounded(values: Array):
+def _rounded(values: _Array):
     """Positive numbers to twelve digits, so that plans which differ in the last bits
     are equal.
     """
@@ -382,7 +373,7 @@ def _front(step_s, memory, fits):
     return at[sizes[at] < faster_bytes]
 
 
-def _columns(plans: Plans, values: dict, chosen: Array):
+def _columns(plans: Plans, values: dict, chosen: _Array):
     """Chosen plans of a product as columns, each without ties."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
@@ -403,5 +394,5 @@ def _joined(parts: list[Columns], *order: str):
     return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
-def _rows(table: Columns, rows: Array | slice):
+def _rows(table: Columns, rows: _Array | slice):
     return {name: column[rows] for name, column in table.items()}

@@ -13,8 +13,6 @@ import pandas as pd
 from madmax_lib.planner.evaluate import SearchProblem, evaluate
 from madmax_lib.planner.space import legal_degrees
 
-__all__ = ["hint"]
-
 _NEAR = 0.25  # how far a neighbour may be, as a share of the batch or the nodes
 _MOST_NEIGHBOURS = 3  # beside the nearest: each costs a search
 # Gains that are worth saying: a neighbour is a small change, twice the batch is another

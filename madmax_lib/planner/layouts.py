@@ -10,8 +10,6 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.runs.spec import RunSpec, check
 
-__all__ = ["layouts", "runnable"]
-
 # 2 and 8: one to five dimensions, as the study of notebook 54 meant to try them
 _TRIED = {
     1: ("dp1", "dp1.full", "dp1.z3.offload-all"),

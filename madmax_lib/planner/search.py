@@ -27,8 +27,6 @@ from madmax_lib.simulator.rates.parameters import (
     software_of,
 )
 
-__all__ = ["check_case", "search", "stacks_of"]
-
 
 def search(
     model: Transformer | str,

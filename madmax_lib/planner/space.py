@@ -26,16 +26,6 @@ from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 
-__all__ = [
-    "SEARCHED",
-    "Degrees",
-    "Space",
-    "legal_degrees",
-    "pass_choices",
-    "plan_of",
-    "sharding_choices",
-]
-
 _USUAL_CHUNKS = 4  # per stage, beyond which few trainings go
 
 

@@ -31,8 +31,6 @@ from madmax_lib.simulator.rates.parameters import (
 from madmax_lib.simulator.steady.step_time import PARTS, pipelines_of, step_time
 from madmax_lib.simulator.uncertainty import log_width
 
-__all__ = ["estimate"]
-
 _CHUNK = 1 << 15  # plans at a time: their arrays stay in the cache
 _BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
 # rows of a table whose memory is counted unasked, in less than a fifth of a second

@@ -17,8 +17,6 @@ import pandas as pd
 from madmax_lib.catalog.models import Cluster, Device
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
-__all__ = ["ERROR", "device_energy_j", "power_phases", "step_energy"]
-
 ERROR = 0.25  # of the energy of a step, either way
 # of the TDP
 _SHARES = {"compute": 1.0, "communication": 0.5, "waiting": 0.15}

@@ -38,8 +38,6 @@ from madmax_lib.simulator.rates.parameters import (
 from madmax_lib.simulator.rates.topology import Groups, member_name
 from madmax_lib.timeline.timeline import Meta, Timeline
 
-__all__ = ["simulate"]
-
 _ALL_RANKS_UP_TO = 64
 _NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
 

@@ -26,15 +26,6 @@ import numpy as np
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
-__all__ = [
-    "COMPONENTS",
-    "components",
-    "constant_index",
-    "log_width",
-    "shared_errors",
-    "width_of",
-]
-
 COMPONENTS = ("constants", "stranger", "mixture", "rare")
 # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2
 # per doubling

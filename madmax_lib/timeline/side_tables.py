@@ -12,8 +12,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-__all__ = ["SIDE_TABLES", "SideTables", "conform", "joined"]
-
 SIDE_TABLES = {
     # collectives and point-to-point transfers whose row carries metadata, on the host
     # or on the device

@@ -21,8 +21,6 @@ from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import steady_state
 
-__all__ = ["COLUMNS", "advise"]
-
 COLUMNS = ["cause", "where", "gain_s", "share", "evidence", "remedy"]
 _WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
 # of the best bus bandwidth of the same group: below, a call is ruled by its latency

@@ -25,15 +25,6 @@ from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
 from madmax_lib.traces.waits.step_times import median_step
 
-__all__ = [
-    "PATH_KINDS",
-    "critical_path",
-    "faster_kinds",
-    "launch_gain",
-    "path_share",
-    "what_if",
-]
-
 PATH_KINDS = ("host", "launch delay", *BUSY_KINDS, "wait")
 _DELAY = {"order": "host", "backward": "host", "launch": "launch delay"}  # others: wait
 _LAUNCH_CALLS = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"

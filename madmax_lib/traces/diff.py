@@ -21,15 +21,6 @@ from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 
-__all__ = [
-    "align_ranks",
-    "align_steps",
-    "compare",
-    "compare_ops",
-    "op_classes",
-    "op_names",
-]
-
 _LEVELS = ("name", "op", "class")
 _CARRIED_AS = {
     "all_to_all": "send_recv"

@@ -23,8 +23,6 @@ from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
 from madmax_lib.traces.read.kernel_names import collective_of, original_name
 
-__all__ = ["export_trace"]
-
 _US = 1000
 _LINES = 20_000  # events per write
 _ALONE = (

@@ -16,8 +16,6 @@ from madmax_lib.traces.read.events import FAR_NS
 from madmax_lib.traces.read.kernel_names import written_names
 from madmax_lib.traces.read.steps import assign_steps
 
-__all__ = ["rank_table"]
-
 _US = 1000
 _NO_LANE = -(2**40)  # of allocator events, which are no spans to the reader
 _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")

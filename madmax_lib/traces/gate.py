@@ -32,8 +32,6 @@ from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.step_times import steps
 
-__all__ = ["GateResult", "gate"]
-
 _LEVEL = 0.05
 _POWER = 0.8
 _DRAWS = 500

@@ -25,8 +25,6 @@ from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis
 
-__all__ = ["analysis", "beside_hta", "idle", "overlap", "temporal"]
-
 
 def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
     """HTA's TraceAnalysis of a file, list or directory; ranks as `read_trace` finds

@@ -27,8 +27,6 @@ from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.steps import assign_steps
 
-__all__ = ["read_exports"]
-
 # of a globalTid: the thread; above it the process with as many, and the host
 _BITS = 24
 _MASK = 0xFFFFFF

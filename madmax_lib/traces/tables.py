@@ -7,8 +7,6 @@ import pandas as pd
 from madmax_lib.base.intervals import pack, union
 from madmax_lib.timeline.timeline import BUSY_KINDS
 
-__all__ = ["busy_spans", "covered", "ends_ns", "ratio"]
-
 
 def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
     """Spans in which a device, or a worker thread on a CPU, is at work."""

@@ -16,7 +16,7 @@ from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
 from madmax_lib.papers.vtrain.comm import gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Sizes, shape_of
-from madmax_lib.papers.vtrain.fit import CONSTANTS, GROUP, TIME, network_s, terms
+from madmax_lib.papers.vtrain.fit import _CONSTANTS, GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.formulas import (
     Formulas,
     cross_validate,
@@ -32,7 +32,7 @@ CLASSIC = replace(
 )  # what vTrain's single-node table was made by
 MIB = 2**20
 OPERATORS = Operators(1e-3, 2e-3, 0.5e-3, 0.75e-3, 1.5e-3, 2.5e-3, 0.25e-3, 1.25e-3)
-TOTALS_S = [3e-3, 1.25e-3, 4e-3, 0.25e-3, 1.25e-3]  # the same as CONSTANTS
+TOTALS_S = [3e-3, 1.25e-3, 4e-3, 0.25e-3, 1.25e-3]  # the same as _CONSTANTS
 SMALL = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
@@ -295,7 +295,7 @@ def test_fit_finds_the_constants_it_was_given():
     found = fit(table, NCCL).table.set_index(["hidden", "tp", "micro_batch"])
     assert found["determined"].all() and (found["worst_s"] < 1e-12).all()
     for key, values in constants.items():
-        assert found.loc[key, list(CONSTANTS)].to_numpy(float) == pytest.approx(
+        assert found.loc[key, list(_CONSTANTS)].to_numpy(float) == pytest.approx(
             values, rel=1e-6
         )
 
@@ -311,7 +311,7 @@ def test_rows_outside_of_what_is_determined_are_not_guessed():
         profile.table["rank"].tolist() == [4, 4]
         and not profile.table["determined"].any()
     )
-    assert profile.table[list(CONSTANTS)].isna().all(axis=None)
+    assert profile.table[list(_CONSTANTS)].isna().all(axis=None)
     guessed = predict(profile, table)
     same = table.index.isin(flat.index)
     assert guessed[same] * 1e3 == pytest.approx(table.loc[same, TIME])
@@ -381,7 +381,7 @@ def test_check_values_of_one_group(oracle):
         .loc[(1024, 1, 1)]
     )
     expected_ns = [2_997_633, 712_808, 6_130_657, 252_771, 1_040_203]
-    assert found[list(CONSTANTS)].to_numpy(float) * 1e9 == pytest.approx(
+    assert found[list(_CONSTANTS)].to_numpy(float) * 1e9 == pytest.approx(
         expected_ns, abs=0.5
     )
     assert found["rows"] == 74

@@ -19,8 +19,6 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.timeline.timeline import with_origin
 
-__all__ = ["STATES", "constants_of", "leverage", "strongest_pairs"]
-
 STATES = (
     "fixed by rows",
     "rows and prior",

@@ -22,13 +22,6 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds
 from madmax_lib.simulator.steady.step_time import PARTS, step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, constant_index, width_of
 
-__all__ = [
-    "class_of",
-    "comparison_widths",
-    "sensitivities",
-    "spread",
-]
-
 _INSIDE = 0.9  # share of the rows that shall lie in their interval
 _FREEDOM = 4.0  # of Student's t
 _CLOSE = 1.5  # slowness of layouts that somebody would choose between

@@ -45,8 +45,6 @@ from madmax_lib.runs.testbed import check_hosts
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped, start
 
-__all__ = ["calibrate"]
-
 _TOGETHER = 4  # runs in one start of the processes
 _FIRST_RUN_S = 8.0  # a guess until one was made
 # guesses where no collectives were timed: a link in a node as a share of the rate of

@@ -18,8 +18,6 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces.read.kineto import read_trace
 
-__all__ = ["case_of", "compared", "predicted", "process_bytes", "traced_parts"]
-
 
 def traced_parts(run: Run) -> dict[str, float]:
     """Seconds of the parts that a trace tells apart, and of the step.

@@ -27,8 +27,6 @@ from madmax_lib.simulator.rates.parameters import (
 )
 from madmax_lib.simulator.steady.step_time import step_time
 
-__all__ = ["Machine", "fit_constants", "link_rates", "machine", "parts_of"]
-
 # where a fit of a machine begins whose devices are processes on a CPU
 _CPU = {
     "gemm_efficiency": 0.8,

@@ -10,8 +10,6 @@ import pandas as pd
 
 from madmax_lib.calibration.machine.machine import Machine
 
-__all__ = ["write_page"]
-
 # of the picture, in pixels
 _EDGE = 420
 _MARGIN = 50

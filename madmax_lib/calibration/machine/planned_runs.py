@@ -12,8 +12,6 @@ from functools import lru_cache
 from madmax_lib import catalog
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = ["PlannedRun", "planned_runs"]
-
 # of a run: one to warm up, four traced, six counted
 _STEPS = 11
 _WARMUP = 1

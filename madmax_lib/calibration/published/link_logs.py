@@ -17,8 +17,6 @@ import pandas as pd
 from madmax_lib.traces.comm.collectives import bus_factor
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["COLUMNS", "read_link_log"]
-
 COLUMNS = (
     "file",
     "collective",

@@ -27,8 +27,6 @@ from madmax_lib.plan.stated import (
 )
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 
-__all__ = ["cases_of", "devices_of", "least_memory"]
-
 _DEGREES = ("tp", "pp", "cp")
 # field of a plan: column
 _COLUMNS = {"zero": "zero_stage", "interleave": "vpp"}

@@ -35,15 +35,6 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import start
 from madmax_lib.simulator.steady.step_time import step_s
 
-__all__ = [
-    "facts_of",
-    "flops_and_peaks",
-    "model_flops",
-    "read_rows",
-    "to_steps",
-    "to_table",
-]
-
 # layouts that a row leaves open are compared before any fit, so that no fit chooses
 # its own data
 _begin = lru_cache(maxsize=1)(start)

@@ -13,8 +13,6 @@ import pandas as pd
 
 from madmax_lib.runs.read import Run, read_runs
 
-__all__ = ["run_row", "run_rows"]
-
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 # fields of a plan that are columns under the same names
 _DEGREES = ("tp", "pp", "dp", "cp", "ep")

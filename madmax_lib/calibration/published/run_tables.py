@@ -16,8 +16,6 @@ from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces.read.cache import content_sha256
 from madmax_lib.traces.read.kineto import read_trace
 
-__all__ = ["memory_table", "steps_files", "trace_breakdowns"]
-
 
 def trace_breakdowns(runs: dict[str, Run]) -> pd.DataFrame:
     """Breakdown of the traced steps of each run, mean of its ranks: shares of the time,

@@ -6,8 +6,6 @@ import pandas as pd
 from madmax_lib.calibration.verdict.accuracy import coverage
 from madmax_lib.calibration.verdict.expect import VERDICTS, verdicts
 
-__all__ = ["confusion"]
-
 _FACTORS = (1 / 3, 1 / 2, 1.0, 1.6, 2.0, 3.0)  # that make reported times longer
 
 

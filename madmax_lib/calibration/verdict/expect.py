@@ -38,8 +38,6 @@ from madmax_lib.simulator.rates.parameters import (
 )
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["VERDICTS", "Expectation", "expect", "verdicts"]
-
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 # factor from the prediction to an end of the interval, beyond which a run inside is not
 # called fine: too much may hide there

@@ -25,8 +25,6 @@ from madmax_lib.simulator.steady.step_time import COMMUNICATION
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.waits.step_times import steps as steps_of
 
-__all__ = ["Outlook", "causes", "neighbours", "parts_of", "timed_s"]
-
 # parts of a step: columns of `estimate`
 _PARTS = {
     "matrix products": ("gemm_s", "head_s"),

@@ -19,8 +19,6 @@ from madmax_lib.plan.case import Case
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import step_s
 
-__all__ = ["nearest"]
-
 _ABOUT = ["source", "model", "gpu", "n_gpus", "dtype", "software", "plan"]
 _COLUMNS = [*_ABOUT, "step_s", "mfu", "over_predicted"]
 _SAME_RUN = ["model", "gpu", "n_gpus", "dtype", "plan"]

@@ -20,8 +20,6 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import with_origin
 
-__all__ = ["overlap_errors", "overlap_facts"]
-
 _FAST = 1e6  # times the bandwidth of links beside which compute is alone
 
 

@@ -19,8 +19,6 @@ from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.timeline.timeline import with_origin
 
-__all__ = ["vision_errors"]
-
 # matrix products at any size and what small ones lose, and the network; all else stays
 # as fitted on language models
 _CONSTANTS = ("gemm_efficiency:ampere-16", "gemm_bytes", "network_share:efa")

@@ -25,16 +25,7 @@ from madmax_lib.papers.madmax.rules import (
 )
 from madmax_lib.papers.origin import read_table
 
-__all__ = [
-    "Collective",
-    "DenseLayer",
-    "DeviceStep",
-    "Embedding",
-    "GpuRates",
-    "workload",
-]
-
-TASKS = ("pretrain", "inference", "finetune")
+_TASKS = ("pretrain", "inference", "finetune")
 # The dtype follows from the bytes of a parameter; 4 bytes run at the TF32 peak.
 _PEAKS = {8: "f64_flops", 4: "f32_flops", 2: "f16_flops", 1: "i8_ops"}
 
@@ -421,8 +412,8 @@ def _rates_of(system: Mapping, param_bytes: float):
 
 
 def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float):
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is not one of {', '.join(TASKS)}")
+    if task not in _TASKS:
+        raise ValueError(f"task={task!r} is not one of {', '.join(_TASKS)}")
     types = _fields_by_type()
     if model["type"] not in types:
         raise ValueError(

@@ -22,8 +22,6 @@ from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta, Timeline
 
-__all__ = ["OP_COLUMNS", "cloud_cost", "evaluate", "timeline"]
-
 _COMPUTE = Stream.COMPUTE.value
 _COMM = 1  # one stream of all collectives
 _LABELS = ["model", "system", "task", "dense_strategy"]

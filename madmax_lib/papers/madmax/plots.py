@@ -9,16 +9,6 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_best",
-    "plot_classes",
-    "plot_cloud",
-    "plot_context",
-    "plot_hardware",
-    "plot_scaling",
-    "plot_strategies",
-]
-
 _COLORS = {  # by strategy, the same in every figure
     "fsdp": "#6b6b6b",
     "ddp": "#b5485d",

@@ -9,16 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "GLOBAL",
-    "INTRA",
-    "STRATEGIES",
-    "MadmaxRules",
-    "Strategy",
-    "parse_classes",
-    "parse_rules",
-]
-
 INTRA = "intra-node"
 GLOBAL = "global"
 # Two elements are "inside a node, across nodes". The last strategy is ours: the release

@@ -8,8 +8,6 @@ from matplotlib.axes import Axes
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_prefetch", "plot_validation", "plot_vit"]
-
 _REDUCE = "#b8561a"  # darker than other communication, which it stands beside
 _PIECES = {  # of figure 7: name and colour
     "gemm_ms": ("GEMM", "compute"),

@@ -40,22 +40,6 @@ from madmax_lib.papers.origin import (
 )
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = [
-    "claims",
-    "class_strategies",
-    "cloud_comparison",
-    "context_scaling",
-    "hardware_study",
-    "one_step",
-    "prefetch_overlap",
-    "scaling_study",
-    "strategies_over_fsdp",
-    "task_dependence",
-    "tp_inside_fsdp_across",
-    "validation_bars",
-    "vit_mfu",
-]
-
 _RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
 _DLRMS = [
     "DLRM-A",

@@ -17,18 +17,6 @@ from madmax_lib.papers.madmax.model import OP_COLUMNS, evaluate
 from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin
 
-__all__ = [
-    "best",
-    "cases",
-    "catalog_systems",
-    "published",
-    "published_values",
-    "released",
-    "steps",
-    "suite",
-    "systems",
-]
-
 FILES = ("madmax/models", "madmax/systems", "madmax/published")
 AS_RELEASED = "MAD-Max as released"
 # the serialized time of table I and figure 7 is the sum of these six

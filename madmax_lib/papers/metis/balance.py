@@ -16,8 +16,6 @@ from operator import sub
 from madmax_lib.papers.metis.job import layer_sums
 from madmax_lib.planner.hetero.profiles import plain_sum
 
-__all__ = ["Balancer", "shift_capacity"]
-
 PIECES = 7
 # Constants of the release, recorded: other values change its counts.
 _OVERFULL_SHARE = 0.9  # of what its memory allows, an overfull stage is left with

@@ -19,8 +19,6 @@ from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
-__all__ = ["DEFECTS", "defect_table", "first_listed"]
-
 # of the release: weights to states, and what even an empty stage demands
 _MEMORY_FACTOR = 5.0
 _LEAST_BYTES = 0.001 * MB_BYTES

@@ -19,8 +19,6 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, plain_sum
 
-__all__ = ["generate_profiles", "write_cluster", "write_profiles"]
-
 _IN_FILE = {  # key of the cluster file: field of a node
     "memory": "memory_gb",
     "intra_bandwidth": "intra_gb_per_s",

@@ -10,8 +10,6 @@ from itertools import accumulate
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, plain_sum
 
-__all__ = ["MetisJob", "layer_sums"]
-
 _MOST_SLOTS = 9
 
 

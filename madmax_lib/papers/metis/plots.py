@@ -8,8 +8,6 @@ from matplotlib.axes import Axes
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.view import drawing as draw
 
-__all__ = ["plot_orders", "plot_training"]
-
 _ORDERS = {"A100 first": "compute", "V100 first": "comm"}
 _MODES = {"base": "Metis", "strategy": "Ours"}
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
 from typing import NamedTuple
 
-__all__ = ["GroupList", "group_lists"]
-
 
 class GroupList(NamedTuple):
     """Device groups tried for one order of the GPU types."""

@@ -18,8 +18,6 @@ from madmax_lib.papers.metis.job import MetisJob
 from madmax_lib.planner.hetero.prices import bits
 from madmax_lib.planner.hetero.profiles import plain_sum
 
-__all__ = ["NotProfiled", "RankOrder", "Stage", "cost_ms"]
-
 _MEMORY_FACTOR = 5.0  # of the release, over the table's memory
 _LEAST_MB = 0.001  # that even an empty stage demands, so that nothing divides by 0
 # of GPT-3 6.7B, which the release takes for every model

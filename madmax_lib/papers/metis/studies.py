@@ -18,18 +18,6 @@ from madmax_lib.papers.origin import read_table
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero.nodes import Node
 
-__all__ = [
-    "NODE_ORDERS",
-    "defect_choices",
-    "defect_shares",
-    "model_profiles",
-    "nodes_of",
-    "published",
-    "run_row",
-    "run_rows",
-    "table1_errors",
-]
-
 # The release leaves the order of GPU types undefined; the best cost follows from it.
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
 _BATCH = 128

@@ -28,8 +28,6 @@ from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, Stage, cost_m
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles, plain_sum
 
-__all__ = ["MetisResult", "search"]
-
 _ATTEMPTS = 3
 
 

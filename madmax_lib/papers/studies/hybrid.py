@@ -17,8 +17,6 @@ from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
-__all__ = ["audit", "claims", "gelu", "memory_rows", "mlp", "runs", "splits"]
-
 _MODEL = "gpt2-large"
 _RUNS = "studies/gpt2_large"
 _RULES = "figures of makramab/hybrid-parallelism read again"

@@ -17,8 +17,6 @@ from madmax_lib.simulator.memory.memory import memory
 from madmax_lib.simulator.offload.fits import fits, gpt_shape
 from madmax_lib.simulator.offload.placement import Policy
 
-__all__ = ["memory_facts"]
-
 # model states of the ZeRO paper [arXiv 1910.02054]: 16 bytes per parameter unsharded
 _STATES = ["weights", "gradients", "optimizer"]
 

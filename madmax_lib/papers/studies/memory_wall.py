@@ -28,15 +28,6 @@ from madmax_lib.simulator.power import step_energy
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
-__all__ = [
-    "adam_published",
-    "limits_table",
-    "measured_host",
-    "methods_table",
-    "shape",
-    "share_table",
-]
-
 # of the study: plan, share of the states off the device (None: the fastest that fits)
 _METHODS = {
     "DDP": ("z0", None),

@@ -6,16 +6,6 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_gelu",
-    "plot_memory_parts",
-    "plot_memory_rows",
-    "plot_mfu",
-    "plot_overlap",
-    "plot_scaling",
-    "plot_steps",
-]
-
 _GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
 _ORANGE = draw.COLORS["comm"]

@@ -23,19 +23,6 @@ from madmax_lib.simulator.simulate import simulate
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = [
-    "PHASES",
-    "claims",
-    "fit_and_predict",
-    "measured_overlap",
-    "memory_parts",
-    "overlap",
-    "plan_of",
-    "scaling",
-    "step_of",
-    "steps",
-]
-
 PHASES = ("forward", "backward", "update", "all_gather")
 # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size
 _BUCKET_ELEMENTS = 5e8

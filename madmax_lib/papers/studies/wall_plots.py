@@ -12,14 +12,6 @@ from matplotlib.axes import Axes
 from madmax_lib.simulator.offload.hosts import ADAM_BYTES
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_adam",
-    "plot_limits",
-    "plot_methods",
-    "plot_share",
-    "plot_token_energy",
-]
-
 _MARKERS = "os^Dv<>P"  # by method, or by way to update
 _EXPOSED = {  # columns of `OffloadTimes`: name, kind
     "passes_s": ("passes wait for weights", "memcpy"),

@@ -20,17 +20,6 @@ import pandas as pd
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.papers.vtrain.config import Config, Sizes, VTrainRules, parse_rules
 
-__all__ = [
-    "RINGS",
-    "GradientTimes",
-    "Nccl",
-    "communication_s",
-    "gradient_s",
-    "load_nccl",
-    "send_s",
-    "tensor_s",
-]
-
 _MIB = 2**20
 _NAME = re.compile(r"AR_GPU(\d+)_1M_(\d+)M_LUT(?:\.csv)?")
 # of a node, as vTrain counts them whatever node_size is

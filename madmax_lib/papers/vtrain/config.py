@@ -22,18 +22,6 @@ import pandas as pd
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.plan import Plan
 
-__all__ = [
-    "CORRECTED",
-    "RELEASED",
-    "TABLE",
-    "Config",
-    "Sizes",
-    "VTrainRules",
-    "load_config",
-    "parse_rules",
-    "shape_of",
-]
-
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
 _MULTIPLES = (  # a field and the fields whose product divides it
     ("global_batch_size", "data_parallel_size"),

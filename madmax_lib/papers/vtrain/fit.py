@@ -29,9 +29,7 @@ from madmax_lib.papers.vtrain.config import (
     shape_of,
 )
 
-__all__ = ["GROUP", "TIME", "Profile", "fit", "network_s", "predict", "terms"]
-
-CONSTANTS = (
+_CONSTANTS = (
     "layer_s",
     "embedding_s",
     "output_s",
@@ -48,7 +46,7 @@ class OperatorFit:
     """Operators of one group, as far as its rows determine them."""
 
     rows: int  # number of rows
-    # of CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
+    # of _CONSTANTS in seconds (5,), meaningful only in the combinations inside `span`
     values: np.ndarray
     scale: np.ndarray  # by which the columns were divided (5,)
     span: np.ndarray  # orthonormal basis of what is determined (rank, 5)
@@ -57,7 +55,7 @@ class OperatorFit:
     @property
     def determined(self) -> bool:
         """Do the rows determine every constant?"""
-        return len(self.span) == len(CONSTANTS)
+        return len(self.span) == len(_CONSTANTS)
 
     def covers(self, terms: np.ndarray) -> np.ndarray:
         """Does each row (n, 5) follow from what is determined?"""
@@ -79,7 +77,7 @@ class Profile:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per group: rows, rank, determined (rank 5), CONSTANTS (NaN unless
+        """One row per group: rows, rank, determined (rank 5), _CONSTANTS (NaN unless
         determined), worst residual.
         """
         rows = []
@@ -88,7 +86,7 @@ class Profile:
             values = group.values if group.determined else np.full(5, np.nan)
             counts = (group.rows, len(group.span), group.determined)
             rows.append((*key, *counts, *values, group.worst_s))
-        columns = [*GROUP, "rows", "rank", "determined", *CONSTANTS, "worst_s"]
+        columns = [*GROUP, "rows", "rank", "determined", *_CONSTANTS, "worst_s"]
         return pd.DataFrame(rows, columns=columns)
 
 
@@ -147,7 +145,7 @@ def network_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
 
 
 def terms(shape: Sizes) -> np.ndarray:
-    """Count of each of CONSTANTS on the longest path of a step (n, 5)."""
+    """Count of each of _CONSTANTS on the longest path of a step (n, 5)."""
     # l: (m+p-1) n, e: 1, or m without a pipeline, g: m, w: n, w0: 1
     m = shape.micro_batches
     pp = np.asarray(shape.pp)

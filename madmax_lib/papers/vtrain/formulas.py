@@ -28,15 +28,6 @@ from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
 
-__all__ = [
-    "Formulas",
-    "cross_validate",
-    "fit_formulas",
-    "formula_operators",
-    "operator_s",
-    "step_s",
-]
-
 _BOUNDS = {
     "gemm_efficiency": (0.4, 0.9),
     "traffic": (0.5, 8.0),

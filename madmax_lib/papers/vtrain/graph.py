@@ -19,8 +19,6 @@ from madmax_lib.simulator.events.schedules import Slot, dependency, in_order, or
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta, Timeline
 
-__all__ = ["Operators", "iteration_s", "timeline"]
-
 
 @dataclass(frozen=True)
 class Operators:

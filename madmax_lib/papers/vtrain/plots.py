@@ -6,14 +6,6 @@ from matplotlib.axes import Axes
 
 from madmax_lib.view import drawing as draw
 
-__all__ = [
-    "plot_compute_optimal",
-    "plot_costs",
-    "plot_layouts",
-    "plot_rules",
-    "plot_space",
-]
-
 _TP = {  # colour and mark by tensor parallelism
     4: ("#529d3f", "o"),
     8: (draw.COLORS["compute"], "s"),

@@ -32,20 +32,6 @@ from madmax_lib.papers.vtrain.formulas import (
 )
 from madmax_lib.papers.vtrain.graph import iteration_s
 
-__all__ = [
-    "SEED",
-    "as_meant",
-    "claims",
-    "compute_optimal",
-    "design_space",
-    "layouts",
-    "optional_local",
-    "plan_table",
-    "published",
-    "rule_effects",
-    "seed_steps",
-]
-
 SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
     tensor_parallel_size=8,
     data_parallel_size=32,

@@ -30,8 +30,6 @@ from madmax_lib.planner.hetero.prices import Price
 from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
-__all__ = ["PlacedStage", "PlanCost", "shares"]
-
 
 def shares(samples: int, weights: Sequence[float]) -> list[int]:
     """Samples of each replica in proportion to its weight, by largest remainder; ties

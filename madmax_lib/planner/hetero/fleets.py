@@ -18,8 +18,6 @@ import numpy as np
 
 from madmax_lib.planner.hetero.nodes import Node
 
-__all__ = ["Fleet", "Span", "between", "fleet_of", "fleets"]
-
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
 # fields of a Node that are equal in a type
 _OF_TYPE = (

@@ -29,14 +29,6 @@ from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_byt
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
-__all__ = [
-    "gradients_of",
-    "nodes_of",
-    "passes_s",
-    "per_layer",
-    "simulated_prices",
-]
-
 
 def simulated_prices(
     case: Case,

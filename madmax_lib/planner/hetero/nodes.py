@@ -11,8 +11,6 @@ from pathlib import Path
 from madmax_lib.base.fields import is_number
 from madmax_lib.planner.hetero.profiles import read_json
 
-__all__ = ["Node", "load_cluster"]
-
 _GB_BYTES = 2.0**30
 _GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
 _HOST = re.compile(r"(?P<address>\S+)\s+slots\s*=\s*(?P<slots>\d+)")

@@ -13,8 +13,6 @@ import numpy as np
 
 from madmax_lib.planner.hetero.profiles import Profiles, covered
 
-__all__ = ["MB_BYTES", "Price", "PriceList", "bits", "prices_of"]
-
 MB_BYTES = 2.0**20  # a MB of memory tables
 
 

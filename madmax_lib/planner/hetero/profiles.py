@@ -18,16 +18,6 @@ from pathlib import Path
 
 from madmax_lib.base.fields import is_number
 
-__all__ = [
-    "TIMES",
-    "LayerProfile",
-    "Profiles",
-    "covered",
-    "load_profiles",
-    "plain_sum",
-    "read_json",
-]
-
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
 # An optimizer time that many times another batch's is in another unit: it does not hang
 # on the batch.

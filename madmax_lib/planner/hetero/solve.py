@@ -26,8 +26,6 @@ from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
 
-__all__ = ["alone", "plan"]
-
 _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
 
 

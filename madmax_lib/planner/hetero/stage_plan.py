@@ -13,8 +13,6 @@ from itertools import accumulate, pairwise
 
 from madmax_lib.base.fields import require_int
 
-__all__ = ["HeteroPlan"]
-
 
 @dataclass(frozen=True)
 class HeteroPlan:

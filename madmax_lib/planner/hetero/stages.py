@@ -19,8 +19,6 @@ from madmax_lib.planner.hetero.fleets import Fleet, Span, between
 from madmax_lib.planner.hetero.prices import PriceList
 from madmax_lib.planner.hetero.problem import HeteroProblem
 
-__all__ = ["Grid", "SliceStages", "StageTable"]
-
 
 class Grid:
     """Facts that all orders and batches share: group sizes, positions on their common grid,

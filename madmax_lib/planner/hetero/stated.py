@@ -40,8 +40,6 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
-__all__ = ["predict"]
-
 
 def predict(
     rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | None = None

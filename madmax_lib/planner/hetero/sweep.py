@@ -21,8 +21,6 @@ from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
 
-__all__ = ["OPEN", "Chain", "Sweeper"]
-
 OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
 # Up to here all group sizes are swept at once, beyond one by one: blocks stay in the

@@ -20,8 +20,6 @@ import numpy as np
 
 from madmax_lib.planner.hetero.sweep import Chain, Sweeper
 
-__all__ = ["Search"]
-
 _CACHE_BYTES = 256e6  # of tables; the others are built again when needed
 
 

@@ -22,8 +22,6 @@ from madmax_lib.planner.search import check_case, search, stacks_of
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of
 
-__all__ = ["AMOUNTS", "Campaign", "campaign"]
-
 # tokens of a step by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
 _BATCH_TOKENS = {1e24: 2**22, np.inf: 2**24}
 _MOST = 1 << 17  # devices

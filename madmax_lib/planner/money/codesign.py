@@ -19,8 +19,6 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator.power import ERROR
 
-__all__ = ["codesign", "scaled", "training"]
-
 _RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
 _SECONDS_PER_DAY = 86400.0
 _JOULE_PER_MWH = 3.6e9

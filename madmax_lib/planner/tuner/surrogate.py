@@ -23,8 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtr
 
-__all__ = ["Beliefs", "Candidates", "beliefs"]
-
 # Standard deviations of the simulator's error in log seconds, and the length over which
 # neighbours share it, in doublings of a degree.
 _ALL = 1.0
@@ -94,9 +92,9 @@ def beliefs(
     """
     legal = np.isfinite(plans.log_s)
     tried = np.asarray(tried, int)
-    runs = np.where(legal, _runs(plans, tried, np.isfinite(log_s)), 0.0)
     ran = np.isfinite(log_s)
-    best = np.min(log_s, where=np.isfinite(log_s), initial=np.inf)
+    runs = np.where(legal, _runs(plans, tried, ran), 0.0)
+    best = np.min(log_s, where=ran, initial=np.inf)
     mean, cross = _posterior(plans, tried[ran], log_s[ran])
     # k(x, x) minus what the trials take off, and what is the plan's own
     kernel_diagonal = _ALL**2 + _PARTS**2 * (plans.shares**2).sum(axis=1) + _NEAR**2

@@ -33,8 +33,6 @@ from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped
 from madmax_lib.simulator.steady.step_time import PARTS
 
-__all__ = ["Tuner"]
-
 _TOP = 500  # plans of a search to choose from
 # log of room over need, of a plan whose states leave the device until it fits
 _ROOMY = 0.5

@@ -22,8 +22,6 @@ from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["ClassColumn", "Hardware", "SoftwareTraits", "Steps"]
-
 
 @dataclass(frozen=True)
 class ClassColumn:

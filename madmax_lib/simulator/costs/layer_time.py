@@ -21,14 +21,6 @@ from madmax_lib.simulator.layers.ops import Block, Comm
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = [
-    "LAYER_PARTS",
-    "LayerTime",
-    "layer_time",
-    "mean",
-    "with_spare_compute",
-]
-
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
 _PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
 

@@ -23,8 +23,6 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group
 
-__all__ = ["LinkPrices"]
-
 _WIRE_SHARE = 1448 / 1538  # of an Ethernet frame is data of TCP
 _TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _SAME = 1e-3  # relative difference of rates that are only written differently
@@ -110,7 +108,7 @@ class LinkPrices:
             byte_s = (2 - crosses * self.machine.in_network) * byte_s
             near_s = 2 * near_s
         else:
-            steps = ring_steps(nodes)
+            steps = _ring_steps(nodes)
         far_s = crosses * (network.call_s + network.hop_s * steps)
         return byte_s, many * (near_s + far_s)
 
@@ -250,14 +248,14 @@ def exchange(ranks, in_node, near, far):
     return np.maximum((in_node - 1) * near, (ranks - in_node) * far) / ranks
 
 
-def ring_steps(nodes):
+def _ring_steps(nodes):
     """Steps between nodes of an all-gather or reduce-scatter: a ring, and above some
     250 nodes a tree's growth.
 
     A ring takes nodes - 1 steps; parallel aggregated trees (PAT, NCCL 2.23) grow with
     the logarithm.
 
-    >>> ring_steps([1, 2, 4096]).tolist()
+    >>> _ring_steps([1, 2, 4096]).tolist()
     [0.0, 1.0, 384.0]
     """
     nodes = np.maximum(nodes, 1.0)

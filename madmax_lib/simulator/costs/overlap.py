@@ -21,8 +21,6 @@ from madmax_lib.simulator.costs.inputs import SoftwareTraits
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["Overlap"]
-
 
 class Overlap:
     """Shares of work that hides, and what decides them, for steps of a plan and a

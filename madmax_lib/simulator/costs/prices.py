@@ -22,8 +22,6 @@ from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Groups
 
-__all__ = ["CAUSES", "Prices", "add"]
-
 CAUSES = ("gemm_s", "attention_s", "pointwise_s")  # of compute
 _TP_COLLECTIVES = 4  # of a layer's forward pass: two gathers, two scatters
 _CALLS = 2  # of cp, of experts, of FSDP in a layer

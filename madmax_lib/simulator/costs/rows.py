@@ -12,8 +12,6 @@ import pandas as pd
 
 from madmax_lib.plan.columns import Plans
 
-__all__ = ["UniqueRows", "map_leaves", "take_rows", "unique_rows"]
-
 _SAMPLE = 1024  # values of a column that are looked at first
 _SPARSE = 8  # codes of more values than this per row are counted by hashing
 

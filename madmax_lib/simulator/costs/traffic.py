@@ -25,22 +25,6 @@ from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = [
-    "Gathers",
-    "ParameterCount",
-    "ReducedTime",
-    "Transfer",
-    "copies_transfer",
-    "gather_transfers",
-    "gathers_of",
-    "overlapped_s",
-    "parameter_count",
-    "reduce_transfers",
-    "reduced_time",
-    "shard_group",
-    "tied_s",
-]
-
 _INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
 

@@ -20,16 +20,6 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import KINDS, Meta, Timeline
 
-__all__ = [
-    "Program",
-    "apply_core_sharing",
-    "run",
-    "run_with_stragglers",
-    "text_column",
-    "to_timeline",
-    "with_receive_kernels",
-]
-
 _ABOUT = {"rank": 0, "group": "", "size_bytes": float("nan")}  # of an op unless said
 _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
 _NEVER = 1e-300  # keeps a quotient of two zeros at zero

@@ -24,8 +24,6 @@ from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
 
-__all__ = ["StepBuilder"]
-
 
 class StepBuilder:
     """Builder of one training step; `build` returns its Program.

@@ -19,8 +19,6 @@ from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block, Comm, mirror
 
-__all__ = ["PassBuilder", "units_of"]
-
 
 class _ByDirection(NamedTuple):
     """A number of each pass over a unit."""

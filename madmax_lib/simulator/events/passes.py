@@ -19,8 +19,6 @@ from madmax_lib.simulator.events.schedules import Slot
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block, Comm
 
-__all__ = ["BEFORE", "MESSAGE", "Message", "MicroBatch", "Pass", "crosses"]
-
 # What an op waits for outside of its pass: the message of another stage, the last
 # compute of the pass before
 MESSAGE = -1

@@ -10,8 +10,6 @@ is split and the gradients of weights come `stage` micro-batches later [Qi et al
 from collections.abc import Iterator
 from itertools import pairwise
 
-__all__ = ["Slot", "dependency", "in_order", "order"]
-
 _BEFORE = {"backward": "forward", "weight": "backward"}
 Slot = tuple[str, int, int]  # (forward, backward or weight, chunk, micro-batch)
 

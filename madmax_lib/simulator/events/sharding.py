@@ -26,8 +26,6 @@ from madmax_lib.simulator.events.passes import Pass
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block
 
-__all__ = ["Sharding"]
-
 
 class Sharding:
     """Data-parallel traffic of a plan, at `prices`."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 from enum import IntEnum
 from functools import cache
 
-__all__ = ["Stream"]
-
 
 class Stream(IntEnum):
     """Number of a device stream, or below 0 of a host thread, as in

@@ -15,8 +15,6 @@ from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.plan.plan import Plan
 
-__all__ = ["cut_model", "cuts_of", "kinds_of_chunks", "plan_of_cut"]
-
 # fields of a plan that say where a model is cut
 _CUT = (
     "pp",

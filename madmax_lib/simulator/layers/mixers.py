@@ -29,8 +29,6 @@ from madmax_lib.simulator.layers.ops import (
 from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import Number, attention_flops
 
-__all__ = ["cross_attention", "mixer_blocks"]
-
 
 def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     """Norm, product in, convolution, scan and product out; Mamba-1 sums B, C and dt

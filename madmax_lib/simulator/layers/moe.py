@@ -28,8 +28,6 @@ from madmax_lib.simulator.layers.ops import (
 from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["dlrm_blocks", "mixture_blocks"]
-
 # read per output, and written: the sum reads 16 and 32 bits, join and cast 32 each
 _BIAS_BYTES = 14
 _ROW_BYTES = 2  # of an element of an embedding table, 16 bit

@@ -15,22 +15,6 @@ from functools import lru_cache
 
 import numpy as np
 
-__all__ = [
-    "BYTES",
-    "Block",
-    "Comm",
-    "Op",
-    "Precision",
-    "attention",
-    "backward",
-    "gemm",
-    "linear",
-    "mirror",
-    "phases",
-    "pointwise",
-    "precision",
-]
-
 BYTES = {  # of an element
     **{"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2},
     **{"fp8": 1, "mxfp8": 1, "int8": 1, "nvfp4": 0.5},

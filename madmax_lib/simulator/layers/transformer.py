@@ -33,13 +33,6 @@ from madmax_lib.simulator.layers.ops import (
 from madmax_lib.simulator.layers.work import Work, any_nonzero, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import Number, attention_flops
 
-__all__ = [
-    "chunk_blocks",
-    "embedding_block",
-    "head_block",
-    "layer_blocks",
-]
-
 # read and written per logit: 16-bit logits, their fp32 copy and its gradient
 _LOGIT_BYTES_READ = 2
 _LOGIT_BYTES_WRITTEN = 6

@@ -28,10 +28,8 @@ from madmax_lib.simulator.layers.ops import (
 )
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["HABITS", "Shape", "Work", "any_nonzero", "layer_block", "nonzero"]
-
 # of software: what decides the collectives of a block
-HABITS = ("gathers_logits", "sums_rows")
+_HABITS = ("gathers_logits", "sums_rows")
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class Work:
             case.sequence,
             precision(case.dtype),
             case.imbalance,
-            **{name: float(getattr(case.software, name)) for name in HABITS},
+            **{name: float(getattr(case.software, name)) for name in _HABITS},
         )
 
     @cached_property

@@ -21,8 +21,6 @@ from madmax_lib.plan.case import Case
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.memory.states import width_of
 
-__all__ = ["LayerBytes", "dropout_bytes", "in_flight", "layer_bytes"]
-
 # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
 _MASK_BYTES = 1
 # fused attention keeps the fp32 log-sum-exp of each row [arXiv 2205.14135]

@@ -46,17 +46,6 @@ from madmax_lib.simulator.offload.placement import (
     policy_of,
 )
 
-__all__ = [
-    "FitsResult",
-    "LargestModel",
-    "fits",
-    "gpt_shape",
-    "largest_model",
-    "moments",
-    "room_bytes",
-    "shares_that_fit",
-]
-
 # the least share to 1e-8
 _SHARES = np.linspace(0.0, 1.0, 101)
 _ROUNDS = 3

@@ -13,8 +13,6 @@ import numpy as np
 from madmax_lib.catalog.models import Cluster, Host
 from madmax_lib.simulator.offload.placement import Method, Split
 
-__all__ = ["ACCUMULATE_BYTES", "ADAM_BYTES", "Offloaded", "Rates", "host_of", "rates"]
-
 # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
 ADAM_BYTES = 28
 ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written

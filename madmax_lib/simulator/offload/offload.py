@@ -30,8 +30,6 @@ from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 from madmax_lib.simulator.steady.step_time import PARTS
 
-__all__ = ["OffloadTimes", "best_offload", "offload_row", "offload_times"]
-
 _WIDTH = 2  # bytes of a weight or gradient on its way
 
 

@@ -24,8 +24,6 @@ from madmax_lib.simulator.offload.offload import best_offload
 from madmax_lib.simulator.offload.placement import Policy, policy_of, streams_gradients
 from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["Staging", "staged"]
-
 
 def staged(
     case: Case, parameters: Parameters, policy: Policy | None

@@ -8,8 +8,6 @@ import numpy as np
 
 Number = float | np.ndarray
 
-__all__ = ["SCORE_BYTES", "Number", "attention_flops", "misfit", "optimizer_bytes"]
-
 # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy
 # written
 _ADAM_BYTES = 30

@@ -23,18 +23,6 @@ from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 
-__all__ = [
-    "Parameters",
-    "bounds",
-    "constants_of",
-    "load",
-    "save",
-    "shipped",
-    "software_of",
-    "start",
-    "to_json",
-]
-
 _mapping = partial(
     field, default_factory=dict, hash=False
 )  # a field, empty unless given

@@ -14,8 +14,6 @@ import numpy as np
 from madmax_lib.plan.columns import Plans, expert_sharing
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["Group", "Groups", "member_name"]
-
 
 @dataclass(frozen=True)
 class Group:

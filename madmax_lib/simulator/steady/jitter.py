@@ -21,8 +21,6 @@ from scipy.special import digamma
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["Parts", "longest_delay", "with_waits"]
-
 Parts = dict[str, Number]  # seconds by part of a step
 _WAITING = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "bubble_s")
 # of a micro-batch in the bottleneck stage

@@ -29,8 +29,6 @@ from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
-__all__ = ["KindCost", "LayerCosts", "layer_costs"]
-
 # fields of a plan that a pass over a layer depends on; rows of a table share these
 _PASS = (
     "tp",

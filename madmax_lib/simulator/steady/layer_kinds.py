@@ -14,8 +14,6 @@ from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_c
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import LayerCosts
 
-__all__ = ["StageExcess", "gathered_passes_s", "stage_excess"]
-
 
 @dataclass(frozen=True)
 class StageExcess:

@@ -19,8 +19,6 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
 
-__all__ = ["bubble_s", "messages_s", "short_batch_s"]
-
 
 def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     """Seconds for which the slowest stage waits while the pipeline fills and drains.

@@ -20,8 +20,6 @@ from madmax_lib.simulator.costs.traffic import (
 )
 from madmax_lib.simulator.rates.compute import Number
 
-__all__ = ["ExposedGradients", "PassesOfStage", "exposed_gradients"]
-
 
 @dataclass(frozen=True)
 class PassesOfStage:

@@ -28,8 +28,6 @@ from madmax_lib.simulator.steady.layer_kinds import (
     stage_excess,
 )
 
-__all__ = ["PipelineStage", "Stages", "stages_of"]
-
 
 @dataclass(frozen=True)
 class PipelineStage:

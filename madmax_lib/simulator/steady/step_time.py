@@ -30,16 +30,6 @@ from madmax_lib.simulator.steady.pipeline import bubble_s, messages_s, short_bat
 from madmax_lib.simulator.steady.reductions import PassesOfStage, exposed_gradients
 from madmax_lib.simulator.steady.stages import Stages, stages_of
 
-__all__ = [
-    "COMMUNICATION",
-    "COMPUTE",
-    "PARTS",
-    "PipelineTimes",
-    "pipelines_of",
-    "step_s",
-    "step_time",
-]
-
 # exposed seconds whose sum is the step
 PARTS = (
     "gemm_s",

@@ -19,8 +19,6 @@ from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
 
-__all__ = ["align", "clock_offsets", "components"]
-
 _APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
 

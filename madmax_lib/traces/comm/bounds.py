@@ -14,8 +14,6 @@ from madmax_lib.catalog.hardware import Cluster
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.call_metadata import members
 
-__all__ = ["longest_transfer_s"]
-
 # several times the 3 to 6 us per hop that NCCL's tuning table has for networks
 # (graph/tuning.cc)
 _HOP_S = 15e-6

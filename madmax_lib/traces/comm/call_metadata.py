@@ -22,8 +22,6 @@ from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["call_metadata", "members"]
-
 _TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")
 _NUMBERS = (
     "in_elements",

@@ -12,8 +12,6 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 
-__all__ = ["exchanges"]
-
 
 def exchanges(timeline: Timeline) -> pd.DataFrame:
     """Bytes between each pair of ranks in uneven all-to-alls: group, source_rank,

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-__all__ = ["ACTIONS", "Replay", "replay"]
-
 _UNIT = 512  # bytes to which the allocator rounds up (kMinBlockSize)
 _MIB = 1 << 20  # largest block of the small pool (kSmallSize)
 _CHUNK = 1 << 16  # events that are objects of Python at once

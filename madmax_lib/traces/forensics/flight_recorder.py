@@ -20,8 +20,6 @@ import pandas as pd
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.traces.forensics.plain_pickles import load_plain
 
-__all__ = ["flight_calls", "flight_findings", "lateness"]
-
 # what ranks have in common when they make one call
 _CALL = ["group", "ranks", "sequence"]
 # collectives whose sizes may differ from rank to rank

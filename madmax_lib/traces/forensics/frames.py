@@ -12,8 +12,6 @@ from functools import lru_cache
 
 import pandas as pd
 
-__all__ = ["Stacks"]
-
 _LINES = 3  # innermost lines that name a site
 _PLAIN = {str, int, type(None)}
 # between the lines of a model, and of no help: a call of a module is three such lines

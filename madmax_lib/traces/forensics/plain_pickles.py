@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 
 from isal import igzip
 
-__all__ = ["load_plain"]
-
 _BLOCK = 1 << 20  # bytes read at once
 _LARGEST = 1 << 24  # bytes of a text or a frame: Python's own frames have 64 KiB
 # tuples of other than two numbers: so many inside one another can still be hashed

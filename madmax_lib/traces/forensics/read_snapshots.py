@@ -21,8 +21,6 @@ from madmax_lib.traces.read.cache import content_sha256
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
 
-__all__ = ["Snapshot", "of_device", "read_snapshot"]
-
 # columns by the keys of an event, and what stands for a key that an old torch lacks
 _KEYS = {
     "action": ("action", ""),

@@ -13,15 +13,6 @@ from madmax_lib.traces.forensics.block_sizes import Replay
 from madmax_lib.traces.forensics.read_snapshots import Snapshot, of_device
 from madmax_lib.traces.operators.memory import BEFORE
 
-__all__ = [
-    "fragmentation",
-    "out_of_memory",
-    "snapshot_diff",
-    "snapshot_held",
-    "snapshot_peak",
-    "snapshot_timeline",
-]
-
 _BY = ("site", "module", "phase", "metadata")
 _AT = ("peak", "start", "end", "oom")
 _NO_STACK = "no stack was recorded"

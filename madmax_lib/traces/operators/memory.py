@@ -20,8 +20,6 @@ from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import ends_ns
 
-__all__ = ["BEFORE", "allocations", "growth", "held_at_peak", "memory_timeline", "peak"]
-
 # allocated there, or anywhere else that no event with an address tells
 BEFORE = "before the trace"
 _OTHERS = "other operators"

@@ -22,8 +22,6 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-__all__ = ["operator_costs"]
-
 _ARITHMETIC = {
     "double": "fp64",
     "float": "fp32",

@@ -25,15 +25,6 @@ from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = [
-    "OUTSIDE",
-    "kernel_types",
-    "kernels",
-    "modules",
-    "operator_calls",
-    "operators",
-]
-
 OUTSIDE = "outside of operators"
 _MODULE = re.compile(r"^nn\.Module: ")
 _TF32 = re.compile(

@@ -20,8 +20,6 @@ from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.step_times import step_periods
 
-__all__ = ["mfu", "products", "roofline"]
-
 _PRODUCTS = ("gemm", "convolution", "attention")
 _ENOUGH = 0.5  # of the time of products: below, an MFU from shapes says nothing
 _HOST_OPERATOR = (

@@ -17,8 +17,6 @@ from pathlib import Path
 from madmax_lib.catalog.datasets import cache_folder
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["cached", "content_sha256"]
-
 _PACKAGE = Path(str(files("madmax_lib")))
 
 

@@ -35,8 +35,6 @@ from madmax_lib.traces.read.salvage import (
     decode_piece,
 )
 
-__all__ = ["decode_pieces"]
-
 # bytes of JSON text per piece: small enough that the allocator uses its memory again
 _BLOCK = 1 << 16
 _READ = 1 << 16  # bytes of a packed file

@@ -18,8 +18,6 @@ from madmax_lib.timeline.timeline import KINDS
 from madmax_lib.traces.read.event_columns import EventColumns
 from madmax_lib.traces.read.nesting import Nest
 
-__all__ = ["begins", "classify_cpu"]
-
 _OPERATOR = ("cpu_op", "operator")
 _CALLS = ("c10d::", "_c10d_functional::")  # they start a collective or wait for one
 _WORKS = "aten::"  # operators that compute for as long as they are open

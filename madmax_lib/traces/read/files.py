@@ -10,13 +10,6 @@ from pathlib import Path
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.readers import TRACE_SUFFIXES, reader_of
 
-__all__ = [
-    "find_traces",
-    "iteration_folder",
-    "iterations",
-    "rank_in_name",
-]
-
 _ITERATION = re.compile(r"iteration_(\d+)$")
 
 

@@ -17,8 +17,6 @@ from madmax_lib.base.units import format_s
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.events import TraceWarning
 
-__all__ = ["one_job"]
-
 # share of the operators of the trace with fewer that two traces of one program have in
 # common; pipeline stages differ, but most of what they call is the same
 _SAME_PROGRAM_SHARE = 0.5

@@ -16,8 +16,6 @@ import pandas as pd
 from madmax_lib.timeline.kinds import COLLECTIVES, collective_names, kernel_kinds
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS
 
-__all__ = ["collective_of", "original_name", "written_names"]
-
 _WRAPPED = re.compile(
     r"(?:ncclDevKernel_\w+|kernel|Memcpy|Memset) madmax\((.*)\)", re.DOTALL
 )

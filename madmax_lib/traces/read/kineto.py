@@ -36,8 +36,6 @@ from madmax_lib.traces.read.timeline_rows import read_file
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["TraceWarning", "read_trace"]
-
 
 def read_trace(
     source: str | Path | Sequence[str | Path],

@@ -7,8 +7,6 @@ one that began last counts.
 import numpy as np
 import pandas as pd
 
-__all__ = ["Nest", "thread_of"]
-
 
 class Nest:
     """Spans of host threads in order of thread and start, outer before inner, each with

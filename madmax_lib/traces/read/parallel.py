@@ -21,8 +21,6 @@ from madmax_lib.base.progress import bar
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["read_all"]
-
 Result = TypeVar("Result")
 # of JSON text for each process; to start one costs as much as to read half of that
 _WORTH_A_PROCESS_BYTES = 192 << 20

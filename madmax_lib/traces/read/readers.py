@@ -2,7 +2,7 @@
 a timeline's origin.
 
 The PyTorch profiler's JSON is told by its content, whatever the file is called. A reader
-of another format is a row of READERS; its module is loaded when one of its files is
+of another format is a row of _READERS; its module is loaded when one of its files is
 read, so that it can be taken off.
 """
 
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, TypedDict
-
-__all__ = ["TRACE_SUFFIXES", "Provenance", "Reader", "reader_of"]
 
 
 class Provenance(TypedDict, total=False):
@@ -41,13 +39,13 @@ class Reader(NamedTuple):
         return getattr(import_module(self.module), self.function)
 
 
-READERS = (
+_READERS = (
     Reader(".sqlite", "Nsight Systems", "madmax_lib.traces.nsys", "read_exports"),
 )
 # what a folder is searched for; a file that is named may be called anything
-TRACE_SUFFIXES = (".json", ".gz", *(reader.suffix for reader in READERS))
+TRACE_SUFFIXES = (".json", ".gz", *(reader.suffix for reader in _READERS))
 
 
 def reader_of(path: Path) -> Reader | None:
     """Reader of a file by its suffix; None for what the profiler's own reads."""
-    return next((reader for reader in READERS if reader.suffix == path.suffix), None)
+    return next((reader for reader in _READERS if reader.suffix == path.suffix), None)

@@ -18,16 +18,6 @@ import msgspec
 
 from madmax_lib.traces.read.events import EXACT, Event, RawTrace
 
-__all__ = [
-    "BETWEEN",
-    "EVENT_START",
-    "BreaksOff",
-    "Decoded",
-    "decode_final",
-    "decode_json",
-    "decode_piece",
-]
-
 # control characters to spaces, which are valid inside and outside of text
 _CONTROL = bytes(32 if i < 32 else i for i in range(256))
 _KEY = rb'"(?:ph|cat|name|pid|tid|ts|dur|args|bp|s)"\s*:'  # of an event

@@ -30,8 +30,6 @@ from madmax_lib.traces.read.event_columns import (
 from madmax_lib.traces.read.events import Args, Event, RawTrace
 from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
-__all__ = ["side_tables_of"]
-
 # allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
 # COLLECTIVES, in which a reduce-scatter is found before reduce and scatter
 _SPELLINGS = {

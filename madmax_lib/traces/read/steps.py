@@ -16,8 +16,6 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["assign_steps", "hta_rows", "step_spans"]
-
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,9})(?!\d)")
 _ITERATION = re.compile(
     r"^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*(\d{1,9})\W*$",

@@ -22,8 +22,6 @@ from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.kernel_names import original_name
 from madmax_lib.traces.read.steps import assign_steps
 
-__all__ = ["read_file"]
-
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")

@@ -14,17 +14,6 @@ import numpy as np
 from madmax_lib import catalog
 from madmax_lib.traces.read.events import EXACT, FAR_NS
 
-__all__ = [
-    "FAR_US",
-    "NeedsDecimal",
-    "dtype_bytes",
-    "floats",
-    "integer",
-    "integers",
-    "nanoseconds",
-    "recorded_dtype",
-]
-
 # float64 has 53 bits: below 2**43 us its spacing is at most 2**-10 us, under 1 ns, so
 # that three decimals can be recovered
 _FLOAT_IS_EXACT_US = 2.0**43

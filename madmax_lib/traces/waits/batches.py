@@ -18,8 +18,6 @@ from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = ["batches"]
-
 # requests and tokens that are prefilled, then those that are decoded
 _VLLM = re.compile(
     r"^execute_(?:\w*?_)?(?:context|new)_(\d+)(?:\((?:sq)?(\d+)[^)]*\))?"

@@ -41,8 +41,6 @@ from madmax_lib.traces.waits.slices import (
 from madmax_lib.traces.waits.transfers import messages, pauses, transfers
 from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
-__all__ = ["Graph", "dependency_graph", "longest_path"]
-
 # Kinds of edges; of equally late sources the first kind decides.
 _WHY = (
     "work",

@@ -16,8 +16,6 @@ from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_ori
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = ["idle", "launch_bound"]
-
 _CAUSES = ("host_wait", "kernel_wait", "other")
 # times the usual time from launch to start, and at least: beyond, a start is late
 _LATE = 10

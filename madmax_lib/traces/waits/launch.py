@@ -23,15 +23,6 @@ from madmax_lib.timeline.timeline import (
 )
 from madmax_lib.traces.tables import ratio
 
-__all__ = [
-    "device_work",
-    "launch_floor",
-    "launches",
-    "queue_length",
-    "queue_series",
-    "short_kernels",
-]
-
 _NO_LAUNCH_NS = np.iinfo(
     np.int64
 ).min  # launch time of work without a launch: before everything

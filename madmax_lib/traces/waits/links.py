@@ -21,8 +21,6 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import bus_factor, calls
 from madmax_lib.traces.waits.dependencies import Graph
 
-__all__ = ["transfer_times"]
-
 Price = Callable[[str, int, int, float], float | None]
 # groups of data parallelism, where they have names
 _PARALLEL = r"\b(?:dp|fsdp|ddp|replicate|shard)\b|mesh_(?:dp|fsdp)"

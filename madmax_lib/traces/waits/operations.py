@@ -18,8 +18,6 @@ from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.tables import ends_ns
 
-__all__ = ["operations"]
-
 _COLUMNS = [
     "dp_rank",
     "stage",

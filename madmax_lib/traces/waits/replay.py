@@ -16,8 +16,6 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-__all__ = ["StepGraph", "pipeline_graph", "seen_graph"]
-
 # what follows the passes of a step, in order
 _TAIL = (
     "gc",

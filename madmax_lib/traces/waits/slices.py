@@ -11,8 +11,6 @@ from madmax_lib.base.intervals import pack, union
 from madmax_lib.timeline.timeline import BUSY_KINDS
 from madmax_lib.traces.tables import ends_ns
 
-__all__ = ["IN_FLIGHT", "cut_into_slices", "one_slice_per_span"]
-
 # Streams up to here hold one message each, which a host thread has sent or awaits.
 IN_FLIGHT = -1_000_000
 _COLUMNS = [

@@ -27,16 +27,6 @@ from madmax_lib.traces.read.steps import step_spans
 from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
-__all__ = [
-    "input_wait",
-    "lacks_step_marks",
-    "median_step",
-    "steady_state",
-    "step_periods",
-    "step_summary",
-    "steps",
-]
-
 _PARTS = (
     "total_s",
     "compute_s",

@@ -21,8 +21,6 @@ from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.traces.tables import covered, ends_ns
 from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
-__all__ = ["pauses", "transfers"]
-
 _PAUSES = r"wait|run_backward|: backward"
 _AUTOGRAD = "autograd::engine::evaluate_function"
 # of the calls of a kind must show that their thread waits for them at once

@@ -21,8 +21,6 @@ from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.operations import operations
 from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
 
-__all__ = ["WithoutStragglers", "what_if_no_stragglers"]
-
 _COMPUTE = (
     "forward-compute",
     "backward-compute",

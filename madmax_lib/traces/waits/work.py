@@ -11,8 +11,6 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["StepWork", "end_of", "joined_edges", "start_of"]
-
 
 def start_of(number: np.ndarray) -> np.ndarray:
     """Events at which slices start."""

@@ -36,9 +36,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "add_command", "add_parser", "envelope", "tokens"]
-
-SCHEMA = 1
+_SCHEMA = 1
 _TOKENS = 2000  # of an envelope
 _HEAD_TOKENS = 100  # of its keys, the version and what else is always there
 _ROWS = 40  # that a terminal shows
@@ -139,7 +137,7 @@ def envelope(
     """
     from madmax_lib import __version__
 
-    head = {"schema": SCHEMA, "command": command, "version": __version__}
+    head = {"schema": _SCHEMA, "command": command, "version": __version__}
     lists = {"inputs": [], "rows": [], "warnings": list(caught)}
     summary = {}
     if isinstance(answer, Exception):

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from madmax_lib.view.commands.answers import add_parser
 
-__all__ = ["add"]
-
 # others are given as JSON
 _TYPES = {"int": int, "float": float, "str": str, "int | None": int}
 # columns of a bench that only its files have

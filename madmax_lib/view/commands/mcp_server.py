@@ -23,8 +23,6 @@ from madmax_lib.view.commands import step, trace
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-__all__ = ["server"]
-
 _TOOLS = ("breakdown", "compare", "stragglers", "flight", "estimate", "fits", "search")
 _PATHS = ("traces", "dumps")  # of files, which have to lie inside of the folders
 _NAMES = ("model", "cluster")  # of the catalog, or of a file inside

@@ -7,8 +7,6 @@ from argparse import ArgumentTypeError, Namespace
 from madmax_lib.view.commands.answers import Answer, add_command
 from madmax_lib.view.commands.step import inputs, run_of, used
 
-__all__ = ["add"]
-
 _MEASURED = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops")
 # fields of an expectation, headline first
 _VERDICT = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")

@@ -8,8 +8,6 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.hardware import Cluster
 from madmax_lib.view.commands.answers import Answer, add_command
 
-__all__ = ["add", "inputs", "run_of", "used"]
-
 # options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (

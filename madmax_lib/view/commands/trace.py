@@ -15,8 +15,6 @@ from madmax_lib.view.commands.answers import Answer, add_command
 if TYPE_CHECKING:
     from madmax_lib.timeline.timeline import Timeline
 
-__all__ = ["add", "read"]
-
 # in the folder where the command runs: for the cache of a CI
 _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary

@@ -21,8 +21,6 @@ from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.view.words import COLORS, LABELS, lanes
 
-__all__ = ["busy_spans", "columns"]
-
 _LARGEST = 2**31 - 1
 _HOST = {"cpu": ("host", "#5f7487"), "annotation": ("annotation", "#8a6d3b")}
 _DEEPEST = 40  # levels of a host thread that are drawn

@@ -17,17 +17,6 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.view.explore.widgets import interactive, view_bundle
 
-__all__ = [
-    "Explorer",
-    "Later",
-    "command_html",
-    "control",
-    "doublings",
-    "message_html",
-    "offer",
-    "slider",
-]
-
 
 class Explorer:
     """Controls above numbers above a view, live in a browser, else a static picture."""

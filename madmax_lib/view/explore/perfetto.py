@@ -29,8 +29,6 @@ from madmax_lib.traces.export import export_trace
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.view.explore.widgets import interactive
 
-__all__ = ["view_in_perfetto"]
-
 _HOSTED = "https://ui.perfetto.dev"
 # variables of places whose browser is on another machine
 _REMOTE = ("KAGGLE_KERNEL_RUN_TYPE", "JUPYTERHUB_SERVICE_PREFIX")

@@ -23,8 +23,6 @@ from madmax_lib.simulator.memory.memory import (
 from madmax_lib.view.drawing import COLORS, DASHED, BarStyle, bars, patch_key
 from madmax_lib.view.plots.predicted import STEP_PARTS
 
-__all__ = ["PlanCard", "plan_card", "plan_card_html", "plot_plan_card"]
-
 _TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and host"]
 # the other bytes that are always there are buffers
 _STATES = ["weights", "gradients", "optimizer"]

@@ -18,8 +18,6 @@ from madmax_lib.view.explore.widgets import widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
 from madmax_lib.view.plots.plans import plot_front
 
-__all__ = ["SpaceExplorer"]
-
 _ANY = "any"
 # fields of a plan that can be held, with the values that are offered
 _FILTERS = {

@@ -28,8 +28,6 @@ from madmax_lib.view.explore.plan_card import (
 from madmax_lib.view.explore.widgets import TimelineView
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = ["StepExplorer", "WorkloadExplorer", "transformers"]
-
 _DELAY_S = 0.01  # after the last change, before a timeline is laid out
 # micro-batches of a drawn step, or one per stage where there are more stages
 _DRAWN = 8

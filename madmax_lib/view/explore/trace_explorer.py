@@ -11,8 +11,6 @@ from madmax_lib.view.explore.explorer import Explorer, control, message_html, of
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
 from madmax_lib.view.notebooks.environment import is_here
 
-__all__ = ["TraceExplorer"]
-
 
 class TraceExplorer(Explorer):
     """A set of traces of which ranks and steps are chosen.

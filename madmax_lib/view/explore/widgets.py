@@ -30,15 +30,6 @@ from madmax_lib.view.explore.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
-__all__ = [
-    "TimelineView",
-    "breakdown_html",
-    "interactive",
-    "view_bundle",
-    "view_timeline",
-    "widget_class",
-]
-
 # spans; beyond, a live canvas comes without its static picture, which would take
 # seconds
 _PICTURE_UP_TO = 200_000

@@ -21,8 +21,6 @@ from madmax_lib.runs.selftest import Missing, answers, selftest
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks
 
-__all__ = ["check", "report"]
-
 # what each is for (the name of the extra that brings it is in brackets), and its module
 _TABLE = pd.read_csv(data_file("view/packages.csv"), index_col="package")
 _PACKAGES = _TABLE["purpose"].to_dict()

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from madmax_lib.catalog.datasets import PROJECT, dataset, local_data, names
 
-__all__ = ["Environment", "environment", "is_here", "shell", "version"]
-
 
 @dataclass(frozen=True)
 class Environment:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-__all__ = ["Result", "page", "paragraph"]
-
 _HERE = Path(__file__).parent
 
 

@@ -17,15 +17,6 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.datasets import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
-__all__ = [
-    "described",
-    "notebook_named",
-    "notebooks",
-    "parse_parameters",
-    "questions",
-    "run_notebook",
-]
-
 # set to 1: fits solve small systems, in whose way more threads get
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _USUAL = ["00_tour", "01_explore"]  # named where nothing is near

@@ -20,8 +20,6 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 
-__all__ = ["notebook_page", "notebook_question", "write_site"]
-
 _GROUPS = {  # by the first digit of a notebook's name
     "0": "Tour",
     "1": "Runs",

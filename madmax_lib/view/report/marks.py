@@ -16,8 +16,6 @@ import pandas as pd
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
-__all__ = ["bars", "cards", "line", "section", "table"]
-
 _FILLS = {
     "compute": "compute",
     "hidden": "communication under compute",

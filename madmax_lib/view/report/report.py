@@ -22,8 +22,6 @@ from madmax_lib.view.notebooks.page import page, paragraph
 from madmax_lib.view.report import views
 from madmax_lib.view.report.marks import section
 
-__all__ = ["Report", "report", "write_report"]
-
 _HERE = Path(__file__).parent
 _EXPLORE = _HERE.parent / "explore"
 _SPANS = 600_000  # that the canvas holds; one takes some 4 bytes of the page
