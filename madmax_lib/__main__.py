@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 from madmax_lib import __version__
 from madmax_lib.view.commands import (
@@ -53,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
     # argparse makes the parsers of commands itself: this one is shared by all of them
     json = False
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str):
         line = f"{message}; {self.prog} --help tells more"
         if _Parser.json:
             print(envelope(self.prog.split()[-1], ValueError(line)))
@@ -78,7 +77,7 @@ def _parser(words: list[str]):
         metavar="NAME=VALUE",
     )
 
-    def mcp(options: argparse.Namespace):
+    def mcp(options):
         from madmax_lib.view.commands.mcp_server import server  # late: a wing
 
         server(options.folders, main).run("stdio")

@@ -178,21 +178,21 @@ class _LeastSquares:
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
         self.weight = weights(rows) / SCALE
 
-    def residuals(self, point) -> np.ndarray:
+    def residuals(self, point):
         """(rows + constants,) weighted log errors, then distances from the priors."""
         constants = self.fixed.constants | self.scale.constants(point)
         predicted = step_s(self.steps, replace(self.fixed, constants=constants))
         errors = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([errors, (point - self.scale.prior) / self.scale.sigma])
 
-    def jacobian(self, point) -> np.ndarray:
+    def jacobian(self, point):
         """(rows + constants, constants) slopes of `residuals`."""
         slopes = gradient(self.steps, self.scale, point, self.fixed)
         # a row's weight holds for all its slopes
         weighted = slopes * self.weight[:, None]
         return np.vstack([weighted, np.diag(1 / self.scale.sigma)])
 
-    def solve(self, point, evaluations: int = _MOST_EVALUATIONS) -> OptimizeResult:
+    def solve(self, point, evaluations: int = _MOST_EVALUATIONS):
         low, high = self.scale.low, self.scale.high
         return least_squares(
             self.residuals,
@@ -205,12 +205,12 @@ class _LeastSquares:
             **_TOLERANCES,
         )
 
-    def scatter(self, random: np.random.Generator) -> np.ndarray:
+    def scatter(self, random: np.random.Generator):
         """A random point of the prior."""
         sigma = self.scale.sigma
         return self.scale.prior + sigma * random.standard_normal(len(sigma))
 
-    def parameters(self, solution: OptimizeResult, rows: pd.DataFrame) -> Parameters:
+    def parameters(self, solution: OptimizeResult, rows: pd.DataFrame):
         """The constants of a solution with their covariance and provenance."""
         fitted = self.scale.solved(self.fixed, solution.x, covariance_of(solution))
         origin = {

@@ -113,7 +113,7 @@ def _flags(text: str):
     source = Source("flags", {}, text)
     variables = {}
 
-    def value_of(match: re.Match):
+    def value_of(match):
         """The variable's value, else its default, else its name as it stands."""
         default = match[0] if match[2] is None else match[2]
         return variables.get(match[1] or match[3], default)

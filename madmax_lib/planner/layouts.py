@@ -38,7 +38,7 @@ def layouts(spec: RunSpec, devices: int) -> list[str]:
     """
     image = bool(spec.shapes.image)
 
-    def named(text: str):
+    def named(text):
         # patches and class token of an image are not split over ranks
         return f"{text}.nosp" if image and "tp" in text else text
 

@@ -113,7 +113,7 @@ def launch_all(specs: Mapping[Path, RunSpec]) -> None:
     specs = {_absolute(directory): spec for directory, spec in specs.items()}
     waiting = dict(specs)
 
-    def processes(directory: Path):
+    def processes(directory):
         spec = specs[directory]
         fields = [getattr(spec, name) for name in _OF_PROCESSES]
         return [spec.plan.world_size, *fields]

@@ -74,14 +74,14 @@ class _Hooks:
 
     _profiler = None
 
-    def on_train_begin(self, *_, **__) -> None:
+    def on_train_begin(self, *_, **__):
         _safely(self._begin)
 
-    def on_step_end(self, *_, **__) -> None:
+    def on_step_end(self, *_, **__):
         if self._profiler is not None:
             _safely(self._profiler.step)
 
-    def on_train_end(self, *_, **__) -> None:
+    def on_train_end(self, *_, **__):
         profiler = self._profiler
         self._profiler = None  # a hook that comes late finds none
         if profiler is not None:
@@ -90,7 +90,7 @@ class _Hooks:
     # Lightning's words for the same moments
     on_train_start = on_train_begin
 
-    def on_train_batch_end(self, *_, **__) -> None:
+    def on_train_batch_end(self, *_, **__):
         self.on_step_end()
 
     def _begin(self):

@@ -269,7 +269,7 @@ def _writer(spec, directory):
         if not file.tell():
             table.writerow(read.COLUMNS)
 
-        def write(row: dict):
+        def write(row):
             values = {name: read.with_nulls(row[name]) for name in read.COLUMNS}
             table.writerow(values.values())
             if log:
@@ -293,7 +293,7 @@ def _wandb_log(spec, directory):
         config=asdict(spec),
     )
 
-    def send(row: dict | None):
+    def send(row):
         if row is None:
             run.finish()
             return

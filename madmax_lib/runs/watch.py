@@ -37,7 +37,7 @@ def guard() -> None:
     parent = os.getppid()
     launcher = int(os.environ.get("MADMAX_LAUNCHER", 0))
 
-    def lives(process: int):
+    def lives(process):
         try:
             os.kill(process, 0)  # signal 0 only asks
         except ProcessLookupError:

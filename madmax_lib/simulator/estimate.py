@@ -197,7 +197,7 @@ def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy
     # offload is a wing: imported where a step needs it
     from madmax_lib.simulator.offload.offload import offload_row, policy_of
 
-    def seconds_of(one: Case):
+    def seconds_of(one):
         """Seconds of one plan, without what offload adds."""
         return dict(
             zip(_SECONDS, _values(one, parameters)[:, 0].tolist(), strict=False)

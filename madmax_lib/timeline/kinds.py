@@ -128,7 +128,7 @@ def _matcher(patterns: tuple[str, ...], hta: bool):
 
     # all ranks run the same kernels: 32,768 names are remembered across files
     @lru_cache(1 << 15)
-    def first_row(name: str):
+    def first_row(name):
         # the last pattern of each rule is empty and matches everything
         return next(i for i, match in enumerate(matches) if match(name[:_LONGEST]))
 

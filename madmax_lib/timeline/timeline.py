@@ -330,7 +330,7 @@ def cached_per_timeline(
     tables = WeakKeyDictionary()
 
     @wraps(analysis)
-    def remembered(timeline: Timeline):
+    def remembered(timeline):
         if require_type("timeline", timeline, Timeline) not in tables:
             tables[timeline] = analysis(timeline)
         result = tables[timeline]

@@ -212,7 +212,7 @@ class _Recording:
         has_memory = len(timeline.side_tables["memory"])
         self.peak_bytes = peak(timeline)["peak_bytes"].max() if has_memory else np.nan
 
-    def location(self, names: Sequence[str]) -> _Location:
+    def location(self, names: Sequence[str]):
         """Location of each quantity (n,), in logarithms."""
         values = self.values.reindex(columns=names, fill_value=0.0).to_numpy()
         count = len(values)

@@ -296,7 +296,7 @@ def _with_device(host: pd.DataFrame, device: pd.DataFrame):
 def _facts(base: sqlite3.Connection):
     """Epoch of time 0 (0: unknown), device, versions of the export, and what it hides."""
 
-    def first(table: str, column: str, where: str = "1"):
+    def first(table, column, where="1"):
         if column not in _columns(base, table):
             return None
         query = f'SELECT "{column}" FROM "{table}" WHERE {where} LIMIT 1'

@@ -10,7 +10,7 @@ the minutes last. A stage that cannot run here is a line of the page.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,7 +68,7 @@ class _Calibration:
     run_s: float = _FIRST_RUN_S  # of the last runs, each
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str):
         """A part whose failure is a line of the page, and the next one goes on."""
         try:
             yield
@@ -76,7 +76,7 @@ class _Calibration:
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             self.notes.append(f"{name}: {first_line}")
 
-    def settle(self) -> None:
+    def settle(self):
         """Check the settings, and keep them in the directory.
 
         Raises ValueError or OSError.
@@ -93,22 +93,22 @@ class _Calibration:
         (self.directory / "runs").mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(settings) + "\n")
 
-    def save(self, table: pd.DataFrame, name: str) -> None:
+    def save(self, table: pd.DataFrame, name: str):
         """Write a table with a row per run."""
         path = self.directory / name
         table.to_csv(path, index_label="run", float_format="%.6g")
 
-    def folder(self, name: str) -> Path:
+    def folder(self, name: str):
         """Directory of a run."""
         return self.directory / "runs" / name.replace(" ", "_")
 
-    def is_done(self, name: str) -> bool:
+    def is_done(self, name: str):
         folder = self.folder(name)
         if not (folder / "summary.json").exists():
             return False
         return read_run(folder).summary.get("status") == "completed"
 
-    def specs(self, runs: Sequence[PlannedRun]) -> dict[str, RunSpec]:
+    def specs(self, runs: Sequence[PlannedRun]):
         """Runs by name that can be made here; the others get a line."""
         specs = {}
         for run in runs:
@@ -123,7 +123,7 @@ class _Calibration:
                 specs[run.name] = spec
         return specs
 
-    def make_runs(self, runs: Sequence[PlannedRun]) -> dict[str, Run]:
+    def make_runs(self, runs: Sequence[PlannedRun]):
         """Completed runs by name, in their order.
 
         Further ones are begun as long as there is time for them.
@@ -157,7 +157,7 @@ class _Calibration:
                 self.notes.append(f"{name}: {status}, {error}")
         return completed
 
-    def kernels(self) -> pd.DataFrame:
+    def kernels(self):
         """Products and copies of one device, from kernels.csv if it is there."""
         path = self.directory / "kernels.csv"
         if not path.exists():
@@ -170,7 +170,7 @@ class _Calibration:
             table.to_csv(path, index=False, float_format="%.6g")
         return pd.read_csv(path)
 
-    def links(self) -> pd.DataFrame | None:
+    def links(self):
         """Collectives of all ranks, from links.csv if it is there.
 
         None for one rank, or where they cannot be timed.
@@ -187,7 +187,7 @@ class _Calibration:
 
     def timed_machine(
         self, kernels: pd.DataFrame, links: pd.DataFrame | None, env: Mapping
-    ) -> Machine:
+    ):
         """Devices and links as they were timed, with the constants that a fit begins at."""
         listed = catalog.device_named(env["device"]) if self.device == "cuda" else None
         on_cpu = self.device == "cpu"
@@ -239,7 +239,7 @@ class _Calibration:
         about = {"device": env["device"], "hosts": self.hosts, "network": self.network}
         return Machine(cluster, parameters, env["dtype"], provenance=about)
 
-    def fitted_machine(self, machine: Machine, runs: Mapping[str, Run]) -> Machine:
+    def fitted_machine(self, machine: Machine, runs: Mapping[str, Run]):
         """The machine that a fit to these runs gives.
 
         parts.csv gets their predicted parts beside the measured ones.
@@ -260,7 +260,7 @@ class _Calibration:
             machine = replace(machine, cluster=replace(machine.cluster, device=device))
         return replace(machine, parameters=parameters)
 
-    def predictions(self, machine: Machine, runs: Sequence[PlannedRun]) -> pd.DataFrame:
+    def predictions(self, machine: Machine, runs: Sequence[PlannedRun]):
         """Predictions of runs, written before they are made.
 
         What was predicted of those made earlier stays.
@@ -278,7 +278,7 @@ class _Calibration:
         self.save(table, path.name)
         return table
 
-    def finish(self) -> Machine:
+    def finish(self):
         """All stages; those that are done already cost nothing."""
         begun_s = time.monotonic()
         kernels = self.kernels()

@@ -207,7 +207,7 @@ class _Issuer:
         self.step = step
         self.program = Program()
 
-    def forward(self) -> None:
+    def forward(self):
         """Lookup and its exchange, then layer after layer."""
         embedding = self.step.embedding
         looked_up = (self._look_up("forward", ()),)
@@ -224,7 +224,7 @@ class _Issuer:
             gemm, ready = self._compute(layer, "forward", inputs, gathered)
             gemms.append(gemm)
 
-    def backward_dlrm(self, layers: list[DenseLayer]) -> None:
+    def backward_dlrm(self, layers: list[DenseLayer]):
         """Top and transformer, the embedding's gradient, the bottom MLP beside it, at
         last the embedding.
         """
@@ -240,7 +240,7 @@ class _Issuer:
         if embedding.trained:
             self._look_up("backward", (sent,))
 
-    def backward_transformer(self, layers: list[DenseLayer]) -> None:
+    def backward_transformer(self, layers: list[DenseLayer]):
         """All layers, then the embedding and the AllReduce of its gradient."""
         if self.step.gathers_ahead:
             self._one_ahead(layers, self._tails())

@@ -47,7 +47,7 @@ class _MetisCost(PlanCost):
         super().__init__(self.accepted(parsed, problem.prices.layers), problem)
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
+    def accepted(plan: HeteroPlan, layers: int):
         """Plan that is charged."""
         return plan.repaired(layers)
 
@@ -56,7 +56,7 @@ class _UncountedStages(_MetisCost):
     what = "a later node order counts only the first stage of two-stage plans"
 
     @property
-    def charged_stages(self) -> list[PlacedStage]:
+    def charged_stages(self):
         return self.stages[: self.counted]
 
 
@@ -64,11 +64,11 @@ class _LostLayers(_MetisCost):
     what = "layers that the balancer lost are not computed"
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
+    def accepted(plan: HeteroPlan, layers: int):
         # as many layers as the plan has; an empty stage still gets one
         return plan.repaired(max(plan.layer_partition[-1], len(plan.device_groups)))
 
-    def check_layers(self) -> None:
+    def check_layers(self):
         if self.plan.layer_partition[-1] > self.prices.layers:
             super().check_layers()
 
@@ -77,11 +77,11 @@ class _EmptyStages(_MetisCost):
     what = "stages without layers are accepted"
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int) -> HeteroPlan:
+    def accepted(plan: HeteroPlan, layers: int):
         # lost layers go to the last stage, empty stages stay
         return replace(plan, layer_partition=(*plan.layer_partition[:-1], layers))
 
-    def check_layers(self) -> None:
+    def check_layers(self):
         if any(end < start for start, end in pairwise(self.plan.layer_partition)):
             super().check_layers()
 
@@ -89,17 +89,17 @@ class _EmptyStages(_MetisCost):
 class _SpeedOfFirstGpu(_MetisCost):
     what = "a replica of mixed types runs at the speed of its first GPU"
 
-    def replica_types(self, types: np.ndarray) -> np.ndarray:
+    def replica_types(self, types: np.ndarray):
         return types[:, :1]
 
 
 class _FirstListedProfile(_MetisCost):
     what = "optimizer and batch generator come from whichever profile is listed first"
 
-    def generator_s(self, stage: PlacedStage) -> float:
+    def generator_s(self, stage: PlacedStage):
         return self.first_listed.batch_generator_ms / 1e3
 
-    def whole_optimizer_s(self, stage: PlacedStage) -> float:
+    def whole_optimizer_s(self, stage: PlacedStage):
         # Metis stores the time twice
         return 2 * self.first_listed.optimizer_ms / 1e3
 
@@ -116,7 +116,7 @@ class _LinksInside(_FirstListedProfile):
         ]
         self.fleet = replace(self.fleet, nodes=tuple(nodes))
 
-    def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
+    def send_s(self, stage: PlacedStage, after: PlacedStage):
         return super().send_s(stage, after) / self.rules.bytes_per_element
 
 
@@ -126,7 +126,7 @@ class _MemoryOfFirstType(_MetisCost):
         "stage's GPUs"
     )
 
-    def fits(self) -> bool:
+    def fits(self):
         kinds = self.fleet.type_of(np.arange(self.fleet.size))
         gpu_bytes = self.fleet.of_runs("memory_bytes")[kinds]
         return all(

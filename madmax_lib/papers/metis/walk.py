@@ -158,7 +158,7 @@ class _Walk:
         # (free MB of the fullest stage, the stage, number of stages), nearest to fitting
         self._least_missing: tuple = (-math.inf,)
 
-    def all_lists(self) -> None:
+    def all_lists(self):
         """Every inter-stage plan: every list of device groups with every number of
         micro-batches, the largest first.
         """
@@ -270,7 +270,7 @@ class _Walk:
         )
         self.plans.append(plan)
 
-    def reason(self) -> str:
+    def reason(self):
         """Reason why there is no plan."""
         if self.dropped:
             return (

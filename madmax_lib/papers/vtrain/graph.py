@@ -106,7 +106,7 @@ class _Step:
         self.result = Program()
         self._last: dict[int, int] = {}  # by stage
 
-    def program(self) -> Program:
+    def program(self):
         """All passes in an order in which nothing waits for something later, then
         gradients and updates.
         """

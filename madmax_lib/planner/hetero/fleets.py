@@ -209,7 +209,7 @@ def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
     """
     types = range(len(values))
 
-    def of_types(i: int, j: int):
+    def of_types(i, j):
         return extreme(values[min(i, j) : max(i, j) + 1], axis=0)
 
     return np.array([[of_types(i, j) for j in types] for i in types])

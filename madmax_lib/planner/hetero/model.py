@@ -190,7 +190,7 @@ def _memory_bytes(case: Case):
         software="megatron",
     )
 
-    def stage(number: int, layers: int):
+    def stage(number, layers):
         """(2, n) bytes of a stage of so many layers: held all the time, live."""
         parts = stage_bytes(case, number, {Blocks("*-"): layers})
         sums = by_phase(parts.items())

@@ -90,7 +90,7 @@ def alone(best: Planned) -> pd.DataFrame:
     problem = best.problem
     types = problem.fleets[0].types
 
-    def row(names: str, gpus: int, planned: Planned | None, reason: str = ""):
+    def row(names, gpus, planned, reason=""):
         return {
             "types": names,
             "gpus": gpus,
@@ -146,7 +146,7 @@ def _search(
         spaces.append((sweeper, np.array([batches - 1.0, 1.0, 1.0])))
     with bar(desc="planning", unit="sweep", show=progress) as done:
 
-        def tick(search: Search):
+        def tick(search):
             done.update()
             done.set_postfix(best_ms=f"{1e3 * search.cost_s:.6g}", refresh=False)
 

@@ -69,10 +69,10 @@ class _Stated(PlanCost):
     have no layer.
     """
 
-    def speeds(self, types: np.ndarray, tp: int, recompute: str) -> list[float]:
+    def speeds(self, types: np.ndarray, tp: int, recompute: str):
         return [1.0] * len(types)
 
-    def check_layers(self) -> None:
+    def check_layers(self):
         cuts = list(self.plan.layer_partition)
         layers = self.prices.layers
         if (cuts[0], cuts[-1]) != (0, layers) or cuts != sorted(cuts):

@@ -65,7 +65,7 @@ class _State:
     single: float  # of one stage alone
 
     @cached_property
-    def total(self) -> float:
+    def total(self):
         """The least of all."""
         starts = [float(part.min(initial=np.inf)) for part in self.starts.values()]
         return min([self.single, *starts])

@@ -64,10 +64,10 @@ class Campaign:
     def __repr__(self) -> str:
         row = self.best
 
-        def rounded(value: float):
+        def rounded(value):
             return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
-        def interval(name: str):
+        def interval(name):
             low = rounded(row[f"{name}_low"])
             high = rounded(row[f"{name}_high"])
             return f"{rounded(row[name])} ({low} to {high})"
@@ -166,12 +166,12 @@ class _Job:
     parameters: Parameters | None  # constants of the step
 
     @property
-    def flops(self) -> float:
+    def flops(self):
         """FLOPs of the training: three forward passes for every token."""
         sample_flops = 3 * self.case.model.forward_flops(1, self.case.sequence)
         return sample_flops / self.case.sequence * self.tokens
 
-    def counts(self, days: float) -> list[int]:
+    def counts(self, days: float):
         """Devices in whole nodes (or parts of large ones), 64 numbers in each octave, from the
         fewest that may be in time.
         """
@@ -192,7 +192,7 @@ class _Job:
         ]
         return promising or counts[-1:]
 
-    def batch(self, devices: int) -> int:
+    def batch(self, devices: int):
         """Samples of a step; of those near a default the one that divides best over the
         devices.
         """

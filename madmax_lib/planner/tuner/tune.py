@@ -118,7 +118,7 @@ class _Run:
         summary = read_json(directory / "summary.json")
         return summary["step_s"]["median"] if summary["status"] == "completed" else None
 
-    def plans(self, model, cluster, case: dict) -> list[str]:
+    def plans(self, model, cluster, case: dict):
         """The best plans of a search that can run."""
         space = replace(
             Space.quick(),

@@ -122,7 +122,7 @@ class Tuner:
         # where no draw won, the plan most likely to run and to be fast
         hope = np.log(np.maximum(believed.runs, 1e-300)) - believed.log_s
 
-        def promise(text: str):
+        def promise(text):
             number = self._places[text]
             return believed.wins[number], hope[number]
 

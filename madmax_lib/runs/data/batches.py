@@ -196,13 +196,13 @@ def _problems(shape, seed, tokens):
     """Arithmetic, as many problems per sample as surely fit."""
     many = max(shape.sequence // _PROBLEM_BYTES, 1)
 
-    def sample(index: int):
+    def sample(index):
         numbers = range(many * index, many * (index + 1))
         problems = [arithmetic_problem(number, seed) for number in numbers]
         turns = [tokens.chat(*problem) for problem in problems]
         return example(turns, shape.sequence, tokens.pad)
 
-    def read(indices: np.ndarray):
+    def read(indices):
         rows = [sample(index) for index in indices.tolist()]
         inputs, targets = zip(*rows, strict=True)
         return np.stack(inputs), np.stack(targets)

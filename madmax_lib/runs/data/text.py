@@ -44,7 +44,7 @@ class _BytesTokenizer:
     vocab = 259
     pad = _PAD
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str):
         """Tokens of a text.
 
         >>> BYTES.encode("7 + 5")
@@ -52,7 +52,7 @@ class _BytesTokenizer:
         """
         return list(text.encode())
 
-    def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+    def chat(self, question: str, answer: str):
         """A question up to the mark of the answer, and the answer with its end."""
         user = self.encode(f"user\n{question}")
         assistant = self.encode("assistant\n")
@@ -92,10 +92,10 @@ class _HubTokenizer:
         ends = (theirs.pad_token_id, theirs.eos_token_id)
         self.pad = next((token for token in ends if token is not None), 0)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str):
         return self._theirs.encode(text, add_special_tokens=False)
 
-    def chat(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+    def chat(self, question: str, answer: str):
         if self._theirs.chat_template is None:
             prompt = self.encode(f"Question: {question}\nAnswer: ")
             return prompt, [*self.encode(answer), self.pad]

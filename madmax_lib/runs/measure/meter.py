@@ -165,7 +165,7 @@ def _nvml_meter(devices):
     except Exception:
         return None
 
-    def query(name: str, *arguments: str):
+    def query(name, *arguments: str):
         """A quantity of each device, NaN where it or this version of the library does
         not support it.
         """
@@ -205,7 +205,7 @@ def _rapl_meter(folder):
     domains = sorted(folder.glob("intel-rapl:*"))
     packages = [path for path in domains if path.name.count(":") == 1]
 
-    def numbers(name: str):
+    def numbers(name):
         return np.array([float((path / name).read_text()) for path in packages])
 
     try:

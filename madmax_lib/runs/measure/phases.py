@@ -87,7 +87,7 @@ def profiler(path: Path, device: str, memory: bool = False) -> profile:
     if memory and on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
-    def write(done: profile):
+    def write(done):
         if memory and on_gpu:
             name = path.name.replace("trace", "memory").replace(".json.gz", ".pickle")
             torch.cuda.memory._dump_snapshot(str(path.with_name(name)))

@@ -73,7 +73,7 @@ class Experts(nn.Module):
             rows = rows.to_local(grad_placements=[Partial()])
         expert = torch.repeat_interleave(counts, output_size=len(rows))  # of each row
 
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None):
+        def linear(x, weight, bias):
             product = _grouped(x, weight, counts)
             return product if bias is None else product + bias[expert].to(product.dtype)
 

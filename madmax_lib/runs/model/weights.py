@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from madmax_lib import catalog
 from madmax_lib.catalog.models import Transformer
@@ -45,7 +45,7 @@ class _Entry:
     begin: int
     end: int
 
-    def read(self) -> Tensor:
+    def read(self):
         with self.file.open("rb") as stream:
             stream.seek(self.begin)
             content = bytearray(stream.read(self.end - self.begin))

@@ -82,7 +82,7 @@ def _state(modules, optimizers, mesh):
     cut = optimizers.experts if mesh.size("ep") * mesh.size("tp") > 1 else set()
     state = {}
 
-    def add(name: str, parameter: Tensor, values: dict[str, Tensor]):
+    def add(name, parameter, values):
         # a tied head is the token table, also where a stage has only the head
         if tied and name == "head.weight":
             name = "embedding.tokens.weight"

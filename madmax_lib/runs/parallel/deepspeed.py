@@ -116,7 +116,7 @@ class _DeepSpeedTrainer:
             model=network, model_parameters=parameters, **options
         )
 
-    def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
+    def step(self, batch: Mapping[str, Tensor]):
         """One training step on this rank's share of a global batch; the keys of
         `Trainer.step`.
 
@@ -143,7 +143,7 @@ class _DeepSpeedTrainer:
             "seconds": self.phases.seconds(),
         }
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
+    def evaluate(self, batch: Mapping[str, Tensor]):
         """loss, accuracy, samples and tokens of a global batch by this rank's share,
         without a gradient.
         """
@@ -151,13 +151,13 @@ class _DeepSpeedTrainer:
         loss, right = self._run(part, None)
         return losses.means(losses.sums(loss, right, part), part)
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path):
         """Write DeepSpeed's checkpoint."""
         self.engine.save_checkpoint(
             str(directory), client_state={"steps_done": self.steps_done}
         )
 
-    def load(self, directory: str | Path) -> None:
+    def load(self, directory: str | Path):
         """Take up DeepSpeed's checkpoint. Raises FileNotFoundError where there is none."""
         if not (Path(directory) / "latest").exists():
             raise FileNotFoundError(
@@ -166,7 +166,7 @@ class _DeepSpeedTrainer:
         _, state = self.engine.load_checkpoint(str(directory))
         self.steps_done = state["steps_done"]
 
-    def describe(self) -> dict[str, object]:
+    def describe(self):
         """Numbers and names of what runs."""
         return {
             "parameters": self.spec.parameters,

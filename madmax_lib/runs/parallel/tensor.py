@@ -8,7 +8,7 @@ reduce-scatter and an all-gather [arXiv 2205.05198]. The token table is split by
 loss. Experts are split by hand, their sums are in `experts`.
 """
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -112,7 +112,7 @@ def _share_positions(embedding, mesh):
     shared = distribute_tensor(table, mesh, [Replicate()], src_data_rank=None)
     embedding.positions = nn.Parameter(shared)
 
-    def local_rows(positions: Tensor):
+    def local_rows(positions):
         if isinstance(positions, DTensor):
             return positions.to_local(grad_placements=[Partial()])
         return positions  # gathered by FSDP2

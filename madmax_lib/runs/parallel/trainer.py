@@ -44,9 +44,7 @@ class _Accumulation:
     split_logits: bool  # over tp ranks
     phases: Phases
 
-    def run(
-        self, inputs: Tensor, targets: Tensor, scale: float, train: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool):
         """Forward, and with `train` backward, of all micro-batches; (sum of losses,
         right targets).
 

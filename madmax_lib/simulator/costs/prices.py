@@ -72,7 +72,7 @@ class Prices(LinkPrices, Overlap):
         traits = self.traits
         c = self.constants
 
-        def share(column, name: str):
+        def share(column, name):
             return column.constant(self.parameters, name)
 
         device = share(machine.rate, "device_rate")

@@ -31,7 +31,7 @@ class _Codes:
     code: np.ndarray
     count: int
 
-    def dense(self) -> _Codes:
+    def dense(self):
         """The same numbers without gaps."""
         if self.count > _SPARSE * len(self.code):
             code, values = pd.factorize(self.code)

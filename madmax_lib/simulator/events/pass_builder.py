@@ -264,7 +264,7 @@ class PassBuilder:
         number = {unit[0].unit: i for i, unit in enumerate(units)}
         issued = []
 
-        def gather(block: Block, previous: list[int]):
+        def gather(block, previous):
             at = number[block.unit]
             while len(issued) <= min(at + ahead, len(units) - 1):
                 after = previous

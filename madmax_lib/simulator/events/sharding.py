@@ -96,7 +96,7 @@ class Sharding:
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
         closes_early = self.plan.zero == 3 or bool(prices.traits.hides_dp)
 
-        def reduce(block: Block, op: int, *, end: bool, unit_end: bool):
+        def reduce(block, op, *, end, unit_end):
             if not active:
                 return
             if not block.table:

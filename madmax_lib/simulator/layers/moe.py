@@ -167,7 +167,7 @@ def dlrm_blocks(case: Case) -> list[Block]:
         table=True,
     )
 
-    def layer(name: str, rows: float, *matrices: tuple[int, int], **fields):
+    def layer(name, rows, *matrices: tuple[int, int], **fields):
         """Products of (inputs, outputs) on rows of activations."""
         copies = fields.pop("copies", 1)
         ops = tuple(

@@ -55,7 +55,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     work = Work.of(case)
     kinds = {}
 
-    def blocks(layer: int):
+    def blocks(layer):
         """Blocks of a layer: those of its kind, under its own number."""
         kind = model.layer_kinds[layer], model.layer_window(layer) > 0
         if kind not in kinds:

@@ -354,7 +354,7 @@ def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
     policy = Policy(share=1.0 if static else None)
     room = room_bytes(cluster, plan)
 
-    def holds(width: int, layers: int):
+    def holds(width, layers):
         case = Case(gpt_shape(width, layers), cluster, plan, plan.dp, dtype="fp16")
         if plan.offload:
             return len(shares_that_fit(case, policy, room)) > 0

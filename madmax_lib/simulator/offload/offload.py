@@ -134,7 +134,7 @@ class _Unit:
     drive_s: np.ndarray  # and written to the drives
 
     @property
-    def drain_s(self) -> np.ndarray:
+    def drain_s(self):
         """The slowest way of the gradients."""
         return np.maximum.reduce([self.copy_s, self.sum_s, self.drive_s])
 
@@ -157,18 +157,18 @@ class _Stage:
     checkpoint_s: float  # a layer's checkpoint to the device
 
     @property
-    def tiles(self) -> int:
+    def tiles(self):
         return self.layers + 2  # embedding and head
 
     @property
-    def computed_s(self) -> float:
+    def computed_s(self):
         """Passes of a micro-batch that waits for nothing."""
         return self.layers * (self.forward_s + self.backward_s) + (
             self.head_forward_s + self.head_backward_s
         )
 
     @property
-    def start_s(self) -> np.ndarray:
+    def start_s(self):
         """Until the passes of a micro-batch begin to compute, forward and backward."""
         layer = self.layer
         embedding = self.embedding
@@ -186,7 +186,7 @@ class _Stage:
         )
 
     @property
-    def backward_link_s(self) -> np.ndarray:
+    def backward_link_s(self):
         """A layer's slowest link in the backward pass, where a drive reads and writes."""
         drive_s = np.where(
             self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0
@@ -194,7 +194,7 @@ class _Stage:
         return np.maximum(self.layer.load_s + self.checkpoint_s, drive_s)
 
     @property
-    def wait_s(self) -> np.ndarray:
+    def wait_s(self):
         """Waits of a micro-batch's passes: each layer for its slowest link, as a link
         is a unit ahead of the next.
         """
@@ -209,7 +209,7 @@ class _Stage:
             layers_s + head_s + np.maximum(self.embedding.load_s - self.backward_s, 0.0)
         )
 
-    def tail_s(self, batches: int) -> np.ndarray:
+    def tail_s(self, batches: int):
         """Gradients after the last pass: the last ones, or the queue since some
         micro-batch of `batches` began.
         """

@@ -101,7 +101,7 @@ def layer_costs(steps: Steps, parameters: Parameters) -> LayerCosts:
     has_rows = len(steps.plan.shape) == 1
     passes = _passes_of_rows(steps, parameters) if has_rows else _passes(prices)
 
-    def with_traffic(kind: KindCost):
+    def with_traffic(kind):
         return replace(kind, traffic=gathers_of(kind.count, prices))
 
     return LayerCosts(

@@ -72,7 +72,7 @@ class _Buckets:
     @classmethod
     def of(
         cls, layer_bytes: Number, bucket_bytes: Number, layers: Number, full: Number
-    ) -> _Buckets:
+    ):
         """Buckets close at the end of a layer, under ZeRO-3 (full) of each, and at
         last; one is reduced in several calls where it is larger.
 

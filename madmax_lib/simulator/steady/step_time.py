@@ -88,7 +88,7 @@ def pipelines_of(
         return None
     times = _pipeline(steps[kinds.rows], parameters)
 
-    def of(rows: slice):
+    def of(rows):
         prices = Prices(steps[rows], parameters)
         return replace(take_rows(times, kinds.inverse[rows]), prices=prices)
 
@@ -179,7 +179,7 @@ def _costs_of_batches(steps: Steps, parameters: Parameters):
         costs = layer_costs(steps, parameters)
         return costs, costs
 
-    def of_size(size: Number):
+    def of_size(size):
         plans = Plans(**vars(plan) | {"micro_batch": size})
         work = replace(steps.work, plan=plans)
         return layer_costs(replace(steps, work=work), parameters)

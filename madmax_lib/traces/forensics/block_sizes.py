@@ -178,7 +178,7 @@ class _Ranges:
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
 
-    def join(self, start: int, end: int, borders: set[int]) -> None:
+    def join(self, start: int, end: int, borders: set[int]):
         """Add a range; it grows together with its neighbours, but not over a border."""
         if end in self.starts and end not in borders:
             end = self.starts.pop(end)
@@ -187,7 +187,7 @@ class _Ranges:
         self.starts[start] = end
         self.ends[end] = start
 
-    def cut(self, start: int, end: int) -> None:
+    def cut(self, start: int, end: int):
         """Take a range away, which has to be there."""
         # nearly always from the start of one; else from the one that begins before it
         first = start
@@ -258,9 +258,7 @@ class _FreeBlocks:
         unsplit = _UNIT - 1 if need <= _MIB or self._expandable else _MIB
         return room_bytes if room_bytes - need <= unsplit else need
 
-    def follow(
-        self, action: str, row: int, address: int, size_bytes: int, life: int
-    ) -> None:
+    def follow(self, action: str, row: int, address: int, size_bytes: int, life: int):
         """Change the free blocks as one event does."""
         free = self._free
         borders = self._borders

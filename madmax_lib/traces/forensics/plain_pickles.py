@@ -71,10 +71,10 @@ class _Checked(io.RawIOBase):
         self._skip = 0  # bytes at its beginning that belong to a checked opcode
         self._tuples = 0
 
-    def readable(self) -> bool:
+    def readable(self):
         return True
 
-    def readinto(self, target) -> int:
+    def readinto(self, target):
         while not len(self._ready) and not self._ended:
             if block := self._file.read(_BLOCK):
                 self._check(self._rest + block)

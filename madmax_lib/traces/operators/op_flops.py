@@ -62,14 +62,14 @@ class _Inputs(NamedTuple):
     inputs: list[str]
     strides: list
 
-    def elements(self, position: int) -> int:
+    def elements(self, position: int):
         return (
             prod(self.shapes[position])
             if position < len(self.shapes) and self.sizes[position]
             else 0
         )
 
-    def bytes(self, *positions: int) -> float:
+    def bytes(self, *positions: int):
         """Bytes of the inputs at some positions, of all inputs where none is named."""
         positions = positions or range(len(self.shapes))
         return float(
@@ -80,7 +80,7 @@ class _Inputs(NamedTuple):
             )
         )
 
-    def like(self, *positions: int) -> float:
+    def like(self, *positions: int):
         """Bytes of new tensors of the shapes and types of some inputs."""
         return float(
             sum(
@@ -121,7 +121,7 @@ class _Inputs(NamedTuple):
             return default
         return json.loads(self.inputs[position].lower())
 
-    def per_dimension(self, position: int | None, default: int, rank: int) -> list[int]:
+    def per_dimension(self, position: int | None, default: int, rank: int):
         """One recorded number per dimension; torch lets one stand for all."""
         value = self.number(position, default)
         values = value if isinstance(value, list) else [value]

@@ -109,7 +109,7 @@ def with_exact_times(
     nanoseconds once more with decimals.
     """
 
-    def read(exact: bool):
+    def read(exact):
         trace = RawTrace(Path(path))
         return trace, gather(trace, exact)
 

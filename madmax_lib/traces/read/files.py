@@ -70,7 +70,7 @@ def rank_in_name(path: Path) -> int | None:
 def _in_folder(folder: Path):
     """Trace files of a folder; their numbers count as numbers: rank2 before rank10."""
 
-    def natural_order(path: Path):
+    def natural_order(path):
         parts = re.split(r"(\d+)", path.name)
         return [int(part) if part.isdigit() else part for part in parts]
 

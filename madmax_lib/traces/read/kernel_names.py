@@ -82,7 +82,7 @@ def _wrapped_name(name: str, kind: str, level: str):
         words = collective_of(name).split("_")
         prefix = "ncclDevKernel_" + "".join(word.capitalize() for word in words)
 
-    def percent_encoded(match: re.Match):
+    def percent_encoded(match):
         return "".join(f"%{byte:02x}" for byte in match[0].encode())
 
     text = re.sub(level, percent_encoded, name)

@@ -247,7 +247,7 @@ def _collective(name: str):
 
 
 def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
-    def device(args: _FullArgs):
+    def device(args):
         name = str(args.device_type)
         if isinstance(args.device_type, int):
             name = _DEVICES.get(args.device_type, f"device type {name}")

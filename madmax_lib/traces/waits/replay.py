@@ -95,7 +95,7 @@ def _worker_edges(order: list[tuple], count: dict[str, int]):
     number). order: of the passes; count: operations of each kind.
     """
 
-    def all_of(kind: str):
+    def all_of(kind):
         return [(kind, number) for number in range(count.get(kind, 0))]
 
     yield from pairwise(order)

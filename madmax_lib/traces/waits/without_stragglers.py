@@ -223,13 +223,13 @@ class _Replays:
         columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
         self.by_step = pd.DataFrame(columns)
 
-    def mean_s(self, chosen: list[Callable]) -> np.ndarray:
+    def mean_s(self, chosen: list[Callable]):
         """Mean step time (n,) if only the operations that each choice takes have their
         own times.
         """
         return self._step_s(chosen).mean(axis=0)
 
-    def alone_s(self, column: str) -> pd.Series:
+    def alone_s(self, column: str):
         """Mean step time by value of the column: only its operations have their own
         times.
         """

@@ -27,7 +27,7 @@ def add(commands, words: list[str]) -> None:
     `train` its fields of a run are read.
     """
 
-    def doctor(_options: Namespace):
+    def doctor(_options):
         from madmax_lib.view.notebooks.doctor import report
 
         text = report()

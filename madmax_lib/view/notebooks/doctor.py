@@ -37,7 +37,7 @@ def check() -> Iterator[tuple[str, str, str]]:
     missing or fails; and why.
     """
 
-    def version_of(package: str):
+    def version_of(package):
         if not (installed := version(package)):
             raise Missing(f"is not installed: {_PACKAGES[package]}")
         # installed is not enough: a broken build fails when it is imported
@@ -45,7 +45,7 @@ def check() -> Iterator[tuple[str, str, str]]:
             import_module(_MODULES.get(package, package))
         return installed
 
-    def path_of(name: str):
+    def path_of(name):
         if not is_here(name):
             raise Missing("not here; downloaded when first used")
         return str(dataset(name))
