@@ -5,8 +5,6 @@ The formulas are those of `steady.step_time`, with the shipped constants unless 
 are given; no Python loop over plans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

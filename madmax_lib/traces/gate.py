@@ -16,8 +16,6 @@ chance of any false alarm below 5 %. A quantity is slower if it surely grew, and
 surely by less than 4/5 of the threshold, so that what grows by the threshold is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

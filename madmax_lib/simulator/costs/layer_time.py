@@ -6,8 +6,6 @@ as software can (`overlap`); what is left shows, and so do exchanges of tokens, 
 values. Traffic of weights and gradients is not in here (`traffic`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

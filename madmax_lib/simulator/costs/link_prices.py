@@ -7,8 +7,6 @@ for all-gather, the input for reduce-scatter and all-to-all. A group of one rank
 no time. Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -10,8 +10,6 @@ Keys and values of a ring are sent once those before have arrived, and hide unde
 attention to the keys that are there; exchanges of looked-up rows hide under nothing.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

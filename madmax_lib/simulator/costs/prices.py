@@ -6,8 +6,6 @@ operands are fetched before a wave of tiles can start; all else on the device is
 traffic, but for attention. Constants stand in `data/parameter_bounds.csv`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

@@ -2,8 +2,6 @@
 for each kind of row. And functions over all numbers of nested values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 

@@ -12,8 +12,6 @@ A `Transfer` applies to some plans of an array: the event engine issues those th
 to its plan, one after another, the steady form sums what they cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

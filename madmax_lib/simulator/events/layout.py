@@ -5,8 +5,6 @@ ops, so each kind of pass is laid out once (`pass_builder`) and then issued for 
 micro-batches in the order of the schedule.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from madmax_lib.plan.case import Case

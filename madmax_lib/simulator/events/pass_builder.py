@@ -5,8 +5,6 @@ but for what runs beside compute (`costs.overlap`); gradients block only the opt
 parameters are gathered ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple

@@ -5,8 +5,6 @@ do pipelines under ZeRO-2 [torch.distributed.pipelining], all others reduce with
 micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

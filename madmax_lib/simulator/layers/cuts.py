@@ -2,8 +2,6 @@
 plans of a table or a product.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -7,8 +7,6 @@ its kernels: they read and write their operands once, and Mamba-2's the scores a
 states of chunks in fp32 [arXiv 2405.21060, section 6; kernels of state-spaces/mamba].
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from madmax_lib.catalog.blocks import BlockKind

@@ -8,8 +8,6 @@ arrived before the experts compute; with etp = 1 experts lie over dp x cp x tp, 
 nothing is gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -7,8 +7,6 @@ parallelism splits the tokens of a sequence. `chunk_blocks` cuts a model, a
 recommendation model too, into the blocks of each pipeline stage.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

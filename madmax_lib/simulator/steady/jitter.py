@@ -10,8 +10,6 @@ the slowest of all. Stages that only fill and drain it are as slow as they are
 themselves. Parts grow on a line up to the delay of the slowest rank.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

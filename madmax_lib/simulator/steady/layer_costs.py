@@ -2,8 +2,6 @@
 the traffic of their weights.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, replace
 

@@ -2,8 +2,6 @@
 stages of a pipeline whose layers are not the mean one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

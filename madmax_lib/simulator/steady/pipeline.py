@@ -8,8 +8,6 @@ and the bracket is the bubble: the other stages compute once while the pipeline 
 and drains.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -6,8 +6,6 @@ left when the last backward pass ends is exposed [PyTorch DDP, VLDB 2020, sectio
     exposed = max(T_reduce - T_backward after the first bucket, T_last bucket)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

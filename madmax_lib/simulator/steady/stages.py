@@ -5,8 +5,6 @@ A pipeline is as fast as its bottleneck stage, which is the first (it has the
 embedding), the fullest of the middle, or the last (it has the head).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -7,8 +7,6 @@ optimizer and the host's work at the end come after it. The host issues kernels 
 the device: where it takes longer for those of a step, it sets the pace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import reduce

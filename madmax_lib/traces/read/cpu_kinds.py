@@ -9,8 +9,6 @@ itself is running, and no operator inside of it, the node was waiting: it is not
 compute, the operators inside of it are.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -7,8 +7,6 @@ trace waits as long as it did: what its call took beyond the shortest of its kin
 size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
