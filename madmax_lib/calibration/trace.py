@@ -20,11 +20,12 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.base.collectives import TIMED
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace
-from madmax_lib.catalog.measured_collectives import KINDS, MeasuredCollectives
+from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
@@ -220,7 +221,7 @@ def _collectives(traces: list[Timeline], cases: list[Case]):
             reduces = table[table["collective"] == "all_reduce"]
             tables.append(reduces.assign(collective="reduce_scatter"))
     rows = pd.concat(tables)
-    rows = rows[rows["collective"].isin(KINDS)]
+    rows = rows[rows["collective"].isin(TIMED)]
     groups = rows.groupby(["collective", "ranks", "nodes"])["size_bytes"]
     # a line through one size tells no latency
     rows = rows[groups.transform("nunique") > 1]

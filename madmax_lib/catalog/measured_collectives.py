@@ -3,18 +3,11 @@
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base.collectives import TIMED
 from madmax_lib.base.fields import require_type
 
 _KEYS = ["collective", "ranks", "nodes"]
 _VALUES = ["size_bytes", "seconds"]
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "send_recv",
-    "broadcast",
-)
 
 
 class MeasuredCollectives:
@@ -46,8 +39,8 @@ class MeasuredCollectives:
             # a text that is no number is NaN now
             if not (np.isfinite(numbers[name]) & (numbers[name] > 0)).all():
                 _refuse(f"{name} must be a positive number in every row")
-        if unknown := sorted(set(table["collective"]) - set(KINDS)):
-            _refuse(f"{unknown[0]!r} is not one of {', '.join(KINDS)}")
+        if unknown := sorted(set(table["collective"]) - set(TIMED)):
+            _refuse(f"{unknown[0]!r} is not one of {', '.join(TIMED)}")
         if "network" in table:
             networks = sorted(set(table["network"].dropna().astype(str)))
             if len(networks) > 1:

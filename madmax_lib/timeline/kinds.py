@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base.collectives import COLLECTIVES, POINT_TO_POINT
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 
 __all__ = [
@@ -33,25 +34,6 @@ _RULES = {"exact": ("exact", "device"), "annotation": ("exact",), "hta": ("hta",
 # Letters of a name that patterns see. Templated kernels have names of 100 kB, and the
 # time of a search with backtracking grows faster than their length.
 _LONGEST = 4096
-POINT_TO_POINT = ("send", "recv", "send_recv")  # between two ranks of a group
-# All collectives that the library knows, by the names it uses everywhere. Where a name
-# contains another (reduce_scatter, reduce) it comes first: searches in this order find
-# the longer one.
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "send_recv",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "dispatch",
-    "combine",
-    "barrier",
-    "generic",
-)
 
 
 def load_kinds(user_table: str | Path | None = None) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base.collectives import TIMED
 from madmax_lib.traces.comm.collectives import bus_factor
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
@@ -36,16 +37,8 @@ _DEVICE = re.compile(
 )
 _NODES = re.compile(r"^\W*(\d+)[- ]nodes?\b", re.IGNORECASE)
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([\d.e+]+)")
-# nccl-tests' name of a collective: ours, in the order in which texts are searched
-_COLLECTIVES = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "sendrecv": "send_recv",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-}
+# what nccl-tests times, in the order in which texts are searched
+_TESTED = (*TIMED, "reduce")
 # collectives whose rows count a rank's share of their size
 _SHARED = ("all_gather", "reduce_scatter", "all_to_all")
 _FLOAT8 = re.compile(r"^f(?:p)?8_?(?=e)")  # of nccl-tests, float8_ elsewhere
@@ -276,11 +269,9 @@ def _name_in(text: str):
 
     Empty if there is none.
     """
+    # its tests are called alltoall and sendrecv
     plain = re.sub("[-_]", "", text.lower())
-    names = (
-        ours for name, ours in _COLLECTIVES.items() if name.replace("_", "") in plain
-    )
-    return next(names, "")
+    return next((name for name in _TESTED if name.replace("_", "") in plain), "")
 
 
 def _width(dtype: str):

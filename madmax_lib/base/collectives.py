@@ -1,0 +1,24 @@
+"""Names of collectives, the same in every room."""
+
+# those that links are timed with and steps are priced by
+TIMED = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "send_recv",
+    "broadcast",
+)
+# All that the library knows. Where a name contains another (reduce_scatter, reduce) it
+# comes first: searches in this order find the longer one.
+COLLECTIVES = (
+    *TIMED,
+    "reduce",
+    "gather",
+    "scatter",
+    "dispatch",
+    "combine",
+    "barrier",
+    "generic",
+)
+POINT_TO_POINT = ("send", "recv", "send_recv")  # between two ranks of a group
