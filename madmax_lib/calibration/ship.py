@@ -9,7 +9,9 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import loky
 import numpy as np
+import pandas as pd
 
 from madmax_lib.calibration.fit import fit, known_rows, usable
 from madmax_lib.calibration.judge.intervals import (
@@ -24,6 +26,14 @@ from madmax_lib.simulator.rates.parameters import Parameters, load, save
 # and digits that the file has
 _SAME_CONSTANTS = 1e-4
 _SAME_INTERVALS = 1e-3
+# Variables that BLAS and LAPACK read once, when numpy loads them. Sums of several
+# threads are rounded in another order, which moves where a fit stops.
+_ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
 
 
 def ship(path: str | Path) -> Parameters:
@@ -31,9 +41,19 @@ def ship(path: str | Path) -> Parameters:
 
     The intervals are those that sources left out give. A file that has the same
     constants and intervals, but for digits that the fit leaves open, stays as it is.
+    The fit runs in a process of its own, on one thread whatever the machine has.
     """
     rows = known_rows()
-    rows = rows[usable(rows)]
+    with loky.ProcessPoolExecutor(1, env=_ONE_THREAD) as process:
+        fitted = process.submit(_fitted, rows[usable(rows)]).result()
+    if Path(path).exists() and _same(present := load(path), fitted):
+        return present
+    save(fitted, path)
+    return fitted
+
+
+def _fitted(rows: pd.DataFrame):
+    """The constants of rows with their intervals."""
     fitted = fit(rows)
     fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
     # strangers' errors set the components, those of further models the width of a
@@ -41,11 +61,7 @@ def ship(path: str | Path) -> Parameters:
     without_source = folds(rows, by="source", near=fitted)
     without_model = folds(rows, near=fitted)
     widths = spread(without_source) | comparison_widths(without_model)
-    fitted = replace(fitted, residuals=widths)
-    if Path(path).exists() and _same(present := load(path), fitted):
-        return present
-    save(fitted, path)
-    return fitted
+    return replace(fitted, residuals=widths)
 
 
 def _same(a: Parameters, b: Parameters):
