@@ -38,28 +38,6 @@ from madmax_lib.simulator.steady.step_time import step_s
 # layouts that a row leaves open are compared before any fit, so that no fit chooses
 # its own data
 _begin = lru_cache(maxsize=1)(start)
-# column of vTrain's ground truth: ours
-_VTRAIN = {
-    "Parameters (billion)": "params_b",
-    "# GPUs": "n_gpus",
-    "global batch": "global_batch",
-    "micro batch": "micro_batch",
-    "hidden size": "hidden",
-    "attention heads": "heads",
-    "# layers": "layers",
-    "sequence length": "seq_len",
-    "tensor parallelism": "tp",
-    "data parallelism": "dp",
-    "pipeline parallelism": "pp",
-}
-# what its repository says of all its runs
-_VTRAIN_FACTS = {
-    "source": "VIA-Research/vTrain data/ground_truth_multi.csv",
-    "vocab": 50257,
-    "precision": "fp16",
-    "gpu": "A100-80GB",
-    "recompute": "full",
-}
 # columns of a normalised row, in order
 _ABOUT = ["source", "model", "repository", "group", "n_gpus", "recompute_stated"]
 _JUDGED = ["supported", "consistent", "reason", "measured_s", "case"]
@@ -149,13 +127,17 @@ def facts_of(case: Case) -> dict:
 
 def _renamed(table: pd.DataFrame):
     """vTrain's ground truth in the published columns."""
-    table = table.rename(columns=_VTRAIN)
+    # a column of theirs, or what their repository says of all runs
+    columns = catalog.table("vtrain_columns").set_index("ours")
+    is_fact = columns["value"] != ""
+    names = columns.loc[~is_fact, "theirs"]
+    table = table.rename(columns=dict(zip(names, names.index, strict=True)))
     empty = pd.Series(np.nan, table.index)
     time_ms = table.get("iteration time (ms)", empty)
     table["iteration_time_s"] = pd.to_numeric(time_ms, errors="coerce") / 1e3
     billions = table.get("params_b", empty)
     table["model"] = billions.map(lambda billion: f"GPT {billion}B")
-    return table.assign(**_VTRAIN_FACTS)
+    return table.assign(**columns.loc[is_fact, "value"])
 
 
 def _read(raw: dict):

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
+from madmax_lib import catalog
+from madmax_lib.base.fields import parse_fields
 from madmax_lib.catalog.datasets import cache_folder
 
 __all__ = ["SOURCES", "read"]
@@ -23,38 +25,27 @@ _CUT = 0.02  # share for validation of a dataset that has one split
 
 @dataclass(frozen=True)
 class _Source:
-    """A real dataset."""
+    """A real dataset, a row of data/run_datasets.csv."""
 
-    path: str  # its name in Hugging Face's hub
-    columns: tuple[str, ...]  # image and label, or text, or question and answer
-    splits: tuple[str, ...]  # training and validation part; one name alone is cut
+    path: str = ""  # its name in Hugging Face's hub
+    columns: tuple[str, ...] = ()  # image and label, or text, or question and answer
+    splits: tuple[str, ...] = ()  # training and validation part; one name alone is cut
     classes: int = 0  # labels of images, 0 for text
-    config: str | None = None  # variant of the dataset
-    files: str | None = None  # one of its files, where all would be too many
+    config: str = ""  # variant of the dataset, "" for its only one
+    files: str = ""  # one of its files, where all would be too many
     answers: tuple[str, ...] = ()  # texts of the labels, where these are numbers
 
 
+def _sources():
+    table = catalog.table("run_datasets").set_index("name")
+    rows = table.drop(columns=["source", "date"]).to_dict("index")
+    return {
+        name: _Source(**parse_fields(_Source, row, name)) for name, row in rows.items()
+    }
+
+
+SOURCES = _sources()
 _BOTH = ("train", "validation")
-SOURCES = {
-    "cifar-100": _Source(
-        "uoft-cs/cifar100", ("img", "fine_label"), ("train", "test"), 100
-    ),
-    "food-101": _Source("ethz/food101", ("image", "label"), _BOTH, 101),
-    "wikitext-103": _Source(
-        "Salesforce/wikitext", ("text",), _BOTH, config="wikitext-103-raw-v1"
-    ),
-    "metamathqa": _Source("meta-math/MetaMathQA", ("query", "response"), ("train",)),
-    "glue": _Source(
-        "nyu-mll/glue",
-        ("sentence", "label"),
-        _BOTH,
-        config="sst2",
-        answers=("negative", "positive"),
-    ),
-    "c4": _Source(
-        "allenai/c4", ("text",), ("train",), files="en/c4-train.00000-of-01024.json.gz"
-    ),
-}
 
 
 class _Images:
@@ -135,10 +126,10 @@ def _tables(name, source, allow_download):
         import datasets
 
         load = datasets.load_dataset
-        options = {"data_files": source.files}
+        files = source.files or None
         try:
             tables = [
-                load(source.path, source.config, split=split, **options)
+                load(source.path, source.config or None, split=split, data_files=files)
                 for split in source.splits
             ]
         except Exception as error:  # the package raises a dozen kinds of its own

@@ -11,37 +11,20 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import catalog
+from madmax_lib.base.fields import parse_fields
 from madmax_lib.catalog.models import Transformer
-from madmax_lib.runs.settings import check_value
 
 if TYPE_CHECKING:
     from madmax_lib.runs.model.network import Network
 
 __all__ = ["MODELS", "build", "name", "spec"]
 
-_BYTES = 256 + 8  # rows of the byte tokenizer's table: all bytes and eight special ones
-_DECODER = {
-    "layers": 4,
-    "hidden": 64,
-    "heads": 8,
-    "kv_heads": 4,
-    "ffn": 192,
-    "sequence": 128,
-    "vocab": _BYTES,
-}
-_DECODER |= {"gated": True, "norm": "rms", "positions": "rope"}
-_DECODER |= {"attention_bias": "none", "mlp_bias": False, "tied": False}
-_VIT = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256}
-_VIT |= {"image": 32, "patch": 4, "classes": 100}
-_TINY = {
-    "vit-tiny": _VIT,
-    "gpt-tiny": _DECODER,
-    "moe-tiny": {**_DECODER, "experts": 4, "active_experts": 2, "expert_ffn": 96},
-}
+_TINY = catalog.table("run_models").groupby("name", sort=False)
 # sizes that follow from others, worked out again when one of those changes
 _DERIVED = {
     "kv_heads": ("heads",),
@@ -49,7 +32,7 @@ _DERIVED = {
     "v_head_dim": ("hidden", "heads", "head_dim"),
     "expert_ffn": ("ffn",),
 }
-MODELS = (*_TINY, "vit-base", "vit-huge", "gpt2-large", "qwen2.5-3b")
+MODELS = (*_TINY.groups, "vit-base", "vit-huge", "gpt2-large", "qwen2.5-3b")
 
 
 def name(text: str) -> str:
@@ -76,17 +59,13 @@ def spec(text: str, **sizes) -> Transformer:
     (774030080, 2)
     """
     canonical = name(text)
-    types = {field.name: field.type.__name__ for field in fields(Transformer)}
-    del types["name"]
-    for field, value in sorted(sizes.items()):
-        if field not in types:
-            near = ", ".join(get_close_matches(field, types, n=3, cutoff=0.0))
-            raise ValueError(f"{field!r} is not a size of {canonical}; nearest: {near}")
-        check_value(field, types[field], value)
-    if canonical in _TINY:
-        model = Transformer(canonical, **_TINY[canonical])
-    else:
-        model = catalog.model(canonical)
+    names = [field.name for field in fields(Transformer) if field.name != "name"]
+    if unknown := sorted(set(sizes) - set(names)):
+        near = ", ".join(get_close_matches(unknown[0], names, n=3, cutoff=0.0))
+        raise ValueError(
+            f"{unknown[0]!r} is not a size of {canonical}; nearest: {near}"
+        )
+    model = _tiny(canonical) if canonical in _TINY.groups else catalog.model(canonical)
     # 0 makes `Transformer` work a size out from the others
     derived = {
         field: 0 for field, sources in _DERIVED.items() if set(sources) & set(sizes)
@@ -96,6 +75,13 @@ def spec(text: str, **sizes) -> Transformer:
         if "sequence" in sizes:
             raise ValueError(f"sequence of {canonical} follows from image and patch")
     return replace(model, **derived | sizes)
+
+
+@lru_cache(maxsize=len(_TINY))
+def _tiny(name):
+    """Model of data/run_models.csv."""
+    texts = _TINY.get_group(name).set_index("field")["value"].to_dict()
+    return Transformer(name, **parse_fields(Transformer, texts, name))
 
 
 def build(
