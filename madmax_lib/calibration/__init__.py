@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         kernel_timeline as kernel_timeline,
     )
     from madmax_lib.calibration.verdict.accuracy import *
-    from madmax_lib.calibration.verdict.confusion import confusion as confusion
+    from madmax_lib.calibration.verdict.accuracy import confusion as confusion
     from madmax_lib.calibration.verdict.expect import (
         expect as expect,
         verdicts as verdicts,

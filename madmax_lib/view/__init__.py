@@ -7,7 +7,7 @@ from madmax_lib.base.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from madmax_lib.calibration.published.run_tables import (
+    from madmax_lib.calibration.published.run_rows import (
         memory_table as memory_table,
         trace_breakdowns as trace_breakdowns,
     )

@@ -11,9 +11,9 @@ from support import CPU_CONSTANTS
 
 import madmax_lib as mm
 from madmax_lib.calibration import calibrate, compared
+from madmax_lib.calibration.machine.calibrate import _planned_runs
 from madmax_lib.calibration.machine.compared import case_of, predicted
 from madmax_lib.calibration.machine.machine import Machine, machine, parts_of
-from madmax_lib.calibration.machine.planned_runs import planned_runs
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.catalog.models import Cluster, Device, Link
 from madmax_lib.runs.read import write_json
@@ -117,7 +117,7 @@ def test_what_is_predicted_comes_true(world):
     results = pd.read_csv(folder / "results.csv", index_col="run")
     assert (
         results["error"].abs().max() < 0.04
-        and len(results) == len(planned_runs("predicted")) - 1
+        and len(results) == len(_planned_runs("predicted")) - 1
     )
     for of in ("compute", "exposed_comm"):
         assert (
@@ -135,7 +135,7 @@ def test_what_is_predicted_comes_true(world):
     assert "vit pp: failed, no luck" in (folder / "page.html").read_text()
     rows = mm.calibration.predict(pd.read_csv(folder / "rows.csv"), found.parameters)
     assert rows["supported"].all() and len(rows) == len(results) + len(
-        planned_runs("fitted")
+        _planned_runs("fitted")
     )
     assert np.abs(np.log(rows["predicted_s"] / rows["iteration_time_s"])).max() < 0.1
     assert machine(folder).parameters.fitted == found.parameters.fitted
@@ -170,7 +170,7 @@ def test_a_calibration_keeps_to_its_minutes_and_goes_on(world):
     assert (
         len(made)
         == len(set(made))
-        == len(planned_runs("fitted")) + len(planned_runs("predicted"))
+        == len(_planned_runs("fitted")) + len(_planned_runs("predicted"))
     )
     assert (
         pd.read_csv(folder / "predictions.csv", index_col="run").loc[

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.calibration.machine.planned_runs import planned_runs
+from madmax_lib.calibration.machine.calibrate import _planned_runs
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from tests.support import needs_namespaces
@@ -38,12 +38,12 @@ def test_a_calibration_made_here_agrees_with_the_recorded_one(tmp_path, monkeypa
     stages = sys.modules[mm.calibrate.__module__]
     monkeypatch.setattr(
         stages,
-        "planned_runs",
+        "_planned_runs",
         lambda purpose: [
-            run for run in planned_runs(purpose) if run.name in few[purpose]
+            run for run in _planned_runs(purpose) if run.name in few[purpose]
         ],
     )
-    monkeypatch.setattr(sys.modules[planned_runs.__module__], "_STEPS", 6)
+    monkeypatch.setattr(sys.modules[_planned_runs.__module__], "_STEPS", 6)
     made = mm.calibrate(tmp_path, hosts=2, network=NETWORK, device="cpu")
     curves = [
         MeasuredCollectives(pd.read_csv(folder / "links.csv"))

@@ -17,13 +17,13 @@ from madmax_lib.calibration.judge.validate import folds, predict
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.accuracy import (
     baseline,
+    confusion,
     coverage,
     coverage_by_class,
     errors,
     layout_ranks,
     score,
 )
-from madmax_lib.calibration.verdict.confusion import confusion
 from madmax_lib.calibration.verdict.expect import VERDICTS
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.calibration.published.run_tables import memory_table, trace_breakdowns
+from madmax_lib.calibration.published.run_rows import memory_table, trace_breakdowns
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.read import PHASES, read_run

@@ -1,6 +1,7 @@
 """Predictions of measured rows: with intervals, and by fits that have not seen them."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from madmax_lib.calibration.published.rows import (
     to_steps,
     to_table,
 )
-from madmax_lib.plan.case import Case
 from madmax_lib.simulator.memory.memory import peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
@@ -81,21 +81,14 @@ def _predictions(rows: pd.DataFrame, parameters: Parameters):
         step_s = times["step_s"]
         # the interval is symmetric in log seconds
         factor = np.exp(log_width(steps, times, parameters))
-    memory_bytes = [
-        _peak_bytes(*row)
-        for row in zip(rows["case"], rows["recompute_stated"], strict=True)
-    ]
+    memory_bytes = np.full(len(rows), np.nan)
+    stated = zip(rows["case"], rows["recompute_stated"], strict=True)
+    for row, (case, recompute_stated) in enumerate(stated):
+        with suppress(ValueError):  # a plan that cannot be laid out
+            memory_bytes[row] = peak_bytes(least_memory(case, recompute_stated))
     finite = np.isfinite(step_s) & (step_s > 0)
     columns = [step_s, step_s / factor, step_s * factor, memory_bytes]
     return np.where(finite, columns, np.nan).T
-
-
-def _peak_bytes(case: Case, recompute_stated: bool):
-    """Bytes of the fullest device; NaN where the plan cannot be laid out."""
-    try:
-        return peak_bytes(least_memory(case, recompute_stated))
-    except ValueError:
-        return float("nan")
 
 
 def folds(

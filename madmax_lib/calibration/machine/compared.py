@@ -118,6 +118,7 @@ def _predicted_bytes(case: Case, *, allocated: bool):
 
 def _measured_bytes(run: Run):
     """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
+    if run.device_bytes > 0:
+        return run.device_bytes
     ranks = run.summary.get("ranks") or [run.summary]
-    sizes = [rank.get("memory_peak_bytes") or rank["host_rss_bytes"] for rank in ranks]
-    return float(max(sizes))
+    return float(max(rank["host_rss_bytes"] for rank in ranks))

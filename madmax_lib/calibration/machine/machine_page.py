@@ -1,21 +1,17 @@
-"""One HTML page of a calibration: a picture and tables of how well a machine is
-predicted, and what could not be run.
+"""One HTML page of a calibration: tables of how well a machine is predicted, and what
+could not be run.
 """
 
 import html
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib.calibration.machine.machine import Machine
 
-# of the picture, in pixels
-_EDGE = 420
-_MARGIN = 50
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}svg text{font:12px system-ui}"""  # noqa: E501
+td:first-child,th:first-child{text-align:left}"""  # noqa: E501
 _TITLES = {
     "step_s": "step",
     "gemm_s": "products",
@@ -49,7 +45,7 @@ def write_page(directory: Path, machine: Machine) -> Path:
     body = [f"<h1>{title}</h1><p>{html.escape(where)}. {_verdict(results)}</p>"]
     if len(results):
         body.append("<h2>Runs that the fit had not seen</h2>")
-        body += [_picture(results), _table(_results(results))]
+        body.append(_table(_results(results)))
     ratios = {
         title: parts[f"predicted_{name}"] / parts[f"measured_{name}"]
         for name, title in _TITLES.items()
@@ -100,47 +96,3 @@ def _results(results: pd.DataFrame):
 def _table(table: pd.DataFrame):
     # one rank has no overlap
     return table.replace(r"\bnan( %)?", "-", regex=True).to_html(border=0)
-
-
-def _picture(results: pd.DataFrame):
-    """Predicted over measured steps on one logarithmic scale, as SVG.
-
-    On the diagonal a prediction is exact.
-    """
-    steps = np.log(results[["measured_s", "predicted_s"]].to_numpy(float))
-    # room for the marks beside the frame
-    low = steps.min() - 0.2
-    high = steps.max() + 0.2
-    inside = _EDGE - 2 * _MARGIN
-    far = _EDGE - _MARGIN
-
-    def pixels(log_s):
-        """Distance from the corner of the frame."""
-        return (log_s - low) / (high - low) * inside
-
-    def text(x, y, words, anchor="start"):
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
-
-    marks = [
-        f'<rect x="{_MARGIN}" y="{_MARGIN}" width="{inside}" height="{inside}" '
-        'fill="none" stroke="#ccc"/>',
-        f'<line x1="{_MARGIN}" y1="{far}" x2="{far}" y2="{_MARGIN}" stroke="#999"/>',
-        text(_EDGE / 2, _EDGE - 10, "measured step, ms", "middle"),
-        text(_MARGIN, _MARGIN - 14, "predicted step, ms"),
-    ]
-    for run, (measured, predicted) in zip(results.index, pixels(steps), strict=True):
-        name = html.escape(run)
-        x = _MARGIN + measured
-        y = far - predicted
-        marks.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#2a78b8">'
-            f"<title>{name}</title></circle>"
-        )
-        marks.append(text(x + 7, y + 4, name))
-    # four ticks at equal ratios
-    for log_s in np.linspace(low + 0.1, high - 0.1, 4):
-        milliseconds = f"{1e3 * np.exp(log_s):.0f}"
-        marks.append(text(_MARGIN + pixels(log_s), far + 16, milliseconds, "middle"))
-        marks.append(text(_MARGIN - 6, far - pixels(log_s) + 4, milliseconds, "end"))
-    size = f'width="{_EDGE + 60}" height="{_EDGE}"'
-    return f"<svg {size}>{''.join(marks)}</svg>"

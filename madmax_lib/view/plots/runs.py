@@ -1,6 +1,6 @@
 """Pictures of training runs, one alone and strategies side by side.
 
-Tables are those of `runs.read` and `calibration.run_tables`. What is measured is
+Tables are those of `runs.read` and `calibration.published.run_rows`. What is measured is
 filled; hatched is the memory that `simulator.memory` predicts. A run is named by its
 strategy.
 """
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base.units import bytes_unit, format_bytes, format_s
 from madmax_lib.calibration.fit import fingerprint
-from madmax_lib.calibration.published.run_tables import steps_files
+from madmax_lib.calibration.published.run_rows import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.timeline.timeline import with_origin
 from madmax_lib.view.drawing import (
