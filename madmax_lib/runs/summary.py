@@ -70,7 +70,10 @@ def flops_per_sample(
         # scores, and their product with the values: 2 S^2 width each, in every layer
         recomputed = 4 * sequence**2 * shapes.core_width * shapes.layers
     elif recompute == "full":
-        recomputed = forward - _ends_flops(shapes, sequence)
+        # all layers, but neither embedding nor head: what one more layer would take
+        deeper = replace(shapes, layers=shapes.layers + 1)
+        layer = deeper.forward_flops(1, sequence) - forward
+        recomputed = shapes.layers * layer
     # the backward pass takes two products for one of the forward pass: the gradient of
     # its input, and that of a weight, unless the weight is frozen
     passes = 2 if frozen else 3
@@ -180,17 +183,6 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
     summary = about | figures | more
     write_json(directory / "summary.json", summary)
     return summary
-
-
-def _ends_flops(shapes, sequence):
-    """Embedding and head, which are not recomputed."""
-    if not shapes.image:
-        layers_alone = replace(shapes, vocab=0)
-        forward = shapes.forward_flops(1, sequence)
-        return forward - layers_alone.forward_flops(1, sequence)
-    # a patch has patch^2 pixels of three colours; the class token is none
-    patches = 2 * (sequence - 1) * 3 * shapes.patch**2 * shapes.hidden
-    return patches + 2 * shapes.hidden * shapes.classes
 
 
 def _energy(counted, cap_w):

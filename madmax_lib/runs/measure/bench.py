@@ -30,7 +30,7 @@ from madmax_lib.runs.measure.peak_rates import (
     peak_flops,
 )
 from madmax_lib.runs.measure.phases import between_s, mark
-from madmax_lib.runs.model.kernels import bias_gelu, unavailable
+from madmax_lib.runs.model.kernels import bias_gelu, way
 
 __all__ = ["append_row", "bench", "timing"]
 
@@ -228,42 +228,48 @@ def _mlp(x, up, bias, down):
 
 
 _attention = partial(functional.scaled_dot_product_attention, is_causal=True)
-_linear = functional.linear
-# function, shapes of its operands and FLOPs for t tokens, s of a sample, hidden h and
-# ffn f; a product of (t, h) and (h, h) takes 2 t h h
-_KERNELS = {
-    "linear": (_linear, lambda t, s, h, f: ([(t, h), (h, h)], 2 * t * h * h)),
-    "linear up": (_linear, lambda t, s, h, f: ([(t, h), (f, h)], 2 * t * h * f)),
-    "linear down": (_linear, lambda t, s, h, f: ([(t, f), (h, f)], 2 * t * h * f)),
-    # QK and its product with V take 4 t s h, of which a causal mask leaves half
-    "attention": (
-        _attention,
-        lambda t, s, h, f: ([(t // s, h // _HEAD, s, _HEAD)] * 3, 2 * t * s * h),
-    ),
-    "layer_norm": (
-        lambda x, weight, bias: functional.layer_norm(x, weight.shape, weight, bias),
-        lambda t, s, h, f: ([(t, h), (h,), (h,)], 0),
-    ),
-    "rms_norm": (
-        lambda x, weight: functional.rms_norm(x, weight.shape, weight),
-        lambda t, s, h, f: ([(t, h), (h,)], 0),
-    ),
-    "bias_gelu": (bias_gelu, lambda t, s, h, f: ([(t, f), (f,)], 0)),
-    "dropout": (functional.dropout, lambda t, s, h, f: ([(t, h)], 0)),
-    "mlp": (_mlp, lambda t, s, h, f: ([(t, h), (f, h), (f,), (h, f)], 4 * t * h * f)),
-}
+
+
+def _kernels(t, s, h, f):
+    """Function, shapes of its operands and FLOPs by kernel, for t tokens, s of a
+    sample, hidden h and ffn f.
+    """
+    linear = functional.linear
+    heads = (t // s, h // _HEAD, s, _HEAD)
+
+    def layer_norm(x, weight, bias):
+        return functional.layer_norm(x, weight.shape, weight, bias)
+
+    def rms_norm(x, weight):
+        return functional.rms_norm(x, weight.shape, weight)
+
+    return {
+        # a product of (t, h) and (h, h) takes 2 t h h
+        "linear": (linear, [(t, h), (h, h)], 2 * t * h * h),
+        "linear up": (linear, [(t, h), (f, h)], 2 * t * h * f),
+        "linear down": (linear, [(t, f), (h, f)], 2 * t * h * f),
+        # QK and its product with V take 4 t s h, of which a causal mask leaves half
+        "attention": (_attention, [heads] * 3, 2 * t * s * h),
+        "layer_norm": (layer_norm, [(t, h), (h,), (h,)], 0),
+        "rms_norm": (rms_norm, [(t, h), (h,)], 0),
+        "bias_gelu": (bias_gelu, [(t, f), (f,)], 0),
+        "dropout": (functional.dropout, [(t, h)], 0),
+        "mlp": (_mlp, [(t, h), (f, h), (f,), (h, f)], 4 * t * h * f),
+    }
 
 
 def _kernel(name, device, size):
     """Forward and backward; shape: of the block. Moved are operands, result and what
     their gradients take.
     """
-    function, layout = _KERNELS[name]
     dtype = TORCH_DTYPES[native_dtype("auto", device)]
-    variants = _variants(name, function, device, size)
+    variants = {}
     for block in _BLOCKS[device][: _SIZES[size].shapes]:
         tokens, hidden, ffn = block
-        shapes, flops = layout(tokens, min(_SEQUENCE, tokens), hidden, ffn)
+        kernels = _kernels(tokens, min(_SEQUENCE, tokens), hidden, ffn)
+        function, shapes, flops = kernels[name]
+        # compiled once for all blocks
+        variants = variants or _variants(name, function, device, size)
         inputs = [
             torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             for shape in shapes
@@ -302,8 +308,8 @@ def _variants(name, function, device, size):
         # a backward pass that is repeated cannot give its buffers away
         torch._functorch.config.donated_buffer = False
         variants["compiled"] = torch.compile(function)
-    if name == "bias_gelu" and device != "cpu" and not unavailable("triton", device):
-        variants["triton"] = partial(bias_gelu, how="triton")
+    if name == "bias_gelu" and device != "cpu" and way(True, device) == "triton":
+        variants["triton"] = partial(bias_gelu, fused=True)
     return variants
 
 
@@ -366,5 +372,5 @@ def _adam(name, device, size):
             )
 
 
-_PARTS = dict.fromkeys(_KERNELS, _kernel)
+_PARTS = dict.fromkeys(_kernels(1, 1, 1, 1), _kernel)
 _PARTS |= {"copy": _copy, "launch": _launch, "cpu adam": _adam}

@@ -9,12 +9,11 @@ queries, keys and values as one matrix and all matrices transposed.
 """
 
 import json
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from madmax_lib import catalog
 from madmax_lib.catalog.models import Transformer
@@ -31,26 +30,6 @@ _FAMILIES = {
 }
 # GPT-2's one matrix has the three of them, in this order
 _THIRD = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file: its dtype in the format's words, its shape, and the bytes it
-    takes.
-    """
-
-    file: Path
-    dtype: str
-    shape: list[int]
-    begin: int
-    end: int
-
-    def read(self):
-        with self.file.open("rb") as stream:
-            stream.seek(self.begin)
-            content = bytearray(stream.read(self.end - self.begin))
-        values = torch.frombuffer(content, dtype=_DTYPES[self.dtype])
-        return values.reshape(self.shape)  # the file has them row by row
 
 
 class Weights:
@@ -70,10 +49,10 @@ class Weights:
         prefix, self._layer = _FAMILIES[self.family]
         names = catalog.table("published_weights").set_index("family").loc[self.family]
         self._names = dict(zip(names["ours"], names["theirs"], strict=True))
-        self._entries: dict[str, _Entry] = {}
+        self._tensors: dict[str, Tensor] = {}
         for file in files:
-            for name, entry in _header(file).items():
-                self._entries[name.removeprefix(prefix)] = entry
+            for name, tensor in _tensors_of(file).items():
+                self._tensors[name.removeprefix(prefix)] = tensor
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Overwrite the parameters of a module named `prefix` in the whole model.
@@ -97,13 +76,13 @@ class Weights:
         theirs = self._names.get(name) or f"{self._names.get(part, part)}.{kind}"
         theirs = layer + theirs
         is_classifier = part == "head" and self.spec.image
-        if theirs not in self._entries:
+        if theirs not in self._tensors:
             if is_classifier:
                 return None
             if name == "head.weight" and self.spec.tied:
                 return self._read("embedding.tokens.weight", parameter)
             raise ValueError(f"{self.folder}: {theirs} is missing")
-        tensor = self._entries[theirs].read()
+        tensor = self._tensors[theirs]
         if self.family == "gpt2" and layer:
             if tensor.ndim == 2:  # its layers are convolutions of width 1: (in, out)
                 tensor = tensor.T
@@ -117,15 +96,17 @@ class Weights:
         return tensor.reshape(parameter.shape)  # ViT's class token is (1, 1, hidden)
 
 
-def _header(file):
-    """The tensors of a file by name."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
+def _tensors_of(file):
+    """The tensors of a file by name; the disk is read when a tensor is."""
+    content = np.memmap(file, mode="c")  # bytes; what is written to them stays here
+    first = 8 + int(content[:8].view("<u8")[0])  # offsets count from the header's end
+    header = json.loads(content[8:first].tobytes())
     header.pop("__metadata__", None)
-    first = 8 + length  # offsets count from the end of the header
-    entries = {}
-    for name, tensor in header.items():
-        begin, end = (first + offset for offset in tensor["data_offsets"])
-        entries[name] = _Entry(file, tensor["dtype"], tensor["shape"], begin, end)
-    return entries
+    tensors = {}
+    for name, about in header.items():
+        # masks of attention and the like are in other types
+        if dtype := _DTYPES.get(about["dtype"]):
+            begin, end = about["data_offsets"]
+            part = torch.from_numpy(content[first + begin : first + end])
+            tensors[name] = part.view(dtype).reshape(about["shape"])
+    return tensors
