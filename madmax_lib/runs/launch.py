@@ -14,6 +14,8 @@ DIRECTORY`; under Slurm by `srun --ntasks-per-node
 """  # noqa: E501
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -30,12 +32,22 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
-from madmax_lib.runs.directory import Occupied, clear, owned, refuse, starts
-from madmax_lib.runs.failures import current, failure, python_error
 from madmax_lib.runs.measure.meter import meter
-from madmax_lib.runs.read import Resolved, Run, read_json, read_run, write_json
+from madmax_lib.runs.read import (
+    Occupied,
+    Resolved,
+    Run,
+    clear,
+    owned,
+    read_json,
+    read_run,
+    refuse,
+    starts,
+    write_json,
+)
 from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
+from madmax_lib.runs.watch import end
 
 __all__ = [
     "RunError",
@@ -48,6 +60,15 @@ __all__ = [
     "sweep",
     "train_command",
 ]
+
+_TAIL_LINES = 15  # of a log that an error shows
+_FULL_BYTES = 2**20  # a disk with less is full
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")  # last line of a traceback
+# in torchrun's table of failures, where a negative exit code is a signal
+_SIGNALLED = re.compile(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+)")
+# begins what torchrun itself logs: level, month and day
+_TORCHRUN = re.compile(r"^[EWI]\d{4} \d\d:", re.MULTILINE)
+
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # for torchrun to end its ranks before it is killed
@@ -89,10 +110,7 @@ def launch(spec: RunSpec, directory: str | Path, *, check: bool = True) -> Path:
     the end of the log of the rank that failed. See also: mm.RunSpec, mm.read_trace,
     mm.runs.read_run.
     """
-    return _launch(require_type("spec", spec, RunSpec), directory, resolve(spec), check)
-
-
-def _launch(spec, directory, resolved, check):
+    resolved = resolve(require_type("spec", spec, RunSpec))
     directory = _absolute(directory)
     with owned(directory) as lock:
         _write_spec(spec, directory, resolved)
@@ -150,13 +168,11 @@ def sweep(specs: Iterable[RunSpec], folder: str | Path) -> dict[str, Run]:
         same = earlier and earlier.spec == spec
         if not (same and earlier.summary.get("status") == "completed"):
             try:
-                resolved = resolve(spec, directory)
+                launch(spec, directory, check=False)
             except Occupied:
                 raise
             except (ValueError, OSError, ImportError) as error:
                 refuse(directory, spec, str(error))
-            else:
-                _launch(spec, directory, resolved, check=False)
         runs[spec.name] = read_run(directory)
     return runs
 
@@ -310,7 +326,8 @@ def measure_links(
             timeout=timeout_s,
         )
     if done.returncode:
-        reason = python_error(done.stderr) or "no reason given"
+        error = _ERROR.search(done.stderr)
+        reason = error[0] if error else "no reason given"
         raise RuntimeError(f"{ranks} ranks failed: {reason}")
     return ranks
 
@@ -323,7 +340,7 @@ def _start(spec, directories, device, locks):
         environment = _environment(device, Path(scratch))
         status, error = _run(spec, directories, environment, locks)
         if status != "completed":
-            failed = current(directories)
+            failed = _current(directories)
             try:
                 write_summary(failed, status, error.splitlines()[0])
             except (OSError, ValueError) as lost:  # such as a full disk
@@ -332,12 +349,7 @@ def _start(spec, directories, device, locks):
     return status, error
 
 
-def _run(
-    spec,
-    directories,
-    environment,
-    locks,
-):
+def _run(spec, directories, environment, locks):
     """Status and error of a run, or of the first that ends a start; the processes are
     gone when this returns.
     """
@@ -356,13 +368,13 @@ def _run(
         try:
             stalled = _wait(process, steps, spec.timeout_s)
         except BaseException:
-            _end(process)
+            end([process], _GRACE_S)
             with suppress(OSError, ValueError):
                 reason = "the launcher was interrupted"
-                write_summary(current(directories), "interrupted", reason)
+                write_summary(_current(directories), "interrupted", reason)
             raise
         if stalled:
-            _end(process)
+            end([process], _GRACE_S)
             error = f"{spec.name}: no step within timeout_s={spec.timeout_s:g} s"
             if spec.engine == "deepspeed" and (locked := deepspeed_locks()):
                 stale = ", ".join(map(str, locked))
@@ -371,12 +383,9 @@ def _run(
         # torchrun itself was killed: its ranks see that within a second
         if process.returncode < 0:
             time.sleep(_ALONE_S)
-            signal_number = -process.returncode
-            return (
-                "failed",
-                f"{spec.name}: torchrun was ended by signal {signal_number}",
-            )
-    return ("completed", "") if process.returncode == 0 else failure(spec, directories)
+            error = f"torchrun was ended by signal {-process.returncode}"
+            return "failed", f"{spec.name}: {error}"
+    return ("completed", "") if process.returncode == 0 else _failure(spec, directories)
 
 
 def _wait(process, steps, timeout_s):
@@ -396,18 +405,6 @@ def _wait(process, steps, timeout_s):
         if time.monotonic() - changed_s > most_s:
             return True
     return False
-
-
-def _end(process):
-    """End torchrun, which ends its ranks; ranks that lose it end themselves."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 @contextmanager
@@ -430,3 +427,57 @@ def _terminable():
         raise SystemExit(128 + signal.SIGTERM) from None  # where SIGTERM was ignored
     finally:
         signal.signal(signal.SIGTERM, earlier_handler)
+
+
+def _current(directories: list[Path]) -> Path:
+    """The first directory of a start that has no summary: its run is on."""
+    unfinished = (path for path in directories if not (path / "summary.json").exists())
+    return next(unfinished, directories[-1])
+
+
+def _failure(spec: RunSpec, directories: list[Path]) -> tuple[str, str]:
+    """Status and text of a start that failed: the first rank that did, with the end of
+    its log.
+    """
+    logs = _current(directories) / "logs"
+    launcher_log = directories[0] / "logs" / "launcher.log"
+    launcher = launcher_log.read_text(errors="replace")
+    failures = [read_json(path) for path in logs.glob("failure_rank*.json")]
+    # ranks that wait for the first one in a collective fail later, by its end
+    first = min(failures, key=lambda failure: failure["time_s"], default=None)
+    first = _killed(launcher) or first
+    if not first:
+        if shutil.disk_usage(logs).free < _FULL_BYTES:
+            full = f"no space is left on the disk of {logs.parent}"
+            return "failed", f"{spec.name} failed, and {full}"
+        output = _TORCHRUN.split(launcher)[0].strip() or launcher
+        lines = _ERROR.findall(output) or output.strip().splitlines()
+        reason = (lines or ["no reason given"])[-1]
+        text = f"{spec.name} failed before its ranks began: {reason}"
+        return "failed", f"{text}\n{_end_of(launcher_log, output)}"
+    rank = first["rank"]
+    status = first["status"]
+    log = logs / f"rank{rank}.log"
+    output = log.read_text(errors="replace") if log.exists() else launcher
+    text = f"{spec.name}, plan {spec.plan}, {status} on rank {rank}: {first['error']}"
+    return status, f"{text}\n{_end_of(log, output)}"
+
+
+def _killed(launcher):
+    """Failure of the first rank that a signal ended, other than torchrun's own SIGTERM;
+    it could not write one.
+    """
+    for rank, number in _SIGNALLED.findall(launcher):
+        name = signal.Signals(int(number)).name
+        if name == "SIGTERM":
+            continue
+        # Linux kills the largest process where memory runs out
+        want = ", perhaps by the system for want of memory" * (name == "SIGKILL")
+        error = f"ended by signal {number} ({name}){want}"
+        return {"rank": int(rank), "status": "failed", "error": error}
+    return None
+
+
+def _end_of(log, text):
+    lines = text.rstrip().splitlines()[-_TAIL_LINES:]
+    return "\n".join([f"end of {log}:", *lines]) if lines else f"{log} is empty"

@@ -136,9 +136,11 @@ def _kernels():
 
 
 def _all_reduce():
-    """Ranks of a start of torchrun that have summed a number."""
-    # one rank per GPU, or two processes on a CPU; a firewall or a name that does not
-    # resolve shows here
+    """Ranks of a start of torchrun that have summed a number: one per GPU, or two
+    processes on a CPU.
+    """
+    # a firewall, a name that does not resolve, or a library of another version on one of
+    # the ranks shows here
     ranks = measure_links(timeout_s=_ANSWER_S)
     backend = "nccl" if gpu_count() else "gloo"
     return f"{ranks} ranks over {backend}"

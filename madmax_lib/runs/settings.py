@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = ["Settings", "check_value"]
+__all__ = ["Settings"]
 
 _TYPES = {
     "str": str,
@@ -64,13 +64,13 @@ class Settings:
 
     def __post_init__(self):
         for item in fields(self):
-            check_value(item.name, item.type, getattr(self, item.name))
+            _check_value(item.name, item.type, getattr(self, item.name))
         if self.dtype not in self._dtypes:
             names = ", ".join(self._dtypes)
             raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
 
 
-def check_value(name: str, kind: str, value: object) -> None:
+def _check_value(name: str, kind: str, value: object) -> None:
     """Raises ValueError for a value that is not of the type its field is annotated
     with, or out of range.
     """
@@ -91,4 +91,4 @@ def check_value(name: str, kind: str, value: object) -> None:
     if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
         raise ValueError(f"{name}={value!r} must be {rule}")
     for item in value if kind == "tuple" else ():
-        check_value(name, "float", item)
+        _check_value(name, "float", item)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from madmax_lib.runs.watch import die_with_parent
+from madmax_lib.runs.watch import die_with_parent, end
 
 __all__ = ["canonical", "check_hosts", "command", "join", "spread"]
 
@@ -180,7 +180,7 @@ def main(
                 )
             return _first_failure(agents)
         finally:
-            _end(agents)
+            end(agents, _GRACE_S)
 
 
 def _unshare():
@@ -290,18 +290,6 @@ def _first_failure(agents):
         if None not in codes:
             return 0
         time.sleep(_POLL_S)
-
-
-def _end(agents):
-    """End agents, which end their ranks."""
-    until_s = time.monotonic() + _GRACE_S
-    for agent in agents:
-        agent.terminate()
-    for agent in agents:
-        try:
-            agent.wait(max(until_s - time.monotonic(), _POLL_S))
-        except subprocess.TimeoutExpired:
-            agent.kill()
 
 
 def _shares(speed):

@@ -1,5 +1,5 @@
 """One rank of a run, `torchrun -m madmax_lib.runs.train DIRECTORY ...`: read spec.json,
-train, write.
+train, write what it did and on which machine.
 
 Every rank draws its own share of the global batch, ahead of the step: its data phase is
 waiting for it, and the copy to the device. Rank 0 appends a row to steps.csv after each
@@ -9,8 +9,13 @@ logs/failure_rank{r}.json; one that loses torchrun or the launcher ends itself.
 """
 
 import csv
+import ctypes
+import gc
 import math
 import os
+import platform
+import re
+import resource
 import shutil
 import sys
 import time
@@ -18,26 +23,44 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import record_function
 
-from madmax_lib.base.atomic import replacing, write_text
+from madmax_lib.base.atomic import write_text
 from madmax_lib.runs import read, testbed
 from madmax_lib.runs.data.batches import draw_ahead
-from madmax_lib.runs.directory import last_checkpoint
-from madmax_lib.runs.machine import begin_memory, environment, memory_bytes
 from madmax_lib.runs.measure import meter
-from madmax_lib.runs.measure.peak_rates import cores_per_rank, native_dtype
+from madmax_lib.runs.measure.peak_rates import (
+    cores_per_rank,
+    device_name,
+    native_dtype,
+    peak_flops,
+)
 from madmax_lib.runs.measure.phases import profiler
 from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
+from madmax_lib.runs.read import last_checkpoint
 from madmax_lib.runs.summary import PROFILED, flops_per_sample, write_summary
 from madmax_lib.runs.watch import guard, write_to
 
 __all__ = ["main"]
+
+_PACKAGES = (
+    "madmax-workbench",
+    "torch",
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "nvidia-ml-py",
+)
+_STATUS = Path("/proc/self/status")
+
 
 # threads that draw data; each holds a batch, in pinned memory for a GPU
 _MOST_DRAWERS = 8
@@ -75,7 +98,7 @@ def _train_in(directory, rank, number):
 def _train(directory, rank, number):
     spec, resolved = read.read_spec(directory)
     device = resolved.device
-    begin_memory()
+    _begin_memory()
     _join(device, spec.timeout_s, number)
     spec = replace(
         spec,
@@ -87,7 +110,7 @@ def _train(directory, rank, number):
     data = spec.get_data()
     if resolved.starts[-1]:
         _take_up(trainer, last_checkpoint(directory))
-    env = environment(device, spec.dtype) | {
+    env = _environment(device, spec.dtype) | {
         "dtype": spec.dtype,
         "data": resolved.data,
         "data_note": resolved.data_note,
@@ -105,7 +128,7 @@ def _train(directory, rank, number):
         with _writer(spec, directory) if first else nullcontext() as write:
             _loop(spec, trainer, data, power, directory, write)
         loop_s = time.perf_counter() - start_s
-    memory = memory_bytes(device)
+    memory = _memory_bytes(device)
     entry = {"rank": rank}
     for name in ("memory_peak_bytes", "host_rss_bytes"):
         entry[name] = memory[name]
@@ -114,13 +137,8 @@ def _train(directory, rank, number):
     if first:
         # times count from the first step on
         if rows := power.rows(start_s - before_s):
-            target = directory / "power.csv"
-            with (
-                replacing(target) as temporary,
-                temporary.open("w", newline="") as file,
-            ):
-                table = csv.writer(file, lineterminator="\n")
-                table.writerows([meter.COLUMNS, *rows])
+            table = pd.DataFrame(rows, columns=meter.COLUMNS)
+            table.to_csv(directory / "power.csv", index=False, na_rep="nan")
         write_summary(directory, "completed", loop_s=loop_s, ranks=entries)
     dist.destroy_process_group()
 
@@ -204,7 +222,7 @@ def _loop(spec, trainer, data, power, directory, write):
             if recorder:
                 recorder.step()
                 if step == PROFILED[-1]:
-                    begin_memory()
+                    _begin_memory()
                     # else the next step waits for the rank that takes longest to write
                     # its trace
                     dist.barrier()
@@ -212,7 +230,7 @@ def _loop(spec, trainer, data, power, directory, write):
                 result["seconds"]["data"] += waited_s
                 row = {"step": step, "total_s": end_s - start_s}
                 row |= _result_columns(result, validation, spec)
-                write(row | memory_bytes(device) | power.window(start_s, end_s))
+                write(row | _memory_bytes(device) | power.window(start_s, end_s))
             if _is_due(step, spec.checkpoint_every):
                 _save(trainer, directory / "checkpoints", replace_last=bool(write))
 
@@ -319,6 +337,66 @@ def _failure(error, rank):
         "error": f"{type(error).__name__}: {text}",
         "time_s": time.time(),
     }
+
+
+def _environment(device: str, dtype: str) -> dict:
+    """Content of env.json; collective over the process group. device: cpu or cuda."""
+    peak, source = peak_flops(device, dtype)
+    versions = {package.name: package.version for package in distributions()}
+    content = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: versions[name] for name in _PACKAGES if name in versions},
+        "cuda": torch.version.cuda,
+        "nccl": None,
+        "backend": dist.get_backend(),
+        "ranks": dist.get_world_size(),
+        "device": device_name(device),
+        "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "device_memory_bytes": None,
+        "peak_flops": peak,
+        "peak_source": source,
+    }
+    if device == "cuda":
+        content["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        memory_bytes = torch.cuda.get_device_properties().total_memory
+        content["device_memory_bytes"] = memory_bytes
+    return content
+
+
+def _memory_bytes(device: str) -> dict[str, int | None]:
+    """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of
+    its process.
+    """
+    cuda = torch.cuda
+    calls = {
+        "memory_allocated_bytes": cuda.memory_allocated,
+        "memory_reserved_bytes": cuda.memory_reserved,
+        "memory_peak_bytes": cuda.max_memory_allocated,
+    }
+    used = {name: call() if device == "cuda" else None for name, call in calls.items()}
+    # the most that was resident at once since `_begin_memory`, or, beyond Linux, ever
+    try:
+        resident_kib = int(re.search(r"VmHWM:\s+(\d+)", _STATUS.read_text())[1])
+        resident_bytes = 1024 * resident_kib
+    except (OSError, TypeError):
+        unit = (
+            1 if sys.platform == "darwin" else 1024
+        )  # bytes, or KiB [man 2 getrusage]
+        resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return used | {"host_rss_bytes": resident_bytes}
+
+
+def _begin_memory() -> None:
+    """Give what earlier runs or a trace have left back to the system, and count the
+    process's memory anew (Linux).
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc's; others lack it
+        # 5 resets the high-water mark of the resident set [man 5 proc]
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

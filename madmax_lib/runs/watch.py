@@ -8,12 +8,14 @@ killed at once.
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["die_with_parent", "guard", "write_to"]
+__all__ = ["die_with_parent", "end", "guard", "write_to"]
 
 _LOOK_S = 1.0
 _ALONE = 75  # exit status, EX_TEMPFAIL of sysexits.h
@@ -65,3 +67,16 @@ def write_to(log: Path) -> None:
         stream.flush()
         os.dup2(handle, stream.fileno())
     os.close(handle)
+
+
+def end(processes: Sequence[subprocess.Popen], grace_s: float) -> None:
+    """End processes, which end their own; what is left after `grace_s` is killed."""
+    until_s = time.monotonic() + grace_s
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(max(until_s - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

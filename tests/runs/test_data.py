@@ -13,8 +13,13 @@ from PIL import Image
 from support import cells, refused
 
 from madmax_lib.runs.data import batches, hub, text
-from madmax_lib.runs.data.batches import DataWarning, SampleShape, get_data
-from madmax_lib.runs.data.synthetic import SyntheticImages, arithmetic_problem
+from madmax_lib.runs.data.batches import (
+    DataWarning,
+    SampleShape,
+    SyntheticImages,
+    _arithmetic_problem,
+    get_data,
+)
 from madmax_lib.runs.data.text import _PAD, BYTES, MASKED, cached_tokens, windows
 
 
@@ -85,7 +90,7 @@ def test_images_have_the_asked_shape_and_a_pattern_per_class():
 
 @pytest.mark.parametrize("index", range(40))
 def test_arithmetic_answers_are_right(index):
-    question, answer = arithmetic_problem(index, 5)
+    question, answer = _arithmetic_problem(index, 5)
     left, right = answer.split(" = ")
     assert eval(left) == int(right) >= 0
     assert sum(map(len, BYTES.chat(question, answer))) <= 96
@@ -106,7 +111,7 @@ def test_only_answers_are_targets(sequence):
     assert tokens.max() < data.vocab and not (targets == _PAD).any()
     if sequence == 128:
         number = int(data.indices(0, 5)[0])
-        assert answers(targets)[0] == arithmetic_problem(number, 0)[1]
+        assert answers(targets)[0] == _arithmetic_problem(number, 0)[1]
 
 
 def answers(targets):

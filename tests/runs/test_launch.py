@@ -32,11 +32,11 @@ from madmax_lib.runs import (
     sweep,
     train,
 )
-from madmax_lib.runs.directory import last_checkpoint, owned
-from madmax_lib.runs.failures import failure
+from madmax_lib.runs.launch import _failure
 from madmax_lib.runs.measure import meter
 from madmax_lib.runs.parallel import trainer
-from madmax_lib.runs.read import COLUMNS, PHASES, read_steps
+from madmax_lib.runs.read import COLUMNS, PHASES, last_checkpoint, owned, read_steps
+from madmax_lib.runs.watch import end
 
 launching = sys.modules[launch.__module__]  # the room has the call under this name
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -361,7 +361,7 @@ def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
         sweep([spec], tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     (tmp_path / "run" / "logs" / "launcher.log").touch()
-    _, text = failure(RunSpec(), [tmp_path / "run"])
+    _, text = _failure(RunSpec(), [tmp_path / "run"])
     assert "no space is left on the disk of" in text
 
 
@@ -509,7 +509,7 @@ def test_a_run_without_progress_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "_GRACE_S", 0.1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert launching._wait(process, [tmp_path / "steps.csv"], timeout_s=0.1)
-    launching._end(process)
+    end([process], 20.0)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -573,6 +573,6 @@ def test_the_cause_of_a_failure(tmp_path, launcher, failures, status, begin, end
         rank = entry["rank"]
         (logs / f"failure_rank{rank}.json").write_text(json.dumps(entry))
         (logs / f"rank{rank}.log").write_text(f"log of {rank}\n")
-    result, text = failure(RunSpec(strategy="dp2"), [directory])
+    result, text = _failure(RunSpec(strategy="dp2"), [directory])
     assert result == status
     assert text.startswith(f"gpt-tiny_dp2{begin}") and text.endswith(end)

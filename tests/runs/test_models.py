@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from madmax_lib import catalog
-from madmax_lib.runs.model import lora, losses, models
+from madmax_lib.runs.model import losses, models
 from madmax_lib.runs.model.layers import _rotate, _turns
-from madmax_lib.runs.model.network import Network
+from madmax_lib.runs.model.network import Network, adapt
 
 TOKENS = torch.arange(24).reshape(2, 12) * 11 % 260
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -129,12 +129,12 @@ def test_experts_are_the_sum_over_their_choices(width):
 def test_low_rank_updates_of_seed_002_and_where_they_start():
     """ViT-Base on CIFAR-100 with rank 16 trains 666,724 parameters, as published."""
     network = Network(models.spec("vit-base", classes=100))
-    lora.freeze_ends(network)
+    network.freeze_ends()
     trained = sum(p.numel() for p in network.head.parameters())
     tiny = models.build("vit-tiny", layers=2)
     before = tiny(IMAGES)
     for name, layer in tiny.units():
-        lora.adapt(layer, name, 4, seed=0)
+        adapt(layer, name, 4, seed=0)
     torch.testing.assert_close(tiny(IMAGES), before)
     trained_names = {
         name for name, p in tiny.layers.named_parameters() if p.requires_grad

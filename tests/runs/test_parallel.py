@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.model import models
 from madmax_lib.runs.parallel import mesh
-from madmax_lib.runs.parallel.gradients import LossScale
+from madmax_lib.runs.parallel.optimizers import LossScale
 from madmax_lib.runs.parallel.trainer import parallelize
 from madmax_lib.runs.settings import Settings
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.integrate import trapezoid
 
 __all__ = ["COLUMNS", "Meter", "Reading", "energy_j", "meter"]
 
@@ -127,7 +128,7 @@ def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
     # trapezoids between the readings inside, and the ends of the window
     times_s = np.unique(np.clip([start_s, *t_s, end_s], start_s, end_s))
     watts = np.interp(times_s, t_s, power_w)
-    return float(np.sum((watts[1:] + watts[:-1]) / 2 * np.diff(times_s)))
+    return float(trapezoid(watts, times_s))
 
 
 def meter(source: str, device: str, devices: int) -> Meter:

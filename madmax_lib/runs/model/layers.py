@@ -11,16 +11,18 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from madmax_lib.catalog.models import Transformer
-from madmax_lib.runs.model.context import Exchange
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import bias_gelu
 
-__all__ = ["Attention", "FeedForward", "TransformerLayer", "norm"]
+__all__ = ["Attention", "Exchange", "FeedForward", "TransformerLayer", "norm"]
+
 
 _EPSILON = {"layer": 1e-5, "rms": 1e-6}  # of GPT-2 and of Qwen2.5
 _VIT_EPSILON = 1e-12  # of ViT [arXiv 2010.11929, released code]
@@ -56,16 +58,6 @@ def _rotate(heads, turns):
     turned_first = first * cosine - second * sine
     turned_second = second * cosine + first * sine
     return torch.cat((turned_first, turned_second), dim=-1)
-
-
-def _unfused(query, key, value, causal):
-    """softmax(Q K^T / sqrt(d)) V [arXiv 1706.03762] with the scores in memory."""
-    # (B, H, S, S): the S^2 numbers that flash attention never writes
-    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    if causal:
-        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1) @ value
 
 
 class Attention(nn.Module):
@@ -121,7 +113,13 @@ class Attention(nn.Module):
             value = value.repeat_interleave(groups, 1)
             groups = 1
         if unfused:
-            return _unfused(query, key, value, self.causal)
+            # softmax(Q K^T / sqrt(d)) V [arXiv 1706.03762] with the scores in memory:
+            # (B, H, S, S), the S^2 numbers that flash attention never writes
+            scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+            if self.causal:
+                later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(later, float("-inf"))
+            return scores.softmax(-1) @ value
         attend = functional.scaled_dot_product_attention
         return attend(query, key, value, is_causal=self.causal, enable_gqa=groups > 1)
 
@@ -154,7 +152,7 @@ class FeedForward(nn.Module):
         if isinstance(inner, DTensor):
             inner = inner.to_local()
             bias = bias.to_local()
-        return self.down(bias_gelu(inner, bias.to(inner.dtype), "triton"))
+        return self.down(bias_gelu(inner, bias.to(inner.dtype), fused=True))
 
 
 class TransformerLayer(nn.Module):
@@ -185,3 +183,42 @@ class TransformerLayer(nn.Module):
     def _forward(self, x):
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Exchange:
+    """Swaps sequence for heads and back; does nothing without a group.
+
+    One sequence on several ranks by DeepSpeed-Ulysses [arXiv 2309.14509]: every rank
+    holds S/cp tokens of all heads; before attention it swaps them for all tokens of
+    heads/cp, afterwards back. Queries, keys and values travel in one exchange, so a
+    layer takes two all-to-alls forward and two backward. Positions are turned after the
+    exchange, where the sequence is whole.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None):
+        self.group = group
+        self.ranks = group.size() if group else 1
+
+    def to_heads(self, parts: list[Tensor]) -> list[Tensor]:
+        """Tensors (B, S/cp, H, d), with one H each, to (B, S, H/cp, d)."""
+        if self.ranks == 1:
+            return parts
+        counts = [part.shape[2] // self.ranks for part in parts]
+        # Each tensor becomes (B, S/cp, cp, H/cp, d); joined by head, one exchange takes
+        # all of them. The rank to send to comes first: (cp, B, S/cp, all H/cp, d).
+        by_rank = [part.unflatten(2, (self.ranks, -1)) for part in parts]
+        sent = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)
+        # what arrives is ordered by its part of the sequence, (cp, B, S/cp, ...)
+        joined = self._all_to_all(sent).transpose(0, 1).flatten(1, 2)
+        return list(joined.split(counts, dim=2))
+
+    def to_sequence(self, mixed: Tensor) -> Tensor:
+        """(B, S, H/cp, d) to (B, S/cp, H, d)."""
+        if self.ranks == 1:
+            return mixed
+        # (cp, B, S/cp, H/cp, d)
+        sent = mixed.unflatten(1, (self.ranks, -1)).transpose(0, 1)
+        return self._all_to_all(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _all_to_all(self, sent):
+        return all_to_all_single_autograd(sent.contiguous(), None, None, self.group)

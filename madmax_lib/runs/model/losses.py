@@ -6,7 +6,8 @@ cp and ep ranks only add up. Targets that are MASKED do not count; how many are 
 known once the ranks have summed theirs, with the losses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.data.text import MASKED
 
-__all__ = ["Part", "correct", "means", "split", "sums", "total"]
+__all__ = ["Part", "accumulate", "correct", "means", "split", "sums", "total"]
 
 Share = tuple[int, int]  # a rank's number in a dimension, and how many they are
 
@@ -59,6 +60,37 @@ def split(
         samples,
         positions,
     )
+
+
+def accumulate(
+    part: Part,
+    samples: int,
+    phases: Callable[[str], AbstractContextManager],
+    forward: Callable[[Tensor, bool], Tensor],
+    backward: Callable[[Tensor], None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Sum of losses, and right targets, of micro-batches of so many samples, one after
+    another.
+
+    phases: clock of forward passes. forward: gives logits of inputs, and is told the
+    last ones. backward: takes a loss; None for no gradients.
+    """
+    losses = []
+    rights = []
+    pairs = zip(part.inputs.split(samples), part.targets.split(samples), strict=True)
+    micro_batches = list(pairs)
+    with torch.set_grad_enabled(backward is not None):
+        for number, (x, y) in enumerate(micro_batches, 1):
+            with phases("forward"):
+                logits = forward(x, number == len(micro_batches))
+                loss = total(logits, y)
+            if backward:
+                backward(loss)
+            loss = loss.detach()
+            # a loss of split logits is the same on all ranks
+            losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+            rights.append(correct(logits, y))
+    return torch.stack(losses).sum(), torch.stack(rights).sum()
 
 
 def sums(

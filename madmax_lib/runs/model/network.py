@@ -11,13 +11,21 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.types import Device
 
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
 
-__all__ = ["Network", "PatchEmbedding", "TokenEmbedding", "draw", "named_generator"]
+__all__ = [
+    "LowRank",
+    "Network",
+    "PatchEmbedding",
+    "TokenEmbedding",
+    "adapt",
+    "draw",
+]
 
 # last weights of the residual branches
 _BRANCH_ENDS = ("projection.weight", "down.weight", "experts.down")
@@ -121,6 +129,14 @@ class Network(nn.Module):
         ends = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
         return ((name, end) for name, end in ends.items() if end is not None)
 
+    def freeze_ends(self) -> None:
+        """Freeze embedding and last norm; the head is trained, unless it is the token
+        table.
+        """
+        for name, end in self.ends():
+            if name != "head" or self.spec.tied:
+                end.requires_grad_(False)
+
     def materialise(
         self, seed: int, device: Device, weights: Weights | None = None
     ) -> "Network":
@@ -152,7 +168,7 @@ def draw(
         weights.fill(module, prefix)
 
 
-def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+def _named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator seeded by a number and a name; 32 bits, as the CPU's takes no more."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
@@ -170,5 +186,41 @@ def _draw(parameter, name, spec, seed):
     spread = _SPREAD
     if name.endswith(_BRANCH_ENDS):  # two branches a layer add up in the residual
         spread /= (2 * spec.layers) ** 0.5
-    generator = named_generator(seed, name, parameter.device)
+    generator = _named_generator(seed, name, parameter.device)
     parameter.normal_(0.0, spread, generator=generator)
+
+
+class LowRank(nn.Linear):
+    """A frozen linear layer plus a trained update of low rank [arXiv 2106.09685],
+    scaled by 1. Keeps the names of the linear layer.
+
+    It gains B A x, with A (rank, in) drawn and B (out, rank) zero, so that training
+    starts at the model itself.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
+        nn.Module.__init__(self)
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.weight = base.weight
+        self.bias = base.bias
+        device = base.weight.device
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, device=device))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        with torch.no_grad():  # x of unit length gives A x of unit length
+            self.down.normal_(0.0, base.in_features**-0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) to (..., out)."""
+        update = functional.linear(functional.linear(x, self.down), self.up)
+        return super().forward(x) + update
+
+
+def adapt(layer: TransformerLayer, name: str, rank: int, seed: int) -> None:
+    """Freeze a layer and add low-rank updates to its queries and values, in place."""
+    layer.requires_grad_(False)
+    for part in ("query", "value"):
+        base = getattr(layer.attention, part)
+        full_name = f"{name}.attention.{part}.down"
+        generator = _named_generator(seed, full_name, base.weight.device)
+        setattr(layer.attention, part, LowRank(base, rank, generator))

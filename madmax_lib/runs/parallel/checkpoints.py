@@ -14,36 +14,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from madmax_lib.runs.model.network import Network
-from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.parallel.optimizers import Optimizers, local
 
 __all__ = ["load", "save"]
 
 
-def save(
-    directory: str | Path,
-    modules: list[Network],
-    optimizers: Optimizers,
-    mesh: Mesh,
-    progress: Tensor,
-) -> None:
+def save(directory: str | Path, optimizers: Optimizers, progress: Tensor) -> None:
     """Write a checkpoint; collective over all ranks. progress: (n,) numbers that belong
     to it.
     """
-    state = _state(modules, optimizers, mesh) | {"progress": progress}
+    state = _state(optimizers) | {"progress": progress}
     dcp.save(state, checkpoint_id=str(directory))
 
 
-def load(
-    directory: str | Path,
-    modules: list[Network],
-    optimizers: Optimizers,
-    mesh: Mesh,
-    progress: Tensor,
-) -> None:
-    """Read a checkpoint into modules, optimizers and progress, in place; collective
-    over all ranks.
+def load(directory: str | Path, optimizers: Optimizers, progress: Tensor) -> None:
+    """Read a checkpoint into stages, optimizers and progress, in place; collective over
+    all ranks.
 
     Raises FileNotFoundError where there is none, and ValueError if it is one of another
     model or layout.
@@ -63,7 +49,7 @@ def load(
                     if hasattr(adam, "_new_buffer")
                     else torch.zeros_like(part)
                 )
-    state = _state(modules, optimizers, mesh) | {"progress": progress}
+    state = _state(optimizers) | {"progress": progress}
     stored = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     if missing := sorted(set(state) - set(stored)):
         raise ValueError(
@@ -73,8 +59,10 @@ def load(
     dcp.load(state, checkpoint_id=str(directory))
 
 
-def _state(modules, optimizers, mesh):
+def _state(optimizers):
     """All tensors of this rank by name; the values share the storage of the run's own."""
+    modules = optimizers.modules
+    mesh = optimizers.mesh
     tied = modules[0].spec.tied
     part = "@" + ".".join(
         f"{axis}{mesh.coordinate(axis)}of{mesh.size(axis)}" for axis in ("ep", "tp")

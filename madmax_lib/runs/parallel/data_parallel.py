@@ -148,13 +148,3 @@ class DataParallel:
         elif self.casts:
             module.set_requires_all_reduce(last)
             module.set_reshard_after_backward(last or self.plan.zero == 3)
-
-
-def _sum_bucket(group, bucket):
-    """All-reduce a bucket without dividing it."""
-    buffer = bucket.buffer()
-    return (
-        dist.all_reduce(buffer, group=group, async_op=True)
-        .get_future()
-        .then(lambda _: buffer)
-    )

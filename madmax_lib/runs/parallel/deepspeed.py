@@ -8,9 +8,9 @@ optional; `checks.check_deepspeed` tells why it cannot start.
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -176,20 +176,18 @@ class _DeepSpeedTrainer:
 
     def _run(self, part, factor):
         """(sum of losses, right targets) of this rank; trains unless factor is None."""
-        sums = []
-        rights = []
         dtype = next(self.engine.module.parameters()).dtype
-        inputs = part.inputs.to(dtype) if self.spec.image else part.inputs
-        size = self.plan.micro_batch
-        for x, y in zip(inputs.split(size), part.targets.split(size), strict=True):
-            with self.phases("forward"), torch.set_grad_enabled(factor is not None):
-                logits = self.engine(x)
-                loss = losses.total(logits, y)
-            if factor is not None:
-                with self.phases("backward"):
-                    self.engine.backward(loss * factor)
-                with self.phases("optimizer"):
-                    self.engine.step()
-            sums.append(loss.detach())
-            rights.append(losses.correct(logits, y))
-        return torch.stack(sums).sum(), torch.stack(rights).sum()
+        if self.spec.image:
+            part = replace(part, inputs=part.inputs.to(dtype))
+
+        def backward(loss):
+            with self.phases("backward"):
+                self.engine.backward(loss * factor)
+            with self.phases("optimizer"):
+                self.engine.step()
+
+        samples = self.plan.micro_batch
+        act = None if factor is None else backward
+        return losses.accumulate(
+            part, samples, self.phases, lambda x, _: self.engine(x), act
+        )

@@ -1,27 +1,33 @@
 """AdamW and its states: of all parameters on every rank, or under ZeRO-1 each rank's for
-the parameters that it updates.
+the parameters that it updates; the length of the gradient, and the loss scale of fp16.
 
 ZeRO-1 [arXiv 1910.02054]: a rank updates some of the parameters that it shares with
 others, and sends them in one broadcast. AdamW sees plain tensors, so that one fused
 call takes all of them: DTensors get twins that share their storage.
+
+For the length of the gradient every rank sums the squares of what it holds; a parameter
+that `c` ranks hold copies of counts 1/c on each. torch's `clip_grad_norm_` refuses
+parameters on different meshes. No value is read, so that the host runs ahead.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from madmax_lib.plan.plan import Plan
+from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["Optimizers", "at_once", "local"]
+__all__ = ["LossScale", "Optimizers", "at_once", "local"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,11 +53,14 @@ class Optimizers:
     experts: parameters of experts.
     counted: parameters by the part of their squares that this rank adds to the model's:
     one over the ranks with copies.
+    modules: the stages. mesh: of the ranks.
     """
 
     def __init__(
-        self, modules: list[nn.Module], plan: Plan, mesh: Mesh, settings: Settings
+        self, modules: list[Network], plan: Plan, mesh: Mesh, settings: Settings
     ):
+        self.modules = modules
+        self.mesh = mesh
         self.names: dict[Tensor, str] = {}
         self.experts: set[Tensor] = set()
         for module in modules:
@@ -119,6 +128,70 @@ class Optimizers:
                 at_once(partial(dist.broadcast, group=group, group_src=rank), part)
         self.clear()
 
+    @torch.no_grad()
+    def finish(self) -> Tensor | None:
+        """Sum gradients that are still parts of a sum: over tp ranks (norms and
+        positions under sequence parallelism), and of a tied token table over stages.
+
+        Returns the parameter that must not be counted again: the head, on the last
+        stage.
+        """
+        parts = []
+        for p in self.names:
+            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+                if (p.grad.placements, p.placements) == ((Partial(),), (Replicate(),)):
+                    parts.append(local(p.grad))
+                else:
+                    p.grad = p.grad.redistribute(placements=p.placements)
+        at_once(partial(dist.all_reduce, group=self.mesh.group("tp")), parts)
+        return self._sum_tied()
+
+    def _sum_tied(self):
+        """Add the gradients of a tied head and its token table, on both stages, where
+        they are on different ones; the head, where it is here.
+        """
+        mesh = self.mesh
+        stage = mesh.coordinate("pp")
+        last = mesh.size("pp") - 1
+        if not last or not self.modules[0].spec.tied or stage not in (0, last):
+            return None
+        is_head = stage == last
+        end = self.modules[-1].head if is_head else self.modules[0].embedding.tokens
+        if not end.weight.requires_grad:  # adapters alone are trained
+            return None
+        gradient = local(end.weight.grad)
+        group = mesh.group("pp")
+        # NCCL sends nothing that is offloaded
+        sent = gradient.to(mesh.dense.device_type, copy=True)
+        received = torch.empty_like(sent)
+        peer = dist.get_global_rank(group, 0 if is_head else last)
+        # in this order: Gloo says that a buffer is there on the connection on which the
+        # other one is sent
+        receive = dist.P2POp(dist.irecv, received, peer, group)
+        send = dist.P2POp(dist.isend, sent, peer, group)
+        for request in dist.batch_isend_irecv([receive, send]):
+            request.wait()
+        gradient.add_(received.to(gradient.device))
+        return end.weight if is_head else None
+
+    @torch.no_grad()
+    def norm(self, skip: Tensor | None = None) -> Tensor:
+        """Length of the whole model's gradient, a number on the device; skip: a copy
+        that another stage counts.
+        """
+        device = self.mesh.dense.device_type
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        # |g|^2 = sum over ranks and parameters of |g_local|^2 / (ranks that hold it)
+        for share, parameters in self.counted.items():
+            counted = (p for p in parameters if p.grad is not None and p is not skip)
+            gradients = [local(p.grad) for p in counted]
+            if gradients:
+                lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+                squares = torch.stack(lengths).double().square().sum()
+                total += (share * squares).to(total.device)
+        dist.all_reduce(total)
+        return total.sqrt()
+
     def clear(self) -> None:
         """Forget all gradients."""
         for parameter, twin in self._twins.items():
@@ -171,3 +244,26 @@ def _balanced(tensors, ranks):
         parts[rank].append(tensor)
         elements[rank] += tensor.numel()
     return parts
+
+
+@dataclass
+class LossScale:
+    """Factor of a loss before the backward pass: halved when a gradient overflows (the
+    step is skipped on all ranks), doubled after many good steps [arXiv 1710.03740].
+    """
+
+    value: float = 1.0
+    dynamic: bool = False  # whether it changes
+    good_steps: int = 0  # since the last overflow
+    growth_interval: int = 2000  # good steps after which it doubles
+
+    def update(self, overflow: bool) -> None:
+        """Halve after an overflow, double after `growth_interval` steps without one."""
+        if not self.dynamic:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == self.growth_interval:
+            self.value = self.value * 2
+            self.good_steps = 0

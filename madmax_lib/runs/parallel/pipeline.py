@@ -93,7 +93,7 @@ class Pipeline:
         self._scale = 1.0
 
     def run(
-        self, inputs: Tensor, targets: Tensor, scale: float, train: bool
+        self, part: losses.Part, scale: float, train: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Forward, and with `train` backward, of all micro-batches; (sum of losses,
         right targets) on the last stage.
@@ -103,8 +103,8 @@ class Pipeline:
         self._scale = scale
         self._right = []
         sums = []
-        args = (inputs.contiguous(),) if self.first else ()
-        ends = {"target": targets, "losses": sums} if self.last else {}
+        args = (part.inputs.contiguous(),) if self.first else ()
+        ends = {"target": part.targets, "losses": sums} if self.last else {}
         if train:
             self.schedule.step(*args, return_outputs=False, **ends)
         else:

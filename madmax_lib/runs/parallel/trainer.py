@@ -9,7 +9,7 @@ are those of one process whatever the plan, see tests/runs/test_parallel.py.
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,53 +24,15 @@ from madmax_lib.runs import checks
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import kernels, losses, models
-from madmax_lib.runs.parallel import checkpoints, gradients, mesh, stages
+from madmax_lib.runs.parallel import checkpoints, mesh, stages
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
-from madmax_lib.runs.parallel.optimizers import Optimizers, local
+from madmax_lib.runs.parallel.optimizers import LossScale, Optimizers, local
 from madmax_lib.runs.settings import Settings
 
 __all__ = ["Trainer", "parallelize"]
 
 _FIRST_SCALE = 2.0**16  # of fp16 losses
-
-
-@dataclass(frozen=True)
-class _Accumulation:
-    """A step without a pipeline: micro-batches one after another, gradients adding up."""
-
-    module: torch.nn.Module
-    data_parallel: DataParallel
-    split_logits: bool  # over tp ranks
-    phases: Phases
-
-    def run(self, inputs: Tensor, targets: Tensor, scale: float, train: bool):
-        """Forward, and with `train` backward, of all micro-batches; (sum of losses,
-        right targets).
-
-        scale: what each loss is multiplied by before the backward pass.
-        """
-        sums = []
-        rights = []
-        samples = self.data_parallel.plan.micro_batch
-        pairs = zip(inputs.split(samples), targets.split(samples), strict=True)
-        micro_batches = list(pairs)
-        splitting = loss_parallel() if self.split_logits else nullcontext()
-        with splitting, torch.set_grad_enabled(train):
-            for number, (x, y) in enumerate(micro_batches, 1):
-                if train:
-                    last = number == len(micro_batches)
-                    self.data_parallel.before_micro_batch(self.module, last)
-                with self.phases("forward"):
-                    logits = self.module(x)
-                    loss = losses.total(logits, y)
-                if train:
-                    with self.phases("backward"):
-                        (loss * scale).backward()
-                loss = loss.detach()
-                sums.append(loss.full_tensor() if self.split_logits else loss)
-                rights.append(losses.correct(logits, y))
-        return torch.stack(sums).sum(), torch.stack(rights).sum()
 
 
 class Trainer:
@@ -95,9 +57,9 @@ class Trainer:
         self.device = device
         self.settings = settings
         self.steps_done = 0
-        self.scale = gradients.LossScale()
+        self.scale = LossScale()
         if settings.dtype == "fp16":
-            self.scale = gradients.LossScale(_FIRST_SCALE, True)
+            self.scale = LossScale(_FIRST_SCALE, True)
         compute = TORCH_DTYPES[settings.dtype]
         self.data_parallel = DataParallel(plan, mesh, compute)
         # FSDP2 casts the parameters that it gathers; elsewhere autocast does
@@ -113,20 +75,20 @@ class Trainer:
         ]
         self.modules = [network for network, _ in built]
         self.optimizers = Optimizers(self.modules, plan, mesh, settings)
+        self.schedule = "none"
         if plan.pp == 1:
-            split_logits = settings.loss_parallel
-            self._engine = _Accumulation(
-                built[0][1], self.data_parallel, split_logits, self.phases
-            )
+            self._module = built[0][1]
+            self._run = self._accumulate
             return
         # torch's pipelining takes half a second to import
         from madmax_lib.runs.parallel.pipeline import Pipeline
 
         narrow = casts or settings.weights_16bit
         exchanged = compute if narrow else torch.float32
-        self._engine = Pipeline(
-            built, self.data_parallel, settings, self.phases, exchanged
-        )
+        data_parallel = self.data_parallel
+        pipeline = Pipeline(built, data_parallel, settings, self.phases, exchanged)
+        self._run = pipeline.run
+        self.schedule = type(pipeline.schedule).__name__
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, object]:
         """One training step on this rank's `share` of a global batch: tokens and
@@ -142,9 +104,7 @@ class Trainer:
         scale = self.scale.value
         # Each loss is divided by all positions, as the targets that count are known
         # only after the sum over ranks; the update makes up for the masked ones.
-        loss, right = self._engine.run(
-            part.inputs, part.targets, scale / part.positions, train=True
-        )
+        loss, right = self._run(part, scale / part.positions, train=True)
         sums = losses.sums(loss, right, part, self.plan.tp)
         counted = sums[2].clamp(min=1)
         with self.phases("optimizer"):
@@ -165,7 +125,7 @@ class Trainer:
         without a gradient.
         """
         part = self._part(batch)
-        loss, right = self._engine.run(part.inputs, part.targets, 1.0, train=False)
+        loss, right = self._run(part, 1.0, train=False)
         for network in self.modules:
             for module in network.modules():
                 if isinstance(module, FSDPModule):
@@ -176,14 +136,12 @@ class Trainer:
 
     def save(self, directory: str | Path) -> None:
         """Write a sharded checkpoint of parameters, optimizer and progress."""
-        checkpoints.save(
-            directory, self.modules, self.optimizers, self.mesh, self._progress()
-        )
+        checkpoints.save(directory, self.optimizers, self._progress())
 
     def load(self, directory: str | Path) -> None:
         """Take up a checkpoint. Raises FileNotFoundError or ValueError."""
         progress = self._progress()
-        checkpoints.load(directory, self.modules, self.optimizers, self.mesh, progress)
+        checkpoints.load(directory, self.optimizers, progress)
         steps_done, scale, good_steps = progress.tolist()
         self.steps_done = int(steps_done)
         self.scale.value = scale
@@ -193,9 +151,6 @@ class Trainer:
         """Numbers and names of what runs."""
         parameters = [p for network in self.modules for p in network.parameters()]
         trained = [p for p in parameters if p.requires_grad]
-        schedule = "none"
-        if self.plan.pp > 1:
-            schedule = type(self._engine.schedule).__name__
         return {
             "parameters": self.spec.parameters,
             "local_parameters": sum(local(p).numel() for p in parameters),
@@ -204,13 +159,31 @@ class Trainer:
             "optimizer": type(self.optimizers.adam).__name__,
             "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
             "context": "ulysses" if self.plan.cp > 1 else "none",
-            "schedule": schedule,
+            "schedule": self.schedule,
         }
 
     @property
     def share(self) -> tuple[int, int]:
         """Number of the part of a global batch that this rank trains on, and of how many."""
         return self.mesh.coordinate("dp"), self.plan.dp
+
+    def _accumulate(self, part, scale, train):
+        """A step without a pipeline: gradients of micro-batches add up."""
+
+        def forward(x, last):
+            if train:
+                self.data_parallel.before_micro_batch(self._module, last)
+            return self._module(x)
+
+        def backward(loss):
+            with self.phases("backward"):
+                (loss * scale).backward()
+
+        samples = self.plan.micro_batch
+        act = backward if train else None
+        split_logits = self.settings.loss_parallel
+        with loss_parallel() if split_logits else nullcontext():
+            return losses.accumulate(part, samples, self.phases, forward, act)
 
     def _part(self, batch):
         cp = self.mesh.coordinate("cp"), self.plan.cp
@@ -224,9 +197,8 @@ class Trainer:
         """
         optimizers = self.optimizers
         clip_norm = self.settings.clip_norm
-        gradients.finish(optimizers.names, self.mesh)
-        copy = gradients.sum_tied(self.modules, self.mesh)
-        norm = gradients.norm(optimizers, self.mesh, skip=copy) / scale
+        copy = optimizers.finish()
+        norm = optimizers.norm(skip=copy) / scale
         clip = (clip_norm / norm).clamp(max=1.0) if clip_norm else torch.ones_like(norm)
         # NaN skips the step on all ranks, and no host has to look at the norm
         optimizers.step(torch.where(norm.isfinite(), clip, math.nan) / scale)
