@@ -8,10 +8,13 @@ stays readable and no process is left: torchrun ends the other ranks when one di
 the launcher has vanished (`runs.train`). torch is imported by the ranks only. On
 several machines, `prepare(spec, directory, nodes=N)` a directory that all of them see
 and start on each
-`torchrun --nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST -m madmax_lib.runs.train
-DIRECTORY`; under Slurm by `srun --ntasks-per-node
-1`, K being $SLURM_NODEID. Power is then that of the machine of rank 0.
-"""  # noqa: E501
+
+    torchrun --nnodes N --node-rank K --nproc-per-node RANKS --master-addr HOST
+        -m madmax_lib.runs.train DIRECTORY
+
+under Slurm by `srun --ntasks-per-node 1`, K being $SLURM_NODEID. Power is then that of
+the machine of rank 0.
+"""
 
 import os
 import re

@@ -2,12 +2,13 @@
 
 Throughput is the real samples of the steps that count over their wall time. Left out
 are warm-up steps, short batches, steps whose optimizer was skipped (overflow) and,
-where at least three others remain, profiled ones. Waiting for data is in the wall time; `data_share` tells its part.
+where at least three others remain, profiled ones. Waiting for data is in the wall time;
+`data_share` tells its part.
 
     MFU = model FLOPs / (wall time x peak)      [PaLM, arXiv 2204.02311, appendix B]
 
 HFU counts recomputed work too.
-"""  # noqa: E501
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

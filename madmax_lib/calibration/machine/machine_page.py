@@ -9,9 +9,13 @@ import pandas as pd
 
 from madmax_lib.calibration.machine.machine import Machine
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}"""  # noqa: E501
+_STYLE = """
+body {font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto}
+body {padding: 0 1em}
+table {border-collapse: collapse; margin: 1em 0}
+td, th {padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd}
+td:first-child, th:first-child {text-align: left}
+"""
 _TITLES = {
     "step_s": "step",
     "gemm_s": "products",
