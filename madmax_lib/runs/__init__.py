@@ -2,8 +2,6 @@
 bench and read runs.
 """
 
-from __future__ import annotations
-
 from madmax_lib.base.doors import open_room
 
 TYPE_CHECKING = False

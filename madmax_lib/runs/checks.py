@@ -15,8 +15,6 @@ from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["check", "check_deepspeed", "deepspeed_locks"]
-
 # Parts of a transformer that the simulator prices and `runs.model` has no code for.
 _NOT_BUILT = (
     "blocks",

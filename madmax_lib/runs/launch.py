@@ -52,18 +52,6 @@ from madmax_lib.runs.spec import RunSpec, check
 from madmax_lib.runs.summary import write_summary
 from madmax_lib.runs.watch import end
 
-__all__ = [
-    "RunError",
-    "gpu_count",
-    "launch",
-    "launch_all",
-    "measure_links",
-    "prepare",
-    "resolve",
-    "sweep",
-    "train_command",
-]
-
 _TAIL_LINES = 15  # of a log that an error shows
 _FULL_BYTES = 2**20  # a disk with less is full
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")  # last line of a traceback
@@ -432,13 +420,13 @@ def _terminable():
         signal.signal(signal.SIGTERM, earlier_handler)
 
 
-def _current(directories: list[Path]) -> Path:
+def _current(directories: list[Path]):
     """The first directory of a start that has no summary: its run is on."""
     unfinished = (path for path in directories if not (path / "summary.json").exists())
     return next(unfinished, directories[-1])
 
 
-def _failure(spec: RunSpec, directories: list[Path]) -> tuple[str, str]:
+def _failure(spec: RunSpec, directories: list[Path]):
     """Status and text of a start that failed: the first rank that did, with the end of
     its log.
     """

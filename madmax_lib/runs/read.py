@@ -23,27 +23,6 @@ import pandas as pd
 from madmax_lib.base.atomic import write_text
 from madmax_lib.runs.spec import RunSpec
 
-__all__ = [
-    "COLUMNS",
-    "PHASES",
-    "Occupied",
-    "Resolved",
-    "Run",
-    "clear",
-    "last_checkpoint",
-    "owned",
-    "read_json",
-    "read_run",
-    "read_runs",
-    "read_spec",
-    "read_steps",
-    "refuse",
-    "runs_table",
-    "starts",
-    "with_nulls",
-    "write_json",
-]
-
 # of a step, also the labels in its traces
 PHASES = ("data", "forward", "backward", "optimizer")
 COLUMNS = (

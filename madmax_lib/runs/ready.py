@@ -16,8 +16,6 @@ from pathlib import Path
 
 from madmax_lib.base.units import format_s
 
-__all__ = ["after_trace", "hf_callback", "lightning_callback", "on_trace_ready"]
-
 # Five steps to settle (allocator, autotuning), two under a profiler that warms up.
 _SCHEDULE = {"wait": 5, "warmup": 2, "active": 3, "repeat": 1}
 

@@ -18,8 +18,6 @@ from math import isnan
 
 from madmax_lib.runs.launch import gpu_count, measure_links
 
-__all__ = ["Missing", "answers", "selftest"]
-
 # least driver by major version of CUDA [NVIDIA, CUDA Toolkit release notes, CUDA Minor
 # Version Compatibility]
 _LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}

@@ -2,11 +2,7 @@
 without torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-
-__all__ = ["Settings"]
 
 _TYPES = {
     "str": str,
@@ -70,7 +66,7 @@ class Settings:
             raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
 
 
-def _check_value(name: str, kind: str, value: object) -> None:
+def _check_value(name: str, kind: str, value: object):
     """Raises ValueError for a value that is not of the type its field is annotated
     with, or out of range.
     """

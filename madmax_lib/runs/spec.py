@@ -21,8 +21,6 @@ from madmax_lib.runs.data import batches
 from madmax_lib.runs.model import models
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["RunSpec", "check"]
-
 _ENGINES = ("torch", "deepspeed")
 _DEVICES = ("auto", "cpu", "cuda")
 

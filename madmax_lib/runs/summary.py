@@ -20,8 +20,6 @@ import pandas as pd
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.read import PHASES, read_run, write_json
 
-__all__ = ["PROFILED", "counted_steps", "flops_per_sample", "write_summary"]
-
 PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three recorded
 _LEAST = 3  # a median of fewer steps says little
 

@@ -11,8 +11,6 @@ control group with a quota of a core; a group that outlived its run is removed b
 next start.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -25,8 +23,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from madmax_lib.runs.watch import die_with_parent, end
-
-__all__ = ["canonical", "check_hosts", "command", "join", "spread"]
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s)?", re.IGNORECASE)
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}

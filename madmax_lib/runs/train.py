@@ -48,8 +48,6 @@ from madmax_lib.runs.read import last_checkpoint
 from madmax_lib.runs.summary import PROFILED, flops_per_sample, write_summary
 from madmax_lib.runs.watch import guard, write_to
 
-__all__ = ["main"]
-
 _PACKAGES = (
     "madmax-workbench",
     "torch",
@@ -339,7 +337,7 @@ def _failure(error, rank):
     }
 
 
-def _environment(device: str, dtype: str) -> dict:
+def _environment(device: str, dtype: str):
     """Content of env.json; collective over the process group. device: cpu or cuda."""
     peak, source = peak_flops(device, dtype)
     versions = {package.name: package.version for package in distributions()}
@@ -365,7 +363,7 @@ def _environment(device: str, dtype: str) -> dict:
     return content
 
 
-def _memory_bytes(device: str) -> dict[str, int | None]:
+def _memory_bytes(device: str):
     """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of
     its process.
     """
@@ -388,7 +386,7 @@ def _memory_bytes(device: str) -> dict[str, int | None]:
     return used | {"host_rss_bytes": resident_bytes}
 
 
-def _begin_memory() -> None:
+def _begin_memory():
     """Give what earlier runs or a trace have left back to the system, and count the
     process's memory anew (Linux).
     """

@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["die_with_parent", "end", "guard", "write_to"]
-
 _LOOK_S = 1.0
 _ALONE = 75  # exit status, EX_TEMPFAIL of sysexits.h
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

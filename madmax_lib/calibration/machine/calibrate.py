@@ -123,7 +123,7 @@ class PlannedRun:
 
 
 @lru_cache(maxsize=2)
-def _planned_runs(purpose: str) -> tuple[PlannedRun, ...]:
+def _planned_runs(purpose: str):
     """The runs that are fitted or predicted, in the order in which they are made."""
     content = json.loads(catalog.data_file("calibration_runs.json").read_text())
     models = content["models"]

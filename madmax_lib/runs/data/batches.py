@@ -26,19 +26,6 @@ import numpy as np
 from madmax_lib.runs.data import hub
 from madmax_lib.runs.data.text import cached_tokens, chat, example, tokenizer, windows
 
-__all__ = [
-    "NAMES",
-    "Data",
-    "DataWarning",
-    "SampleShape",
-    "SyntheticImages",
-    "canonical",
-    "default_name",
-    "draw_ahead",
-    "get_data",
-    "kind_of",
-]
-
 # cosines per class and colour: low frequencies, which patches of any size can see
 _WAVES = 3
 # The noise is a random signed byte, whose variance is (2^16 - 1) / 12, times this: a
@@ -276,7 +263,7 @@ class SyntheticImages:
         return images, labels.astype(np.int64)
 
 
-def _arithmetic_problem(index: int, seed: int) -> tuple[str, str]:
+def _arithmetic_problem(index: int, seed: int):
     """Question and answer of a word problem on numbers below 100.
 
     >>> _arithmetic_problem(0, 0)

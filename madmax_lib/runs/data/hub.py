@@ -18,8 +18,6 @@ from madmax_lib import catalog
 from madmax_lib.base.fields import parse_fields
 from madmax_lib.catalog.datasets import cache_folder
 
-__all__ = ["SOURCES", "read"]
-
 _CUT = 0.02  # share for validation of a dataset that has one split
 
 

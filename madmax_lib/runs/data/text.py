@@ -17,16 +17,6 @@ import numpy as np
 from madmax_lib.base.atomic import replacing
 from madmax_lib.catalog.datasets import cache_folder
 
-__all__ = [
-    "BYTES",
-    "MASKED",
-    "cached_tokens",
-    "chat",
-    "example",
-    "tokenizer",
-    "windows",
-]
-
 MASKED = -100  # torch's cross_entropy leaves it out by default, as all frameworks do
 _PAD = 256
 _START = 257

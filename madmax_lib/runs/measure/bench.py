@@ -32,8 +32,6 @@ from madmax_lib.runs.measure.peak_rates import (
 from madmax_lib.runs.measure.phases import between_s, mark
 from madmax_lib.runs.model.kernels import bias_gelu, way
 
-__all__ = ["append_row", "bench", "timing"]
-
 
 class _Size(NamedTuple):
     shapes: int  # how many of the lists below

@@ -25,8 +25,6 @@ from madmax_lib.runs.measure.bench import append_row, timing
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, device_name, native_dtype
 from madmax_lib.runs.watch import guard
 
-__all__ = ["main"]
-
 _SIZES_BYTES = [4**power for power in range(6, 15)]  # 4 KiB to 256 MiB
 _MOST_BYTES = {"quick": 2**20, "normal": 2**24, "detailed": 2**28}
 _TIMEOUT = timedelta(seconds=120)

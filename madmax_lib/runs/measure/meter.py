@@ -18,8 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.integrate import trapezoid
 
-__all__ = ["COLUMNS", "Meter", "Reading", "energy_j", "meter"]
-
 _PERIOD_S = 0.05
 _COUNTER_WINDOW_S = 1.0
 _RAPL = Path("/sys/class/powercap")

@@ -19,15 +19,6 @@ import torch.distributed as dist
 from madmax_lib import catalog
 from madmax_lib.runs import testbed
 
-__all__ = [
-    "TORCH_DTYPES",
-    "cores_per_rank",
-    "device_name",
-    "memory_bytes_per_s",
-    "native_dtype",
-    "peak_flops",
-]
-
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Side of the square product that is timed: large enough to fill the device
 _SIDE = {"cpu": 512, "cuda": 8192}

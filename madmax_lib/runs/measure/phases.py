@@ -23,8 +23,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from madmax_lib.base.atomic import replacing
 from madmax_lib.runs.read import PHASES
 
-__all__ = ["Phases", "between_s", "mark", "profiler"]
-
 
 def mark(on_gpu: bool):
     """Now: an event that the GPU passes, or a time of the clock."""

@@ -19,8 +19,6 @@ from torch.nn import functional
 
 from madmax_lib.catalog.models import Transformer
 
-__all__ = ["Experts", "Mixture"]
-
 
 def _grouped(rows, weights, counts):
     """Rows (n, in), counts[e] of them in a row, by weights[e] (out, in): (n, out).

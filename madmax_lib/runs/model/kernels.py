@@ -12,8 +12,6 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["bias_gelu", "way"]
-
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, fused: bool = False) -> torch.Tensor:
     """GELU of x + bias. x: (..., n), bias: (n,), same dtype and device; the result is

@@ -21,9 +21,6 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import bias_gelu
 
-__all__ = ["Attention", "Exchange", "FeedForward", "TransformerLayer", "norm"]
-
-
 _EPSILON = {"layer": 1e-5, "rms": 1e-6}  # of GPT-2 and of Qwen2.5
 _VIT_EPSILON = 1e-12  # of ViT [arXiv 2010.11929, released code]
 _ROPE_BASE = 1e6  # Qwen2.5 [arXiv 2412.15115]

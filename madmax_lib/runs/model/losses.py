@@ -19,8 +19,6 @@ from torch.nn import functional
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.data.text import MASKED
 
-__all__ = ["Part", "accumulate", "correct", "means", "split", "sums", "total"]
-
 Share = tuple[int, int]  # a rank's number in a dimension, and how many they are
 
 

@@ -22,8 +22,6 @@ from madmax_lib.catalog.models import Transformer
 if TYPE_CHECKING:
     from madmax_lib.runs.model.network import Network
 
-__all__ = ["MODELS", "build", "name", "spec"]
-
 _TINY = catalog.table("run_models").groupby("name", sort=False)
 # sizes that follow from others, worked out again when one of those changes
 _DERIVED = {

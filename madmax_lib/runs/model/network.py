@@ -18,15 +18,6 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
 
-__all__ = [
-    "LowRank",
-    "Network",
-    "PatchEmbedding",
-    "TokenEmbedding",
-    "adapt",
-    "draw",
-]
-
 # last weights of the residual branches
 _BRANCH_ENDS = ("projection.weight", "down.weight", "experts.down")
 _SPREAD = 0.02  # standard deviation of all others
@@ -168,7 +159,7 @@ def draw(
         weights.fill(module, prefix)
 
 
-def _named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+def _named_generator(seed: int, name: str, device: torch.device):
     """A generator seeded by a number and a name; 32 bits, as the CPU's takes no more."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 

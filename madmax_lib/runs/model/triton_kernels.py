@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "BiasGelu"]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit looks once, below
 _COLUMNS = 1024  # of a tile: 128 threads x 8 16-bit elements, one vector load each
 _ROWS = tl.constexpr(4)  # of a tile

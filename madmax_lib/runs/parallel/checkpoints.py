@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from madmax_lib.runs.parallel.optimizers import Optimizers, local
 
-__all__ = ["load", "save"]
-
 
 def save(directory: str | Path, optimizers: Optimizers, progress: Tensor) -> None:
     """Write a checkpoint; collective over all ranks. progress: (n,) numbers that belong

@@ -28,8 +28,6 @@ from madmax_lib.runs.model.experts import Experts
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.mesh import Mesh
 
-__all__ = ["DataParallel", "experts_of"]
-
 # logits that leave a DTensor are views; nothing here writes into what a module returns
 warnings.filterwarnings(
     "ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor", UserWarning

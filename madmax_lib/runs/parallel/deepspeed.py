@@ -24,8 +24,6 @@ from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["config", "parallelize"]
-
 
 def config(plan: Plan, settings: Settings) -> dict:
     """DeepSpeed's configuration of a plan, as in its JSON file."""

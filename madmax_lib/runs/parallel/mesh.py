@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from madmax_lib.plan.plan import Plan
 
-__all__ = ["Mesh", "build", "join"]
-
 
 @dataclass(frozen=True)
 class Mesh:

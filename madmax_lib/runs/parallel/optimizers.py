@@ -27,8 +27,6 @@ from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["LossScale", "Optimizers", "at_once", "local"]
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""

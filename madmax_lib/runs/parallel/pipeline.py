@@ -16,8 +16,6 @@ from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["Pipeline"]
-
 _SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,

@@ -42,8 +42,6 @@ from madmax_lib.runs.model.weights import Weights
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["build"]
-
 
 def build(
     part: range,
@@ -114,9 +112,7 @@ def _share_ends(network, plan, mesh, settings):
         _split_ends(network, tp_mesh, plan.sequence_parallel, split_logits)
 
 
-def _split_layer(
-    layer: TransformerLayer, mesh: DeviceMesh, sequence_parallel: bool
-) -> None:
+def _split_layer(layer: TransformerLayer, mesh: DeviceMesh, sequence_parallel: bool):
     """Split a layer in place; between layers each rank has (B, S/tp, hidden) with
     sequence_parallel.
     """
@@ -159,7 +155,7 @@ def _gather_inside(mixture, mesh):
 
 def _split_ends(
     network: Network, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool
-) -> None:
+):
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
     embedding = network.embedding

@@ -30,8 +30,6 @@ from madmax_lib.runs.parallel.mesh import Mesh
 from madmax_lib.runs.parallel.optimizers import LossScale, Optimizers, local
 from madmax_lib.runs.settings import Settings
 
-__all__ = ["Trainer", "parallelize"]
-
 _FIRST_SCALE = 2.0**16  # of fp16 losses
 
 
