@@ -38,7 +38,7 @@ class _Room(ModuleType):
         self.__dict__[name] = value  # the next use does not come here
         return value
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value):
         # Python sets every module it loads as an attribute of its package; it must not
         # replace a call of the same name
         is_call = self._calls.get(name, self.__name__) != self.__name__

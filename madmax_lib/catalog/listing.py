@@ -29,7 +29,7 @@ class Listing(pd.DataFrame):
         texts = {column: [_text(column, v) for v in self[column]] for column in self}
         return pd.DataFrame(texts, self.index)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self._pretty().to_string(max_rows=60, max_colwidth=40)
 
     def _repr_html_(self):

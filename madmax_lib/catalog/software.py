@@ -132,7 +132,7 @@ class Software:
         False  # stages are cut at equal FLOPs, the head's among them
     )
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         """False for `none`: `case.software or usual` takes the usual one where none is
         named.
         """

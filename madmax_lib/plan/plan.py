@@ -183,7 +183,7 @@ class Plan(Plans):
             f"help(mm.Plan){hint}; parts are joined as in dp2.tp8.z1.full"
         )
 
-    def __str__(self) -> str:
+    def __str__(self):
         default = DEFAULTS | {"sequence_parallel": self.tp > 1}
         parts = [f"dp{self.dp}"]
         for short, name in _NUMBERS.items():

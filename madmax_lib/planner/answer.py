@@ -193,7 +193,7 @@ class SearchResult:
             lines.append(f"hint: {self.hint}")
         return [*lines, _configured_for(best.stacks)]
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "\n".join(self._lines())
 
     def _repr_html_(self):

@@ -95,7 +95,7 @@ class SideTables(Mapping):
     def __iter__(self) -> Iterator[str]:
         return iter(SIDE_TABLES)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(SIDE_TABLES)
 
     def select(

@@ -127,10 +127,10 @@ class Timeline:
             object.__setattr__(self, "meta", replace(self.meta, represents=ranks))
         _check(self)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.spans)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         shape = f"{len(self.ranks)} ranks, {len(self.steps)} steps, {len(self):,} spans"
         device = self.meta.device or "no device named"
         return f"Timeline({self.meta.source}, {shape}, {device})"

@@ -86,7 +86,7 @@ class GateResult:
     threshold: float = 0.03
     host_factor: float = 1.0
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         verdict = self.table["verdict"]
         slower = self.table[verdict == "slower"]
         unclear = self.table[verdict == "cannot tell"]

@@ -90,7 +90,7 @@ class Expectation:
         """
         return nearest(self.case)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         lines = [f"{self.verdict}: {self.reason}"]
         if self.verdict != "fine" and len(self.explanations):
             first = self.explanations.iloc[0]

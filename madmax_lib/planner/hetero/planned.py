@@ -58,7 +58,7 @@ class Planned:
         plan = HeteroPlan.read(plan).repaired(problem.prices.layers)
         return cls(PlanCost(plan, problem))
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         samples = self.problem.rules.global_batch
         stages = self.stages
         batches = self.plan.batches

@@ -61,7 +61,7 @@ class Campaign:
     best: pd.Series
     notes: dict[str, str]
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         row = self.best
 
         def rounded(value):

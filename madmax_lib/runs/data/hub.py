@@ -61,7 +61,7 @@ class _Images:
         self.file = os.open(decoded, os.O_RDWR | os.O_CREAT, 0o644)
         weakref.finalize(self, os.close, self.file)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.labels)
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -70,7 +70,7 @@ class Meter:
             self._thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

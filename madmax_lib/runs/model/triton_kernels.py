@@ -39,7 +39,7 @@ class BiasGelu(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, dy: torch.Tensor):
         """Gradients of x and bias."""
         x, bias = ctx.saved_tensors
         dx = torch.empty_like(x)

@@ -45,7 +45,7 @@ class Program:
         for name in self.__slots__:
             setattr(self, name, [])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.duration_s)
 
     def op(

@@ -41,19 +41,6 @@ from madmax_lib.simulator.memory.states import (
     width_of,
 )
 
-__all__ = [
-    "FRAGMENTATION",
-    "PHASES",
-    "by_phase",
-    "bytes_by_component",
-    "fullest_stage",
-    "held_layers",
-    "memory",
-    "moment_peak",
-    "peak_bytes",
-]
-__all__ += ["plans_peak_bytes", "stage_bytes", "usable_bytes"]
-
 PHASES = {
     "weights": "always",
     "gradients": "always",

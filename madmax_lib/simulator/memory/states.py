@@ -16,17 +16,6 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 
-__all__ = [
-    "USUAL_SOFTWARE",
-    "StageParameters",
-    "default_software",
-    "normalised",
-    "software_of",
-    "stage_parameters",
-    "state_bytes",
-]
-__all__ += ["width_of"]
-
 USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 _MOMENTS = {
     "adam": 2,

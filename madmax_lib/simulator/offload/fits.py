@@ -108,7 +108,7 @@ class FitsResult:
     table: pd.DataFrame
     share: float = float("nan")
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         share = (
             f" with {self.share:.0%} of the states away from the device"
             if self.share == self.share

@@ -44,18 +44,6 @@ from madmax_lib.simulator.memory.states import (
     state_bytes,
 )
 
-__all__ = [
-    "METHODS",
-    "PLACES",
-    "Method",
-    "Policy",
-    "Split",
-    "as_table",
-    "bytes_by_place",
-    "device_peak",
-]
-__all__ += ["peaks_by_place", "policy_of", "split_of", "streams_gradients"]
-
 PLACES = ("device", "host", "nvme")
 _PHASES = PHASES | {
     "gradients on their way": "backward",

@@ -73,7 +73,7 @@ class Parameters:
     # rows, by device family
     provenance: Mapping[str, object] = _mapping()
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return (
             f"Parameters({len(self.fitted)} fitted constants of "
             f"{self.provenance.get('rows', 'no')} rows)"

@@ -28,17 +28,6 @@ from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_ori
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 
-__all__ = [
-    "arrivals",
-    "bandwidths",
-    "bus_factor",
-    "by_group",
-    "calls",
-    "exposed_by_collective",
-    "unseen_waits",
-]
-__all__ += ["waiting"]
-
 _TELLS = (
     "collective",
     "group",

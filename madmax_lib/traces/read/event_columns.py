@@ -24,9 +24,6 @@ from madmax_lib.traces.read.values import (
     nanoseconds,
 )
 
-__all__ = ["Codes", "EventColumns", "batches", "complete", "read_columns"]
-__all__ += ["with_exact_times"]
-
 Result = TypeVar("Result")
 
 _BATCH = 4000  # events whose columns are made at once
@@ -87,7 +84,7 @@ class EventColumns:
     dur_us: np.ndarray | None = None
     whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.start_ns)
 
 

@@ -10,20 +10,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "EXACT",
-    "FAR_NS",
-    "QUICK",
-    "SOURCE_KEY",
-    "Args",
-    "Event",
-    "NotATrace",
-    "OtherContent",
-    "RawTrace",
-]
-__all__ += ["TraceWarning"]
-
-
 EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
 """Text of a number to Decimal; what is none becomes NaN and what is beyond all bounds Infinity, which costs no time."""  # noqa: E501
 

@@ -109,7 +109,7 @@ class WithoutStragglers:
         """Whether stragglers cost 1 % or more; shares of less than that say nothing."""
         return self.S >= 1.01
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         gives = {"last stage": self.M_S, f"worst {_WORST:.0%} of the ranks": self.M_W}
         gives = [
             f"{what} {share:.0%}"

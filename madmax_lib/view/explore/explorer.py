@@ -104,7 +104,7 @@ class Later:
         self.function = function
         self.waiting = None
 
-    def __call__(self) -> None:
+    def __call__(self):
         """Ask for a call; one that still waits is dropped."""
         try:
             loop = asyncio.get_running_loop()

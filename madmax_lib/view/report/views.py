@@ -28,17 +28,6 @@ from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
 from madmax_lib.view.words import percent, plural
 
-__all__ = [
-    "advice",
-    "comparison",
-    "detail_ranks",
-    "distributed",
-    "kernel_view",
-    "memory",
-    "module_view",
-]
-__all__ += ["operator_view", "overview", "recording_summary", "step_view"]
-
 _MOST_CAUSES = 12
 _MOST_DIFFERENCES = 30
 _FEW = 16  # rows that are all shown; of more, some along the order of what they lose
