@@ -2,6 +2,9 @@
 without torch.
 """
 
+# types of fields are read as text
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
 
 _TYPES = {

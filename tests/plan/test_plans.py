@@ -24,6 +24,7 @@ from madmax_lib.planner.money.compare import lever_table, variants
 from madmax_lib.planner.space import Degrees, Space, legal_degrees
 from madmax_lib.runs import checks
 from madmax_lib.runs.settings import Settings
+from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.simulate import _lay_out
 
 MODELS = """
@@ -109,7 +110,7 @@ def test_all_doors_give_the_same_verdict_in_the_same_words(seed):
         plan = Plan(**fields)
         alone = replace(case, plan=plan)
         assert refusal(plan.check, model, cluster, batch, sequence) == said
-        assert refusal(_lay_out, alone) == said
+        assert refusal(_lay_out, alone, shipped()) == said
         if not transformer:
             continue
         assert refusal(mm.estimate, model, cluster, plan, **shape) == said

@@ -103,7 +103,8 @@ def _dtypes():
     """`data/recorded_dtypes.csv` by name: the dtype as collectives record it, and bytes
     of an element, which other names of it have not.
     """
-    return catalog.table("recorded_dtypes", numbers=True).set_index("name")
+    table = catalog.table("recorded_dtypes", numbers=True)
+    return table.set_index("name").to_dict()
 
 
 def dtype_bytes(dtype: str) -> float:
