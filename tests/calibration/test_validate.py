@@ -30,6 +30,8 @@ from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
 
+pytestmark = pytest.mark.slow
+
 PAGE = PROJECT / "docs" / "how-accurate-is-it.md"
 PAGE_KINDS = {
     "dense": "dense models",

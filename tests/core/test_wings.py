@@ -12,6 +12,8 @@ from core.test_layers import MODULES, PACKAGE, WINGS, is_wing
 
 from madmax_lib.catalog.datasets import PROJECT
 
+pytestmark = pytest.mark.slow
+
 NIGHTLY = pytest.mark.skipif(
     not os.environ.get("MADMAX_NIGHTLY"), reason="MADMAX_NIGHTLY=1 takes off each wing"
 )

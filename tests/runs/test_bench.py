@@ -17,6 +17,8 @@ from madmax_lib.runs.measure import bench as benching, links
 from madmax_lib.runs.testbed import command as command_of
 from madmax_lib.simulator import MeasuredCollectives
 
+pytestmark = pytest.mark.slow
+
 BLOCK = (64, 128, 256)
 
 

@@ -305,6 +305,7 @@ def test_a_sweep_goes_on_after_what_fails_and_what_is_refused(tmp_path, monkeypa
         sweep(specs, tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_in_one_start_are_those_of_their_own(tmp_path):
     """Two layouts in one start, whose losses are those of one process; a run that fails
     does not take others along.
@@ -402,6 +403,7 @@ def test_traces_of_a_run_are_readable(run):
     assert set(timeline.side_tables["memory"]["device"]) == {"cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "ended"), [(264, "completed"), (10**12, "out-of-memory")]
 )

@@ -25,6 +25,8 @@ from madmax_lib.runs.parallel.optimizers import LossScale
 from madmax_lib.runs.parallel.trainer import parallelize
 from madmax_lib.runs.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 BATCH, SEQUENCE, LAYERS = 8, 16, 4  # as in runs_worker
 GPT2 = {"layers": LAYERS, "hidden": 64, "heads": 8, "ffn": 128}
 GPT2 |= {"vocab": 264, "sequence": 32}

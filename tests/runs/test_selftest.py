@@ -9,6 +9,8 @@ import torch
 
 from madmax_lib.runs import selftest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def smi(monkeypatch, tmp_path):

@@ -18,6 +18,8 @@ from madmax_lib.runs import parallelize, read_run, testbed, train
 from madmax_lib.traces import stragglers
 from tests.support import needs_namespaces
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256}
 OPTIONS = {"sizes": SMALL, "sequence": 32, "steps": 4, "profile": False}
 OPTIONS |= {"device": "cpu", "timeout_s": 60.0}

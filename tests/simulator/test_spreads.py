@@ -16,6 +16,8 @@ from madmax_lib.simulator.memory.memory import memory, peak_bytes
 from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.step_time import step_s as closed_s
 
+pytestmark = pytest.mark.slow
+
 MODEL, CLUSTER, PLAN = (
     "mixtral-8x7b",
     mm.cluster("dgx-h100", nodes=4),

@@ -24,6 +24,8 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read import chrome
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = ("gpt-ddp/rank0.json.gz", "vit-fsdp/rank1.json.gz")
 LOCAL = (
     "hta-samples/cuda_event_sync_multi_stream.json.gz",

@@ -13,6 +13,8 @@ from madmax_lib.traces import hta
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
 pytest.importorskip("hta")
+
+pytestmark = pytest.mark.slow
 US = 1e-6
 GLOO = "cpu-gloo-torch2.13/ddp-rank0"
 GPU_TRACES = [

@@ -20,6 +20,8 @@ from madmax_lib.traces.read.events import TraceWarning
 
 distributed = pytest.importorskip("distributed")
 
+pytestmark = pytest.mark.slow
+
 
 def length(path: Path) -> int:
     return path.stat().st_size

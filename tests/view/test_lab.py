@@ -16,6 +16,8 @@ import pytest
 
 from madmax_lib.catalog.datasets import PROJECT
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {  # all cells in the page at once, and no question to the network
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

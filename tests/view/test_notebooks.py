@@ -17,6 +17,7 @@ from madmax_lib.view.notebooks.runner import (
 )
 
 NOTEBOOKS = notebooks()
+SLOW = ["24", "30", "31", "50", "52", "53", "55", "60", "62"]  # of 15 s and more
 REPOSITORY = re.search(
     r'^Repository = "https://github.com/(.+)"',
     (PROJECT / "pyproject.toml").read_text(),
@@ -27,7 +28,13 @@ INSTALL = (
 )  # the same in every notebook
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name[:2] in SLOW))
+        for name in NOTEBOOKS
+    ],
+)
 def test_runs_and_redraws_the_committed_figures(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MADMAX_OFFLINE", "1")

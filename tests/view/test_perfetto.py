@@ -12,6 +12,8 @@ from madmax_lib.catalog.datasets import dataset
 from madmax_lib.view.explore import perfetto
 from madmax_lib.view.explore.perfetto import view_in_perfetto
 
+pytestmark = pytest.mark.slow
+
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
