@@ -74,6 +74,22 @@ def test_flops_and_bytes_are_closed_forms(small):
     assert adam == dict.fromkeys(("fused", "foreach", "for-loop"), 28 * (2**20 + 5))
 
 
+def test_compiled_kernels_are_timed_in_a_fresh_process():
+    """torch loads the module of their setting only when something is compiled."""
+    code = "; ".join(
+        [
+            "import torch",
+            "from madmax_lib.runs.measure import bench",
+            "variants = bench._variants('bias_gelu', abs, 'cpu', 'normal')",
+            "print(list(variants), torch._functorch.config.donated_buffer)",
+        ]
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split("\n")[0] == "['eager', 'compiled'] False"
+
+
 def test_every_way_of_adam_updates_every_parameter(small):
     """The first step of Adam moves each weight by the learning rate against its
     gradient's sign.

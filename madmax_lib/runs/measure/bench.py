@@ -303,9 +303,10 @@ def _variants(name, function, device, size):
     """Functions that compute a kernel, by how they do it."""
     variants = {"eager": function}
     if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
-        # a backward pass that is repeated cannot give its buffers away
-        torch._functorch.config.donated_buffer = False
         variants["compiled"] = torch.compile(function)
+        # a backward pass that is repeated cannot give its buffers away; torch.compile
+        # has loaded the module of this setting
+        torch._functorch.config.donated_buffer = False
     if name == "bias_gelu" and device != "cpu" and way(True, device) == "triton":
         variants["triton"] = partial(bias_gelu, fused=True)
     return variants
