@@ -21,4 +21,6 @@ COLLECTIVES = (
     "barrier",
     "generic",
 )
+# those that move (n - 1) / n of a message once over each link of n ranks
+ONE_WAY = ("all_gather", "reduce_scatter", "all_to_all")
 POINT_TO_POINT = ("send", "recv", "send_recv")  # between two ranks of a group

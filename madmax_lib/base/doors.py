@@ -13,6 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+# what a module defines without an underscore; to parse all modules would slow the import
+# (a function or class, or a constant)
+_PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)|^([A-Z]\w*)(?:: .+)? = ", re.M)
+
 
 class _Room(ModuleType):
     """A package whose public calls stand before the modules inside it that have the
@@ -64,11 +68,9 @@ def open_room(name: str) -> list[str]:
             continue  # a wing that was taken off
         for alias in node.names:
             if alias.name == "*":
-                # a pattern finds `__all__`: to parse all modules would slow the import
                 text = _source_path(room, node.module).read_text()
-                lists = re.findall(r"^__all__ \+?= \[(.*?)\]", text, re.M | re.S)
-                names = re.findall(r'"(\w+)"', "".join(lists))
-                calls |= dict.fromkeys(names, node.module)
+                for pair in _PUBLIC.findall(text):
+                    calls["".join(pair)] = node.module
             elif alias.name == alias.asname:
                 calls[alias.name] = node.module
     room._calls = calls

@@ -7,20 +7,11 @@ empty. Everything is O(n log n) NumPy, no loops.
 
 import numpy as np
 
-__all__ = [
-    "EMPTY",
-    "covered_before",
-    "intersection",
-    "pack",
-    "subtraction",
-    "total",
-    "union",
-]
-
+Intervals = np.ndarray  # (n, 2) int64
 EMPTY = np.empty((0, 2), dtype=np.int64)
 
 
-def pack(start: np.ndarray, duration: np.ndarray) -> np.ndarray:
+def pack(start: np.ndarray, duration: np.ndarray) -> Intervals:
     """Intervals (n, 2) from starts (n,) and durations (n,).
 
     >>> pack([0, 5], [2, 3]).tolist()
@@ -28,10 +19,10 @@ def pack(start: np.ndarray, duration: np.ndarray) -> np.ndarray:
     """
     start = np.asarray(start, dtype=np.int64)
     end = start + np.asarray(duration, dtype=np.int64)
-    return np.stack([start, end], axis=1)
+    return _pairs(start, end)
 
 
-def union(intervals: np.ndarray) -> np.ndarray:
+def union(intervals: Intervals) -> Intervals:
     """Normal form of a set: what at least one interval covers. Empty and backward
     intervals cover nothing.
 
@@ -43,7 +34,7 @@ def union(intervals: np.ndarray) -> np.ndarray:
     return merged[end > start]
 
 
-def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def intersection(a: Intervals, b: Intervals) -> Intervals:
     """Intersection of two sets: what both cover.
 
     >>> intersection(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
@@ -59,10 +50,10 @@ def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     times = times[order]
     depth = np.cumsum(change[order])
     both = np.flatnonzero(depth[:-1] == 2)
-    return union(np.stack([times[both], times[both + 1]], axis=1))
+    return union(_pairs(times[both], times[both + 1]))
 
 
-def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def subtraction(a: Intervals, b: Intervals) -> Intervals:
     """Difference of two sets: what `a` covers and `b` does not.
 
     >>> subtraction(np.array([[0, 4]]), np.array([[1, 2], [3, 9]])).tolist()
@@ -74,10 +65,10 @@ def subtraction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     int64 = np.iinfo(np.int64)
     gap_starts = np.r_[int64.min, end]
     gap_ends = np.r_[start, int64.max]
-    return intersection(a, np.stack([gap_starts, gap_ends], axis=1))
+    return intersection(a, _pairs(gap_starts, gap_ends))
 
 
-def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
+def covered_before(intervals: Intervals, times: np.ndarray) -> np.ndarray:
     """Length (n,) of a set in normal form that lies before each of the times (n,).
 
     >>> covered_before(np.array([[0, 2], [5, 9]]), np.array([1, 4, 6])).tolist()
@@ -95,7 +86,7 @@ def covered_before(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
     return lengths[begun] - np.where(begun > 0, after, 0)
 
 
-def total(intervals: np.ndarray) -> int:
+def total(intervals: Intervals) -> int:
     """Length covered by at least one interval.
 
     One that ends before it starts and touches no other counts negative: so HTA sums
@@ -105,10 +96,16 @@ def total(intervals: np.ndarray) -> int:
     4
     """
     start, end = _merge(intervals).T
-    return int((end - start).sum())
+    lengths = end - start
+    return int(lengths.sum())
 
 
-def _merge(intervals: np.ndarray):
+def _pairs(start, end):
+    """Intervals (n, 2) from their ends."""
+    return np.stack([start, end], axis=1)
+
+
+def _merge(intervals: Intervals):
     """Start and end of each group of intervals that overlap or touch, in order."""
     # (n, 2) also where an empty list comes in as (0,)
     start, end = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T
@@ -122,4 +119,4 @@ def _merge(intervals: np.ndarray):
     begins = np.r_[True, start[1:] > latest_end[:-1]]
     first = np.flatnonzero(begins)
     last = np.r_[first[1:] - 1, len(start) - 1]
-    return np.stack([start[first], latest_end[last]], axis=1)
+    return _pairs(start[first], latest_end[last])

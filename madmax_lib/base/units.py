@@ -4,8 +4,6 @@ module chooses the prefix under which people read them.
 Only `Timeline` stores integers (nanoseconds), because profiler traces are exact there.
 """
 
-__all__ = ["NS_PER_S", "bytes_unit", "format_bytes", "format_s"]
-
 NS_PER_S = 1_000_000_000
 
 

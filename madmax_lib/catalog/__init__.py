@@ -13,8 +13,18 @@ if TYPE_CHECKING:
         dataset as dataset,
         local_data as local_data,
     )
+    from madmax_lib.catalog.hardware import (
+        Cluster as Cluster,
+        Device as Device,
+        Host as Host,
+        Link as Link,
+    )
     from madmax_lib.catalog.listing import clusters as clusters, devices as devices
-    from madmax_lib.catalog.models import *
+    from madmax_lib.catalog.models import (
+        DLRM as DLRM,
+        Model as Model,
+        Transformer as Transformer,
+    )
     from madmax_lib.catalog.tables import *
 
 __all__ = open_room(__name__)

@@ -35,19 +35,6 @@ from madmax_lib.catalog.models import (
 )
 from madmax_lib.catalog.software import Software
 
-__all__ = [
-    "USER_FOLDER",
-    "cluster",
-    "cluster_with",
-    "data_file",
-    "device",
-    "device_named",
-    "model",
-    "names",
-    "software",
-    "table",
-]
-
 _UNITS = {  # SI value of one
     **{"": 1.0, "W": 1.0, "USD/h": 1.0, "TFLOP/s": 1e12},
     **{"MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9, "TB": 1e12},

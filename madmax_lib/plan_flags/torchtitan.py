@@ -227,16 +227,20 @@ def _batch(keys: Keys, plan: dict):
         micro = local // count if count else keys.count(f"parallelism.{name}")
         if local % micro:
             raise ValueError(f"{name}={micro} does not divide local_batch_size={local}")
-    total = keys.count("training.global_batch_size", -1, -1)
-    if total == -1:  # no accumulation
-        total = local * dp
-    if total < 1 or total % (local * dp):
-        raise ValueError(
-            f"training.global_batch_size={total} is not a multiple of "
-            f"local_batch_size x dp = {local} x {dp}"
-        )
+    words = f"is not a multiple of local_batch_size x dp = {local} x {dp}"
+    total = _total(keys, "training.global_batch_size", local * dp, words)
     sequence = keys.count("training.seq_len", _SEQUENCE)
     return {"micro_batch": micro, "global_batch": total, "sequence": sequence}
+
+
+def _total(keys: Keys, name: str, once: int, words: str):
+    """Batch of a step, of which `once` is without accumulation."""
+    total = keys.count(name, -1, -1)
+    if total == -1:
+        total = once
+    if total < 1 or total % once:
+        raise ValueError(f"{name}={total} {words}")
+    return total
 
 
 def _token_batch(keys: Keys, passes: int):
@@ -244,20 +248,14 @@ def _token_batch(keys: Keys, passes: int):
     name = "training.num_tokens_per_microbatch_per_dp_rank"
     sequence = keys.count("training.max_context_length", _SEQUENCE)
     tokens = keys.count(name)
-    total = keys.count("training.num_tokens_per_train_step", -1, -1)
     # a plan counts whole samples
     if tokens % sequence:
         raise ValueError(
             f"{name}={tokens} is no multiple of max_context_length={sequence}: a "
             "plan has whole samples"
         )
-    if total == -1:  # no accumulation
-        total = tokens * passes
-    if total < 1 or total % (tokens * passes):
-        raise ValueError(
-            f"training.num_tokens_per_train_step={total} is no multiple of {tokens} "
-            f"x {passes} tokens"
-        )
+    words = f"is no multiple of {tokens} x {passes} tokens"
+    total = _total(keys, "training.num_tokens_per_train_step", tokens * passes, words)
     return {
         "micro_batch": tokens // sequence,
         "global_batch": total // sequence,

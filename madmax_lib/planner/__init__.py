@@ -20,5 +20,6 @@ if TYPE_CHECKING:
     from madmax_lib.planner.search import search as search
     from madmax_lib.planner.space import Space as Space, plan_of as plan_of
     from madmax_lib.planner.tuner.tune import *
+    from madmax_lib.planner.tuner.tuner import Tuner as Tuner
 
 __all__ = open_room(__name__)

@@ -30,16 +30,6 @@ from madmax_lib.timeline.timeline import (
     with_origin,
 )
 
-__all__ = [
-    "breakdown",
-    "breakdown_between",
-    "exposed_by_collective",
-    "exposed_ns",
-    "exposed_s",
-    "rank_breakdown",
-]
-__all__ += ["top_kernels"]
-
 
 @cached_per_timeline
 def breakdown(timeline: Timeline) -> pd.DataFrame:

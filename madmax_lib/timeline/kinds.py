@@ -121,7 +121,7 @@ def _read_csv(path: Path | Traversable):
     with path.open(encoding="utf-8") as file:
         try:
             table = pd.read_csv(file, dtype=str, keep_default_na=False)
-        except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: not a table of kernel kinds ({error})") from None
     if not {"kind", "pattern"} <= set(table.columns):
         raise ValueError(

@@ -23,17 +23,6 @@ from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, joined
 
-__all__ = [
-    "BUSY_KINDS",
-    "KINDS",
-    "SPANS",
-    "Meta",
-    "Timeline",
-    "cached_per_timeline",
-    "concat",
-    "with_origin",
-]
-
 _Tables = TypeVar("_Tables", pd.DataFrame, tuple)
 
 KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotation")

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from madmax_lib.view.notebooks.runner import run_notebook as run_notebook
     from madmax_lib.view.notebooks.setup import *
     from madmax_lib.view.notebooks.site import write_site as write_site
-    from madmax_lib.view.plots.breakdown import *
+    from madmax_lib.view.plots.breakdown import (
+        plot_advice as plot_advice,
+        plot_breakdown as plot_breakdown,
+        plot_exposed as plot_exposed,
+        plot_overlap as plot_overlap,
+        plot_timeline as plot_timeline,
+        plot_waiting as plot_waiting,
+    )
     from madmax_lib.view.plots.comm import *
     from madmax_lib.view.plots.diff import *
     from madmax_lib.view.plots.fits import *

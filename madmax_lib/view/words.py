@@ -7,8 +7,6 @@ import pandas as pd
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta
 
-__all__ = ["COLORS", "LABELS", "lanes", "percent", "plural", "row_label", "shorten"]
-
 COLORS = {  # also told apart by lightness alone, in print without colour
     "compute": "#3b75af",
     "comm": "#e1812c",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.base.collectives import TIMED
+from madmax_lib.base.collectives import ONE_WAY, TIMED
 from madmax_lib.traces.comm.collectives import bus_factor
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
@@ -39,8 +39,6 @@ _NODES = re.compile(r"^\W*(\d+)[- ]nodes?\b", re.IGNORECASE)
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([\d.e+]+)")
 # what nccl-tests times, in the order in which texts are searched
 _TESTED = (*TIMED, "reduce")
-# collectives whose rows count a rank's share of their size
-_SHARED = ("all_gather", "reduce_scatter", "all_to_all")
 _FLOAT8 = re.compile(r"^f(?:p)?8_?(?=e)")  # of nccl-tests, float8_ elsewhere
 # how results are called in logs, and in JSON
 _PLACEMENTS = {"out-of-place": "out_of_place", "in-place": "in_place"}
@@ -285,7 +283,7 @@ def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes):
         ranks = max(device.rank for device in run.devices) + 1
         return ranks // (max(device.group for device in run.devices) + 1)
     row = table.loc[table["bus"].idxmax()]
-    if collective in _SHARED:
+    if collective in ONE_WAY:  # its rows count a rank's share of their size
         return round(row["size_bytes"] / (row["count"] * _width(row["dtype"])))
     if row["bus"] == 0:
         return 1

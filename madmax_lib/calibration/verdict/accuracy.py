@@ -11,16 +11,6 @@ from madmax_lib.calibration.published.rows import flops_and_peaks
 from madmax_lib.calibration.verdict.expect import VERDICTS, verdicts
 from madmax_lib.simulator.uncertainty import width_of
 
-__all__ = [
-    "baseline",
-    "confusion",
-    "coverage",
-    "coverage_by_class",
-    "errors",
-    "layout_ranks",
-    "score",
-]
-
 # runs of one layout agree in these columns of a normalised row
 _LAYOUT = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
 _FEWEST_LAYOUTS = 4  # of a model; ranks of fewer say nothing
@@ -35,7 +25,8 @@ def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
     peak.
     """
     flops, peak = flops_and_peaks(rows)
-    share = flops / rows["measured_s"].to_numpy(float) / peak
+    measured_s = rows["measured_s"].to_numpy(float)
+    share = flops / measured_s / peak
     # products of one width run on the same units
     bits = rows["dtype"].str.extract(r"(\d+)$", expand=False)
     keys = rows["gpu"] + " " + bits
@@ -45,8 +36,9 @@ def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
         seen = out if fold is None else ~out
         medians = pd.Series(share[seen]).groupby(keys.to_numpy()[seen]).median()
         # a device that nobody else ran takes the median share of all
-        shares = keys[out].map(medians).fillna(np.median(share[seen])).to_numpy()
-        result[out] = flops[out] / (shares * peak[out])
+        shares = keys[out].map(medians).fillna(np.median(share[seen]))
+        reached = shares.to_numpy() * peak[out]
+        result[out] = flops[out] / reached
     return result
 
 
@@ -111,7 +103,8 @@ def coverage(
         out = (table["repository"] == source).to_numpy()
         others = reference[reference["repository"] != source]
         width[out] = width_of(table[out], spread(others))
-    inside = table["log_error"].abs().to_numpy(float) <= width
+    error = table["log_error"].to_numpy(float)
+    inside = np.abs(error) <= width
     # the interval goes from exp(-w) to exp(w): half of it is sinh(w)
     columns = {"inside": inside, "half_width": np.sinh(width)}
     return pd.DataFrame(columns, index=table.index)
@@ -124,9 +117,10 @@ def coverage_by_class(
     rows = coverage(table, reference)
     classes = class_of(table)
     parts = {name: rows[classes == name] for name in ("dense", "mixture")}
+    parts["all"] = rows
     values = {
         name: (len(part), part["inside"].mean(), part["half_width"].median())
-        for name, part in {**parts, "all": rows}.items()
+        for name, part in parts.items()
     }
     columns = ["rows", "inside", "half_width"]
     return pd.DataFrame.from_dict(values, orient="index", columns=columns)
@@ -156,7 +150,8 @@ def confusion(
         judged = verdicts(factor * measured_s, table["predicted_s"], high_s)
         for kind, part in pd.Series(judged, table.index).groupby(table["kind"]):
             counts = {name: int((part == name).sum()) for name in VERDICTS}
-            right = counts[truth] / max(len(part) - counts["cannot tell"], 1)
-            about = {"kind": kind, "factor": factor, "truth": truth, "right": right}
+            decided = len(part) - counts["cannot tell"]
+            about = {"kind": kind, "factor": factor, "truth": truth}
+            about["right"] = counts[truth] / max(decided, 1)
             rows.append(about | counts)
     return pd.DataFrame(rows).sort_values(["kind", "factor"], ignore_index=True)

@@ -27,8 +27,6 @@ from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta, Timeline
 
-__all__ = ["Planned", "as_json", "cost", "save_plan", "timeline"]
-
 _MOST_STAGES = 8  # in a repr
 # share of forward and backward together: the backward pass multiplies twice as much
 _FORWARD = 1 / 3

@@ -17,8 +17,6 @@ from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 
-__all__ = ["CostRules", "HeteroProblem", "problem", "problem_from"]
-
 _OF_MODEL = ("dtype", "recompute", "parameters")  # inputs beside a model alone
 
 

@@ -208,7 +208,7 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file; ValueError for anything else."""
     try:
         content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object")

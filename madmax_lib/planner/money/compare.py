@@ -18,8 +18,6 @@ from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
 
-__all__ = ["EXPOSED", "lever_table", "variants"]
-
 EXPOSED = list(COMMUNICATION)  # as an index of columns
 
 

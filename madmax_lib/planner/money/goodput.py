@@ -25,8 +25,6 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_number
 
-__all__ = ["Goodput", "practice", "published_totals"]
-
 
 @lru_cache(maxsize=1)
 def _facts():

@@ -121,15 +121,7 @@ class Staging(Sharding):
             done.append(self._copy(*way, returned_bytes, [adam, *after], rank=stage))
         return [*done, adams[-1]]
 
-    def _reduce(
-        self,
-        pass_: Pass,
-        experts: bool,
-        what: str,
-        parameters: float,
-        op: int,
-        last: bool,
-    ):
+    def _reduce(self, pass_, experts, what, parameters, op, last):
         done = super()._reduce(pass_, experts, what, parameters, op, last)
         o = self.offloaded
         sharing = 1

@@ -19,6 +19,7 @@ which is wrong where several groups run the same collective.
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base.collectives import ONE_WAY
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.accounting import (
     exposed_by_collective as exposed_by_name,
@@ -316,9 +317,7 @@ def bus_factor(collective, group_size):
     # (n - 1) / n of the message cross a link; an all-reduce is a reduce-scatter and an
     # all-gather: twice that.
     share = (group_size - 1) / group_size
-    one_way = np.where(
-        np.isin(collective, ("all_gather", "reduce_scatter", "all_to_all")), share, 1.0
-    )
+    one_way = np.where(np.isin(collective, ONE_WAY), share, 1.0)
     return np.where(collective == "all_reduce", 2 * share, one_way)
 
 

@@ -69,8 +69,7 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
         ]
     except (
         AttributeError,
-        IndexError,
-        KeyError,
+        LookupError,
         OverflowError,
         TypeError,
         ValueError,

@@ -181,8 +181,7 @@ def _tables(path: Path, rank: int, stacks: Stacks):
         ]
     except (
         AttributeError,
-        IndexError,
-        KeyError,
+        LookupError,
         OverflowError,
         RecursionError,
         TypeError,

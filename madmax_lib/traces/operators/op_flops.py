@@ -11,6 +11,7 @@ reductions only the inputs count. Traces have shapes when they were made with
 """
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from math import nan, prod
@@ -40,6 +41,13 @@ _HEADS_FIRST = [
 _TOKENS_FIRST = ["_flash_attention", "_efficient_attention", "_flash_attn"]
 # a third input of others is the output, given as out=
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
+_SERVES = r"paged_attention|unified_attention|mha_batch_prefill"
+# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills,
+# and of those that it decodes
+_BATCH = re.compile(
+    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
+    r"_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
+)
 
 
 class _Cost(NamedTuple):
@@ -180,6 +188,37 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
     costs = [_operator_cost(*map(str, each)) for each in distinct]
     costs = pd.DataFrame(costs, columns=_Cost._fields)
     return costs.iloc[call].set_index(table.index)
+
+
+def served_attention(
+    table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]
+) -> pd.DataFrame:
+    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on
+    their index; no other calls.
+
+    batches: gives the names of the annotations around the calls in some rows, which
+    tell the pairs of queries and keys; shapes tell them not.
+    """
+    at = np.flatnonzero(table["name"].str.contains(_SERVES))
+    rows = {}
+    for position, around in zip(at, batches(at) if len(at) else [], strict=True):
+        call = table.iloc[position]
+        if not (counts := _BATCH.search(around)) or not call["shapes"]:
+            continue
+        prefilled, first, decoded, second = map(int, counts.groups())
+        inputs, dtype = _read(call["shapes"], call["types"])
+        # The query: the first input with three dimensions.
+        tokens, heads, width = next(
+            (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
+        )
+        # A kernel may serve the prefill, the decode, or both: its tokens tell which.
+        pairs = {
+            prefilled: first,
+            decoded: second,
+            prefilled + decoded: first + second,
+        }.get(tokens, nan)
+        rows[table.index[position]] = (4.0 * pairs * heads * width, dtype or "")
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
 def _read(shapes: str, types: str, inputs: str = "", strides: str = ""):

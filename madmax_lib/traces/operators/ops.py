@@ -8,6 +8,7 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from madmax_lib.timeline.timeline import (
     cached_per_timeline,
     with_origin,
 )
-from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.launch import device_work
@@ -297,7 +298,9 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
         ("shape_again", calls["name"] + calls["shapes"]),
     ):
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
-    costs = operator_costs(table.assign(name=calls["name"]))
+    named = table.assign(name=calls["name"])
+    costs = operator_costs(named)
+    costs.update(served_attention(named, partial(_batches, spans, calls)))
     # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     tf32 = (
@@ -316,6 +319,23 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=call)
+
+
+def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray):
+    """Name of the annotation of a server's batch around the calls in some rows (n,), ""
+    without.
+    """
+    calls = calls.iloc[rows]
+    batches = spans[
+        (spans["kind"] == "annotation")
+        & (spans["stream"] < 0)
+        & spans["name"].str.startswith("execute_")
+    ]
+    # Batches are marked on one thread and run on others: all are taken for one.
+    at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
+    inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
+    names = batches["name"].iloc[at.rows].astype(object).tolist()
+    return [names[number] if number >= 0 else "" for number in inside]
 
 
 def _counted(nest: Nest, costs: pd.DataFrame):

@@ -75,10 +75,7 @@ class Args(msgspec.Struct, frozen=True, gc=False, rename=_KEYS):
     task: Any = None
 
 
-class Event(msgspec.Struct, gc=False):
-    """One trace event; ts and dur in microseconds."""
-
-    ph: Any = None
+class _Fields(msgspec.Struct, gc=False):
     cat: Any = None
     name: Any = None
     pid: Any = None
@@ -86,6 +83,16 @@ class Event(msgspec.Struct, gc=False):
     ts: Any = None
     dur: Any = None
     args: Args | None = None
+
+
+class Event(_Fields, gc=False):
+    """One trace event; ts and dur in microseconds."""
+
+    ph: Any = None
+
+
+class _Complete(_Fields, tag_field="ph", tag="X", gc=False):
+    ph = "X"
 
 
 class _Phase(msgspec.Struct, tag_field="ph", gc=False):
@@ -94,17 +101,6 @@ class _Phase(msgspec.Struct, tag_field="ph", gc=False):
     """
 
     dur = cat = None
-
-
-class _Complete(_Phase, tag="X", gc=False):
-    ph = "X"
-    cat: Any = None
-    name: Any = None
-    pid: Any = None
-    tid: Any = None
-    ts: Any = None
-    dur: Any = None
-    args: Args | None = None
 
 
 _PHASES = "BEIiCbneSTpFstfPNODMVvRc()"  # Chrome trace event format, all but X

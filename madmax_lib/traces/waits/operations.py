@@ -18,7 +18,8 @@ from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.tables import ends_ns
 
-_COLUMNS = [
+# columns that any table of operations has
+NEEDED = [
     "dp_rank",
     "stage",
     "rank",
@@ -27,11 +28,8 @@ _COLUMNS = [
     "start_ts",
     "duration",
     "seq_id",
-    "stream",
-    "call",
-    "is_call",
-    "like",
 ]
+_COLUMNS = [*NEEDED, "stream", "call", "is_call", "like"]
 _RECEIVES = 1 << 20  # stream of receives that the timeline does not show
 _PHASES = ("forward", "backward", "weight")
 
@@ -185,4 +183,7 @@ def _micro_batches(table: pd.DataFrame, stage: pd.Series):
     own_stage = stage.reindex(table["rank"]).to_numpy()
     ahead = stage.reindex(table["target_rank"]).to_numpy() > own_stage
     sends = table[ahead & (table["rank"] == table["source_rank"])]
-    return int(sends.groupby(["rank", "step"]).size().max()) if len(sends) else 0
+    if sends.empty:
+        return 0
+    count = sends.groupby(["rank", "step"]).size()
+    return int(count.max())

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
-from madmax_lib.traces.waits.operations import operations
+from madmax_lib.traces.waits.operations import NEEDED, operations
 from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
 
 _COMPUTE = (
@@ -45,16 +45,6 @@ _TWO_SIDED = {
     for way in ("forward", "backward")
     for side in ("send", "recv")
 }
-_NEEDS = (
-    "dp_rank",
-    "stage",
-    "rank",
-    "step",
-    "optype",
-    "start_ts",
-    "duration",
-    "seq_id",
-)
 _CLOCK_S = -0.010  # own times below it are errors of clocks
 _WORST = 0.03  # of the workers
 _NOTHING = 1e-9  # of a step: lost time below it is none
@@ -264,7 +254,7 @@ def _checked(ops: pd.DataFrame):
     call in its step, -1 alone),
     is_call, and like (what tells classes of one kind apart).
     """
-    if missing := [name for name in _NEEDS if name not in ops]:
+    if missing := [name for name in NEEDED if name not in ops]:
         raise ValueError(f"operations lack the column(s) {', '.join(missing)}")
     if not len(ops):
         raise ValueError("no operations: the timeline has no step with device work")

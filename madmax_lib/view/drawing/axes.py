@@ -14,20 +14,6 @@ from matplotlib.transforms import ScaledTranslation
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
-__all__ = [
-    "WHITE",
-    "Frame",
-    "empty",
-    "figure_data",
-    "finish",
-    "legend",
-    "log_axis",
-    "new_axes",
-    "note",
-    "panels",
-    "published",
-]
-
 _LONG = 40  # characters of a row's label, beyond which all are small
 _BELOW_INCHES = 0.42  # between the axes and a legend: room for ticks and a label
 # behind a text that lines may cross: `note(..., bbox=WHITE)`

@@ -15,19 +15,6 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.view.drawing.axes import WHITE, Frame, finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
-__all__ = [
-    "BarStyle",
-    "Curves",
-    "areas",
-    "bar_chart",
-    "bars",
-    "blocks",
-    "grid",
-    "lines",
-    "rank_labels",
-    "thinned",
-]
-
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
 _STRETCHES = 300  # of the time axis, of which each keeps four points

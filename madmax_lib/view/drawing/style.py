@@ -16,31 +16,6 @@ from matplotlib.patches import Patch
 from madmax_lib.catalog.tables import data_file
 from madmax_lib.view.words import COLORS, LABELS, shorten
 
-__all__ = [
-    "COMPONENTS",
-    "DARK",
-    "DASHED",
-    "GREY",
-    "OTHER",
-    "PAPER",
-    "SERIES",
-    "THEIRS",
-    "UNFIT",
-]
-__all__ += [
-    "Fill",
-    "components_key",
-    "faded",
-    "fill_of",
-    "ink_on",
-    "kind_fills",
-    "kinds_key",
-    "line_key",
-    "mark_key",
-    "patch_key",
-]
-__all__ += ["short_name"]
-
 # of groups in order; the first two are those of compute and communication
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8")
 SERIES += ("#c44e52", "#937860", "#c49a2c", "#2f9c95")

@@ -27,8 +27,6 @@ from madmax_lib.view.notebooks.environment import (
     version,
 )
 
-__all__ = ["optional_dataset", "save_figure", "setup"]
-
 # parameters of a notebook that are the input of a prediction
 _SIMULATED = ("model", "cluster", "nodes", "plan", "software", "global_batch")
 _VERSIONS = ("numpy", "pandas", "matplotlib", "torch", "holistictraceanalysis")

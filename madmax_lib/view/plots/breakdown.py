@@ -24,15 +24,6 @@ from madmax_lib.view.drawing import (
     rank_labels,
 )
 
-__all__ = [
-    "plot_advice",
-    "plot_breakdown",
-    "plot_exposed",
-    "plot_overlap",
-    "plot_timeline",
-    "plot_waiting",
-]
-
 # causes of `advise` that are communication
 _COMM_CAUSES = ("exposed communication", "small messages", "straggler rank")
 _PARTS = {  # of a step: label and kind

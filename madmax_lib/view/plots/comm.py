@@ -24,15 +24,6 @@ from madmax_lib.view.drawing import (
     rank_labels,
 )
 
-__all__ = [
-    "plot_bandwidth",
-    "plot_clock_offsets",
-    "plot_groups",
-    "plot_skew",
-    "plot_stragglers",
-    "plot_workers",
-]
-
 _CALLS = (*COLLECTIVES, "send", "recv")
 _MARKERS = dict(zip(_CALLS, "osD^vPXhd<>*p12"[: len(_CALLS)], strict=True))
 _MOST_ROWS = 16

@@ -35,8 +35,6 @@ from madmax_lib.view.drawing import (
     short_name,
 )
 
-__all__ = ["plot_compare", "plot_gate", "plot_ops", "plot_pair"]
-
 _STEP_COLOR = "#7f7f7f"
 _QUANTITIES = {  # of `compare`: colour, name
     "compute_s": (COLORS["compute"], "compute"),

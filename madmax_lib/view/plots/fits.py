@@ -28,8 +28,6 @@ from madmax_lib.view.drawing import (
     shorten,
 )
 
-__all__ = ["plot_constants", "plot_errors", "plot_measured_overlap", "plot_predicted"]
-
 _STATE_COLORS = ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52")
 # colour and mark
 _STATE_STYLES = dict(zip(STATES, zip(_STATE_COLORS, "osDx^", strict=True), strict=True))

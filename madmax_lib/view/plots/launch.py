@@ -23,14 +23,6 @@ from madmax_lib.view.drawing import (
 )
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
-__all__ = [
-    "plot_idle",
-    "plot_launch_floor",
-    "plot_launches",
-    "plot_queue",
-    "plot_steps",
-]
-
 _CAUSES = {  # shades of idle
     "host_wait": "#525252",
     "kernel_wait": "#969696",

@@ -39,7 +39,6 @@ from madmax_lib.view.drawing import (
 if TYPE_CHECKING:
     from madmax_lib.traces.forensics.read_snapshots import Snapshot
 
-__all__ = ["plot_held", "plot_memory"]
 
 _NO_EVENTS = "No allocator events: record with profile_memory=True"
 _NO_HISTORY = (

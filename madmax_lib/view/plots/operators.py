@@ -31,15 +31,6 @@ from madmax_lib.view.drawing import (
     shorten,
 )
 
-__all__ = [
-    "plot_kernel_types",
-    "plot_kernels",
-    "plot_mfu",
-    "plot_modules",
-    "plot_operators",
-    "plot_roofline",
-]
-
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
 _DTYPE_COLORS = dict(zip(_DTYPES, SERIES, strict=False))
 # names of operators that communicate, of the frameworks and of the simulator

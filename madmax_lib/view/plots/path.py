@@ -23,8 +23,6 @@ from madmax_lib.view.drawing import (
     new_axes,
 )
 
-__all__ = ["plot_path", "plot_path_share", "plot_what_if"]
-
 _COLORS = COLORS | {
     "host": "#6b4a32",
     "launch delay": "#8c1c2b",

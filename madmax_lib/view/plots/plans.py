@@ -32,13 +32,6 @@ from madmax_lib.view.drawing import (
 if TYPE_CHECKING:
     from madmax_lib.planner.hetero.planned import Planned
 
-__all__ = [
-    "plot_front",
-    "plot_parallel",
-    "plot_stage_memory",
-    "plot_stages",
-    "plot_trials",
-]
 
 _CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
 _RECOMPUTE = {

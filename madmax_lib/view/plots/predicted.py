@@ -26,16 +26,6 @@ from madmax_lib.view.drawing import (
     patch_key,
 )
 
-__all__ = [
-    "STEP_PARTS",
-    "plot_causes",
-    "plot_components",
-    "plot_moments",
-    "plot_parts",
-    "plot_places",
-    "plot_streams",
-]
-
 # of a step: what each column of `estimate` is, and its kind of work
 STEP_PARTS = pd.read_csv(data_file("view/step_parts.csv"), index_col="column")
 _CAUSES = STEP_PARTS["part"][STEP_PARTS["kind"] == "comm"].to_dict()

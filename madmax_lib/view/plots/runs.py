@@ -28,16 +28,6 @@ from madmax_lib.view.drawing import (
     plural,
 )
 
-__all__ = [
-    "plot_beside",
-    "plot_losses",
-    "plot_run",
-    "plot_run_memory",
-    "plot_run_phases",
-    "plot_shares",
-    "plot_speed",
-]
-
 _PHASE_COLORS = ("#303030", "#9dbada", "compute", "other", "idle")
 _PHASES = dict(zip((*PHASES, "other"), _PHASE_COLORS, strict=True))
 _SHARES = {"compute": "compute", "exposed communication": "comm", "idle": "idle"}
