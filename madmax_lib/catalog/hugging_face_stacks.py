@@ -78,9 +78,7 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
     return sizes
 
 
-def _encoder_decoder(
-    config: dict, shape: dict, usual: str = "gated-gelu", tables: int = 0
-):
+def _encoder_decoder(config: dict, shape: dict, usual="gated-gelu", tables=0):
     """T5: two stacks with a norm after each, and tables of relative positions, 0 for
     one in each layer.
     """
@@ -198,7 +196,7 @@ def _mixer(
     config: dict,
     shape: dict,
     letter: str,
-    prefix: str = "",
+    prefix="",
     channels: int | None = None,
 ):
     """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""

@@ -43,10 +43,10 @@ def with_origin(table: pd.DataFrame, *names: str, rules: str) -> pd.DataFrame:
     return timeline.with_origin(table, provenance(*names, rules=rules))
 
 
-def _path(name: str):
+def _path(name):
     return f"papers/{name}" if "/" in name else name
 
 
 @lru_cache
-def _sha256(file: str):
+def _sha256(file):
     return hashlib.sha256(catalog.data_file(_path(file)).read_bytes()).hexdigest()

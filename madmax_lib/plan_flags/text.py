@@ -33,7 +33,7 @@ class Source:
     duplicates: flags that are given with two values. expanded: a script filled in variables.
     """
 
-    def __init__(self, form: str, values: Mapping, text: str = ""):
+    def __init__(self, form: str, values: Mapping, text=""):
         self.form = form
         self.duplicates: dict[str, str] = {}
         self.expanded = "$" in text
@@ -160,7 +160,7 @@ def _flags_of(words: list[str]):
     return flags
 
 
-def _flat(values: Mapping, prefix: str = ""):
+def _flat(values: Mapping, prefix=""):
     # an empty mapping is a value
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

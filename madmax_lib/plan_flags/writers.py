@@ -229,7 +229,7 @@ def _yaml(values: dict):
     return yaml.safe_dump(values)
 
 
-def _script(words: dict, before: str = "# ", after: str = "\n"):
+def _script(words: dict, before="# ", after="\n"):
     """A comment of what the training script does, empty if that is nothing."""
     stated = [f"{name}={value}" for name, value in words.items() if value is not None]
     return f"{before}script: {' '.join(stated)}{after}" if stated else ""

@@ -164,7 +164,7 @@ def _values_of_table(case: Case, parameters: Parameters, counted: bool):
     return values
 
 
-def _values(case: Case, parameters: Parameters, counted: bool = False):
+def _values(case: Case, parameters: Parameters, counted=False):
     """Values (columns, n) of legal plans: seconds, and peak bytes of a device if they
     are counted, NaN for plans with offload.
     """

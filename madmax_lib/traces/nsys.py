@@ -210,7 +210,7 @@ def _columns(base: sqlite3.Connection, table: str):
     return [column[1] for column in base.execute(f'PRAGMA table_info("{table}")')]
 
 
-def _rows(base: sqlite3.Connection, table: str, name: str, where: str = "1"):
+def _rows(base: sqlite3.Connection, table: str, name: str, where="1"):
     """Rows of a table: numbers (-1 where unknown), and the column `name` as it is."""
     columns = _columns(base, table)
     dtypes = dict.fromkeys(_NUMBERS, "int64")

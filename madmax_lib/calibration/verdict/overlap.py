@@ -122,7 +122,7 @@ def _predicted(case: Case, raw: dict):
 
 
 @lru_cache(maxsize=64)
-def _means(case: Case, layers: bool = False):
+def _means(case: Case, layers=False):
     """Mean over the ranks of the breakdown of a simulated step.
 
     layers: of its layers, without messages between stages, as some traces show them.

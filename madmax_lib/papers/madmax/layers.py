@@ -167,12 +167,12 @@ def workload(
     )
 
 
-def _shard_bytes(layer: DenseLayer):
+def _shard_bytes(layer):
     """Weights of a layer on one GPU, W / (T S)."""
     return layer.weight_bytes / _degree(layer.elements, "tp", "fsdp")
 
 
-def _degree(elements: Strategy, *kinds: str):
+def _degree(elements, *kinds: str):
     return math.prod(element.degree for element in elements if element.kind in kinds)
 
 
@@ -185,7 +185,7 @@ class _Shape(NamedTuple):
     experts: int  # E, 0 in a layer that is no mixture
 
 
-def _shape(model: Mapping, layer_class: str, local_batch: float):
+def _shape(model, layer_class, local_batch):
     """Weights and work of an MLP layer, of attention or of an FC pair."""
     # Parameters: MLP d x d; attention 4 h x h; FC pair 2 h x g. The release counts
     # neither attention scores (s^2) nor a gate of the FC nor the LM head.
@@ -213,7 +213,7 @@ def _shape(model: Mapping, layer_class: str, local_batch: float):
     )
 
 
-def _sequence(model: Mapping):
+def _sequence(model):
     """Tokens of a sample; a ViT has one per patch and no class token."""
     if model["type"] == "ViT":
         return (model["image_size"] // model["patch_dim"]) ** 2
@@ -221,11 +221,11 @@ def _sequence(model: Mapping):
 
 
 def _layers(
-    model: Mapping,
-    rates: GpuRates,
-    split: dict[str, Strategy],
-    batches: dict[str, float],
-    rules: MadmaxRules,
+    model,
+    rates,
+    split,
+    batches,
+    rules,
 ):
     """Dense layers in forward order: bottom MLP, transformer blocks, top MLP, as the
     model type has them.
@@ -251,7 +251,7 @@ def _layers(
     return bottom + blocks + _mlp(blank["top"], model["num_top_mlp_layers"])
 
 
-def _mlp(blank: DenseLayer, count: float):
+def _mlp(blank, count):
     """Stack of MLP layers."""
     # Megatron's column-row pairs: tp sums activations after the second layer of each
     # pair forward, and their gradients after the first one (processed last) backward.
@@ -260,9 +260,7 @@ def _mlp(blank: DenseLayer, count: float):
     return [pair[i % 2]._replace(name=f"{blank.name} {i}") for i in range(int(count))]
 
 
-def _layer(
-    name: str, shape: _Shape, rates: GpuRates, elements: Strategy, rules: MadmaxRules
-):
+def _layer(name, shape, rates, elements, rules):
     """A layer under a strategy; each element acts on the layer as split by the elements
     after it.
 
@@ -320,7 +318,7 @@ def _layer(
     )
 
 
-def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices: int):
+def _sharded_embedding(model, rates, samples, devices):
     """DLRM: tables are spread over all devices; an All2All hands out what was looked
     up, another the gradients.
     """
@@ -340,9 +338,7 @@ def _sharded_embedding(model: Mapping, rates: GpuRates, samples: float, devices:
     )
 
 
-def _replicated_embedding(
-    model: Mapping, rates: GpuRates, samples: float, devices: int
-):
+def _replicated_embedding(model, rates, samples, devices):
     """LLM, ViT: token (patch) and position tables on every device."""
     # L = 2 x B/N x s x h x bytes: a token and a position row each. The AllReduce of the
     # gradient carries the rows looked up, not the tables.
@@ -361,7 +357,7 @@ def _replicated_embedding(
     )
 
 
-def _first_gather(last: DenseLayer, rates: GpuRates, rules: MadmaxRules):
+def _first_gather(last, rates, rules):
     """AllGather before the optimised backward pass."""
     # A defect of the release: it is issued without fsdp too, with W / (T S) times the
     # degree of the first element. For ddp that is W x N, 447 ms of ViT-10B on 128 GPUs.
@@ -372,7 +368,7 @@ def _first_gather(last: DenseLayer, rates: GpuRates, rules: MadmaxRules):
     return rates.collective("all_gather", size_bytes, level, "stray")
 
 
-def _rates_of(system: Mapping, param_bytes: float):
+def _rates_of(system, param_bytes):
     """Effective rates of a system: peak times utilisation."""
     if param_bytes not in _PEAKS:
         raise ValueError(
@@ -411,7 +407,7 @@ def _rates_of(system: Mapping, param_bytes: float):
     )
 
 
-def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: float):
+def _check_inputs(model, system, task, global_batch):
     if task not in _TASKS:
         raise ValueError(f"task={task!r} is not one of {', '.join(_TASKS)}")
     types = _fields_by_type()
@@ -425,7 +421,7 @@ def _check_inputs(model: Mapping, system: Mapping, task: str, global_batch: floa
     _check_fields("case of", {**model, "global_batch": global_batch}, ("global_batch",))
 
 
-def _check_fields(what: str, row: Mapping, fields: tuple[str, ...]):
+def _check_fields(what, row, fields):
     """Raise ValueError for a field of `row` that is missing, not positive, or out of
     the range its name tells.
     """

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import pandas as pd
 
-from madmax_lib.papers.madmax.layers import Collective, DenseLayer, DeviceStep, workload
+from madmax_lib.papers.madmax.layers import DenseLayer, DeviceStep, workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
@@ -119,7 +119,7 @@ def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> 
     }
 
 
-def _by_name(table: pd.DataFrame, what: str, *needed: str):
+def _by_name(table, what, *needed: str):
     if missing := [column for column in needed if column not in table.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     if twice := table["name"][table["name"].duplicated()].tolist():
@@ -127,23 +127,21 @@ def _by_name(table: pd.DataFrame, what: str, *needed: str):
     return {row["name"]: row for row in table.to_dict("records")}
 
 
-def _row_of(table: Mapping[str, dict], name: str, what: str):
+def _row_of(table, name, what):
     if name in table:
         return table[name]
     near = difflib.get_close_matches(str(name), map(str, table), 3, 0.0)
     raise ValueError(f"unknown {what} {name!r}; nearest: {', '.join(near)}")
 
 
-def _device_steps(
-    cases: list[dict], models: pd.DataFrame, systems: pd.DataFrame, rules: MadmaxRules
-):
+def _device_steps(cases, models, systems, rules):
     """Work of a GPU in each case."""
     models = _by_name(models, "models", "name", "type")
     systems = _by_name(systems, "systems", "name")
     return [_device_step(case, models, systems, rules) for case in cases]
 
 
-def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules):
+def _device_step(case, models, systems, rules):
     """Work of a GPU in a case, checked against its model, system and batch."""
     model = _row_of(models, case["model"], "model")
     system = _row_of(systems, case["system"], "system")
@@ -165,7 +163,7 @@ def _device_step(case: Mapping, models: dict, systems: dict, rules: MadmaxRules)
     return step
 
 
-def _row(case: Mapping, step: DeviceStep):
+def _row(case, step):
     """Row of `evaluate`, in the order of `_COLUMNS`."""
     program = _program(step, case["task"])
     iteration_s = max(run(program)[1])
@@ -187,7 +185,7 @@ def _row(case: Mapping, step: DeviceStep):
     ]
 
 
-def _program(step: DeviceStep, task: str):
+def _program(step, task):
     """Forward, then backward unless the task is inference."""
     issuer = _Issuer(step)
     issuer.forward()
@@ -252,7 +250,7 @@ class _Issuer:
             looked_up = self._look_up("backward", self._tails())
             self._send(embedding.backward, "embedding backward", (looked_up,))
 
-    def _just_in_time(self, layers: list[DenseLayer], ready: _Ops):
+    def _just_in_time(self, layers, ready):
         """Pre-optimised backward pass; returns what the next op waits for."""
         # AllGather(l) queues behind the collectives of the layer before it: AllGather,
         # GEMM and ReduceScatter run one after another, nothing of fsdp is hidden.
@@ -261,7 +259,7 @@ class _Issuer:
             _, ready = self._compute(layer, "backward", ready, gathered)
         return ready
 
-    def _one_ahead(self, layers: list[DenseLayer], ready: _Ops):
+    def _one_ahead(self, layers, ready):
         """Optimised backward pass: the next layer's gather is issued before this
         layer's GEMM and collectives, and runs beside the GEMM.
         """
@@ -275,7 +273,7 @@ class _Issuer:
             before, ready = self._compute(layer, "backward", ready, gathered)
             gathered = ahead
 
-    def _compute(self, layer: DenseLayer, phase: str, ready: _Ops, gathered: _Ops):
+    def _compute(self, layer, phase, ready, gathered):
         """Issue experts' dispatch, GEMM, experts' combine and the layer's collectives.
 
         Returns the GEMM, and the op that the next layer waits for: the last blocking
@@ -298,17 +296,15 @@ class _Issuer:
             ready = sent if collective.blocking else ready
         return gemm, ready
 
-    def _gather(
-        self, gather: Collective | None, layer: DenseLayer, phase: str, after: _Ops
-    ):
+    def _gather(self, gather, layer, phase, after):
         return (self._send(gather, f"{layer.name} {phase}", after),) if gather else ()
 
-    def _look_up(self, phase: str, after: _Ops):
+    def _look_up(self, phase, after):
         lookup_s = self.step.embedding.lookup_s
         name = f"embedding lookup {phase}"
         return self.program.op(_COMPUTE, "compute", name, lookup_s, after)
 
-    def _send(self, collective: Collective, where: str, after: _Ops):
+    def _send(self, collective, where, after):
         return self.program.op(
             _COMM,
             "comm",

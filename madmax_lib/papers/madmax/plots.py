@@ -31,12 +31,12 @@ _OURS = draw.patch_key("ours", "#9a9a9a", "simulated")
 _RECORDED = draw.mark_key("recorded with the release")
 
 
-def _label(strategy: str):
+def _label(strategy):
     """Strategy as the paper writes it: "tp,ddp" is (TP, DDP)."""
     return f"({strategy.upper().replace(',', ', ')})"
 
 
-def _memory(size_gb: float):
+def _memory(size_gb):
     if size_gb >= 1e3:
         return f"{size_gb / 1e3:.1f} TB"
     return f"{size_gb:.1f} GB" if size_gb < 100 else f"{size_gb:.0f} GB"
@@ -86,7 +86,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
     return draw.finish(ax, table, title, draw.Frame(**axes, key=key, where="beside"))
 
 
-def _pareto(rows: pd.DataFrame, x: str, y: str):
+def _pareto(rows, x, y):
     """Rows that no other row beats in both x (less) and y (less, of mqps more)."""
     sign = 1 if y != "mqps" else -1
     rows = rows.sort_values([x, y], ascending=[True, sign > 0])
@@ -137,7 +137,7 @@ def plot_best(
     return draw.finish(ax, table, title, frame)
 
 
-def _gain(row: pd.Series):
+def _gain(row):
     text = f"{row['gain']:.2f}x {_label(row['dense_strategy'])}"
     if row["published_gain"] > 0:
         text += f", error {row['gain'] / row['published_gain'] - 1:+.2%}"

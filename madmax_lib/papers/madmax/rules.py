@@ -80,7 +80,7 @@ def parse_rules(rules: str | MadmaxRules) -> MadmaxRules:
     return _NAMED[rules]
 
 
-def _parse_strategy(text: str, num_devices: int, num_nodes: int):
+def _parse_strategy(text, num_devices, num_nodes):
     """Elements of a strategy such as "fsdp" or "tp,ddp": one over all devices, or
     inside a node and across nodes.
 

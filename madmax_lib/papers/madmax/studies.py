@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.models import Cluster
 from madmax_lib.catalog.tables import cluster
 from madmax_lib.papers.madmax.model import cloud_cost, timeline
 from madmax_lib.papers.madmax.rules import STRATEGIES, MadmaxRules
@@ -66,10 +65,10 @@ _RATE = "throughput_samples_per_s"
 
 
 def _suite_steps(
-    models: Sequence[str],
-    strategies: Sequence[str],
-    task: str,
-    rules: str | MadmaxRules = "released",
+    models,
+    strategies,
+    task,
+    rules="released",
 ):
     """Models on the system of their suite: DLRM on 128 A100-40, LLM on 2,048 A100-80."""
     dlrm = [model for model in models if model.startswith("DLRM")]
@@ -143,7 +142,7 @@ def validation_bars() -> pd.DataFrame:
     return released(pd.DataFrame(rows, columns=columns))
 
 
-def _figure_7_step(gpus: int):
+def _figure_7_step(gpus):
     """DLRM-A under DDP with 512 samples per GPU, as in the release."""
     case = cases(["DLRM-A"], ["ddp"], [f"zionex-{gpus}"], global_batch=512 * gpus)
     return steps(case).iloc[0]
@@ -303,7 +302,7 @@ def hardware_study(
     return with_origin(pd.concat(tables, ignore_index=True), *files, rules=AS_RELEASED)
 
 
-def _joined(one: Cluster):
+def _joined(one):
     """Cluster whose nodes are joined by their inner link."""
     size = min(256, one.world_size)  # GPUs that one level of NVLink switches joins
     nodes = one.world_size // size

@@ -47,7 +47,7 @@ class Balancer:
         self._even_out(capacity, layers)
         return tuple(accumulate(map(len, layers), initial=0))
 
-    def _owners(self, capacity: Sequence[float]):
+    def _owners(self, capacity):
         """Stage of each piece: first to last stage until each is full, then the last
         stage from the end on, then what is left in between.
         """
@@ -86,7 +86,7 @@ class Balancer:
         self._fill_gaps(room, owner, first, waiting)
         return owner
 
-    def _take_until_full(self, room: list[float], stage: int, start: int, bound: int):
+    def _take_until_full(self, room, stage, start, bound):
         """First piece from `start` on, at most `bound`, that does not fit into a stage,
         whose room is reduced by those before.
         """
@@ -98,9 +98,7 @@ class Balancer:
         room[stage] = fitting[-1]
         return start + len(fitting) - 1
 
-    def _fill_gaps(
-        self, room: list[float], owner: list[int], first: list[int], waiting: list[int]
-    ):
+    def _fill_gaps(self, room, owner, first, waiting):
         """Each piece without owner, ascending, to the stage with most room among those
         around it, the first of equals.
 
@@ -126,7 +124,7 @@ class Balancer:
             room[stage] -= self._piece[number]
             joined = stage
 
-    def _majority(self, owner: list[int], stages: int):
+    def _majority(self, owner, stages):
         """Layers of each stage: those of which it has more than half of the pieces."""
         layers = [[] for _ in range(stages)]
         for layer in range(self.layers):
@@ -138,7 +136,7 @@ class Balancer:
                 layers[stage].append(layer)
         return layers
 
-    def _even_out(self, capacity: Sequence[float], layers: list[list[int]]):
+    def _even_out(self, capacity, layers):
         """Up to three times a layer moves to the stage with most room from its fuller
         neighbour, in place.
         """

@@ -135,7 +135,7 @@ class _MemoryOfFirstType(_MetisCost):
             for stage in self.stages
         )
 
-    def _needed_bytes(self, stage: PlacedStage, kinds: np.ndarray):
+    def _needed_bytes(self, stage, kinds):
         samples = self.rules.global_batch // self.plan.batches
         if len(stage.distinct_types) == 1:
             pieces = [max(samples // stage.dp, 1)]

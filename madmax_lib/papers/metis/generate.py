@@ -116,7 +116,7 @@ def write_cluster(
     write_text(clusterfile, json.dumps(types, indent=4))
 
 
-def _measured(layers: int, memory: str):
+def _measured(layers, memory):
     """The nine measured files with their middle layer repeated."""
     # texts, read by `float`: the parser of pandas is off in the last bit
     for texts in catalog.table("papers/metis/profiles").to_dict("records"):
@@ -147,13 +147,13 @@ def _measured(layers: int, memory: str):
         )
 
 
-def _stretch(row: Mapping[str, float], name: str, layers: int):
+def _stretch(row, name, layers):
     """Values of all layers from those of the first, a middle and the last one."""
     values = [row[f"{where}_{name}"] for where in ("first", "middle", "last")]
     return tuple(np.repeat(values, [1, layers - 2, 1]).tolist())
 
 
-def _scaled(profile: LayerProfile, factor: float, **key: int):
+def _scaled(profile, factor, **key: int):
     """Profile of another batch or degree: the work scales, the rest of the step
     stays.
     """

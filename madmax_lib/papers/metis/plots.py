@@ -63,6 +63,6 @@ def plot_training(summary: pd.DataFrame) -> Axes:
     return draw.bar_chart(None, table, times_s, title, frame, style)
 
 
-def _from_files(table: pd.DataFrame, *files: str):
+def _from_files(table, *files: str):
     names = [f"metis/{file}" for file in files]
     return with_origin(table, *names, rules="Metis as released")

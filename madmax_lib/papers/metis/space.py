@@ -44,7 +44,7 @@ def group_lists(
             yield GroupList(sequence, stages, groups)
 
 
-def _device_groups(gpus: int, stages: int, variance: float, max_permute_len: int):
+def _device_groups(gpus, stages, variance, max_permute_len):
     """Sizes of the stages, powers of two that sum to `gpus`, none below variance x the
     mean size.
 
@@ -61,7 +61,7 @@ def _device_groups(gpus: int, stages: int, variance: float, max_permute_len: int
     ]
 
 
-def _non_decreasing(shapes: list[int], count: int, total: int):
+def _non_decreasing(shapes, count, total):
     """Non-decreasing sequences of `count` shapes with this sum, in lexicographic order."""
     if count == 0:
         yield from [()] if total == 0 else []
@@ -74,7 +74,7 @@ def _non_decreasing(shapes: list[int], count: int, total: int):
             yield (shape, *rest)
 
 
-def _merged(sizes: Sequence[int], limit: int):
+def _merged(sizes, limit):
     """Non-decreasing sizes as at most `limit` groups that are permuted as wholes:
     smallest neighbours are joined.
 
@@ -97,7 +97,7 @@ def _merged(sizes: Sequence[int], limit: int):
     return groups
 
 
-def _join_pairs(groups: list[tuple[int, ...]], pairs: int):
+def _join_pairs(groups, pairs):
     """Groups with the first pairs joined where both have the smallest sum."""
     smallest = min(map(sum, groups))
     joined = []
@@ -109,7 +109,7 @@ def _join_pairs(groups: list[tuple[int, ...]], pairs: int):
     return joined + groups[2 * pairs :]
 
 
-def _cool_lex(groups: Sequence[tuple[int, ...]]):
+def _cool_lex(groups):
     """All distinct permutations by prefix shifts, from the non-increasing arrangement
     on.
 

@@ -71,7 +71,7 @@ class RankOrder:
         types = self.types[start : start + gpus]
         return plain_sum(self._memory_mb[device] for device in types)
 
-    def _bandwidth(self, start: int, end: int, stride: int = 1):
+    def _bandwidth(self, start, end, stride=1):
         """GB/s of a group of ranks; beyond a node the release takes the least bandwidth
         inside the nodes involved.
         """
@@ -88,9 +88,7 @@ class RankOrder:
             return self._intra[types.pop()][0]
         return min(min(self._intra[device]) for device in types)
 
-    def _split(
-        self, types: tuple[str, ...], block: int, dp: int, tp: int, samples: int
-    ):
+    def _split(self, types, block, dp, tp, samples):
         """Samples of each replica, proportional to the speed of the first GPU of its
         block; largest remainders.
         """

@@ -176,11 +176,11 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
 
 
 @lru_cache
-def _profiles(layers: int):
+def _profiles(layers):
     return generate_profiles(layers)
 
 
-def _plan_text(plan: pd.Series):
+def _plan_text(plan):
     stages = zip(plan["device_groups"], plan["strategies"], strict=True)
     degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
     types = " then ".join(plan["node_sequence"])

@@ -24,7 +24,7 @@ import pandas as pd
 from madmax_lib.papers.metis.balance import Balancer, shift_capacity
 from madmax_lib.papers.metis.job import MetisJob
 from madmax_lib.papers.metis.space import group_lists
-from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, Stage, cost_ms
+from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, cost_ms
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles, plain_sum
 
@@ -183,9 +183,7 @@ class _Walk:
                     ]
                     self._from_data_to_tensor(stages, memory_mb, costed)
 
-    def _from_data_to_tensor(
-        self, stages: list[Stage], memory_mb: list[float], costed: int
-    ):
+    def _from_data_to_tensor(self, stages, memory_mb, costed):
         """Halve dp of one stage after the other until a plan is accepted at once or no
         stage has dp > 1.
         """
@@ -223,7 +221,7 @@ class _Walk:
             dp[number] //= 2
             invalid += before.valid - before.halved.valid
 
-    def _placement(self, stages: list[Stage], memory_mb: list[float]):
+    def _placement(self, stages, memory_mb):
         """Layers for stages by speed; where memory is short, by a capacity that avoids
         it, up to three attempts.
         """
@@ -251,7 +249,7 @@ class _Walk:
             if not capacity:
                 return _Placement(0, partition, free_mb, first_free_mb, attempt)
 
-    def _record(self, stages: list[Stage], placed: _Placement, costed: int):
+    def _record(self, stages, placed, costed):
         try:
             cost = cost_ms(stages, placed.partition, costed)
         except NotProfiled:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Transformer
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
@@ -35,7 +34,7 @@ class _Window(NamedTuple):
     inflation: float  # full batches over the real ones, over the counted steps
 
 
-def _log_window(samples: int, ranks: int, batch: int, interval: int):
+def _log_window(samples, ranks, batch, interval):
     """Steps that an average covers whose sums start anew every `interval` steps.
 
     samples: over all ranks. batch: samples per rank and step.
@@ -52,7 +51,7 @@ def _log_window(samples: int, ranks: int, batch: int, interval: int):
     return _Window(steps, counted, last, inflation)
 
 
-def _script_flops(model: Transformer, sequence, tp=1):
+def _script_flops(model, sequence, tp=1):
     """FLOPs of a sample in the study's script: 3 [L (24 s h^2 + 2 s^2 h) + 2 s h + 2 s
     h V], half the attention.
 
@@ -70,7 +69,7 @@ def _script_flops(model: Transformer, sequence, tp=1):
     return 3 * (layers + 2 * s * h + 2 * s * h * model.vocab)
 
 
-def _local_model(tp: int):
+def _local_model(tp):
     """Model that a GPU of the study had under TP: layers of 1/tp of the heads and
     channels, embedding and head in full.
     """

@@ -47,7 +47,7 @@ class _Fact(NamedTuple):
     agrees: bool
 
 
-def _size_tried(row: dict[str, str]):
+def _size_tried(row):
     """Fact of a size that somebody trained, or could not."""
     if row["model"]:
         model = catalog.model(row["model"])
@@ -67,7 +67,7 @@ def _size_tried(row: dict[str, str]):
     return _Fact(row["fact"], theirs, ours, theirs == ours)
 
 
-def _model_states(row: dict[str, str]):
+def _model_states(row):
     """Fact of the ZeRO paper: bytes of weights, gradients and optimizer."""
     # bytes per parameter depend on the plan alone, so any shape gives them
     model = gpt_shape(512, 8)

@@ -106,7 +106,7 @@ def limits_table() -> pd.DataFrame:
     return with_origin(table, "studies/scale_limits", *_MACHINES, rules=_RULES)
 
 
-def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy):
+def _outcome(model, cluster, plan, policy):
     """Row of a plan: whether it fits, and if it does its times, its bottleneck and its
     energy.
     """
@@ -138,7 +138,7 @@ def _outcome(model: Transformer, cluster: Cluster, plan: Plan, policy: Policy):
     }
 
 
-def _host_busy_s(model: Transformer, cluster: Cluster, plan: Plan, share: float):
+def _host_busy_s(model, cluster, plan, share):
     """Seconds of CPU Adam in a step."""
     if plan.offload is None:
         return 0.0

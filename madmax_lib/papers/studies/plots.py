@@ -256,7 +256,7 @@ def plot_scaling(table: pd.DataFrame) -> Axes:
     return draw.finish(ax, table, title, frame)
 
 
-def _fullest(rows: pd.DataFrame):
+def _fullest(rows):
     """Bytes by part at the moment of the peak: the optimizer's temporaries, or a pass."""
     # The peak is the larger of a pass, with the loss or the backward pass on top, and
     # of the update with its temporaries.
@@ -274,7 +274,7 @@ def _fullest(rows: pd.DataFrame):
     return rows.groupby(names)["size_bytes"].sum()
 
 
-def _row_names(table: pd.DataFrame):
+def _row_names(table):
     """Rows of the GPT-2 Large study by configuration and batch."""
     names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
     names = names.str.replace("+CUDA_FUSED", " fused")

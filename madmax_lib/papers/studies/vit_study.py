@@ -62,7 +62,7 @@ def steps() -> pd.DataFrame:
     return with_origin(table, _STEPS, rules=_RULES)
 
 
-def _phases_s(log: pd.DataFrame, first: int, last: int):
+def _phases_s(log, first, last):
     """Mean seconds of each phase over the regular steps first..last. Raises ValueError
     if there is none.
     """
@@ -110,7 +110,7 @@ def step_of(
     )
 
 
-def _simulated_phases_s(timeline: Timeline):
+def _simulated_phases_s(timeline):
     """Seconds of PHASES of a simulated ZeRO-2 step: backward ends with the last
     gradient reduced.
     """
@@ -128,7 +128,7 @@ def _simulated_phases_s(timeline: Timeline):
     return pd.Series(phases_ns / 1e9, index=PHASES)
 
 
-def _calibrate(measured: pd.Series):
+def _calibrate(measured):
     """Shares of the data-sheet rates that make the simulated ZeRO-2 step as long as a
     measured one.
 
@@ -156,7 +156,7 @@ def _calibrate(measured: pd.Series):
     )
 
 
-def _by_share(phases: pd.Series):
+def _by_share(phases):
     """Seconds that each share governs."""
     return pd.Series(
         {

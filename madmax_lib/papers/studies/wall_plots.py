@@ -163,6 +163,6 @@ def plot_token_energy(table: pd.DataFrame) -> Axes:
     return draw.bar_chart(None, table, 1e3 * fitting["token_j"], title, frame, style)
 
 
-def _size(model: str):
+def _size(model):
     """gpt2_10b is 10B."""
     return model.rpartition("_")[2].upper()

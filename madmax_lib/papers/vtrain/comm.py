@@ -74,7 +74,7 @@ def load_nccl(directory: str | Path) -> Nccl:
     return Nccl(duration_s, bus)
 
 
-def _read(path: Path):
+def _read(path):
     """(sizes, 7): bytes, count, type, then time and bus bandwidth out of place and in
     place.
     """
@@ -163,9 +163,7 @@ class _Group(NamedTuple):
     leaves_node: bool
 
 
-def _all_reduce_s(
-    shape: Sizes, nccl: Nccl, rules: VTrainRules, group: _Group, size_bytes
-):
+def _all_reduce_s(shape, nccl, rules, group, size_bytes):
     """Seconds of an all-reduce, by the network if its group leaves the node."""
     *group, size_bytes = np.broadcast_arrays(*group, size_bytes)
     ranks, stride, leaves_node = group
@@ -183,7 +181,7 @@ def _all_reduce_s(
     return np.where(ranks > 1, np.where(leaves_node, outside_s, inside_s), 0.0)
 
 
-def _table_s(nccl: Nccl, ranks: int, size_bytes: np.ndarray, rules: VTrainRules):
+def _table_s(nccl, ranks, size_bytes, rules):
     """Seconds from the table of a group size, beyond its end from the bus bandwidth
     there.
     """

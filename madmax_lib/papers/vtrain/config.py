@@ -285,7 +285,7 @@ def shape_of(table: pd.DataFrame) -> Sizes:
     return Sizes(*(columns[name].to_numpy() for name in columns))
 
 
-def _from_content(content: object, derive_gpus: bool, rules: VTrainRules):
+def _from_content(content, derive_gpus, rules):
     if not isinstance(content, Mapping):
         raise ValueError("not a JSON object")
     if unknown := set(content) - {f.name for f in fields(Config)}:
@@ -302,7 +302,7 @@ def _from_content(content: object, derive_gpus: bool, rules: VTrainRules):
     return Config(**content)
 
 
-def _typed(name: str, kind: str, value: object):
+def _typed(name, kind, value):
     """Value as its field wants it; a whole float is an int."""
     if type(value).__name__ == kind in ("bool", "str"):
         return value
@@ -317,7 +317,7 @@ def _typed(name: str, kind: str, value: object):
     raise ValueError(f"{name}={value!r} is not a {wanted}")
 
 
-def _fill_in(config: Config):
+def _fill_in(config):
     """Set the one of num_gpus and the degrees that is 0; the degrees must multiply to
     num_gpus.
     """
@@ -340,7 +340,7 @@ def _fill_in(config: Config):
         )
 
 
-def _check(config: Config):
+def _check(config):
     for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")

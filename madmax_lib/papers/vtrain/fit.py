@@ -156,12 +156,12 @@ def terms(shape: Sizes) -> np.ndarray:
     return np.stack(columns, axis=-1).astype(float)
 
 
-def _groups(table: pd.DataFrame):
+def _groups(table):
     """Positions of the rows of each group."""
     return table.groupby([TABLE[name] for name in GROUP]).indices
 
 
-def _solve(columns: np.ndarray, rest_s: np.ndarray):
+def _solve(columns, rest_s):
     """Least squares with columns scaled to length 1; the smallest solution where the
     rank is not full.
     """

@@ -168,7 +168,7 @@ def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
     return result
 
 
-def _predictor(table: pd.DataFrame, nccl: Nccl):
+def _predictor(table, nccl):
     """Seconds of the rows' steps (n,) as a function of the formulas; the rest is
     computed once.
     """

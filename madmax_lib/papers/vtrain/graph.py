@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
-from madmax_lib.simulator.events.schedules import Slot, dependency, in_order, order
+from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline.timeline import Meta, Timeline
 
@@ -125,10 +125,10 @@ class _Step:
 
     def _op(
         self,
-        stage: int,
-        stream: Stream,
-        name: str,
-        duration_s: float,
+        stage,
+        stream,
+        name,
+        duration_s,
         after=(),
         *,
         size_bytes=float("nan"),
@@ -143,7 +143,7 @@ class _Step:
             stream, kind, name, duration_s, inputs, **where, size_bytes=size_bytes
         )
 
-    def _pass(self, stage: int, slot: Slot, after: tuple[int, ...]):
+    def _pass(self, stage, slot, after):
         """A micro-batch forward or backward through a stage, and the message to the
         next one.
         """
@@ -159,7 +159,7 @@ class _Step:
             size = {"size_bytes": self.message_bytes}
             self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, **size)
 
-    def _recompute(self, stage: int, number: int, after: tuple[int, ...]):
+    def _recompute(self, stage, number, after):
         """The forward pass repeated; returns what the backward pass still has to wait
         for.
         """
@@ -174,7 +174,7 @@ class _Step:
             return ()
         return after
 
-    def _reduce(self, stage: int, what: str):
+    def _reduce(self, stage, what):
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             count = 2 * self.layers
@@ -182,7 +182,7 @@ class _Step:
             duration_s = count * self.tensor_s
             self._op(stage, Stream.TENSOR, f"all_reduce {what}", duration_s, **size)
 
-    def _compute_s(self, stage: int, direction: str):
+    def _compute_s(self, stage, direction):
         operators = self.operators
         parts = ("", "embedding_", "output_")
         times_s = [getattr(operators, f"{part}{direction}_s") for part in parts]

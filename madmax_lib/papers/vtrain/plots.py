@@ -15,9 +15,7 @@ _TP = {  # colour and mark by tensor parallelism
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
-def _finish(
-    ax: Axes, table: pd.DataFrame, title: str, *, where: str = "upper left", **options
-):
+def _finish(ax, table, title, *, where="upper left", **options):
     """Finish a picture with a legend of all that was drawn with a label."""
     key = ax.get_legend_handles_labels()[0]
     return draw.finish(ax, table, title, draw.Frame(key=key, where=where, **options))

@@ -81,9 +81,7 @@ def optional_local(relative: str, what: str) -> Path | None:
         return None
 
 
-def _steps(
-    model: Transformer, plans: pd.DataFrame, *, global_batch: int, **network: float
-):
+def _steps(model, plans, *, global_batch, **network: float):
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense
     model FLOPs) and memory_bytes.
 
@@ -126,7 +124,7 @@ def _steps(
     )
 
 
-def _plan_grid(model: Transformer, gpus: int, global_batch: int):
+def _plan_grid(model, gpus, global_batch):
     """Every plan of vTrain's rules on a number of GPUs: tp up to 8, dp, pp, micro_batch
     up to 4.
     """
@@ -154,7 +152,7 @@ def design_space() -> pd.DataFrame:
     return with_origin(_priced(plans), "vtrain/published", rules=_ON_FORMULAS)
 
 
-def _priced(plans: pd.DataFrame):
+def _priced(plans):
     table = _steps(_MTNLG, plans.assign(micro_batch=1), global_batch=_BATCH)
     # days = tokens / tokens of a step x step; a node of the price has 8 GPUs
     steps = published("mtnlg_tokens") / (_BATCH * _MTNLG.sequence)
@@ -346,7 +344,7 @@ def claims() -> pd.DataFrame:
     return _with_published(ours, every=True)
 
 
-def _with_published(ours: dict[str, float], *, every: bool = False):
+def _with_published(ours, *, every=False):
     rows = beside_published("vtrain", ours).query("follows != 'input'")
     rows = rows[every | rows["key"].isin(ours)].reset_index(drop=True)
     rules = "vTrain on analytical operators"

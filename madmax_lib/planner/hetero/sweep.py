@@ -93,9 +93,9 @@ class Sweeper:
         grid: Grid,
         batches: int,
         fleet: Fleet,
-        levels: int = 1,
+        levels=1,
         *,
-        lacking: bool = False,
+        lacking=False,
     ):
         self.table = StageTable(problem, fleet, batches, grid)
         self.levels = levels

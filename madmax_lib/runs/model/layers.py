@@ -65,7 +65,7 @@ class Attention(nn.Module):
     key-value heads.
     """
 
-    def __init__(self, spec: Transformer, kind: str = "flash"):
+    def __init__(self, spec: Transformer, kind="flash"):
         super().__init__()
         inner = spec.heads * spec.head_dim
         shared = spec.kv_heads * spec.head_dim
@@ -160,7 +160,7 @@ class TransformerLayer(nn.Module):
     2205.05198]).
     """
 
-    def __init__(self, spec: Transformer, attention: str = "flash"):
+    def __init__(self, spec: Transformer, attention="flash"):
         super().__init__()
         self.attention_norm = norm(spec)
         self.attention = Attention(spec, attention)

@@ -75,7 +75,7 @@ class Network(nn.Module):
     """
 
     def __init__(
-        self, spec: Transformer, *, attention: str = "flash", part: range | None = None
+        self, spec: Transformer, *, attention="flash", part: range | None = None
     ):
         super().__init__()
         part = range(spec.layers) if part is None else part

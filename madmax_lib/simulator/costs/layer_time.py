@@ -168,7 +168,7 @@ def _exposed(waits_s: dict[str, Number], prices: Prices, compute_s: Number):
     return result
 
 
-def _ring_s(block: Block, prices: Prices, compute_s: Number, *, returns: bool = False):
+def _ring_s(block: Block, prices: Prices, compute_s: Number, *, returns=False):
     """Seconds for which attention in cp steps waits for keys and values on their way
     round the ring; returns: their gradients travel too.
     """

@@ -352,7 +352,7 @@ class PassBuilder:
         )
         return float(sum(seconds))
 
-    def _comm_s(self, kind: str, size_bytes: float, name: str, calls: float = 1.0):
+    def _comm_s(self, kind: str, size_bytes: float, name: str, calls=1.0):
         """Seconds of a collective of a group."""
         group = self.prices.groups[name]
         return float(self.prices.comm_s(kind, size_bytes, group, calls))

@@ -34,7 +34,7 @@ class Stream(IntEnum):
     DRIVES = -2, "drives"
     LAUNCH = -3, "host launches"
 
-    def __new__(cls, number: int, label: str, group: str = ""):
+    def __new__(cls, number: int, label: str, group=""):
         """A number with its name and the group whose collectives run there."""
         member = int.__new__(cls, number)
         member._value_ = number

@@ -298,9 +298,9 @@ def _tensor_bytes(
     case: Case,
     stage,
     layers: dict,
-    optimizer: str = "adam",
-    fused_loss: bool = False,
-    trainable: float = 1.0,
+    optimizer="adam",
+    fused_loss=False,
+    trainable=1.0,
 ):
     """`stage_bytes` of tensors."""
     model = case.model
@@ -346,9 +346,9 @@ def _tensor_bytes(
 
 def _dlrm_bytes(
     case: Case,
-    optimizer: str = "adam",
-    fused_loss: bool = False,
-    trainable: float = 1.0,
+    optimizer="adam",
+    fused_loss=False,
+    trainable=1.0,
 ):
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
     dense layers by ZeRO stage.

@@ -130,7 +130,7 @@ def step_time(
     return dict(zip(times, arrays, strict=True))
 
 
-def _pipeline(steps: Steps, parameters: Parameters, *, with_parts: bool = True):
+def _pipeline(steps: Steps, parameters: Parameters, *, with_parts=True):
     """Passes of a step, and what follows them needs; parts of the bottleneck stage only
     where they are asked for.
     """

@@ -13,6 +13,7 @@ from functools import lru_cache
 import pandas as pd
 
 _LINES = 3  # innermost lines that name a site
+_SAMPLED = 8  # stacks are looked up by the identities of each eighth frame
 _PLAIN = {str, int, type(None)}
 # between the lines of a model, and of no help: a call of a module is three such lines
 _PLUMBING = re.compile(
@@ -34,30 +35,47 @@ _GRADIENT = re.compile(r"autograd::generated::(\w+)::apply")
 _OPERATOR = re.compile(r"at::_ops::(\w+?)(_\w+)?::")
 
 
+class _Mark:
+    """Number of a stack, in its list of frames instead of them."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int):
+        self.number = number
+
+
 class Stacks:
-    """Numbers of stacks and of texts."""
+    """Numbers of stacks and of texts. Lists of frames that are given are emptied but
+    for a mark of their number.
+    """
 
     def __init__(self):
         self.texts: dict[str, int] = {}
-        self._stacks: dict[tuple[str, ...], int] = {}
+        self._stacks: dict[tuple[str, ...], _Mark] = {}
         self.forget()
 
     def forget(self) -> None:
         """Forget objects by their identity: those of another file have others."""
-        # by the identity of a list of frames, which the file shares, or of a frame: the
-        # object, which must live as long, and its number or line
-        self._numbers: dict[int, tuple[list[dict], int]] = {}
+        # by length and the identities of some frames: the stacks that have these
+        self._seen: dict[tuple[int, ...], list[tuple[list[dict], _Mark]]] = {}
+        # by the identity of a frame: the frame, which must live as long, and its line
         self._lines: dict[int, tuple[dict, str]] = {}
 
     def number(self, frames: list | None) -> int:
         """Number of a stack, -1 without frames."""
         if not frames:
             return -1
-        if id(frames) not in self._numbers:
-            lines = tuple(self._line(frame) for frame in frames)
-            number = self._stacks.setdefault(lines, len(self._stacks))
-            self._numbers[id(frames)] = (frames, number)
-        return self._numbers[id(frames)][1]
+        if type(frames[0]) is not _Mark:
+            key = (len(frames), *map(id, frames[::_SAMPLED]))
+            likely = self._seen.setdefault(key, [])
+            # lists of the same objects compare fast: Python looks at identities first
+            mark = next((mark for others, mark in likely if others == frames), None)
+            if not mark:
+                lines = tuple(self._line(frame) for frame in frames)
+                mark = self._stacks.setdefault(lines, _Mark(len(self._stacks)))
+                likely.append((frames[:], mark))
+            frames[:] = [mark]  # the file shares lists: the next event finds the mark
+        return frames[0].number
 
     def text(self, text: str | None) -> int:
         """Number of a text, -1 without."""

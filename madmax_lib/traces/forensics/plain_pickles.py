@@ -12,6 +12,7 @@ import io
 import lzma
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,13 +41,14 @@ _MOST = {0x72: 0, 0x80: 5}
 _SHORT = b"hjKJMGq\x8a"
 _LONGEST = 18
 _LONGS = b"|".join(b"\x8a%c.{%d}" % (size, size) for size in range(_LONGEST - 1))
+# opcodes that ask for nothing, with their arguments; possessive, as what matched once
+# needs no other try
 _PLAIN = re.compile(
     rb"(?:(?:h.)++|(?:j....)++|[\x94(}\])uaesN\x88\x89]++|(?:K.){2}\x86|K.|J....|M..|G.{8}|q.|"
     + _LONGS
     + rb")++",
     re.DOTALL,
 )
-"""Opcodes that ask for nothing, with their arguments; possessive, as what matched once needs no other try."""  # noqa: E501
 
 
 class _Plain(pickle.Unpickler):
@@ -60,10 +62,13 @@ class _Plain(pickle.Unpickler):
 
 
 class _Checked(io.RawIOBase):
-    """Bytes of a pickle, handed on as far as their opcodes have been checked."""
+    """Bytes of a pickle, handed on as far as their opcodes have been checked; `between`
+    is called before each block.
+    """
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, between: Callable[[], None]):
         self._file = file
+        self._between = between
         self._ready = memoryview(b"")
         self._rest = b""
         self._ended = False
@@ -76,6 +81,7 @@ class _Checked(io.RawIOBase):
 
     def readinto(self, target):
         while not len(self._ready) and not self._ended:
+            self._between()
             if block := self._file.read(_BLOCK):
                 self._check(self._rest + block)
             else:  # a part of an opcode, which the unpickler finds cut
@@ -151,11 +157,14 @@ def _without_collection():
             gc.enable()
 
 
-def load_plain(path: Path) -> Any:
+def load_plain(
+    path: Path, between: Callable[[pickle.Unpickler], None] | None = None
+) -> Any:
     """Load a pickle of dictionaries, lists, texts and numbers, of protocols 2 to
     5, also packed by gzip or xz.
 
-    Raises ValueError with file and reason for anything else: globals,
+    between: called with the unpickler before each MiB, so that what has been read can
+    be emptied. Raises ValueError with file and reason for anything else: globals,
     objects by reference, other bytes, a cut file.
     """
     try:
@@ -163,8 +172,15 @@ def load_plain(path: Path) -> Any:
             magic = file.peek(6)[:6]
             packed = {b"\x1f\x8b": igzip.open, b"\xfd7": lzma.open}.get(magic[:2])
             source = packed(file) if packed else file
+            checked = _Checked(source, lambda: between and between(unpickler))
+            unpickler = _Plain(io.BufferedReader(checked, _BLOCK))
             with _without_collection():
-                return _Plain(io.BufferedReader(_Checked(source), _BLOCK)).load()
+                try:
+                    return unpickler.load()
+                finally:
+                    # it holds all objects in its memo, and `checked` holds it: a cycle,
+                    # which no collection would free before long
+                    unpickler = None
     except Exception as reason:  # damaged bytes end in nearly any error
         if isinstance(reason, OSError) and reason.errno is not None:
             raise

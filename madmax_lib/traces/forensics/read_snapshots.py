@@ -1,7 +1,9 @@
 """Reader of memory snapshots, files of `torch.cuda.memory._dump_snapshot`: what the
 CUDA caching allocator did and holds.
 
-Stacks are told apart by the identity of their frames, which the file shares.
+Events are turned into columns while the file is read, and their dictionaries emptied: a
+million of them would need a gigabyte otherwise. Stacks are told apart by the identity
+of their frames, which the file shares.
 """
 
 import re
@@ -10,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib.traces.forensics.block_sizes import ACTIONS, Replay, replay
@@ -134,7 +138,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     failures = []
     for rank, path in zip(ranks, paths, strict=True):
         try:
-            parts.append(_tables(path, rank, stacks))
+            parts.append(_File(stacks).read(path, rank))
             files[str(rank)] = {"name": path.name, "sha256": content_sha256(path)}
         except (OSError, ValueError) as reason:
             failures.append(reason)
@@ -156,96 +160,154 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     return Snapshot(events, blocks, stacks.table(), tuple(stacks.texts), files)
 
 
-def _tables(path: Path, rank: int, stacks: Stacks):
-    """Events and blocks of one file, with rank and device."""
-    top = load_plain(path)
-    # torch 1.13 writes the list of segments alone
-    top = top if isinstance(top, dict) else {"segments": top}
-    traces = top.get("device_traces", top.get("traces", []))
-    segments = top.get("segments")
-    are_lists = isinstance(segments, list) and isinstance(traces, list)
-    if not are_lists or not all(isinstance(trace, list) for trace in traces):
-        raise ValueError(
-            f"{path}: no memory snapshot, it has no lists of segments and device_traces"
-        )
-    try:
+class _File:
+    """Columns of one file, and the lists of events that are emptied into them while it
+    is read.
+    """
+
+    def __init__(self, stacks: Stacks):
+        self._stacks = stacks
+        # by the identity of a list of events that is being read: the list, its columns
+        self._open: dict[int, tuple[list, dict[str, bytearray]]] = {}
+        self._searched = 0  # objects in the memo when it was last looked through
+        stacks.forget()
+
+    def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Events and blocks, with rank and device."""
+        try:
+            return self._tables(path, rank)
+        except (
+            AttributeError,
+            LookupError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+        ) as reason:
+            raise ValueError(
+                f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
+            ) from None
+
+    def _tables(self, path: Path, rank: int):
+        top = load_plain(path, self._empty)
+        # torch 1.13 writes the list of segments alone
+        top = top if isinstance(top, dict) else {"segments": top}
+        traces = top.get("device_traces", top.get("traces", []))
+        segments = top.get("segments")
+        are_lists = isinstance(segments, list) and isinstance(traces, list)
+        if not are_lists or not all(isinstance(trace, list) for trace in traces):
+            raise ValueError(
+                f"{path}: no memory snapshot, it has no lists of segments and "
+                "device_traces"
+            )
         for lists in (traces, [segment["blocks"] for segment in segments]):
             # else a few bytes could ask for any number of rows
             if len(set(map(id, lists))) < len(lists):
-                raise KeyError("a list of events or blocks is in two places")
-        stacks.forget()
-        blocks = _blocks(segments, stacks).assign(rank=rank)
-        devices = [
-            _events(trace, stacks).assign(device=device)
-            for device, trace in enumerate(traces or [[]])
-        ]
-    except (
-        AttributeError,
-        LookupError,
-        OverflowError,
-        RecursionError,
-        TypeError,
-    ) as reason:
-        raise ValueError(
-            f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
-        ) from None
-    events = pd.concat(devices, ignore_index=True).assign(rank=rank)
-    events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
-    return events.astype({"rank": "int32", "device": "int32"}), blocks
+                raise ValueError(
+                    f"{path}: no memory snapshot, a list of events or blocks is in "
+                    "two places"
+                )
+        blocks = self._blocks(segments).assign(rank=rank)
+        devices = [self._trace(trace) for trace in traces or [[]]]
+        del top, traces, segments
+        events = {}
+        for name, dtype in _TYPES.items():
+            parts = [np.frombuffer(columns[name], dtype) for columns in devices]
+            events[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        counts = [len(columns["action"]) for columns in devices]  # int8: bytes are rows
+        events["device"] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
+        events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
+        return pd.DataFrame(events, copy=False), blocks
 
+    def _empty(self, unpickler):
+        """Turn the events that are there into columns. A list of events is looked for
+        as long as none grows.
+        """
+        grown = [self._take(trace) for trace, _ in self._open.values() if trace]
+        if any(grown):
+            return
+        # the unpickler's memo holds the lists it is filling; a search costs as much as
+        # it is long, so it is only repeated once it has grown by a quarter
+        memo = unpickler.memo.copy()
+        if len(memo) <= 1.25 * self._searched:
+            return
+        self._searched = len(memo)
+        for value in memo.values():
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, dict) and "action" in first:
+                self._take(value)
 
-def _events(trace: list[dict], stacks: Stacks):
-    """Columns of the events of a device."""
-    columns = {
-        name: [event.get(key, default) for event in trace]
-        for name, (key, default) in _KEYS.items()
-    }
-    columns["action"] = [_CODES[action] for action in columns["action"]]
-    columns["stack"] = [stacks.number(frames) for frames in columns.pop("frames")]
-    columns["metadata"] = [
-        stacks.text(event.get("user_metadata") or event.get("compile_context"))
-        for event in trace
-    ]
-    # an oom has no address: the bytes that the device had free stand there
-    columns["address"] = [
-        event.get("device_free", 0) if address is None else address
-        for event, address in zip(trace, columns["address"], strict=True)
-    ]
-    for values in columns.values():
-        if not set(map(type, values)) <= {int}:  # numpy would turn others into some
-            raise TypeError("no whole numbers")
-    return pd.DataFrame(columns).astype(_TYPES)[list(_TYPES)]
+    def _take(self, trace: list):
+        """Move the events of a list into its columns."""
+        empty = {name: bytearray() for name in _TYPES}
+        _, columns = self._open.setdefault(id(trace), (trace, empty))
+        events = trace[:]
+        trace.clear()
+        for name, values in self._columns(events).items() if events else ():
+            if not {*map(type, values)} <= {int}:  # numpy would turn others into some
+                raise TypeError("no whole numbers")
+            # bytes that grow: arrays of each part would keep its memory in use
+            columns[name] += np.array(values, _TYPES[name]).tobytes()
+        for event in events:
+            event.clear()
+        return len(events)
 
+    def _columns(self, events: list[dict]):
+        columns = {}
+        for name, (key, default) in _KEYS.items():
+            try:
+                columns[name] = [*map(itemgetter(key), events)]
+            except KeyError:
+                columns[name] = [event.get(key, default) for event in events]
+        columns["action"] = [*map(_CODES.__getitem__, columns["action"])]
+        columns["stack"] = [*map(self._stacks.number, columns.pop("frames"))]
+        texts = [None] * len(events)
+        if max(map(len, events)) > len(_KEYS):  # more than the usual keys
+            texts = [
+                event.get("user_metadata") or event.get("compile_context")
+                for event in events
+            ]
+        columns["metadata"] = [*map(self._stacks.text, texts)]
+        if None in columns["address"]:
+            columns["address"] = [
+                event.get("addr", event.get("device_free", 0)) for event in events
+            ]
+        return columns
 
-def _blocks(segments: list[dict], stacks: Stacks):
-    rows = []
-    for segment in segments:
-        address = segment.get("address", 0)
-        of_segment = (
-            segment.get("device", 0),
-            address,
-            segment["total_size"],
-            segment.get("segment_type", ""),
-            segment.get("stream", 0),
-            segment.get("is_expandable", False),
-        )
-        for block in segment["blocks"]:
-            # old files have the frames in the history of the block
-            history = block.get("history") or [{}]
-            frames = block.get("frames") or history[0].get("frames")
-            # told since torch 2.1; before it, blocks follow one another
-            address = block.get("address", address)
-            of_block = (
+    def _trace(self, trace: list):
+        """Columns of all events of a device."""
+        self._take(trace)
+        return self._open.pop(id(trace))[1]
+
+    def _blocks(self, segments: list[dict]):
+        rows = []
+        for segment in segments:
+            address = segment.get("address", 0)
+            of_segment = (
+                segment.get("device", 0),
                 address,
-                block["size"],
-                block.get("requested_size", -1),
-                block["state"],
-                stacks.number(frames),
+                segment["total_size"],
+                segment.get("segment_type", ""),
+                segment.get("stream", 0),
+                segment.get("is_expandable", False),
             )
-            rows.append((*of_segment, *of_block))
-            address += block["size"]
-    table = pd.DataFrame(rows, columns=_BLOCKS)
-    return table.astype(dict.fromkeys(_BLOCK_INTEGERS, "int64"))
+            for block in segment["blocks"]:
+                # old files have the frames in the history of the block
+                history = block.get("history") or [{}]
+                frames = block.get("frames") or history[0].get("frames")
+                # told since torch 2.1; before it, blocks follow one another
+                address = block.get("address", address)
+                of_block = (
+                    address,
+                    block["size"],
+                    block.get("requested_size", -1),
+                    block["state"],
+                    self._stacks.number(frames),
+                )
+                rows.append((*of_segment, *of_block))
+                address += block["size"]
+        table = pd.DataFrame(rows, columns=_BLOCKS)
+        return table.astype(dict.fromkeys(_BLOCK_INTEGERS, "int64"))
 
 
 def _files(source: str | Path | Sequence[str | Path]):
@@ -284,9 +346,10 @@ def _rank(path: Path):
     """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang;
     None if it tells none.
 
-    >>> [_rank(Path(f"{name}.pickle")) for name in ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")]
+    >>> names = ("000003_step_10", "snapshot_oom_rank_2", "snapshot_7", "dump")
+    >>> [_rank(Path(f"{name}.pickle")) for name in names]
     [3, 2, 7, None]
-    """  # noqa: E501
+    """
     number = rank_in_name(path)
     other = re.match(r"(\d+)_step_|snapshot_(\d+)\.", path.name)
     return int(other[1] or other[2]) if number is None and other else number

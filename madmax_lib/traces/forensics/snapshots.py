@@ -80,8 +80,8 @@ def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
 def snapshot_held(
     snapshot: Snapshot, by: str = "site", at: str = "peak", top: int | None = 10
 ) -> pd.DataFrame:
-    """Allocations that fill each device, by who asked for them: rank, device, the column of `by`, size_bytes,
-    count, share (0..1).
+    """Allocations that fill each device, by who asked for them: rank, device, the column
+    of `by`, size_bytes, count, share (0..1).
 
     by: "site" (the innermost lines that asked), "module" (where the innermost forward()
     stands), "phase" (forward, backward, optimizer, initialization, other, as far as
@@ -89,7 +89,7 @@ def snapshot_held(
     the history, "oom" (the last one). The `top` of them, the rest as "others"; the
     bytes of a device sum to what is allocated then. Raises ValueError for another by,
     at or top, and a device without oom.
-    """  # noqa: E501
+    """
     for name, value, words in (("by", by, _BY), ("at", at, _AT)):
         if value not in words:
             raise ValueError(f"{name}={value!r} is none of {', '.join(words)}")
@@ -149,13 +149,14 @@ def snapshot_diff(
 
 def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
     """Reserved memory that is free at the end, and whether it could be used: rank,
-    device, pool (small: up to 1 MiB, large), segments, reserved_bytes, active_bytes, rounding_bytes, free_bytes,
-    largest_free_bytes, releasable_bytes, fragmentation (0..1).
+    device, pool (small: up to 1 MiB, large), segments, reserved_bytes, active_bytes,
+    rounding_bytes, free_bytes, largest_free_bytes, releasable_bytes, fragmentation
+    (0..1).
 
     rounding_bytes: of active blocks, beyond what was asked for. releasable_bytes: free
     in segments that `empty_cache()` gives back. fragmentation: the other free bytes, as
     a share of what is reserved.
-    """  # noqa: E501
+    """
     blocks = snapshot.blocks
     keys = ["rank", "device", "pool"]
     free = blocks["state"] == "inactive"

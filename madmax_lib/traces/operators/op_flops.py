@@ -136,9 +136,7 @@ class _Inputs(NamedTuple):
         return values if len(values) == rank else values * rank
 
 
-def _operator_cost(
-    name: str, shapes: str, types: str = "", inputs: str = "", strides: str = ""
-):
+def _operator_cost(name: str, shapes: str, types="", inputs="", strides=""):
     """Work of one call of an operator from the JSON texts of
     `Timeline.side_tables["operators"]`.
 
@@ -221,7 +219,7 @@ def served_attention(
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
-def _read(shapes: str, types: str, inputs: str = "", strides: str = ""):
+def _read(shapes: str, types: str, inputs="", strides=""):
     """A call's inputs and its dtype: of the first tensor of floating point, None where
     types are not recorded.
     """
@@ -379,7 +377,7 @@ def _rows(name: str, call: _Inputs):
     return nan, call.bytes(index) + 2 * call.elements(index) * row * call.sizes[0]
 
 
-def _elements(name: str, call: _Inputs, out_size: int = 0):
+def _elements(name: str, call: _Inputs, out_size=0):
     """One pass over the elements: every input is read, the output has the shape they
     broadcast to. out_size: bytes of its elements, where they are not the inputs'.
     """

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+# text of a number to Decimal; what is none becomes NaN and what is beyond all bounds
+# Infinity, which costs no time
 EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
-"""Text of a number to Decimal; what is none becomes NaN and what is beyond all bounds Infinity, which costs no time."""  # noqa: E501
 
 
 # no time is as large (the year 2065), and the sum of three fits into int64: zero of the
@@ -104,12 +105,13 @@ class _Phase(msgspec.Struct, tag_field="ph", gc=False):
 
 
 _PHASES = "BEIiCbneSTpFstfPNODMVvRc()"  # Chrome trace event format, all but X
+# events with a known phase, decoded without the fields of any but complete ones; Event
+# reads what this refuses
 QUICK = functools.reduce(
     operator.or_,
     (type(f"_Phase{p}", (_Phase,), {}, tag=p, gc=False) for p in _PHASES),
     _Complete,
 )
-"""Events with a known phase, decoded without the fields of any but complete ones; Event reads what this refuses."""  # noqa: E501
 
 
 @dataclass

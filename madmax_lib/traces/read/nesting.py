@@ -21,7 +21,7 @@ class Nest:
         the start, -1 without.
     """
 
-    def __init__(self, spans: pd.DataFrame, rows: np.ndarray, *, closed: bool = False):
+    def __init__(self, spans: pd.DataFrame, rows: np.ndarray, *, closed=False):
         rows = np.asarray(rows, dtype=np.int64)
         thread = thread_of(spans)[rows]
         start = spans["start_ns"].to_numpy()[rows]

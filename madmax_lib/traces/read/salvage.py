@@ -120,7 +120,7 @@ def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes):
 
 
 def _one_by_one(
-    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, final: bool = False
+    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, final=False
 ):
     """Events of a damaged text without the bad ones.
 

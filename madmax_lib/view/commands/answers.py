@@ -206,7 +206,7 @@ def _print_answer(
     return int(not result.passed)
 
 
-def _inputs(files: Mapping, side: str = ""):
+def _inputs(files: Mapping, side=""):
     """The files of a provenance, which names those of a comparison by side."""
     for label, file in files.items():
         if isinstance(file, Mapping) and isinstance(file.get("sha256"), str):

@@ -52,8 +52,8 @@ class WorkloadExplorer(Explorer):
         cluster: str,
         nodes: int,
         global_batch: int,
-        sequence: int = 0,
-        software: str = "none",
+        sequence=0,
+        software="none",
     ):
         self.parameters = {
             "model": model,
