@@ -41,6 +41,7 @@ from madmax_lib.runs.measure.peak_rates import (
     device_name,
     native_dtype,
     peak_flops,
+    product_dtype,
 )
 from madmax_lib.runs.measure.phases import profiler
 from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
@@ -109,7 +110,7 @@ def _train(directory, rank, number):
     if resolved.starts[-1]:
         _take_up(trainer, last_checkpoint(directory))
     env = _environment(device, spec.dtype) | {
-        "dtype": spec.dtype,
+        "dtype": product_dtype(spec.dtype, device),
         "data": resolved.data,
         "data_note": resolved.data_note,
     }
@@ -164,6 +165,9 @@ def _join(device, timeout_s, number):
         # read at the first allocation
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # a peak is of one run, not of those before it in these processes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         torch.set_float32_matmul_precision("high")  # TF32
         if threads == 1:  # torchrun's; the CPU updates what is offloaded
             threads = max(int(cores_per_rank()), 1)

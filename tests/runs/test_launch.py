@@ -578,3 +578,18 @@ def test_the_cause_of_a_failure(tmp_path, launcher, failures, status, begin, end
     result, text = _failure(RunSpec(strategy="dp2"), [directory])
     assert result == status
     assert text.startswith(f"gpt-tiny_dp2{begin}") and text.endswith(end)
+
+
+def test_the_peak_of_a_gpu_is_counted_anew_for_each_run_of_a_start(monkeypatch):
+    calls = []
+    for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+    for name, value in {"LOCAL_RANK": 0, "WORLD_SIZE": 1, "OMP_NUM_THREADS": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    precision = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    for _ in range(2):
+        train._join("cuda", 60.0, 0)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads(threads)
+    assert calls == ["set_device", "empty_cache", "reset_peak_memory_stats"] * 2

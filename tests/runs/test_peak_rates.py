@@ -19,6 +19,24 @@ def test_the_peak_of_a_known_device_is_the_data_sheets(monkeypatch):
     assert peak_rates.peak_flops("cuda", "fp32")[0] == 67e12
 
 
+@pytest.mark.parametrize(
+    "capability, allowed, dtype, computed",
+    [
+        ((9, 0), "high", "fp32", "tf32"),
+        ((9, 0), "highest", "fp32", "fp32"),
+        ((9, 0), "high", "bf16", "bf16"),
+        ((7, 5), "high", "fp32", "fp32"),
+    ],
+)
+def test_products_of_fp32_are_computed_in_tf32_where_a_gpu_has_it(
+    monkeypatch, capability, allowed, dtype, computed
+):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert peak_rates.product_dtype(dtype, "cuda") == computed
+    assert peak_rates.product_dtype(dtype, "cpu") == dtype
+
+
 def test_ranks_that_outnumber_the_cores_share_their_peak(monkeypatch):
     product_s = 2 * 512**3 / 8e9
     monkeypatch.setattr(peak_rates, "_best_s", lambda *_, **__: product_s)

@@ -23,6 +23,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 # Side of the square product that is timed: large enough to fill the device
 _SIDE = {"cpu": 512, "cuda": 8192}
 _PRODUCTS = 20
+_TF32_SINCE = (8, 0)  # compute capability: Ampere
 # beyond the caches of a CPU, so that the memory is timed
 _COPY_BYTES = 128 * 2**20
 _COPIES = 5
@@ -32,16 +33,14 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
     """Peak FLOP/s of one device (cpu or cuda) in fp32, bf16 or fp16, and where the
     number comes from; collective.
     """
-    if device == "cuda":
-        torch_dtype = dtype
-        if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
-            torch_dtype = "tf32"
-        if sheet := catalog.device_named(torch.cuda.get_device_name()):
-            peak = sheet.nearest(torch_dtype)
-            return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
+    on_gpu = device == "cuda"
+    sheet = catalog.device_named(torch.cuda.get_device_name()) if on_gpu else None
+    if sheet:
+        peak = sheet.nearest(product_dtype(dtype, device))
+        return sheet.peak(peak), f"data sheet of {sheet.name}, dense {peak}"
     side = _SIDE[device]
     factor = torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype])
-    best_s = _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=device == "cuda")
+    best_s = _best_s(lambda: factor @ factor, _PRODUCTS, on_gpu=on_gpu)
     # a square product takes 2 n^3 FLOPs
     rate = torch.tensor([2 * side**3 / best_s], dtype=torch.float64, device=device)
     if dist.is_initialized():
@@ -64,6 +63,16 @@ def native_dtype(dtype: str, device: str) -> str:
     on_gpu = device == "cuda"
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "fp32"
+
+
+def product_dtype(dtype: str, device: str) -> str:
+    """Format that products of a dtype are computed in: TF32 in place of fp32 on a GPU
+    that has it, where torch may use it.
+    """
+    may = torch.get_float32_matmul_precision() != "highest"
+    if (device, dtype) != ("cuda", "fp32") or not may:
+        return dtype
+    return "tf32" if torch.cuda.get_device_capability() >= _TF32_SINCE else dtype
 
 
 def device_name(device: str) -> str:

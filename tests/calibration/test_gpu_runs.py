@@ -1,0 +1,32 @@
+"""Runs of this project on one H100 beside what the simulator says of them."""
+
+import sys
+
+import pytest
+
+from madmax_lib.catalog import SHIPPED
+
+sys.path.append(str(SHIPPED / "benchmarks"))
+gpu_hour = pytest.importorskip("gpu_hour")
+
+# with states on the host, in 16 bits, out of memory
+OTHER = ["gpt_offload", "qwen_16-bit", "gpt_mb32"]
+
+
+@pytest.fixture(scope="module")
+def table():
+    return gpu_hour.predict(SHIPPED / "traces" / "h100" / "runs").drop(OTHER)
+
+
+def test_steps_on_an_h100_are_predicted(table):
+    assert len(table) == 11
+    assert table["error"].abs().median() < 0.13
+    inside = table["measured_s"].between(table["low_s"], table["high_s"])
+    assert inside.mean() > 0.7
+
+
+def test_peaks_of_an_h100_are_counted(table):
+    errors = table["memory_error"].dropna().abs()
+    assert len(errors) == 9
+    assert errors.median() < 0.09
+    assert errors.max() < 0.12
