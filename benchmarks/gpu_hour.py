@@ -31,7 +31,7 @@ from pathlib import Path
 import pandas as pd
 
 import madmax_lib as mm
-from madmax_lib.calibration.published.run_rows import memory_table
+from madmax_lib import view
 from madmax_lib.runs import read_runs
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,7 @@ def time_alone(folder: Path, runs: Path) -> None:
     """
     import torch
 
-    from madmax_lib.runs.measure.bench import timing
+    from madmax_lib.runs import timing
 
     flush = torch.empty(64 * 2**20, device="cuda")
     rows = []
@@ -185,7 +185,7 @@ def predict(folder: Path) -> pd.DataFrame:
     each: seconds, GB, and predicted over measured minus one.
     """
     runs = read_runs(folder)
-    memory = memory_table(runs).set_index("run")
+    memory = view.memory_table(runs).set_index("run")
     rows = {}
     for name, run in runs.items():
         spec = run.spec

@@ -20,7 +20,7 @@ class MeasuredCollectives:
     table: at least two sizes for every group, and several rows of a size count by their
     median. Its columns:
       collective: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, or
-      broadcast, which no step has.
+      broadcast and gather, which no step has.
       ranks, nodes: of the group.
       size_bytes: message of a rank, as in `simulator.costs.link_prices`.
       seconds: of one call.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         prepare as prepare,
         sweep as sweep,
     )
-    from madmax_lib.runs.measure.bench import bench as bench
+    from madmax_lib.runs.measure.bench import bench as bench, timing as timing
     from madmax_lib.runs.measure.peak_rates import device_name as device_name
     from madmax_lib.runs.parallel.trainer import parallelize as parallelize
     from madmax_lib.runs.read import (

@@ -26,6 +26,7 @@ __all__ = [
     "collectives_of",
     "kernel_kinds",
     "load_kinds",
+    "own_collectives",
 ]
 
 _COLUMNS = ["rules", "kind", "collective", "pattern", "source"]
@@ -77,6 +78,14 @@ def collective_names(
     ['all_reduce', 'send_recv']
     """
     return _first_match(names, "exact", table)["collective"].to_numpy()
+
+
+def own_collectives(names: list[str], table: pd.DataFrame) -> dict[str, str]:
+    """Collectives by name of a user's table, as a timeline's provenance keeps them: the
+    table is not there later.
+    """
+    pairs = zip(names, collective_names(names, table=table), strict=True)
+    return {name: collective for name, collective in pairs if collective}
 
 
 def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:

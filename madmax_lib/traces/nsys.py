@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.kinds import kernel_kinds, load_kinds
+from madmax_lib.timeline.kinds import kernel_kinds, load_kinds, own_collectives
 from madmax_lib.timeline.side_tables import SideTables, conform
 from madmax_lib.timeline.timeline import SPANS, Meta, Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
@@ -122,6 +122,7 @@ def _read(
     # each of thousands of kernel names is looked up once
     codes, names = pd.factorize(device["name"])
     by_name = kernel_kinds(list(names), table=table)[codes]
+    facts["collectives"] = own_collectives(list(names), table)
     device["kind"] = device["kind"].where(device["kind"] != "", by_name)
     busy = device[device["kind"] != "idle"]
     rows = pd.concat([device, _with_device(host, busy)], ignore_index=True)
@@ -187,6 +188,7 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict):
         "threads": {str(rank): names},
         "files": {str(rank): files | facts["export"]},
         "warnings": {str(rank): facts["warnings"]},
+        "collectives": facts["collectives"],
     }
     meta = Meta(
         represents={rank: [rank]},

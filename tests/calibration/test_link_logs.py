@@ -138,7 +138,8 @@ def test_rows_that_cannot_be_right_are_left_out_and_named(tmp_path):
         ]
 
 
-def test_other_collectives_know_their_ranks_from_the_count(tmp_path):
+@pytest.mark.parametrize("kind", ["all_gather", "gather"])
+def test_other_collectives_know_their_ranks_from_the_count(kind, tmp_path):
     text = HEADER + "".join(
         _row(8 * 4 * n, n, 50.0, 50.0, factor=7 / 8, redop="none -1")
         for n in (2**16, 2**20)
@@ -146,11 +147,11 @@ def test_other_collectives_know_their_ranks_from_the_count(tmp_path):
     rows = read_link_log(
         _log(
             tmp_path,
-            "# Collective test starting: all_gather_perf_mpi\n" + text,
+            f"# Collective test starting: {kind}_perf_mpi\n" + text,
             "log.txt",
         )
     )
-    assert set(rows["collective"]) == {"all_gather"} and set(rows["ranks"]) == {8}
+    assert set(rows["collective"]) == {kind} and set(rows["ranks"]) == {8}
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def collectives(tmp_path_factory):
 
 
 def test_collectives_of_two_ranks_feed_the_simulator(collectives):
-    kinds = ("all_gather", "all_reduce", "all_to_all", "broadcast")
+    kinds = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather")
     kinds += ("reduce_scatter", "send_recv")
     sizes = collectives.groupby("collective")["size_bytes"].apply(tuple).to_dict()
     assert sizes == dict.fromkeys(kinds, (4096, 16384, 65536, 262144, 1048576))

@@ -14,6 +14,7 @@ from oracles.random_cases import MODELS, STACKS, drawn_cases
 from scipy.stats import binom
 from support import cells
 
+import madmax_lib as mm
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
@@ -186,6 +187,25 @@ def test_deepspeed_reduces_sharded_gradients_in_buckets(plan, bucket):
     longer = laid_out_s(large) / laid_out_s(small)
     assert longer == pytest.approx(closed_s(large) / closed_s(small), abs=0.01)
     assert longer >= (1.03 if bucket == np.inf else 1 - 1e-9)
+
+
+@pytest.mark.parametrize("seconds", [laid_out_s, closed_s])
+def test_copies_of_hsdp_reduce_only_their_shards(seconds):
+    """On a network so slow that it sets the pace, an eighth of the gradients crosses
+    it, 2 (n - 1) / n times, in both forms.
+    """
+    model = mm.model("llama3-8b")
+    machine = mm.cluster("dgx-h100", nodes=16)
+    slow, slower = (
+        replace(machine, inter=replace(machine.inter, bandwidth_bytes_per_s=rate))
+        for rate in (1e8, 5e7)
+    )
+    plan = Plan.parse("dp128.z3.hs8")
+    longer_s = seconds(Case(model, slower, plan, 128))
+    longer_s -= seconds(Case(model, slow, plan, 128))
+    share = shipped().constants["network_share:ib"]
+    shard_bytes = 2 * model.parameters / 8
+    assert longer_s == pytest.approx(1.875 * shard_bytes / 1e8 / share, rel=0.01)
 
 
 @pytest.mark.parametrize(

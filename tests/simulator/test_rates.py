@@ -58,7 +58,24 @@ def test_bandwidth_of_groups(plan, group, bandwidth):
 
 
 @pytest.mark.parametrize(
-    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    ("plan", "group", "seconds"),
+    [
+        ("dp1", "tp", 0),
+        ("tp8", "tp", 7 / 300e9),
+        ("tp16", "tp", 8 / 25e9),
+        ("dp2.tp8", "dp", 1 / 25e9),
+        ("dp8.ep8", "ep", 7 / 300e9),
+    ],
+)
+def test_the_root_of_a_gather_receives_from_all_others(plan, group, seconds):
+    """A byte from each rank, over links of 300 GB/s or its port of 25 GB/s."""
+    one = prices(plan, node=8, link=300e9, nic=25e9)
+    group = one.groups[group]
+    assert one.comm_s("gather", group.ranks, group) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather"]
 )
 def test_latency_grows_with_ranks_and_like_a_tree_over_many_nodes(kind):
     sizes = 8 * 2 ** np.arange(0, 14)
@@ -66,7 +83,8 @@ def test_latency_grows_with_ranks_and_like_a_tree_over_many_nodes(kind):
     one = Prices(steps, start())
     seconds = one.comm_s(kind, 1.0, one.groups["dp"])
     assert (np.diff(seconds) > 0).all()
-    if kind != "all_to_all":  # each of its ranks sends to every other one
+    # a rank sends to every other one, or receives from each
+    if kind not in ("all_to_all", "gather"):
         assert seconds[-1] < 1.2 * seconds[-2]
 
 
@@ -96,6 +114,12 @@ def test_repetitions_count_by_their_median():
     rows = [TABLE.assign(seconds=factor * TABLE["seconds"]) for factor in (1, 3, 2)]
     measured = MeasuredCollectives(pd.concat(rows))
     assert measured.seconds("all_reduce", 8, 1, 1e8) == pytest.approx(2e-3)
+
+
+def test_a_measured_gather_replaces_its_formula():
+    measured = MeasuredCollectives(TABLE.assign(collective="gather"))
+    one = Prices(prices("tp8").steps, Parameters(collectives=measured.curves))
+    assert one.comm_s("gather", 1e8, one.groups["tp"]) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(

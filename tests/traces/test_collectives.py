@@ -54,6 +54,7 @@ def with_shapes(drawn: str, shapes: dict[int, tuple], **meta) -> Timeline:
         all_gather      250   1000  3/4
         reduce_scatter  1000  250   3/4
         all_to_all      1000  1000  3/4
+        gather          250   1000  3/4
         broadcast       1000  1000  1
         reduce          1000  1000  1
         send            1000  -1    1

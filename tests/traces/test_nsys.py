@@ -12,7 +12,7 @@ from support import local_or_skip
 
 from madmax_lib.base.intervals import pack, total
 from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.traces import launches, operators, read_trace
+from madmax_lib.traces import calls, launches, operators, read_trace
 from madmax_lib.traces.read.kineto import TraceWarning
 
 _PROCESS = [(1 << 48) + (pid << 24) for pid in (100, 101)]
@@ -273,6 +273,14 @@ def test_what_is_no_export_is_refused_in_a_line(export, tmp_path):
     for name, reason in cases.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             read_trace(tmp_path / name)
+
+
+def test_collectives_of_an_own_table_are_kept(export, tmp_path):
+    kinds = tmp_path / "kinds.csv"
+    kinds.write_text("kind,collective,pattern\ncomm,broadcast,AllReduce\n")
+    with pytest.warns(TraceWarning, match="names none"):
+        timeline = read_trace(export("run.sqlite", **two_ranks()), kinds=kinds)
+    assert set(calls(timeline)["collective"]) == {"broadcast"}
 
 
 def test_rows_without_a_time_are_left_out(export):

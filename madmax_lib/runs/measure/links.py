@@ -5,11 +5,11 @@
 
 Groups are of 2, 4, 8, ... neighbours and of all, and one rank of every node where nodes
 have more; groups of neighbours work all at once, as they do in a step. Sizes are those
-of nccl-tests: the whole buffer of a rank, the gathered one, or the input of a
-reduce-scatter; send_recv is one way between two ranks, there and back by turns, and
-passes it around a ring of more. Seconds are medians of the repeats, mean of the ranks.
-Without a file all ranks add up their numbers once, to see whether they reach each
-other.
+of nccl-tests: the whole buffer of a rank, the gathered one (of a gather the root's), or
+the input of a reduce-scatter; send_recv is one way between two ranks, there and back by
+turns, and passes it around a ring of more. Seconds are medians of the repeats, mean of
+the ranks. Without a file all ranks add up their numbers once, to see whether they reach
+each other.
 """
 
 import os
@@ -121,6 +121,7 @@ def _calls(buffer, other, group, members):
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     part = other[: len(other) // len(members)]
     index = members.index(dist.get_rank())
+    parts = list(buffer.chunk(len(members))) if index == 0 else None
     after = members[(index + 1) % len(members)]
     before = members[index - 1]
 
@@ -145,6 +146,7 @@ def _calls(buffer, other, group, members):
         "reduce_scatter": partial(scatter, part, buffer, group=group),
         "all_to_all": partial(dist.all_to_all_single, other, buffer, group=group),
         "broadcast": partial(dist.broadcast, buffer, members[0], group=group),
+        "gather": partial(dist.gather, part, parts, members[0], group=group),
         "send_recv": there_and_back if len(members) == 2 else pass_on,
     }
 

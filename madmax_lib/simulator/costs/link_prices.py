@@ -3,8 +3,8 @@
 A collective takes  t = size x byte_s + calls x call_s  with byte_s and call_s of its
 kind and group; where it was measured, the measured curve takes the place of the formula.
 size is the message of one rank: the whole buffer for all-reduce, the gathered buffer
-for all-gather, the input for reduce-scatter and all-to-all. A group of one rank takes
-no time. Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
+for all-gather and gather, the input for reduce-scatter and all-to-all. A group of one
+rank takes no time. Ring formulas: Patarasuk & Yuan 2009; Thakur, Rabenseifner & Gropp 2005.
 """
 
 import warnings
@@ -93,9 +93,12 @@ class LinkPrices:
         if kind == "send_recv":
             call_s = c["collective_s"] + crosses * network.call_s
             return many * np.where(crosses, far, near), many * call_s
-        if kind == "all_to_all":
+        if kind in ("all_to_all", "gather"):
+            # the root of a gather receives what each rank of an all-to-all does
             hops_s = hop_s * (group.ranks - 1)
             call_s = c["collective_s"] + hops_s + crosses * network.call_s
+            if kind == "gather":
+                return exchange(group.ranks, group.in_node, near, far), many * call_s
             return self._exchange_byte_s(group), many * call_s
         byte_s = ring(group.ranks, group.in_node, near, far)
         near_s = c["collective_s"] + hop_s * (group.in_node - 1)
@@ -236,7 +239,7 @@ def ring(ranks, in_node, near, far):
 
 def exchange(ranks, in_node, near, far):
     """Seconds per byte of an all-to-all: each rank sends 1/p to every other one, over
-    both levels at once.
+    both levels at once; the same of a gather, as its root receives as much.
 
     Of 16 ranks on two nodes half of the bytes take the slow level:
 

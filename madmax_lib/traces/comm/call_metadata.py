@@ -40,10 +40,10 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
     collective, dtype, group (with its ranks, where they are known): text, "" where
     unknown. size_bytes: the message by the field's convention, NaN where unknown: the
-    buffer of an all-reduce, the larger side of an all-gather, reduce-scatter or
-    all-to-all. group_size. sequence, source_rank, target_rank: -1 where unknown.
-    in_splits and
-    out_splits: rows to and from each member of an uneven all-to-all, as text.
+    buffer of an all-reduce, the larger side of an all-gather, reduce-scatter,
+    all-to-all or gather. group_size. sequence, source_rank, target_rank: -1 where
+    unknown. in_splits and out_splits: rows to and from each member of an uneven
+    all-to-all, as text.
     """
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)

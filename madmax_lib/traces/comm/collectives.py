@@ -3,8 +3,8 @@ belong together.
 
 `calls` has one row per communication span. Bandwidths follow the NCCL tests: algorithm
 bandwidth is message size over time; bus bandwidth is that times 2(n-1)/n for
-all-reduce, (n-1)/n for all-gather, reduce-scatter and all-to-all, 1 for the rest, so
-that it compares with the speed of a link (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+all-reduce, (n-1)/n for all-gather, reduce-scatter, all-to-all and gather, 1 for the
+rest, so that it compares with the speed of a link (NVIDIA nccl-tests, doc/PERFORMANCE.md).
 
 Calls of several ranks are the same call when group and sequence number agree; where the
 trace has no numbers, as the k-th occurrence of the same group, collective and step;

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.kinds import collective_names, kernel_kinds, load_kinds
+from madmax_lib.timeline.kinds import kernel_kinds, load_kinds, own_collectives
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Meta, Timeline
 from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
 from madmax_lib.traces.read.event_columns import EventColumns, read_columns
@@ -61,10 +61,7 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None):
     if trace.damage:
         provenance["damaged"] = {str(rank): trace.damage}
     if user_kinds:
-        # kept with the timeline, because its user's table is not there later
-        names = collective_names(columns.names, table=table)
-        pairs = zip(columns.names, names, strict=True)
-        provenance["collectives"] = {name: each for name, each in pairs if each}
+        provenance["collectives"] = own_collectives(columns.names, table)
     info = trace.envelope.get("distributedInfo")
     world_size = info.get("world_size") if isinstance(info, dict) else None
     is_simulated = trace.envelope.get(SOURCE_KEY) == "simulated"
