@@ -194,7 +194,7 @@ def predict(folder: Path) -> pd.DataFrame:
             "global_batch": spec.global_batch,
             "sequence": spec.sequence or None,
             "dtype": run.env["dtype"],
-            "software": "workbench",
+            "software": "fsdp2-compiled" if spec.compile else "workbench",
         }
         cluster = mm.cluster(f"dgx-{device.name.split('-')[0]}", devices=1)
         row = mm.estimate(spec.shapes, cluster, spec.plan, **case).iloc[0]

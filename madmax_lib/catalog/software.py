@@ -33,6 +33,7 @@ class Software:
     # 4.1]
     score_bytes: float = 10.0
     fused_loss: bool = False  # cross entropy without fp32 logits
+    pads_vocabulary: bool = True  # to a size that the products of the head like
     # share of the products that selective recompute repeats; 0: attention's core alone
     selective_products: float = 0.0
 

@@ -53,8 +53,6 @@ from madmax_lib.simulator.rates.parameters import shipped, start
 _STEPS = 11
 _WARMUP = 1
 _TIMEOUT_S = 120.0
-# factor by which a GPU's models are wider: those of a CPU would only launch kernels
-_WIDER = {"hidden": 8, "ffn": 8, "expert_ffn": 8, "heads": 4, "kv_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,6 @@ class PlannedRun:
 
     model: str  # of `calibration_runs.json`
     layout: str  # dp1, dp, tp, tp-image, pp, cp, ep, z2 or z3
-    base: str  # model of the catalog whose sizes are changed
-    batch: int  # samples of two ranks
-    sizes: dict = field(hash=False)
     is_fitted: bool = False
 
     @property
@@ -87,18 +82,16 @@ class PlannedRun:
         self, device: str, ranks: int, hosts: int = 1, network: str = ""
     ) -> RunSpec:
         """The run on so many ranks, whether it can be made or not."""
-        wider = _WIDER if device == "cuda" else {}
-        sizes = {
-            name: value * wider[name] if name in wider else value
-            for name, value in self.sizes.items()
-        }
+        # a GPU would only launch kernels of models that train in seconds on a CPU
+        models = "models_cuda" if device == "cuda" else "models"
+        sizes = _content()[models][self.model]
         where = {} if self.is_alone else {"hosts": hosts, "network": network}
         return RunSpec(
-            self.base,
+            sizes["base"],
             self._strategy(ranks),
-            sizes=sizes,
+            sizes=sizes["sizes"],
             device=device,
-            global_batch=self.batch * max(ranks // 2, 1),
+            global_batch=sizes["batch"] * max(ranks // 2, 1),
             steps=_STEPS,
             warmup=_WARMUP,
             timeout_s=_TIMEOUT_S,
@@ -122,14 +115,19 @@ class PlannedRun:
         return f"{text}.dp{ranks // 2}" if ranks >= 4 else text
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
+def _content():
+    """The runs of a calibration, and for either kind of device their models: the base,
+    the samples of two ranks, and the sizes that are changed.
+    """
+    return json.loads(catalog.data_file("calibration_runs.json").read_text())
+
+
 def _planned_runs(purpose: str):
     """The runs that are fitted or predicted, in the order in which they are made."""
-    content = json.loads(catalog.data_file("calibration_runs.json").read_text())
-    models = content["models"]
     return tuple(
-        PlannedRun(model, layout, **models[model], is_fitted=purpose == "fitted")
-        for model, layout in content[purpose]
+        PlannedRun(model, layout, is_fitted=purpose == "fitted")
+        for model, layout in _content()[purpose]
     )
 
 
@@ -307,6 +305,11 @@ class _Calibration:
             "network_share:ethernet": 1.0,
             "network_s:ethernet": 1e-6,
         }
+        if listed:
+            # models that train in seconds launch kernels more than they multiply, and
+            # would not tell what products reach
+            share = float(products["flops_per_s"].max()) / listed.peak(env["dtype"])
+            timed[f"gemm_efficiency:{listed.family}-16"] = min(share, 1.0)
         low, high = 1 - _TIMED_WIDTH, 1 + _TIMED_WIDTH
         widths = {name: (low * value, high * value) for name, value in timed.items()}
         parameters = replace(
@@ -315,6 +318,7 @@ class _Calibration:
             intervals={**begin.intervals, **widths},
             collectives={} if links is None else MeasuredCollectives(links).curves,
             links=() if links is None else (near, far),
+            provenance={"timed": [*timed]},
         )
         cluster = Cluster(
             self.directory.name,
@@ -334,6 +338,8 @@ class _Calibration:
         """
         parts = {name: traced_parts(run) for name, run in runs.items()}
         measured = pd.DataFrame(parts).T.astype(float)
+        if self.device == "cuda":  # as `parts_of` counts them
+            measured["gemm_s"] += measured["pointwise_s"]
         cases = [case_of(run.spec, machine) for run in runs.values()]
         parameters = fit_constants(cases, measured, machine.parameters)
         fitted = parts_of(Steps.stack(cases), parameters).set_axis(measured.index)

@@ -200,11 +200,14 @@ def fit_constants(
 
 
 def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
-    """Seconds of steps and of the parts that a trace tells apart: step_s, gemm_s,
-    attention_s, optimizer_s.
+    """Seconds of steps and of the parts that a trace tells apart: step_s, gemm_s (on a
+    GPU with pointwise work), attention_s, optimizer_s.
     """
     times = step_time(steps, parameters)
-    times["gemm_s"] = times["gemm_s"] + times["head_s"]
+    # a GPU's kernels of casts and sums of weights are pointwise ones in a trace
+    on_gpu = 1 - steps.traits.on_host
+    pointwise_s = on_gpu * times["pointwise_s"]
+    times["gemm_s"] = times["gemm_s"] + times["head_s"] + pointwise_s
     return pd.DataFrame({name: times[name] for name in ("step_s", *_PARTS)})
 
 
@@ -240,6 +243,8 @@ def _scale_of(steps: Steps, begin: Parameters):
         *(["alone"] if on_cpu else []),
     ]
     bases |= {name: name for name in single}
+    for timed in begin.provenance.get("timed", ()):
+        bases.pop(timed, None)
     constants = dict(begin.constants)
     if on_cpu:
         constants |= {key: _CPU[name] for key, name in bases.items() if name in _CPU}

@@ -116,6 +116,7 @@ class SoftwareTraits(_Classified):
     reduces_each: Number  # does each micro-batch reduce, in a pipeline without ZeRO?
     era_2021: Number  # products as slow as in 2021
     score_bytes: Number  # moved by unfused attention per score, forward
+    pads_vocabulary: Number  # to a multiple of 8 and more?
     buckets: Number  # does ZeRO-3 reduce in buckets, not layer by layer?
     recomputed_gemm_share: Number  # of products repeated by selective recompute
     send_once: Number  # is a token sent once to a rank with several of its experts?
@@ -275,6 +276,7 @@ def _traits(case: Case):
         reduces_each=float(software.reduces_every_micro_batch),
         era_2021=float(software.legacy),
         score_bytes=software.score_bytes,
+        pads_vocabulary=float(software.pads_vocabulary),
         buckets=float(software.engine),
         recomputed_gemm_share=software.selective_products,
         send_once=float(software.send_once),

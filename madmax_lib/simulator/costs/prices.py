@@ -16,7 +16,12 @@ from madmax_lib.simulator.costs.link_prices import LinkPrices
 from madmax_lib.simulator.costs.overlap import Overlap
 from madmax_lib.simulator.layers.ops import Block, Op, phases
 from madmax_lib.simulator.layers.work import any_nonzero
-from madmax_lib.simulator.rates.compute import Number, misfit, optimizer_bytes
+from madmax_lib.simulator.rates.compute import (
+    Number,
+    misalignment,
+    misfit,
+    optimizer_bytes,
+)
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Groups
 
@@ -109,6 +114,10 @@ class Prices(LinkPrices, Overlap):
             rate = "experts" if op.experts else "wide" if op.wide else "gemm"
             bytes_s = op.traffic_bytes / self.memory
             tiles_s = np.maximum(op.flops / self.flops[rate], bytes_s)
+            if op.name == "logits":
+                raw = 1 - self.traits.pads_vocabulary
+                slow = misalignment(op.shape[2]) - 1
+                tiles_s = tiles_s * (1 + raw * slow)
             return tiles_s + self.constants["gemm_bytes"] * bytes_s
         if op.kind == "attention":
             if not op.shape:  # fused
