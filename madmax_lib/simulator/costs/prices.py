@@ -115,7 +115,7 @@ class Prices(LinkPrices, Overlap):
             bytes_s = op.traffic_bytes / self.memory
             tiles_s = np.maximum(op.flops / self.flops[rate], bytes_s)
             if op.name == "logits":
-                raw = 1 - self.traits.pads_vocabulary
+                raw = (1 - self.traits.pads_vocabulary) * (1 - self.traits.on_host)
                 slow = misalignment(op.shape[2]) - 1
                 tiles_s = tiles_s * (1 + raw * slow)
             return tiles_s + self.constants["gemm_bytes"] * bytes_s
