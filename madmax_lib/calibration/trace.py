@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
-from madmax_lib.base.collectives import TIMED
+from madmax_lib.base.collectives import TIMED, bus_factor
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
@@ -33,7 +33,7 @@ from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.timeline.kinds import collective_names
 from madmax_lib.timeline.timeline import Meta, Timeline
-from madmax_lib.traces.comm.collectives import bus_factor, calls
+from madmax_lib.traces.comm.collectives import calls
 
 # part of a step: class of data/op_classes.csv whose pattern its kernels match, the
 # first that does

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.base.collectives import ONE_WAY, TIMED
-from madmax_lib.traces.comm.collectives import bus_factor
+from madmax_lib.base.collectives import ONE_WAY, TIMED, bus_factor
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 COLUMNS = (

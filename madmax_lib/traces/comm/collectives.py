@@ -19,7 +19,7 @@ which is wrong where several groups run the same collective.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.collectives import ONE_WAY
+from madmax_lib.base.collectives import bus_factor
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.accounting import (
     exposed_by_collective as exposed_by_name,
@@ -308,17 +308,6 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame):
     )
     table["skew_s"] = behind_ns.groupby(of_call).transform("max") / NS_PER_S
     return with_origin(table, every, by="start" if one_clock else "duration")
-
-
-def bus_factor(collective, group_size):
-    """Bytes on the busiest link per byte of message, for a group of n ranks
-    (nccl-tests); both numbers or (n,).
-    """
-    # (n - 1) / n of the message cross a link; an all-reduce is a reduce-scatter and an
-    # all-gather: twice that.
-    share = (group_size - 1) / group_size
-    one_way = np.where(np.isin(collective, ONE_WAY), share, 1.0)
-    return np.where(collective == "all_reduce", 2 * share, one_way)
 
 
 def _match(table: pd.DataFrame, start_ns: pd.Series):
