@@ -27,6 +27,12 @@ if TYPE_CHECKING:
         METHODS as METHODS,
         Policy as Policy,
     )
+    from madmax_lib.simulator.parts import (
+        attention_s as attention_s,
+        collective_s as collective_s,
+        kernel_s as kernel_s,
+        product_s as product_s,
+    )
     from madmax_lib.simulator.power import (
         power_phases as power_phases,
         step_energy as step_energy,

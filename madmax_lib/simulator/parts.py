@@ -1,0 +1,167 @@
+"""Seconds of the parts of a step, each alone on a device: products, attention, other
+kernels, and collectives inside a node.
+
+What a call takes inside a step is longer: clocks, power and other streams. Arrays
+broadcast, and the facts are looked up once per device: `catalog.kernel_rates` has the
+equation and what a device without measured rows takes.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog.kernel_rates import OPERANDS, KernelWork, Number, rates
+from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.rates.compute import attention_flops
+
+# (rows, columns, slowdown) of tiles of a product that libraries choose from: small
+# ones reload operands more often (by the A100's and L40S' measured products)
+_TILES = ((128, 256, 1.0), (128, 128, 1.06), (64, 64, 1.3))
+_QUERIES = 128  # of a block in FlashAttention-2 [arXiv 2307.08691]
+
+
+def product_s(
+    device: str | Device, m: Number, n: Number, k: Number, dtype: str = "bf16"
+) -> Number:
+    """Seconds of the product of (m, k) and (k, n) matrices, with a 16-bit result.
+
+    device: of the catalog by name, or one of your own. dtype: of `hardware.DTYPES`, or
+    fp8_block, whose scales go by blocks; a device that lacks it computes in what stands
+    for it. Below 16 bits the first operand comes in 16 and is quantized first. Raises
+    ValueError for an unknown device or dtype. Source: `data/kernel_rates.csv`.
+
+    >>> [f"{each:.2g}" for each in product_s("h100", 4096, [4096, 8192], 4096)]
+    ['0.00018', '0.00035']
+    """
+    prices = rates(device, "gemm", dtype)
+    shape = {"m": np.asarray(m), "n": np.asarray(n), "k": np.asarray(k)}
+    return prices.seconds(work_of("gemm", shape, dtype, prices.wave_sms))
+
+
+def attention_s(
+    device: str | Device,
+    *,
+    batch: Number,
+    sequence: Number,
+    heads: Number,
+    kv_heads: Number,
+    head_dim: Number,
+    dtype: str = "bf16",
+    causal: bool = True,
+) -> Number:
+    """Seconds of the forward pass of fused attention of `batch` sequences of `sequence`
+    tokens.
+
+    device, dtype and ValueError: as in `product_s`; 2.5 to 3 times as long is a
+    backward pass [arXiv 2307.08691]. Source: `data/kernel_rates.csv`.
+
+    >>> shape = {"batch": 1, "sequence": 8192, "heads": 32, "kv_heads": 8}
+    >>> f"{attention_s('h100', **shape, head_dim=128):.2g}"
+    '0.00098'
+    """
+    prices = rates(device, "attention", dtype)
+    shape = {
+        "batch": np.asarray(batch),
+        "sequence": np.asarray(sequence),
+        "heads": np.asarray(heads),
+        "kv_heads": np.asarray(kv_heads),
+        "head_dim": np.asarray(head_dim),
+        "causal": causal,
+    }
+    return prices.seconds(work_of("attention", shape, dtype, prices.device.sms))
+
+
+def kernel_s(
+    device: str | Device,
+    operation: str,
+    flops: Number,
+    size_bytes: Number,
+    dtype: str = "bf16",
+) -> Number:
+    """Seconds of another kernel, moe among them, that computes and moves so much.
+
+    operation: of `data/kernel_rates.csv`. moe: the products of the experts that a
+    device holds, 6 FLOPs per routed token, channel of hidden and of the expert's width;
+    bytes of their weights and of what the products read and write.
+    """
+    prices = rates(device, operation, dtype)
+    shape = {"flops": np.asarray(flops), "size_bytes": np.asarray(size_bytes)}
+    return prices.seconds(work_of(operation, shape, dtype, 0))
+
+
+def collective_s(
+    kind: str, size_bytes: Number, device: str | Device, ranks: Number
+) -> Number:
+    """Seconds of a collective between so many devices of a node.
+
+    kind: all_reduce, all_gather, reduce_scatter or all_to_all. size_bytes: the message
+    of a rank as in `costs.link_prices` and nccl-tests, the whole buffer: what
+    all-reduce sums, what all-gather ends with, what reduce-scatter and all-to-all begin
+    with. 0 for one rank. Raises ValueError for an unknown kind or device.
+
+    >>> [f"{each:.2g}" for each in collective_s("all_reduce", [1e3, 1e9], "h100", 8)]
+    ['1.7e-05', '0.0042']
+    """
+    return rates(device, kind).seconds(np.asarray(size_bytes, dtype=float), ranks)
+
+
+def work_of(
+    operation: str, shape: Mapping[str, Number], dtype: str, sms: int
+) -> KernelWork:
+    """Work of calls on a device with so many multiprocessors (0: not known).
+
+    shape: arrays by name: m, n, k of gemm; batch, sequence, heads, kv_heads and
+    head_dim of attention, causal unless it says not; else flops and size_bytes.
+    """
+    if operation == "gemm":
+        return _product(shape, dtype, sms)
+    if operation == "attention":
+        return _attention(shape, sms)
+    return KernelWork(shape["flops"], 1.0, 0.0, apart_bytes=shape["size_bytes"])
+
+
+def _product(shape: Mapping[str, Number], dtype: str, sms: int):
+    m, n, k = (shape[name] for name in "mnk")
+    operand_bytes = BYTES[OPERANDS.get(dtype, dtype)]
+    result_bytes = max(operand_bytes, BYTES["bf16"])
+    # quantizing reads 16 bits of each value and writes fewer
+    quantized_bytes = (operand_bytes < result_bytes) * (operand_bytes + result_bytes)
+    tiled = m * n
+    if sms:
+        # A wave is a tile on each multiprocessor; the last one runs as long as a full
+        # one. Libraries take the shape that ends first:
+        #   area = min over shapes of ceil(ceil(m / a) ceil(n / b) / sms) sms a b
+        tiled = functools.reduce(
+            np.minimum,
+            (
+                np.ceil(np.ceil(m / a) * np.ceil(n / b) / sms) * (sms * a * b * slow)
+                for a, b, slow in _TILES
+            ),
+        )
+    return KernelWork(
+        area=2.0 * m * n,
+        depth=k,
+        moved_bytes=operand_bytes * (m * k + k * n) + result_bytes * m * n,
+        apart_bytes=quantized_bytes * m * k,
+        tiled_area=2.0 * tiled,
+    )
+
+
+def _attention(shape: Mapping[str, Number], sms: int):
+    batch, sequence, heads = (shape[name] for name in ("batch", "sequence", "heads"))
+    channels = shape["head_dim"]
+    tokens = batch * sequence
+    area = attention_flops(tokens, sequence, heads, causal=shape.get("causal", True))
+    # The last blocks leave multiprocessors idle, on average for the time of one:
+    #   t = (blocks + sms) / sms times that of a block
+    blocks = batch * heads * np.ceil(sequence / _QUERIES)
+    # queries and results of all heads, keys and values of theirs
+    values = 2 * tokens * (heads + shape["kv_heads"]) * channels
+    return KernelWork(
+        area=area * (1 + sms / blocks),
+        depth=channels,
+        moved_bytes=0.0,
+        apart_bytes=BYTES["bf16"] * values,
+    )
