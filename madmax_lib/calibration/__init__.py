@@ -15,6 +15,12 @@ if TYPE_CHECKING:
         strongest_pairs as strongest_pairs,
     )
     from madmax_lib.calibration.judge.validate import *
+    from madmax_lib.calibration.kernels.fit import (
+        fit_rates as fit_rates,
+        held_out as held_out,
+        kernel_errors as kernel_errors,
+    )
+    from madmax_lib.calibration.kernels.tables import read_kernels as read_kernels
     from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
     from madmax_lib.calibration.machine.compared import (
         compared as compared,

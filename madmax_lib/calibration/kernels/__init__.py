@@ -1,0 +1,1 @@
+"""How fast is a kernel or a collective alone, by a table of measured ones?"""
