@@ -134,7 +134,9 @@ class DeviceRates:
         return np.where(seconds > 1e-200, seconds, 0.0)
 
 
-def rates(device: str | Device, operation: str, dtype: str = "bf16") -> DeviceRates:
+def kernel_rates(
+    device: str | Device, operation: str, dtype: str = "bf16"
+) -> DeviceRates:
     """Rates of an operation on a device, looked up once.
 
     device: of the catalog by name, or one of your own. operation: gemm, attention, moe,
@@ -156,7 +158,7 @@ def _shipped_rates(device, operation, dtype):
 def rates_from(
     facts: pd.DataFrame, device: str | Device, operation: str, dtype: str = "bf16"
 ) -> DeviceRates:
-    """Rates of an operation on a device by facts of your own, as `rates` has them."""
+    """Rates of an operation on a device by facts of your own, as `kernel_rates` has them."""
     device = tables.device(device) if isinstance(device, str) else device
     if not isinstance(device, Device):
         raise ValueError(f"device={short_repr(device)} must be a Device or its name")

@@ -7,6 +7,7 @@ from madmax_lib.base.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from madmax_lib.catalog.kernel_rates import kernel_rates as kernel_rates
     from madmax_lib.catalog.measured_collectives import (
         MeasuredCollectives as MeasuredCollectives,
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from madmax_lib.catalog.hardware import Device
-from madmax_lib.catalog.kernel_rates import OPERANDS, KernelWork, Number, rates
+from madmax_lib.catalog.kernel_rates import OPERANDS, KernelWork, Number, kernel_rates
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.rates.compute import attention_flops
 
@@ -35,7 +35,7 @@ def product_s(
     >>> [f"{each:.2g}" for each in product_s("h100", 4096, [4096, 8192], 4096)]
     ['0.00018', '0.00035']
     """
-    prices = rates(device, "gemm", dtype)
+    prices = kernel_rates(device, "gemm", dtype)
     shape = {"m": np.asarray(m), "n": np.asarray(n), "k": np.asarray(k)}
     return prices.seconds(work_of("gemm", shape, dtype, prices.wave_sms))
 
@@ -61,7 +61,7 @@ def attention_s(
     >>> f"{attention_s('h100', **shape, head_dim=128):.2g}"
     '0.00098'
     """
-    prices = rates(device, "attention", dtype)
+    prices = kernel_rates(device, "attention", dtype)
     shape = {
         "batch": np.asarray(batch),
         "sequence": np.asarray(sequence),
@@ -86,7 +86,7 @@ def kernel_s(
     device holds, 6 FLOPs per routed token, channel of hidden and of the expert's width;
     bytes of their weights and of what the products read and write.
     """
-    prices = rates(device, operation, dtype)
+    prices = kernel_rates(device, operation, dtype)
     shape = {"flops": np.asarray(flops), "size_bytes": np.asarray(size_bytes)}
     return prices.seconds(work_of(operation, shape, dtype, 0))
 
@@ -104,7 +104,9 @@ def collective_s(
     >>> [f"{each:.2g}" for each in collective_s("all_reduce", [1e3, 1e9], "h100", 8)]
     ['1.7e-05', '0.0042']
     """
-    return rates(device, kind).seconds(np.asarray(size_bytes, dtype=float), ranks)
+    return kernel_rates(device, kind).seconds(
+        np.asarray(size_bytes, dtype=float), ranks
+    )
 
 
 def work_of(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from madmax_lib.view.plots.comm import *
     from madmax_lib.view.plots.diff import *
     from madmax_lib.view.plots.fits import *
+    from madmax_lib.view.plots.kernels import *
     from madmax_lib.view.plots.launch import *
     from madmax_lib.view.plots.memory import *
     from madmax_lib.view.plots.operators import *

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from madmax_lib import catalog
-from madmax_lib.catalog.kernel_rates import rates
-from madmax_lib.simulator import attention_s, collective_s, kernel_s, product_s
+from madmax_lib.simulator import (
+    attention_s,
+    collective_s,
+    kernel_rates,
+    kernel_s,
+    product_s,
+)
 
 SHAPE = {"batch": 1, "sequence": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
 DEVICES = sorted(catalog.table("devices")["name"].unique())
@@ -43,8 +48,8 @@ def test_a_device_with_twice_the_data_sheet_halves_what_is_no_launch(name):
 
 def test_a_device_of_your_own_is_priced_by_its_family():
     ours = replace(catalog.device("h100-80"), name="mine")
-    measured = rates("h100-80", "gemm"), rates("h200", "gemm")
-    mine = rates(ours, "gemm")
+    measured = kernel_rates("h100-80", "gemm"), kernel_rates("h200", "gemm")
+    mine = kernel_rates(ours, "gemm")
     assert not mine.is_measured and mine.spread > max(each.spread for each in measured)
     own_s, other_s = (product_s(d, 8192, 8192, 8192) for d in ("h100-80", ours))
     assert other_s == pytest.approx(own_s, rel=0.1)

@@ -1,0 +1,49 @@
+"""Pictures of kernels and collectives alone: rates by size, under the data sheet."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from madmax_lib.view.drawing import (
+    SERIES,
+    Curves,
+    Frame,
+    finish,
+    legend,
+    lines,
+    log_axis,
+    new_axes,
+)
+
+
+def plot_kernel_rates(
+    table: pd.DataFrame, x: str, y: str, ax: Axes | None = None
+) -> Axes:
+    """Rates over sizes, both logarithmic: lines as priced, points as measured, dotted
+    the roof of the data sheet.
+
+    table: device, size, rate, measured_rate (NaN: not measured) and roof, all rates in
+    one unit. x, y: labels of the axes with their units.
+    """
+    ax = ax or new_axes(height=3.6)
+    colors = dict(zip(table["device"].unique(), SERIES, strict=False))
+    names = {device: device for device in colors}
+    curves = Curves("device", styles=colors, labels=names)
+    lines(ax, table, "size", "rate", curves)
+    roofs = Curves("device", styles=colors)
+    lines(ax, table, "size", "roof", roofs, linestyle=":", linewidth=0.8)
+    points = table.dropna(subset="measured_rate")
+    styles = {"s": 14, "zorder": 3, "linewidth": 0}
+    ax.scatter(
+        points["size"],
+        points["measured_rate"],
+        c=points["device"].map(colors),
+        **styles,
+    )
+    lowest = table[["rate", "measured_rate"]].min().min()
+    log_axis(ax, "x", table["size"].min(), table["size"].max(), "{:,.4g}".format)
+    log_axis(ax, "y", lowest, table["roof"].max(), "{:g}".format)
+    ax.grid(axis="y")
+    legend(ax, where="beside")
+    share = (table["rate"] / table["roof"]).groupby(table["device"]).max()
+    title = f"{share.idxmax()} comes nearest to its data sheet, {share.max():.0%} of it"
+    return finish(ax, table, title, Frame(x=x, y=y, origin=table))
