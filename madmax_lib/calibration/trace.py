@@ -28,7 +28,9 @@ from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.link_prices import LinkPrices
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
+from madmax_lib.simulator.rates.topology import Groups
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.timeline.kinds import collective_names
@@ -356,10 +358,14 @@ def _link_share(timeline: Timeline, run: _Run):
         spans = spans[names == "all_reduce"]
     if spans.empty:
         return {}
-    sent_bytes = bus_factor("all_reduce", ranks) * spans["size_bytes"].astype(float)
-    rate = float((sent_bytes / (spans["dur_ns"] / NS_PER_S)).median())
     (name,) = run.steps.machine.near.keys("link_share", bounds().index)
     # a share outside the bounds would be no share of this link
     low, high = bounds().loc[name, ["low", "high"]]
-    share = rate / cluster.intra.bandwidth_bytes_per_s
+    whole = replace(shipped(), constants={**shipped().constants, name: 1.0})
+    prices = LinkPrices(run.steps, whole)
+    groups = Groups(run.steps.plan, run.steps.machine.node)
+    group = next(groups[each] for each in ("tp", "dp") if groups[each].ranks == ranks)
+    sizes = spans["size_bytes"].to_numpy(float)
+    measured_s = spans["dur_ns"].to_numpy() / NS_PER_S
+    share = float(np.median(prices.comm_s("all_reduce", sizes, group) / measured_s))
     return {name: min(max(share, low), high)}

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.base.collectives import bus_factor
+from madmax_lib.catalog.kernel_rates import rates
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.layers.work import any_nonzero
@@ -21,6 +23,8 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group
 
+# collectives whose seconds inside a node were measured
+_IN_NODE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _WIRE_SHARE = 1448 / 1538  # of an Ethernet frame is data of TCP
 _TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _SAME = 1e-3  # relative difference of rates that are only written differently
@@ -43,6 +47,52 @@ class _Network:
     hop_s: Number  # of a step of a ring on it
 
 
+@dataclass(frozen=True)
+class _InNode:
+    """Measured collectives of a kind inside a node.
+
+      t = min over regimes of latency + size byte_s
+
+    as its small and large sizes lie on a line each; geometric mean of the devices that
+    stand for one without measurements.
+    """
+
+    steps: Number  # those that have them
+    regimes: np.ndarray  # (2, 2, ...): small and large, latency_s and byte_s
+
+    @classmethod
+    def of(cls, kind: str, ranks: Number, device: str, steps: Number):
+        """Those of a device, between so many ranks."""
+        many = np.maximum(ranks, 2)  # fewer have no collective
+        wires = bus_factor(kind, many)
+        logs = 0.0
+        alike = rates(device, kind).rates
+        for rate in alike:
+            pairs = zip(rate.latency_s, rate.bytes_per_s, strict=True)
+            lines = [
+                (
+                    np.interp(many, rate.ranks, latency_s),
+                    wires / np.interp(many, rate.ranks, bytes_per_s),
+                )
+                for latency_s, bytes_per_s in pairs
+            ]
+            logs = logs + np.log(lines) / len(alike)
+        return cls(steps, np.exp(logs))
+
+    def joined(self, other):
+        """These, and those of other steps."""
+        regimes = np.where(other.steps, other.regimes, self.regimes)
+        return _InNode(self.steps | other.steps, regimes)
+
+    def seconds(self, size_bytes: Number, link_time_ratio: Number) -> Number:
+        """Seconds of a call, on links that take so many times as long for a byte."""
+        wires_bytes = size_bytes * link_time_ratio
+        (small_s, small_byte_s), (large_s, large_byte_s) = self.regimes
+        return np.minimum(
+            small_s + wires_bytes * small_byte_s, large_s + wires_bytes * large_byte_s
+        )
+
+
 class LinkPrices:
     """Prices of collectives of steps under parameters; arrays where steps are many."""
 
@@ -51,6 +101,7 @@ class LinkPrices:
         self.parameters = parameters
         self.machine = steps.machine
         self._rates: dict[tuple[str, str], tuple[Number, Number]] = {}
+        self._inside: dict[tuple[str, str], _InNode | None] = {}
 
     def comm_s(
         self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0
@@ -67,6 +118,10 @@ class LinkPrices:
         byte_s, call_s = self._rates[priced, group.name]
         moves = size_bytes > 0
         seconds = size_bytes * byte_s + moves * (calls * call_s)
+        here = self._in_node(kind, group)
+        if here:
+            each_s = here.seconds(size_bytes / calls, self._link_time_ratio)
+            seconds = np.where(here.steps, moves * (calls * each_s), seconds)
         for measured, points in self._curves.items():
             if measured.kind != kind:
                 continue
@@ -113,6 +168,32 @@ class LinkPrices:
         far_s = crosses * (network.call_s + network.hop_s * steps)
         return byte_s, many * (near_s + far_s)
 
+    def _in_node(self, kind: str, group: Group):
+        """Measured collectives of the steps whose group lies inside a node; None where
+        no step has any.
+        """
+        key = kind, group.name
+        if key not in self._inside:
+            peers = self.machine.peers
+            inside = (group.nodes <= 1) & (group.ranks > 1)
+            found = None
+            for code, name in enumerate(peers.names):
+                steps = inside & (peers.code == code)
+                if name != "none" and kind in _IN_NODE and np.any(steps):
+                    one = _InNode.of(kind, group.ranks, name, steps)
+                    found = found.joined(one) if found else one
+            self._inside[key] = found if group.name != "ep" else None
+        return self._inside[key]
+
+    @cached_property
+    def _link_time_ratio(self):
+        """Seconds per byte on the links of a node over those where collectives were
+        measured.
+        """
+        share = self.machine.near.constant(self.parameters, "link_share")
+        rate = self.machine.link * self.parameters.network_efficiency * share
+        return self.machine.peer_link / rate
+
     @cached_property
     def _curves(self):
         """Measured curves by what they were measured on, from keys such as
@@ -126,9 +207,19 @@ class LinkPrices:
 
     @cached_property
     def _near_byte_s(self):
-        """Seconds per byte of a ring inside a node, per device."""
-        share = self.machine.near.constant(self.parameters, "link_share")
-        return 1 / (self.machine.link * self.parameters.network_efficiency * share)
+        """Seconds per byte of a ring inside a node, per device: where gathers of whole
+        nodes were measured, theirs over a share.
+        """
+        machine = self.machine
+        share = machine.near.constant(self.parameters, "link_share")
+        peers = machine.peers
+        for code, name in enumerate(peers.names):
+            if name != "none":
+                measured = rates(name, "all_gather").rates
+                bandwidths = [rate.bytes_per_s[-1, -1] for rate in measured]
+                reached = np.exp(np.mean(np.log(bandwidths))) / machine.peer_link
+                share = share * np.where(peers.code == code, reached, 1.0)
+        return 1 / (machine.link * self.parameters.network_efficiency * share)
 
     @cached_property
     def _network(self):
