@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.kernel_rates import rates
+from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.models import Cluster, Device, Link
 from madmax_lib.catalog.tables import device_named
 from madmax_lib.plan.case import Case
@@ -255,7 +255,7 @@ def _products_alone(device: Device, dtype: str):
     """
     if device.family == "cpu":
         return device.peak(dtype), 0.0
-    alone = rates(device, "gemm", dtype).rates
+    alone = kernel_rates(device, "gemm", dtype).rates
     logs = np.log([rate.flops_per_s for rate in alone])
     depth = np.mean([rate.lost_depth for rate in alone])
     return float(np.exp(np.mean(logs))), float(depth)

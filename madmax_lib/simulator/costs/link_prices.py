@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.base.collectives import bus_factor
-from madmax_lib.catalog.kernel_rates import rates
+from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.layers.work import any_nonzero
@@ -66,7 +66,7 @@ class _InNode:
         many = np.maximum(ranks, 2)  # fewer have no collective
         wires = bus_factor(kind, many)
         logs = 0.0
-        alike = rates(device, kind).rates
+        alike = kernel_rates(device, kind).rates
         for rate in alike:
             pairs = zip(rate.latency_s, rate.bytes_per_s, strict=True)
             lines = [
@@ -215,7 +215,7 @@ class LinkPrices:
         peers = machine.peers
         for code, name in enumerate(peers.names):
             if name != "none":
-                measured = rates(name, "all_gather").rates
+                measured = kernel_rates(name, "all_gather").rates
                 bandwidths = [rate.bytes_per_s[-1, -1] for rate in measured]
                 reached = np.exp(np.mean(np.log(bandwidths))) / machine.peer_link
                 share = share * np.where(peers.code == code, reached, 1.0)
