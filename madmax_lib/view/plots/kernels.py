@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.base.units import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
     Curves,
@@ -21,26 +22,28 @@ def plot_kernel_rates(
     """Rates over sizes, both logarithmic: lines as priced, points as measured, dotted
     the roof of the data sheet.
 
-    table: device, size, rate, measured_rate (NaN: not measured) and roof, all rates in
-    one unit. x, y: labels of the axes with their units.
+    table: device, size or size_bytes, rate, measured_rate (NaN: not measured) and roof,
+    all rates in one unit. x, y: labels of the axes with their units.
     """
+    size = "size_bytes" if "size_bytes" in table else "size"
+    text = format_bytes if size == "size_bytes" else "{:,.0f}".format
     ax = ax or new_axes(height=3.6)
     colors = dict(zip(table["device"].unique(), SERIES, strict=False))
     names = {device: device for device in colors}
     curves = Curves("device", styles=colors, labels=names)
-    lines(ax, table, "size", "rate", curves)
+    lines(ax, table, size, "rate", curves)
     roofs = Curves("device", styles=colors)
-    lines(ax, table, "size", "roof", roofs, linestyle=":", linewidth=0.8)
+    lines(ax, table, size, "roof", roofs, linestyle=":", linewidth=0.8)
     points = table.dropna(subset="measured_rate")
     styles = {"s": 14, "zorder": 3, "linewidth": 0}
     ax.scatter(
-        points["size"],
+        points[size],
         points["measured_rate"],
         c=points["device"].map(colors),
         **styles,
     )
     lowest = table[["rate", "measured_rate"]].min().min()
-    log_axis(ax, "x", table["size"].min(), table["size"].max(), "{:,.4g}".format)
+    log_axis(ax, "x", table[size].min(), table[size].max(), text)
     log_axis(ax, "y", lowest, table["roof"].max(), "{:g}".format)
     ax.grid(axis="y")
     legend(ax, where="beside")
