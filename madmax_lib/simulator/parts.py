@@ -96,10 +96,12 @@ def collective_s(
 ) -> Number:
     """Seconds of a collective between so many devices of a node.
 
-    kind: all_reduce, all_gather, reduce_scatter or all_to_all. size_bytes: the message
-    of a rank as in `costs.link_prices` and nccl-tests, the whole buffer: what
-    all-reduce sums, what all-gather ends with, what reduce-scatter and all-to-all begin
-    with. 0 for one rank. Raises ValueError for an unknown kind or device.
+    kind: all_reduce, all_gather, reduce_scatter or all_to_all; dispatch or combine, of
+    tokens to experts by DeepEP. size_bytes: the message of a rank as in
+    `costs.link_prices` and nccl-tests, the whole buffer: what all-reduce sums, what
+    all-gather ends with, what reduce-scatter and all-to-all begin with; of dispatch and
+    combine the copies that a rank sends, one for each device with experts of a token.
+    0 for one rank. Raises ValueError for an unknown kind or device.
 
     >>> [f"{each:.2g}" for each in collective_s("all_reduce", [1e3, 1e9], "h100", 8)]
     ['1.7e-05', '0.0042']

@@ -23,7 +23,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def test_every_device_of_the_catalog_has_prices(name):
     prices = [product_s(name, 4096, 4096, 4096, dtype) for dtype in ("bf16", "fp8")]
     prices += [attention_s(name, **SHAPE), kernel_s(name, "moe", 1e12, 1e9)]
-    prices += [collective_s(kind, 1e8, name, 8) for kind in COLLECTIVES]
+    prices += [collective_s(kind, 1e8, name, 8) for kind in (*COLLECTIVES, "dispatch")]
     assert np.isfinite(prices).all() and min(prices) > 0
     device = catalog.device(name)
     peak = device.peak_flops[device.nearest("bf16")]

@@ -5,6 +5,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
@@ -26,6 +27,7 @@ _NCCL = 26
 _DOUBTFUL_LINKS = ("l40s",)
 # wider ones run in kernels of their own
 _WIDEST_HEAD = 256
+_DEEPEP_SMS = 20
 _MOE_MATRICES = 3  # of an expert with a gate
 
 
@@ -85,6 +87,8 @@ def _aiconfigurator(table: pd.DataFrame):
         )
         table = table[~of_inference & (table["head_dim"] <= _WIDEST_HEAD)]
         return table.assign(dtype="bf16")
+    if kind == "normal":
+        return _deepep(table)
     if "message_size" in table:
         minor = table["source"].str.extract(r"nccl 2\.(\d+)")[0].astype(int)
         trusted = ~table["device"].isin(_DOUBTFUL_LINKS)
@@ -93,6 +97,28 @@ def _aiconfigurator(table: pd.DataFrame):
         return table.assign(size_bytes=table["message_size"] * element_bytes)
     table = table.assign(dtype=table["dtype"].replace("bfloat16", "bf16"))
     return _moe(table) if kind == "moe" else table
+
+
+def _deepep(table: pd.DataFrame):
+    """Exchanges of tokens with experts inside a node: bytes that a rank sends, in 8
+    bits to the experts and in 16 back.
+    """
+    # DeepEP's own number of multiprocessors; a single expert is another use. A node of
+    # GB200 has 4 devices, others 8.
+    usual = (table["node_num"] == 1) & (table["dispatch_sms"] == _DEEPEP_SMS)
+    table = table[usual & (table["num_topk"] > 1)]
+    ranks = np.where(table["device"] == "gb200", 4.0, 8.0)
+    # A token goes once to each device that has some of its experts, of n ranks and k
+    # experts n (1 - (1 - 1/n)^k)
+    copies = ranks * (1 - (1 - 1 / ranks) ** table["num_topk"])
+    values = table["num_token"] * table["hidden_size"] * copies
+    parts = []
+    for operation, element_bytes in (("dispatch", 1), ("combine", 2)):
+        time_us = table[f"{operation}_transmit_us"] + table[f"{operation}_notify_us"]
+        part = table.assign(operation=operation, dtype="", ranks=ranks)
+        part = part.assign(size_bytes=values * element_bytes, seconds=time_us * 1e-6)
+        parts.append(part)
+    return pd.concat(parts)
 
 
 def _moe(table: pd.DataFrame):
