@@ -123,12 +123,14 @@ class Software:
     split_logit_bytes: float = (
         0.0  # the same where tp splits the logits; 0: as logit_bytes
     )
+    frees_gradients: bool = False  # after an update, so that a first pass finds none
     # DeepSpeed's: keeps what it sent, two buckets, at most 1e9 gathered weights
     engine: bool = False
     stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits
     keeps: tuple[str, ...] = (
         "masks",
-    )  # of dropout; gate of SwiGLU, fp32 norm inputs, gathered inputs, all outputs
+    )  # of dropout; gate of SwiGLU, fp32 norm inputs, gathered inputs, all outputs;
+    # under autocast the fp32 stream of residuals and casts of it; logits beside the loss
     stages_by_flops: bool = (
         False  # stages are cut at equal FLOPs, the head's among them
     )

@@ -109,7 +109,6 @@ def _case_memory(case: Case):
         dtype=case.dtype,
         global_batch=case.global_batch,
         software=case.software,
-        fused_loss=case.software.fused_loss,
     )
 
 

@@ -111,7 +111,17 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
     entering = attends * operand + (len(blocks) - attends) * trained
-    hidden = (len(blocks) * (width + dropout + norm) + entering) * h / shards
+    hidden = (len(blocks) * (width + dropout) + entering) * h / shards
+    # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
+    # casts parameters and computes in 16 bits throughout.
+    autocast = (p.zero < 2) & (width == 2)
+    wider = autocast * width * ("stream" in software.keeps)
+    more = np.where(wider > 0, wider, norm)
+    hidden = hidden + len(blocks) * more * h / shards
+    # each product casts its input anew: queries, keys and values, and both of a gate
+    again_cast = 2 * attends + (halves - 1) * blocks.count("-")
+    again_cast = again_cast * autocast * ("casts" in software.keeps)
+    hidden = hidden + again_cast * trained * h / shards
     gathered = entering * h * (1 - 1 / shards)
     hidden = hidden + gathered * ("gathered" in software.keeps)
     # queries, keys, values and the input of the output projection
@@ -127,7 +137,7 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         selective = tokens * (width * products + np.where(flash, core, 0))
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
-        [tokens * width * h / shards, selective],
+        [tokens * (width + wider) * h / shards, selective],
         stored,
     )
     again = np.where(p.recompute == "none", 0.0, stored - after_recompute)

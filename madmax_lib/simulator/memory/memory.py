@@ -44,11 +44,13 @@ from madmax_lib.simulator.memory.states import (
 PHASES = {
     "weights": "always",
     "gradients": "always",
+    "gradients of one pass": "step",
     "optimizer": "always",
     "buckets": "always",
     "activations": "pass",
     "gathered weights": "pass",
     "logits": "loss",
+    "casts until the loss": "loss",
     "block at work": "backward",
     "optimizer temporaries": "step",
     "context": "always",
@@ -57,6 +59,7 @@ PHASES = {
 # logits and their gradient in 16 bits, the rest stays in registers [flash-attn
 # cross_entropy]
 _FUSED_LOGITS = 4
+_LOGIT_GRADIENT = 4  # fp32
 # The three below are round; with them the 37 published peaks of whole devices (BLOOM,
 # torchtitan) have little bias.
 # context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model
@@ -81,7 +84,7 @@ def memory(
     optimizer: str = "adam",
     software: str | Software | None = None,
     imbalance: float | str = 1.0,
-    fused_loss: bool = False,
+    fused_loss: bool | None = None,
     trainable: float = 1.0,
     cluster: Cluster | str | None = None,
 ) -> pd.DataFrame:
@@ -93,7 +96,7 @@ def memory(
     hold; as many as the pipeline wants if None. software: that trains, a name of
     `data/software.csv` or one of your own; `default_software` if None. imbalance: of
     experts, as in `Case`.
-    fused_loss: cross entropy without fp32 logits. trainable: share of the parameters
+    fused_loss: cross entropy without fp32 logits, as the software has it if None. trainable: share of the parameters
     with gradients. cluster: that the plan fills, for what its processes hold beside the
     step; any GPUs if None. phase: when the bytes are there, see `peak_bytes`. Offload
     is not counted, all lies on the device: see `fits` for it. Raises ValueError for
@@ -112,7 +115,8 @@ def memory(
         raise ValueError(
             f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"
         )
-    require_type("fused_loss", fused_loss, bool)
+    if fused_loss is not None:
+        require_type("fused_loss", fused_loss, bool)
     case = Case(
         model,
         cluster,
@@ -299,7 +303,7 @@ def _tensor_bytes(
     stage,
     layers: dict,
     optimizer="adam",
-    fused_loss=False,
+    fused_loss=None,
     trainable=1.0,
 ):
     """`stage_bytes` of tensors."""
@@ -308,7 +312,6 @@ def _tensor_bytes(
     tokens = case.tokens
     micro_batches = case.micro_batches
     software = software_of(case.software or default_software(p), case.dtype)
-    stage = stage
     batches = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
     stored = 0.0
     at_work = 0.0
@@ -324,9 +327,11 @@ def _tensor_bytes(
     tokens = model.decoder_tokens(tokens)
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     of_logit = _FUSED_LOGITS
-    if not fused_loss:
+    if not (software.fused_loss if fused_loss is None else fused_loss):
         split = software.split_logit_bytes or software.logit_bytes
         of_logit = np.where(p.tp > 1, split, software.logit_bytes)
+    if "logits" in software.keeps:
+        of_logit = of_logit + width_of(case.dtype)
     # logits of micro-batches whose backward pass has not begun
     waiting = np.where(p.schedule == "gpipe", batches, 1.0)
     logits = of_logit * waiting * outputs / p.tp + 2 * layer.input
@@ -337,9 +342,23 @@ def _tensor_bytes(
         earlier = np.where(p.pp > 1, most - 1, 0)
         logits = logits + earlier * width_of(case.dtype) * outputs / p.tp
     count = stage_parameters(model, p, stage, layers)
-    return state_bytes(p, count, software, optimizer, trainable) | {
+    states = state_bytes(p, count, software, optimizer, trainable)
+    # What is freed after an update comes back while the backward pass frees activations:
+    # with one micro-batch a step it is not there when these are most.
+    fresh = software.frees_gradients & (p.pp == 1) & (micro_batches == 1)
+    gradients = states["gradients"]
+    # Autocast remembers casts of all weights until the forward pass ends, when a loss in
+    # fp32 still lacks its gradient.
+    casts = software.cast_bytes * (count.dense + count.experts - count.block)
+    casts = casts - _LOGIT_GRADIENT * outputs / p.tp
+    remembers = "stream" in software.keeps and (p.zero < 2) & (p.recompute != "none")
+    remembers = remembers & (stage == p.pp - 1)
+    return states | {
+        "gradients": np.where(fresh, 0.0, gradients),
+        "gradients of one pass": np.where(fresh, gradients, 0.0),
         "activations": batches * (stored + sent) + masks,
         "logits": np.where(stage == p.pp - 1, logits, 0.0),
+        "casts until the loss": np.where(remembers, np.maximum(casts, 0.0), 0.0),
         "block at work": at_work,
     }
 
@@ -347,7 +366,7 @@ def _tensor_bytes(
 def _dlrm_bytes(
     case: Case,
     optimizer="adam",
-    fused_loss=False,
+    fused_loss=None,
     trainable=1.0,
 ):
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
