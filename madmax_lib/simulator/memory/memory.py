@@ -56,12 +56,9 @@ PHASES = {
     "context": "always",
     "fragmentation": "always",
 }
-# logits and their gradient in 16 bits, the rest stays in registers [flash-attn
-# cross_entropy]
-_FUSED_LOGITS = 4
 _LOGIT_GRADIENT = 4  # fp32
-# The three below are round; with them the 37 published peaks of whole devices (BLOOM,
-# torchtitan) have little bias.
+# The two below and `Software.slack` are round; with them the 37 published peaks of whole
+# devices (BLOOM, torchtitan) have little bias.
 # context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model
 # memory]
 _CUDA_BYTES = 0.5e9
@@ -69,9 +66,6 @@ _CUDA_BYTES = 0.5e9
 # docs]
 _COMMUNICATOR_BYTES = 0.5e9
 _CHUNK = 1 << 14  # plans at a time
-FRAGMENTATION = (
-    0.07  # of the allocated peak: held by the caching allocator, in no tensor
-)
 
 
 def memory(
@@ -326,7 +320,7 @@ def _tensor_bytes(
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
     tokens = model.decoder_tokens(tokens)
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
-    of_logit = _FUSED_LOGITS
+    of_logit = software.fused_logit_bytes
     if not (software.fused_loss if fused_loss is None else fused_loss):
         split = software.split_logit_bytes or software.logit_bytes
         of_logit = np.where(p.tp > 1, split, software.logit_bytes)
@@ -425,7 +419,7 @@ def _process(case: Case):
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
     groups = sum(1 * (degree > 1) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
-    return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
+    return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, case.software.slack
 
 
 def by_phase(
