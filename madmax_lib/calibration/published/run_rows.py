@@ -129,8 +129,7 @@ def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
     """Memory of the fullest rank's device by run, beside its plan and status.
 
     predicted_bytes: allocated at the peak, of `mm.memory` in the habits of this
-    project's runs: gradients are views into DDP's buckets, low-rank training has
-    gradients of its updates alone. measured_bytes: torch.cuda.max_memory_allocated, NaN
+    project's runs: low-rank training has gradients of its updates alone. measured_bytes: torch.cuda.max_memory_allocated, NaN
     on a CPU, where nothing counts allocations (host_rss_bytes holds Python and torch
     too). A run out of memory has its plan and prediction here, and what its first steps
     took. attrs carry the model and the files.
@@ -162,7 +161,8 @@ def _predicted_bytes(run: Run):
     job = run.env.get("job", {})
     # adapters: parameters that are trained over those that are there
     trainable = job.get("trained_local_parameters", 1) / job.get("local_parameters", 1)
-    software = catalog.software("deepspeed" if spec.engine == "deepspeed" else "fsdp2")
+    name = "deepspeed" if spec.engine == "deepspeed" else "workbench"
+    software = catalog.software(name + "-compiled" * spec.compile)
     # these runs take plans that the released stack would refuse
     software = replace(
         software,
@@ -179,6 +179,4 @@ def _predicted_bytes(run: Run):
         software=software,
         trainable=trainable,
     )
-    # gradients are views into DDP's buckets, so buckets take nothing of their own
-    counted = (table["component"] != "buckets") | software.engine
-    return peak_bytes(table[counted], allocated=True)
+    return peak_bytes(table, allocated=True)
