@@ -54,7 +54,7 @@ class PassBuilder:
         first: the first pass of a step, under which ZeRO-1/2 gather.
         """
         gathered = self._gathers(pass_, blocks, "forward", first)
-        previous = [MESSAGE, BEFORE]
+        previous = self._switch(pass_, blocks[0])
         exchanged = []  # rows of looked-up tables
         for unit in units_of(blocks):
             for block in unit:
@@ -79,7 +79,7 @@ class PassBuilder:
         gathered = self._gathers(pass_, blocks[::-1], "backward", False)
         reduce = self.sharding.reducer(pass_, last)
         table = next((block for block in blocks if block.table), None)
-        previous = [MESSAGE, BEFORE]
+        previous = self._switch(pass_, blocks[-1])
         exchanged = []
         launches = 2 + float(self.prices.repeats)  # dgrad, wgrad, recompute
         for unit in units_of(blocks)[::-1]:
@@ -109,6 +109,14 @@ class PassBuilder:
                         unit_end=block is unit[0],
                     )
         return previous
+
+    def _switch(self, pass_: Pass, block: Block):
+        """The start of a pass: what its first block waits for."""
+        before = [MESSAGE, BEFORE]
+        switch_s = float(self.prices.switch_s)
+        if not switch_s:
+            return before
+        return [pass_.compute("switch", switch_s, before, block.unit)]
 
     def weights(self, pass_: Pass, blocks: list[Block], last: bool) -> None:
         """Wgrad alone, which zero-bubble schedules compute later."""

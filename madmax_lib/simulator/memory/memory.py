@@ -90,9 +90,9 @@ def memory(
     hold; as many as the pipeline wants if None. software: that trains, a name of
     `data/software.csv` or one of your own; `default_software` if None. imbalance: of
     experts, as in `Case`.
-    fused_loss: cross entropy without fp32 logits, as the software has it if None. trainable: share of the parameters
-    with gradients. cluster: that the plan fills, for what its processes hold beside the
-    step; any GPUs if None. phase: when the bytes are there, see `peak_bytes`. Offload
+    fused_loss: cross entropy without fp32 logits, as the software has it if None.
+    trainable: share of the parameters with gradients. cluster: that the plan fills, for
+    what its processes hold beside the step; any GPUs if None. phase: when the bytes are there, see `peak_bytes`. Offload
     is not counted, all lies on the device: see `fits` for it. Raises ValueError for
     unknown names, a plan that model, batch or software cannot have, an offload that
     `fits` refuses, gpipe without global_batch. See also: mm.fits, mm.largest_model,

@@ -72,7 +72,7 @@ def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
     end_s = np.maximum(stages.embedding_s, stages.head_s)
     end_s = end_s + np.floor(stages.three[-1].layers / chunks) * layer_s
     full_s = np.ceil(layers / parts) * layer_s + stages.longest_chunk_excess_s
-    longest_s = np.maximum(full_s, end_s) + stages.exposed_gather_s / chunks
+    longest_s = np.maximum(full_s, end_s) + stages.between_passes_s / chunks
     by_peers_s = (pp - 1 / chunks) * stages.overlapped_by_peers_s
     one_round_s = stages.sum_s - by_peers_s + (count - 1) * longest_s
     # ends of the model that the bottleneck stage does not compute itself

@@ -71,7 +71,8 @@ class Stages:
     slowest_s: Number
     sum_s: Number  # of all stages
     passes: LayerPasses  # of a layer
-    exposed_gather_s: Number  # at the ends of the passes of each stage
+    between_passes_s: Number  # of a stage: exposed gathers, and the switches to a pass
+    switches_s: Number
     embedding_s: Number  # embedding with its traffic, at the first stage
     head_s: Number  # head with its traffic, at the last stage
     overlapped_by_peers_s: Number  # traffic of each for which no other stage waits
@@ -98,6 +99,9 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     passes = _layer_passes(costs.layer, costs)
     layer_s = passes.both_s
     exposed = _exposed_traffic(steps, costs)
+    # a chunk of each stage begins a forward and a backward pass
+    switches_s = 2 * steps.plan.interleave * costs.prices.switch_s
+    each_s = exposed.each_s + switches_s
     # the first layers of a mixture may be dense, which takes them more or less time
     is_mixture = shape.experts > 0
     dense = np.minimum(np.where(is_mixture, shape.dense_layers, 0), first)
@@ -116,13 +120,13 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         dense * backward_less_s + (embedding_backward_s + single * head_backward_s)
     )
     end_s = exposed.embedding_s + single * exposed.head_s
-    first_s = forward_s + backward_s + exposed.each_s + end_s
-    middle_s = np.where(pp > 2, middle * layer_s + exposed.each_s, 0.0)
+    first_s = forward_s + backward_s + each_s + end_s
+    middle_s = np.where(pp > 2, middle * layer_s + each_s, 0.0)
     head_s = sum(costs.head.passes_s) + exposed.head_s
-    last_s = last * layer_s + head_s + exposed.each_s
+    last_s = last * layer_s + head_s + each_s
     last_s = np.where(pp > 1, last_s, 0.0)
     between = np.where(pp > 2, shape.layers - first - last, 0.0)
-    middle_ends_s = np.maximum(pp - 2, 0) * exposed.each_s
+    middle_ends_s = np.maximum(pp - 2, 0) * each_s
     sum_s = first_s + last_s + between * layer_s + middle_ends_s
     excess = _excess(steps, costs, (first, middle, last))
     first_s = first_s + excess.first_s
@@ -142,7 +146,8 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         slowest_s=slowest_s,
         sum_s=sum_s,
         passes=passes,
-        exposed_gather_s=exposed.each_s,
+        between_passes_s=each_s,
+        switches_s=switches_s,
         embedding_s=exposed.embedding_s + sum(costs.embedding.passes_s),
         head_s=head_s,
         overlapped_by_peers_s=exposed.overlapped_by_peers_s,

@@ -262,6 +262,7 @@ def _stage_parts(stages: Stages, costs: LayerCosts):
         parts["attention_s"] = parts["attention_s"] + excess_s
     embedding_s = stages.has_embedding * sum(costs.embedding.passes_s)
     parts["pointwise_s"] = parts["pointwise_s"] + embedding_s
+    parts["launch_s"] = parts["launch_s"] + stages.switches_s
     parts["head_s"] = stages.has_head * sum(costs.head.passes_s)
     exposed_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
     sharded = costs.prices.plan.zero >= 3
