@@ -123,9 +123,15 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     again_cast = again_cast * autocast * ("casts" in software.keeps)
     hidden = hidden + again_cast * trained * h / shards
     gathered = entering * h * (1 - 1 / shards)
-    hidden = hidden + gathered * ("gathered" in software.keeps)
+    gathers = ("gathered" in software.keeps) | (
+        ("gathered-alone" in software.keeps) & (p.pp == 1)
+    )
+    hidden = hidden + gathered * gathers
     # queries, keys, values and the input of the output projection
-    projections = (width * (qkv + mixed) + operand * values + trained * mixer) / tp
+    copied = 1 + ("copies" in software.keeps)
+    projections = (
+        width * (copied * qkv + mixed) + operand * values + trained * mixer
+    ) / tp
     projections = projections + width * latent / shards
     stored = tokens * hidden + tokens * projections
     stored = stored + tokens * core + tokens * feed_forward
