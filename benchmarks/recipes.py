@@ -19,7 +19,7 @@ import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.calibration import read_rows
 from madmax_lib.planner import Space
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator import peak_bytes, usable_bytes
 
 PAGES = "NVIDIA-NeMo/Megatron-Bridge|NVIDIA/NeMo|NVIDIA/Megatron-LM"
 GB = 1e9
@@ -37,7 +37,7 @@ def counted(case) -> float:
     """Bytes of a case's fullest device."""
     options = {"global_batch": case.global_batch, "sequence": case.sequence}
     options |= {"dtype": case.dtype, "software": case.software}
-    return peak_bytes(memory(case.model, case.plan, **options))
+    return peak_bytes(mm.memory(case.model, case.plan, **options))
 
 
 def least_recompute(run):

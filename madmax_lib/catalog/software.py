@@ -127,8 +127,6 @@ class Software:
     # per logit where the loss is fused: logits and their gradient in 16 bits, the rest
     # stays in registers [flash-attn cross_entropy]
     fused_logit_bytes: float = 4.0
-    # share of the allocated peak that the caching allocator holds in no tensor
-    slack: float = 0.07
     # DeepSpeed's: keeps what it sent, two buckets, at most 1e9 gathered weights
     engine: bool = False
     stored_8bit: bool = False  # fp8 products keep their inputs in 8 bits

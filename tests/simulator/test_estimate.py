@@ -303,3 +303,14 @@ def test_parameters_are_written_and_read(tmp_path):
         load(tmp_path / "bad.json")
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.json")
+
+
+def test_every_chunk_of_a_stage_costs_its_switches():
+    """Per micro-batch one before its forward pass and one before its backward pass."""
+    where = mm.cluster("dgx-a100", nodes=4)
+    plans = [f"dp1.tp8.pp4.v{chunks}" for chunks in (1, 3, 12)]
+    one, three, twelve = (
+        mm.estimate("gpt3-175b", where, plan, global_batch=64)["launch_s"].item()
+        for plan in plans
+    )
+    assert 0 < (three - one) / 2 == pytest.approx((twelve - one) / 11)

@@ -673,12 +673,12 @@ def test_layouts_of_the_sweep_that_failed_are_foreseen(sweep):
 
 
 def test_peaks_of_the_sweep(sweep):
-    """Two releases with and without gathered inputs are mixed in it: 10 % is what one
-    model of both can do.
+    """Two releases with and without gathered inputs are mixed in it: without a pipeline
+    most layouts kept them, with one few.
     """
     ran = sweep.dropna(subset=["measured"])
     error = ran["first"] / ran["measured"] - 1
-    assert error.abs().median() < 0.11 and abs(error.median()) < 0.09
+    assert error.abs().median() < 0.08 and abs(error.median()) < 0.04
 
 
 def test_selective_recompute_of_llama2_70b_on_64_a100():

@@ -201,7 +201,7 @@ def test_formats_have_the_same_rows(capsys):
     ]
     assert "| ---: |" in markdown and "ranks: 2" in text and "- ranks: 2" in markdown
     assert answered(capsys, "estimate", *STEP, "dp8.z3", "dp8")[1].startswith(
-        "fits: False: dp8 needs 243 GB of 85 GB"
+        "fits: False: dp8 needs 234 GB of 85 GB"
     )
 
 

@@ -119,7 +119,11 @@ def test_predicted_memory_stands_beside_the_measured(runs):
     assert table["measured_bytes"].dropna().to_dict() == {"dp1": 4e6}
     assert table.loc["dp2", ["plan", "status"]].tolist() == ["dp2.mb4", "out-of-memory"]
     alone = mm.memory(
-        run.spec.shapes, Plan(micro_batch=8), dtype="fp32", software="torch"
+        run.spec.shapes,
+        Plan(micro_batch=8),
+        dtype="fp32",
+        software="workbench",
+        global_batch=8,
     )
     assert table.loc["dp1", "predicted_bytes"] == peak_bytes(alone, allocated=True)
     assert table.loc["dp1", "predicted_bytes"] > table.loc["dp2", "predicted_bytes"]

@@ -131,8 +131,9 @@ def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
     predicted_bytes: allocated at the peak, of `mm.memory` in the habits of this
     project's runs: low-rank training has gradients of its updates alone.
     measured_bytes: torch.cuda.max_memory_allocated, NaN on a CPU, where nothing counts
-    allocations (host_rss_bytes holds Python and torch too). A run out of memory has its plan and prediction here, and what its first steps
-    took. attrs carry the model and the files.
+    allocations (host_rss_bytes holds Python and torch too). A run out of memory has its
+    plan and prediction here, and what its first steps took. attrs carry the model and
+    the files.
     """
     table = runs_table(runs)[["run", "strategy", "dimensions", "status"]]
     table = table.assign(

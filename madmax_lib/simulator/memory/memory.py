@@ -57,8 +57,8 @@ PHASES = {
     "fragmentation": "always",
 }
 _LOGIT_GRADIENT = 4  # fp32
-# The two below and `Software.slack` are round; with them the 37 published peaks of whole
-# devices (BLOOM, torchtitan) have little bias.
+# The three below are round; with them the 37 published peaks of whole devices (BLOOM,
+# torchtitan) have little bias.
 # context and kernels of a process, loaded as needed; 1.3e9 all at once [HF, model
 # memory]
 _CUDA_BYTES = 0.5e9
@@ -66,6 +66,9 @@ _CUDA_BYTES = 0.5e9
 # docs]
 _COMMUNICATOR_BYTES = 0.5e9
 _CHUNK = 1 << 14  # plans at a time
+FRAGMENTATION = (
+    0.07  # of the allocated peak: held by the caching allocator, in no tensor
+)
 
 
 def memory(
@@ -92,11 +95,11 @@ def memory(
     experts, as in `Case`.
     fused_loss: cross entropy without fp32 logits, as the software has it if None.
     trainable: share of the parameters with gradients. cluster: that the plan fills, for
-    what its processes hold beside the step; any GPUs if None. phase: when the bytes are there, see `peak_bytes`. Offload
-    is not counted, all lies on the device: see `fits` for it. Raises ValueError for
-    unknown names, a plan that model, batch or software cannot have, an offload that
-    `fits` refuses, gpipe without global_batch. See also: mm.fits, mm.largest_model,
-    mm.simulator.peak_bytes.
+    what its processes hold beside the step; any GPUs if None. phase: when the bytes are
+    there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits`
+    for it. Raises ValueError for unknown names, a plan that model, batch or software
+    cannot have, an offload that `fits` refuses, gpipe without global_batch. See
+    also: mm.fits, mm.largest_model, mm.simulator.peak_bytes.
 
     FSDP has 4 + 4 + 8 bytes per parameter, of which each rank holds a quarter:
 
@@ -419,7 +422,7 @@ def _process(case: Case):
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
     groups = sum(1 * (degree > 1) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
-    return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, case.software.slack
+    return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 
 def by_phase(

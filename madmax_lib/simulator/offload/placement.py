@@ -31,6 +31,7 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import (
+    FRAGMENTATION,
     PHASES,
     by_phase,
     held_layers,
@@ -209,7 +210,7 @@ def bytes_by_place(
         window = (plan.prefetch + 2) * method.weights
         window += _WINDOW * (method.optimizer + method.gradients)
         sizes["staging", "host"] = window * (count.block / plan.sharing)
-    sizes["fragmentation", "device"] = case.software.slack * (
+    sizes["fragmentation", "device"] = FRAGMENTATION * (
         device_peak(sizes) - sizes["context", "device"]
     )
     shape = np.broadcast_shapes(share.shape, stages.shape)
