@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         clusters as clusters,
         devices as devices,
         models as models,
+        software as software,
     )
     from madmax_lib.catalog.tables import cluster as cluster, model as model
     from madmax_lib.plan.plan import Plan as Plan

@@ -1,16 +1,19 @@
 """Bayes' rule for a few measured rows of one stack, linearised around the solution.
 
 Before the first row a stack has the constants of all others, as uncertain as strangers
-are: the covariance of the fit times the factor by which they err more than it says, and
-a part of each prior's width, by which stacks differ. With P the covariance, J the
-slopes of log step_s and N the noise, rows move the constants by
+are: the covariance of the fit times the factor by which they err more than it says, a
+part of each prior's width, by which stacks differ, and a pace, by which all that a
+stack does is slower. With P the covariance, J the slopes of log step_s and N the noise,
+rows move the constants by
 
     P J' (J P J' + N)^-1 error          [Kalman gain times innovation]
 
 Intervals hold the part in which stacks differ as what every source has of its own, so
-they shrink from the covariance of the fit alone.
+they shrink from the covariance of the fit alone. That part grows where the rows scatter
+more than those of other stacks. Chosen on stacks left out (`benchmarks/strangers.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +27,14 @@ from madmax_lib.simulator.uncertainty import constant_index
 
 # share of a prior's width by which the constants of one stack differ from those of all
 _STACK_SHARE = 0.5
+# log factor by which stacks differ in the pace of all that they do
+_PACE = 0.15
+_SLOWING = ("link_share", "network_share", "stack_rate")  # shares: less is slower
+_PACED = ("collective_s", "hop_s", "optimizer_factor")  # of no class, beside the classes
 # log error that the best constants of a stack leave in a row; Student's t forgives
 # larger ones
-_NOISE = 0.06
+_NOISE = 0.1
+_SURE = 4.0  # rows that the scatter of other stacks counts as, beside those given
 _FREEDOM = 3.0  # of Student's t
 _ROUNDS = 6  # linearisations
 
@@ -88,7 +96,9 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
     # strangers err more than the covariance says by this factor, squared
     inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
     of_stack = np.diag((_STACK_SHARE * scale.sigma) ** 2)
-    covariance = inflation * shared + of_stack
+    slower = _slower(scale)
+    of_pace = _PACE**2 * np.outer(slower, slower)
+    covariance = inflation * shared + of_stack + of_pace
 
     def error_at(point):
         """(n,) log(measured / predicted)."""
@@ -99,6 +109,7 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
     error = error_at(point)
     least = _mean_error(error)
     noise = _noise_variance(error - np.median(error))
+    residuals = _with_scatter(begin.residuals, error)
     for _ in range(_ROUNDS):
         slopes = gradient(steps, scale, point, begin)
         gain = _gain(covariance, slopes, noise)
@@ -113,7 +124,35 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
     # P - K J P, of the part that all stacks share
     gain = _gain(shared, slopes, noise / inflation)
     covariance = shared - gain @ slopes @ shared
-    return scale.solved(replace(begin, intervals={}), best, covariance)
+    widened = replace(begin, intervals={}, residuals=residuals)
+    return scale.solved(widened, best, covariance)
+
+
+def _slower(scale: FittingScale):
+    """(names,) direction in which a whole step takes longer by a factor: 1 for times
+    and traffic, -1 for shares of a rate, 0 for what makes no pace.
+
+    Products and attention have that of the stack alone, else it would count twice.
+    """
+    table = bounds().loc[list(scale.names)]
+    is_paced = table["field"].isin(["kernels", "stack", "mixture", "near", "network"])
+    is_paced |= table["name"].isin(_PACED)
+    is_paced &= table["scale"] != "linear"  # hidden shares
+    is_share = table["name"].isin(_SLOWING)
+    return np.where(is_share, -1.0, 1.0) * is_paced.to_numpy()
+
+
+def _with_scatter(residuals: Mapping[str, float], error: np.ndarray):
+    """Sizes of `uncertainty.COMPONENTS`, with what a stack has of its own as large as
+    its rows scatter around their mean.
+
+    s^2 = (f s0^2 + sum (e - mean e)^2) / (f + n - 1), never below s0^2: the posterior
+    of a variance whose prior counts as f rows [Gelman et al., Bayesian Data Analysis].
+    """
+    usual = residuals.get("stranger", np.inf)
+    scattered = _SURE * usual**2 + np.sum((error - error.mean()) ** 2)
+    size = float(np.sqrt(scattered / (_SURE + len(error) - 1)))
+    return {**residuals, "stranger": size} if size > usual else residuals
 
 
 def _noise_variance(error):

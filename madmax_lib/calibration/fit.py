@@ -21,6 +21,7 @@ from madmax_lib.calibration.bayes import gradient, updated
 from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.catalog.datasets import local_data
+from madmax_lib.plan.legal import could_run, legal
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 from madmax_lib.simulator.steady.step_time import step_s
@@ -116,14 +117,18 @@ def update(
     none, precision bf16, software none, seq_len (tokens per sample) the model's. A
     column plan, such as dp2.tp2.z1, says more than those. Others: software,
     network_gbit (Gbit/s per device), devices_per_node, overlap_tp overlap_ep overlap_dp
-    (1 or 0), lora_rank. begin: constants before, the shipped ones if None.
+    (1 or 0), lora_rank, like (software that yours is built on). begin: constants before, the shipped ones if None.
 
     The prior has the covariance of begin (the shipped constants if None), as much wider
-    as strangers err, and a further part of the prior width of each constant, by which a
-    stack may differ from those of the fit. Software that has no rows in the fit moves
-    `stack_rate:other`; predictions then name the same software, or none. The covariance
-    and with it the intervals shrink; on the rows themselves the mean error never grows.
-    Raises ValueError for rows that cannot be used, with the reason of the first.
+    as strangers err, and a further part of the prior width of each constant and of the
+    pace of all of them, by which a stack may differ from those of the fit. Software that
+    is in no table moves `stack_rate:stranger`, and any other without rows in the fit
+    `stack_rate:other`; predictions then name the same software. The covariance and with
+    it the intervals shrink, unless the rows scatter more than those of other stacks; on
+    the rows themselves the mean error never grows. Rows of one step alone are noted in
+    provenance["update"]["note"]. A row that ran may break the rules of uneven stages
+    and padding. Raises ValueError for rows that cannot be used, with the reason of the
+    first.
 
     Two runs that are slower than those of the fit:
 
@@ -138,6 +143,12 @@ def update(
     rows = to_table(rows)
     if "supported" not in rows.columns:
         rows = read_rows(rows)
+    # what ran is no error, though the book would lay it out otherwise
+    ran = [
+        case is not None and reason == str(legal(case).words()) and could_run(case)
+        for case, reason in zip(rows["case"], rows["reason"], strict=True)
+    ]
+    rows = rows.assign(consistent=rows["consistent"].astype(bool) | np.array(ran, bool))
     refused = rows[~usable(rows)]
     if rows.empty:
         raise ValueError("rows: there are none")
@@ -159,6 +170,12 @@ def update(
         )
     constants = updated(begin, steps, np.log(measured_s))
     origin = {"update": {"rows": len(rows), "sha256": fingerprint(rows)}}
+    # rows of one step alone tell how fast that is
+    if rows["case"].astype(str).nunique() == 1:
+        origin["update"]["note"] = (
+            "the rows are of one model, plan and batch: they tell the pace of that step, "
+            "and not which of its parts is slow"
+        )
     return replace(constants, provenance={**begin.provenance, **origin})
 
 

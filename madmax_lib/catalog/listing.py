@@ -9,11 +9,14 @@ import pandas as pd
 from madmax_lib.base.units import format_bytes
 from madmax_lib.catalog import tables
 from madmax_lib.catalog.models import DLRM, Model
+from madmax_lib.catalog.software import STRANGER
 
 _SHAPE = (  # columns of a model, which a kind may not have
     *("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads"),
     *("experts", "vocab", "sequence"),
 )
+_ORIGIN = ["stack", "source", "date"]
+_DEFAULT = "default of the workbench"
 
 
 class Listing(pd.DataFrame):
@@ -30,7 +33,7 @@ class Listing(pd.DataFrame):
         return pd.DataFrame(texts, self.index)
 
     def __repr__(self):
-        return self._pretty().to_string(max_rows=60, max_colwidth=40)
+        return self._pretty().to_string(max_rows=60, max_colwidth=72)
 
     def _repr_html_(self):
         return self._pretty().to_html(max_rows=200, border=0)
@@ -106,6 +109,33 @@ def devices() -> Listing:
             "family": one.family,
         }
     return _listing("devices", rows)
+
+
+def software(name: str) -> Listing:
+    """What is assumed of a training software, a row each: value, stack (whose fact it
+    is, by `like`; empty for a default of the workbench), source, date.
+
+    The rows are indexed by the assumption in words. See also: mm.clusters, catalog.software, which has them as fields.
+
+    >>> table = software("megatron-bridge")
+    >>> table.loc["bytes of a gradient in reductions", ["value", "stack"]].tolist()
+    ['2', 'nemo']
+    """
+    spec = tables.software(name)
+    facts = {}
+    stacks = [] if spec.rates == STRANGER else tables.lineage(spec.name)
+    for stack in reversed(stacks):  # the nearest last, whose facts stay
+        rows = tables.table("software").query("name == @stack").to_dict("records")
+        facts |= {row["field"]: row | {"stack": stack} for row in rows}
+    rows = {}
+    for field, words in tables.table("software_words").to_numpy():
+        value = getattr(spec, field)
+        texts = map(str, value) if isinstance(value, tuple) else [f"{value}"]
+        fact = {"value": " ".join(texts) or "none", "stack": "", "source": _DEFAULT}
+        stated = facts.get(field, {})
+        rows[words] = fact | {key: stated[key] for key in _ORIGIN if key in stated}
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["value", *_ORIGIN])
+    return Listing(table.fillna("").rename_axis("assumption"))
 
 
 def _listing(file: str, rows: dict[str, dict]):

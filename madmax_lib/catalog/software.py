@@ -6,12 +6,14 @@ whose facts hold where it has none itself. What is not there is assumed to be at
 default. `catalog.software` reads the table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 OVERLAPS = ("overlap_tp", "overlap_ep", "overlap_dp")  # which a plan may say too
 # open stacks whose configuration `plan_flags` writes, by preference: a search for no
 # software in particular takes what one of them launches
 STACKS = ("megatron-core", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
+# class of constants of the stacks that are in no table
+STRANGER = "stranger"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Software:
     """
 
     name: str = "none"
+    # whose fitted rates it has: empty for its own, `STRANGER` where nobody knows it
+    rates: str = field(default="", repr=False)
 
     # kernels
     # class of constants: eager, compiled, fused, legacy, deepspeed, nanotron, xla or
@@ -139,7 +143,7 @@ class Software:
     )
 
     def __bool__(self):
-        """False for `none`: `case.software or usual` takes the usual one where none is
-        named.
+        """False for `none` and for a stranger: `case.software or usual` takes the usual
+        one where nothing is known.
         """
-        return self.name != "none"
+        return self.name != "none" and self.rates != STRANGER

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -33,7 +34,7 @@ from madmax_lib.catalog.models import (
     Model,
     Transformer,
 )
-from madmax_lib.catalog.software import Software
+from madmax_lib.catalog.software import STRANGER, Software
 
 _UNITS = {  # SI value of one
     **{"": 1.0, "W": 1.0, "USD/h": 1.0, "TFLOP/s": 1e12},
@@ -53,6 +54,7 @@ _COUNTS = ("devices_per_node", "nodes")
 _KINDS = {"transformer": Transformer, "dlrm": DLRM}
 _DEVICE_CLASSES = ("family", "rate_class")  # text, no number
 USER_FOLDER = "MADMAX_CATALOG"
+_CLOSE = 0.75  # likeness of two names of which one may be a slip of the other
 # the owner of a repository, or what a checkpoint adds to the name of its shape
 _OWNER = re.compile(
     r"^[\w.-]+/(?=[a-z])|(-(hf|base|instruct|chat|it|pt|v0\.\d|\d{4}))+$"
@@ -343,17 +345,45 @@ def model(name: str | Path | Model) -> Model:
     return _KINDS[kind](name, **parse_fields(_KINDS[kind], values, f"model {name}"))
 
 
-def software(name: str | Software | None) -> Software:
-    """A training software by name or alias, `none` for None. Raises ValueError for an
-    unknown one.
+def software(name: str | Software | None, like: str | None = None) -> Software:
+    """A training software by name or alias, however its words are joined; `none` for
+    None.
 
-    >>> software("torchtitan").overlap_tp, software("dgxc nemo").overlap_tp_way
+    Any other name is a stack of its own, and a warning says what is assumed: all that
+    is known of `like`, or else nothing, at the rates of stacks that nobody tuned. Raises
+    ValueError for what is no name, and for an unknown `like`. See also: mm.software,
+    which says what is assumed of a stack, and by which source.
+
+    >>> software("torchtitan").overlap_tp, software("DGXC_NeMo").overlap_tp_way
     (False, 'user-buffers')
+    >>> software("internevo", like="megatron-core").wire_bytes
+    4.0
     """
     if isinstance(name, Software):
         return name
-    name, values = _fields("software", "none" if name is None else name)
-    return Software(name=name, **parse_fields(Software, values, f"software {name}"))
+    names = _index("software").names
+    plain = _plain("software", name) if isinstance(name, str) else ""
+    if not plain or plain in names:
+        name, values = _fields("software", "none" if name is None else name)
+        return Software(name, **parse_fields(Software, values, f"software {name}"))
+    if like:
+        base = _fields("software", like)[0]
+        return replace(software(base), name=name, rates=base)
+    near = difflib.get_close_matches(plain, names, n=1, cutoff=_CLOSE)
+    meant = f", nearest: {names[near[0]]}" if near else ""
+    warnings.warn(
+        f"software {name!r} is not in software.csv{meant}: taken as a stack of its own "
+        "that nobody tuned, until rows (calibration.fit.update) or like= say more",
+        stacklevel=1,  # one place, so that a session is told once
+    )
+    return Software(name, STRANGER)
+
+
+def lineage(name: str) -> list[str]:
+    """A software and those that it is `like`, nearest first."""
+    name, rows = _rows("software", name)
+    likes = [row["value"] for row in rows if row["field"] == "like"]
+    return [name, *(lineage(likes[0]) if likes else [])]
 
 
 def _fields(what: str, name: str, *below: str):
@@ -421,14 +451,14 @@ def _indexed(what: str):
 
 
 def _plain(what: str, name: str):
-    """A name in lower case; of hardware without its maker, and separators only where
-    two numbers meet.
+    """A name in lower case, of software without separators; of hardware without its
+    maker, and separators only where two numbers meet.
     """
     text = name.lower()
     if what in ("software", "model"):
-        text = re.sub(r"[\s_]+", "-", text.strip())
         if what == "software":
-            return text
+            return re.sub(r"\W|_", "", text)
+        text = re.sub(r"[\s_]+", "-", text.strip())
         text = _LLAMA.sub(r"llama\1-", _OWNER.sub("", text))
     else:
         # 80GB and 80 GiB are 80

@@ -56,3 +56,16 @@ def legal(case: Case, extra: tuple[Rule, ...] = ()) -> Verdict:
             if np.any(broken):
                 first = np.where((first < 0) & broken, number, first)
     return Verdict(case, rules, first)
+
+
+def could_run(case: Case) -> bool:
+    """Whether a plan that is not legal may have run: the rules that it breaks are those
+    that a stack gets round by padding or by stages of unequal length.
+
+    >>> from madmax_lib.plan.plan import Plan
+    >>> uneven = Case("qwen3-235b-a22b", None, Plan(pp=32, interleave=3))
+    >>> bool(legal(uneven).mask), could_run(uneven)
+    (False, True)
+    """
+    rules = (rule for rule in rules_of(case) if not rule.may_pad)
+    return not any(np.any(rule.broken(case.plan, case)) for rule in rules)

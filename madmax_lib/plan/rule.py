@@ -35,6 +35,9 @@ class Rule:
     broken: Callable[..., bool | np.ndarray]  # which plans break it, a flag or a mask
     # words for one plan that does: a format of plan p and case c, or a function of both
     text: str | Callable[..., str]
+    # whether some stacks run such plans all the same: padded, cut unevenly, or with
+    # samples left over
+    may_pad: bool = False
 
     def words(self, plan, case) -> str:
         """Why a plan that breaks it is not legal."""

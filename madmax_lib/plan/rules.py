@@ -206,6 +206,7 @@ def _of_layers(rule: Rule):
         rule.name,
         lambda p, c: rule.broken(p, c.model.layers),
         lambda p, c: rule.words(p, c.model.layers),
+        may_pad=True,
     )
 
 
@@ -218,6 +219,7 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str):
             f"{name}={getattr(p, name)} does not divide {count(c)} {unit} of "
             f"{c.model.name}"
         ),
+        may_pad=True,
     )
 
 
@@ -301,6 +303,7 @@ _TRANSFORMER = (
             & _leaves_rest(p.tp, c.model.kv_heads)
         ),
         "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
+        may_pad=True,
     ),
     # each rank has every head for its part of the tokens, then a part of the heads
     # [Ulysses, arXiv 2309.14509]
@@ -330,6 +333,7 @@ _TRANSFORMER = (
             f"2 cp = {2 * p.cp} does not divide {c.sequence} tokens of {c.model.name}: "
             "each rank of a causal ring holds an early and a late piece"
         ),
+        may_pad=True,
     ),
     _shape_rule("ep", "the experts", lambda c: c.model.experts, "experts"),
     Rule(
@@ -362,6 +366,7 @@ _TRANSFORMER = (
         ),
         "pp x interleave = {p.pp} x {p.interleave} exceeds {c.model.layers} layers "
         "of {c.model.name}",
+        may_pad=True,
     ),
     Rule(
         "interleave needs schedule='1f1b'",
@@ -389,6 +394,7 @@ BATCH = (
         lambda p, c: (c.global_batch < 1) | _leaves_rest(c.global_batch, p.dp),
         "global_batch={c.global_batch} is not a multiple of dp x micro_batch = "
         "{p.dp} x {p.micro_batch}, nor, with a short last micro-batch, of dp",
+        may_pad=True,
     ),
     Rule(
         "micro_batch must not exceed the samples of a rank",

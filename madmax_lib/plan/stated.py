@@ -308,18 +308,19 @@ def software_of(raw: dict, device: Device) -> Software:
     far as a software has both ways.
     """
     named = text_of(raw, "software")
+    like = text_of(raw, "like")
     if not text_of(raw, "source"):
-        return _software(named or "none")
+        return catalog.software(named or "none", like)
     if not named and count_of(raw, "zero_stage", 0, least=0) >= 2:
         named = "fsdp2"
     elif not named and device.name.startswith("a100"):
         named = "megatron-2021" if "fp16" in text_of(raw, "precision") else ""
-    software = _software(named or "none")
+    software = catalog.software(named or "none", like)
     remarks = remarks_of(raw)
     for variant, pattern in (("compiled", _COMPILED), ("graph", _GRAPHS)):
-        other = _software(f"{software.name}-{variant}")
-        if pattern.search(remarks) and other.name != "none":
-            software = other
+        other = f"{software.name}-{variant}"
+        if pattern.search(remarks) and other in catalog.names("software"):
+            software = catalog.software(other)
     if 3 not in software.zero and _ZERO_3.search(remarks):
         software = replace(software, zero=(*software.zero, 3), engine=True)
     compiles_loss = software.kernels == "compiled" and text_of(raw, "fused_loss") == "1"
@@ -330,13 +331,6 @@ def software_of(raw: dict, device: Device) -> Software:
     )
 
 
-@lru_cache(maxsize=64)
-def _software(name: str):
-    """A software of the catalog, `none` for an unknown one."""
-    try:
-        return catalog.software(name)
-    except ValueError:
-        return catalog.software("none")
 
 
 def habits_of(raw: dict, case: Case) -> dict:

@@ -142,11 +142,9 @@ class SearchResult:
     @property
     def software(self) -> str:
         """Software whose plans they are, and as which they are timed."""
-        if self.problem.case.software:
-            return (
-                f"{self.problem.case.software.name}: only what it launches, timed "
-                "as it overlaps"
-            )
+        name = self.problem.case.software.name
+        if name != "none":
+            return f"{name}: only what it launches, timed as it overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
             f"none named: what {stacks} can launch, ranked as by tuned "
@@ -244,7 +242,7 @@ def described(problem: SearchProblem, columns: Columns) -> _Described:
     factor = np.exp(log_width(steps, times, parameters))
     stacks = launched_by(plans, problem)
     left = table.loc[:, :"step_s"]
-    if not case.software:
+    if case.software.name == "none":
         left = left.assign(launched_s=_launched_s(case, stacks, problem))
     left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
     table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)

@@ -156,7 +156,7 @@ def check_case(case: Case) -> None:
 
 def stacks_of(case: Case) -> tuple[Software, ...]:
     """Software that may train: the one named, else JAX on TPUs, else the `STACKS`."""
-    if case.software:
+    if case.software.name != "none":
         return (case.software,)
     on_tpu = case.cluster.device.name.startswith("tpu")
     return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))

@@ -119,6 +119,7 @@ def _meta(case: Case, seed: int, offloaded):
     device, if any does.
     """
     plan = case.plan
+    software = case.software.name
     width = plan.world_size // plan.pp
     return Meta(
         source="simulated",
@@ -135,7 +136,7 @@ def _meta(case: Case, seed: int, offloaded):
             "plan": str(plan),
             "global_batch": case.global_batch,
             **({"jitter": case.jitter, "seed": seed} if case.jitter else {}),
-            **({"software": case.software.name} if case.software else {}),
+            **({"software": software} if software != "none" else {}),
             **({"offloaded": vars(offloaded.split)} if offloaded else {}),
         },
     )

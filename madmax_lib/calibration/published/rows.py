@@ -46,7 +46,7 @@ _PLAN = [*_DEGREES, "zero", "micro_batch", "interleave", "recompute", "attention
 _FACTS = ["kind", "software", "gpu", "family", "dtype", "global_batch", *_PLAN]
 # columns that rows may have beside those of published_train.csv, row_clusters.csv and
 # row_models.csv, and what `predict` adds
-_FURTHER = {"plan", "sizes", "lora_rank", *OVERLAPS, "iteration time (ms)"}
+_FURTHER = {"plan", "like", "sizes", "lora_rank", *OVERLAPS, "iteration time (ms)"}
 _FURTHER |= {"predicted_s", "low_s", "high_s", "fits", "predicted_memory_bytes"}
 
 
@@ -177,7 +177,7 @@ def _read(raw: dict):
         return row | {"supported": False, "consistent": False, "reason": str(error)}
     # offload is no recompute, though tables put it there
     recompute = text_of(raw, "recompute")
-    reason = _violation_of(case, devices, text_of(raw, "software"))
+    reason = _violation_of(case, devices)
     row |= {
         "recompute_stated": bool(recompute) and "offloads" not in recompute,
         "measured_s": seconds,
@@ -189,20 +189,15 @@ def _read(raw: dict):
     return row | facts_of(case)
 
 
-def _violation_of(case: Case, devices: float, software: str):
-    """The contradiction in a row, empty if none: its world size, software or
-    micro-batch, or a rule of plans.
+def _violation_of(case: Case, devices: float):
+    """The contradiction in a row, empty if none: its world size or micro-batch, or a
+    rule of plans.
 
-    devices, software: as stated, NaN and empty where not.
+    devices: as stated, NaN where not.
     """
     plan = case.plan
     if devices == devices and plan.world_size != devices:  # not NaN
         return f"dp x tp x pp x cp = {plan.world_size:g}, but n_gpus = {devices:g}"
-    if software not in ("", "none") and not case.software:
-        return (
-            f"software={software!r} is not in software.csv; add it to that in "
-            f"{catalog.USER_FOLDER}, or say none"
-        )
     if plan.dp <= case.global_batch < plan.dp * plan.micro_batch:
         return (
             f"micro_batch={plan.micro_batch} exceeds {case.global_batch} samples "

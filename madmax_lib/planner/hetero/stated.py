@@ -45,7 +45,8 @@ def predict(
     rows: pd.DataFrame | str | Path, profiles: Profiles | str | Path | None = None
 ) -> pd.DataFrame:
     """The rows, or those of a CSV file, with predicted_s beside them: seconds of a
-    step.
+    step, and reason: empty, or why a row has none (NaN), as the catalog does not know
+    its device.
 
     Rows without the columns of the head of the module are of equal GPUs, and of equal
     stages. profiles (or a folder): measured times of layers, embedding and head among
@@ -56,12 +57,29 @@ def predict(
     if isinstance(profiles, (str, Path)):
         profiles = load_profiles(profiles)
     seconds = []
+    reasons = []
     for label, raw in zip(table.index, table.to_dict("records"), strict=True):
         try:
-            seconds.append(_step_s(raw, profiles))
+            reasons.append(_gap(raw))
+            seconds.append(math.nan if reasons[-1] else _step_s(raw, profiles))
         except ValueError as error:
             raise ValueError(f"row {label}: {error}") from None
-    return table.assign(predicted_s=seconds)
+    return table.assign(predicted_s=seconds, reason=reasons)
+
+
+def _gap(raw: dict):
+    """What the catalog lacks of a row's devices, whose links and sums profiles do not
+    hold; empty if nothing.
+    """
+    nodes = _nodes(raw)
+    try:
+        for row, gpus in nodes:
+            device = completed(row)[1]
+            if not text_of(row, "cluster"):
+                catalog.cluster_with(device, gpus)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class _Stated(PlanCost):

@@ -311,7 +311,7 @@ def _traits(case: Case):
     in_turn = (plan.schedule != "zero-bubble") & (plan.interleave == 1)
     return SoftwareTraits(
         kernels=software.kernels,
-        stack=software.name,
+        stack=software.rates or software.name,
         mixture=mixture,
         forward_kernels=software.forward_kernels,
         hides_tp=software.overlap_tp_way,
