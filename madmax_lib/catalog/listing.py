@@ -115,7 +115,8 @@ def software(name: str) -> Listing:
     """What is assumed of a training software, a row each: value, stack (whose fact it
     is, by `like`; empty for a default of the workbench), source, date.
 
-    The rows are indexed by the assumption in words. See also: mm.clusters, catalog.software, which has them as fields.
+    The rows are indexed by the assumption in words. See also: mm.clusters, and
+    catalog.software, which has them as fields.
 
     >>> table = software("megatron-bridge")
     >>> table.loc["bytes of a gradient in reductions", ["value", "stack"]].tolist()

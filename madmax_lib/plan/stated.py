@@ -331,8 +331,6 @@ def software_of(raw: dict, device: Device) -> Software:
     )
 
 
-
-
 def habits_of(raw: dict, case: Case) -> dict:
     """Recompute, attention, overlap, reductions: as stated, else as the software does."""
     software = case.software

@@ -1,11 +1,13 @@
 import json
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from support import cells, local_or_skip, refused, rows_beside
 
+import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.catalog import tables
 from madmax_lib.catalog.listing import clusters, devices, models
@@ -163,7 +165,6 @@ def test_spellings_of_the_field(spelling, what, name):
     cluster | dgx-a10 | dgx-a100 | a Cluster
     model | llama3-7b | llama3-70b, llama3-8b | a Model
     device | v100-24 | v100-32 | a Device
-    software | torchtitane | torchtitan |
     """),
 )
 def test_unknown_names_give_the_nearest_and_the_way_to_add_one(
@@ -173,10 +174,44 @@ def test_unknown_names_give_the_nearest_and_the_way_to_add_one(
         getattr(catalog, what)(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    cells("""
+    torchtitane | 'torchtitane' is not in software.csv, nearest: torchtitan: taken as a stack of its own
+    megatron-cor | nearest: megatron-core:
+    internevo | 'internevo' is not in software.csv: taken as a stack of its own that nobody tuned
+    """),
+)
+def test_any_name_is_a_software(name, words):
+    with pytest.warns(UserWarning, match=words) as caught:
+        stack = catalog.software(name)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    # nothing is known of it, so no rule of another holds
+    assert stack.name == name and not stack
+    like = catalog.software(name, like="torchtitan")
+    assert replace(like, name="torchtitan", rates="") == catalog.software("torchtitan")
+    with refused("unknown software 'x'; nearest"):
+        catalog.software(name, like="x")
+
+
+def test_all_that_is_assumed_of_a_software_is_said():
+    """A row for each field, in words, and each fact with the source of its stack."""
+    facts = catalog.table("software")
+    assert set(facts["field"]) - {"like"} <= set(
+        catalog.table("software_words")["field"]
+    )
+    for name in facts["name"].unique():
+        table = mm.software(name)
+        assert len(table) == len(fields(catalog.software(name))) - 2  # name and rates
+        assert table.index.is_unique and (table["source"] != "").all()
+        stated = set(facts.loc[facts["name"] == name, "field"]) - {"like"}
+        assert (table["stack"] == name).sum() == len(stated)
+
+
 def test_spellings_do_not_collide():
     """What differs in the tables differs after its spelling is made plain."""
-    for what in ("device", "cluster", "link", "model"):
-        names = catalog.table(f"{what}s")["name"].unique()
+    for what in ("device", "cluster", "link", "model", "software"):
+        names = catalog.table(tables._file_of(what))["name"].unique()
         for name in names:
             assert tables._rows(what, name)[0] == name
     aliases = catalog.table("aliases")

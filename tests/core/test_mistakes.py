@@ -59,7 +59,7 @@ CALLS = cells(
     step(dtype="int4") | dtype='int4' & not one of fp64, fp32
     step(cluster="dgx-a100", dtype="fp8") | a100-80 does not compute in fp8 & dtype='bf16'
     step(cluster="dgx-1-v100") | v100-16 does not compute in bf16 & dtype='fp16'
-    step(software="pytorch2") | unknown software 'pytorch2'; nearest: fsdp2
+    step(software=2) | software=2 & must be a Software or the name
     step(parameters="machine.json") | parameters='machine.json' & a Parameters & mm.machine
     step("dlrm-a", "zionex", "dp128") | recommendation models & use simulate
     mm.search(MODEL, CLUSTER, 64, objective="speed") | objective='speed' & one of time, cost

@@ -66,7 +66,7 @@ ARGUMENTS = cells(
     dtype | 16; None; "bf17"; ["bf16"]; float; "int4" | dtype= & not one of fp64, fp32
     dtype | "nvfp4"; "fp8" | a100-80 does not compute in
     software | 3; ["nemo"]; dict() | software & must be a Software or the name
-    software | "nosuch" | software 'nosuch'; nearest
+    software | ""; " " | unknown software & nearest
     imbalance | "x"; None; [1]; 0.5; 1e30; NAN; INF | imbalance= & must be 1 to 1,000
     policy | 3; dict(); "x" | policy= & must be a Policy
     model | None; 5; [MODEL]; dict(); b"gpt2"; Transformer | model= & Model or the name

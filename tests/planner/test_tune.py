@@ -323,7 +323,7 @@ WRONG = {
         "none can be laid out; the first: .* = 16",
     ),
     "a number for plans": ({"plans": 8}, "plans=8"),
-    "unknown software": ({"software": "megatrom"}, "megatrom"),
+    "a number for software": ({"software": 3}, "software=3"),
     "unknown model": ({"model": "gpt9"}, "gpt9"),
     "a negative seed": ({"seed": -1}, "seed=-1"),
     "parameters of text": ({"parameters": "mine"}, "parameters='mine'"),
