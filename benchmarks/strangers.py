@@ -116,7 +116,11 @@ def judged(rows, prior, draws):
     errors = table[COLUMNS[:3]].median()
     inside = table[COLUMNS[3:]].mean()
     bias = np.log(measured / before["predicted_s"]).median()
-    return {"rows": len(rows), **(100 * pd.concat([errors, inside])), "slower": np.exp(bias)}
+    return {
+        "rows": len(rows),
+        **(100 * pd.concat([errors, inside])),
+        "slower": np.exp(bias),
+    }
 
 
 def main():
@@ -129,7 +133,9 @@ def main():
     for name, rows, prior in stacks(arguments.judge):
         if line := judged(rows, prior, arguments.draws):
             lines[name] = line
-            print(name, {key: round(value, 2) for key, value in line.items()}, flush=True)
+            print(
+                name, {key: round(value, 2) for key, value in line.items()}, flush=True
+            )
     table = pd.DataFrame.from_dict(lines, orient="index")
     table.loc["mean of stacks"] = table.mean()
     print(table.round(2).to_markdown() if False else table.round(2).to_string())

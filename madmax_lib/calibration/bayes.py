@@ -30,7 +30,11 @@ _STACK_SHARE = 0.5
 # log factor by which stacks differ in the pace of all that they do
 _PACE = 0.15
 _SLOWING = ("link_share", "network_share", "stack_rate")  # shares: less is slower
-_PACED = ("collective_s", "hop_s", "optimizer_factor")  # of no class, beside the classes
+_PACED = (
+    "collective_s",
+    "hop_s",
+    "optimizer_factor",
+)  # of no class, beside the classes
 # log error that the best constants of a stack leave in a row; Student's t forgives
 # larger ones
 _NOISE = 0.1
@@ -105,19 +109,23 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
         constants = begin.constants | scale.constants(point)
         return log_measured - np.log(step_s(steps, replace(begin, constants=constants)))
 
-    prior = best = point = scale.point(begin.constants)
+    prior = start = best = point = scale.point(begin.constants)
+    is_free = np.ones(len(prior), bool)
     error = error_at(point)
     least = _mean_error(error)
     noise = _noise_variance(error - np.median(error))
     residuals = _with_scatter(begin.residuals, error)
     for _ in range(_ROUNDS):
         slopes = gradient(steps, scale, point, begin)
-        gain = _gain(covariance, slopes, noise)
+        gain = _gain(covariance * np.outer(is_free, is_free), slopes, noise)
         # always from the prior: the error is linearised at the point
-        moved = prior + gain @ (error + slopes @ (point - prior))
+        moved = start + gain @ (error + slopes @ (point - start))
         point = np.clip(moved, scale.low, scale.high)
+        # a constant that meets its bound stays there, and the others take the rest
+        is_free &= point == moved
+        start = np.where(is_free, prior, point)
         error = error_at(point)
-        noise = _noise_variance(error)
+        noise = _noise_variance(error - np.median(error))
         if _mean_error(error) < least:
             best = point
             least = _mean_error(error)

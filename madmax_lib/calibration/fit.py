@@ -117,7 +117,8 @@ def update(
     none, precision bf16, software none, seq_len (tokens per sample) the model's. A
     column plan, such as dp2.tp2.z1, says more than those. Others: software,
     network_gbit (Gbit/s per device), devices_per_node, overlap_tp overlap_ep overlap_dp
-    (1 or 0), lora_rank, like (software that yours is built on). begin: constants before, the shipped ones if None.
+    (1 or 0), lora_rank, like (software that yours is built on). begin: constants before,
+    the shipped ones if None.
 
     The prior has the covariance of begin (the shipped constants if None), as much wider
     as strangers err, and a further part of the prior width of each constant and of the
