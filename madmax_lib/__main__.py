@@ -26,9 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: print(
-                f"madmax: warning: {message}", file=sys.stderr
-            )
+            warnings.showwarning = _shown_once()
             status = options.command(options)
             sys.stdout.flush()
             return status
@@ -42,6 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
+
+
+def _shown_once():
+    """A `warnings.showwarning` that prints each line once."""
+    lines = set()
+
+    def show(message, *_):
+        if (line := f"madmax: warning: {message}") not in lines:
+            lines.add(line)
+            print(line, file=sys.stderr)
+
+    return show
 
 
 class _Parser(argparse.ArgumentParser):

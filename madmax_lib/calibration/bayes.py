@@ -100,7 +100,9 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
     # strangers err more than the covariance says by this factor, squared
     inflation = max(begin.residuals.get("constants", 1.0), 1.0) ** 2
     of_stack = np.diag((_STACK_SHARE * scale.sigma) ** 2)
-    slower = _slower(scale)
+    # of what these rows have alone: other stacks keep theirs
+    occurs = _occurs(steps, scale, len(log_measured)).any(axis=0)
+    slower = _slower(scale) * occurs
     of_pace = _PACE**2 * np.outer(slower, slower)
     covariance = inflation * shared + of_stack + of_pace
 

@@ -112,7 +112,7 @@ def devices() -> Listing:
 
 
 def software(name: str) -> Listing:
-    """What is assumed of a training software, a row each: value, stack (whose fact it
+    """Assumptions about a training software, a row each: value, stack (whose fact it
     is, by `like`; empty for a default of the workbench), source, date.
 
     The rows are indexed by the assumption in words. See also: mm.clusters, and

@@ -349,10 +349,10 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
     """A training software by name or alias, however its words are joined; `none` for
     None.
 
-    Any other name is a stack of its own, and a warning says what is assumed: all that
-    is known of `like`, or else nothing, at the rates of stacks that nobody tuned. Raises
-    ValueError for what is no name, and for an unknown `like`. See also: mm.software,
-    which says what is assumed of a stack, and by which source.
+    Any other name is a stack of its own: like another as far as is known of that, or
+    like none, with the rates of stacks that nobody tuned, as a warning says unless
+    like="stranger". Raises ValueError for what is no name, and for an unknown `like`.
+    See also: mm.software, which says what is assumed of a stack, and by which source.
 
     >>> software("torchtitan").overlap_tp, software("DGXC_NeMo").overlap_tp_way
     (False, 'user-buffers')
@@ -366,6 +366,8 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
     if not plain or plain in names:
         name, values = _fields("software", "none" if name is None else name)
         return Software(name, **parse_fields(Software, values, f"software {name}"))
+    if like == STRANGER:
+        return Software(name, STRANGER)
     if like:
         base = _fields("software", like)[0]
         return replace(software(base), name=name, rates=base)

@@ -9,6 +9,7 @@ A `console` block is run and compared, numbers to 2 %, `...` for what is left ou
 import contextlib
 import io
 import itertools
+import json
 import re
 import shlex
 import warnings
@@ -294,3 +295,30 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for page in PAGES.values():
         page.write_text(anew(page))
+
+
+@pytest.mark.parametrize("words", ["", "--like megatron-core"])
+@pytest.mark.filterwarnings("ignore:software 'internevo'")
+def test_the_rows_of_the_page_calibrate(words, tmp_path, capsys):
+    """Its CSV from the shell, to a machine whose software needs no name, and a page."""
+    (text,) = blocks(PAGES["how-do-i-calibrate"], "csv")
+    (tmp_path / "my_runs.csv").write_text(text)
+    command = [
+        "calibrate",
+        "--rows",
+        f"{tmp_path}/my_runs.csv",
+        "-o",
+        f"{tmp_path}/mine",
+    ]
+    assert __main__.main([*command, *words.split()]) == 0
+    rows = pd.read_csv(tmp_path / "my_runs.csv")
+    errors = pd.read_csv(tmp_path / "mine" / "results.csv")["error"]
+    assert len(errors) == len(rows) and errors.abs().max() < 0.15
+    assert "predicted / measured" in (tmp_path / "mine" / "page.html").read_text()
+    capsys.readouterr()
+    asked = ["llama2-7b", f"{tmp_path}/mine/machine.json", "dp32.z1"]
+    assert __main__.main(["estimate", *asked, "--global-batch", "512", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    timed_as = words.removeprefix("--like ") or "stranger"
+    assert answer["summary"]["software"] == f"internevo, timed as {timed_as}"
+    assert abs(answer["rows"][0]["step_s"] / 16.4 - 1) < 0.05

@@ -53,11 +53,12 @@ def write_page(directory: Path, machine: Machine) -> Path:
     ratios = {
         title: parts[f"predicted_{name}"] / parts[f"measured_{name}"]
         for name, title in _TITLES.items()
+        if f"measured_{name}" in parts
     }
     parameters = machine.parameters
     constants = {
         name: (parameters.constants[name], *parameters.intervals[name])
-        for name in parameters.fitted
+        for name in facts.get("moved", parameters.fitted)
     }
     constants = pd.DataFrame.from_dict(
         constants, orient="index", columns=["value", "low", "high"]
@@ -88,6 +89,8 @@ def _results(results: pd.DataFrame):
     """Predicted / measured, side by side."""
     table = pd.DataFrame(index=results.index)
     for title, (name, factor, text) in _QUANTITIES.items():
+        if f"measured_{name}" not in results:
+            continue
         predicted, measured = (
             (factor * results[f"{which}_{name}"]).map(text.format)
             for which in ("predicted", "measured")

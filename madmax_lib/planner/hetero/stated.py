@@ -68,8 +68,8 @@ def predict(
 
 
 def _gap(raw: dict):
-    """What the catalog lacks of a row's devices, whose links and sums profiles do not
-    hold; empty if nothing.
+    """Reason why a row has no time: the catalog lacks its devices, whose links and sums
+    no profile holds; empty if it has them.
     """
     nodes = _nodes(raw)
     try:

@@ -22,6 +22,7 @@ from madmax_lib import catalog
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
+from madmax_lib.catalog.software import Software
 
 _mapping = partial(
     field, default_factory=dict, hash=False
@@ -106,11 +107,13 @@ class Parameters:
         )
 
     @property
-    def software(self) -> str | None:
+    def software(self) -> str | Software | None:
         """Software of the runs that they were fitted to, where it was one alone; a step
         without another has it.
         """
-        return self.provenance.get("software")
+        name = self.provenance.get("software")
+        like = self.provenance.get("like")
+        return catalog.software(name, like) if like else name
 
     @cached_property
     def uncertainty(self) -> tuple[dict[str, int], np.ndarray]:

@@ -197,7 +197,7 @@ def _print_answer(
         envelope(
             command,
             result,
-            [str(warning.message) for warning in caught],
+            [*dict.fromkeys(str(warning.message) for warning in caught)],
             complete=options.all,
         )
     )

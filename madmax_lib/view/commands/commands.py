@@ -187,14 +187,20 @@ def _calibrate(options: Namespace):
     values = {name: getattr(options, name) for name in names}
     # what is left out keeps the default of `calibrate`
     asked = {name: value for name, value in values.items() if value is not None}
-    machine = calibrate(options.output, **asked)
+    if options.rows:
+        from madmax_lib.calibration.verdict.row_machine import calibrate_rows
+
+        machine = calibrate_rows(options.rows, options.output, options.like)
+    else:
+        machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
         return 0
     text = "no further run"
     if len(results):
-        text = results[_RESULTS].to_string(index=False, float_format="{:.3f}".format)
+        columns = [name for name in _RESULTS if name in results]
+        text = results[columns].to_string(index=False, float_format="{:.3f}".format)
     page = f"all of it: {options.output / 'page.html'}"
     print("\n".join([text, "", *machine.provenance["notes"], page]))
     return 0

@@ -55,7 +55,7 @@ def _expect(options: Namespace):
         parameters=constants_of(options.cluster),  # of a machine.json its own
     )
     about = {name: getattr(result, name) for name in _VERDICT}
-    about["software"] = used(options.software, cluster)
+    about["software"] = used(run_of(options)["software"], cluster)
     # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
     about["tries"] = result.tries.head(3).to_dict("records")

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.hardware import Cluster
+from madmax_lib.catalog.software import Software
 from madmax_lib.view.commands.answers import Answer, add_command
 
 # options of every training, by the names that estimates take
@@ -40,7 +41,12 @@ def _fits(options: Namespace):
 
 def run_of(options: Namespace) -> dict:
     """Values of the options that every training has, by name."""
-    return {name: getattr(options, name) for name in _RUN}
+    from madmax_lib import catalog
+
+    run = {name: getattr(options, name) for name in _RUN}
+    if options.like:
+        run["software"] = catalog.software(options.software or "own", options.like)
+    return run
 
 
 def _step(options: Namespace):
@@ -59,12 +65,14 @@ def _priced(options: Namespace):
 
     step = _step(options)
     constants = constants_of(options.cluster)
-    software = software_of(options.software, constants)
+    software = software_of(step["software"], constants)
     return step | {"parameters": constants, "software": software}
 
 
-def used(software: str | None, cluster: Cluster) -> str:
+def used(software: str | Software | None, cluster: Cluster) -> str:
     """Software whose kernels and overlaps a prediction has."""
+    if rates := getattr(software, "rates", ""):
+        return f"{software.name}, timed as {rates}"
     on_cpu = cluster.device.family == "cpu"
     usual = "this project's own trainer" if on_cpu else "tuned Megatron-Core"
     return software or f"none named: timed as by {usual}"
