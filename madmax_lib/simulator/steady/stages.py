@@ -61,6 +61,7 @@ class _ExposedTraffic:
     embedding_s: Number = 0.0  # of the first stage beside
     head_s: Number = 0.0  # of the last stage beside
     overlapped_by_peers_s: Number = 0.0  # of each stage, for which no other waits
+    stalls_s: Number = 0.0  # between the layers of a backward pass
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Stages:
     embedding_s: Number  # embedding with its traffic, at the first stage
     head_s: Number  # head with its traffic, at the last stage
     overlapped_by_peers_s: Number  # traffic of each for which no other stage waits
+    stalls_s: Number  # of a backward pass between its layers
     first_forward_s: Number  # of the first stage
     first_backward_s: Number
     longest_chunk_excess_s: Number  # of the longest chunk, beyond mean layers
@@ -151,6 +153,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         embedding_s=exposed.embedding_s + sum(costs.embedding.passes_s),
         head_s=head_s,
         overlapped_by_peers_s=exposed.overlapped_by_peers_s,
+        stalls_s=exposed.stalls_s,
         first_forward_s=forward_s,
         first_backward_s=backward_s,
         longest_chunk_excess_s=excess.longest_chunk_s,
@@ -273,8 +276,11 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts):
         apart_s = gather_s + np.minimum(traffic.reduce_s, wgrad_s)
         back_s = np.where(split, apart_s, back_s)
     buckets = prices.sharded_buckets
+    stalls_s = 0.0
     if np.any(buckets):
-        back_s = np.where(buckets, _sharded_buckets_s(steps, costs), back_s)
+        ends_s, stalls_s = _sharded_buckets_s(steps, costs)
+        stalls_s = np.where(buckets, stalls_s, 0.0)
+        back_s = np.where(buckets, ends_s + stalls_s, back_s)
     each_s = chunks * (np.minimum(traffic.forward_s, forward_s) + back_s)
     lag_s = ahead_lag_s + back_lag_s
     by_peers_s = each_s + chunks * np.minimum(layers, 2) * lag_s
@@ -293,12 +299,13 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts):
         first.forward_s + first.backward_s + first.reduce_s,
         last.backward_s + last.reduce_s + longer_s - beside_head_s,
         by_peers_s,
+        stalls_s,
     )
 
 
 def _sharded_buckets_s(steps: Steps, costs: LayerCosts):
-    """Gathers and reductions of a backward pass that show where ZeRO-3 reduces
-    gradients in buckets of several layers.
+    """Gathers and reductions of a backward pass that show at its ends, and between its
+    layers, where ZeRO-3 reduces gradients in buckets of several layers.
 
     Gathers queue behind a bucket on the same stream: compute goes on for the layers
     gathered ahead, then it waits. What the last bucket holds follows the pass.
@@ -317,12 +324,14 @@ def _sharded_buckets_s(steps: Steps, costs: LayerCosts):
         ).reduce_s
         for many in (together, layers - full_buckets * together)
     )
-    compute_s = costs.layer.passes_s[1]
-    compute_s = compute_s + prices.contention_s(compute_s, gather_s)
+    # of the mean layer: dense ones of a mixture exchange no tokens
+    dense = np.where(steps.shape.experts > 0, steps.shape.dense_layers, 0) / layers
+    mean_s = (1 - dense) * costs.layer.passes_s[1] + dense * costs.dense.passes_s[1]
+    compute_s = mean_s + prices.contention_s(mean_s, gather_s)
     # what gathers gain on compute from bucket to bucket, at most `prefetch` layers
     gained_s = together * (compute_s - gather_s)
     ahead_s = prices.plan.prefetch * compute_s - gather_s
     slack_s = np.maximum(np.minimum(ahead_s, gained_s), 0.0)
     lag_s = layers * np.maximum(gather_s - compute_s, 0.0)
     first_s = np.maximum(gather_s - lag_s, 0.0)
-    return first_s + full_buckets * np.maximum(full_s - slack_s, 0.0) + last_s
+    return first_s + last_s, full_buckets * np.maximum(full_s - slack_s, 0.0)

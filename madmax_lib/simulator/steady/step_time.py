@@ -196,6 +196,8 @@ def _first_stage(
     single = prices.plan.pp == 1
     split = prices.splits_backward > 0
     wgrad_s = last.layer.time.weight_s
+    # copies are reduced beside what compute waits for, too
+    last_backward_s = last_stages.first_backward_s + last_stages.stalls_s
     issued_s = _issued_s(layers, stages.three[0].moe_layers, prices)
     return PassesOfStage(
         layers=layers,
@@ -205,7 +207,7 @@ def _first_stage(
         forward_s=stages.first_forward_s,
         backward_s=stages.first_backward_s,
         last_forward_s=last_stages.first_forward_s,
-        last_backward_s=np.where(split, layers * wgrad_s, last_stages.first_backward_s),
+        last_backward_s=np.where(split, layers * wgrad_s, last_backward_s),
         layer_s=np.where(split, wgrad_s, last.layer.passes_s[1]),
         head_s=np.where(single, last.head.passes_s[1], 0.0),
         launched_s=(2 + prices.repeats) * issued_s,
