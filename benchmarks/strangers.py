@@ -17,6 +17,7 @@ decision was made on it. `--judge` shows that third alone, to be looked at once.
 import argparse
 import hashlib
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -78,7 +79,7 @@ def stacks(judge: bool):
             yield (
                 f"{name}, left out",
                 rows.assign(software=f"my own {name}"),
-                fit.replace(blind, **widths),
+                replace(blind, **widths),
             )
 
 
@@ -106,11 +107,10 @@ def judged(rows, prior, draws):
             "scaled": (factor * seconds / truth - 1).abs(),
             "prior": (seconds / truth - 1).abs(),
             "inside": truth.between(after["low_s"], after["high_s"]),
-            "prior inside": truth.between(before["low_s"], before["high_s"].iloc[rest]),
+            "prior inside": truth.between(
+                before["low_s"].iloc[rest], before["high_s"].iloc[rest]
+            ),
         }
-        part["prior inside"] = truth.between(
-            before["low_s"].iloc[rest], before["high_s"].iloc[rest]
-        )
         parts.append(pd.DataFrame(part))
     table = pd.concat(parts)
     errors = table[COLUMNS[:3]].median()
@@ -138,7 +138,7 @@ def main():
             )
     table = pd.DataFrame.from_dict(lines, orient="index")
     table.loc["mean of stacks"] = table.mean()
-    print(table.round(2).to_markdown() if False else table.round(2).to_string())
+    print(table.round(2).to_string())
 
 
 if __name__ == "__main__":
