@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
-from madmax_lib.base.collectives import TIMED, bus_factor
+from madmax_lib.base.collectives import TIMED
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
