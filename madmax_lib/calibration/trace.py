@@ -134,6 +134,8 @@ def fit_timeline(
         links = tuple(link.bandwidth_bytes_per_s for link in ends)
     # constants that any of the runs tells, fitted to all of them together
     scale = FittingScale.of(names)
+    # the kernels of a run may be slower than those of all published ones
+    scale = replace(scale, low=scale.low - np.log(2) * scale.logarithmic)
     solution = _solve(
         runs, Parameters(constants=constants, collectives=collectives), scale
     )
@@ -361,8 +363,8 @@ def _link_share(timeline: Timeline, run: _Run):
     (name,) = run.steps.machine.near.keys("link_share", bounds().index)
     # a share outside the bounds would be no share of this link
     low, high = bounds().loc[name, ["low", "high"]]
-    whole = replace(shipped(), constants={**shipped().constants, name: 1.0})
-    prices = LinkPrices(run.steps, whole)
+    full_share = replace(shipped(), constants={**shipped().constants, name: 1.0})
+    prices = LinkPrices(run.steps, full_share)
     groups = Groups(run.steps.plan, run.steps.machine.node)
     group = next(groups[each] for each in ("tp", "dp") if groups[each].ranks == ranks)
     sizes = spans["size_bytes"].to_numpy(float)

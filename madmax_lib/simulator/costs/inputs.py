@@ -82,13 +82,14 @@ class Hardware(_Classified):
     that say which share of them is reached.
     """
 
-    # FLOP/s of large products alone, and the depth of their sums that costs as much as
-    # a tile's ends: in the dtype of the step, and of heads, which stay in 16 bits
-    gemm_rate: Number
+    peak_gemm: Number  # FLOP/s of products in the dtype of the step
+    peak_wide: Number  # FLOP/s of heads and attention, which stay in 16 bits
+    # share of those that large products reach alone, and the depth of their sums that
+    # costs as much as a tile's ends
+    gemm_share: Number
     gemm_lost_depth: Number
-    head_rate: Number
-    head_lost_depth: Number
-    peak_wide: Number  # FLOP/s of attention, which stays in 16 bits, on the data sheet
+    wide_share: Number
+    wide_lost_depth: Number
     memory: Number  # bytes/s of the device's memory
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
@@ -217,16 +218,17 @@ def _hardware(case: Case):
         bits = 4
     is_wide = case.dtype in ("fp32", "tf32", "fp64")
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
-    gemm_rate, gemm_lost_depth = _products_alone(device, case.dtype)
-    head_rate, head_lost_depth = _products_alone(device, wide_dtype)
+    gemm_share, gemm_lost_depth = _products_alone(device, case.dtype)
+    wide_share, wide_lost_depth = _products_alone(device, wide_dtype)
     peers = _peers(cluster)
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
-        gemm_rate=gemm_rate,
-        gemm_lost_depth=gemm_lost_depth,
-        head_rate=head_rate,
-        head_lost_depth=head_lost_depth,
+        peak_gemm=device.peak(case.dtype),
         peak_wide=device.peak(wide_dtype),
+        gemm_share=gemm_share,
+        gemm_lost_depth=gemm_lost_depth,
+        wide_share=wide_share,
+        wide_lost_depth=wide_lost_depth,
         memory=device.memory_bandwidth_bytes_per_s,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
@@ -250,15 +252,15 @@ def _hardware(case: Case):
 
 
 def _products_alone(device: Device, dtype: str):
-    """(FLOP/s, lost depth) of large products of a device that does nothing else, by
-    measured kernels; of a CPU what its calibration measured.
+    """(share of the data sheet, lost depth) of large products of a device that does
+    nothing else, by measured kernels; a CPU has the rate that its calibration measured.
     """
     if device.family == "cpu":
-        return device.peak(dtype), 0.0
+        return 1.0, 0.0
     alone = kernel_rates(device, "gemm", dtype).rates
     logs = np.log([rate.flops_per_s for rate in alone])
     depth = np.mean([rate.lost_depth for rate in alone])
-    return float(np.exp(np.mean(logs))), float(depth)
+    return float(np.exp(np.mean(logs)) / device.peak(dtype)), float(depth)
 
 
 def _peers(cluster: Cluster):

@@ -62,12 +62,12 @@ class _InNode:
 
     @classmethod
     def of(cls, kind: str, ranks: Number, device: str, steps: Number):
-        """Those of a device, between so many ranks."""
+        """Collectives of a device, between so many ranks."""
         many = np.maximum(ranks, 2)  # fewer have no collective
         wires = bus_factor(kind, many)
         logs = 0.0
-        alike = kernel_rates(device, kind).rates
-        for rate in alike:
+        similar = kernel_rates(device, kind).rates
+        for rate in similar:
             pairs = zip(rate.latency_s, rate.bytes_per_s, strict=True)
             lines = [
                 (
@@ -76,20 +76,20 @@ class _InNode:
                 )
                 for latency_s, bytes_per_s in pairs
             ]
-            logs = logs + np.log(lines) / len(alike)
+            logs = logs + np.log(lines) / len(similar)
         return cls(steps, np.exp(logs))
 
     def joined(self, other):
-        """These, and those of other steps."""
+        """Collectives of these steps and of other ones."""
         regimes = np.where(other.steps, other.regimes, self.regimes)
         return _InNode(self.steps | other.steps, regimes)
 
-    def seconds(self, size_bytes: Number, link_time_ratio: Number) -> Number:
-        """Seconds of a call, on links that take so many times as long for a byte."""
-        wires_bytes = size_bytes * link_time_ratio
+    def seconds(self, size_bytes: Number, latency_ratio: Number) -> Number:
+        """Seconds of a call, with so many times the latency."""
         (small_s, small_byte_s), (large_s, large_byte_s) = self.regimes
         return np.minimum(
-            small_s + wires_bytes * small_byte_s, large_s + wires_bytes * large_byte_s
+            latency_ratio * small_s + size_bytes * small_byte_s,
+            latency_ratio * large_s + size_bytes * large_byte_s,
         )
 
 
@@ -120,7 +120,9 @@ class LinkPrices:
         seconds = size_bytes * byte_s + moves * (calls * call_s)
         here = self._in_node(kind, group)
         if here:
-            each_s = here.seconds(size_bytes / calls, self._link_time_ratio)
+            wire_bytes = size_bytes / calls * self._link_time_ratio
+            latency = self.parameters.constants["latency_in_node"]
+            each_s = here.seconds(wire_bytes, latency)
             seconds = np.where(here.steps, moves * (calls * each_s), seconds)
         for measured, points in self._curves.items():
             if measured.kind != kind:
@@ -176,14 +178,22 @@ class LinkPrices:
         if key not in self._inside:
             peers = self.machine.peers
             inside = (group.nodes <= 1) & (group.ranks > 1)
-            found = None
+            has_table = (
+                kind in _IN_NODE and group.name != "ep" and not self._is_on_paper
+            )
+            curves = None
             for code, name in enumerate(peers.names):
                 steps = inside & (peers.code == code)
-                if name != "none" and kind in _IN_NODE and np.any(steps):
-                    one = _InNode.of(kind, group.ranks, name, steps)
-                    found = found.joined(one) if found else one
-            self._inside[key] = found if group.name != "ep" else None
+                if has_table and name != "none" and np.any(steps):
+                    of_device = _InNode.of(kind, group.ranks, name, steps)
+                    curves = curves.joined(of_device) if curves else of_device
+            self._inside[key] = curves
         return self._inside[key]
+
+    @cached_property
+    def _is_on_paper(self):
+        """Whether links have the shares of the data sheet that constants say."""
+        return np.any(self.parameters.constants["data_sheet"])
 
     @cached_property
     def _link_time_ratio(self):
@@ -214,7 +224,7 @@ class LinkPrices:
         share = machine.near.constant(self.parameters, "link_share")
         peers = machine.peers
         for code, name in enumerate(peers.names):
-            if name != "none":
+            if name != "none" and not self._is_on_paper:
                 measured = kernel_rates(name, "all_gather").rates
                 bandwidths = [rate.bytes_per_s[-1, -1] for rate in measured]
                 reached = np.exp(np.mean(np.log(bandwidths))) / machine.peer_link

@@ -72,7 +72,7 @@ class Prices(LinkPrices, Overlap):
     @cached_property
     def flops(self) -> dict[str, Number]:
         """FLOP/s of products (gemm), of those of heads (wide), of experts, attention,
-        and unfused scores: rate alone, or data sheet, x device x stack x kind of op.
+        and unfused scores: data sheet x share reached alone x device x stack x kind of op.
         """
         machine = self.machine
         traits = self.traits
@@ -85,9 +85,16 @@ class Prices(LinkPrices, Overlap):
         reached = self.parameters.compute_efficiency * device
         reached = reached * share(traits.stack, "stack_rate")
         product = reached * np.where(traits.era_2021, c["legacy_software"], 1.0)
-        gemm = machine.gemm_rate * product * share(machine.gemm, "gemm_efficiency")
+        # on paper products reach the data sheet
+        gemm_share, wide_share = (
+            np.where(c["data_sheet"] > 0, 1.0, alone)
+            for alone in (machine.gemm_share, machine.wide_share)
+        )
+        peak = machine.peak_gemm * gemm_share
+        gemm = peak * product * share(machine.gemm, "gemm_efficiency")
         gemm = gemm / np.where(machine.mx, c["quantise_mx"], 1.0)
-        wide = machine.head_rate * product * share(machine.head, "gemm_efficiency")
+        peak = machine.peak_wide * wide_share
+        wide = peak * product * share(machine.head, "gemm_efficiency")
         attention = share(machine.attention, "attention_efficiency")
         return {
             "gemm": gemm,
@@ -135,7 +142,8 @@ class Prices(LinkPrices, Overlap):
         machine = self.machine
         bytes_s = op.traffic_bytes / self.memory
         rate = "experts" if op.experts else "wide" if op.wide else "gemm"
-        lost = machine.head_lost_depth if op.wide else machine.gemm_lost_depth
+        lost = machine.wide_lost_depth if op.wide else machine.gemm_lost_depth
+        lost = np.where(self.constants["data_sheet"] > 0, 0.0, lost)
         flops = op.flops * (1 + lost / np.maximum(op.shape[-1], 1))
         if op.name == "logits":
             flops = flops * self._misalignment
