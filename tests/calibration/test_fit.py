@@ -59,7 +59,7 @@ def test_constants_that_made_the_times_are_found(vtrain):
     made = vtrain.assign(measured_s=predicted_s(vtrain, truth))
     found = fit(made, starts=1, only=VTRAIN)
     assert np.allclose(predicted_s(made, found), made["measured_s"], rtol=0.03)
-    assert found.constants[VTRAIN[0]] == pytest.approx(0.75, rel=0.05)
+    assert found.constants[VTRAIN[0]] == pytest.approx(0.85, rel=0.05)
     assert (
         0.3 < found.constants[VTRAIN[1]] < 0.4
     )  # the softmax traffic takes its part: their sum is what shows

@@ -120,7 +120,7 @@ class LinkPrices:
         seconds = size_bytes * byte_s + moves * (calls * call_s)
         here = self._in_node(kind, group)
         if here:
-            wire_bytes = size_bytes / calls * self._link_time_ratio
+            wire_bytes = size_bytes / np.maximum(calls, 1e-9) * self._link_time_ratio
             latency = self.parameters.constants["latency_in_node"]
             each_s = here.seconds(wire_bytes, latency)
             seconds = np.where(here.steps, moves * (calls * each_s), seconds)

@@ -54,7 +54,7 @@ class PassBuilder:
         first: the first pass of a step, under which ZeRO-1/2 gather.
         """
         gathered = self._gathers(pass_, blocks, "forward", first)
-        previous = self._switch(pass_, blocks[0])
+        previous = self._switch(pass_, blocks[0], gathered)
         exchanged = []  # rows of looked-up tables
         for unit in units_of(blocks):
             for block in unit:
@@ -79,7 +79,7 @@ class PassBuilder:
         gathered = self._gathers(pass_, blocks[::-1], "backward", False)
         reduce = self.sharding.reducer(pass_, last)
         table = next((block for block in blocks if block.table), None)
-        previous = self._switch(pass_, blocks[-1])
+        previous = self._switch(pass_, blocks[-1], gathered)
         exchanged = []
         launches = 2 + float(self.prices.repeats)  # dgrad, wgrad, recompute
         for unit in units_of(blocks)[::-1]:
@@ -110,12 +110,13 @@ class PassBuilder:
                     )
         return previous
 
-    def _switch(self, pass_: Pass, block: Block):
+    def _switch(self, pass_: Pass, block: Block, gathered):
         """The start of a pass: what its first block waits for."""
         before = [MESSAGE, BEFORE]
         switch_s = float(self.prices.switch_s)
         if not switch_s:
             return before
+        gathered(block, before)  # weights do not wait for the switch
         return [pass_.compute("switch", switch_s, before, block.unit)]
 
     def weights(self, pass_: Pass, blocks: list[Block], last: bool) -> None:
