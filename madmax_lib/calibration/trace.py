@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
-from madmax_lib.base.collectives import TIMED
+from madmax_lib.base.collectives import TIMED, bus_factor
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
@@ -28,9 +28,7 @@ from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.costs.link_prices import LinkPrices
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.rates.topology import Groups
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.timeline.kinds import collective_names
@@ -134,8 +132,6 @@ def fit_timeline(
         links = tuple(link.bandwidth_bytes_per_s for link in ends)
     # constants that any of the runs tells, fitted to all of them together
     scale = FittingScale.of(names)
-    # the kernels of a run may be slower than those of all published ones
-    scale = replace(scale, low=scale.low - np.log(2) * scale.logarithmic)
     solution = _solve(
         runs, Parameters(constants=constants, collectives=collectives), scale
     )
@@ -360,14 +356,10 @@ def _link_share(timeline: Timeline, run: _Run):
         spans = spans[names == "all_reduce"]
     if spans.empty:
         return {}
+    sent_bytes = bus_factor("all_reduce", ranks) * spans["size_bytes"].astype(float)
+    rate = float((sent_bytes / (spans["dur_ns"] / NS_PER_S)).median())
     (name,) = run.steps.machine.near.keys("link_share", bounds().index)
     # a share outside the bounds would be no share of this link
     low, high = bounds().loc[name, ["low", "high"]]
-    full_share = replace(shipped(), constants={**shipped().constants, name: 1.0})
-    prices = LinkPrices(run.steps, full_share)
-    groups = Groups(run.steps.plan, run.steps.machine.node)
-    group = next(groups[each] for each in ("tp", "dp") if groups[each].ranks == ranks)
-    sizes = spans["size_bytes"].to_numpy(float)
-    measured_s = spans["dur_ns"].to_numpy() / NS_PER_S
-    share = float(np.median(prices.comm_s("all_reduce", sizes, group) / measured_s))
+    share = rate / cluster.intra.bandwidth_bytes_per_s
     return {name: min(max(share, low), high)}

@@ -158,7 +158,6 @@ def test_who_recomputes_more_takes_longer(drawn):
 def test_an_infinite_network_without_latency_shows_no_communication(drawn):
     cases, steps, _ = drawn
     latencies = ("collective_s", "hop_s", "network_s", "network_hop_s", "send_stop_s")
-    latencies += ("latency_in_node",)
     constants = {
         name: 0.0 if name.partition(":")[0] in latencies else value
         for name, value in shipped().constants.items()

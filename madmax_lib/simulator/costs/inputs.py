@@ -14,19 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.kernel_rates import kernel_rates
-from madmax_lib.catalog.models import Cluster, Device, Link
-from madmax_lib.catalog.tables import device_named
+from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
-
-# devices and families with collectives in `data/kernel_rates.csv`, by their links
-_NVLINK_DEVICES = {"nvlink3": "a100-80", "nvlink4": "h100-80", "nvlink5": "b200"}
-_NVLINK_FAMILIES = ("ampere", "hopper", "blackwell")
 
 
 @dataclass(frozen=True)
@@ -84,12 +78,6 @@ class Hardware(_Classified):
 
     peak_gemm: Number  # FLOP/s of products in the dtype of the step
     peak_wide: Number  # FLOP/s of heads and attention, which stay in 16 bits
-    # share of those that large products reach alone, and the depth of their sums that
-    # costs as much as a tile's ends
-    gemm_share: Number
-    gemm_lost_depth: Number
-    wide_share: Number
-    wide_lost_depth: Number
     memory: Number  # bytes/s of the device's memory
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
@@ -106,9 +94,6 @@ class Hardware(_Classified):
     head: ClassColumn
     attention: ClassColumn
     near: ClassColumn  # link inside a node
-    # device whose collectives inside a node are known from measured ones, or none
-    peers: ClassColumn
-    peer_link: Number  # bytes/s of that device's links to its peers
     network: ClassColumn
 
 
@@ -217,18 +202,10 @@ def _hardware(case: Case):
     if case.dtype == "nvfp4" and "nvfp4" in peaks:
         bits = 4
     is_wide = case.dtype in ("fp32", "tf32", "fp64")
-    wide_dtype = case.dtype if is_wide else device.nearest("bf16")
-    gemm_share, gemm_lost_depth = _products_alone(device, case.dtype)
-    wide_share, wide_lost_depth = _products_alone(device, wide_dtype)
-    peers = _peers(cluster)
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
-        peak_wide=device.peak(wide_dtype),
-        gemm_share=gemm_share,
-        gemm_lost_depth=gemm_lost_depth,
-        wide_share=wide_share,
-        wide_lost_depth=wide_lost_depth,
+        peak_wide=device.peak(case.dtype if is_wide else device.nearest("bf16")),
         memory=device.memory_bandwidth_bytes_per_s,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
@@ -245,33 +222,8 @@ def _hardware(case: Case):
         head=f"{family}-16",
         attention=f"hopper-{release}" if family == "hopper" else family,
         near=_link_class(cluster.intra),
-        peers=peers,
-        peer_link=device_named(peers).scale_up_bytes_per_s if peers != "none" else 1.0,
         network=_link_class(cluster.inter),
     )
-
-
-def _products_alone(device: Device, dtype: str):
-    """(share of the data sheet, lost depth) of large products of a device that does
-    nothing else, by measured kernels; a CPU has the rate that its calibration measured.
-    """
-    if device.family == "cpu":
-        return 1.0, 0.0
-    alone = kernel_rates(device, "gemm", dtype).rates
-    logs = np.log([rate.flops_per_s for rate in alone])
-    depth = np.mean([rate.lost_depth for rate in alone])
-    return float(np.exp(np.mean(logs)) / device.peak(dtype)), float(depth)
-
-
-def _peers(cluster: Cluster):
-    """Device whose measured collectives hold inside a node on NVLink: that of the
-    cluster, or where the catalog has it not the one that its links came with.
-    """
-    device = cluster.device
-    usual = _NVLINK_DEVICES.get(_link_class(cluster.intra), "none")
-    is_known = device.family in _NVLINK_FAMILIES and device_named(device.name)
-    has_links = usual != "none" and device.scale_up_bytes_per_s > 0
-    return device.name if has_links and is_known else usual
 
 
 def _link_class(link: Link):

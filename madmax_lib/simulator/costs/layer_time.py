@@ -52,8 +52,6 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     priced = [prices.block_s(block) for block in blocks]
     waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
     computed, weight_s = _computed(priced, waits, prices)
-    if any(block.name.startswith("core") for block in blocks):
-        _rejoin_attention(blocks, waits, computed, prices)
     for block, seconds, waits_s, time in zip(
         blocks, priced, waits, computed, strict=True
     ):
@@ -76,22 +74,6 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
             add(backward, {"cp_s": back_s + repeated_s})
     _add_host(forward, backward, blocks, prices)
     return LayerTime(forward, backward, weight_s)
-
-
-def _rejoin_attention(blocks, waits, computed, prices):
-    """Count attention's three blocks as the one that it is in steps without cp, beside
-    others that have it: all that it computes hides all of its collectives.
-    """
-    whole = prices.plan.cp == 1
-    start = next(i for i, block in enumerate(blocks) if block.name.startswith("core"))
-    first, *others = (start - 1, start, start + 1)
-    for other in others:
-        for group in {*waits[first], *waits[other]}:
-            moved_s = whole * waits[other].get(group, 0.0)
-            waits[first][group] = waits[first].get(group, 0.0) + moved_s
-            waits[other][group] = waits[other].get(group, 0.0) - moved_s
-        pairs = zip(computed[first], computed[other], strict=True)
-        computed[first] = _BlockTime(*(a_s + whole * b_s for a_s, b_s in pairs))
 
 
 def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices):

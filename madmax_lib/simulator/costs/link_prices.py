@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.base.collectives import bus_factor
-from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.layers.work import any_nonzero
@@ -23,8 +21,6 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group
 
-# collectives whose seconds inside a node were measured
-_IN_NODE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _WIRE_SHARE = 1448 / 1538  # of an Ethernet frame is data of TCP
 _TREE_STEPS = 32  # per doubling of the nodes: what a ring of 256 nodes takes
 _SAME = 1e-3  # relative difference of rates that are only written differently
@@ -47,52 +43,6 @@ class _Network:
     hop_s: Number  # of a step of a ring on it
 
 
-@dataclass(frozen=True)
-class _InNode:
-    """Measured collectives of a kind inside a node.
-
-      t = min over regimes of latency + size byte_s
-
-    as its small and large sizes lie on a line each; geometric mean of the devices that
-    stand for one without measurements.
-    """
-
-    steps: Number  # those that have them
-    regimes: np.ndarray  # (2, 2, ...): small and large, latency_s and byte_s
-
-    @classmethod
-    def of(cls, kind: str, ranks: Number, device: str, steps: Number):
-        """Collectives of a device, between so many ranks."""
-        many = np.maximum(ranks, 2)  # fewer have no collective
-        wires = bus_factor(kind, many)
-        logs = 0.0
-        similar = kernel_rates(device, kind).rates
-        for rate in similar:
-            pairs = zip(rate.latency_s, rate.bytes_per_s, strict=True)
-            lines = [
-                (
-                    np.interp(many, rate.ranks, latency_s),
-                    wires / np.interp(many, rate.ranks, bytes_per_s),
-                )
-                for latency_s, bytes_per_s in pairs
-            ]
-            logs = logs + np.log(lines) / len(similar)
-        return cls(steps, np.exp(logs))
-
-    def joined(self, other):
-        """Collectives of these steps and of other ones."""
-        regimes = np.where(other.steps, other.regimes, self.regimes)
-        return _InNode(self.steps | other.steps, regimes)
-
-    def seconds(self, size_bytes: Number, latency_ratio: Number) -> Number:
-        """Seconds of a call, with so many times the latency."""
-        (small_s, small_byte_s), (large_s, large_byte_s) = self.regimes
-        return np.minimum(
-            latency_ratio * small_s + size_bytes * small_byte_s,
-            latency_ratio * large_s + size_bytes * large_byte_s,
-        )
-
-
 class LinkPrices:
     """Prices of collectives of steps under parameters; arrays where steps are many."""
 
@@ -101,7 +51,6 @@ class LinkPrices:
         self.parameters = parameters
         self.machine = steps.machine
         self._rates: dict[tuple[str, str], tuple[Number, Number]] = {}
-        self._inside: dict[tuple[str, str], _InNode | None] = {}
 
     def comm_s(
         self, kind: str, size_bytes: Number, group: Group, calls: Number = 1.0
@@ -118,12 +67,6 @@ class LinkPrices:
         byte_s, call_s = self._rates[priced, group.name]
         moves = size_bytes > 0
         seconds = size_bytes * byte_s + moves * (calls * call_s)
-        here = self._in_node(kind, group)
-        if here:
-            wire_bytes = size_bytes / np.maximum(calls, 1e-9) * self._link_time_ratio
-            latency = self.parameters.constants["latency_in_node"]
-            each_s = here.seconds(wire_bytes, latency)
-            seconds = np.where(here.steps, moves * (calls * each_s), seconds)
         for measured, points in self._curves.items():
             if measured.kind != kind:
                 continue
@@ -170,40 +113,6 @@ class LinkPrices:
         far_s = crosses * (network.call_s + network.hop_s * steps)
         return byte_s, many * (near_s + far_s)
 
-    def _in_node(self, kind: str, group: Group):
-        """Measured collectives of the steps whose group lies inside a node; None where
-        no step has any.
-        """
-        key = kind, group.name
-        if key not in self._inside:
-            peers = self.machine.peers
-            inside = (group.nodes <= 1) & (group.ranks > 1)
-            has_table = (
-                kind in _IN_NODE and group.name != "ep" and not self._is_on_paper
-            )
-            curves = None
-            for code, name in enumerate(peers.names):
-                steps = inside & (peers.code == code)
-                if has_table and name != "none" and np.any(steps):
-                    of_device = _InNode.of(kind, group.ranks, name, steps)
-                    curves = curves.joined(of_device) if curves else of_device
-            self._inside[key] = curves
-        return self._inside[key]
-
-    @cached_property
-    def _is_on_paper(self):
-        """Whether links have the shares of the data sheet that constants say."""
-        return np.any(self.parameters.constants["data_sheet"])
-
-    @cached_property
-    def _link_time_ratio(self):
-        """Seconds per byte on the links of a node over those where collectives were
-        measured.
-        """
-        share = self.machine.near.constant(self.parameters, "link_share")
-        rate = self.machine.link * self.parameters.network_efficiency * share
-        return self.machine.peer_link / rate
-
     @cached_property
     def _curves(self):
         """Measured curves by what they were measured on, from keys such as
@@ -217,19 +126,9 @@ class LinkPrices:
 
     @cached_property
     def _near_byte_s(self):
-        """Seconds per byte of a ring inside a node, per device: where gathers of whole
-        nodes were measured, theirs over a share.
-        """
-        machine = self.machine
-        share = machine.near.constant(self.parameters, "link_share")
-        peers = machine.peers
-        for code, name in enumerate(peers.names):
-            if name != "none" and not self._is_on_paper:
-                measured = kernel_rates(name, "all_gather").rates
-                bandwidths = [rate.bytes_per_s[-1, -1] for rate in measured]
-                reached = np.exp(np.mean(np.log(bandwidths))) / machine.peer_link
-                share = share * np.where(peers.code == code, reached, 1.0)
-        return 1 / (machine.link * self.parameters.network_efficiency * share)
+        """Seconds per byte of a ring inside a node, per device."""
+        share = self.machine.near.constant(self.parameters, "link_share")
+        return 1 / (self.machine.link * self.parameters.network_efficiency * share)
 
     @cached_property
     def _network(self):

@@ -72,7 +72,7 @@ class Prices(LinkPrices, Overlap):
     @cached_property
     def flops(self) -> dict[str, Number]:
         """FLOP/s of products (gemm), of those of heads (wide), of experts, attention,
-        and unfused scores: data sheet x share reached alone x device x stack x kind of op.
+        and unfused scores: data sheet x device x stack x kind of op.
         """
         machine = self.machine
         traits = self.traits
@@ -85,16 +85,9 @@ class Prices(LinkPrices, Overlap):
         reached = self.parameters.compute_efficiency * device
         reached = reached * share(traits.stack, "stack_rate")
         product = reached * np.where(traits.era_2021, c["legacy_software"], 1.0)
-        # on paper products reach the data sheet
-        gemm_share, wide_share = (
-            np.where(c["data_sheet"] > 0, 1.0, alone)
-            for alone in (machine.gemm_share, machine.wide_share)
-        )
-        peak = machine.peak_gemm * gemm_share
-        gemm = peak * product * share(machine.gemm, "gemm_efficiency")
+        gemm = machine.peak_gemm * product * share(machine.gemm, "gemm_efficiency")
         gemm = gemm / np.where(machine.mx, c["quantise_mx"], 1.0)
-        peak = machine.peak_wide * wide_share
-        wide = peak * product * share(machine.head, "gemm_efficiency")
+        wide = machine.peak_wide * product * share(machine.head, "gemm_efficiency")
         attention = share(machine.attention, "attention_efficiency")
         return {
             "gemm": gemm,
@@ -120,7 +113,15 @@ class Prices(LinkPrices, Overlap):
     def op_s(self, op: Op) -> Number:
         """Seconds of an op on the device."""
         if op.kind == "gemm":
-            return self._product_s(op)
+            # t = max(FLOPs / rate, bytes / memory) + gemm_bytes x bytes / memory
+            rate = "experts" if op.experts else "wide" if op.wide else "gemm"
+            bytes_s = op.traffic_bytes / self.memory
+            tiles_s = np.maximum(op.flops / self.flops[rate], bytes_s)
+            if op.name == "logits":
+                raw = (1 - self.traits.pads_vocabulary) * (1 - self.traits.on_host)
+                slow = misalignment(op.shape[2]) - 1
+                tiles_s = tiles_s * (1 + raw * slow)
+            return tiles_s + self.constants["gemm_bytes"] * bytes_s
         if op.kind == "attention":
             if not op.shape:  # fused
                 return op.flops / self.flops["attention"]
@@ -130,34 +131,6 @@ class Prices(LinkPrices, Overlap):
             return op.traffic_bytes / self.memory
         cause = "experts" if op.experts else "core" if op.core else ""
         return op.traffic_bytes * self._pointwise[cause]
-
-    def _product_s(self, op: Op):
-        """Seconds of a product: the longer of its FLOPs, with the ends of its sums, and
-        its bytes.
-
-          t = max(FLOPs (1 + lost depth / depth) / rate, bytes / memory)
-
-        A CPU, whose caches are part of that, adds its bytes once more in part.
-        """
-        machine = self.machine
-        bytes_s = op.traffic_bytes / self.memory
-        rate = "experts" if op.experts else "wide" if op.wide else "gemm"
-        lost = machine.wide_lost_depth if op.wide else machine.gemm_lost_depth
-        lost = np.where(self.constants["data_sheet"] > 0, 0.0, lost)
-        flops = op.flops * (1 + lost / np.maximum(op.shape[-1], 1))
-        if op.name == "logits":
-            flops = flops * self._misalignment
-        tiles_s = np.maximum(flops / self.flops[rate], bytes_s)
-        on_host = self.traits.on_host
-        return tiles_s + on_host * self.constants["gemm_bytes"] * bytes_s
-
-    @cached_property
-    def _misalignment(self):
-        """Factor on the products of a vocabulary that software leaves as it is."""
-        traits = self.traits
-        raw = (1 - traits.pads_vocabulary) * (1 - traits.on_host)
-        columns = self.steps.shape.outputs / self.plan.tp
-        return 1 + raw * (misalignment(columns) - 1)
 
     def block_s(self, block: Block) -> dict[str, dict[str, Number]]:
         """Seconds of a block by phase (forward, recompute, backward: dgrad, weight:

@@ -171,17 +171,14 @@ def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The ops of an op's backward pass: (gradients of inputs, gradients of weights), dgrad
     and wgrad.
 
-    A product of (m, k) by (k, n) becomes those for its two operands, of (m, n) by (n, k)
-    and of (k, m) by (m, n): each computes and moves as much as it does itself, as every
-    operand is read or written once by each of the three.
+    A product becomes the products for its two operands: each computes and moves as much
+    as it does itself, as every operand is read or written once by each of the three.
     Fused attention takes two and a half times its FLOPs; all else reads what it read
     and the gradient of what it wrote, and writes the gradient of what it read.
     """
     if op.shape:
-        count, m, n, k = op.shape
-        inputs = (replace(op, shape=(count, m, k, n)),) if op.input_grad else ()
-        weights = (replace(op, shape=(count, k, n, m)),)
-        return (inputs, weights) if op.weights else ((*inputs, *weights), ())
+        inputs = (op,) if op.input_grad else ()
+        return (inputs, (op,)) if op.weights else ((op, op), ())
     core = op.kind == "attention"
     read = op.read_bytes + (1 + core) * op.written_bytes  # output and its gradient
     flops = _FLASH_BACKWARD * op.flops if core else op.flops

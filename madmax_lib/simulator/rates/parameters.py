@@ -29,8 +29,6 @@ _mapping = partial(
 )  # a field, empty unless given
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
-# constants of files from before products were measured on these devices
-_RETIRED = ("device_rate:b200", "device_rate:gb200", "device_rate:l40s")
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 
@@ -187,14 +185,7 @@ def _from_json(content: Mapping):
 
     Raises ValueError, KeyError or TypeError for other content.
     """
-    given = {
-        name: value
-        for name, value in content["constants"].items()
-        if name not in _RETIRED
-    }
-    # the meaning of shares in files from before there was this constant
-    on_paper = {"data_sheet": 1.0}
-    read = dict(content) | {"constants": {**start().constants, **on_paper, **given}}
+    read = dict(content) | {"constants": {**start().constants, **content["constants"]}}
     read["intervals"] = {
         name: tuple(pair) for name, pair in content["intervals"].items()
     }
