@@ -120,7 +120,7 @@ def software(name: str) -> Listing:
 
     >>> table = software("megatron-bridge")
     >>> table.loc["bytes of a gradient in reductions", ["value", "stack"]].tolist()
-    ['2', 'nemo']
+    ['2.0', 'nemo']
     """
     spec = tables.software(name)
     facts = {}

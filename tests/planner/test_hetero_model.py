@@ -100,7 +100,7 @@ def test_constants_rate_the_links_too():
 
 def test_recompute_is_chosen_where_memory_asks_for_it():
     tight = replace(
-        KAGGLE, device=replace(KAGGLE.device, name="small", memory_bytes=2.6 * 2**30)
+        KAGGLE, device=replace(KAGGLE.device, name="small", memory_bytes=2.7 * 2**30)
     )
     given = {
         "cluster": tight,

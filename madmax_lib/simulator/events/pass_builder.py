@@ -117,7 +117,8 @@ class PassBuilder:
         if not switch_s:
             return before
         gathered(block, before)  # weights do not wait for the switch
-        return [pass_.compute("switch", switch_s, before, block.unit)]
+        pass_.last = pass_.op(Stream.COMPUTE, "idle", "switch", switch_s, before)
+        return [pass_.last]
 
     def weights(self, pass_: Pass, blocks: list[Block], last: bool) -> None:
         """Wgrad alone, which zero-bubble schedules compute later."""
