@@ -218,7 +218,7 @@ def commands(folder: Path) -> dict[str, tuple[float, list[list[str]]]]:
     run = [*tool, "run", "-o", str(folder / "notebooks"), "-p", "quick=False"]
     notebooks = [[*run, name] for name in NOTEBOOKS]
     # the calibration of the stage before, which is done
-    notebooks[2] += ["-p", f"machine={folder / 'machine'}", "-p", "run=gpt dp1"]
+    notebooks[2] += ["-p", f"machine={folder / 'machine'}", "-p", "run=gpt dp"]
     tests = ["test_kernels.py", "test_bench.py", "test_meter.py", "test_models.py"]
     paths = [str(PROJECT / "tests" / "runs" / name) for name in tests]
     return {

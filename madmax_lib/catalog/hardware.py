@@ -5,11 +5,13 @@ way.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from madmax_lib.base.fields import (
     check_fields,
     dataclass_repr,
+    is_whole,
+    require_int,
     require_number,
     short_repr,
 )
@@ -188,6 +190,47 @@ class Cluster:
     def world_size(self) -> int:
         """Number of devices."""
         return self.devices_per_node * self.nodes
+
+
+def node_extent(
+    name: str, usual: tuple[int, int], nodes: int | None, devices: int | None
+) -> tuple[int, int]:
+    """(devices of a node, nodes) that are asked for; usual: those of the cluster.
+
+    Raises ValueError for numbers that do not go together.
+    """
+    full, usual_nodes = usual
+    if nodes is not None:
+        nodes = require_int(f"{name}: nodes", nodes, 1)
+    if devices is None:
+        return full, nodes or usual_nodes
+    used = 0
+    if is_whole(devices, 1):
+        nodes = nodes or max(1, int(devices) // full)
+        used = int(devices) // nodes
+    if not (0 < used <= full and used * nodes == devices):
+        raise ValueError(
+            f"{name}: devices={short_repr(devices)} are neither whole nodes of {full} "
+            "nor a part of each node"
+        )
+    return used, nodes
+
+
+def part_of_machine(
+    machine: Cluster, nodes: int | None, devices: int | None
+) -> Cluster:
+    """A calibrated machine with other nodes. Raises ValueError where its network is not
+    known.
+    """
+    usual = (machine.devices_per_node, machine.nodes)
+    used, nodes = node_extent(machine.name, usual, nodes, devices)
+    if nodes > machine.nodes == 1:
+        raise ValueError(
+            f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
+            "network; calibrate over two hosts, or replace(mm.machine(...).cluster, "
+            "nodes=..., inter=Link(name, bytes/s))"
+        )
+    return replace(machine, devices_per_node=used, nodes=nodes)
 
 
 def dtype_named(name: object) -> str:

@@ -124,17 +124,20 @@ def software(name: str) -> Listing:
     """
     spec = tables.software(name)
     facts = {}
-    stacks = [] if spec.rates == STRANGER else tables.lineage(spec.name)
-    for stack in reversed(stacks):  # the nearest last, whose facts stay
-        rows = tables.table("software").query("name == @stack").to_dict("records")
-        facts |= {row["field"]: row | {"stack": stack} for row in rows}
+    stated = tables.table("software")
+    stack = "" if spec.rates == STRANGER else spec.name
+    while stack:  # from one to that which it is like; the nearest one's facts stay
+        rows = stated[stated["name"] == stack].to_dict("records")
+        own = {row["field"]: row | {"stack": stack} for row in rows}
+        facts = own | facts
+        stack = own.get("like", {}).get("value", "")
     rows = {}
     for field, words in tables.table("software_words").to_numpy():
         value = getattr(spec, field)
         texts = map(str, value) if isinstance(value, tuple) else [f"{value}"]
         fact = {"value": " ".join(texts) or "none", "stack": "", "source": _DEFAULT}
-        stated = facts.get(field, {})
-        rows[words] = fact | {key: stated[key] for key in _ORIGIN if key in stated}
+        origin = facts.get(field, {})
+        rows[words] = fact | {key: origin[key] for key in _ORIGIN if key in origin}
     table = pd.DataFrame.from_dict(rows, orient="index", columns=["value", *_ORIGIN])
     return Listing(table.fillna("").rename_axis("assumption"))
 

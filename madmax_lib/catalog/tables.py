@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.base.fields import is_whole, parse_fields, require_int, short_repr
-from madmax_lib.catalog.hardware import DTYPES
+from madmax_lib.base.fields import parse_fields, short_repr
+from madmax_lib.catalog.hardware import DTYPES, node_extent, part_of_machine
 from madmax_lib.catalog.hugging_face import read_config
 from madmax_lib.catalog.models import (
     DLRM,
@@ -205,14 +205,14 @@ def cluster(
     if isinstance(name, Cluster) and nodes is devices is None:
         return name
     if str(name).endswith(".json"):
-        return _part_of_machine(_from_machine(Path(name)), nodes, devices)
+        return part_of_machine(_from_machine(Path(name)), nodes, devices)
     if isinstance(name, str):
         name, count = _cluster_name(name)
         if nodes is devices is None:
             devices = count
     name, (*_, row) = _rows("cluster", name)
     full = int(row["devices_per_node"])
-    used, nodes = _extent(name, (full, int(row["nodes"])), nodes, devices)
+    used, nodes = node_extent(name, (full, int(row["nodes"])), nodes, devices)
     # a part of a node has as many of its ports, rounded up
     ports = row["nics_per_node"] and math.ceil(int(row["nics_per_node"]) * used / full)
     return Cluster(
@@ -225,40 +225,6 @@ def cluster(
         host=_host(name),
         nics_per_node=ports or None,
     )
-
-
-def _extent(name: str, usual: tuple[int, int], nodes: int | None, devices: int | None):
-    """(devices of a node, nodes) that are asked for; usual: those of the cluster."""
-    full, usual_nodes = usual
-    if nodes is not None:
-        nodes = require_int(f"{name}: nodes", nodes, 1)
-    if devices is None:
-        return full, nodes or usual_nodes
-    used = 0
-    if is_whole(devices, 1):
-        nodes = nodes or max(1, int(devices) // full)
-        used = int(devices) // nodes
-    if not (0 < used <= full and used * nodes == devices):
-        raise ValueError(
-            f"{name}: devices={short_repr(devices)} are neither whole nodes of {full} "
-            "nor a part of each node"
-        )
-    return used, nodes
-
-
-def _part_of_machine(machine: Cluster, nodes: int | None, devices: int | None):
-    """A calibrated machine with other nodes. Raises ValueError where its network is not
-    known.
-    """
-    usual = (machine.devices_per_node, machine.nodes)
-    used, nodes = _extent(machine.name, usual, nodes, devices)
-    if nodes > machine.nodes == 1:
-        raise ValueError(
-            f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
-            "network; calibrate over two hosts, or replace(mm.machine(...).cluster, "
-            "nodes=..., inter=Link(name, bytes/s))"
-        )
-    return replace(machine, devices_per_node=used, nodes=nodes)
 
 
 def _cluster_name(name: str):
@@ -379,13 +345,6 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
         stacklevel=1,  # one place, so that a session is told once
     )
     return Software(name, STRANGER)
-
-
-def lineage(name: str) -> list[str]:
-    """A software and those that it is `like`, nearest first."""
-    name, rows = _rows("software", name)
-    likes = [row["value"] for row in rows if row["field"] == "like"]
-    return [name, *(lineage(likes[0]) if likes else [])]
 
 
 def _fields(what: str, name: str, *below: str):

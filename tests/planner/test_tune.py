@@ -205,14 +205,14 @@ def test_failures_of_neighbours_are_avoided():
     rather than 1.
     """
     plans = [f"dp8.z3.mb{micro}" for micro in (1, 2, 4)]
-    one = tuner(model="llama2-7b", global_batch=512, plans=plans)
+    one = tuner(model="qwen2.5-7b", global_batch=512, plans=plans)
     before = one.table.set_index("plan")["fits"]
     one.tell("dp8.z3.mb2")
     table = one.table.set_index("plan")
     change = table["fits"] / before
     assert (
         change["dp8.z3.mb2"] < change["dp8.z3"] < 1
-        and table.at["dp8.z3.mb4", "fits"] < 0.75 * before["dp8.z3.mb4"]
+        and table.at["dp8.z3.mb4", "fits"] < 0.7 * before["dp8.z3.mb4"]
     )
     assert table.at["dp8.z3.mb2", "failures"] == 1 and str(one.ask()) == "dp8.z3"
     with pytest.raises(ValueError, match="no plan has run in 1 trials"):

@@ -12,6 +12,7 @@ from madmax_lib import catalog
 from madmax_lib.catalog.hardware import dtype_named
 from madmax_lib.catalog.kernel_rates import OPERANDS
 from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.rates.compute import distinct_bins
 
 # aiconfigurator's columns
 _NAMES = {
@@ -108,9 +109,8 @@ def _deepep(table: pd.DataFrame):
     usual = (table["node_num"] == 1) & (table["dispatch_sms"] == _DEEPEP_SMS)
     table = table[usual & (table["num_topk"] > 1)]
     ranks = np.where(table["device"] == "gb200", 4.0, 8.0)
-    # A token goes once to each device that has some of its experts, of n ranks and k
-    # experts n (1 - (1 - 1/n)^k)
-    copies = ranks * (1 - (1 - 1 / ranks) ** table["num_topk"])
+    # a token goes once to each device that has some of its experts
+    copies = distinct_bins(ranks, table["num_topk"])
     values = table["num_token"] * table["hidden_size"] * copies
     parts = []
     for operation, element_bytes in (("dispatch", 1), ("combine", 2)):
@@ -137,8 +137,7 @@ def _moe(table: pd.DataFrame):
     width = table["inter_size"] / table["moe_tp_size"]
     experts = table["num_experts"] / table["moe_ep_size"]
     routed = table["num_tokens"] * table["topk"] / table["moe_ep_size"]
-    # expected number of experts that some token is routed to: n (1 - (1 - 1/n)^k)
-    used = experts * (1 - (1 - 1 / experts) ** routed)
+    used = distinct_bins(experts, routed)  # to which some token is routed
     operand_bytes = table["dtype"].map(lambda name: BYTES[OPERANDS.get(name, name)])
     weights = _MOE_MATRICES * used * hidden * width
     activations = routed * (2 * hidden + _MOE_MATRICES * width)

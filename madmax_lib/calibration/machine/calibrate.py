@@ -84,14 +84,14 @@ class PlannedRun:
         """The run on so many ranks, whether it can be made or not."""
         # a GPU would only launch kernels of models that train in seconds on a CPU
         models = "models_cuda" if device == "cuda" else "models"
-        sizes = _content()[models][self.model]
+        model = _content()[models][self.model]
         where = {} if self.is_alone else {"hosts": hosts, "network": network}
         return RunSpec(
-            sizes["base"],
+            model["base"],
             self._strategy(ranks),
-            sizes=sizes["sizes"],
+            sizes=model["sizes"],
             device=device,
-            global_batch=sizes["batch"] * max(ranks // 2, 1),
+            global_batch=model["batch"] * max(ranks // 2, 1),
             steps=_STEPS,
             warmup=_WARMUP,
             timeout_s=_TIMEOUT_S,
@@ -306,8 +306,7 @@ class _Calibration:
             "network_s:ethernet": 1e-6,
         }
         if listed:
-            # models that train in seconds launch kernels more than they multiply, and
-            # would not tell what products reach
+            # in short runs launches and casts hide what products reach
             share = float(products["flops_per_s"].max()) / listed.peak(env["dtype"])
             timed[f"gemm_efficiency:{listed.family}-16"] = min(share, 1.0)
         low, high = 1 - _TIMED_WIDTH, 1 + _TIMED_WIDTH

@@ -17,7 +17,7 @@ import numpy as np
 from madmax_lib.catalog.measured_collectives import measured_s
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.layers.work import any_nonzero
-from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.rates.compute import Number, distinct_bins
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.rates.topology import Group
 
@@ -172,10 +172,10 @@ class LinkPrices:
         active = np.maximum(shape.active_experts, 1)
         limit = shape.routed_nodes  # nodes that a token is sent to at most, 0: any
         # copies of a token over its active experts: to devices, and of those to nodes
-        devices = np.where(send_once, _distinct_bins(group.ranks, active), active)
+        devices = np.where(send_once, distinct_bins(group.ranks, active), active)
         copies = devices / active
         most_nodes = np.where(limit > 0, limit, np.inf)
-        nodes = np.minimum(most_nodes, _distinct_bins(group.nodes, active))
+        nodes = np.minimum(most_nodes, distinct_bins(group.nodes, active))
         by_node = (send_once > 0) | (limit > 0)
         fewer = np.where(by_node, nodes / active / copies, 1.0)
         far = far * fewer / share
@@ -213,11 +213,6 @@ class LinkPrices:
         )
         machine = replace(machine, link=links[0], nic=links[1])
         return LinkPrices(replace(self.steps, machine=machine), self.parameters)
-
-
-def _distinct_bins(bins: Number, throws: Number):
-    """Expected number of distinct bins hit by random throws: n (1 - (1 - 1/n)^k)."""
-    return bins * (1 - (1 - 1 / np.maximum(bins, 1)) ** throws)
 
 
 def ring(ranks, in_node, near, far):

@@ -14,7 +14,7 @@ _ADAM_BYTES = 30
 # rows of a block in FlashAttention-2 and cuDNN: the diagonal blocks are computed whole
 # [arXiv 2307.08691]
 _TILE = 128
-_MISALIGNED = 5.8
+_MISALIGNED = 5.8  # time over that of an aligned product, see `misalignment`
 # unfused softmax, mask and dropout: bytes written and read per score [arXiv 2205.05198,
 # section 4.1]
 SCORE_BYTES = 10
@@ -36,6 +36,11 @@ def attention_flops(tokens, sequence, width, *, causal=True, window=0.0):
     keys = np.where(causal, (sequence + _TILE) / 2, sequence)
     keys = np.where(window > 0, np.minimum(keys, window + _TILE / 2), keys)
     return 4 * tokens * keys * width
+
+
+def distinct_bins(bins: Number, throws: Number) -> Number:
+    """Expected number of distinct bins hit by random throws: n (1 - (1 - 1/n)^k)."""
+    return bins * (1 - (1 - 1 / np.maximum(bins, 1)) ** throws)
 
 
 def misalignment(columns):
