@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 
 import nbformat
@@ -55,6 +56,18 @@ def test_runs_and_redraws_the_committed_figures(name, tmp_path, monkeypatch):
         pd.testing.assert_frame_equal(
             new, pd.read_csv(committed), check_dtype=False, **tolerance
         )
+
+
+def test_the_calibration_of_a_single_rank_is_shown(tmp_path, monkeypatch):
+    """It has no collectives, as on a machine with one GPU."""
+    monkeypatch.chdir(tmp_path)
+    machine = tmp_path / "machine"
+    shutil.copytree(PROJECT / "traces" / "testbed", machine)
+    (machine / "links.csv").unlink()
+    where = {"build": tmp_path / "build", "figures": tmp_path / "figures"}
+    given = {"quick": True, "machine": str(machine)}
+    result = run_notebook(NOTEBOOKS["32_this_machine"], given, **where)
+    assert not result.error
 
 
 def test_every_committed_figure_is_drawn_by_a_notebook():
