@@ -128,9 +128,9 @@ def software(name: str) -> Listing:
     stack = "" if spec.rates == STRANGER else spec.name
     while stack:  # from one to that which it is like; the nearest one's facts stay
         rows = stated[stated["name"] == stack].to_dict("records")
-        own = {row["field"]: row | {"stack": stack} for row in rows}
-        facts = own | facts
-        stack = own.get("like", {}).get("value", "")
+        stated = {row["field"]: row | {"stack": stack} for row in rows}
+        facts = stated | facts
+        stack = stated.get("like", {}).get("value", "")
     rows = {}
     for field, words in tables.table("software_words").to_numpy():
         value = getattr(spec, field)

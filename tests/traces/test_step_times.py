@@ -201,9 +201,12 @@ def test_a_simulated_step():
     )
     expected = rank_breakdown(step)
     np.testing.assert_allclose(table["compute_s"], expected["compute_s"])
-    # hosts of the later stage begin before its device has anything to do
+    # hosts of the later stage begin before its device has anything to do, those of
+    # the first only lead by the switch to their first pass
     first = table["rank"] < 4
-    np.testing.assert_allclose(table.loc[first, "wall_s"], table.loc[first, "total_s"])
+    np.testing.assert_allclose(
+        table.loc[first, "wall_s"], table.loc[first, "total_s"], rtol=1e-3
+    )
     assert (table["wall_s"] >= table["total_s"]).all()
 
 
