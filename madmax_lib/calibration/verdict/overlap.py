@@ -31,11 +31,13 @@ def overlap_facts() -> pd.DataFrame:
     compute hides over the step; comm_share, communication over the time of all kernels;
     compute_slowdown, compute beside communication over compute alone, minus 1;
     speed_ratio, the step of a reference plan over that of the plan, whose error is
-    relative. run: what ran. Predictions are those of the shipped constants.
+    relative. run: what ran. notes: what its source leaves open, or how it was read.
+    Predictions are those of the shipped constants.
     """
     table = catalog.table("overlap")
     rows = [_row(raw) for raw in table.to_dict("records")]
     result = table[["source", "case", "model", "gpu"]].join(pd.DataFrame(rows))
+    result["notes"] = table["notes"]
     content = catalog.data_file("overlap.csv").read_bytes()
     files = {"overlap.csv": {"sha256": hashlib.sha256(content).hexdigest()}}
     return with_origin(result, {"files": files, "rules": "not fitted"})
