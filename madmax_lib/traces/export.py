@@ -5,15 +5,14 @@ Rows are chosen in `export_rows`, names in `kernel_names`; here they become text
 Format: Kineto, 2024.
 """
 
+import itertools
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import pandas as pd
 from isal import igzip
 
 from madmax_lib.base.atomic import replacing
@@ -82,40 +81,35 @@ def export_trace(
     return _write({directory / name: text for name, text in texts.items()})
 
 
-def _check(spans: pd.DataFrame):
+def _check(spans):
     start = spans["start_ns"].to_numpy()
     dur = spans["dur_ns"].to_numpy()
     # An end that overflows shows as one before its start.
     with np.errstate(over="ignore"):
         end = start + dur
-    for wrong, rule in (
-        (
-            dur < 0,
-            "has a negative duration (was the trace read with hta_compatible=True?)",
-        ),
-        (
-            (start <= -FAR_NS) | (dur >= FAR_NS) | (end < start),
-            "lies outside of 3e18 ns",
-        ),
-        (np.isinf(spans["size_bytes"].to_numpy()), "has an infinite size_bytes"),
-    ):
+    negative = "has a negative duration (was the trace read with hta_compatible=True?)"
+    rules = {
+        negative: dur < 0,
+        "lies outside of 3e18 ns": (start <= -FAR_NS) | (dur >= FAR_NS) | (end < start),
+        "has an infinite size_bytes": np.isinf(spans["size_bytes"].to_numpy()),
+    }
+    for rule, wrong in rules.items():
         if wrong.any():
             row = int(wrong.argmax())
-            raise ValueError(
-                f"span {row} ({spans['name'].iloc[row]}), {start[row]} ns + "
-                f"{dur[row]} ns, {rule}"
-            )
+            span = f"span {row} ({spans['name'].iloc[row]})"
+            raise ValueError(f"{span}, {start[row]} ns + {dur[row]} ns, {rule}")
 
 
-def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]):
+def _base_ns(timeline, tables):
     """One zero for all ranks, because HTA compares their ts; whole us, and no ts is
     negative.
     """
-    filled = [table for table in tables.values() if len(table)]
-    first = min((int(table["start_ns"].min()) for table in filled), default=0)
+    starts_ns = [table["start_ns"] for table in tables.values() if len(table)]
+    first = min((int(start_ns.min()) for start_ns in starts_ns), default=0)
+    last = max((int(start_ns.max()) for start_ns in starts_ns), default=0)
     # Whole microseconds, so that ts keeps its three decimals.
     base_ns = first // _US * _US if timeline.meta.clock == "unix" or first < 0 else 0
-    if max((int(t["start_ns"].max()) for t in filled), default=0) - base_ns >= FAR_NS:
+    if last - base_ns >= FAR_NS:
         raise ValueError(
             f"spans start later than 3e18 ns after {base_ns} ns; a trace file cannot "
             "hold them"
@@ -123,7 +117,7 @@ def _base_ns(timeline: Timeline, tables: dict[int, pd.DataFrame]):
     return base_ns
 
 
-def _rank_text(timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int):
+def _rank_text(timeline, rank, table, base_ns):
     # HTA tells GPU from CPU runs by the backend.
     backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
     names = {
@@ -138,23 +132,18 @@ def _rank_text(timeline: Timeline, rank: int, table: pd.DataFrame, base_ns: int)
     return _document(timeline, base_ns, {"backend": backend, "rank": rank}, parts)
 
 
-def _merged_text(timeline: Timeline, tables: dict[int, pd.DataFrame], base_ns: int):
-    first = {
-        rank: ((rank + 1) * _LANES, (rank + 1) * _LANES + _LANES // 2)
-        for rank in tables
-    }
-    parts = [
-        _names(table, {rank: f"rank {rank}"}, first[rank])
-        for rank, table in tables.items()
-    ]
-    parts += [
-        _spans(table, base_ns, (rank, rank), first[rank])
-        for rank, table in tables.items()
-    ]
-    return _document(timeline, base_ns, {}, parts)
+def _merged_text(timeline, tables, base_ns):
+    names = []
+    spans = []
+    for rank, table in tables.items():
+        begin = (rank + 1) * _LANES
+        first = (begin, begin + _LANES // 2)
+        names.append(_names(table, {rank: f"rank {rank}"}, first))
+        spans.append(_spans(table, base_ns, (rank, rank), first))
+    return _document(timeline, base_ns, {}, names + spans)
 
 
-def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator[str]]):
+def _document(timeline, base_ns, info, parts):
     """The file, one event per line; the envelope on its own line and with blanks, as
     HTA looks for the rank.
     """
@@ -171,20 +160,16 @@ def _document(timeline: Timeline, base_ns: int, info: dict, parts: list[Iterator
         else f"{meta.source}, all ranks",
     }
     yield json.dumps(envelope)[:-1] + ', "traceEvents": [\n'
+    lines = itertools.chain(*parts)
     # A comma goes between blocks of lines, not after the last one: JSON allows none.
     separator = ""
-    lines = []
-    for part in parts:
-        for line in part:
-            lines.append(line)
-            if len(lines) == _LINES:
-                yield separator + ",\n".join(lines)
-                separator = ",\n"
-                lines = []
-    yield (separator if lines else "") + ",\n".join(lines) + "\n]}\n"
+    while block := list(itertools.islice(lines, _LINES)):
+        yield separator + ",\n".join(block)
+        separator = ",\n"
+    yield "\n]}\n"
 
 
-def _names(table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]):
+def _names(table, names, first):
     """Names and order of processes and threads. names: by pid, of the device and,
     unless they share it, the host.
     """
@@ -194,16 +179,12 @@ def _names(table: pd.DataFrame, names: dict[int, str], first: tuple[int, int]):
     # Streams in order, then host threads -1, -2, ...
     for stream in sorted(set(table["stream"].tolist()), key=lambda s: (s < 0, abs(s))):
         pid, tid = _thread(stream, (min(names), max(names)), first)
-        yield _meta(
-            pid,
-            tid,
-            "thread_name",
-            f"stream {stream}" if stream >= 0 else f"host thread {-stream}",
-        )
+        name = f"stream {stream}" if stream >= 0 else f"host thread {-stream}"
+        yield _meta(pid, tid, "thread_name", name)
         yield _meta(pid, tid, "thread_sort_index", tid)
 
 
-def _meta(pid: int, tid: int, name: str, value: str | int):
+def _meta(pid, tid, name, value):
     # Metadata events of the Chrome trace format: M, with name or sort_index.
     args = {"sort_index" if isinstance(value, int) else "name": value}
     return json.dumps(
@@ -211,16 +192,14 @@ def _meta(pid: int, tid: int, name: str, value: str | int):
     )
 
 
-def _thread(stream: int, pids: tuple[int, int], first: tuple[int, int]):
+def _thread(stream, pids, first):
     """pid and tid of a stream, or of a host thread, which is a negative one. pids: of
     the device and the host.
     """
     return (pids[0], first[0] + stream) if stream >= 0 else (pids[1], first[1] - stream)
 
 
-def _spans(
-    table: pd.DataFrame, base_ns: int, pids: tuple[int, int], first: tuple[int, int]
-):
+def _spans(table, base_ns, pids, first):
     """One event per row; what rows have in common is made once."""
     # Text that rows share, by the fields that decide it.
     common = {}
@@ -251,7 +230,7 @@ class _Row(NamedTuple):
     group: str
 
 
-def _common(row: _Row, thread: tuple[int, int]):
+def _common(row, thread):
     """Text before the times, and the last of the args: kind always, stream only of what
     HTA shall count as a kernel.
     """
@@ -272,29 +251,23 @@ def _common(row: _Row, thread: tuple[int, int]):
     return head, ", ".join(args)
 
 
-def _flows(table: pd.DataFrame, base_ns: int):
+def _flows(table, base_ns):
     """Arrows from launches to kernels."""
     correlation = table["correlation"].to_numpy()
-    launches = np.flatnonzero(
-        (table["cat"] == "cuda_runtime").to_numpy() & (correlation >= 0)
-    )
-    kernels = np.flatnonzero(
-        (table["stream"] >= 0) & table["kind"].isin(BUSY_KINDS) & (correlation >= 0)
-    )
+    numbered = correlation >= 0
+    launches = np.flatnonzero(numbered & (table["cat"] == "cuda_runtime"))
+    works = (table["stream"] >= 0) & table["kind"].isin(BUSY_KINDS)
+    kernels = np.flatnonzero(numbered & works)
     # First launch of each correlation, and its row for each kernel.
     numbers, first = np.unique(correlation[launches], return_index=True)
     kernels = kernels[np.isin(correlation[kernels], numbers)]
     launches = launches[first][np.searchsorted(numbers, correlation[kernels])]
-    times = [
-        _microseconds(table["start_ns"].to_numpy()[rows] - base_ns)
-        for rows in (launches, kernels)
-    ]
-    threads = [
-        table["stream"].to_numpy()[rows].tolist() for rows in (launches, kernels)
-    ]
-    for number, ts, at, launcher, stream in zip(
-        correlation[kernels].tolist(), *times, *threads, strict=True
-    ):
+    columns = [correlation[kernels].tolist()]
+    for rows in (launches, kernels):
+        ends = table[["start_ns", "stream"]].iloc[rows]
+        columns.append(_microseconds(ends["start_ns"].to_numpy() - base_ns))
+        columns.append(ends["stream"].tolist())
+    for number, ts, launcher, at, stream in zip(*columns, strict=True):
         # async CPU to GPU, as Kineto calls the arrows of launches
         row = f'"cat": "ac2g", "name": "ac2g", "id": {number}'
         yield f'{{"ph": "s", {row}, "pid": 1, "tid": {-launcher}, "ts": {ts}}}'
@@ -304,7 +277,7 @@ def _flows(table: pd.DataFrame, base_ns: int):
 _DECIMALS = [f".{ns:03d}" for ns in range(_US)]
 
 
-def _microseconds(ns: np.ndarray):
+def _microseconds(ns):
     """Exact decimal text of times that are not negative."""
     return [
         f"{us}{_DECIMALS[rest]}"
@@ -312,11 +285,11 @@ def _microseconds(ns: np.ndarray):
     ]
 
 
-def _number(value: float):
+def _number(value):
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
-def _text(value: str):
+def _text(value):
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -325,13 +298,10 @@ def _text(value: str):
         ) from None
 
 
-def _write(texts: dict[Path, Iterator[str]]):
+def _write(texts):
     with ExitStack() as stack:  # renames when every file is complete
         for path, text in texts.items():
-            temporary = stack.enter_context(replacing(path))
-            with (
-                open(temporary, "wb") as raw,
-                igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file,
-            ):
+            raw = stack.enter_context(replacing(path)).open("wb")
+            with raw, igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file:
                 file.writelines(piece.encode() for piece in text)
     return list(texts)

@@ -31,12 +31,9 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     on_device = bool(((stream >= 0) & np.isin(kind, BUSY_KINDS)).any())
     if not merged:
         _check_threads(spans, rank, on_device)
-        spans = spans.iloc[
-            _file_order(np.where(kind == "memory", _NO_LANE, stream.astype(np.int64)))
-        ]
-    table = spans.assign(
-        kind=np.asarray(spans["kind"]), name=spans["name"].astype(object)
-    )
+        lanes = np.where(kind == "memory", _NO_LANE, stream.astype(np.int64))
+        spans = spans.iloc[_file_order(lanes)]
+    table = spans.astype({"kind": object, "name": object})
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
     table["label"] = table["name"] if merged else written_names(spans, on_device)
     table["cat"] = _categories(table)
@@ -51,7 +48,7 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     return table
 
 
-def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool):
+def _check_threads(spans, rank, on_device):
     """Whether the reader, which knows a kind by row category and name, can give every
     span its kind.
     """
@@ -64,14 +61,13 @@ def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool):
     ):
         if wrong.any():
             span = spans.iloc[int(wrong.argmax())]
-            text = (
+            raise ValueError(
                 f"rank {rank}: {span['kind']} span {span['name']!r} has stream "
-                f"{span['stream']}"
+                f"{span['stream']}; a trace file cannot tell {span['kind']} {rule}"
             )
-            raise ValueError(f"{text}; a trace file cannot tell {span['kind']} {rule}")
 
 
-def _file_order(stream: np.ndarray):
+def _file_order(stream):
     """Row order that lets the reader, which counts threads as they first occur, number
     host threads as they are.
     """
@@ -95,26 +91,30 @@ def _file_order(stream: np.ndarray):
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
-def _categories(table: pd.DataFrame):
+def _categories(table):
     """Kineto's category of each row, (n,) of str."""
     kind = table["kind"].to_numpy()
     device = table["stream"].to_numpy() >= 0
-    runtime = _per_name(table["label"], lambda name: _RUNTIME.match(name) is not None)
+    runtime = _per_name(table["label"], _RUNTIME.match)
     memset = _per_name(table["label"], lambda name: name.startswith("Memset"))
+    is_comm = kind == "comm"
+    is_copy = kind == "memcpy"
+    is_label = kind == "annotation"
+    is_other = kind == "other"
     rules = {
         "cpu_instant_event": kind == "memory",
         "cuda_sync": kind == "idle",
-        "gpu_user_annotation": device & (kind == "annotation"),
-        "user_annotation": (kind == "annotation") | (~device & (kind == "comm")),
-        "gpu_memset": device & ((kind == "other") | (kind == "memcpy") & memset),
-        "gpu_memcpy": device & (kind == "memcpy"),
+        "gpu_user_annotation": device & is_label,
+        "user_annotation": is_label | (~device & is_comm),
+        "gpu_memset": device & (is_other | is_copy & memset),
+        "gpu_memcpy": device & is_copy,
         "kernel": device,
         "cuda_runtime": runtime & (kind == "cpu"),
     }
     return np.select(list(rules.values()), list(rules), "cpu_op").astype(object)
 
 
-def _host_categories(table: pd.DataFrame, rank: int):
+def _host_categories(table, rank):
     """Without a device the reader takes the outermost operators of a thread for
     compute: other rows must not be one.
     """
@@ -123,28 +123,32 @@ def _host_categories(table: pd.DataFrame, rank: int):
     start = table["start_ns"].to_numpy()
     end = (table["start_ns"] + table["dur_ns"]).to_numpy()
     lane = table["stream"].to_numpy()
-    work = np.flatnonzero(np.isin(kind, ("compute", "comm")) | (category == "cpu_op"))
-    work = work[
-        np.lexsort((kind[work] != "comm", -end[work], start[work], -lane[work]))
-    ]  # as the reader sorts
-    for part in np.split(work, np.flatnonzero(np.diff(lane[work])) + 1):
+    is_work = np.isin(kind, ("compute", "comm")) | (category == "cpu_op")
+    work = np.flatnonzero(is_work)
+    # as the reader sorts
+    keys = (kind[work] != "comm", -end[work], start[work], -lane[work])
+    work = work[np.lexsort(keys)]
+    changes = np.flatnonzero(np.diff(lane[work])) + 1
+    for part in np.split(work, changes):
+        is_cpu = kind[part] == "cpu"
         # Latest end of compute so far: what starts before it is inside.
-        reach = np.maximum.accumulate(np.where(kind[part] == "cpu", -FAR_NS, end[part]))
+        ends = np.where(is_cpu, -FAR_NS, end[part])
+        reach = np.maximum.accumulate(ends)
         reach = np.r_[-FAR_NS, reach[:-1]][: len(part)]
         inside = start[part] < reach
-        if (lost := part[inside & (kind[part] == "compute")]).size:
+        lost = part[inside & (kind[part] == "compute")]
+        if lost.size:
             name = table["name"].iloc[lost[0]]
             raise ValueError(
                 f"rank {rank}: compute span {name!r} on a host thread starts inside "
                 "of another one"
             )
-        category[part[(kind[part] == "cpu") & ~(inside & (end[part] <= reach))]] = (
-            "python_function"
-        )
+        is_outer = ~(inside & (end[part] <= reach))
+        category[part[is_cpu & is_outer]] = "python_function"
     return category
 
 
-def _with_host_rows(table: pd.DataFrame, steps: list[int], launches: bool):
+def _with_host_rows(table, steps, launches):
     """The rows and what a host would add: steps, and a launch for every span on a
     device stream that has none.
     """
@@ -167,22 +171,16 @@ def _with_host_rows(table: pd.DataFrame, steps: list[int], launches: bool):
     # others
     for rows in added:
         rows["stream"] = lowest - rows["lane"]
-    return pd.concat(
-        [table, *(rows.drop(columns="lane") for rows in added)], ignore_index=True
-    )
+    return pd.concat([table, *added], ignore_index=True).drop(columns="lane")
 
 
-def _windows(table: pd.DataFrame, steps: list[int]):
+def _windows(table, steps):
     """Start and end of each step on the host: from its first span to the first of the
     next, at least 1 us long.
     """
     start = table["start_ns"].to_numpy()
-    first = (
-        table[table["step"] >= 0]
-        .groupby("step")["start_ns"]
-        .min()
-        .sort_values(kind="stable")
-    )
+    first = table[table["step"] >= 0].groupby("step")["start_ns"].min()
+    first = first.sort_values(kind="stable")
     end = max(int((start + table["dur_ns"].to_numpy()).max()), int(start.max()) + 1)
     windows = {}
     for step, begin in reversed(list(first.items())):
@@ -191,7 +189,7 @@ def _windows(table: pd.DataFrame, steps: list[int]):
     return dict(sorted(windows.items(), key=lambda item: item[1])) or {-1: (end, end)}
 
 
-def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]):
+def _step_rows(windows, steps):
     rows = [
         (f"ProfilerStep#{step}", begin, end - begin, step)
         for step, (begin, end) in windows.items()
@@ -208,7 +206,7 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]):
     return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
 
 
-def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]):
+def _launch_rows(spans, windows):
     """An operator and a launch for each span, at its start or, if the host is in a
     later step by then, just before.
     """
@@ -227,37 +225,26 @@ def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]):
     rows = spans.assign(
         start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane
     )
-    call = np.where(
-        spans["kind"] == "idle", "cudaStreamWaitEvent", "cudaLaunchKernel"
-    ).astype(object)
-    call[(spans["kind"] == "memcpy").to_numpy()] = "cudaMemcpyAsync"
+    calls = {"idle": "cudaStreamWaitEvent", "memcpy": "cudaMemcpyAsync"}
+    call = spans["kind"].map(calls).fillna("cudaLaunchKernel")
     operator = rows.assign(correlation=-1, cat="cpu_op", label=spans["name"])
     return [operator, rows.assign(name=call, label=call, cat="cuda_runtime")]
 
 
-def _check_steps(table: pd.DataFrame, rank: int):
+def _check_steps(table, rank):
     rows = table[table["kind"] != "memory"]
     kind = pd.Categorical(rows["kind"], categories=KINDS)
-    wrong = (
-        assign_steps(rows.assign(kind=kind, name=pd.Categorical(rows["label"])))
-        != rows["step"].to_numpy()
-    )
+    as_read = rows.assign(kind=kind, name=pd.Categorical(rows["label"]))
+    wrong = assign_steps(as_read) != rows["step"].to_numpy()
     if wrong.any():
         span = rows.iloc[int(wrong.argmax())]
-        text = (
-            f"rank {rank}: span {span['name']!r} at {span['start_ns']} ns is of "
-            f"step {span['step']}"
-        )
         raise ValueError(
-            f"{text}, but starts on the host during another one; a trace file cannot "
-            "tell"
+            f"rank {rank}: span {span['name']!r} at {span['start_ns']} ns is of step "
+            f"{span['step']}, but starts on the host during another one; a trace file "
+            "cannot tell"
         )
 
 
-def _per_name(names: pd.Series, rule):
+def _per_name(names, rule):
     codes, values = pd.factorize(names.to_numpy())
-    return (
-        np.array([rule(value) for value in values], dtype=bool)[codes]
-        if len(names)
-        else np.zeros(0, bool)
-    )
+    return np.array([bool(rule(value)) for value in values], dtype=bool)[codes]

@@ -92,10 +92,8 @@ class GateResult:
         unclear = self.table[verdict == "cannot tell"]
         lines = [f"{'passed' if self.passed else 'failed'} at {self.threshold:.3g}"]
         for row in slower.itertuples():
-            lines.append(
-                f"{row.quantity}: {row.ratio - 1:+.1%} ({row.low - 1:+.1%} to "
-                f"{row.high - 1:+.1%})"
-            )
+            ends = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
+            lines.append(f"{row.quantity}: {row.ratio - 1:+.1%} ({ends})")
         for row in self.explanation.itertuples() if len(slower) else ():
             rank = "" if row.rank == -1 else f" on rank {row.rank}"
             grew_ms = row.difference_s * 1e3
@@ -160,7 +158,7 @@ def gate(
     )
 
 
-def _check_whole(timelines: list[Timeline]):
+def _check_whole(timelines):
     """Raise ValueError where recordings differ in their ranks, or a file ended early:
     less work looks like a gain.
     """
@@ -171,14 +169,12 @@ def _check_whole(timelines: list[Timeline]):
                 f"one recording has no trace of rank {missing[0]}, which another "
                 "has; a gate needs all of both"
             )
-    for rank, provenance in (
-        (str(rank), one.meta.provenance) for one in timelines for rank in one.ranks
-    ):
-        if damage := provenance.get("damaged", {}).get(rank):
-            raise ValueError(
-                f"{provenance['files'][rank]['name']}: {damage}; a gate needs whole "
-                "recordings"
-            )
+    for timeline in timelines:
+        provenance = timeline.meta.provenance
+        for rank in map(str, timeline.ranks):
+            if damage := provenance.get("damaged", {}).get(rank):
+                name = provenance["files"][rank]["name"]
+                raise ValueError(f"{name}: {damage}; a gate needs whole recordings")
 
 
 class _Recording:
@@ -188,7 +184,7 @@ class _Recording:
     operation) s. peak_bytes: NaN where the recording has no events of an allocator.
     """
 
-    def __init__(self, timeline: Timeline):
+    def __init__(self, timeline):
         table = steps(timeline)
         left_out = table.loc[table["warmup"] | table["cut"], "step"]
         counted = table[~table["step"].isin(left_out)]
@@ -210,7 +206,7 @@ class _Recording:
         has_memory = len(timeline.side_tables["memory"])
         self.peak_bytes = peak(timeline)["peak_bytes"].max() if has_memory else np.nan
 
-    def location(self, names: Sequence[str]):
+    def location(self, names):
         """Location of each quantity (n,), in logarithms."""
         values = self.values.reindex(columns=names, fill_value=0.0).to_numpy()
         count = len(values)
@@ -244,7 +240,7 @@ class _Location:
     blocks: float  # of steps that may be taken for independent
 
 
-def _too_few_steps(timeline: Timeline, count: int):
+def _too_few_steps(timeline, count):
     files = timeline.meta.provenance.get("files", {})
     name = next(iter(files.values()), {}).get("name", "timeline")
     advice = "mark steps with profiler.step()"
@@ -255,7 +251,7 @@ def _too_few_steps(timeline: Timeline, count: int):
     return f"{name}: {count} steps that are neither warm-up nor cut, {rule}"
 
 
-def _operations(timeline: Timeline, counted: list[int]):
+def _operations(timeline, counted):
     """Seconds by (rank, step) and (kind, operation), zero where a step has none."""
     spans = timeline.spans
     spans = spans[spans["kind"].isin(BUSY_KINDS) & spans["step"].isin(counted)]
@@ -267,27 +263,20 @@ def _operations(timeline: Timeline, counted: list[int]):
         "seconds": spans["dur_ns"] / NS_PER_S,
     }
     keys = ["rank", "step", "kind", "operation"]
-    table = (
-        spans[["rank", "step"]]
-        .assign(**parts)
-        .groupby(keys)["seconds"]
-        .sum()
-        .unstack(["kind", "operation"])
-    )
-    cells = pd.MultiIndex.from_product(
-        [timeline.ranks, counted], names=["rank", "step"]
-    )
+    seconds = spans.assign(**parts).groupby(keys)["seconds"].sum()
+    table = seconds.unstack(["kind", "operation"])
+    cells = pd.MultiIndex.from_product([timeline.ranks, counted], names=keys[:2])
     return table.reindex(cells).fillna(0.0)
 
 
-def _middle(values: np.ndarray):
+def _middle(values):
     """Mean without the smallest and largest quarter, over the axis before the last."""
     # As robust as a median, and less coarse.
     cut = int(_TRIM * values.shape[-2])
     return np.sort(values, axis=-2)[..., cut : values.shape[-2] - cut, :].mean(axis=-2)
 
 
-def _tested(sides: list[list[_Recording]], threshold: float):
+def _tested(sides, threshold):
     """The table of a `GateResult`, and the factor that the operations of a host share."""
     from scipy.stats import t as student
 
@@ -338,7 +327,7 @@ def _tested(sides: list[list[_Recording]], threshold: float):
     return table, float(np.exp(compared.shared))
 
 
-def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]):
+def _with_peak(table, sides):
     """The table with the peak of memory, which is exact, where both sides have it."""
     a, b = (np.mean([one.peak_bytes for one in side]) for side in sides)
     if np.isfinite(a) and np.isfinite(b) and a > 0:
@@ -357,23 +346,19 @@ def _with_peak(table: pd.DataFrame, sides: list[list[_Recording]]):
     return table
 
 
-def _names(sides: list[list[_Recording]]):
+def _names(sides):
     """Quantities that both sides have and that take a share of a step that counts."""
-    means = [
-        pd.concat([one.values.mean() for one in side], axis=1).fillna(0.0).mean(axis=1)
-        for side in sides
-    ]
-    # Share of a step that a quantity takes on each side.
-    shares = pd.concat([mean / mean["step_s"] for mean in means], axis=1).dropna()
-    large = shares[(shares.max(axis=1) >= _SMALLEST) & (shares.min(axis=1) > 0)].max(
-        axis=1
-    )
-    operations = large.drop(["step_s", "exposed_comm_s"], errors="ignore").nlargest(
-        _MOST
-    )
-    return [
-        name for name in ("step_s", "exposed_comm_s") if name in large.index
-    ] + list(operations.index)
+    shares = []
+    for side in sides:
+        parts = pd.concat([one.values.mean() for one in side], axis=1)
+        mean = parts.fillna(0.0).mean(axis=1)
+        # Share of a step that a quantity takes on this side.
+        shares.append(mean / mean["step_s"])
+    both = pd.concat(shares, axis=1).dropna()
+    most = both.max(axis=1)
+    large = most[(most >= _SMALLEST) & (both.min(axis=1) > 0)]
+    operations = large.drop(list(_WEIGHTS), errors="ignore").nlargest(_MOST)
+    return [*(name for name in _WEIGHTS if name in large), *operations.index]
 
 
 @dataclass(frozen=True)
@@ -387,7 +372,7 @@ class _Compared:
     shared: float = 0.0  # log of the factor that all operations of a host share
 
 
-def _compared(sides: list[list[_Recording]], names: list[str], computes: np.ndarray):
+def _compared(sides, names, computes):
     """The comparison of quantities. computes: (n,) whether a quantity is an operation
     that computes.
     """
@@ -399,9 +384,7 @@ def _compared(sides: list[list[_Recording]], names: list[str], computes: np.ndar
     if sum(counts) >= _LEAST_RUNS:
         # Enough recordings show themselves how far apart two runs of one code are:
         # pooled variance of the recordings, of a difference of two means.
-        squares = sum(
-            ((middle - middle.mean(axis=0)) ** 2).sum(axis=0) for middle in middles
-        )
+        squares = sum(middle.var(axis=0) * len(middle) for middle in middles)
         freedom = sum(counts) - 2
         between = squares / freedom * sum(1 / count for count in counts)
         return _Compared(log_a, log_b, np.sqrt(np.maximum(between, within)), freedom)
@@ -423,7 +406,7 @@ def _compared(sides: list[list[_Recording]], names: list[str], computes: np.ndar
     return _Compared(log_a, log_b, np.sqrt(variance), freedom, shared)
 
 
-def _variance_of_means(deviations: list[list[np.ndarray]]):
+def _variance_of_means(deviations):
     """Variance (n,) of the difference of two means, from the standard deviations of
     their recordings: sum over sides of sum(sigma^2) / count^2.
     """
@@ -432,7 +415,7 @@ def _variance_of_means(deviations: list[list[np.ndarray]]):
     )
 
 
-def _weights(names: list[str]):
+def _weights(names):
     """Share of the level that each quantity gets (n,)."""
     operations = [name for name in names if name not in _WEIGHTS]
     rest = (1 - sum(_WEIGHTS.values())) / max(len(operations), 1)
@@ -440,7 +423,7 @@ def _weights(names: list[str]):
     return weights / weights.sum()
 
 
-def _holm(p: np.ndarray, weights: np.ndarray):
+def _holm(p, weights):
     """Adjusted p (n,): below a level with at most that chance of any false alarm.
 
     >>> _holm(np.array([0.01, 0.04]), np.array([0.5, 0.5])).tolist()
@@ -457,7 +440,7 @@ def _holm(p: np.ndarray, weights: np.ndarray):
     return adjusted
 
 
-def _explained(a: list[_Recording], b: list[_Recording]):
+def _explained(a, b):
     """The explanation of a `GateResult`."""
     means = []
     for side in (a, b):
@@ -485,12 +468,11 @@ def _explained(a: list[_Recording], b: list[_Recording]):
     return table[table["difference_s"] > _NEGLIGIBLE * table["difference_s"].max()]
 
 
-def _by_rank(one: _Recording):
+def _by_rank(one):
     """Middle of the seconds of a step: a row per (kind, operation), a column per rank,
     and -1 for their mean.
     """
-    parts = dict(iter(one.operations.groupby("rank"))) | {
-        -1: one.operations.groupby("step").mean()
-    }
+    parts = dict(iter(one.operations.groupby("rank")))
+    parts[-1] = one.operations.groupby("step").mean()
     by_rank = {rank: _middle(part.to_numpy()[None])[0] for rank, part in parts.items()}
     return pd.DataFrame(by_rank, index=one.operations.columns)

@@ -45,17 +45,16 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
         raise FileNotFoundError(f"{folder}: no such directory of dumps, one per rank")
     dumps = {}
     for path in sorted(folder.iterdir()):
-        if (
-            path.is_file()
-            and (number := re.search(r"(\d+)(?:\.json)?$", path.name))
-            and not path.name.startswith(".")
-        ):
-            if (rank := int(number[1])) in dumps:
-                raise ValueError(
-                    f"{folder}: two dumps of rank {rank}; keep those of one moment "
-                    "in a folder"
-                )
-            dumps[rank] = _entries(path)
+        number = re.search(r"(\d+)(?:\.json)?$", path.name)
+        if not number or path.name.startswith(".") or not path.is_file():
+            continue
+        rank = int(number[1])
+        if rank in dumps:
+            raise ValueError(
+                f"{folder}: two dumps of rank {rank}; keep those of one moment in a "
+                "folder"
+            )
+        dumps[rank] = _entries(path)
     if not dumps:
         raise ValueError(
             f"{folder}: no dumps; their names end in the rank, such as "
@@ -83,12 +82,10 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
             "before the run"
         )
     calls = pd.DataFrame(rows)
-    seen = calls.groupby("group")["rank"].agg(
-        lambda ranks: ",".join(map(str, sorted(set(ranks))))
-    )
-    calls["ranks"] = calls["ranks"].where(
-        calls["ranks"] != "", calls["group"].map(seen)
-    )  # gloo's groups tell none
+    seen = calls.groupby("group")["rank"].agg(lambda ranks: _text(sorted(set(ranks))))
+    # gloo's groups tell none
+    untold = calls["ranks"] == ""
+    calls["ranks"] = calls["ranks"].mask(untold, calls["group"].map(seen))
     calls.attrs["dumped"] = sorted(dumps)
     return calls
 
@@ -106,9 +103,7 @@ def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
     """
     dumped = calls.attrs["dumped"]
     findings = []
-    members = {
-        int(rank) for ranks in calls["ranks"].unique() for rank in ranks.split(",")
-    }
+    members = set().union(*map(_members, calls["ranks"].unique()))
     if silent := sorted(members - set(dumped)):
         text = f"no dump of {_ranks(silent)}: it may have died"
         findings.append(_Finding("no dump", silent, "", -1, text))
@@ -129,7 +124,7 @@ def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:
     for ranks, group in zip(table["ranks"], table["group"], strict=True):
         stuck = set(open_calls.loc[open_calls["group"] != group, "rank"])
         waits.append(bool(group) and set(ranks) <= stuck)
-    table["ranks"] = [",".join(map(str, ranks)) for ranks in table["ranks"]]
+    table["ranks"] = table["ranks"].map(_text)
     table.insert(4, "cause", ~np.array(waits, dtype=bool))
     return table.sort_values("cause", ascending=False, kind="stable", ignore_index=True)
 
@@ -144,9 +139,8 @@ def lateness(calls: pd.DataFrame) -> pd.DataFrame:
     """
     shared = calls[~calls["p2p"]].drop_duplicates(["rank", *_CALL])
     size = shared["ranks"].str.count(",") + 1
-    shared = shared[
-        (size > 1) & (size == shared.groupby(_CALL)["rank"].transform("size"))
-    ].assign(size=size)
+    is_whole = size == shared.groupby(_CALL)["rank"].transform("size")
+    shared = shared.assign(size=size)[is_whole & (size > 1)]
     # A collective ends on all ranks at once, so the difference of its ends is that of
     # the clocks. Of the largest groups alone: smaller ones may lie on one host.
     world = shared[shared["size"] == shared["size"].max()]
@@ -170,13 +164,14 @@ class _Finding(NamedTuple):
     text: str
 
 
-def _of_group(group: pd.DataFrame, dumped: set[int]):
+def _of_group(group, dumped):
     """Findings of one group, at its first call that is not as it should be."""
-    ranks = sorted({int(rank) for rank in group["ranks"].iloc[0].split(",")} & dumped)
+    ranks = sorted({*_members(group["ranks"].iloc[0])} & dumped)
+    sequences = group.groupby("rank")["sequence"]
     # older calls have left the buffer of some rank
-    begin = group.groupby("rank")["sequence"].min().max()
+    begin = sequences.min().max()
     name = group["group"].iloc[0]
-    last = group.groupby("rank")["sequence"].max()
+    last = sequences.max()
     for sequence, call in group[group["sequence"] >= begin].groupby("sequence"):
         absent = [rank for rank in ranks if last.get(rank, -1) < sequence]
         open_ = sorted(call.loc[~call["done"], "rank"])
@@ -193,18 +188,14 @@ def _of_group(group: pd.DataFrame, dumped: set[int]):
                 continue
             if call[column].nunique() > 1:
                 return [_mismatch(finding, column, call, group)]
-        if (
-            open_
-            and len(open_) < len(call)
-            and not absent
-            and (group["sequence"] <= sequence).all()
-        ):
+        is_last = sequence == last.max()
+        if open_ and len(open_) < len(call) and is_last and not absent:
             text = f"{_ranks(open_)} has not finished {what}; the other ranks have"
             return [_Finding("not done", open_, name, sequence, text)]
     return []
 
 
-def _mismatch(finding: str, column: str, call: pd.DataFrame, group: pd.DataFrame):
+def _mismatch(finding, column, call, group):
     """One call on which ranks differ: the fewer are blamed, or all where there is no
     majority.
     """
@@ -212,9 +203,7 @@ def _mismatch(finding: str, column: str, call: pd.DataFrame, group: pd.DataFrame
     sequence = int(call["sequence"].iloc[0])
     counts = Counter(call[column]).most_common()
     tie = counts[0][1] == counts[1][1]
-    odd = sorted(
-        call["rank"] if tie else call.loc[call[column] != counts[0][0], "rank"]
-    )
+    odd = sorted(call.loc[tie | (call[column] != counts[0][0]), "rank"])
     sides = [
         f"{_ranks(sorted(call.loc[call[column] == value, 'rank']))} {value}"
         for value, _ in counts
@@ -222,16 +211,15 @@ def _mismatch(finding: str, column: str, call: pd.DataFrame, group: pd.DataFrame
     if finding == "other call" and not tie:
         after = group[group["sequence"] == sequence + 1].set_index("rank")["collective"]
         called = call.set_index("rank")["collective"]
-        if all(after.get(rank) == counts[0][0] for rank in odd) and any(
-            after.get(r) == called[odd[0]] for r in called.index
-        ):
+        swapped = (after == called[odd[0]]).any()
+        if swapped and (after.reindex(odd) == counts[0][0]).all():
             finding = "other order"
     where = call["collective"].iloc[0] if column != "collective" else "call"
     text = f"{where} number {sequence} of {name}: {', '.join(sides)}"
     return _Finding(finding, odd, name, sequence, text)
 
 
-def _unpaired(group: pd.DataFrame):
+def _unpaired(group):
     """Sends and receives that are still open and lack the other side, by pair in order."""
     pairs = group["collective"].str.extract(r"^(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
     caller = pairs[1].astype(float)
@@ -244,29 +232,36 @@ def _unpaired(group: pd.DataFrame):
         count = int(sends[rows.index].sum()) * 2 - len(rows)
         late = rows[(sends[rows.index] == (count > 0)) & ~rows["done"]]
         if count and len(late):
-            what = (
-                "a send without its receive"
-                if count > 0
-                else "a receive without its send"
-            )
+            what = "a receive without its send"
+            blamed = start
+            if count > 0:
+                what = "a send without its receive"
+                blamed = end
             name = group["group"].iloc[0]
             text = f"{what} from {start:.0f} to {end:.0f} of {name}"
-            members = [int(rank) for rank in rows["ranks"].iloc[0].split(",")]
-            blamed = [members[int(end if count > 0 else start)]]
+            blamed = [_members(rows["ranks"].iloc[0])[int(blamed)]]
             sequence = int(late["sequence"].iloc[0])
             findings.append(_Finding("unpaired", blamed, name, sequence, text))
     return findings
 
 
-def _ranks(ranks: list[int]):
+def _members(ranks):
+    return [int(rank) for rank in ranks.split(",")]
+
+
+def _text(ranks):
+    return ",".join(map(str, ranks))
+
+
+def _ranks(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _most(values: pd.Series):
+def _most(values):
     return Counter(values).most_common(1)[0][0]
 
 
-def _entries(path: Path):
+def _entries(path):
     """Calls of a dump and its groups by name."""
     if path.suffix == ".json":
         try:
@@ -277,48 +272,41 @@ def _entries(path: Path):
             ) from None
     else:
         dump = load_plain(path)
-    entries = (
-        dump
-        if isinstance(dump, list)
-        else dump.get("entries")
-        if isinstance(dump, dict)
-        else None
-    )
+    # a bare list of entries has no groups
+    if not isinstance(dump, dict):
+        dump = {"entries": dump}
+    entries = dump.get("entries")
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "profiling_name" in entry for entry in entries
     ):
         raise ValueError(
             f"{path}: no dump of a flight recorder, it has no list of entries"
         )
-    groups = dump.get("pg_config", {}) if isinstance(dump, dict) else {}
+    groups = dump.get("pg_config")
     return entries, groups if isinstance(groups, dict) else {}
 
 
-def _row(rank: int, entry: dict, groups: dict):
+def _row(rank, entry, groups):
     group = entry.get("process_group") or ("", "")
     config = groups.get(group[0])
     members = config.get("ranks", "") if isinstance(config, dict) else ""
     try:
-        members = ",".join(
-            str(int(member)) for member in ast.literal_eval(members or "[]")
-        )
+        members = _text(list(map(int, ast.literal_eval(members or "[]"))))
     except (ValueError, SyntaxError, TypeError):
         members = ""
     backend, _, collective = entry["profiling_name"].partition(":")
     frames = entry.get("frames") or []
-    frames = [
-        frame for frame in frames if not frame["filename"].startswith("torch/")
-    ] or frames
+    own = [frame for frame in frames if not frame["filename"].startswith("torch/")]
+    frames = own or frames
+    is_p2p = bool(entry.get("is_p2p"))
+    sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
     duration_ms = entry.get("duration_ms")
     return {
         "rank": rank,
         "group": " ".join(part for part in map(str, group) if part),
         "ranks": members,
-        "sequence": int(
-            entry.get("collective_seq_id" if not entry.get("is_p2p") else "p2p_seq_id")
-            or 0
-        ),
-        "p2p": bool(entry.get("is_p2p")),
+        "sequence": int(sequence or 0),
+        "p2p": is_p2p,
         "backend": backend,
         "collective": collective.removeprefix("_"),
         "input_sizes": str(entry.get("input_sizes", "")),
@@ -332,5 +320,5 @@ def _row(rank: int, entry: dict, groups: dict):
     }
 
 
-def _seconds(time_ns: int | None):
+def _seconds(time_ns):
     return time_ns / NS_PER_S if time_ns else np.nan

@@ -39,6 +39,8 @@ _HEADS_FIRST = [
     "_scaled_dot_product_fused_attention_overrideable",
 ]
 _TOKENS_FIRST = ["_flash_attention", "_efficient_attention", "_flash_attn"]
+_ATTENTION = [*_HEADS_FIRST, *(f"{name}_forward" for name in _TOKENS_FIRST)]
+_ATTENTION += [f"{name}_backward" for name in _HEADS_FIRST + _TOKENS_FIRST]
 # a third input of others is the output, given as out=
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
 _SERVES = r"paged_attention|unified_attention|mha_batch_prefill"
@@ -70,23 +72,19 @@ class _Inputs(NamedTuple):
     inputs: list[str]
     strides: list
 
-    def elements(self, position: int):
-        return (
-            prod(self.shapes[position])
-            if position < len(self.shapes) and self.sizes[position]
-            else 0
-        )
+    def elements(self, position):
+        is_tensor = position < len(self.shapes) and self.sizes[position]
+        return prod(self.shapes[position]) if is_tensor else 0
 
     def bytes(self, *positions: int):
         """Bytes of the inputs at some positions, of all inputs where none is named."""
-        positions = positions or range(len(self.shapes))
-        return float(
-            sum(
-                self._stored(position) * self.sizes[position]
-                for position in positions
-                if position < len(self.shapes)
-            )
+        there = range(len(self.shapes))
+        stored = (
+            self._stored(position) * self.sizes[position]
+            for position in positions or there
+            if position in there
         )
+        return float(sum(stored))
 
     def like(self, *positions: int):
         """Bytes of new tensors of the shapes and types of some inputs."""
@@ -96,32 +94,23 @@ class _Inputs(NamedTuple):
             )
         )
 
-    def _stored(self, position: int):
+    def _stored(self, position):
         """Elements in memory: an expanded dimension has stride 0, and windows that
         overlap share theirs.
         """
         shape = self.shapes[position]
         strides = self.strides[position] if position < len(self.strides) else []
-        if (
-            not self.elements(position)
-            or not _is_shape(strides)
-            or len(strides) != len(shape)
-        ):
-            return self.elements(position)
+        elements = self.elements(position)
+        if not elements or not _is_shape(strides) or len(strides) != len(shape):
+            return elements
         # Stride 0 repeats one element: such dimensions take no memory.
-        pairs = [
-            (length, stride)
-            for length, stride in zip(shape, strides, strict=True)
-            if stride
-        ]
+        pairs = [pair for pair in zip(shape, strides, strict=True) if pair[1]]
         # Windows that overlap span less than their elements: from the first to the last
         # element is 1 + sum (length - 1) stride.
-        return min(
-            prod(length for length, _ in pairs),
-            1 + sum((length - 1) * stride for length, stride in pairs),
-        )
+        span = 1 + sum((length - 1) * stride for length, stride in pairs)
+        return min(prod(length for length, _ in pairs), span)
 
-    def number(self, position: int | None, default=None):
+    def number(self, position, default=None):
         """A recorded number, flag or list of them; the default where the operator has
         no such input.
         """
@@ -129,14 +118,14 @@ class _Inputs(NamedTuple):
             return default
         return json.loads(self.inputs[position].lower())
 
-    def per_dimension(self, position: int | None, default: int, rank: int):
+    def per_dimension(self, position, default, rank):
         """One recorded number per dimension; torch lets one stand for all."""
         value = self.number(position, default)
         values = value if isinstance(value, list) else [value]
         return values if len(values) == rank else values * rank
 
 
-def _operator_cost(name: str, shapes: str, types="", inputs="", strides=""):
+def _operator_cost(name, shapes, types="", inputs="", strides=""):
     """Work of one call of an operator from the JSON texts of
     `Timeline.side_tables["operators"]`.
 
@@ -174,17 +163,13 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
 
     Each distinct call is worked out once: a long trace repeats a few hundred of them.
     """
-    if not len(table):
-        return pd.DataFrame(
-            {"flops": [], "moved_bytes": [], "dtype": pd.Series([], dtype=object)},
-            index=table.index,
-        )
     columns = ["name", "shapes", "types", "inputs", "strides"]
     texts = table[columns].astype(object).fillna("").astype("category")
     call = texts.groupby(columns, sort=False, observed=True).ngroup()
     distinct = texts.drop_duplicates().itertuples(index=False)
     costs = [_operator_cost(*map(str, each)) for each in distinct]
     costs = pd.DataFrame(costs, columns=_Cost._fields)
+    costs = costs.astype({"flops": float, "moved_bytes": float, "dtype": object})
     return costs.iloc[call].set_index(table.index)
 
 
@@ -206,20 +191,17 @@ def served_attention(
         prefilled, first, decoded, second = map(int, counts.groups())
         inputs, dtype = _read(call["shapes"], call["types"])
         # The query: the first input with three dimensions.
-        tokens, heads, width = next(
-            (shape for shape in inputs.shapes if len(shape) == 3), (0, 0, 0)
-        )
+        queries = (shape for shape in inputs.shapes if len(shape) == 3)
+        tokens, heads, width = next(queries, (0, 0, 0))
         # A kernel may serve the prefill, the decode, or both: its tokens tell which.
-        pairs = {
-            prefilled: first,
-            decoded: second,
-            prefilled + decoded: first + second,
-        }.get(tokens, nan)
-        rows[table.index[position]] = (4.0 * pairs * heads * width, dtype or "")
+        pairs = {prefilled: first, decoded: second}
+        pairs[prefilled + decoded] = first + second
+        flops = 4.0 * pairs.get(tokens, nan) * heads * width
+        rows[table.index[position]] = (flops, dtype or "")
     return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
-def _read(shapes: str, types: str, inputs="", strides=""):
+def _read(shapes, types, inputs="", strides=""):
     """A call's inputs and its dtype: of the first tensor of floating point, None where
     types are not recorded.
     """
@@ -249,7 +231,7 @@ def _is_shape(side):
     )
 
 
-def _product(left: list[int], right: list[int]):
+def _product(left, right):
     """Multiply-adds and output elements of a matrix product, broadcast over leading
     dimensions as torch.matmul does.
     """
@@ -262,7 +244,7 @@ def _product(left: list[int], right: list[int]):
     return outer * m * n * k, outer * m * n
 
 
-def _matrices(name: str, call: _Inputs):
+def _matrices(name, call):
     """Products of two matrices, of batches of them, and linear layers."""
     if name == "linear":
         *rows, features = call.shapes[0]
@@ -280,7 +262,7 @@ def _matrices(name: str, call: _Inputs):
     return 2 * work, call.bytes(*range(first + 2)) + out * size
 
 
-def _grouped(name: str, call: _Inputs):
+def _grouped(name, call):
     """Products of groups: of rows, of columns or of a summed dimension (two-dimensional
     sides), or one of each.
 
@@ -304,7 +286,7 @@ def _grouped(name: str, call: _Inputs):
     return flops, call.bytes(0, 1) + out * groups * size
 
 
-def _convolution(name: str, call: _Inputs):
+def _convolution(name, call):
     """Every output element is a product over the kernel and the channels of its group."""
     where = _places()[name]
     weight = call.shapes[1]
@@ -328,7 +310,7 @@ def _convolution(name: str, call: _Inputs):
     return 2 * windows * prod(weight), call.bytes() + out_bytes
 
 
-def _convolution_backward(_: str, call: _Inputs):
+def _convolution_backward(_, call):
     """Gradients of the input and of the weight cost what the forward pass does, each.
 
     FlopCounterMode counts the weight's as if groups were 1; here it is divided by them,
@@ -343,7 +325,7 @@ def _convolution_backward(_: str, call: _Inputs):
     return once * (to_input + to_weight), call.bytes() + out_bytes
 
 
-def _attention(name: str, call: _Inputs):
+def _attention(name, call):
     """Two products forward, five backward (the scores are made again), over all pairs
     of tokens.
     """
@@ -362,7 +344,7 @@ def _attention(name: str, call: _Inputs):
     return pairs * (width + value[-1]), call.bytes() + out_bytes
 
 
-def _rows(name: str, call: _Inputs):
+def _rows(name, call):
     """Looking up rows reads and writes those rows only; the gradient of a table is
     written whole.
     """
@@ -377,7 +359,7 @@ def _rows(name: str, call: _Inputs):
     return nan, call.bytes(index) + 2 * call.elements(index) * row * call.sizes[0]
 
 
-def _elements(name: str, call: _Inputs, out_size=0):
+def _elements(name, call, out_size=0):
     """One pass over the elements: every input is read, the output has the shape they
     broadcast to. out_size: bytes of its elements, where they are not the inputs'.
     """
@@ -390,7 +372,7 @@ def _elements(name: str, call: _Inputs, out_size=0):
     return nan, call.bytes(*tensors) + prod(np.broadcast_shapes(*shapes)) * size
 
 
-def _like_first(_: str, call: _Inputs):
+def _like_first(_, call):
     """One pass that writes a tensor like the first; inputs are read."""
     first = next(number for number, size in enumerate(call.sizes) if size)
     return nan, call.bytes() + call.like(first)
@@ -402,11 +384,7 @@ _PRODUCTS: dict[str, _Rule] = {
     "linear": _matrices,
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(_HEADS_FIRST, _attention),
-    **dict.fromkeys([f"{name}_forward" for name in _TOKENS_FIRST], _attention),
-    **dict.fromkeys(
-        [f"{name}_backward" for name in _HEADS_FIRST + _TOKENS_FIRST], _attention
-    ),
+    **dict.fromkeys(_ATTENTION, _attention),
     **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
 }
 _MOVES: dict[str, _Rule] = {
