@@ -66,7 +66,7 @@ def deepspeed(
     return plan | {"recompute": _recompute(keys)}, keys
 
 
-def _dtype(keys: Keys, auto: list[str]):
+def _dtype(keys, auto):
     """The dtype of the products, None where the training script says it."""
     enabled = [name for name in ("bf16", "fp16") if keys.flag(f"{name}.enabled")]
     if len(enabled) > 1:
@@ -76,7 +76,7 @@ def _dtype(keys: Keys, auto: list[str]):
     return enabled[0] if enabled else "fp32"
 
 
-def _recompute(keys: Keys):
+def _recompute(keys):
     interval = "pipeline.activation_checkpoint_interval"
     inputs = "activation_checkpointing.cpu_checkpointing"
     default = int(keys.flag("script.gradient_checkpointing"))
@@ -93,7 +93,7 @@ def _recompute(keys: Keys):
     return "full" if layers else "none"
 
 
-def _batch(keys: Keys, plan: dict, world_size: int | None):
+def _batch(keys, plan, world_size):
     """Micro-batch, steps of accumulation and batch, of which one follows from the
     others.
 
@@ -147,7 +147,7 @@ def _batch(keys: Keys, plan: dict, world_size: int | None):
     return {"dp": dp, "micro_batch": micro, "global_batch": micro * (steps or 1) * dp}
 
 
-def _zero(keys: Keys, plan: dict):
+def _zero(keys, plan):
     zero = plan.get("zero", 0)
     elements = keys.number(_ZERO + "reduce_bucket_size", _USUAL_BUCKET)
     width = 4.0 if plan.get("reduce_fp32", False) else 2.0
@@ -179,7 +179,7 @@ def _zero(keys: Keys, plan: dict):
     return fields | parts
 
 
-def _offload(keys: Keys, zero: int):
+def _offload(keys, zero):
     optimizer = _offload_device(keys, "optimizer", "cpu_offload")
     parameters = _offload_device(keys, "param", "cpu_offload_param")
     if parameters and zero < 3:
@@ -197,7 +197,7 @@ def _offload(keys: Keys, zero: int):
     return {"offload": "all" if parameters else "optimizer"}
 
 
-def _offload_device(keys: Keys, what: str, old_flag: str):
+def _offload_device(keys, what, old_flag):
     """cpu or nvme, where such states are offloaded."""
     name = f"{_ZERO}offload_{what}."
     device = keys.get(name + "device")
@@ -211,7 +211,7 @@ def _offload_device(keys: Keys, what: str, old_flag: str):
     return device
 
 
-def _experts(keys: Keys, tp: int):
+def _experts(keys, tp):
     """AutoEP; ep_size of deepspeed.moe.layer.MoE is an argument of the script."""
     ep = 1
     if keys.flag("expert_parallel.enabled"):
@@ -268,7 +268,7 @@ def accelerate(
     return plan, keys
 
 
-def _section_of(values: dict, kind: str, dtype: str):
+def _section_of(values, kind, dtype):
     """The values of another framework's section, by its own names."""
     section = f"{kind.lower()}_config."
     if file := values.get(section + "deepspeed_config_file"):
@@ -294,7 +294,7 @@ def _section_of(values: dict, kind: str, dtype: str):
     return inner
 
 
-def _mesh(keys: Keys, kind: str, world: int):
+def _mesh(keys, kind, world):
     """Degrees of parallelism_config; FSDP shards over dp_shard x cp."""
     copies = keys.count(_SIZES + "dp_replicate_size")
     shards = keys.count(_SIZES + "dp_shard_size")
@@ -328,7 +328,7 @@ def _mesh(keys: Keys, kind: str, world: int):
     return plan
 
 
-def _fsdp(keys: Keys, plan: dict, world: int):
+def _fsdp(keys, plan, world):
     """ZeRO stage, shard group and offload of FSDP 1 and 2."""
     reshard = "fsdp_config.fsdp_reshard_after_forward"
     fields = {}

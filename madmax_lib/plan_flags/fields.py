@@ -6,7 +6,7 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
 from madmax_lib.plan_flags.keys import FRAMEWORKS, Keys, framework_named
 from madmax_lib.plan_flags.megatron import bridge, megatron
-from madmax_lib.plan_flags.text import Source, source_of
+from madmax_lib.plan_flags.text import source_of
 from madmax_lib.plan_flags.torchtitan import torchtitan
 
 _READERS = dict(
@@ -55,7 +55,7 @@ def fields_of(
     return StatedFields(name, fields, run, keys)
 
 
-def _framework_of(source: Source):
+def _framework_of(source):
     first = {key.split(".")[0] for key in source.values}
     # a dictionary of arguments may have underscores, or the dashes of a command line
     first |= {key.lstrip("-").replace("_", "-") for key in first}

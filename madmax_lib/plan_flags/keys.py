@@ -148,7 +148,7 @@ class Keys:
                 fields[means] = self._value(row)
         return fields
 
-    def _value(self, row: dict):
+    def _value(self, row):
         """The value of a row's key, of the kind that its column `values` says."""
         key = row["key"]
         kind = row["values"]

@@ -86,7 +86,7 @@ def bridge(
     return plan, keys
 
 
-def _put_arguments(keys: Keys, values: dict):
+def _put_arguments(keys, values):
     """Hand the keys of Bridge to Megatron-LM's names, where it has one."""
     names = {row["key"]: row["means"][1:] for row in rows_of("megatron-bridge")}
     for key, value in values.items():
@@ -98,7 +98,7 @@ def _put_arguments(keys: Keys, values: dict):
             keys.set(flag if is_known("megatron-lm", flag) else key, value, key)
 
 
-def _put_reduce_dtype(keys: Keys, values: dict):
+def _put_reduce_dtype(keys, values):
     """Say in Megatron-LM's flags in what gradients are reduced; the last key counts."""
     in_fp32 = [
         value
@@ -114,7 +114,7 @@ def _put_reduce_dtype(keys: Keys, values: dict):
         keys.values[fp32 if in_fp32[-1] else "grad-reduce-in-bf16"] = True
 
 
-def _read(keys: Keys, world_size: int | None, layers: int | None):
+def _read(keys, world_size, layers):
     plan = keys.fields()
     tp = plan.get("tp", 1)
     cp = plan.get("cp", 1)
@@ -153,7 +153,7 @@ def _read(keys: Keys, world_size: int | None, layers: int | None):
     return plan, keys
 
 
-def _attention(keys: Keys):
+def _attention(keys):
     is_unfused = (
         keys.get("attention-backend") in ("unfused", "local")
         or keys.get("transformer-impl") == "local"
@@ -162,7 +162,7 @@ def _attention(keys: Keys):
     return {"attention": "flash" if is_flash else "unfused"}
 
 
-def _offload(keys: Keys):
+def _offload(keys):
     if not keys.flag("optimizer-cpu-offload"):
         return {}
     share = keys.get("optimizer-offload-fraction", 1)
@@ -174,9 +174,7 @@ def _offload(keys: Keys):
     return {"offload": "optimizer"}
 
 
-def _data_parallel(
-    keys: Keys, model_devices: int, least_dp: int, world_size: int | None
-):
+def _data_parallel(keys, model_devices, least_dp, world_size):
     """dp, from the number of devices that the caller, the flags or the launcher give."""
     stated = [world_size] if world_size is not None else []
     # a dump of arguments has it
@@ -201,7 +199,7 @@ def _data_parallel(
     return devices // model_devices
 
 
-def _stages(keys: Keys, plan: dict, layers: int):
+def _stages(keys, plan, layers):
     """Megatron-LM counts embedding and loss as layers only for equal stages, and cuts
     stated ends into equal chunks.
     """
@@ -245,7 +243,7 @@ def _stages(keys: Keys, plan: dict, layers: int):
     return {"interleave": chunks} if chunks > 1 else {}
 
 
-def _chunks(each: int, layers: int, extra: int, pp: int):
+def _chunks(each, layers, extra, pp):
     """Chunks of a stage, of `each` layers; extra: ends that count as layers."""
     name = f"--num-layers-per-virtual-pipeline-stage={each}"
     if not layers:
@@ -257,7 +255,7 @@ def _chunks(each: int, layers: int, extra: int, pp: int):
     return counted // pp // each
 
 
-def _layout(layout: str, pp: int, keys: Keys):
+def _layout(layout, pp, keys):
     """Fields of equal stages but for their ends: `Et*3|(tt|)*29,m|L` has E embedding, t
     layer, m MTP layer, L loss.
     """
@@ -303,7 +301,7 @@ def _layout(layout: str, pp: int, keys: Keys):
     )
 
 
-def _sharding(keys: Keys, replicas: int):
+def _sharding(keys, replicas):
     """ZeRO stage and shard group: of Megatron's FSDP, PyTorch's, or the optimizer's."""
     megatron_fsdp = keys.flag("use-megatron-fsdp")
     torch_fsdp = keys.flag("use-torch-fsdp2")
@@ -331,7 +329,7 @@ def _sharding(keys: Keys, replicas: int):
     return fields
 
 
-def _gradients(keys: Keys, replicas: int):
+def _gradients(keys, replicas):
     """Megatron-LM adds bf16 gradients up, and reduces them, in fp32; without overlap in
     one piece at the end.
     """
@@ -348,7 +346,7 @@ def _gradients(keys: Keys, replicas: int):
     return {"reduce_fp32": fp32, "bucket_bytes": size_bytes}
 
 
-def _recompute(keys: Keys):
+def _recompute(keys):
     granularity = keys.get("recompute-granularity", "")
     short = keys.flag("recompute-activations")
     # --recompute-activations is the short form of selective

@@ -70,7 +70,7 @@ def megatron_sizes(model: Transformer, sequence: int) -> dict:
     return without_off(flags)
 
 
-def _listed(framework: str, model: Transformer):
+def _listed(framework, model):
     """Sizes that a model has by the keys of `data/size_flags.csv`."""
     rows = catalog.table("size_flags").query("framework == @framework")
     sizes = {
@@ -81,7 +81,7 @@ def _listed(framework: str, model: Transformer):
     return {key: size for key, size in sizes.items() if size}
 
 
-def _mixture(model: Transformer):
+def _mixture(model):
     layers = None  # all are mixtures
     if model.moe_every > 1:
         layers = f"'{_mixtures(model)}'".replace(" ", "")
@@ -100,7 +100,7 @@ def _mixture(model: Transformer):
     }
 
 
-def _mixtures(model: Transformer):
+def _mixtures(model):
     """1 for each layer that is a mixture, else 0."""
     return [int(blocks.has_experts) for blocks in model.layer_kinds]
 

@@ -76,7 +76,7 @@ def source_of(source: str | Path | Mapping | Sequence[str]) -> Source:
     return _yaml(text, name)
 
 
-def _json(text: str, name: str):
+def _json(text, name):
     """The first object of a text, such as a log in which it is followed by other lines;
     without lines of comments.
     """
@@ -87,7 +87,7 @@ def _json(text: str, name: str):
         raise ValueError(f"{name}: not JSON ({' '.join(str(error).split())})") from None
 
 
-def _yaml(text: str, name: str):
+def _yaml(text, name):
     """YAML, or a command line or script if it is not a mapping."""
     import yaml
 
@@ -106,7 +106,7 @@ def _yaml(text: str, name: str):
     return _flags(text)
 
 
-def _flags(text: str):
+def _flags(text):
     """Flags of a command line or a shell script, whose variables are filled in where it
     sets them.
     """
@@ -137,7 +137,7 @@ def _flags(text: str):
     return source
 
 
-def _flags_of(words: list[str]):
+def _flags_of(words):
     """Flags with their values; words before the first flag are passed over.
 
     >>> _flags_of("torchrun --nnodes 2 train.py --bf16 --a.tensor-size=4".split())
@@ -160,7 +160,7 @@ def _flags_of(words: list[str]):
     return flags
 
 
-def _flat(values: Mapping, prefix=""):
+def _flat(values, prefix=""):
     # an empty mapping is a value
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -68,7 +68,7 @@ def torchtitan(
     return plan, keys
 
 
-def _fsdp(keys: Keys, plan: dict, world_size: int | None):
+def _fsdp(keys, plan, world_size):
     """Data parallelism and its shards, which lie over cp too."""
     # HSDP: copies of groups that shard over dp_shard x cp
     copies, shards = _shards(keys, plan["tp"] * plan["pp"] * plan["cp"], world_size)
@@ -87,7 +87,7 @@ def _fsdp(keys: Keys, plan: dict, world_size: int | None):
     return fields
 
 
-def _tensor(keys: Keys, plan: dict):
+def _tensor(keys, plan):
     """Tensor parallelism of layers and of experts."""
     tp = plan["tp"]
     fields = {}
@@ -108,7 +108,7 @@ def _tensor(keys: Keys, plan: dict):
     return fields
 
 
-def _shards(keys: Keys, model_devices: int, world_size: int | None):
+def _shards(keys, model_devices, world_size):
     """Copies and shards of data parallelism; -1 shards over the rest of the world."""
     name = "parallelism.data_parallel_shard_degree"
     copies = keys.count("parallelism.data_parallel_replicate_degree")
@@ -132,7 +132,7 @@ def _shards(keys: Keys, model_devices: int, world_size: int | None):
     return copies, shards
 
 
-def _pipeline(keys: Keys, pp: int, layers: int | None):
+def _pipeline(keys, pp, layers):
     prefix = "parallelism.pipeline_parallel_"
     first = keys.count(f"{prefix}first_stage_less_layers", 1, 0)
     last = keys.count(f"{prefix}last_stage_less_layers", 1, 0)
@@ -171,7 +171,7 @@ def _pipeline(keys: Keys, pp: int, layers: int | None):
     }
 
 
-def _recompute(keys: Keys):
+def _recompute(keys):
     """Selective per operation stands as "selective": products are kept, the rest is
     recomputed.
 
@@ -209,7 +209,7 @@ def _recompute(keys: Keys):
     return mode
 
 
-def _batch(keys: Keys, plan: dict):
+def _batch(keys, plan):
     """Samples of a forward pass, of the local batch, which a pipeline splits; batch and
     sequence of a step.
     """
@@ -233,7 +233,7 @@ def _batch(keys: Keys, plan: dict):
     return {"micro_batch": micro, "global_batch": total, "sequence": sequence}
 
 
-def _total(keys: Keys, name: str, once: int, words: str):
+def _total(keys, name, once, words):
     """Batch of a step, of which `once` is without accumulation."""
     total = keys.count(name, -1, -1)
     if total == -1:
@@ -243,7 +243,7 @@ def _total(keys: Keys, name: str, once: int, words: str):
     return total
 
 
-def _token_batch(keys: Keys, passes: int):
+def _token_batch(keys, passes):
     """The same where torchtitan counts tokens, since August 2026."""
     name = "training.num_tokens_per_microbatch_per_dp_rank"
     sequence = keys.count("training.max_context_length", _SEQUENCE)

@@ -78,7 +78,7 @@ def write(
     return text
 
 
-def _check(plan: Plan, run: StatedRun, name: str, text: str):
+def _check(plan, run, name, text):
     """Raises ValueError for the first field that the text does not state as it is."""
     usual = catalog.software(_SOFTWARE_OF[name])
     try:

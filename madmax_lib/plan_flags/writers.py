@@ -80,7 +80,7 @@ def is_moot(field: str, plan: Plan) -> bool:
     return field in _MOOT and _MOOT[field](plan)
 
 
-def _shards(plan: Plan):
+def _shards(plan):
     """Copies and shards of the data of FSDP, which shards over cp too."""
     # DDP copies all
     if not plan.zero:
@@ -94,7 +94,7 @@ def _shards(plan: Plan):
     return plan.dp // shards, shards
 
 
-def _megatron_flags(plan: Plan, run: StatedRun):
+def _megatron_flags(plan, run):
     """Flags with their values, True for those without."""
     flags = {
         "tensor-model-parallel-size": plan.tp,
@@ -142,7 +142,7 @@ def _megatron_flags(plan: Plan, run: StatedRun):
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def _by_rows(framework: str, plan: Plan):
+def _by_rows(framework, plan):
     """Keys of the fields that stand for themselves, from the rows that readers use."""
     flags = {}
     for row in rows_of(framework):
@@ -158,7 +158,7 @@ def _by_rows(framework: str, plan: Plan):
     return flags
 
 
-def _megatron(plan: Plan, run: StatedRun):
+def _megatron(plan, run):
     """A command line; with a model it trains on made up data."""
     flags = _megatron_flags(plan, run)
     program = "pretrain_gpt.py"
@@ -169,11 +169,11 @@ def _megatron(plan: Plan, run: StatedRun):
     return " \\\n    ".join([f"{_torchrun(plan, run)} {program}", *_words(flags)])
 
 
-def _torchrun(plan: Plan, run: StatedRun):
+def _torchrun(plan, run):
     return " ".join(["torchrun", *(f"--{k} {v}" for k, v in run.launch(plan).items())])
 
 
-def _words(flags: dict):
+def _words(flags):
     return [f"--{k}" if v is True else f"--{k} {v}" for k, v in flags.items()]
 
 
@@ -198,7 +198,7 @@ _TARGETS = {
 }
 
 
-def _bridge(plan: Plan, run: StatedRun):
+def _bridge(plan, run):
     """Overrides, which name what a recipe could have set otherwise, too."""
     flags = _RECIPE | _megatron_flags(plan, run)
     flags |= {
@@ -223,19 +223,19 @@ def _bridge(plan: Plan, run: StatedRun):
     return _script(launch) + _yaml(sections)
 
 
-def _yaml(values: dict):
+def _yaml(values):
     import yaml
 
     return yaml.safe_dump(values)
 
 
-def _script(words: dict, before="# ", after="\n"):
+def _script(words, before="# ", after="\n"):
     """A comment of what the training script does, empty if that is nothing."""
     stated = [f"{name}={value}" for name, value in words.items() if value is not None]
     return f"{before}script: {' '.join(stated)}{after}" if stated else ""
 
 
-def _torchtitan(plan: Plan, run: StatedRun):
+def _torchtitan(plan, run):
     copies, shards = _shards(plan)
     has_pipeline = plan.pp > 1
     etp = plan.tp if plan.ep > 1 and plan.tp > 1 and plan.etp != 1 else None
@@ -279,7 +279,7 @@ def _torchtitan(plan: Plan, run: StatedRun):
     return script + " \\\n    ".join([program, *_words(config), *words])
 
 
-def _titan_stages(plan: Plan, layers: int | None):
+def _titan_stages(plan, layers):
     kind = {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule)
     if kind is None:
         raise ValueError(
@@ -311,7 +311,7 @@ def _titan_stages(plan: Plan, layers: int | None):
     return flags
 
 
-def _deepspeed(plan: Plan, run: StatedRun):
+def _deepspeed(plan, run):
     # accumulation; of a pipeline its micro-batches
     steps = run.passes(plan)
     samples = plan.micro_batch * steps * plan.dp
@@ -342,7 +342,7 @@ def _deepspeed(plan: Plan, run: StatedRun):
     return json.dumps(without_off({"_comment": comment or None} | values), indent=2)
 
 
-def _deepspeed_zero(plan: Plan, devices_per_node: int):
+def _deepspeed_zero(plan, devices_per_node):
     """The section of ZeRO, in which what is not set is DeepSpeed's default."""
     zero = {"stage": plan.zero, "reduce_bucket_size": _elements(plan)}
     if plan.overlap_dp is not None:
@@ -365,14 +365,14 @@ def _deepspeed_zero(plan: Plan, devices_per_node: int):
     return zero
 
 
-def _elements(plan: Plan):
+def _elements(plan):
     """Elements of a bucket, which Megatron-LM and DeepSpeed reckon with."""
     if math.isinf(plan.bucket_bytes):
         return int(ONE_BUCKET)
     return round(plan.bucket_bytes / (4 if plan.reduce_fp32 else 2))
 
 
-def _accelerate(plan: Plan, run: StatedRun):
+def _accelerate(plan, run):
     """FSDP 2 where there are shards, DeepSpeed where only the optimizer or gradients
     are, DDP without.
     """

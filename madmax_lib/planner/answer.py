@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_int
-from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
@@ -25,7 +24,6 @@ from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.power import device_energy_j
-from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
 
@@ -107,7 +105,7 @@ class SearchResult:
         """The best plan. Raises ValueError if none fits."""
         return self._plan(0)
 
-    def _plan(self, row: int):
+    def _plan(self, row):
         count = len(self.table)
         if require_int("row", row) >= count:
             rule = f"row={row}: the table has {count}" if count else "no plan fits"
@@ -210,7 +208,7 @@ class SearchResult:
         return f"<p>{lines}</p>{html}"
 
 
-def _configured_for(stacks: str):
+def _configured_for(stacks):
     """Line that says which framework's configuration can be written."""
     try:
         from madmax_lib.plan_flags.keys import framework_named  # a wing
@@ -262,7 +260,7 @@ def described(problem: SearchProblem, columns: Columns) -> _Described:
     return _Described(table, steps, times)
 
 
-def _launched_s(case: Case, stacks: list[str], problem: SearchProblem):
+def _launched_s(case, stacks, problem):
     """Seconds of each plan of a case as the first of its stacks."""
     seconds = np.full(len(stacks), np.nan)
     first = np.array([names.split(" ")[0] for names in stacks])
@@ -292,7 +290,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     )
 
 
-def _chances(steps: Steps, times: dict, parameters: Parameters, experts: bool):
+def _chances(steps, times, parameters, experts):
     """Probability of each plan to be the fastest; NaN for parameters that know no
     intervals.
     """
@@ -319,7 +317,7 @@ def _chances(steps: Steps, times: dict, parameters: Parameters, experts: bool):
     return np.bincount(fastest, minlength=count) / _DRAWS
 
 
-def _limits(seconds: pd.DataFrame):
+def _limits(seconds):
     """The two largest parts of each step beside compute, as shares of it."""
     shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="work_s")
     limits = []
@@ -331,7 +329,7 @@ def _limits(seconds: pd.DataFrame):
     return limits
 
 
-def _reasons(seconds: pd.DataFrame):
+def _reasons(seconds):
     """The part in which each of the first steps saves most beside the median of all, in
     shares of the median step.
     """

@@ -87,9 +87,7 @@ def _on_workers(work, problem, todo, client):
         client.cancel(list(futures))
 
 
-def _folder(
-    directory: str | Path | None, problem: SearchProblem, degrees: Sequence[Degrees]
-):
+def _folder(directory, problem, degrees):
     """The directory, with what is searched written down, or checked if it was there."""
     if directory is None:
         return None
@@ -114,7 +112,7 @@ def _folder(
     return folder
 
 
-def _save(folder: Path | None, number: int, part: PartialResult):
+def _save(folder, number, part):
     """Write a part: its tables below each other, each row with the name of its own."""
     if folder is None:
         return
@@ -127,7 +125,7 @@ def _save(folder: Path | None, number: int, part: PartialResult):
         table.to_parquet(temporary)
 
 
-def _load(folder: Path | None, number: int):
+def _load(folder, number):
     """The stored result of a part; None if there is none, or none that can be read."""
     path = folder / f"part-{number:02d}.parquet" if folder else None
     if path is None or not path.exists():

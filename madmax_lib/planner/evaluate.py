@@ -138,7 +138,7 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
     return PartialResult(table, front, layouts, *counts, least_bytes)
 
 
-def _blocks_of(problem: SearchProblem, degrees: Degrees):
+def _blocks_of(problem, degrees):
     """The plans of some degrees, block by block."""
     passes = pass_choices(problem.space, problem.case, degrees)
     shardings = sharding_choices(problem.space, degrees, problem.case)
@@ -166,7 +166,7 @@ def _blocks_of(problem: SearchProblem, degrees: Degrees):
         skipped = 0  # counted with the first block
 
 
-def _nonempty_rows_and_columns(mask: _Array, shape):
+def _nonempty_rows_and_columns(mask, shape):
     """Rows and columns of a product in which a mask is true somewhere.
 
     mask: of that shape or (a, 1), (1, b), (1, 1), as rules that look at one of the
@@ -177,7 +177,7 @@ def _nonempty_rows_and_columns(mask: _Array, shape):
     return np.flatnonzero(rows), np.flatnonzero(columns)
 
 
-def _unlaunchable(plans: Plans, problem: SearchProblem):
+def _unlaunchable(plans, problem):
     """Masks, one per stack and with two axes each, of the plans that it does not
     launch, or that its configuration cannot say.
     """
@@ -212,8 +212,8 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
 
 
 def _evaluate_block(
-    problem: SearchProblem,
-    plans: Plans,
+    problem,
+    plans,
     position,
     masks,
     skipped,
@@ -266,7 +266,7 @@ def _evaluate_block(
     )
 
 
-def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits):
+def _fits_some_stack(problem, plans, masks, fits):
     """Mask of the plans that also fit in the memory of a stack that launches them.
 
     masks: by stack, what it launches; fits: in the memory of the usual software.
@@ -286,7 +286,7 @@ def _fits_some_stack(problem: SearchProblem, plans: Plans, masks, fits):
     return fits_one
 
 
-def _rounded(values: _Array):
+def _rounded(values):
     """Positive numbers to twelve digits, so that plans which differ in the last bits
     are equal.
     """
@@ -298,7 +298,7 @@ def _rounded(values: _Array):
     return ((bits + _ROUNDED_BITS // 2) & -_ROUNDED_BITS).view(float)
 
 
-def _best_of_layouts(plans: Plans, objective, memory, step_s):
+def _best_of_layouts(plans, objective, memory, step_s):
     """Flat positions of the best plan of each recompute and ZeRO stage, of plans of the
     same degrees.
     """
@@ -373,7 +373,7 @@ def _front(step_s, memory, fits):
     return at[sizes[at] < faster_bytes]
 
 
-def _columns(plans: Plans, values: dict, chosen: _Array):
+def _columns(plans, values, chosen):
     """Chosen plans of a product as columns, each without ties."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
@@ -382,7 +382,7 @@ def _columns(plans: Plans, values: dict, chosen: _Array):
     return columns | {"ties": 0 * chosen}
 
 
-def _joined(parts: list[Columns], *order: str):
+def _joined(parts, *order: str):
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
     if not filled:
@@ -394,5 +394,5 @@ def _joined(parts: list[Columns], *order: str):
     return _rows(table, np.lexsort([table[name] for name in reversed(keys)]))
 
 
-def _rows(table: Columns, rows: _Array | slice):
+def _rows(table, rows):
     return {name: column[rows] for name, column in table.items()}

@@ -78,7 +78,7 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
     return ""
 
 
-def _small(problem: SearchProblem, different: pd.DataFrame):
+def _small(problem, different):
     """The problem in the choices of its best plans, for one answer."""
     best = {name: tuple(different[name].unique().tolist()) for name in _FROM_BEST}
     space = replace(
@@ -94,7 +94,7 @@ def _small(problem: SearchProblem, different: pd.DataFrame):
     return replace(problem, space=space, top=1)
 
 
-def _least_s(problem: SearchProblem, batch: int, nodes: int):
+def _least_s(problem, batch, nodes):
     """Seconds of the best plan, infinite if none fits."""
     case = problem.case
     cluster = case.cluster
@@ -106,7 +106,7 @@ def _least_s(problem: SearchProblem, batch: int, nodes: int):
     return float(table["step_s"][0]) if table else math.inf
 
 
-def _neighbours(number: int, world: int):
+def _neighbours(number, world):
     """Numbers near by that have more divisors in common with a world than all that are
     nearer, nearest first.
 

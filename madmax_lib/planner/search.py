@@ -17,7 +17,7 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
-from madmax_lib.planner.evaluate import PartialResult, SearchProblem
+from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
@@ -162,7 +162,7 @@ def stacks_of(case: Case) -> tuple[Software, ...]:
     return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
 
 
-def _nothing_fits(problem: SearchProblem, result: PartialResult):
+def _nothing_fits(problem, result):
     """Why a search ends without a plan: nothing is launched, or nothing is small enough."""
     model = problem.case.model.name
     device = problem.case.cluster.device.name

@@ -158,7 +158,7 @@ class Space:
         )
 
 
-def _checked(name: str, values):
+def _checked(name, values):
     """Values of one choice as a tuple, each of which a Plan takes."""
     values = tuple(values) if isinstance(values, (tuple, list, range)) else (values,)
     # two choices have no field of their own name in a Plan
@@ -214,7 +214,7 @@ def legal_degrees(space: Space, case: Case) -> tuple[list[Degrees], Counter]:
     return [filling[i] for i in np.flatnonzero(allowed)], dropped
 
 
-def _filling(space: Space, case: Case):
+def _filling(space, case):
     """All degrees of the space that fill the cluster, in order."""
     world = case.cluster.world_size
     divisors = _divisors(world)
@@ -278,7 +278,7 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     }
 
 
-def _schedules(space: Space, layers: int, pp: int, micro_batches: int):
+def _schedules(space, layers, pp, micro_batches):
     """Schedules that differ: with one stage or one micro-batch all are 1F1B."""
     if pp == 1:
         yield _Schedule()
@@ -360,7 +360,7 @@ def sharding_choices(
     }
 
 
-def _full_shardings(space: Space, ranks: int, ep: int, node: int):
+def _full_shardings(space, ranks, ep, node):
     """ZeRO-3 over some ranks, `node` of them in a node: plain, HSDP with every size of
     shard, ZeRO++ in its parts.
     """
@@ -394,11 +394,11 @@ def plan_of(row: dict) -> Plan:
     )
 
 
-def _divisors(number: int):
+def _divisors(number):
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _among(values: tuple | None, choices: list[int]):
+def _among(values, choices):
     """The values that are choices; all choices for None."""
     if values is None:
         return choices

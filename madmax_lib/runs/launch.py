@@ -420,13 +420,13 @@ def _terminable():
         signal.signal(signal.SIGTERM, earlier_handler)
 
 
-def _current(directories: list[Path]):
+def _current(directories):
     """The first directory of a start that has no summary: its run is on."""
     unfinished = (path for path in directories if not (path / "summary.json").exists())
     return next(unfinished, directories[-1])
 
 
-def _failure(spec: RunSpec, directories: list[Path]):
+def _failure(spec, directories):
     """Status and text of a start that failed: the first rank that did, with the end of
     its log.
     """

@@ -69,7 +69,7 @@ class Settings:
             raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
 
 
-def _check_value(name: str, kind: str, value: object):
+def _check_value(name, kind, value):
     """Raises ValueError for a value that is not of the type its field is annotated
     with, or out of range.
     """

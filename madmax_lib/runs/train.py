@@ -341,7 +341,7 @@ def _failure(error, rank):
     }
 
 
-def _environment(device: str, dtype: str):
+def _environment(device, dtype):
     """Content of env.json; collective over the process group. device: cpu or cuda."""
     peak, source = peak_flops(device, dtype)
     versions = {package.name: package.version for package in distributions()}
@@ -367,7 +367,7 @@ def _environment(device: str, dtype: str):
     return content
 
 
-def _memory_bytes(device: str):
+def _memory_bytes(device):
     """Bytes of this rank by column of steps.csv: of its device (None on a CPU) and of
     its process.
     """

@@ -7,7 +7,7 @@ Differences are always b - a.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -159,7 +159,9 @@ def align_ranks(a: Timeline, b: Timeline) -> pd.DataFrame:
     """
     of_a = _devices(a)
     of_b = _devices(b)
-    rows = [(device, of_a[device], of_b[device]) for device in sorted({*of_a} & {*of_b})]
+    rows = [
+        (device, of_a[device], of_b[device]) for device in sorted({*of_a} & {*of_b})
+    ]
     return pd.DataFrame(rows, columns=["device", "rank_a", "rank_b"], dtype="int64")
 
 
@@ -193,13 +195,13 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     return _collective_or(names, class_of)
 
 
-def _collective_or(names: Sequence[str], rule: Callable[[str], str]):
+def _collective_or(names, rule):
     """The collective (n,) of each name, else what a rule makes of it."""
     pairs = zip(collective_names(list(names)), names, strict=True)
     return np.array([found or rule(name) for found, name in pairs], dtype=object)
 
 
-def _weighted(a: Timeline, b: Timeline):
+def _weighted(a, b):
     """Each side with the count of each rank and of each step in a mean: once per pair,
     else as if it stood alone.
     """
@@ -215,7 +217,7 @@ def _weighted(a: Timeline, b: Timeline):
         yield timeline, of_rank, of_step or dict.fromkeys(_busy_steps(timeline), 1)
 
 
-def _devices(timeline: Timeline):
+def _devices(timeline):
     """Rank that stands for each device."""
     return {
         device: rank
@@ -224,17 +226,17 @@ def _devices(timeline: Timeline):
     }
 
 
-def _busy_steps(timeline: Timeline):
+def _busy_steps(timeline):
     steps = sorted(busy_spans(timeline.spans)["step"].unique().tolist())
     return [step for step in steps if step >= 0] or steps
 
 
-def _paired(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
+def _paired(timeline, ranks, steps):
     spans = timeline.spans
     return spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
 
 
-def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
+def _means(timeline, ranks, steps):
     """mean, min and max of each quantity over ranks and steps; the pairs of them become
     the ranks of one breakdown.
     """
@@ -256,9 +258,7 @@ def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
     return pd.DataFrame({"mean": mean, "min": table.min(), "max": table.max()})
 
 
-def _ops(
-    timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds, mixed: bool
-):
+def _ops(timeline, ranks, steps, kinds, mixed):
     """name, kind, op, class, count, total_s of each operation, per rank and step."""
     spans = _paired(timeline, ranks, steps)
     spans = spans[spans["kind"].isin(kinds)]
@@ -281,7 +281,7 @@ def _ops(
     return table
 
 
-def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str):
+def _joined(left, right, level, matched):
     """Rows of both sides with the same kind and name, op or class."""
     sides = [side.groupby(["kind", level]) for side in (left, right)]
     classes = [side["class"].first() for side in sides]
@@ -292,7 +292,7 @@ def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str):
     return table.rename(columns={"total_s_a": "total_a_s", "total_s_b": "total_b_s"})
 
 
-def _status(table: pd.DataFrame, mixed: bool):
+def _status(table, mixed):
     a = table["count_a"].to_numpy()
     b = table["count_b"].to_numpy()
     # A simulated block stands for many kernels: its count says nothing.
@@ -302,9 +302,7 @@ def _status(table: pd.DataFrame, mixed: bool):
     return np.select(cases, ["missing", "extra", "both", "more"], "fewer")
 
 
-def _with_origin(
-    table: pd.DataFrame, a: Timeline, b: Timeline, labels: tuple[str, str] | None
-):
+def _with_origin(table, a, b, labels):
     """Attributes for plots and figures. provenance["files"] lists the inputs of both
     sides, simulations too.
     """
@@ -346,7 +344,7 @@ _ARCHITECTURE = re.compile(
 )
 
 
-def _op_name(name: str):
+def _op_name(name):
     """See op_names; no regular expression here goes back over a name, some have
     thousands of characters.
     """

@@ -111,14 +111,14 @@ def idle(hta: TraceAnalysis) -> pd.DataFrame:
     return _seconds(table.rename(columns=names)[columns])
 
 
-def _seconds(table: pd.DataFrame):
+def _seconds(table):
     times = [column for column in table.columns if column.endswith("_s")]
     return table.assign(
         **{column: table[column].astype(float) * 1e-6 for column in times}
     ).reset_index(drop=True)
 
 
-def _gpu_ranks(hta: TraceAnalysis, what: str):
+def _gpu_ranks(hta, what):
     """Ranks with GPU rows; HTA raises on the others, and has nothing to say about them."""
     ranks = sorted(
         rank for rank, table in hta.t.traces.items() if (table["stream"] >= 0).any()

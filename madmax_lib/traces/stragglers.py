@@ -78,7 +78,7 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     return with_origin(result, table, often_last=list(_often_last(table, result)))
 
 
-def _often_last(table: pd.DataFrame, result: pd.DataFrame):
+def _often_last(table, result):
     """Ranks that arrive last more often than chance explains: a binomial test with
     Bonferroni's correction.
     """

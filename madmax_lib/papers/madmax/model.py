@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import pandas as pd
 
-from madmax_lib.papers.madmax.layers import DenseLayer, DeviceStep, workload
+from madmax_lib.papers.madmax.layers import workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
@@ -201,7 +201,7 @@ _Ops = tuple[int, ...]  # numbers of ops that another one waits for
 class _Issuer:
     """Ops of one step, issued in the order of the release."""
 
-    def __init__(self, step: DeviceStep):
+    def __init__(self, step):
         self.step = step
         self.program = Program()
 
@@ -222,7 +222,7 @@ class _Issuer:
             gemm, ready = self._compute(layer, "forward", inputs, gathered)
             gemms.append(gemm)
 
-    def backward_dlrm(self, layers: list[DenseLayer]):
+    def backward_dlrm(self, layers):
         """Top and transformer, the embedding's gradient, the bottom MLP beside it, at
         last the embedding.
         """
@@ -238,7 +238,7 @@ class _Issuer:
         if embedding.trained:
             self._look_up("backward", (sent,))
 
-    def backward_transformer(self, layers: list[DenseLayer]):
+    def backward_transformer(self, layers):
         """All layers, then the embedding and the AllReduce of its gradient."""
         if self.step.gathers_ahead:
             self._one_ahead(layers, self._tails())

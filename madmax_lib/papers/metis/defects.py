@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from madmax_lib.planner.hetero.costs import PlacedStage, PlanCost, shares
+from madmax_lib.planner.hetero.costs import PlanCost, shares
 from madmax_lib.planner.hetero.prices import MB_BYTES, bits
 from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles
@@ -35,9 +35,9 @@ class _MetisCost(PlanCost):
 
     def __init__(
         self,
-        plan: HeteroPlan | Mapping,
-        problem: HeteroProblem,
-        first_listed: LayerProfile,
+        plan,
+        problem,
+        first_listed,
     ):
         parsed = HeteroPlan.read(plan)
         self.counted = 1
@@ -89,17 +89,17 @@ class _EmptyStages(_MetisCost):
 class _SpeedOfFirstGpu(_MetisCost):
     what = "a replica of mixed types runs at the speed of its first GPU"
 
-    def replica_types(self, types: np.ndarray):
+    def replica_types(self, types):
         return types[:, :1]
 
 
 class _FirstListedProfile(_MetisCost):
     what = "optimizer and batch generator come from whichever profile is listed first"
 
-    def generator_s(self, stage: PlacedStage):
+    def generator_s(self, stage):
         return self.first_listed.batch_generator_ms / 1e3
 
-    def whole_optimizer_s(self, stage: PlacedStage):
+    def whole_optimizer_s(self, stage):
         # Metis stores the time twice
         return 2 * self.first_listed.optimizer_ms / 1e3
 
@@ -116,7 +116,7 @@ class _LinksInside(_FirstListedProfile):
         ]
         self.fleet = replace(self.fleet, nodes=tuple(nodes))
 
-    def send_s(self, stage: PlacedStage, after: PlacedStage):
+    def send_s(self, stage, after):
         return super().send_s(stage, after) / self.rules.bytes_per_element
 
 

@@ -149,7 +149,7 @@ class _Placement(NamedTuple):
 class _Walk:
     """One search: its state, counts and plans."""
 
-    def __init__(self, job: MetisJob, strategy: bool):
+    def __init__(self, job, strategy):
         self._job = job
         self._strategy = strategy
         self._balancer = Balancer(job.demand)

@@ -90,9 +90,7 @@ class _Step:
     the stage waits for.
     """
 
-    def __init__(
-        self, config: Config, operators: Operators, nccl: Nccl, rules: VTrainRules
-    ):
+    def __init__(self, config, operators, nccl, rules):
         shape = config.shape
         self.shape = shape
         self.operators = operators

@@ -18,7 +18,7 @@ GPU lacks memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -279,7 +279,7 @@ class PlanCost:
         share = stage.layer_count / self.prices.layers
         return self.whole_optimizer_s(stage) / stage.tp * share
 
-    def _placed(self, number: int, start: int, end: int):
+    def _placed(self, number, start, end):
         plan = self.plan
         dp, tp = plan.strategies[number]
         recompute = plan.recompute[number]
@@ -305,7 +305,7 @@ class PlanCost:
             model_s[kind] = price.layer_s.sum()
         return [1 / max(model_s[kind] for kind in row) for row in types.tolist()]
 
-    def _slowest_s(self, stage: PlacedStage, seconds: Callable[[Price], float]):
+    def _slowest_s(self, stage, seconds):
         """The largest sum over the pieces of a micro-batch, of all replicas and their
         types.
         """
@@ -318,7 +318,7 @@ class PlanCost:
             for kind, samples in sorted(work)
         )
 
-    def _gpu_bytes(self, stage: PlacedStage, kind: int, samples: int, in_flight: int):
+    def _gpu_bytes(self, stage, kind, samples, in_flight):
         """Memory of a GPU of a replica with so many samples."""
         pieces = self.pieces(stage, kind, max(samples, 1))
         live_bytes = sum(piece.live_bytes[stage.layers].sum() for piece in pieces)

@@ -215,11 +215,11 @@ def between(values: np.ndarray, extreme: Callable) -> np.ndarray:
     return np.array([[of_types(i, j) for j in types] for i in types])
 
 
-def _kind(node: Node):
+def _kind(node):
     return tuple(getattr(node, name) for name in _OF_TYPE)
 
 
-def _orders(counts: Counter):
+def _orders(counts):
     """All distinct orders of so many nodes of each type, the alphabetical one first."""
     if not counts.total():
         yield ()

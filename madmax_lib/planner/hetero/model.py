@@ -159,7 +159,7 @@ def nodes_of(
     return tuple(nodes)
 
 
-def _powers(most: int):
+def _powers(most):
     return [1 << k for k in range(int(most).bit_length())]
 
 
@@ -178,7 +178,7 @@ class _Memory(NamedTuple):
     live: np.ndarray  # (3, n) of a micro-batch in flight, by the same
 
 
-def _memory_bytes(case: Case):
+def _memory_bytes(case):
     """Differences of stages of a pipeline with two replicas, with one micro-batch in
     flight.
     """

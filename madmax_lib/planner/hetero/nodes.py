@@ -96,7 +96,7 @@ class Node:
         }
 
 
-def _check(name: str, value: float):
+def _check(name, value):
     if not is_number(value) or value == 0:
         raise ValueError(f"{name}={value!r} is not a number above 0")
     return value

@@ -266,7 +266,7 @@ def timeline(planned: Planned) -> Timeline:
     return to_timeline(program, meta)
 
 
-def _add_passes(program: Program, planned: Planned):
+def _add_passes(program, planned):
     """Add all passes of a step and their messages; the number of the last of each stage
     is returned.
     """
@@ -305,7 +305,7 @@ def _add_passes(program: Program, planned: Planned):
     return last
 
 
-def _plan_text(planned: Planned):
+def _plan_text(planned):
     """Text of the one `Plan` that says the same, None if there is none.
 
     There is one for GPUs of one type, stages of the same degrees and recompute, equal

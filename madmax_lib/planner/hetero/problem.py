@@ -163,7 +163,7 @@ def problem(
     return HeteroProblem(prices, tuple(nodes), orders, checked_rules)
 
 
-def _check_names(rules: dict, with_model: bool):
+def _check_names(rules, with_model):
     """Raises ValueError for an input that does not exist, or only beside a model."""
     names = {*CostRules.__dataclass_fields__}
     if with_model:

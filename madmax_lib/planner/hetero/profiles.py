@@ -215,7 +215,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def _read_profile(path: Path):
+def _read_profile(path):
     name = _NAME.fullmatch(path.name)
     content = read_json(path)
     try:

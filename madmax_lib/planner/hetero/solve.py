@@ -115,7 +115,7 @@ def alone(best: Planned) -> pd.DataFrame:
     return table
 
 
-def _default_sizes(problem: HeteroProblem):
+def _default_sizes(problem):
     """Sizes of groups: on few GPUs all; else those of a type, all, and powers of two from
     the smaller of a node and the mean group of stages of one layer, as Metis has them.
     """
@@ -128,9 +128,7 @@ def _default_sizes(problem: HeteroProblem):
     return sorted({*powers, *np.diff(fleet.ends, prepend=0).tolist(), fleet.size})
 
 
-def _search(
-    problem: HeteroProblem, grid: Grid, gap: float, progress: bool, *, deep: bool
-):
+def _search(problem, grid, gap, progress, *, deep):
     """Search over all orders of types and numbers of micro-batches.
 
     deep: activations of all micro-batches in flight count; else of one, which bounds
@@ -153,7 +151,7 @@ def _search(
         return Search(spaces, gap, tick).run()
 
 
-def _reason(problem: HeteroProblem, grid: Grid):
+def _reason(problem, grid):
     """Why no plan is feasible: the plan that lacks the least memory and where, or that
     none is covered at all.
     """

@@ -8,7 +8,7 @@ border, all of type 2, ...), so samples are shared in closed form. The numbers a
 of `hetero.cost`, which counts rank by rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -63,7 +63,7 @@ class Grid:
         return (x - 1) * (self.layers - 1) - x * (x - 1) // 2
 
 
-def _pairs(slices: Iterable[tuple[int, int]]):
+def _pairs(slices):
     """Slices as (2, rows): first layers, and ends; (2, 0) where there are none."""
     return np.array(list(slices), int).reshape(-1, 2).T
 
@@ -181,7 +181,7 @@ class StageTable:
         # flat, as above
         self.kind[inside] = code.reshape(-1)
 
-    def _fitting_degrees(self, start: np.ndarray, stop: np.ndarray):
+    def _fitting_degrees(self, start, stop):
         """Bit mask of the ways whose replicas each lie in one node; all where that is
         not asked for.
         """
@@ -261,7 +261,7 @@ class StageTable:
         self.forms = number.reshape(forms.shape)
         self.most = np.where(forms >= 0, forms % (self.samples + 1), 0).max(axis=1)
 
-    def _samples_of_runs(self, runs: _Runs):
+    def _samples_of_runs(self, runs):
         """Samples of a replica of each run, -1 in entries where speeds lack, and how
         many replicas take one more: `costs.shares` for runs of equal replicas.
         """
@@ -359,7 +359,7 @@ class StageTable:
             "priced": columns["priced"] & (self.codes >= 0),
         }
 
-    def _replica_sums(self, device: str, tp: int, way: str, samples: int):
+    def _replica_sums(self, device, tp, way, samples):
         """Sums of a replica; one without samples holds memory all the same."""
         pieces = self.prices.pieces(device, tp, way, max(samples, 1))
         nothing = np.zeros(self.grid.layers + 1)
@@ -417,7 +417,7 @@ class StageTable:
         parts = (time_s, *self._updates_s(entry, rows))
         return SliceStages(entry, classes, starts, parts, extra_s)
 
-    def _missing_bytes(self, forms: np.ndarray, rows: np.ndarray, in_flight: int):
+    def _missing_bytes(self, forms, rows, in_flight):
         """(entries, rows) what the fullest GPU of a stage lacks."""
         factor = self.rules.memory_factor
         sums = self._sums
@@ -429,7 +429,7 @@ class StageTable:
         missing_bytes = factor * gpu_bytes - sums["capacity_bytes"][:, None]
         return np.maximum(_largest(missing_bytes, forms), 0.0)
 
-    def _updates_s(self, entry: np.ndarray, rows: np.ndarray):
+    def _updates_s(self, entry, rows):
         """Gradient all-reduce and optimizer of entries over slices."""
         group = self.of_class[entry]
         dp = self.dp[entry]
@@ -449,7 +449,7 @@ class StageTable:
         # (entries, 1) x (rows,)
         return gradients_s, (slowest_s / tp)[:, None] * (layers / prices.layers)
 
-    def _span(self, group: np.ndarray):
+    def _span(self, group):
         """Types and GPUs of groups of some classes."""
         return Span(self.low[group], self.high[group], self.size[group])
 
@@ -466,17 +466,17 @@ class StageTable:
         )
 
 
-def _cumulative(values: np.ndarray):
+def _cumulative(values):
     """(layers + 1,) sums over the first 0, 1, ... layers."""
     return np.append(0.0, np.cumsum(values))
 
 
-def _slices(sums: np.ndarray, rows: np.ndarray):
+def _slices(sums, rows):
     """Sums over slices from sums over the first layers."""
     return sums[:, rows[1]] - sums[:, rows[0]]
 
 
-def _largest(values: np.ndarray, forms: np.ndarray):
+def _largest(values, forms):
     """(entries, rows) the largest of the values of each entry's forms."""
     result = values[forms[:, 0]]
     for column in forms.T[1:]:

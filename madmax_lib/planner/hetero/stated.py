@@ -38,7 +38,7 @@ from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
+from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 
 def predict(
@@ -67,7 +67,7 @@ def predict(
     return table.assign(predicted_s=seconds, reason=reasons)
 
 
-def _gap(raw: dict):
+def _gap(raw):
     """Reason why a row has no time: the catalog lacks its devices, whose links and sums
     no profile holds; empty if it has them.
     """
@@ -87,7 +87,7 @@ class _Stated(PlanCost):
     have no layer.
     """
 
-    def speeds(self, types: np.ndarray, tp: int, recompute: str):
+    def speeds(self, types, tp, recompute):
         return [1.0] * len(types)
 
     def check_layers(self):
@@ -100,7 +100,7 @@ class _Stated(PlanCost):
             )
 
 
-def _step_s(raw: dict, profiles: Profiles | None):
+def _step_s(raw, profiles):
     cases = _cases(raw)
     case = cases[0]
     plan = case.plan
@@ -135,7 +135,7 @@ def _step_s(raw: dict, profiles: Profiles | None):
     return cost.total_s() + max(float(one.prices.host_s) for one in pieces.values())
 
 
-def _cases(raw: dict):
+def _cases(raw):
     """The step on each node as if all were like it; on all of equal GPUs, one."""
     for name, most in (("cp", 1), ("ep", 1), ("vpp", 1), ("zero_stage", 2)):
         if count_of(raw, name, 0, least=0) > most:
@@ -172,7 +172,7 @@ def _cases(raw: dict):
     return cases
 
 
-def _nodes(raw: dict):
+def _nodes(raw):
     """A row for each node with its GPUs alone, and their number; one of all for equal
     GPUs.
     """
@@ -199,7 +199,7 @@ def _nodes(raw: dict):
     return nodes
 
 
-def _partition(raw: dict, case: Case, layers: int):
+def _partition(raw, case, layers):
     """Cuts as stated; else of equal stages, where embedding and head count as layers if
     the software cuts so.
     """
@@ -222,7 +222,7 @@ def _partition(raw: dict, case: Case, layers: int):
     return tuple(map(int, cuts))
 
 
-def _prices(case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None):
+def _prices(case, pieces, profiles):
     """Prices of each GPU type: the simulator's, or those of its profiles; gradients as
     model and software have them.
     """
@@ -260,7 +260,7 @@ def _prices(case: Case, pieces: dict[str, LayerCosts], profiles: Profiles | None
     return PriceList(table, *gradients, optimizer_s)
 
 
-def _profiled(name: str, devices: tuple[str, ...]):
+def _profiled(name, devices):
     """The name that profiles have for a device of the catalog. Raises ValueError where
     they lack it.
     """

@@ -169,7 +169,7 @@ class Sweeper:
             return None
         return self._path(state, values, combine, low)
 
-    def _descend(self, values: dict, combine):
+    def _descend(self, values, combine):
         """Least totals of chains from every layer and place to the end, by level."""
         grid = self.table.grid
         kind = self.table.kind
@@ -212,11 +212,11 @@ class Sweeper:
 
     def _improve(
         self,
-        least: np.ndarray,
+        least,
         combine,
-        rows: np.ndarray,
-        ahead: np.ndarray,
-        kind: np.ndarray,
+        rows,
+        ahead,
+        kind,
     ):
         """Least of each kind and place, lowered by stages over rows with what lies
         ahead of them.
@@ -238,7 +238,7 @@ class Sweeper:
             target = least[code, : of_kind.shape[1]]
             np.minimum(target, of_kind.min(axis=0), out=target)
 
-    def _ends(self, values: dict):
+    def _ends(self, values):
         group = self.table.group
         first = [
             self._least("first", level, values, group[:, 0])
@@ -251,7 +251,7 @@ class Sweeper:
             single = float(self._least("single", 0, values, group[-1:, 0])[0, 0, 0])
         return _Ends(first, last, single)
 
-    def _middle(self, values: np.ndarray, level: int):
+    def _middle(self, values, level):
         """(kinds, rows, sizes, places) least values of each band of sizes, without what
         is infinite at the end.
         """
@@ -276,7 +276,7 @@ class Sweeper:
             )
         return blocks
 
-    def _least(self, where: str, level: int, values: dict, group: np.ndarray):
+    def _least(self, where, level, values, group):
         """(kinds, rows, groups) least values of some groups."""
         stages = self.stages[where, level]
         return np.stack(
@@ -286,14 +286,14 @@ class Sweeper:
             ]
         )
 
-    def _sources(self, level: int):
+    def _sources(self, level):
         """Levels of the stage after one: the last level stands for all higher ones."""
         sources = [level] if level == self.levels - 1 else []
         if level:
             sources.append(level - 1)
         return tuple(sources)
 
-    def _path(self, state: _State, values: dict, combine, low):
+    def _path(self, state, values, combine, low):
         """The chain behind a total: at each stage the option of least value, the first
         on ties.
         """
@@ -317,7 +317,7 @@ class Sweeper:
         plan = self._plan(cuts, entries)
         return Chain(state.total, np.max(parts, axis=0), mean, plan)
 
-    def _first_option(self, state: _State):
+    def _first_option(self, state):
         best = state.single
         last_size = len(self.ending) - 1
         answer = _Option("single", 0, 0, self.table.grid.layers, last_size, 0)
@@ -328,7 +328,7 @@ class Sweeper:
                 answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
-    def _next_option(self, state: _State, before: _Option, position: int, combine):
+    def _next_option(self, state, before, position, combine):
         """The stage after one, which begins where that ends."""
         grid = self.table.grid
         level = before.next_level
@@ -365,7 +365,7 @@ class Sweeper:
                     )
         return answer
 
-    def _entry(self, option: _Option, begin: int, position: int, values: dict):
+    def _entry(self, option, begin, position, values):
         """Number of the cheapest entry of a stage, and its parts."""
         key = option.where, option.level
         stages = self.stages[key]
@@ -386,7 +386,7 @@ class Sweeper:
         time_s, *updates_s = (float(part[chosen, row]) for part in stages.parts)
         return int(stages.entry[chosen]), [time_s + float(send_s), *updates_s]
 
-    def _plan(self, cuts: list[int], entries: list[int]):
+    def _plan(self, cuts, entries):
         table = self.table
         gpus = table.size[table.of_class[entries]].tolist()
         degrees = zip(
@@ -402,6 +402,6 @@ class Sweeper:
         )
 
 
-def _argmin(options: np.ndarray):
+def _argmin(options):
     """Indices of the least value."""
     return [int(index) for index in np.unravel_index(options.argmin(), options.shape)]

@@ -96,11 +96,11 @@ class Search:
     def _goal(self):
         return self.cost_s * (1 - self.goal_gap)
 
-    def _push(self, bound_s: float, *box):
+    def _push(self, bound_s, *box):
         if bound_s < self._goal():
             heapq.heappush(self._queue, _Box(bound_s, next(self._number), *box))
 
-    def _sweeper(self, space: int):
+    def _sweeper(self, space):
         sweeper = self._cache.pop(space, None) or self.makers[space]()
         self._cache[space] = sweeper
         size_bytes = sum(other.size_bytes for other in self._cache.values())
@@ -108,7 +108,7 @@ class Search:
             size_bytes -= self._cache.pop(next(iter(self._cache))).size_bytes
         return sweeper
 
-    def _search(self, box: _Box):
+    def _search(self, box):
         """The best chain of a box, and smaller boxes that hold every better plan."""
         weights = self.weights[box.space]
         # the longest period counts once more, in the sum of all

@@ -171,7 +171,7 @@ class _Job:
         sample_flops = 3 * self.case.model.forward_flops(1, self.case.sequence)
         return sample_flops / self.case.sequence * self.tokens
 
-    def counts(self, days: float):
+    def counts(self, days):
         """Devices in whole nodes (or parts of large ones), 64 numbers in each octave, from the
         fewest that may be in time.
         """
@@ -192,7 +192,7 @@ class _Job:
         ]
         return promising or counts[-1:]
 
-    def batch(self, devices: int):
+    def batch(self, devices):
         """Samples of a step; of those near a default the one that divides best over the
         devices.
         """
@@ -211,7 +211,7 @@ class _Job:
         return int(near[order[0]])
 
 
-def _left(devices: int, batch: int | np.ndarray):
+def _left(devices, batch):
     """Odd part of what tp, pp and cp have to take where as many replicas as divide
     a batch take the rest.
 
@@ -223,7 +223,7 @@ def _left(devices: int, batch: int | np.ndarray):
     return rest // (rest & -rest)
 
 
-def _row(job: _Job, devices: int, costs: dict):
+def _row(job, devices, costs):
     """The best plan of any stack on so many devices and what the training takes. Raises
     ValueError where none fits.
     """
@@ -262,7 +262,7 @@ def _row(job: _Job, devices: int, costs: dict):
     return answer | {name: row.get(name, np.nan) for name in names}
 
 
-def _resized(cluster: Cluster, devices: int):
+def _resized(cluster, devices):
     """Cluster of so many devices in whole nodes, or in a part of one."""
     node = min(devices, cluster.devices_per_node)
     if devices % node:
@@ -273,7 +273,7 @@ def _resized(cluster: Cluster, devices: int):
     return replace(cluster, devices_per_node=node, nodes=devices // node)
 
 
-def _first_in_time(job: _Job, days: float, sure: float, costs: dict):
+def _first_in_time(job, days, sure, costs):
     """Rows of the numbers of devices that were tried; the last is the fewest in time.
 
     More devices are no more efficient, so that a number which takes so many times the
@@ -314,7 +314,7 @@ def _first_in_time(job: _Job, days: float, sure: float, costs: dict):
     )
 
 
-def _notes(job: _Job, best: pd.Series, costs: dict):
+def _notes(job, best, costs):
     """Notes on what the figures rest on."""
     device = job.case.cluster.device
     sequence = job.case.sequence
@@ -360,7 +360,7 @@ def _notes(job: _Job, best: pd.Series, costs: dict):
     }
 
 
-def _price(cluster: Cluster, usd_per_hour: float | None):
+def _price(cluster, usd_per_hour):
     """USD of a device-hour, with its source and date."""
     if usd_per_hour is not None:
         return f"{usd_per_hour:g} USD/h as given"

@@ -86,7 +86,7 @@ def codesign(
     return table
 
 
-def _best(model: Transformer, cluster: Cluster, global_batch: int, options: dict):
+def _best(model, cluster, global_batch, options):
     options = {"space": Space.quick(), "top": 1, "progress": False} | options
     try:
         result = search(model, cluster, global_batch, **options)

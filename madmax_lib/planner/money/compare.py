@@ -13,7 +13,7 @@ from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.offload.fits import FitsResult, fits
+from madmax_lib.simulator.offload.fits import fits
 from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
@@ -105,7 +105,7 @@ def lever_table(
     return pd.DataFrame(rows)
 
 
-def _outcome(case: Case):
+def _outcome(case):
     """Bytes that a device, the host of a node and its drives hold, and the step if that
     fits.
     """
@@ -125,7 +125,7 @@ def _outcome(case: Case):
     }
 
 
-def _used_gb(result: FitsResult):
+def _used_gb(result):
     """GB that a step takes of each place."""
     places = result.table.drop_duplicates("place").set_index("place")
     return (places["usable_bytes"] - places["margin_bytes"]) / 1e9

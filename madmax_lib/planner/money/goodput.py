@@ -109,7 +109,7 @@ class Goodput:
             f"{rhythm.interval_s / 3600:,.2g} h, evaluation takes {self.evaluation:.0%}"
         )
 
-    def _rhythm(self, devices: int, parameters: float):
+    def _rhythm(self, devices, parameters):
         between_s = self.mtbf_s / devices
         checkpoint_s = self.checkpoint_s(devices, parameters)
         interval_s = math.sqrt(2 * checkpoint_s * between_s)  # [Young 1974]

@@ -138,7 +138,7 @@ def _wins(mean, covariance, runs, best, asked, seed):
     return (good & ~good[asked].any(axis=0)).mean(axis=1)
 
 
-def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray):
+def _posterior(plans, tried, log_s):
     """Mean (n,) of log seconds, and (k, n) whose columns' products are what the trials
     take off the covariance.
     """
@@ -154,13 +154,13 @@ def _posterior(plans: Candidates, tried: np.ndarray, log_s: np.ndarray):
     return plans.log_s + cross.T @ np.linalg.solve(root, excess), cross
 
 
-def _kernel(plans: Candidates, a: np.ndarray, b: np.ndarray):
+def _kernel(plans, a, b):
     parts = plans.shares[a] @ plans.shares[b].T
     near = _similarity(plans.features[a], plans.features[b], _LENGTH)
     return _ALL**2 + _PARTS**2 * parts + _NEAR**2 * near
 
 
-def _similarity(a: np.ndarray, b: np.ndarray, length: float):
+def _similarity(a, b, length):
     """exp(-d^2 / (2 length^2)) of all pairs of rows."""
     # |x - y|^2 = |x|^2 + |y|^2 - 2 x y, by (rows of a, 1) and (rows of b,); rounding may
     # make it a bit negative
@@ -168,7 +168,7 @@ def _similarity(a: np.ndarray, b: np.ndarray, length: float):
     return np.exp(-np.maximum(square, 0.0) / (2 * length**2))
 
 
-def _runs(plans: Candidates, tried: np.ndarray, ran: np.ndarray):
+def _runs(plans, tried, ran):
     """Probability of each plan to run, after trials that did or did not."""
     # one error of log memory for all plans, weighed by how well it explains the trials:
     # (errors, 1) beside plans

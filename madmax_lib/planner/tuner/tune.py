@@ -110,7 +110,7 @@ class _Run:
     spec: RunSpec
     directory: Path
 
-    def __call__(self, plan: Plan) -> float | None:
+    def __call__(self, plan) -> float | None:
         # a strategy without mb leaves it open
         text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
         spec = replace(self.spec, strategy=text, ranks=None)
@@ -118,7 +118,7 @@ class _Run:
         summary = read_json(directory / "summary.json")
         return summary["step_s"]["median"] if summary["status"] == "completed" else None
 
-    def plans(self, model, cluster, case: dict):
+    def plans(self, model, cluster, case):
         """The best plans of a search that can run."""
         space = replace(
             Space.quick(),
@@ -135,7 +135,7 @@ class _Run:
         return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
-def _trial(launch, plan: Plan):
+def _trial(launch, plan):
     """The plan and its seconds, NaN or None if it failed."""
     try:
         return plan, launch(plan)
@@ -143,7 +143,7 @@ def _trial(launch, plan: Plan):
         return plan, math.nan
 
 
-def _on_workers(tuner: Tuner, launch, todo: int, client):
+def _on_workers(tuner, launch, todo, client):
     """Trials, as many at once as there are workers; the next plan is asked for when the
     result of one is in.
     """

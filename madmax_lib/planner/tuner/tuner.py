@@ -241,7 +241,7 @@ class Tuner:
         reasons = zip(self._plans, self._reasons, strict=True)
         return [text for text, reason in reasons if not reason and text not in tried]
 
-    def _record(self, plan: Plan, seconds: float):
+    def _record(self, plan, seconds):
         text = str(plan)
         if text not in self._plans:
             plan.check(
@@ -256,7 +256,7 @@ class Tuner:
         self._results.append((text, seconds))
         self._asked = [other for other in self._asked if other != text]
 
-    def _add(self, plans: Iterable[Plan]):
+    def _add(self, plans):
         """More plans to choose from, with what the simulator says of them."""
         self._plans |= {str(plan): plan for plan in plans}
         self._places = {text: number for number, text in enumerate(self._plans)}
@@ -284,7 +284,7 @@ class Tuner:
         return _listed(result.table)
 
 
-def _listed(plans: Iterable[Plan | str] | pd.DataFrame):
+def _listed(plans):
     """Plans of a list or a table, each once."""
     if not isinstance(plans, str | Plan | pd.DataFrame):
         plans = list(require_type("plans", plans, Iterable))
@@ -297,14 +297,14 @@ def _listed(plans: Iterable[Plan | str] | pd.DataFrame):
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
-def _step(case: Case):
+def _step(case):
     return {
         name: getattr(case, name)
         for name in ("global_batch", "sequence", "dtype", "software")
     }
 
 
-def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters):
+def _candidates(case, columns, parameters):
     """Candidates as the simulator sees them, and why a plan cannot be laid out, else
     empty.
     """
@@ -333,7 +333,7 @@ def _candidates(case: Case, columns: pd.DataFrame, parameters: Parameters):
     return Candidates(log_s, log_room, features, shares, width), reasons
 
 
-def _features(case: Case, columns: pd.DataFrame):
+def _features(case, columns):
     """Features in which plans are alike: doublings of degrees and batches, and choices
     as numbers.
     """
@@ -361,7 +361,7 @@ def _features(case: Case, columns: pd.DataFrame):
     )
 
 
-def _read(path: Path, digest: str):
+def _read(path, digest):
     """Trials in a file: text of the plan, and seconds or None."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -263,7 +263,7 @@ class SyntheticImages:
         return images, labels.astype(np.int64)
 
 
-def _arithmetic_problem(index: int, seed: int):
+def _arithmetic_problem(index, seed):
     """Question and answer of a word problem on numbers below 100.
 
     >>> _arithmetic_problem(0, 0)

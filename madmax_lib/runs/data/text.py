@@ -34,7 +34,7 @@ class _BytesTokenizer:
     vocab = 259
     pad = _PAD
 
-    def encode(self, text: str):
+    def encode(self, text):
         """Tokens of a text.
 
         >>> BYTES.encode("7 + 5")
@@ -42,7 +42,7 @@ class _BytesTokenizer:
         """
         return list(text.encode())
 
-    def chat(self, question: str, answer: str):
+    def chat(self, question, answer):
         """A question up to the mark of the answer, and the answer with its end."""
         user = self.encode(f"user\n{question}")
         assistant = self.encode("assistant\n")
@@ -56,7 +56,7 @@ BYTES = _BytesTokenizer()
 class _HubTokenizer:
     """A tokenizer of `transformers` with the same attributes and methods."""
 
-    def __init__(self, name: str, allow_download: bool):
+    def __init__(self, name, allow_download):
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -82,10 +82,10 @@ class _HubTokenizer:
         ends = (theirs.pad_token_id, theirs.eos_token_id)
         self.pad = next((token for token in ends if token is not None), 0)
 
-    def encode(self, text: str):
+    def encode(self, text):
         return self._theirs.encode(text, add_special_tokens=False)
 
-    def chat(self, question: str, answer: str):
+    def chat(self, question, answer):
         if self._theirs.chat_template is None:
             prompt = self.encode(f"Question: {question}\nAnswer: ")
             return prompt, [*self.encode(answer), self.pad]

@@ -159,7 +159,7 @@ def draw(
         weights.fill(module, prefix)
 
 
-def _named_generator(seed: int, name: str, device: torch.device):
+def _named_generator(seed, name, device):
     """A generator seeded by a number and a name; 32 bits, as the CPU's takes no more."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from madmax_lib.plan.plan import Plan
 from madmax_lib.runs import checks
@@ -20,7 +19,6 @@ from madmax_lib.runs.data.text import MASKED
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses, models
-from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel import mesh
 from madmax_lib.runs.settings import Settings
 
@@ -94,9 +92,7 @@ def parallelize(
 class _DeepSpeedTrainer:
     """A model under DeepSpeed on one of its ranks."""
 
-    def __init__(
-        self, network: Network, plan: Plan, settings: Settings, share: tuple[int, int]
-    ):
+    def __init__(self, network, plan, settings, share):
         import deepspeed
 
         self.spec = network.spec
@@ -114,7 +110,7 @@ class _DeepSpeedTrainer:
             model=network, model_parameters=parameters, **options
         )
 
-    def step(self, batch: Mapping[str, Tensor]):
+    def step(self, batch):
         """One training step on this rank's share of a global batch; the keys of
         `Trainer.step`.
 
@@ -141,7 +137,7 @@ class _DeepSpeedTrainer:
             "seconds": self.phases.seconds(),
         }
 
-    def evaluate(self, batch: Mapping[str, Tensor]):
+    def evaluate(self, batch):
         """loss, accuracy, samples and tokens of a global batch by this rank's share,
         without a gradient.
         """
@@ -149,13 +145,13 @@ class _DeepSpeedTrainer:
         loss, right = self._run(part, None)
         return losses.means(losses.sums(loss, right, part), part)
 
-    def save(self, directory: str | Path):
+    def save(self, directory):
         """Write DeepSpeed's checkpoint."""
         self.engine.save_checkpoint(
             str(directory), client_state={"steps_done": self.steps_done}
         )
 
-    def load(self, directory: str | Path):
+    def load(self, directory):
         """Take up DeepSpeed's checkpoint. Raises FileNotFoundError where there is none."""
         if not (Path(directory) / "latest").exists():
             raise FileNotFoundError(

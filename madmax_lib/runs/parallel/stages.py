@@ -15,7 +15,6 @@ loss. Experts are split by hand, their sums are in `experts`.
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -36,7 +35,7 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import way
-from madmax_lib.runs.model.layers import Exchange, TransformerLayer
+from madmax_lib.runs.model.layers import Exchange
 from madmax_lib.runs.model.network import Network, adapt, draw
 from madmax_lib.runs.model.weights import Weights
 from madmax_lib.runs.parallel.data_parallel import DataParallel
@@ -112,7 +111,7 @@ def _share_ends(network, plan, mesh, settings):
         _split_ends(network, tp_mesh, plan.sequence_parallel, split_logits)
 
 
-def _split_layer(layer: TransformerLayer, mesh: DeviceMesh, sequence_parallel: bool):
+def _split_layer(layer, mesh, sequence_parallel):
     """Split a layer in place; between layers each rank has (B, S/tp, hidden) with
     sequence_parallel.
     """
@@ -153,9 +152,7 @@ def _gather_inside(mixture, mesh):
     parallelize_module(mixture, mesh, leave)
 
 
-def _split_ends(
-    network: Network, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool
-):
+def _split_ends(network, mesh, sequence_parallel, loss_parallel):
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
     embedding = network.embedding

@@ -69,7 +69,7 @@ def align(timeline: Timeline) -> Timeline:
     provenance = timeline.meta.provenance | {"clock_offsets_s": taken_s}
     meta = replace(timeline.meta, provenance=provenance)
 
-    def shifted(table: pd.DataFrame, column: str):
+    def shifted(table, column):
         times_ns = table[column] - shift_ns.reindex(table["rank"]).to_numpy()
         return table.assign(**{column: times_ns})
 
@@ -81,7 +81,7 @@ def align(timeline: Timeline) -> Timeline:
     return Timeline(spans, meta, timeline.edges, SideTables(side_tables))
 
 
-def _shared_ends(timeline: Timeline):
+def _shared_ends(timeline):
     """rank, call, together (all ranks end at once) and end_ns of the matched calls, in
     order of call and rank.
     """
@@ -95,7 +95,7 @@ def _shared_ends(timeline: Timeline):
     return table.sort_values(["call", "rank"], ignore_index=True)
 
 
-def _pairs(shared: pd.DataFrame):
+def _pairs(shared):
     """One row per pair of ranks and `together`: rank, first (lowest rank of its calls),
     ahead_ns, count.
     """
@@ -107,7 +107,7 @@ def _pairs(shared: pd.DataFrame):
     return by_pair.agg(ahead_ns="median", count="size").reset_index()
 
 
-def _solve(pairs: pd.DataFrame, ranks: np.ndarray):
+def _solve(pairs, ranks):
     """Offset (n,) in ns of each rank from the lowest rank it is connected with, and
     that rank (n,).
     """

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.hardware import Cluster
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.call_metadata import members
 
@@ -43,7 +42,7 @@ def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
     return hops * _HOP_S + calls["bus_bytes"] / calls["group"].map(rates).astype(float)
 
 
-def _slowest(clusters: list[Cluster], ranks: list[int]):
+def _slowest(clusters, ranks):
     links = []
     for cluster in clusters:
         nodes = {rank // cluster.devices_per_node for rank in ranks}

@@ -76,7 +76,7 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     return table.drop(columns=["ranks", "in_elements", "out_elements"])
 
 
-def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame):
+def _recorded(timeline, row, spans):
     """Metadata on the row of a call, else on the host row with its operator id."""
     # reads nothing for no call
     tables = timeline.side_tables if len(row) else SideTables()
@@ -98,13 +98,13 @@ def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame):
     return texts.join(numbers)
 
 
-def _of_rows(table: pd.DataFrame, row: np.ndarray):
+def _of_rows(table, row):
     """The first record of each row (n,), NaN without."""
     first = table.drop_duplicates("row").set_index("row")
     return first.reindex(row).reset_index(drop=True)
 
 
-def _recorded_bytes(table: pd.DataFrame):
+def _recorded_bytes(table):
     """Bytes of the larger side, as recorded."""
     elements = table[["in_elements", "out_elements"]].max(axis=1)
     dtypes = table["dtype"]
@@ -113,7 +113,7 @@ def _recorded_bytes(table: pd.DataFrame):
     return (elements * each).where(elements >= 0)
 
 
-def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFrame):
+def _labels_around_launch(timeline, row, calls):
     """Row numbers (n,) of annotation (nccl:all_reduce) and c10d operator around the
     launch of each call, -1 without.
     """
@@ -151,7 +151,7 @@ def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFra
     return annotation, operator
 
 
-def _collectives_of_labels(timeline: Timeline, label: np.ndarray):
+def _collectives_of_labels(timeline, label):
     """Collective named by the annotation or operator in each row of `label`; send and
     recv are kept apart.
     """
@@ -168,7 +168,7 @@ def _collectives_of_labels(timeline: Timeline, label: np.ndarray):
     return collectives.reset_index(drop=True)
 
 
-def _messages(timeline: Timeline, row: np.ndarray):
+def _messages(timeline, row):
     """Tensors of the operators in each row of `row` (-1: none): sum_bytes,
     larger_bytes, ratio of two sides, dtype.
     """
@@ -194,7 +194,7 @@ class _Message(NamedTuple):
     dtype: str = ""
 
 
-def _message(shapes: str, types: str):
+def _message(shapes, types):
     """Bytes and type of a call's tensors from recorded inputs.
 
     >>> _message("[[65536,64],[8192,64],[]]", '["float","float","Scalar"]')
@@ -216,9 +216,7 @@ def _message(shapes: str, types: str):
     return _Message(float(sum(sizes)), float(larger), ratio, named[0][1])
 
 
-def _group_sizes(
-    timeline: Timeline, table: pd.DataFrame, rank: pd.Series, ratio: pd.Series
-):
+def _group_sizes(timeline, table, rank, ratio):
     """Recorded, else ranks listed, else by the two sides of a gather, else ranks seen
     in the group, else the world.
     """
@@ -249,7 +247,7 @@ def members(group: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", inside[1])]
 
 
-def _simulated_groups(timeline: Timeline, spans: pd.DataFrame):
+def _simulated_groups(timeline, spans):
     """Groups of a simulated step with their ranks, as the simulator lays them: tp
     innermost, then dp, then pp.
     """
@@ -277,9 +275,7 @@ def _simulated_groups(timeline: Timeline, spans: pd.DataFrame):
     return named
 
 
-def _set_peers(
-    timeline: Timeline, table: pd.DataFrame, row: np.ndarray, rank: pd.Series
-):
+def _set_peers(timeline, table, row, rank):
     """Complete source_rank and target_rank of point-to-point calls: each side records
     the other one at most.
     """

@@ -125,7 +125,7 @@ def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(unseen_s=beyond_s, exposed_unseen_s=exposed_s)
 
 
-def _exposed_s(timeline: Timeline, spans: pd.DataFrame, dur_ns: pd.Series):
+def _exposed_s(timeline, spans, dur_ns):
     """Seconds (n,) that no compute hides, of so much time from the start of spans on."""
     exposed = exposed_ns(timeline, spans["rank"], spans["start_ns"], dur_ns)
     return exposed / NS_PER_S
@@ -214,13 +214,13 @@ def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
     return with_origin(sized.reset_index().drop(columns="call"), table)
 
 
-def _with_every_call(table: pd.DataFrame):
+def _with_every_call(table):
     """`calls` in which one that was not matched has a number of its own."""
     number = pd.Series(-1 - np.arange(len(table)), index=table.index)
     return table.assign(call=table["call"].where(table["call"] >= 0, number))
 
 
-def _distinct_calls(table: pd.DataFrame):
+def _distinct_calls(table):
     """Bytes that each call of `by_group` moved in its shortest time; bytes and sized_s only
     where both are known.
     """
@@ -245,7 +245,7 @@ def _distinct_calls(table: pd.DataFrame):
     return each
 
 
-def _arrivals(timeline: Timeline, table: pd.DataFrame):
+def _arrivals(timeline, table):
     """`arrivals` from the table of calls."""
     aligned = "clock_offsets_s" in timeline.meta.provenance
     one_clock = aligned or timeline.meta.source == "simulated"
@@ -268,7 +268,7 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame):
     return with_origin(table, every, by="start" if one_clock else "duration")
 
 
-def _match(table: pd.DataFrame, start_ns: pd.Series):
+def _match(table, start_ns):
     """Number of the matched call of each row, -1 without; and which rows lack a partner
     that their group has.
     """

@@ -72,18 +72,18 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
     return Replay(lives, pd.DataFrame(levels), largest, sizes is not None)
 
 
-def _is(action: np.ndarray, *names: str):
+def _is(action, *names: str):
     return np.isin(action, [ACTIONS.index(name) for name in names])
 
 
-def _left_out(what: str):
+def _left_out(what):
     return ValueError(
         f"{what}: the history lacks actions (skip_actions), or it is of another "
         "moment than the segments"
     )
 
 
-def _sums(lives: pd.DataFrame, begin: str, end: str, size: str, count: int):
+def _sums(lives, begin, end, size, count):
     """Bytes (count + 1,) of what lives from one event until another, columns of lives."""
     size_bytes = lives[size].to_numpy()
     change = np.zeros(count + 1, dtype=np.int64)
@@ -96,7 +96,7 @@ def _sums(lives: pd.DataFrame, begin: str, end: str, size: str, count: int):
     return np.cumsum(change)
 
 
-def _reserved(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame):
+def _reserved(events, action, blocks):
     """Reserved bytes (n + 1,) before the first event and after each."""
     grows = _is(action, "segment_alloc", "segment_map").astype(np.int64)
     shrinks = _is(action, "segment_free", "segment_unmap")
@@ -107,7 +107,7 @@ def _reserved(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame):
     return at_end - running[-1] + running
 
 
-def _lives(events: pd.DataFrame, action: np.ndarray):
+def _lives(events, action):
     """A row per allocation of which there are events: the use of an address from one
     alloc to the next.
     """
@@ -146,7 +146,7 @@ def _lives(events: pd.DataFrame, action: np.ndarray):
     return table
 
 
-def _with_older(table: pd.DataFrame, live: pd.DataFrame):
+def _with_older(table, live):
     """Lives with those of blocks that lived all along; each block of the end is one that
     was not freed, of the same size.
     """
@@ -178,7 +178,7 @@ class _Ranges:
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
 
-    def join(self, start: int, end: int, borders: set[int]):
+    def join(self, start, end, borders):
         """Add a range; it grows together with its neighbours, but not over a border."""
         if end in self.starts and end not in borders:
             end = self.starts.pop(end)
@@ -187,7 +187,7 @@ class _Ranges:
         self.starts[start] = end
         self.ends[end] = start
 
-    def cut(self, start: int, end: int):
+    def cut(self, start, end):
         """Take a range away, which has to be there."""
         # nearly always from the start of one; else from the one that begins before it
         first = start
@@ -212,10 +212,10 @@ class _FreeBlocks:
 
     def __init__(
         self,
-        events: pd.DataFrame,
-        action: np.ndarray,
-        blocks: pd.DataFrame,
-        lives: pd.DataFrame,
+        events,
+        action,
+        blocks,
+        lives,
     ):
         self._free = _Ranges()
         self._expandable = bool(
@@ -230,7 +230,7 @@ class _FreeBlocks:
             inside = older.iloc[slice(*np.searchsorted(addresses, [start, end]))]
             self._fill(start, end, inside)
 
-    def _fill(self, start: int, end: int, inside: pd.DataFrame):
+    def _fill(self, start, end, inside):
         """A segment before the first event: its blocks, and free ones between them."""
         next_addresses = [*inside["address"], end][1:]
         for block, next_address in zip(
@@ -247,7 +247,7 @@ class _FreeBlocks:
         if start < end:
             self._free.join(start, end, self._borders)
 
-    def _size(self, size_bytes: int, room_bytes: int):
+    def _size(self, size_bytes, room_bytes):
         """Size of a block made in a free one: all of it where the rest is not worth
         splitting off.
         """
@@ -258,7 +258,7 @@ class _FreeBlocks:
         unsplit = _UNIT - 1 if need <= _MIB or self._expandable else _MIB
         return room_bytes if room_bytes - need <= unsplit else need
 
-    def follow(self, action: str, row: int, address: int, size_bytes: int, life: int):
+    def follow(self, action, row, address, size_bytes, life):
         """Change the free blocks as one event does."""
         free = self._free
         borders = self._borders
@@ -280,7 +280,7 @@ class _FreeBlocks:
             free.cut(address, address + size_bytes)
 
 
-def _segments_at_start(events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame):
+def _segments_at_start(events, action, blocks):
     """Segments before the first event: those of the end, with what the events did
     undone; and borders of blocks.
     """
@@ -305,9 +305,7 @@ def _segments_at_start(events: pd.DataFrame, action: np.ndarray, blocks: pd.Data
     return ranges, borders
 
 
-def _block_sizes(
-    events: pd.DataFrame, action: np.ndarray, blocks: pd.DataFrame, lives: pd.DataFrame
-):
+def _block_sizes(events, action, blocks, lives):
     """Bytes of the block of each allocation, None where they do not come out; the
     largest free block at each oom.
     """

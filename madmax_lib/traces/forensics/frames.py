@@ -7,7 +7,6 @@ loading); "other" where none does.
 """
 
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 
 import pandas as pd
@@ -40,7 +39,7 @@ class _Mark:
 
     __slots__ = ("number",)
 
-    def __init__(self, number: int):
+    def __init__(self, number):
         self.number = number
 
 
@@ -81,7 +80,7 @@ class Stacks:
         """Number of a text, -1 without."""
         return self.texts.setdefault(text, len(self.texts)) if text else -1
 
-    def _line(self, frame: dict):
+    def _line(self, frame):
         if id(frame) not in self._lines:
             if not {type(value) for value in frame.values()} <= _PLAIN:
                 raise TypeError("a frame with other than texts and numbers")
@@ -107,7 +106,7 @@ class Stacks:
         return pd.DataFrame(rows, columns=["site", "module", "phase", "frames"])
 
 
-def _site(lines: tuple[str, ...]):
+def _site(lines):
     """The innermost lines of Python, else the gradient or the operator that the frames
     of C++ name.
     """
@@ -129,14 +128,14 @@ def _phase_of_line(line: str):
     return match and match.lastgroup
 
 
-def _first(pattern: re.Pattern, lines: Iterable[str]):
+def _first(pattern, lines):
     return next((match[1] for line in lines if (match := pattern.search(line))), "")
 
 
-def _is_python(line: str):
+def _is_python(line):
     return ".py:" in line or line.startswith("<")
 
 
-def _short(line: str):
+def _short(line):
     """A line with the last folder and the name of its file."""
     return re.sub(r"^.*/(?=[^/]+/[^/]+:\d+)", "", line)

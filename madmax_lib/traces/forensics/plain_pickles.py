@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isal import igzip
 
@@ -52,7 +52,7 @@ _PLAIN = re.compile(
 
 
 class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
+    def find_class(self, module, name):
         raise ValueError(
             f"it names {module}.{name}, which a record of plain values does not"
         )
@@ -66,7 +66,7 @@ class _Checked(io.RawIOBase):
     is called before each block.
     """
 
-    def __init__(self, file: BinaryIO, between: Callable[[], None]):
+    def __init__(self, file, between):
         self._file = file
         self._between = between
         self._ready = memoryview(b"")
@@ -92,7 +92,7 @@ class _Checked(io.RawIOBase):
         self._ready = self._ready[size:]
         return size
 
-    def _check(self, data: bytes):
+    def _check(self, data):
         """Find out how far these bytes may be handed on; an opcode without its whole
         argument waits for more.
         """
@@ -120,7 +120,7 @@ class _Checked(io.RawIOBase):
         self._skip = at - end
         self._offset += end
 
-    def _size(self, opcode: int, argument: bytes, offset: int):
+    def _size(self, opcode, argument, offset):
         """Bytes of an opcode that is not in `_PLAIN`. ValueError where it does not
         belong in plain values, or asks for too much.
         """

@@ -165,14 +165,14 @@ class _File:
     is read.
     """
 
-    def __init__(self, stacks: Stacks):
+    def __init__(self, stacks):
         self._stacks = stacks
         # by the identity of a list of events that is being read: the list, its columns
         self._open: dict[int, tuple[list, dict[str, bytearray]]] = {}
         self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
-    def read(self, path: Path, rank: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def read(self, path, rank) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Events and blocks, with rank and device."""
         try:
             return self._tables(path, rank)
@@ -187,7 +187,7 @@ class _File:
                 f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
             ) from None
 
-    def _tables(self, path: Path, rank: int):
+    def _tables(self, path, rank):
         top = load_plain(path, self._empty)
         # torch 1.13 writes the list of segments alone
         top = top if isinstance(top, dict) else {"segments": top}
@@ -237,7 +237,7 @@ class _File:
             if isinstance(first, dict) and "action" in first:
                 self._take(value)
 
-    def _take(self, trace: list):
+    def _take(self, trace):
         """Move the events of a list into its columns."""
         empty = {name: bytearray() for name in _TYPES}
         _, columns = self._open.setdefault(id(trace), (trace, empty))
@@ -252,7 +252,7 @@ class _File:
             event.clear()
         return len(events)
 
-    def _columns(self, events: list[dict]):
+    def _columns(self, events):
         columns = {}
         for name, (key, default) in _KEYS.items():
             try:
@@ -274,12 +274,12 @@ class _File:
             ]
         return columns
 
-    def _trace(self, trace: list):
+    def _trace(self, trace):
         """Columns of all events of a device."""
         self._take(trace)
         return self._open.pop(id(trace))[1]
 
-    def _blocks(self, segments: list[dict]):
+    def _blocks(self, segments):
         rows = []
         for segment in segments:
             address = segment.get("address", 0)
@@ -310,7 +310,7 @@ class _File:
         return table.astype(dict.fromkeys(_BLOCK_INTEGERS, "int64"))
 
 
-def _files(source: str | Path | Sequence[str | Path]):
+def _files(source):
     if isinstance(source, (list, tuple)):
         if not source:
             raise ValueError("no snapshots in an empty list")
@@ -334,7 +334,7 @@ def _files(source: str | Path | Sequence[str | Path]):
     return paths
 
 
-def _in_folder(folder: Path):
+def _in_folder(folder):
     return sorted(
         path
         for path in folder.iterdir()
@@ -342,7 +342,7 @@ def _in_folder(folder: Path):
     )
 
 
-def _rank(path: Path):
+def _rank(path):
     """Rank in the name of a file, such as those of torchtitan, Megatron-LM and SGLang;
     None if it tells none.
 

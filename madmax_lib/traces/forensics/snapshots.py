@@ -9,7 +9,6 @@ reserved, requested and pending bytes are always exact.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.traces.forensics.block_sizes import Replay
 from madmax_lib.traces.forensics.read_snapshots import Snapshot, of_device
 from madmax_lib.traces.operators.memory import BEFORE
 
@@ -227,7 +226,7 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 
-def _time_s(snapshot: Snapshot, rank: int, device: int, event: int):
+def _time_s(snapshot, rank, device, event):
     """Seconds of an event since the first of all, NaN for the time before it or where
     times are not told.
     """
@@ -238,7 +237,7 @@ def _time_s(snapshot: Snapshot, rank: int, device: int, event: int):
     return float(time_us - zero_us) / 1e6
 
 
-def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int):
+def _moment(replay, at, snapshot, rank, device):
     """Event of a moment, -1 before the first."""
     levels = replay.levels["allocated_bytes" if replay.exact else "requested_bytes"]
     if at == "oom":
@@ -254,20 +253,20 @@ def _moment(replay: Replay, at: str, snapshot: Snapshot, rank: int, device: int)
     return {"peak": int(levels.argmax()) - 1, "start": -1, "end": len(levels) - 2}[at]
 
 
-def _alive(replay: Replay, event: int):
+def _alive(replay, event):
     """Allocations that their owners use after an event."""
     table = replay.allocations
     return table[(table["begin"] <= event) & (table["let_go"] > event)]
 
 
-def _active_bytes(replay: Replay, event: int):
+def _active_bytes(replay, event):
     """Bytes of blocks that are not free after an event: in use, or pending."""
     table = replay.allocations
     is_active = (table["begin"] <= event) & (table["freed"] > event)
     return table.loc[is_active, "block_bytes"].sum()
 
 
-def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str):
+def _names(snapshot, alive, by):
     """Name under which each allocation is counted."""
     if by == "metadata":
         texts = pd.Series(snapshot.metadata, dtype=object)
@@ -281,7 +280,7 @@ def _names(snapshot: Snapshot, alive: pd.DataFrame, by: str):
     return name.fillna(pd.Series(fallback, alive.index))
 
 
-def _with_origin(table: pd.DataFrame, snapshot: Snapshot):
+def _with_origin(table, snapshot):
     table.attrs.update(
         provenance={"files": snapshot.files, "rules": "memory snapshot"},
         source="measured",

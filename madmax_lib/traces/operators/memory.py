@@ -182,7 +182,7 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table.reset_index(drop=True), timeline)
 
 
-def _events(timeline: Timeline):
+def _events(timeline):
     """Allocator events by device and time, with what follows from their order.
 
     pool: number of the (rank, device). end: row of the next event at the same address,
@@ -232,9 +232,7 @@ def _events(timeline: Timeline):
     )
 
 
-def _without_gaps(
-    total: pd.Series, size: pd.Series, pool: pd.Series, unknown: pd.Series
-):
+def _without_gaps(total, size, pool, unknown):
     """Totals (n,), those below 0 integrated from the sizes: from the last known, else
     the next, else from `unknown`.
     """
@@ -249,7 +247,7 @@ def _without_gaps(
     return level
 
 
-def _next_at_address(events: pd.DataFrame):
+def _next_at_address(events):
     """Row (n,) of the next event with the same pool and address, -1 without; rows are
     in time order.
     """
@@ -260,7 +258,7 @@ def _next_at_address(events: pd.DataFrame):
     return following.reindex(events.index, fill_value=-1).to_numpy()
 
 
-def _peaks(events: pd.DataFrame):
+def _peaks(events):
     """The event of each pool that reaches the peak, with `row` and `peak_bytes`.
 
     Where no event reaches what the first one found, that is the peak, and its row is
@@ -281,7 +279,7 @@ def _peaks(events: pd.DataFrame):
     return peaks.reset_index(drop=True)
 
 
-def _with_time_and_step(timeline: Timeline, events: pd.DataFrame):
+def _with_time_and_step(timeline, events):
     """Events with time_s from the beginning of the timeline and the step they fall
     into.
     """
@@ -293,7 +291,7 @@ def _with_time_and_step(timeline: Timeline, events: pd.DataFrame):
     )
 
 
-def _step(timeline: Timeline, events: pd.DataFrame):
+def _step(timeline, events):
     """Step (n,) of the host span of the same rank that began last, -1 when every span
     that began has ended.
     """
@@ -310,7 +308,7 @@ def _step(timeline: Timeline, events: pd.DataFrame):
     return step.reindex(events.index).astype(np.int32)
 
 
-def _innermost_operator(timeline: Timeline, events: pd.DataFrame):
+def _innermost_operator(timeline, events):
     """Name (n,) of the innermost operator that was open when each event happened; see
     `allocations`.
     """
@@ -325,7 +323,7 @@ def _innermost_operator(timeline: Timeline, events: pd.DataFrame):
     return names.str.replace(_OBJECT, "", regex=True)
 
 
-def _enclosing(timeline: Timeline, events: pd.DataFrame):
+def _enclosing(timeline, events):
     """annotation, module and phase (n,) around each event."""
     host = _host_spans(timeline)
     name = host["name"]
@@ -347,11 +345,11 @@ def _enclosing(timeline: Timeline, events: pd.DataFrame):
     return pd.DataFrame(names_of)
 
 
-def _host_spans(timeline: Timeline):
+def _host_spans(timeline):
     return timeline.spans[timeline.spans["stream"] < 0]
 
 
-def _innermost(spans: pd.DataFrame, events: pd.DataFrame):
+def _innermost(spans, events):
     """Name (n,) of the span on the thread of each event that began last and is still
     open, "" without.
     """

@@ -180,9 +180,7 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
         lasting = np.diff(times[order])
         for state in range(1, 1 << len(kinds)):
             if (time_ns := lasting[running == state].sum()) > 0:
-                together = [
-                    kind for bit, kind in enumerate(kinds) if state >> bit & 1
-                ]
+                together = [kind for bit, kind in enumerate(kinds) if state >> bit & 1]
                 rows.append((rank, " + ".join(together), time_ns / NS_PER_S))
     table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
     of_rank = table.groupby("rank")["total_s"].transform("sum")
@@ -259,7 +257,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     return calls, work.assign(call=call)
 
 
-def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray):
+def _batches(spans, calls, rows):
     """Name of the annotation of a server's batch around the calls in some rows (n,), ""
     without.
     """
@@ -276,7 +274,7 @@ def _batches(spans: pd.DataFrame, calls: pd.DataFrame, rows: np.ndarray):
     return [names[number] if number >= 0 else "" for number in inside]
 
 
-def _counted(nest: Nest, costs: pd.DataFrame):
+def _counted(nest, costs):
     """Calls that count their FLOPs, and calls that count their bytes, so that nothing
     counts twice.
 
@@ -293,7 +291,7 @@ def _counted(nest: Nest, costs: pd.DataFrame):
     return product, product | (works & ~flops & ~nest.within(product))
 
 
-def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFrame):
+def _without_operator(spans, calls, work):
     """Device work as rows of `operator_calls`: what no operator launched, by name on
     ranks without operators.
     """
@@ -318,11 +316,11 @@ def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFra
 
 
 def _module_of(
-    nest: Nest,
-    calls: pd.DataFrame,
-    thread: np.ndarray,
-    start_ns: np.ndarray,
-    spans: pd.DataFrame,
+    nest,
+    calls,
+    thread,
+    start_ns,
+    spans,
 ):
     """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and
     whether it is backward work.
@@ -354,7 +352,7 @@ def _module_of(
     return np.where(is_backward, through_module, direct), is_backward
 
 
-def _in_seconds(table: pd.DataFrame, column: str):
+def _in_seconds(table, column):
     """The table with its times, which are in ns, in seconds, and the share of the rank
     that a column is.
     """

@@ -153,7 +153,7 @@ def mfu(
     return with_origin(table[["rank", "step", *columns]], timeline)
 
 
-def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame):
+def _coverage(timeline, calls, work):
     """rank, step, coverage of `mfu`: by kernels, on ranks without a device by
     operators.
     """
@@ -180,7 +180,7 @@ def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame):
     return coverage.rename("coverage").reset_index()
 
 
-def _device_of(timeline: Timeline, device: str | Device | None = None):
+def _device_of(timeline, device=None):
     """The device that is given, or the catalog's by the name in the trace; None and a
     TraceWarning for an unknown.
     """
@@ -205,7 +205,7 @@ def _device_of(timeline: Timeline, device: str | Device | None = None):
     return None
 
 
-def _peak(device: Device | None, dtype: str):
+def _peak(device, dtype):
     try:
         return device.peak(dtype) if device else np.nan
     except ValueError:

@@ -173,9 +173,7 @@ def tokens(text: str) -> int:
     return sum(1 if piece.isascii() else len(piece.encode()) for piece in pieces)
 
 
-def _print_answer(
-    command: str, answer: Callable[[Namespace], Answer], options: Namespace
-):
+def _print_answer(command, answer, options):
     """Print in the format asked for; bad input is raised, and as JSON said in an
     envelope too.
     """
@@ -206,7 +204,7 @@ def _print_answer(
     return int(not result.passed)
 
 
-def _inputs(files: Mapping, side=""):
+def _inputs(files, side=""):
     """The files of a provenance, which names those of a comparison by side."""
     for label, file in files.items():
         if isinstance(file, Mapping) and isinstance(file.get("sha256"), str):
@@ -215,7 +213,7 @@ def _inputs(files: Mapping, side=""):
             yield from _inputs(file, f"{label}: ")
 
 
-def _plain(value: Any, letters: float = math.inf):
+def _plain(value, letters=math.inf):
     """A value as JSON has it: numbers of Python with six digits, null for what is not
     finite, longer texts cut.
     """
@@ -236,7 +234,7 @@ def _plain(value: Any, letters: float = math.inf):
     return text if len(text) <= letters else f"{text[: int(letters) - 1]}…"
 
 
-def _short(lists: dict[str, list], used: int, complete: bool):
+def _short(lists, used, complete):
     """Entries of each list that fit beside `used` tokens, or all; rows are the last to
     go.
     """
@@ -258,11 +256,11 @@ def _short(lists: dict[str, list], used: int, complete: bool):
     return short
 
 
-def _json(value: Any):
+def _json(value):
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def _cell(value: Any):
+def _cell(value):
     value = _plain(value, _LETTERS)
     if value is None:
         return ""
@@ -271,7 +269,7 @@ def _cell(value: Any):
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _written(answer: Answer, complete: bool, *, markdown: bool):
+def _written(answer, complete, *, markdown):
     """The headline values, then the table with numbers to the right; for GitHub the
     headlines as a list.
     """
@@ -304,7 +302,7 @@ def _written(answer: Answer, complete: bool, *, markdown: bool):
     return ("\n\n" if markdown else "\n").join(parts)
 
 
-def _line(value: Any):
+def _line(value):
     if isinstance(value, dict):
         texts = {name: _line(inner) for name, inner in value.items()}
         if {*value} == {"middle", "low", "high"}:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def add(commands, words: list[str]) -> None:
         _add_fields(train)
 
 
-def _add_fields(train: ArgumentParser):
+def _add_fields(train):
     """An option for each field of a RunSpec, with its line of the docstring."""
     from madmax_lib.runs.data.batches import NAMES
     from madmax_lib.runs.model.models import MODELS
@@ -68,13 +68,13 @@ def _add_fields(train: ArgumentParser):
         train.add_argument(*names, dest=name, help=about.get(name), **how)
 
 
-def _ranks(text: str):
+def _ranks(text):
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_RANKS):
         raise ArgumentTypeError(f"{text!r} is not a number of 1 to {_MOST_RANKS}")
     return int(text)
 
 
-def _json(text: str):
+def _json(text):
     try:
         return json.loads(text)
     except ValueError:
@@ -82,7 +82,7 @@ def _json(text: str):
         raise ArgumentTypeError(f"{text!r} is not JSON, {examples}") from None
 
 
-def _check(options: Namespace):
+def _check(options):
     from madmax_lib.view.notebooks.doctor import check
 
     rows = []
@@ -95,7 +95,7 @@ def _check(options: Namespace):
     return int(any(row["status"] == "fails" for row in rows))
 
 
-def _train(options: Namespace):
+def _train(options):
     from madmax_lib.runs.launch import resolve, train_command
     from madmax_lib.runs.spec import RunSpec
 
@@ -126,7 +126,7 @@ def _train(options: Namespace):
     return status
 
 
-def _launch(spec, directory: Path, about: dict):
+def _launch(spec, directory, about):
     """Train; `about` gets the summary of the run."""
     from madmax_lib.runs.launch import RunError, launch
     from madmax_lib.runs.read import read_json, read_run
@@ -151,7 +151,7 @@ def _records(table):
     return json.loads(table.to_json(orient="records"))  # what is not finite is null
 
 
-def _bench(options: Namespace):
+def _bench(options):
     import pandas as pd
 
     from madmax_lib.runs.launch import measure_links
@@ -178,7 +178,7 @@ def _bench(options: Namespace):
     return 0
 
 
-def _calibrate(options: Namespace):
+def _calibrate(options):
     import pandas as pd
 
     from madmax_lib.calibration.machine.calibrate import calibrate

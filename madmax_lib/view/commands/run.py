@@ -2,7 +2,7 @@
 training cost?
 """
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 
 from madmax_lib.view.commands.answers import Answer, add_command
 from madmax_lib.view.commands.step import inputs, run_of, used
@@ -34,7 +34,7 @@ def add(commands) -> None:
         add_command(commands, answer, count=_count)
 
 
-def _expect(options: Namespace):
+def _expect(options):
     from madmax_lib import catalog
     from madmax_lib.calibration.verdict.expect import expect
     from madmax_lib.plan.plan import Plan
@@ -68,7 +68,7 @@ def _expect(options: Namespace):
     return Answer(table, about, inputs(options), passed)
 
 
-def _plan(options: Namespace):
+def _plan(options):
     from madmax_lib import catalog
     from madmax_lib.planner.money.campaign import AMOUNTS, campaign
 
@@ -95,7 +95,7 @@ def _plan(options: Namespace):
     return Answer(result.table.dropna(axis=1, how="all"), about, inputs(options))
 
 
-def _count(text: str):
+def _count(text):
     """A number of tokens: 15e12, 15T, 1.4B, 300M or 15,000,000.
 
     >>> _count("15T"), _count("1.4b"), _count("2e9")

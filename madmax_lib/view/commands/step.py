@@ -29,7 +29,7 @@ def add(commands) -> None:
         add_command(commands, answer)
 
 
-def _fits(options: Namespace):
+def _fits(options):
     from madmax_lib.simulator.offload.fits import fits
 
     result = fits(**_step(options), plan=options.plan)
@@ -49,7 +49,7 @@ def run_of(options: Namespace) -> dict:
     return run
 
 
-def _step(options: Namespace):
+def _step(options):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
     from madmax_lib import catalog
 
@@ -57,7 +57,7 @@ def _step(options: Namespace):
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
-def _priced(options: Namespace):
+def _priced(options):
     """The same with the constants of a calibration whose `machine.json` is the cluster,
     and their software.
     """
@@ -84,7 +84,7 @@ def inputs(options: Namespace) -> list[str]:
     return [name for name in names if name]
 
 
-def _estimate(options: Namespace):
+def _estimate(options):
     from madmax_lib.simulator.estimate import estimate
     from madmax_lib.simulator.memory.memory import usable_bytes
 
@@ -107,7 +107,7 @@ def _estimate(options: Namespace):
     return Answer(table, about, inputs(options))
 
 
-def _search(options: Namespace):
+def _search(options):
     from madmax_lib.planner.search import search
 
     # no bar: it would mix with what a program reads

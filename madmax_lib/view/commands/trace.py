@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ def read(paths: list[str]) -> Timeline:
     return timeline
 
 
-def _ranks(timeline: Timeline):
+def _ranks(timeline):
     """Number of ranks that have a trace, and of those of the job that have none."""
     about = {"ranks": len(timeline.ranks)}
     # a rank stands for others where a simulation drew one of several alike
@@ -47,7 +47,7 @@ def _ranks(timeline: Timeline):
     return about
 
 
-def _breakdown(options: Namespace):
+def _breakdown(options):
     from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.waits.step_times import lacks_step_marks
 
@@ -60,7 +60,7 @@ def _breakdown(options: Namespace):
     return Answer(breakdown(timeline), about)
 
 
-def _share(text: str):
+def _share(text):
     is_percent = text.endswith("%")
     try:
         share = float(text.removesuffix("%")) / (100 if is_percent else 1)
@@ -72,7 +72,7 @@ def _share(text: str):
     return share
 
 
-def _recordings(paths: list[str]):
+def _recordings(paths):
     """A recording per directory, pattern or baseline; several files are the ranks of
     one.
     """
@@ -92,7 +92,7 @@ def _recordings(paths: list[str]):
         raise FileNotFoundError(f"{error}, and {there}") from None
 
 
-def _save_baseline(options: Namespace):
+def _save_baseline(options):
     import pandas as pd
 
     name = options.save_baseline
@@ -114,7 +114,7 @@ def _save_baseline(options: Namespace):
     return Answer(table, {"baseline": name}, options.traces)
 
 
-def _compare(options: Namespace):
+def _compare(options):
     from madmax_lib.traces.diff import compare, compare_ops
 
     if options.save_baseline:
@@ -141,7 +141,7 @@ def _compare(options: Namespace):
     return Answer(table, {"most": most.to_dict("records")})
 
 
-def _gate(a: list[Timeline], b: list[Timeline], threshold: float):
+def _gate(a, b, threshold):
     from madmax_lib.traces.gate import gate
 
     result = gate(a, b, threshold)
@@ -163,7 +163,7 @@ def _gate(a: list[Timeline], b: list[Timeline], threshold: float):
     return Answer(table, about, passed=result.passed)
 
 
-def _stragglers(options: Namespace):
+def _stragglers(options):
     from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
     from madmax_lib.traces.waits.step_times import steady_state
 
@@ -199,7 +199,7 @@ def _stragglers(options: Namespace):
     return Answer(table, about)
 
 
-def _flight(options: Namespace):
+def _flight(options):
     from madmax_lib.traces.forensics import flight_recorder
 
     calls = flight_recorder.flight_calls(options.dumps)
@@ -214,7 +214,7 @@ def _flight(options: Namespace):
     return Answer(findings, about, passed=findings.empty)
 
 
-def _snapshot(options: Namespace):
+def _snapshot(options):
     from madmax_lib.traces.forensics import snapshots
     from madmax_lib.traces.forensics.read_snapshots import read_snapshot
 
@@ -236,7 +236,7 @@ def _snapshot(options: Namespace):
     return Answer(snapshots.snapshot_held(snapshot, *how, top=None), about)
 
 
-def _report(options: Namespace):
+def _report(options):
     from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.advise import advise
     from madmax_lib.traces.waits.step_times import steady_state

@@ -132,9 +132,7 @@ def bars(
     return ends
 
 
-def _write_notes(
-    ax: Axes, rows: np.ndarray, reach: np.ndarray, style: BarStyle, *, small: bool
-):
+def _write_notes(ax, rows, reach, style, *, small):
     """Texts behind the ends of bars, or above those that stand upright."""
     look = {"fontsize": 6 if small else 7}
     if style.slot[1] == 1:  # else the white would cover the bar of the next slot
@@ -183,7 +181,7 @@ def lines(
             note(ax, at_x.iloc[-1], at_y.iloc[-1], text, dx=6, color=line.get_color())
 
 
-def _text(texts: Mapping | Callable | None, value, part: pd.DataFrame):
+def _text(texts, value, part):
     return texts(part) if callable(texts) else (texts or {}).get(value)
 
 
@@ -264,7 +262,7 @@ def blocks(
     return pd.concat(drawn, ignore_index=True)
 
 
-def _visible_blocks(intervals: np.ndarray, reach_ns: int):
+def _visible_blocks(intervals, reach_ns):
     """Union of intervals in which gaps too small to see are closed and blocks too thin
     to see are widened.
     """

@@ -102,7 +102,7 @@ class _Placed(NamedTuple):
     )  # with the place of their row, and `at`: their row in the timeline
 
 
-def _placed(timeline: Timeline, hosts: bool):
+def _placed(timeline, hosts):
     busy = busy_spans(timeline)
     rows = lanes(busy, timeline.meta)[["rank", "stream", "label"]].assign(level=-1)
     spans = busy.assign(level=-1, at=busy.index)
@@ -126,7 +126,7 @@ def _placed(timeline: Timeline, hosts: bool):
     return _Placed(rows, spans.merge(rows[[*keys, "place"]], on=keys, how="left"))
 
 
-def _nested(timeline: Timeline):
+def _nested(timeline):
     """Calls and annotations of host threads, with how deep each lies in those around
     it.
     """
@@ -143,9 +143,7 @@ def _nested(timeline: Timeline):
     return calls[level < _DEEPEST]
 
 
-def _launched_at(
-    timelines: Sequence[Timeline], spans: list[pd.DataFrame], order: np.ndarray
-):
+def _launched_at(timelines, spans, order):
     """Position of the launch of each span (n,) among the spans as drawn, -1 without."""
     # the inverse of the order: position[i] is where span i is drawn
     position = np.argsort(order)

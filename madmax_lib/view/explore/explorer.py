@@ -74,7 +74,7 @@ class Explorer:
         explorer = w.VBox([w.GridBox(list(self.controls.values())), *views])
         return explorer.add_class("madmax-explorer")
 
-    def _turned(self, name: str, value):
+    def _turned(self, name, value):
         if self._following:
             return
         if name.startswith("own "):  # a box for the path of one's own model or trace

@@ -129,7 +129,7 @@ class PerfettoView:
         )
 
 
-def _view(source: Timeline | str | Path, hosted: bool):
+def _view(source, hosted):
     """The view of what is to be shown; several ranks become one file."""
     if not isinstance(source, Timeline):
         path = Path(source).expanduser()
@@ -146,7 +146,7 @@ class _Handler(SimpleHTTPRequestHandler):
     for files named in it.
     """
 
-    def __init__(self, data: bytes, *arguments, **options):
+    def __init__(self, data, *arguments, **options):
         self.answers = {
             _DATA: data,
             "/vizviewer_info": b"{}",

@@ -4,7 +4,6 @@ The numbers are those of `estimate` and `memory`: a few milliseconds, so that a 
 can be followed.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -108,11 +107,11 @@ def plot_plan_card(card: PlanCard, axes: tuple[Axes, Axes]) -> None:
     room.set_xlabel("memory of the fullest device [GiB], dashed: what it has")
 
 
-def _gib(size_bytes: float):
+def _gib(size_bytes):
     return f"{size_bytes / 2**30:.3g} GiB"
 
 
-def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]):
+def _bar_html(parts, total, text):
     blocks = ""
     legend = []
     # what is below half a per mille would not be a pixel wide
@@ -129,7 +128,7 @@ def _bar_html(parts: pd.Series, total: float, text: Callable[[float], str]):
     )
 
 
-def _bar(ax: Axes, parts: pd.Series):
+def _bar(ax, parts):
     fills = {name: _FILLS[name] for name in parts.index}
     bars(ax, parts.to_frame().T, BarStyle(fills, height=0.8))
     ax.set_yticks([])

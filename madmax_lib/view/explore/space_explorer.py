@@ -65,7 +65,7 @@ class SpaceExplorer(WorkloadExplorer):
         self.step.set(plan=plan)
         self.step.draw()
 
-    def _search(self, filters: dict):
+    def _search(self, filters):
         # a filter that comes back shows at once what it showed
         key = tuple(sorted(filters.items()))
         if key not in self._results:
@@ -155,7 +155,7 @@ class SpaceExplorer(WorkloadExplorer):
             self.front.points = points.to_dict("records")
             self.front.chosen = chosen
 
-    def _clicked(self, at: int):
+    def _clicked(self, at):
         plan = self.front.points[at]["plan"]
         # setting the chosen dot from here comes back as a click
         if plan != self.step.parameters["plan"]:

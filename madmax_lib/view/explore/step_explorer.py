@@ -271,7 +271,7 @@ def _stages(model: Transformer, cluster: Cluster, plan: Plan, **batch):
     return timeline.select(ranks=timeline.ranks[:: len(timeline.ranks) // plan.pp])
 
 
-def _filling(plan: Plan, world_size: int, changes: dict):
+def _filling(plan, world_size, changes):
     """The plan with changed fields and the dp that fills the cluster. Raises ValueError
     where none does.
     """

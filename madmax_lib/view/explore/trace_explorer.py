@@ -94,7 +94,7 @@ def _read(trace: str):
     return read_trace(dataset(trace) if trace in names() else trace)
 
 
-def _part(trace: str, ranks: list[int], step: int):
+def _part(trace, ranks, step):
     """The chosen ranks and steps of a trace; no ranks and step -1 are all of them."""
     recording = _read(trace)
     steps = None if step < 0 else recording.one_step(step)

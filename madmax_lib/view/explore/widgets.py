@@ -201,7 +201,7 @@ def widget_class(script: str, style: str = "", **values):
     return type("Widget", (anywidget.AnyWidget,), files | traits)
 
 
-def _title(timeline: Timeline):
+def _title(timeline):
     meta = timeline.meta
     names = [meta.source, meta.device, meta.provenance.get("plan", "")]
     return " · ".join(filter(None, names))

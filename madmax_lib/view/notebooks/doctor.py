@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import pandas as pd
 
@@ -86,7 +85,7 @@ def report() -> str:
     return "\n".join([*lines, "notebooks", *verdicts])
 
 
-def _verdict(path: Path, has_gpu: bool):
+def _verdict(path, has_gpu):
     """Whether a notebook runs here, by what its cells use and name."""
     cells = json.loads(path.read_text())["cells"]
     sources = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]

@@ -74,7 +74,7 @@ def described(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _declared_parameters(path: Path):
+def _declared_parameters(path):
     """Parameters of a notebook's tagged cell: {name: {inferred_type_name, default,
     help}}.
     """
@@ -148,7 +148,7 @@ def run_notebook(
     return Result(path.stem, output, seconds, written, error)
 
 
-def _execute(path: Path, output: Path, parameters: dict, progress: bool):
+def _execute(path, output, parameters, progress):
     """Execute a notebook; returns the first line of the error of a failed cell."""
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -173,7 +173,7 @@ def _execute(path: Path, output: Path, parameters: dict, progress: bool):
     return "".join(error.strip().splitlines()[:1])
 
 
-def _typed(name: str, text: str, kind: str):
+def _typed(name, text, kind):
     if kind in ("str", "None", ""):
         return text
     wanted = getattr(builtins, kind.split("[")[0], None)

@@ -86,7 +86,7 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     return svg
 
 
-def _same(text: str, svg: Path):
+def _same(text, svg):
     """Whether a figure is there whole and its table has these numbers, to one unit of
     the sixth digit.
     """
@@ -115,7 +115,7 @@ def optional_dataset(name: str, figure: str, *, download: bool = False) -> Path 
         return None
 
 
-def _origin(data: pd.DataFrame):
+def _origin(data):
     provenance = data.attrs.get("provenance", {})
     # only the names of the parameters cell are annotated
     namespace = getattr(shell(), "user_ns", {})

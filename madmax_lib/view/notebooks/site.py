@@ -85,7 +85,7 @@ def write_site(results: Sequence[Result], folder: Path) -> Path:
     return folder / "index.html"
 
 
-def _index(results: Sequence[Result]):
+def _index(results):
     failed = sum(bool(result.error) for result in results)
     seconds = sum(result.seconds for result in results)
     about = f"{len(results)} notebooks in {seconds:.0f} s"
@@ -113,7 +113,7 @@ def _index(results: Sequence[Result]):
     return _without_folders(page("MAD-Max Workbench", "\n".join(parts), _STYLE))
 
 
-def _entry(result: Result):
+def _entry(result):
     notebook = nbformat.read(result.output, as_version=4)
     title = html.escape(_title(notebook, result.name))
     question = notebook_question(notebook)
@@ -129,7 +129,7 @@ def _entry(result: Result):
     return f'<div class="entry"><div>{figure}</div><div>{text}</div></div>'
 
 
-def _links(names: list[str], number: int):
+def _links(names, number):
     """The index, the notebook before and the one after."""
     texts = {"index": "All notebooks"}
     # slices, because the first has none before it and the last none after
@@ -138,7 +138,7 @@ def _links(names: list[str], number: int):
     return "".join(f'<a href="{name}.html">{text}</a>' for name, text in texts.items())
 
 
-def _self_contained(notebook: nbformat.NotebookNode):
+def _self_contained(notebook):
     """The notebook with pictures in the page, whose `alt` is the text above them."""
     notebook.metadata.pop("widgets", None)
     heading = ""
@@ -163,7 +163,7 @@ def _self_contained(notebook: nbformat.NotebookNode):
     return notebook
 
 
-def _source(output: nbformat.NotebookNode):
+def _source(output):
     """The picture of an output as the source of an <img>; empty where it has none."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
@@ -173,12 +173,12 @@ def _source(output: nbformat.NotebookNode):
     return ""
 
 
-def _embedded(kind: str, content: bytes):
+def _embedded(kind, content):
     """A picture as an address that holds it."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _docs_html(path: Path):
+def _docs_html(path):
     text = re.sub(r"<!--.*?-->", "", path.read_text())
     # pilcrows that nbconvert puts behind headings
     body = re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(text))
@@ -187,7 +187,7 @@ def _docs_html(path: Path):
     )
 
 
-def _address(folder: Path, link: str):
+def _address(folder, link):
     """Address of a link of Markdown: a page of the site, a picture in the page, or a
     file of the repository.
     """
@@ -201,7 +201,7 @@ def _address(folder: Path, link: str):
     return f"{project['urls']['Repository']}/blob/main/{path}"
 
 
-def _first_text(notebook: nbformat.NotebookNode):
+def _first_text(notebook):
     """The cell with the title; papermill puts one of its own before it where a notebook
     failed.
     """
@@ -217,17 +217,17 @@ def notebook_question(notebook: nbformat.NotebookNode) -> str:
     return _plain(question[1]) if question else _title(notebook, "")
 
 
-def _title(notebook: nbformat.NotebookNode, otherwise: str):
+def _title(notebook, otherwise):
     first_line = _first_text(notebook).partition("\n")[0]
     return _plain(first_line.removeprefix("# ")) or otherwise
 
 
-def _plain(markdown: str):
+def _plain(markdown):
     """Words of a piece of Markdown, on one line."""
     return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", markdown).split())
 
 
-def _without_folders(text: str):
+def _without_folders(text):
     """The text with "." for the checkout and "~" for the home folder: what a traceback
     or a printed path tells of a machine.
     """

@@ -240,11 +240,11 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def _name(collective: str):
+def _name(collective):
     return collective.replace("_", "-")
 
 
-def _point_style(table: pd.DataFrame, points: int, *, linewidth: float):
+def _point_style(table, points, *, linewidth):
     """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
     style = fill_of("comm", table.attrs.get("source"))
     return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}

@@ -131,7 +131,7 @@ def plot_pair(
     )
 
 
-def _sides(a: Timeline, b: Timeline):
+def _sides(a, b):
     """The first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
@@ -281,7 +281,7 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _side_fill(color: str, attrs: dict, number: int):
+def _side_fill(color, attrs, number):
     """Fill of side a (0) or b (1): b paler than a where it is measured, so that two
     measured sides can be told apart.
     """
@@ -291,11 +291,11 @@ def _side_fill(color: str, attrs: dict, number: int):
     return fill_of(color, source)
 
 
-def _signed(seconds: float):
+def _signed(seconds):
     return ("-" if seconds < 0 else "+") + format_s(abs(seconds))
 
 
-def _change(labels: tuple[str, str], a: float, b: float):
+def _change(labels, a, b):
     if not a > 0:
         return f"{labels[0]} has no work"
     way = "longer" if b > a else "less"

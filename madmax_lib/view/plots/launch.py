@@ -83,7 +83,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def _launch_counts(table: pd.DataFrame):
+def _launch_counts(table):
     """Launches by bins of delay and duration, which are equal in logarithm; bins with
     none are left out.
     """
@@ -225,7 +225,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _steps_title(counted: pd.DataFrame, steps: int):
+def _steps_title(counted, steps):
     """Median and range of the steps that are neither warm-up nor cut: of their periods
     where any is known, else of their durations on the host.
     """

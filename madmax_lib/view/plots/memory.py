@@ -94,7 +94,7 @@ def plot_memory(
     )
 
 
-def _tables(source: Timeline | Snapshot):
+def _tables(source):
     """Memory over time, the peaks, and who holds them."""
     if isinstance(source, Timeline):
         holders = held_at_peak(source, 3)
@@ -152,7 +152,7 @@ def plot_held(
     )
 
 
-def _of_device(table: pd.DataFrame, device: str | None):
+def _of_device(table, device):
     """Rows of the devices of a name, all without one."""
     part = table if device is None else table[table["device"] == device]
     if len(table) and not len(part):
@@ -163,14 +163,12 @@ def _of_device(table: pd.DataFrame, device: str | None):
     return part
 
 
-def _of_peak(table: pd.DataFrame, top: pd.Series):
+def _of_peak(table, top):
     """Rows of the device and rank of a peak."""
     return table[(table["device"] == top["device"]) & (table["rank"] == top["rank"])]
 
 
-def _draw_levels(
-    ax: Axes, drawn: pd.DataFrame, source: str, peak_bytes: float, factor: float
-):
+def _draw_levels(ax, drawn, source, peak_bytes, factor):
     """Draw what is from before, what is allocated above it, and the line of what is
     reserved.
     """
@@ -198,7 +196,7 @@ def _draw_levels(
     ax.set(xlim=(begin_ms, max(time_ms.iloc[-1], begin_ms + 1e-3)), ylim=(0, high))
 
 
-def _mark_steps(ax: Axes, series: pd.DataFrame):
+def _mark_steps(ax, series):
     """A line where each step begins to allocate, numbered unless they are many."""
     first_s = series[series["step"] >= 0].groupby("step")["time_s"].min()
     if len(first_s) < 2:
@@ -211,7 +209,7 @@ def _mark_steps(ax: Axes, series: pd.DataFrame):
             ax.text(time_s * 1e3, 0.99, f" step {step}", **text)
 
 
-def _label_peak(ax: Axes, top: pd.Series, holders: pd.DataFrame, factor: float):
+def _label_peak(ax, top, holders, factor):
     """A dot at the peak and a text on its wider side: who holds it."""
     names = [
         f"{row.share:.0%} {short_name(row.operator)}" for row in holders.itertuples()

@@ -88,7 +88,7 @@ def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def _longest(ax: Axes | None, rows: pd.DataFrame, seconds: str, x: str):
+def _longest(ax, rows, seconds, x):
     """Bars of the twelve names with the largest sums of a time, each with its share of
     all and how many calls, or modules, it counts. seconds: column of the time.
     """
@@ -167,9 +167,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def _draw_roofs(
-    ax: Axes, peaks: pd.Series, bandwidth: float, limits: tuple[float, float]
-):
+def _draw_roofs(ax, peaks, bandwidth, limits):
     """A roof for each dtype: rate = min(peak, intensity * bandwidth) [Williams 2009]."""
     low, high = limits
     for dtype, peak in peaks.items():
@@ -192,7 +190,7 @@ def _draw_roofs(
         )
 
 
-def _number(ax: Axes, rows: pd.DataFrame):
+def _number(ax, rows):
     """Number points, and list their names, shares of the roof and shapes beside the
     axes.
     """
@@ -285,7 +283,7 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _shapes(text: str):
+def _shapes(text):
     """Shapes of the tensors in short.
 
     >>> _shapes("[[16,5185,64],[16,64,5185],[]]")

@@ -83,7 +83,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     )
 
 
-def _work(timeline: Timeline, start_ns: int, reach_ns: int):
+def _work(timeline, start_ns, reach_ns):
     """Work of devices and hosts in the window of a step, from 0."""
     spans = timeline.spans[timeline.spans["kind"].isin([*BUSY_KINDS, "cpu"])]
     kind = spans["kind"].astype(object).replace("cpu", "host")
@@ -166,12 +166,12 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _within(spans: pd.DataFrame, reach_ns: int):
+def _within(spans, reach_ns):
     """The spans inside a window from 0, cut at its ends."""
     end_ns = (spans["start_ns"] + spans["dur_ns"]).clip(upper=reach_ns)
     start_ns = spans["start_ns"].clip(lower=0)
     return spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns)[start_ns < end_ns]
 
 
-def _name(kind: str):
+def _name(kind):
     return _NAMES.get(kind, kind)

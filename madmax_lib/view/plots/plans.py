@@ -260,6 +260,6 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     )
 
 
-def _color(name: str, types: tuple[str, ...]):
+def _color(name, types):
     """The same for a type wherever it stands in the plan."""
     return SERIES[sorted(types).index(name) % len(SERIES)]

@@ -293,13 +293,13 @@ def plot_beside(
     )
 
 
-def _phases(steps: pd.DataFrame):
+def _phases(steps):
     """Seconds of each phase and of what is left of the step, one row per step."""
     parts = pd.DataFrame({name: steps[f"{name}_s"] for name in PHASES})
     rest_s = steps["total_s"] - parts.sum(axis=1)
     return parts.assign(other=rest_s.clip(lower=0)).reset_index(drop=True)
 
 
-def _strategies(table: pd.DataFrame):
+def _strategies(table):
     """Row labels: strategy and number of dimensions of each run."""
     return [f"{row.strategy}  {row.dimensions}D" for row in table.itertuples()]

@@ -139,7 +139,7 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
     return f'{find}<div class="{scroll}">{table_html}</div>{rest}'
 
 
-def _label(name: str):
+def _label(name):
     # without the unit, which the cells have: idle_s is idle, flops_per_s is flops
     name = re.sub(
         r"^(flops|bytes)_per_s$|_(?:bytes|flops)(?:_per_s)?$|(?<!_per)_s$", r"\1", name
@@ -147,7 +147,7 @@ def _label(name: str):
     return name.replace("_", " ")
 
 
-def _cells(name: str, values: pd.Series):
+def _cells(name, values):
     if not _numeric(values):
         return [_text_cell(name, str(value)) for value in values]
     say = next((of for unit, of in _BY_UNIT.items() if name.endswith(unit)), _plain)
@@ -166,11 +166,11 @@ def _cells(name: str, values: pd.Series):
     return cells
 
 
-def _numeric(values: pd.Series):
+def _numeric(values):
     return pd.api.types.is_numeric_dtype(values) and values.dtype != bool
 
 
-def _text_cell(name: str, value: str):
+def _text_cell(name, value):
     """A cell whose text is shortened and may go on in another line."""
     most = _VISIBLE.get(name, _LONGEST)
     visible = escape(shorten(value, most))
@@ -181,15 +181,15 @@ def _text_cell(name: str, value: str):
     return f'<td class="text"{title}>{visible}</td>'
 
 
-def _plain(value: float):
+def _plain(value):
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _size(value: float):
+def _size(value):
     return ("-" if value < 0 else "") + format_bytes(abs(value))
 
 
-def _flops(value: float):
+def _flops(value):
     factor, prefix = next((pair for pair in _SI if abs(value) >= pair[0]), _SI[-1])
     return f"{value / factor:.3g} {prefix}FLOP"
 

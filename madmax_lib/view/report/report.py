@@ -96,7 +96,7 @@ def report(
     return Report(title, page(f"Trace report: {title}", body, style))
 
 
-def _link(part: str):
+def _link(part):
     """A link to a section, which begins with its anchor and its heading."""
     heading = re.match(r'<section id="([^"]+)"><h2>(.*?)</h2>', part)
     return f'<a href="#{heading[1]}">{heading[2]}</a>' if heading else ""
@@ -114,7 +114,7 @@ def write_report(
     return Path(path)
 
 
-def _trace(timeline: Timeline):
+def _trace(timeline):
     """The canvas with its spans: device and host, of as many ranks and steps as a page
     can hold.
     """
@@ -135,7 +135,7 @@ def _trace(timeline: Timeline):
     )
 
 
-def _part(timeline: Timeline):
+def _part(timeline):
     """The part that the canvas draws: a page can hold 600,000 spans of eight ranks."""
     loses = views.detail_ranks(timeline)
     others = [rank for rank in timeline.ranks if rank not in loses]
@@ -154,7 +154,7 @@ def _part(timeline: Timeline):
     return part.where((order <= _SPANS).to_numpy())
 
 
-def _drawn_text(part: Timeline, timeline: Timeline):
+def _drawn_text(part, timeline):
     """A line that says which part is drawn; empty for all of it."""
     if len(part) == len(timeline):
         return ""
@@ -166,7 +166,7 @@ def _drawn_text(part: Timeline, timeline: Timeline):
     )
 
 
-def _planes(data: bytes, count: int):
+def _planes(data, count):
     """The columns so that they pack well: start and launch as differences, then all
     first bytes, all second, ...
     """
@@ -180,5 +180,5 @@ def _planes(data: bytes, count: int):
     return planes.tobytes() + data[16 * count :]
 
 
-def _packed(data: bytes):
+def _packed(data):
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()

@@ -111,7 +111,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     )
 
 
-def _parts(row: dict):
+def _parts(row):
     """Total time of a row of `breakdown` in parts: what is busy and neither computes
     nor communicates is other.
     """
@@ -127,7 +127,7 @@ def _parts(row: dict):
     }
 
 
-def _busy(row: dict):
+def _busy(row):
     """Total time of a row of `breakdown`, and what it consists of."""
     words = {"compute_s": "compute", "exposed_comm_s": "exposed", "idle_s": "idle"}
     texts = [
@@ -138,7 +138,7 @@ def _busy(row: dict):
     return f"{format_s(row['total_s'])}: {', '.join(texts)}"
 
 
-def _some(frame: pd.DataFrame, key: str, by: str):
+def _some(frame, key, by):
     """Rows with their labels: all of a few, else those at quantiles of `by`, named by
     them, and a line that says so.
     """
@@ -214,7 +214,7 @@ def step_view(timeline: Timeline) -> str:
     return section("Steps", *parts)
 
 
-def _phases(timeline: Timeline):
+def _phases(timeline):
     """The batches of an engine that serves, by phase."""
     every = batches(timeline)
     # the last batch has no next one, and so no period
@@ -256,7 +256,7 @@ def distributed(timeline: Timeline) -> str:
     return section("Distributed", *parts)
 
 
-def _about_waiting(waits: pd.DataFrame, late: pd.DataFrame):
+def _about_waiting(waits, late):
     lines = []
     # a wait is counted once: for the rank that came last
     all_s = late["cost_s"].sum()
@@ -296,7 +296,7 @@ def detail_ranks(timeline: Timeline) -> list[int]:
     return sorted({int(by_loss.iloc[-1]), int(by_loss.iloc[len(ranks) // 2])})
 
 
-def _ranks_text(detail: Timeline, timeline: Timeline):
+def _ranks_text(detail, timeline):
     """Ranks that a table is about, if it is not about all."""
     if len(detail.ranks) == len(timeline.ranks):
         return ""
