@@ -52,18 +52,20 @@ _ROUNDS = 3
 _HOST_RESERVED = (
     0.05  # of host memory, for the system and the processes; a round number
 )
-# method: (fields of its Plan, whether all that may leave the device does)
+# method: its plan, beside dp and recompute
 _SIZE_METHODS = {
-    "ddp": ({"zero": 0}, False),
-    "zero-1": ({"zero": 1}, False),
-    "zero-2": ({"zero": 2}, False),
-    "zero-3": ({"zero": 3}, False),
-    "zero-offload": ({"zero": 2, "offload": "optimizer"}, False),
-    "zero-3-offload": ({"zero": 3, "offload": "all"}, True),
-    "zero-infinity": ({"zero": 3, "offload": "nvme"}, True),
-    "chunks": ({"zero": 3, "offload": "chunks"}, False),
-    "chunks-static": ({"zero": 3, "offload": "chunks"}, True),
+    "ddp": "z0",
+    "zero-1": "z1",
+    "zero-2": "z2",
+    "zero-3": "z3",
+    "zero-offload": "z2.offload-optimizer",
+    "zero-3-offload": "z3.offload-all",
+    "zero-infinity": "z3.offload-nvme",
+    "chunks": "z3.offload-chunks",
+    "chunks-static": "z3.offload-chunks",
 }
+# all that may leave the device does
+_STATIC = ("zero-3-offload", "zero-infinity", "chunks-static")
 _WIDTHS = (
     512,
     768,
@@ -109,24 +111,16 @@ class FitsResult:
     share: float = float("nan")
 
     def __repr__(self):
-        share = (
-            f" with {self.share:.0%} of the states away from the device"
-            if self.share == self.share
-            else ""
-        )
-        lines = [
-            f"{'fits' if self.fits else 'does not fit'}{share}; {self.bound} is "
-            "tightest"
-        ]
+        verdict = "fits" if self.fits else "does not fit"
+        if self.share == self.share:
+            verdict += f" with {self.share:.0%} of the states away from the device"
+        lines = [f"{verdict}; {self.bound} is tightest"]
         for name, row in self._places().iterrows():
             used = format_bytes(row.usable_bytes - row.margin_bytes)
-            left = row.margin_bytes
-            way = (
-                f"{format_bytes(left)} left"
-                if left >= 0
-                else f"{format_bytes(-left)} short"
-            )
-            lines.append(f"{name}: {used} of {format_bytes(row.usable_bytes)}, {way}")
+            left = format_bytes(abs(row.margin_bytes))
+            way = "left" if row.margin_bytes >= 0 else "short"
+            room = format_bytes(row.usable_bytes)
+            lines.append(f"{name}: {used} of {room}, {left} {way}")
         return "\n".join(lines)
 
     @property
@@ -198,10 +192,9 @@ def fits(
     peaks = peaks_by_place(sizes, cluster.devices_per_node)
     margins = {name: size - float(peaks[name]) for name, size in room.items()}
     table = as_table(sizes, cluster.devices_per_node)
-    table = table.assign(
-        usable_bytes=table["place"].map(room), margin_bytes=table["place"].map(margins)
-    )
-    return FitsResult(all(margin >= 0 for margin in margins.values()), table, share)
+    table["usable_bytes"] = table["place"].map(room)
+    table["margin_bytes"] = table["place"].map(margins)
+    return FitsResult(min(margins.values()) >= 0, table, share)
 
 
 def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.ndarray:
@@ -225,7 +218,7 @@ def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.nd
     return shares[on_device & off_device]
 
 
-def _room_for(shares: np.ndarray, case: Case, policy: Policy, room: dict):
+def _room_for(shares, case, policy, room):
     """Whether the device, and whether host and drives, have room for each share."""
     # shares below each other, (shares, 1), stages beside each other
     sizes = bytes_by_place(case, shares[:, None], policy)
@@ -270,8 +263,6 @@ def moments(
     offload. Raises ValueError as `fits`, and for a plan without offload.
     """
     case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype)
-    model = case.model
-    cluster = case.cluster
     plan = case.plan
     if plan.offload is None:
         raise ValueError(
@@ -279,6 +270,8 @@ def moments(
         )
     policy = policy_of(policy)
     case = normalised(case)
+    model = case.model
+    cluster = case.cluster
     options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
     share = fits(model, cluster, case.plan, policy=policy, **options).share
     sizes = bytes_by_place(case, share, policy)
@@ -287,26 +280,24 @@ def moments(
     device, host = (parts.xs(where, level=1) for where in PLACES[:2])
     table = _others(device, int(sum(held_layers(model, case.plan).values())[stage]))
     room = room_bytes(cluster, plan)
-    on_device, off_device = (
-        part[part.index.isin(_MODEL)].sum() for part in (device, host)
-    )
-    model_bytes = on_device
+    model_bytes = device[device.index.isin(_MODEL)].sum()
+    # of the model everywhere, and of all that is not on the device
+    whole_bytes = model_bytes + host[host.index.isin(_MODEL)].sum()
     if plan.offload == "chunks" and policy.share is None:
-        model_bytes = np.minimum(
-            room["device"] - table["other_bytes"], on_device + off_device
-        ).clip(lower=0)
+        free_bytes = room["device"] - table["other_bytes"]
+        model_bytes = free_bytes.clip(lower=0, upper=whole_bytes)
     more_bytes = host[~host.index.isin(_MODEL)].sum()
+    away_bytes = more_bytes + whole_bytes - model_bytes
     return table.assign(
         model_bytes=model_bytes,
-        host_bytes=cluster.devices_per_node
-        * (more_bytes + on_device + off_device - model_bytes),
+        host_bytes=cluster.devices_per_node * away_bytes,
         device_bytes=table["other_bytes"] + model_bytes,
         room_bytes=room["device"],
         host_room_bytes=room["host"],
     )
 
 
-def _others(device: pd.Series, layers: int):
+def _others(device, layers):
     """Bytes of a device beside the model's states: activations grow layer by layer and
     shrink again.
     """
@@ -349,9 +340,8 @@ def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
             f"method={short_repr(method)} is not one of {', '.join(_SIZE_METHODS)}"
         )
     cluster = catalog.cluster(cluster)
-    choices, static = _SIZE_METHODS[method]
-    plan = Plan(dp=cluster.world_size, recompute="full", **choices)
-    policy = Policy(share=1.0 if static else None)
+    plan = Plan.parse(f"dp{cluster.world_size}.full.{_SIZE_METHODS[method]}")
+    policy = Policy(share=1.0 if method in _STATIC else None)
     room = room_bytes(cluster, plan)
 
     def holds(width, layers):

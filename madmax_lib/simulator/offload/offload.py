@@ -27,7 +27,7 @@ from madmax_lib.simulator.offload.placement import (
     streams_gradients,
 )
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
+from madmax_lib.simulator.steady.layer_costs import layer_costs
 from madmax_lib.simulator.steady.step_time import PARTS
 
 _WIDTH = 2  # bytes of a weight or gradient on its way
@@ -62,9 +62,9 @@ def best_offload(
     """
     policy = policy_of(policy)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
-    shares = (
-        shares[shares > 0] if policy.share is None else shares
-    )  # a plan with offload offloads something
+    # a plan with offload offloads something
+    if policy.share is None:
+        shares = shares[shares > 0]
     if not len(shares):
         raise ValueError(
             f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: "
@@ -87,35 +87,35 @@ def offload_times(
     stage = _first_stage(case, pieces, offloaded)
     passes_s = (batches + plan.pp - 1) * (stage.start_s + stage.wait_s)
     drain_s = stage.tail_s(batches if streams_gradients(plan) else 1)
-    update_s = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices))) * (
-        1 - offloaded.split.states
-    )
+    whole_s = float(pieces.prices.update_s(pieces.stage.owned(pieces.prices)))
+    update_s = whole_s * (1 - offloaded.split.states)
     host_s, copy_s = _update(stage, offloaded)
     if offloaded.delayed:
         step_s = batches * stage.computed_s + passes_s + drain_s
-        after_s = np.maximum(host_s - step_s, np.maximum(update_s, copy_s))
+        away_s = np.maximum(host_s - step_s, copy_s)
     else:
-        after_s = np.maximum(
-            update_s,
-            np.maximum(host_s, copy_s) + np.minimum(host_s, copy_s) / stage.tiles,
-        )
-    return OffloadTimes(
-        np.asarray(shares, dtype=float), passes_s, drain_s, update_s, after_s - update_s
-    )
+        away_s = _tiled_s(host_s, copy_s, stage.tiles)
+    shares = np.asarray(shares, dtype=float)
+    late_s = np.maximum(away_s, update_s) - update_s
+    return OffloadTimes(shares, passes_s, drain_s, update_s, late_s)
 
 
-def _offloaded(case: Case, shares, policy: Policy):
+def _tiled_s(first_s, second_s, tiles):
+    """Seconds of two things side by side, the shorter a tile ahead of or behind the
+    longer.
+    """
+    longer_s = np.maximum(first_s, second_s)
+    return longer_s + np.minimum(first_s, second_s) / tiles
+
+
+def _offloaded(case, shares, policy):
     """Facts of the offload of a share of the states, or of an array of shares."""
     plan = case.plan
     method = policy.method(case.plan)
     checkpoint_bytes = 0.0
     if method.checkpoints:
-        checkpoint_bytes = (
-            _WIDTH
-            * case.tokens
-            * case.model.hidden
-            / (plan.tp if plan.sequence_parallel else 1)
-        )
+        parts = plan.tp if plan.sequence_parallel else 1
+        checkpoint_bytes = _WIDTH * case.tokens * case.model.hidden / parts
     split = split_of(method, shares)
     batches = plan.micro_batches(case.global_batch)
     return Offloaded(
@@ -171,66 +171,53 @@ class _Stage:
     def start_s(self):
         """Until the passes of a micro-batch begin to compute, forward and backward."""
         layer = self.layer
-        embedding = self.embedding
         head = self.head
-        forward_s = (
-            embedding.read_s + np.maximum(embedding.load_s, layer.read_s) + layer.load_s
+        # the end's weights are read, and copied beside the read of the first layer's
+        forward_s, backward_s = (
+            end.read_s + np.maximum(end.load_s, layer.read_s) + layer.load_s
+            for end in (self.embedding, head)
         )
-        backward_s = (
-            head.read_s
-            + np.maximum(head.load_s, layer.read_s)
-            + (layer.load_s + self.checkpoint_s)
-        )
-        return forward_s + np.maximum(
-            backward_s - self.head_backward_s, head.read_s + head.load_s
-        )
+        # the first layer of the backward pass has the head's own to come
+        hidden_s = backward_s + self.checkpoint_s - self.head_backward_s
+        return forward_s + np.maximum(hidden_s, head.read_s + head.load_s)
 
     @property
     def backward_link_s(self):
         """A layer's slowest link in the backward pass, where a drive reads and writes."""
-        drive_s = np.where(
-            self.layer.read_s > 0, self.layer.read_s + self.layer.drive_s, 0.0
-        )
-        return np.maximum(self.layer.load_s + self.checkpoint_s, drive_s)
+        layer = self.layer
+        drive_s = np.where(layer.read_s > 0, layer.read_s + layer.drive_s, 0.0)
+        return np.maximum(layer.load_s + self.checkpoint_s, drive_s)
 
     @property
     def wait_s(self):
         """Waits of a micro-batch's passes: each layer for its slowest link, as a link
         is a unit ahead of the next.
         """
-        forward_s = np.maximum(
-            np.maximum(self.layer.load_s, self.layer.read_s) - self.forward_s, 0.0
-        )
-        layers_s = (self.layers - 1) * (
-            forward_s + np.maximum(self.backward_link_s - self.backward_s, 0.0)
-        )
+        link_s = np.maximum(self.layer.load_s, self.layer.read_s)
+        forward_s = np.maximum(link_s - self.forward_s, 0.0)
+        backward_s = np.maximum(self.backward_link_s - self.backward_s, 0.0)
         head_s = np.maximum(self.head.load_s - self.forward_s, 0.0)
-        return (
-            layers_s + head_s + np.maximum(self.embedding.load_s - self.backward_s, 0.0)
-        )
+        embedding_s = np.maximum(self.embedding.load_s - self.backward_s, 0.0)
+        return (self.layers - 1) * (forward_s + backward_s) + head_s + embedding_s
 
-    def tail_s(self, batches: int):
+    def tail_s(self, batches):
         """Gradients after the last pass: the last ones, or the queue since some
         micro-batch of `batches` began.
         """
         embedding = self.embedding
         layer_s = np.maximum(self.backward_link_s, self.backward_s)
         batch_s = self.computed_s + self.start_s + self.wait_s
-        last_s = self.layer.copy_s + (
-            embedding.copy_s + embedding.sum_s + embedding.drive_s
-        )
+        passed_s = embedding.copy_s + embedding.sum_s + embedding.drive_s
+        last_s = self.layer.copy_s + passed_s
         whole_s = self.layers * self.layer.drain_s + embedding.drain_s
         since_first_s = whole_s - (self.layers - 1) * layer_s
         since_head_s = self.head.drain_s + whole_s - self.layers * layer_s
-        queue_s = (
-            batches * (self.head.drain_s + whole_s)
-            - (batches - 1) * batch_s
-            - self.layers * layer_s
-        )
+        # the queue grows by what a micro-batch drains longer than it takes
+        queue_s = since_head_s + (batches - 1) * (self.head.drain_s + whole_s - batch_s)
         return np.maximum.reduce([last_s, since_first_s, since_head_s, queue_s])
 
 
-def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded):
+def _first_stage(case, pieces, offloaded):
     model = case.model
     plan = case.plan
     passes_s = map(float, (*pieces.layer.passes_s, *pieces.head.passes_s))
@@ -242,21 +229,13 @@ def _first_stage(case: Case, pieces: LayerCosts, offloaded: Offloaded):
     embedding = model.embedding_parameters / plan.tp / sharing
     head = count.ends[0] / sharing - embedding
     summed = offloaded.micro_batches > 1 and streams_gradients(plan)
-    units = [
-        _unit(size, offloaded, summed)
-        for size in ((parameters - embedding - head) / layers[0], embedding, head)
-    ]
+    sizes = ((parameters - embedding - head) / layers[0], embedding, head)
+    units = [_unit(size, offloaded, summed) for size in sizes]
     checkpoint_s = offloaded.checkpoint_bytes / offloaded.rates.link
-    return _Stage(
-        int(layers[0]),
-        parameters,
-        *units,
-        *passes_s,
-        checkpoint_s,
-    )
+    return _Stage(int(layers[0]), parameters, *units, *passes_s, checkpoint_s)
 
 
-def _unit(parameters: float, offloaded: Offloaded, summed: bool):
+def _unit(parameters, offloaded, summed):
     """Seconds of so many parameters. summed: the host adds up the gradients of
     micro-batches.
     """
@@ -277,7 +256,7 @@ def _unit(parameters: float, offloaded: Offloaded, summed: bool):
     )
 
 
-def _update(stage: _Stage, offloaded: Offloaded):
+def _update(stage, offloaded):
     """Seconds of the host's update, with drives beside it, and of the copies that
     return.
     """
@@ -292,10 +271,7 @@ def _update(stage: _Stage, offloaded: Offloaded):
     write_s = (
         (method.optimizer + _WIDTH * offloaded.split.weights) * count / rate.nvme_write
     )
-    drive_s = read_s + write_s
-    return np.maximum(
-        drive_s / stage.tiles + adam_s, drive_s + adam_s / stage.tiles
-    ), copy_s
+    return _tiled_s(adam_s, read_s + write_s, stage.tiles), copy_s
 
 
 def offload_row(

@@ -51,6 +51,9 @@ _PHASES = PHASES | {
     "chunk tails": "always",
     "staging": "always",
 }
+# components that offload leaves as they are
+_AS_WITHOUT = ("buckets", "gathered weights", "activations")
+_AS_WITHOUT += ("logits", "block at work", "context")
 _MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
 # layers whose gradients or checkpoints are on their way at once: one is copied, one is
 # filled
@@ -115,17 +118,12 @@ class Policy:
     def method(self, plan: Plan) -> Method:
         """The plan's method with what this policy changes."""
         method = METHODS[plan.offload]
-        gradients = (
-            method.gradients if self.gradient_bytes is None else self.gradient_bytes
-        )
-        checkpoints = (
-            method.checkpoints if self.checkpoints is None else self.checkpoints
-        )
-        return replace(
-            method,
-            gradients=gradients,
-            checkpoints=checkpoints and plan.recompute == "full",
-        )
+        if self.gradient_bytes is not None:
+            method = replace(method, gradients=self.gradient_bytes)
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            checkpoints = method.checkpoints
+        return replace(method, checkpoints=checkpoints and plan.recompute == "full")
 
 
 def policy_of(policy: Policy | None) -> Policy:
@@ -180,19 +178,10 @@ def bytes_by_place(
     layers = sum(kinds.values())
     share = np.asarray(share, dtype=float)
     sizes = _states(case, count, method, split_of(method, share))
-    for name in (
-        "buckets",
-        "gathered weights",
-        "activations",
-        "logits",
-        "block at work",
-        "context",
-    ):
-        sizes[name, "device"] = parts[name]
+    sizes |= {(name, "device"): parts[name] for name in _AS_WITHOUT}
     if plan.zero < 3:
-        sizes["gradients on their way", "device"] = (
-            _WINDOW * method.weights * count.block
-        )
+        window_bytes = _WINDOW * method.weights * count.block
+        sizes["gradients on their way", "device"] = window_bytes
     if plan.offload == "chunks":
         waste = _chunk_waste(model)
         # chunks of all states are a little larger than what they hold
@@ -210,50 +199,39 @@ def bytes_by_place(
         window = (plan.prefetch + 2) * method.weights
         window += _WINDOW * (method.optimizer + method.gradients)
         sizes["staging", "host"] = window * (count.block / plan.sharing)
-    sizes["fragmentation", "device"] = FRAGMENTATION * (
-        device_peak(sizes) - sizes["context", "device"]
-    )
+    used_bytes = device_peak(sizes) - sizes["context", "device"]
+    sizes["fragmentation", "device"] = FRAGMENTATION * used_bytes
     shape = np.broadcast_shapes(share.shape, stages.shape)
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
 
 
-def _tensor_sizes(model: Transformer):
+def _tensor_sizes(model):
     """Elements of every parameter tensor, in the order of the model."""
     h = model.hidden
     norm = model.norm_parameters
     attention = [inputs * outputs for _, inputs, outputs in model.attention_matrices]
-    rest = model.attention_parameters - sum(
-        attention
-    )  # biases and norms of queries and keys
-    layers = []
-    for layer in range(model.layers):
-        mixture = model.is_mixture(layer)
-        width, copies = (
-            (model.expert_ffn, model.experts + model.shared_experts)
-            if mixture
-            else (model.ffn, 1)
-        )
-        matrices = [h * width] * (3 if model.gated else 2)
-        biases = [model.mlp_parameters(width) - sum(matrices)] if model.mlp_bias else []
-        router = [(h + model.router_bias) * model.experts] if mixture else []
-        layers += [
-            norm,
-            *attention,
-            *([rest] if rest else []),
-            norm,
-            *router,
-            *copies * [*matrices, *biases],
-        ]
+    # biases and norms of queries and keys
+    rest = model.attention_parameters - sum(attention)
     table = 3 * model.patch**2 * h + h if model.image else model.vocab * h
-    positions = model.embedding_parameters - table
-    return [
-        size
-        for size in (table, positions, *layers, norm, model.head_parameters)
-        if size
-    ]
+    sizes = [table, model.embedding_parameters - table]
+    for layer in range(model.layers):
+        width = model.ffn
+        copies = 1
+        router = 0
+        if model.is_mixture(layer):
+            width = model.expert_ffn
+            copies = model.experts + model.shared_experts
+            router = (h + model.router_bias) * model.experts
+        matrices = [h * width] * (3 if model.gated else 2)
+        biases = 0
+        if model.mlp_bias:
+            biases = model.mlp_parameters(width) - sum(matrices)
+        sizes += [norm, *attention, rest, norm, router, *copies * [*matrices, biases]]
+    # what a model lacks is no tensor
+    return [size for size in (*sizes, norm, model.head_parameters) if size]
 
 
-def _packed(sizes: list[int], chunk: int):
+def _packed(sizes, chunk):
     """Share 0..1 that is empty of the chunks that hold tensors of these sizes in order.
 
     >>> _packed([3, 3, 3, 9], 8)  # 7 of two chunks of 8 and one of 9
@@ -315,26 +293,19 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
         (*key, float(size[..., fullest]) * (1 if key[1] == "device" else devices))
         for key, size in sizes.items()
     ]
-    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"]).query(
-        "size_bytes > 0"
-    )
-    return table.sort_values(
-        "place",
-        key=lambda places: places.map(PLACES.index),
-        kind="stable",
-        ignore_index=True,
-    )
+    rows.sort(key=lambda row: PLACES.index(row[1]))
+    table = pd.DataFrame(rows, columns=["component", "place", "size_bytes"])
+    return table[table["size_bytes"] > 0].reset_index(drop=True)
 
 
-def _states(case: Case, count, method: Method, split: Split):
+def _states(case, count, method, split):
     """Weights, gradients and optimizer states by place."""
-    widths = {
-        "gradient_bytes": method.gradients,
-        "copy_bytes": method.optimizer - _MOMENTS_BYTES,
-    }
-    software = software_of("deepspeed", "fp16")
     software = replace(
-        software, weight_bytes=method.weights, accumulator_bytes=0, **widths
+        software_of("deepspeed", "fp16"),
+        weight_bytes=method.weights,
+        accumulator_bytes=0,
+        gradient_bytes=method.gradients,
+        copy_bytes=method.optimizer - _MOMENTS_BYTES,
     )
     states = state_bytes(case.plan, count, software, "adam", 1.0)
     names = "weights", "gradients", "optimizer"

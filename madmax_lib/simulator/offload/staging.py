@@ -144,11 +144,11 @@ class Staging(Sharding):
 
     def _copy(
         self,
-        ops: Pass | Program,
-        way: Stream,
-        what: str,
-        size_bytes: float,
-        after: list[int],
+        ops,
+        way,
+        what,
+        size_bytes,
+        after,
         **more,
     ):
         """A copy between device and host, `way` down or up."""
@@ -160,10 +160,10 @@ class Staging(Sharding):
 
     def _drive(
         self,
-        ops: Pass | Program,
-        what: str,
-        size_bytes: float,
-        after: list[int],
+        ops,
+        what,
+        size_bytes,
+        after,
         **more,
     ):
         """A read from or a write to the drives, which the first word of `what` says."""
