@@ -6,9 +6,12 @@ their sizes cannot be told, the requested bytes stand for them, and `exact` is f
 reserved, requested and pending bytes are always exact.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 
+from madmax_lib.traces.forensics.block_sizes import Replay
 from madmax_lib.traces.forensics.read_snapshots import Snapshot, of_device
 from madmax_lib.traces.operators.memory import BEFORE
 
@@ -16,6 +19,31 @@ _BY = ("site", "module", "phase", "metadata")
 _AT = ("peak", "start", "end", "oom")
 _NO_STACK = "no stack was recorded"
 _OTHERS = "others"
+
+
+class _Device(NamedTuple):
+    """What one device did: its events, and when each was, since the first of all."""
+
+    names: dict  # its rank and device
+    replay: Replay
+    events: pd.DataFrame
+    time_s: pd.Series  # NaN where times are not told
+
+    @property
+    def ooms(self):
+        """Events at which it had not enough memory."""
+        return np.flatnonzero(self.events["action"] == "oom").tolist()
+
+
+def _devices(snapshot):
+    time_us = snapshot.events["time_us"]
+    zero_us = time_us.where(time_us >= 0).min()
+    for (rank, device), replay in snapshot.replays.items():
+        events = of_device(snapshot.events, rank, device)
+        time_us = events["time_us"]
+        time_s = (time_us.where(time_us >= 0) - zero_us) / 1e6
+        names = {"rank": rank, "device": f"cuda:{device}"}
+        yield _Device(names, replay, events, time_s)
 
 
 def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
@@ -27,18 +55,11 @@ def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
     NaN where the sizes of blocks cannot be told. pending_bytes: let go, but another
     stream may still use them.
     """
-    zero_us = snapshot.events["time_us"].where(lambda time: time >= 0).min()
     parts = []
-    for (rank, device), replay in snapshot.replays.items():
-        events = of_device(snapshot.events, rank, device)
-        time_s = (events["time_us"].where(lambda time: time >= 0) - zero_us) / 1e6
-        about = {
-            "rank": rank,
-            "device": f"cuda:{device}",
-            "time_s": time_s,
-            "action": events["action"],
-        }
-        parts.append(pd.DataFrame(about).join(replay.levels[1:].reset_index(drop=True)))
+    for device in _devices(snapshot):
+        about = {"time_s": device.time_s, "action": device.events["action"]}
+        levels = device.replay.levels[1:].reset_index(drop=True)
+        parts.append(pd.DataFrame(device.names | about).join(levels))
     return _with_origin(pd.concat(parts, ignore_index=True), snapshot)
 
 
@@ -52,16 +73,16 @@ def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
     unused_bytes: reserved, but neither allocated nor pending.
     """
     rows = []
-    for (rank, device), replay in snapshot.replays.items():
-        event = _moment(replay, "peak", snapshot, rank, device)
+    for device in _devices(snapshot):
+        replay = device.replay
+        event = _moment(device, "peak")
         level = replay.levels.iloc[event + 1]  # row 0 is before the first event
         alive = _alive(replay, event)
         is_older = alive["begin"] < 0
         row = {
-            "rank": rank,
-            "device": f"cuda:{device}",
+            **device.names,
             "peak_bytes": alive["block_bytes"].sum(),
-            "time_s": _time_s(snapshot, rank, device, event),
+            "time_s": device.time_s.get(event, np.nan),
             "event": event,
             "before_bytes": alive.loc[is_older, "block_bytes"].sum(),
             "reserved_bytes": level["reserved_bytes"],
@@ -95,8 +116,8 @@ def snapshot_held(
     if top is not None and top < 1:
         raise ValueError(f"top={top} is not at least 1")
     parts = []
-    for (rank, device), replay in snapshot.replays.items():
-        alive = _alive(replay, _moment(replay, at, snapshot, rank, device))
+    for device in _devices(snapshot):
+        alive = _alive(device.replay, _moment(device, at))
         groups = alive["block_bytes"].groupby(_names(snapshot, alive, by))
         shares = groups.agg(["sum", "count"])
         # stable: of equal sizes the first by name
@@ -106,10 +127,8 @@ def snapshot_held(
             rest = shares[top:][["sum", "count"]].sum()
             others = pd.DataFrame([{by: _OTHERS, **rest}])
             shares = pd.concat([shares[:top], others], ignore_index=True)
-        shares.insert(0, "rank", rank)
-        shares.insert(1, "device", f"cuda:{device}")
         shares["share"] = shares["sum"] / max(shares["sum"].sum(), 1)
-        parts.append(shares)
+        parts.append(pd.DataFrame(device.names, shares.index).join(shares))
     table = pd.concat(parts, ignore_index=True).rename(columns={"sum": "size_bytes"})
     return _with_origin(table, snapshot)
 
@@ -134,16 +153,11 @@ def snapshot_diff(
         columns = {"size_bytes": f"{side}_bytes", "count": f"{side}_count"}
         sides.append(fullest[list(columns)].rename(columns=columns))
     table = sides[0].join(sides[1], how="outer").fillna(0).astype("int64").reset_index()
-    table.insert(3, "difference_bytes", table["b_bytes"] - table["a_bytes"])
+    table["difference_bytes"] = table["b_bytes"] - table["a_bytes"]
     columns = [by, "a_bytes", "b_bytes", "difference_bytes", "a_count", "b_count"]
-    table = table[columns].sort_values(
-        "difference_bytes",
-        key=abs,
-        ascending=False,
-        kind="stable",
-        ignore_index=True,
-    )
-    return _with_origin(table, b)
+    # stable: of equal differences the first by name
+    order = (-table["difference_bytes"].abs()).argsort(kind="stable")
+    return _with_origin(table.loc[order, columns].reset_index(drop=True), b)
 
 
 def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
@@ -197,19 +211,18 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     then.
     """
     rows = []
-    for (rank, device), replay in snapshot.replays.items():
-        events = of_device(snapshot.events, rank, device)
-        for event in np.flatnonzero(events["action"] == "oom").tolist():
-            oom = events.iloc[event]
+    for device in _devices(snapshot):
+        replay = device.replay
+        for event in device.ooms:
+            oom = device.events.iloc[event]
             reserved = int(replay.levels["reserved_bytes"][event + 1])
             active = int(_active_bytes(replay, event))
             # the event's address is the bytes that the device had free
             enough = reserved - active + oom["address"] >= oom["size_bytes"]
             row = (
-                rank,
-                f"cuda:{device}",
+                *device.names.values(),
                 event,
-                _time_s(snapshot, rank, device, event),
+                device.time_s[event],
                 oom["size_bytes"],
                 oom["address"],
                 reserved,
@@ -226,30 +239,15 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 
-def _time_s(snapshot, rank, device, event):
-    """Seconds of an event since the first of all, NaN for the time before it or where
-    times are not told.
-    """
-    if event < 0:
-        return np.nan
-    zero_us = snapshot.events["time_us"].where(lambda time: time >= 0).min()
-    time_us = of_device(snapshot.events, rank, device)["time_us"][event]
-    return float(time_us - zero_us) / 1e6
-
-
-def _moment(replay, at, snapshot, rank, device):
+def _moment(device, at):
     """Event of a moment, -1 before the first."""
+    replay = device.replay
     levels = replay.levels["allocated_bytes" if replay.exact else "requested_bytes"]
     if at == "oom":
-        ooms = np.flatnonzero(
-            of_device(snapshot.events, rank, device)["action"] == "oom"
-        )
-        if not len(ooms):
-            raise ValueError(
-                f"rank {rank}, cuda:{device} did not run out of memory while it was "
-                "recorded"
-            )
-        return int(ooms[-1])
+        if not device.ooms:
+            where = "rank {rank}, {device}".format(**device.names)
+            raise ValueError(f"{where} did not run out of memory while it was recorded")
+        return device.ooms[-1]
     return {"peak": int(levels.argmax()) - 1, "start": -1, "end": len(levels) - 2}[at]
 
 
