@@ -25,12 +25,7 @@ if TYPE_CHECKING:
         read_runs as read_runs,
         runs_table as runs_table,
     )
-    from madmax_lib.runs.ready import (
-        after_trace as after_trace,
-        hf_callback as hf_callback,
-        lightning_callback as lightning_callback,
-        on_trace_ready as on_trace_ready,
-    )
+    from madmax_lib.runs.ready import *
     from madmax_lib.runs.spec import RunSpec as RunSpec
     from madmax_lib.runs.summary import (
         PROFILED as PROFILED,

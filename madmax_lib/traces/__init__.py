@@ -39,22 +39,11 @@ if TYPE_CHECKING:
         op_names as op_names,
     )
     from madmax_lib.traces.export import export_trace as export_trace
-    from madmax_lib.traces.forensics.flight_recorder import (
-        flight_calls as flight_calls,
-        flight_findings as flight_findings,
-        lateness as lateness,
-    )
+    from madmax_lib.traces.forensics.flight_recorder import *
     from madmax_lib.traces.forensics.read_snapshots import (
         read_snapshot as read_snapshot,
     )
-    from madmax_lib.traces.forensics.snapshots import (
-        fragmentation as fragmentation,
-        out_of_memory as out_of_memory,
-        snapshot_diff as snapshot_diff,
-        snapshot_held as snapshot_held,
-        snapshot_peak as snapshot_peak,
-        snapshot_timeline as snapshot_timeline,
-    )
+    from madmax_lib.traces.forensics.snapshots import *
     from madmax_lib.traces.gate import gate as gate
     from madmax_lib.traces.operators.memory import (
         allocations as allocations,
@@ -71,7 +60,7 @@ if TYPE_CHECKING:
     )
     from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
     from madmax_lib.traces.read.kineto import read_trace as read_trace
-    from madmax_lib.traces.stragglers import skew as skew, stragglers as stragglers
+    from madmax_lib.traces.stragglers import *
     from madmax_lib.traces.waits.batches import batches as batches
     from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
     from madmax_lib.traces.waits.launch import (

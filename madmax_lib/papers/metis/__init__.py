@@ -12,14 +12,7 @@ if TYPE_CHECKING:
         DEFECTS as DEFECTS,
         defect_table as defect_table,
     )
-    from madmax_lib.papers.metis.generate import (
-        generate_profiles as generate_profiles,
-        write_cluster as write_cluster,
-        write_profiles as write_profiles,
-    )
-    from madmax_lib.papers.metis.walk import (
-        MetisResult as MetisResult,
-        search as search,
-    )
+    from madmax_lib.papers.metis.generate import *
+    from madmax_lib.papers.metis.walk import *
 
 __all__ = open_room(__name__)

@@ -8,17 +8,14 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.planner.hetero.costs import PlanCost as PlanCost
-    from madmax_lib.planner.hetero.nodes import (
-        Node as Node,
-        load_cluster as load_cluster,
-    )
+    from madmax_lib.planner.hetero.nodes import *
     from madmax_lib.planner.hetero.planned import *
     from madmax_lib.planner.hetero.problem import *
     from madmax_lib.planner.hetero.profiles import (
         Profiles as Profiles,
         load_profiles as load_profiles,
     )
-    from madmax_lib.planner.hetero.solve import alone as alone, plan as plan
+    from madmax_lib.planner.hetero.solve import *
     from madmax_lib.planner.hetero.stage_plan import HeteroPlan as HeteroPlan
     from madmax_lib.planner.hetero.stated import predict as predict
 
