@@ -17,8 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_int
-from madmax_lib.plan.columns import Plans
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, plan_of

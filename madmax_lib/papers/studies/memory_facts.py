@@ -13,9 +13,8 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.memory.memory import memory
-from madmax_lib.simulator.offload.fits import fits, gpt_shape
-from madmax_lib.simulator.offload.placement import Policy
+from madmax_lib.simulator import Policy, fits, memory
+from madmax_lib.simulator.offload.fits import gpt_shape
 
 # model states of the ZeRO paper [arXiv 1910.02054]: 16 bytes per parameter unsharded
 _STATES = ["weights", "gradients", "optimizer"]

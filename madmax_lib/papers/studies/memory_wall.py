@@ -18,14 +18,20 @@ from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator import (
+    METHODS,
+    Policy,
+    estimate,
+    fits,
+    largest_model,
+    shipped,
+    step_energy,
+)
 from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
+from madmax_lib.simulator.offload.fits import gpt_shape
 from madmax_lib.simulator.offload.hosts import rates
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
-from madmax_lib.simulator.offload.placement import METHODS, Policy, split_of
-from madmax_lib.simulator.power import step_energy
-from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.offload.placement import split_of
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
 # of the study: plan, share of the states off the device (None: the fastest that fits)

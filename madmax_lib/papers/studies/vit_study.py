@@ -20,8 +20,7 @@ from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.simulate import simulate
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline, breakdown
 
 PHASES = ("forward", "backward", "update", "all_gather")
 # its DeepSpeed configuration: reduce_bucket_size and allgather_bucket_size

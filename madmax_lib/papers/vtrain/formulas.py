@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from madmax_lib.catalog.models import Device
-from madmax_lib.catalog.tables import device
+from madmax_lib.catalog import Device, device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import (
     RELEASED,

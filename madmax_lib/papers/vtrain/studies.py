@@ -18,9 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.datasets import local_data
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.catalog.tables import cluster, device
+from madmax_lib.catalog import Transformer, cluster, device, local_data
 from madmax_lib.papers.origin import beside_published, read_table, with_origin
 from madmax_lib.papers.vtrain.comm import RINGS, Nccl
 from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes

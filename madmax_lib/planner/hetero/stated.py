@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.stated import (
     completed,
     count_of,

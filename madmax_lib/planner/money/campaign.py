@@ -14,8 +14,7 @@ from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.codesign import training
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import check_case, search, stacks_of

@@ -12,10 +12,8 @@ from madmax_lib.catalog.models import Cluster, Model, Transformer
 from madmax_lib.catalog.software import Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.offload.fits import fits
-from madmax_lib.simulator.offload.placement import PLACES, Policy
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator import Parameters, Policy, estimate, fits
+from madmax_lib.simulator.offload.placement import PLACES
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns

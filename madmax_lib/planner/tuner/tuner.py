@@ -28,9 +28,8 @@ from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
-from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory.memory import usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, constants_of, shipped
+from madmax_lib.simulator import Parameters, estimate, shipped, usable_bytes
+from madmax_lib.simulator.rates.parameters import constants_of
 from madmax_lib.simulator.steady.step_time import PARTS
 
 _TOP = 500  # plans of a search to choose from

@@ -28,8 +28,7 @@ from madmax_lib.base.fields import (
     short_repr,
 )
 from madmax_lib.catalog.models import Transformer
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
     PHASES,

@@ -10,8 +10,7 @@ from functools import cached_property
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from madmax_lib.planner.search import search
-from madmax_lib.planner.space import Space
+from madmax_lib.planner import Space, search
 from madmax_lib.view.explore.explorer import message_html
 from madmax_lib.view.explore.step_explorer import StepExplorer, WorkloadExplorer
 from madmax_lib.view.explore.widgets import widget_class

@@ -11,19 +11,11 @@ import warnings
 import numpy as np
 import pandas as pd
 
+from madmax_lib import traces
 from madmax_lib.base.units import format_bytes, format_s
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.advise import advise
-from madmax_lib.traces.comm.collectives import by_group, waiting
-from madmax_lib.traces.comm.exchanges import exchanges
-from madmax_lib.traces.diff import compare, compare_ops
-from madmax_lib.traces.operators.memory import held_at_peak, memory_timeline, peak
-from madmax_lib.traces.operators.ops import kernels, modules, operators
-from madmax_lib.traces.operators.roofline import mfu
-from madmax_lib.traces.stragglers import stragglers
-from madmax_lib.traces.waits.batches import batches
-from madmax_lib.traces.waits.step_times import input_wait, steady_state, steps
+from madmax_lib.traces.waits.step_times import steady_state
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
 from madmax_lib.view.words import percent, plural
@@ -80,11 +72,11 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     worst = ranks.loc[ranks["exposed_comm_s"].idxmax()]
     # of an unknown device: then there is no card
     with warnings.catch_warnings(action="ignore"):
-        median_mfu = mfu(detail)["mfu"].median()
+        median_mfu = traces.mfu(detail)["mfu"].median()
     # NaN where nothing communicates
     hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
     numbers = {
-        "a step, median": (format_s, steps(timeline)["wall_s"].median()),
+        "a step, median": (format_s, traces.steps(timeline)["wall_s"].median()),
         "computing": (percent, sums_s["compute_s"] / total_s),
         "of communication under compute": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
@@ -158,7 +150,7 @@ def _some(frame, key, by):
 
 def advice(timeline: Timeline) -> str:
     """Causes of lost time, largest gain first."""
-    causes = advise(timeline).head(_MOST_CAUSES)
+    causes = traces.advise(timeline).head(_MOST_CAUSES)
     if not len(causes):
         return ""
     return section(
@@ -173,10 +165,10 @@ def advice(timeline: Timeline) -> str:
 
 def step_view(timeline: Timeline) -> str:
     """Every step with its parts, the wait for input, and their spread."""
-    every = steps(timeline)
+    every = traces.steps(timeline)
     if not len(every) or timeline.steps == [0]:
         return ""
-    waits_s = input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum()
+    waits_s = traces.input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum()
     every = every.join(waits_s.rename("input_wait_s"), on=["rank", "step"])
     # a wait that nobody has is a column without a value, which tables leave out
     if waits_s.sum() > 0:
@@ -216,7 +208,7 @@ def step_view(timeline: Timeline) -> str:
 
 def _phases(timeline):
     """The batches of an engine that serves, by phase."""
-    every = batches(timeline)
+    every = traces.batches(timeline)
     # the last batch has no next one, and so no period
     period_s = every["period_s"].fillna(every["wall_s"])
     by_phase = every.assign(period_s=period_s).groupby("phase", as_index=False)
@@ -227,13 +219,13 @@ def _phases(timeline):
 
 def distributed(timeline: Timeline) -> str:
     """Each group's collectives, who waits for whom, and which ranks are late."""
-    groups = by_group(timeline)
+    groups = traces.by_group(timeline)
     if not len(groups):
         return ""
     columns = ["collective", "group", "group_size", "calls", "size_bytes", "total_s"]
     columns += ["exposed_s", "transfer_s", "wait_s", "skew_max_s", "bus_bytes_per_s"]
-    waits = waiting(timeline)
-    late = stragglers(timeline)
+    waits = traces.waiting(timeline)
+    late = traces.stragglers(timeline)
     lines = list(map(paragraph, _about_waiting(waits, late)))
     # ranks that neither wait nor are waited for have no row
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
@@ -248,7 +240,7 @@ def distributed(timeline: Timeline) -> str:
         table(worst),
     ]
     # who sends how much to whom: of a group in which all get the same there is no line
-    for group, imbalance in exchanges(timeline).attrs["imbalance"].items():
+    for group, imbalance in traces.exchanges(timeline).attrs["imbalance"].items():
         mean = f"the rank that gets most gets {imbalance['mean']:.3g} times the mean"
         if imbalance["worst"] > 1:
             at_worst = f"{mean}, {imbalance['worst']:.3g} at worst"
@@ -311,7 +303,7 @@ def operator_view(detail: Timeline, timeline: Timeline) -> str:
     """
     if not len(detail.side_tables["operators"]):
         return ""
-    ops = operators(detail, by_shape=True)
+    ops = traces.operators(detail, by_shape=True)
     columns = ["rank"] if len(detail.ranks) > 1 else []
     columns += ["name", "shapes", "dtype", "count", "self_device_s", "device_s"]
     columns += ["self_host_s", "host_s", "share", "flops_per_s", "bytes_per_s"]
@@ -327,7 +319,7 @@ def operator_view(detail: Timeline, timeline: Timeline) -> str:
 
 def kernel_view(timeline: Timeline) -> str:
     """Kernels over all ranks, with the spread of their times."""
-    by_kernel = kernels(timeline).groupby(["name", "kind"], observed=True)
+    by_kernel = traces.kernels(timeline).groupby(["name", "kind"], observed=True)
     rows = by_kernel.agg(
         {"count": "sum", "total_s": "sum", "min_s": "min", "max_s": "max"}
     ).reset_index()
@@ -342,15 +334,15 @@ def kernel_view(timeline: Timeline) -> str:
 
 def memory(detail: Timeline, timeline: Timeline) -> str:
     """Memory over time, its peak on each rank, and who holds it there."""
-    peaks = peak(timeline)
+    peaks = traces.peak(timeline)
     if not len(peaks):
         return ""
     # memory of the host is of interest only where there is no device
     devices = set(peaks["device"][peaks["device"].astype(str) != "cpu"])
     devices = devices or set(peaks["device"])
-    holders = held_at_peak(detail)
+    holders = traces.held_at_peak(detail)
     holders = holders[holders["device"].isin(devices)]
-    series = memory_timeline(detail)
+    series = traces.memory_timeline(detail)
     series = series[series["device"].isin(set(holders["device"]))]
     lines = []
     by_device = series.groupby(["rank", "device"], observed=True)
@@ -373,7 +365,7 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
 
 def module_view(detail: Timeline, timeline: Timeline) -> str:
     """Modules as the model names them; they need with_stack or with_modules."""
-    rows = modules(detail)
+    rows = traces.modules(detail)
     if not len(rows):
         return ""
     columns = ["rank"] if len(detail.ranks) > 1 else []
@@ -391,14 +383,15 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     most.
     """
     here, there = labels
-    parts = compare(other_run, timeline).set_index("quantity")
+    parts = traces.compare(other_run, timeline).set_index("quantity")
     overlap = parts.loc["overlap"]  # a share; the others are seconds
     names = {"a": f"{there}_s", "b": f"{here}_s", "difference": "difference_s"}
     quantities = parts.drop("overlap").rename(columns=names)
     quantities.index = quantities.index.str.removesuffix("_s").str.replace("_", " ")
     quantities = quantities[[*names.values(), "ratio"]].reset_index()
     here_s, there_s = (
-        steps(steady_state(run)[0])["wall_s"].median() for run in (timeline, other_run)
+        traces.steps(steady_state(run)[0])["wall_s"].median()
+        for run in (timeline, other_run)
     )
     ratio = here_s / there_s
     # beyond twice, a percentage is hard to read
@@ -414,7 +407,7 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
         )
     columns = ["name", "kind", "count_a", "count_b", "total_a_s", "total_b_s"]
     columns += ["difference_s", "status"]
-    ops = compare_ops(other_run, timeline).head(_MOST_DIFFERENCES)[columns]
+    ops = traces.compare_ops(other_run, timeline).head(_MOST_DIFFERENCES)[columns]
     ops = ops.rename(columns={"total_a_s": f"{there}_s", "total_b_s": f"{here}_s"})
     tables = [table(quantities), table(ops)]
     return section(
