@@ -211,13 +211,7 @@ def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
     ]
 
 
-def _evaluate_block(
-    problem,
-    plans,
-    position,
-    masks,
-    skipped,
-):
+def _evaluate_block(problem, plans, position, masks, skipped):
     """The best of a product of plans; those that fit are timed.
 
     position: in the product of all plans of the same degrees. masks: by stack, what it

@@ -33,12 +33,7 @@ class _MetisCost(PlanCost):
 
     what = "the correct cost"
 
-    def __init__(
-        self,
-        plan,
-        problem,
-        first_listed,
-    ):
+    def __init__(self, plan, problem, first_listed):
         parsed = HeteroPlan.read(plan)
         self.counted = 1
         if plan is not parsed:  # a row that Metis printed

@@ -210,14 +210,7 @@ class Sweeper:
         }
         return _State(starts, middle, ends.last, reach, ends.single)
 
-    def _improve(
-        self,
-        least,
-        combine,
-        rows,
-        ahead,
-        kind,
-    ):
+    def _improve(self, least, combine, rows, ahead, kind):
         """Least of each kind and place, lowered by stages over rows with what lies
         ahead of them.
         """

@@ -142,15 +142,7 @@ class Staging(Sharding):
             ends.append(self._drive(pass_, f"write {what}", moved_bytes, ends[-1:]))
         return [*done, *ends]
 
-    def _copy(
-        self,
-        ops,
-        way,
-        what,
-        size_bytes,
-        after,
-        **more,
-    ):
+    def _copy(self, ops, way, what, size_bytes, after, **more):
         """A copy between device and host, `way` down or up."""
         name = f"Memcpy {'HtoD' if way == Stream.DOWN else 'DtoH'} {what}"
         duration_s = size_bytes / self.offloaded.rates.link
@@ -158,14 +150,7 @@ class Staging(Sharding):
             way, "memcpy", name, duration_s, after, size_bytes=size_bytes, **more
         )
 
-    def _drive(
-        self,
-        ops,
-        what,
-        size_bytes,
-        after,
-        **more,
-    ):
+    def _drive(self, ops, what, size_bytes, after, **more):
         """A read from or a write to the drives, which the first word of `what` says."""
         rates = self.offloaded.rates
         rate = rates.nvme_read if what.startswith("read") else rates.nvme_write

@@ -210,13 +210,7 @@ class _FreeBlocks:
     _Misfit where they cannot be.
     """
 
-    def __init__(
-        self,
-        events,
-        action,
-        blocks,
-        lives,
-    ):
+    def __init__(self, events, action, blocks, lives):
         self._free = _Ranges()
         self._expandable = bool(
             blocks["expandable"].any() or (action == "segment_map").any()

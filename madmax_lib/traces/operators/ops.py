@@ -315,13 +315,7 @@ def _without_operator(spans, calls, work):
     )
 
 
-def _module_of(
-    nest,
-    calls,
-    thread,
-    start_ns,
-    spans,
-):
+def _module_of(nest, calls, thread, start_ns, spans):
     """Place in the modules' nest (m,), -1 without, of work that starts on a thread, and
     whether it is backward work.
 
