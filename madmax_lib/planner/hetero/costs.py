@@ -20,7 +20,7 @@ GPU lacks memory.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import pandas as pd
@@ -119,11 +119,9 @@ class PlanCost:
         stages = self.charged_stages
         batches = self.plan.batches
         times_s = [self.stage_s(stage) for stage in stages]
-        # activations go to the next stage, their gradients come back; the last stage
-        # has no next one
-        sends_s = [2 * self.send_s(*neighbours) for neighbours in pairwise(stages)]
-        sends_s.append(0.0)
-        periods_s = [sum(both) for both in zip(times_s, sends_s, strict=True)]
+        # activations go to the next stage, their gradients come back
+        pairs = zip(times_s, self.sends_s(), strict=True)
+        periods_s = [time_s + 2 * send_s for time_s, send_s in pairs]
         # 1F1B: the first micro-batch passes all stages, each other one follows a period
         # of the slowest stage later; what messages add to it is a term of its own
         execution_s = (batches - 1) * max(times_s) + sum(times_s)
@@ -243,6 +241,11 @@ class PlanCost:
     def generator_s(self, stage: PlacedStage) -> float:
         """Time to load a micro-batch."""
         return self._slowest_s(stage, lambda price: price.generator_s)
+
+    def sends_s(self) -> list[float]:
+        """Time of each stage to send to the next one; the last has none."""
+        neighbours = pairwise(self.charged_stages)
+        return [*starmap(self.send_s, neighbours), 0.0]
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
         """Time to send the activations of the largest replica to the next stage, or

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -116,8 +115,7 @@ class Planned:
         replicas, its times.
         """
         costs = self.costs
-        sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(costs.stages)]
-        sends_s.append(0.0)  # the last stage sends nothing on
+        sends_s = costs.sends_s()
         rows = []
         for number, stage in enumerate(costs.stages):
             types = [costs.fleet.types[kind] for kind in stage.distinct_types]
@@ -276,7 +274,7 @@ def _add_passes(program, planned):
     generator_s = costs.generator_s(stages[0])
     sync_s = costs.sync_s(stages[-1])
     times_s = [costs.stage_s(stage) for stage in stages]
-    sends_s = [costs.send_s(*neighbours) for neighbours in pairwise(stages)]
+    sends_s = costs.sends_s()
     sends = {}  # numbers of messages by (stage, slot) of their sender
     last = [0] * pp
     orders = [order("1f1b", stage, pp, planned.plan.batches) for stage in range(pp)]
