@@ -116,7 +116,14 @@ def compare_ops(
     parts.append(_joined(left, right, levels[: 2 if mixed else 1][-1], ""))
     table = stacked(parts)
     table["difference_s"] = table["total_b_s"] - table["total_a_s"]
-    table["status"] = _status(table, mixed)
+    count_a = table["count_a"].to_numpy()
+    count_b = table["count_b"].to_numpy()
+    # A simulated block stands for many kernels: its count says nothing. Counts are
+    # means over steps: equal ones may differ in the last bits.
+    block = mixed & (table["matched"] == "class") & (table["kind"] != "comm")
+    same = np.isclose(count_a, count_b, rtol=1e-9) | block
+    cases = [count_b == 0, count_a == 0, same, count_b > count_a]
+    table["status"] = np.select(cases, ["missing", "extra", "both", "more"], "fewer")
     # Largest difference first, equal ones by name.
     by_size = table["difference_s"].abs().to_numpy()
     table = table.iloc[np.lexsort((table["name"], -by_size))]
@@ -198,7 +205,8 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
 def _collective_or(names, rule):
     """The collective (n,) of each name, else what a rule makes of it."""
     pairs = zip(collective_names(list(names)), names, strict=True)
-    return np.array([found or rule(name) for found, name in pairs], dtype=object)
+    values = [collective or rule(name) for collective, name in pairs]
+    return np.array(values, dtype=object)
 
 
 def _weighted(a, b):
@@ -290,16 +298,6 @@ def _joined(left, right, level, matched):
     table["class"] = classes[0].combine_first(classes[1])
     table = table.reset_index(names=["kind", "name"]).assign(matched=matched)
     return table.rename(columns={"total_s_a": "total_a_s", "total_s_b": "total_b_s"})
-
-
-def _status(table, mixed):
-    a = table["count_a"].to_numpy()
-    b = table["count_b"].to_numpy()
-    # A simulated block stands for many kernels: its count says nothing.
-    block = mixed & (table["matched"] == "class") & (table["kind"] != "comm")
-    # Counts are means over steps: equal ones may differ in the last bits.
-    cases = [b == 0, a == 0, np.isclose(a, b, rtol=1e-9) | block, b > a]
-    return np.select(cases, ["missing", "extra", "both", "more"], "fewer")
 
 
 def _with_origin(table, a, b, labels):

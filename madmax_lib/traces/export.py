@@ -78,7 +78,13 @@ def export_trace(
             f"rank{rank}.json.gz": _rank_text(timeline, rank, tables[rank], base_ns)
             for rank in tables
         }
-    return _write({directory / name: text for name, text in texts.items()})
+    paths = [directory / name for name in texts]
+    with ExitStack() as stack:  # renames when every file is complete
+        for path, text in zip(paths, texts.values(), strict=True):
+            raw = stack.enter_context(replacing(path)).open("wb")
+            with raw, igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file:
+                file.writelines(piece.encode() for piece in text)
+    return paths
 
 
 def _check(spans):
@@ -296,12 +302,3 @@ def _text(value):
         raise ValueError(
             f"{value!r} is no valid Unicode and cannot be written to JSON"
         ) from None
-
-
-def _write(texts):
-    with ExitStack() as stack:  # renames when every file is complete
-        for path, text in texts.items():
-            raw = stack.enter_context(replacing(path)).open("wb")
-            with raw, igzip.IGzipFile("", "wb", fileobj=raw, mtime=0) as file:
-                file.writelines(piece.encode() for piece in text)
-    return list(texts)

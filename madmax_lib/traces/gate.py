@@ -295,7 +295,11 @@ def _tested(sides, threshold):
     with np.errstate(divide="ignore", invalid="ignore"):
         chance = student.sf(least / error, freedom)
     exact = np.where(least > 0, 0.0, 1.0)
-    weights = _weights(names)
+    # Share of the level that each quantity gets (n,).
+    operations = [name for name in names if name not in _WEIGHTS]
+    rest = (1 - sum(_WEIGHTS.values())) / max(len(operations), 1)
+    weights = np.array([_WEIGHTS.get(name, rest) for name in names])
+    weights = weights / weights.sum()
     # Growth that a test at this level finds with the stated power:
     #   (t_level + t_power) error
     level_t = student.ppf(1 - _LEVEL * weights, freedom)
@@ -413,14 +417,6 @@ def _variance_of_means(deviations):
     return sum(
         (np.array(side) ** 2).sum(axis=0) / len(side) ** 2 for side in deviations
     )
-
-
-def _weights(names):
-    """Share of the level that each quantity gets (n,)."""
-    operations = [name for name in names if name not in _WEIGHTS]
-    rest = (1 - sum(_WEIGHTS.values())) / max(len(operations), 1)
-    weights = np.array([_WEIGHTS.get(name, rest) for name in names])
-    return weights / weights.sum()
 
 
 def _holm(p, weights):

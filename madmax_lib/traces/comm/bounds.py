@@ -34,17 +34,13 @@ def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
         clusters = [catalog.cluster(name) for name in names]
     if not clusters:
         return pd.Series(np.nan, index=calls.index)
-    rates = {
-        group: _ACHIEVED * _slowest(clusters, members(group))
-        for group in calls["group"].unique()
-    }
+    rates = {}
+    for group in calls["group"].unique():
+        links = []
+        for cluster in clusters:
+            nodes = {rank // cluster.devices_per_node for rank in members(group)}
+            links.append(cluster.intra if len(nodes) == 1 else cluster.inter)
+        slowest = min(link.bandwidth_bytes_per_s for link in links)
+        rates[group] = _ACHIEVED * slowest
     hops = 2 * (calls["group_size"] - 1)  # of a ring
     return hops * _HOP_S + calls["bus_bytes"] / calls["group"].map(rates).astype(float)
-
-
-def _slowest(clusters, ranks):
-    links = []
-    for cluster in clusters:
-        nodes = {rank // cluster.devices_per_node for rank in ranks}
-        links.append(cluster.intra if len(nodes) == 1 else cluster.inter)
-    return min(link.bandwidth_bytes_per_s for link in links)

@@ -66,9 +66,13 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     parts = np.where(
         table["collective"].isin(("all_gather", "gather")), table["group_size"], 1
     )
-    # From the richest source to the poorest: metadata, the span, the operator, the
-    # annotation.
-    size_bytes = _recorded_bytes(table).fillna(spans["size_bytes"])
+    # From the richest source to the poorest: metadata (its larger side), the span, the
+    # operator, the annotation.
+    elements = table[["in_elements", "out_elements"]].max(axis=1)
+    dtypes = table["dtype"]
+    bytes_of = {dtype: dtype_bytes(dtype) for dtype in dtypes.unique()}
+    recorded_bytes = elements * dtypes.map(bytes_of).astype(np.float64)
+    size_bytes = recorded_bytes.where(elements >= 0).fillna(spans["size_bytes"])
     table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(
         annotated["sum_bytes"] * parts
     )
@@ -102,15 +106,6 @@ def _of_rows(table, row):
     """The first record of each row (n,), NaN without."""
     first = table.drop_duplicates("row").set_index("row")
     return first.reindex(row).reset_index(drop=True)
-
-
-def _recorded_bytes(table):
-    """Bytes of the larger side, as recorded."""
-    elements = table[["in_elements", "out_elements"]].max(axis=1)
-    dtypes = table["dtype"]
-    bytes_of = {dtype: dtype_bytes(dtype) for dtype in dtypes.unique()}
-    each = dtypes.map(bytes_of).astype(np.float64)
-    return (elements * each).where(elements >= 0)
 
 
 def _labels_around_launch(timeline, row, calls):

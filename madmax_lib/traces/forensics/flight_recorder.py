@@ -296,8 +296,8 @@ def _row(rank, entry, groups):
         members = ""
     backend, _, collective = entry["profiling_name"].partition(":")
     frames = entry.get("frames") or []
-    own = [frame for frame in frames if not frame["filename"].startswith("torch/")]
-    frames = own or frames
+    of_user = [frame for frame in frames if not frame["filename"].startswith("torch/")]
+    frames = of_user or frames
     is_p2p = bool(entry.get("is_p2p"))
     sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
     duration_ms = entry.get("duration_ms")

@@ -22,7 +22,7 @@ _OTHERS = "others"
 
 
 class _Device(NamedTuple):
-    """What one device did: its events, and when each was, since the first of all."""
+    """Events of one device, and their times since the first of all."""
 
     names: dict  # its rank and device
     replay: Replay
