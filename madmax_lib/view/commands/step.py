@@ -4,6 +4,7 @@ that nobody has run.
 
 from argparse import Namespace
 
+from madmax_lib import catalog, planner, simulator
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog.hardware import Cluster
 from madmax_lib.catalog.software import Software
@@ -30,9 +31,7 @@ def add(commands) -> None:
 
 
 def _fits(options):
-    from madmax_lib.simulator.offload.fits import fits
-
-    result = fits(**_step(options), plan=options.plan)
+    result = simulator.fits(**_step(options), plan=options.plan)
     summary = {"fits": result.fits, "bound": result.bound}
     summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
     # a step that does not fit is a failed gate: status 1
@@ -41,8 +40,6 @@ def _fits(options):
 
 def run_of(options: Namespace) -> dict:
     """Values of the options that every training has, by name."""
-    from madmax_lib import catalog
-
     run = {name: getattr(options, name) for name in _RUN}
     if options.like:
         run["software"] = catalog.software(options.software or "own", options.like)
@@ -51,8 +48,6 @@ def run_of(options: Namespace) -> dict:
 
 def _step(options):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
-    from madmax_lib import catalog
-
     cluster = catalog.cluster(options.cluster, options.nodes, options.devices)
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
@@ -85,16 +80,13 @@ def inputs(options: Namespace) -> list[str]:
 
 
 def _estimate(options):
-    from madmax_lib.simulator.estimate import estimate
-    from madmax_lib.simulator.memory.memory import usable_bytes
-
     step = _priced(options)
     # a single plan that is not legal is refused, in a table its row is empty
     plans = options.plans if len(options.plans) > 1 else options.plans[0]
-    table = estimate(**step, plan_or_table=plans)
+    table = simulator.estimate(**step, plan_or_table=plans)
     table.insert(0, "plan", options.plans)
     cluster = step["cluster"]
-    room_gb = usable_bytes(cluster.device) / 1e9
+    room_gb = simulator.usable_bytes(cluster.device) / 1e9
     # NaN for a plan that is not legal or has no model of its memory
     too_large = table[~table["fits"] & (table["memory_bytes"] > 0)]
     needs = [
@@ -108,11 +100,9 @@ def _estimate(options):
 
 
 def _search(options):
-    from madmax_lib.planner.search import search
-
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
-    result = search(**_priced(options), **asked)
+    result = planner.search(**_priced(options), **asked)
     names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them

@@ -10,6 +10,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from madmax_lib import traces
 from madmax_lib.view.commands.answers import Answer, add_command
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def add(commands) -> None:
 
 def read(paths: list[str]) -> Timeline:
     """The timeline of some paths. Raises ValueError where they hold no event."""
-    from madmax_lib.traces.read.kineto import read_trace
-
-    timeline = read_trace(paths if len(paths) > 1 else paths[0])
+    timeline = traces.read_trace(paths if len(paths) > 1 else paths[0])
     if not len(timeline):
         raise ValueError(f"{paths[0]}: the trace holds no events")
     return timeline
@@ -48,7 +47,6 @@ def _ranks(timeline):
 
 
 def _breakdown(options):
-    from madmax_lib.timeline.accounting import breakdown
     from madmax_lib.traces.waits.step_times import lacks_step_marks
 
     timeline = read(options.traces)
@@ -57,7 +55,7 @@ def _breakdown(options):
     # without ProfilerStep marks a recording is one long step
     if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
-    return Answer(breakdown(timeline), about)
+    return Answer(traces.breakdown(timeline), about)
 
 
 def _share(text):
@@ -115,8 +113,6 @@ def _save_baseline(options):
 
 
 def _compare(options):
-    from madmax_lib.traces.diff import compare, compare_ops
-
     if options.save_baseline:
         return _save_baseline(options)
     first, *others = options.traces
@@ -134,17 +130,15 @@ def _compare(options):
         raise ValueError(f"{others[1]}: only --gate takes several recordings of B")
     labels = f"a {first}", f"b {others[0]}"
     # the headline names operations, whichever table is asked for
-    table = operations = compare_ops(a[0], b[0], labels=labels)
+    table = operations = traces.compare_ops(a[0], b[0], labels=labels)
     if not options.operations:
-        table = compare(a[0], b[0], labels=labels)
+        table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
     return Answer(table, {"most": most.to_dict("records")})
 
 
 def _gate(a, b, threshold):
-    from madmax_lib.traces.gate import gate
-
-    result = gate(a, b, threshold)
+    result = traces.gate(a, b, threshold)
     table = result.table
     slower = table["quantity"][table["verdict"] == "slower"]
     about = {"passed": result.passed, "gate": threshold, "slower": list(slower)}
@@ -164,12 +158,11 @@ def _gate(a, b, threshold):
 
 
 def _stragglers(options):
-    from madmax_lib.traces.stragglers import stragglers, what_if_no_stragglers
     from madmax_lib.traces.waits.step_times import steady_state
 
     recording = read(options.traces)
     timeline, steps = steady_state(recording)
-    table = stragglers(timeline)
+    table = traces.stragglers(timeline)
     about = _ranks(timeline) | {"steps": len(steps)}
     often_last = ", ".join(map(str, table.attrs["often_last"]))
     about["last_beyond_chance"] = often_last or "no rank"
@@ -177,7 +170,7 @@ def _stragglers(options):
     about["not_counted"] = [f"step {step}" for step in not_counted]
     if not steps:
         return Answer(table, about)
-    replay = what_if_no_stragglers(timeline)
+    replay = traces.what_if_no_stragglers(timeline)
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
     # the replay has no launch gaps: where these rule, it says nothing
@@ -200,12 +193,10 @@ def _stragglers(options):
 
 
 def _flight(options):
-    from madmax_lib.traces.forensics import flight_recorder
-
-    calls = flight_recorder.flight_calls(options.dumps)
-    findings = flight_recorder.flight_findings(calls)
+    calls = traces.flight_calls(options.dumps)
+    findings = traces.flight_findings(calls)
     # who calls last on average, also where no rule is broken
-    late = flight_recorder.lateness(calls).head(3)
+    late = traces.lateness(calls).head(3)
     ranks = len(calls.attrs["dumped"])
     about = {"ranks": ranks, "calls": len(calls), "latest": late.to_dict("records")}
     if findings.empty:
@@ -215,13 +206,10 @@ def _flight(options):
 
 
 def _snapshot(options):
-    from madmax_lib.traces.forensics import snapshots
-    from madmax_lib.traces.forensics.read_snapshots import read_snapshot
-
-    snapshot = read_snapshot(options.files)
-    peaks = snapshots.snapshot_peak(snapshot).nlargest(_MOST, "peak_bytes")
-    free = snapshots.fragmentation(snapshot)
-    failures = snapshots.out_of_memory(snapshot)
+    snapshot = traces.read_snapshot(options.files)
+    peaks = traces.snapshot_peak(snapshot).nlargest(_MOST, "peak_bytes")
+    free = traces.fragmentation(snapshot)
+    failures = traces.out_of_memory(snapshot)
     tables = {
         "peaks": peaks,
         "free": free.merge(peaks[["rank", "device"]][:1]),  # of the fullest device
@@ -231,14 +219,14 @@ def _snapshot(options):
     how = (options.by, options.at)
     # what has come since: allocations of this one that the earlier one lacks
     if options.beside:
-        table = snapshots.snapshot_diff(read_snapshot(options.beside), snapshot, *how)
+        table = traces.snapshot_diff(
+            traces.read_snapshot(options.beside), snapshot, *how
+        )
         return Answer(table, about, [options.beside])
-    return Answer(snapshots.snapshot_held(snapshot, *how, top=None), about)
+    return Answer(traces.snapshot_held(snapshot, *how, top=None), about)
 
 
 def _report(options):
-    from madmax_lib.timeline.accounting import breakdown
-    from madmax_lib.traces.advise import advise
     from madmax_lib.traces.waits.step_times import steady_state
     from madmax_lib.view.report.report import write_report
 
@@ -259,7 +247,7 @@ def _report(options):
     path = write_report(recording, output, title, **other)
     # the page has warm-up too, the advice is about the steady steps
     timeline, steps = steady_state(recording)
-    causes = advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
+    causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {
         "page": str(path),
         "ranks": len(recording.ranks),
@@ -267,4 +255,4 @@ def _report(options):
         "steps": len(steps),
         "advice": causes.to_dict("records"),
     }
-    return Answer(breakdown(timeline), about)
+    return Answer(traces.breakdown(timeline), about)
