@@ -13,7 +13,8 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.traces.read.events import FAR_NS
-from madmax_lib.traces.read.kernel_names import written_names
+from madmax_lib.traces.read.kernel_names import collective_of, written_names
+from madmax_lib.traces.read.side_tables import recorded_args
 from madmax_lib.traces.read.steps import assign_steps
 
 _US = 1000
@@ -40,6 +41,9 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
     table["label"] = table["name"] if merged else written_names(spans, on_device)
     table["cat"] = _categories(table)
+    recorded = recorded_args(timeline.side_tables)
+    table["recorded"] = recorded.reindex(table.index).fillna("")
+    table["collective"] = _collectives(table)
     if not on_device and not merged:
         table["cat"] = _host_categories(table, rank)
     read_back = spans[table["kind"] != "memory"]
@@ -49,6 +53,20 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
         if not merged:
             _check_steps(table, rank)
     return table
+
+
+def _collectives(table: pd.DataFrame):
+    """Collective to be written beside each row, (n,) of str, "" without one: that which
+    its name tells, unless its own metadata does.
+    """
+    is_told = table["recorded"].str.contains("Collective name", regex=False)
+    names = table["name"].where((table["kind"] == "comm") & ~is_told, "")
+    by_name = {name: collective_of(name) if name else "" for name in names.unique()}
+    collective = names.map(by_name)
+    # a kernel of sends and receives may be of any exchange: the annotation around its
+    # launch tells which
+    own_name = table["label"] == table["name"]
+    return collective.mask(own_name & (collective == "send_recv"), "")
 
 
 def _check_threads(spans: pd.DataFrame, rank: int, on_device: bool):
@@ -205,7 +223,9 @@ def _step_rows(windows: dict[int, tuple[int, int]], steps: list[int]):
     table = table.assign(
         kind="annotation", cat="user_annotation", label=table["name"], lane=0
     )
-    return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
+    return table.assign(
+        correlation=-1, op=-1, group="", size_bytes=np.nan, recorded="", collective=""
+    )
 
 
 def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]):
@@ -226,7 +246,7 @@ def _launch_rows(spans: pd.DataFrame, windows: dict[int, tuple[int, int]]):
     lane = 1 + np.unique(spans["stream"].to_numpy(), return_inverse=True)[1]
     rows = spans.assign(
         start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane
-    )
+    ).assign(recorded="", collective="")
     call = np.where(
         spans["kind"] == "idle", "cudaStreamWaitEvent", "cudaLaunchKernel"
     ).astype(object)

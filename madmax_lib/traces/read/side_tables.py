@@ -6,6 +6,7 @@ A second pass over the file with every field, made when an analysis first asks
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -117,6 +118,11 @@ class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
     waits_for_correlation: Any = None
 
 
+_ARGS_KEYS = dict(
+    zip(_FullArgs.__struct_fields__, _FullArgs.__struct_encode_fields__, strict=True)
+)
+
+
 class _FullEvent(Event, gc=False):
     args: _FullArgs | None = None
 
@@ -129,6 +135,32 @@ def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
     changed.
     """
     return SideTables(partial(_load, Path(path), sha256, rank))
+
+
+def recorded_args(side_tables: SideTables) -> pd.Series:
+    """Text by row of the spans: members of the JSON object of its args, which tell what
+    is known of an operator or a collective beside its times.
+    """
+    parts = []
+    for name in ("operators", "calls"):
+        table = side_tables[name]
+        text = pd.Series("", index=table["row"], dtype=object)
+        for column, dtype in SIDE_TABLES[name].items():
+            field = _FIELDS.get((name, column), column)
+            # members of a group stand beside its name
+            if field not in _ARGS_KEYS or column == "ranks":
+                continue
+            write = str if dtype == "int64" else _WRITTEN.get(column, json.dumps)
+            # a column has few values, and each is written once
+            values = table[column].unique()
+            written = {
+                value: f'"{_ARGS_KEYS[field]}": {write(value)}, '
+                for value in values
+                if value not in ("", -1)
+            }
+            text += table[column].astype(object).map(written).fillna("").to_numpy()
+        parts.append(text)
+    return pd.concat(parts).groupby(level=0).sum()
 
 
 def _load(path: Path, sha256: str, rank: int):
@@ -285,6 +317,13 @@ _TEXTS: dict[str, Callable[[list], list]] = {
     "dtype": lambda values: [str(value or "").lower() for value in values],
     **dict.fromkeys(("ranks", "in_splits", "out_splits"), _listed),
     **dict.fromkeys(("shapes", "types", "strides", "inputs"), _texts),
+}
+
+
+# columns that are JSON already, or lists, in an event's args; others are plain words
+_WRITTEN: dict[str, Callable[[str], str]] = {
+    **dict.fromkeys(("shapes", "types", "strides", "inputs"), str),
+    **dict.fromkeys(("in_splits", "out_splits"), '"[{}]"'.format),
 }
 
 
