@@ -1,5 +1,5 @@
 """Side tables of a trace: what its events say beyond their times. Collective metadata,
-allocator events, shapes and waits.
+allocator events, counters, shapes and waits.
 
 A second pass over the file with every field, made when an analysis first asks
 (`Timeline.side_tables`).
@@ -69,6 +69,7 @@ _KEYS = {
     "allocated": "Bytes",
     "total_allocated": "Total Allocated",
     "total_reserved": "Total Reserved",
+    "value": "",
     "device_type": "Device Type",
     "device_id": "Device Id",
     "shapes": "Input Dims",
@@ -116,6 +117,7 @@ class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
     sync_kind: Any = None
     waits_for_stream: Any = None
     waits_for_correlation: Any = None
+    value: Any = None
 
 
 _ARGS_KEYS = dict(
@@ -202,8 +204,17 @@ def _gather(trace: RawTrace, exact: bool, rank: int):
         if instants:
             instants = _with_times(instants, exact)
             parts["memory"].append(_memory(instants, exact, threads, rank))
+        if samples := [e for e in events if e.ph == "C" and e.args]:
+            samples = _with_times(samples, exact)
+            counters = {
+                "rank": [rank] * len(samples),
+                "time_ns": nanoseconds([e.ts for e in samples], exact)[0],
+                "name": [str(e.name) for e in samples],
+                "value": np.array([_number(e.args.value) for e in samples]),
+            }
+            parts["counters"].append(counters)
     # the file's zero may stand behind its events, so it is added last
-    for part in parts["memory"]:
+    for part in parts["memory"] + parts["counters"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
 
@@ -294,6 +305,11 @@ def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
         "size_bytes": integers([a.allocated for a in args], missing=0),
         "device": [device(a) for a in args],
     }
+
+
+def _number(value: Any):
+    # Kineto's and cuspy's counters have their value under an empty key; others' none
+    return float(value) if isinstance(value, (int, float)) else np.nan
 
 
 def _texts(values: list[msgspec.Raw]):
