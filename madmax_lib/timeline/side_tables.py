@@ -57,6 +57,13 @@ SIDE_TABLES = {
         "forward_thread": "int64",  # of a backward operator
         "strides": "category",  # JSON text of the inputs' strides
     },
+    # samples of a device's counters: power, clocks, active SMs, traffic
+    "counters": {
+        "rank": "int32",
+        "time_ns": "int64",
+        "name": "category",  # with its unit, as recorded: Power (W), SM Active (%)
+        "value": "float64",
+    },
     # what a stream or a host thread waited for
     "syncs": {
         "row": "int64",

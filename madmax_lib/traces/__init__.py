@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         waiting as waiting,
     )
     from madmax_lib.traces.comm.exchanges import exchanges as exchanges
+    from madmax_lib.traces.counters import counters as counters
     from madmax_lib.traces.critical_path import (
         critical_path as critical_path,
         faster_kinds as faster_kinds,

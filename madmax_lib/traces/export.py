@@ -7,6 +7,7 @@ Format: Kineto, 2024.
 
 import itertools
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
-from madmax_lib.traces.read.kernel_names import collective_of, original_name
+from madmax_lib.traces.read.kernel_names import original_name
 
 _US = 1000
 _LINES = 20_000  # events per write
@@ -212,9 +213,10 @@ def _spans(table, base_ns, pids, first):
     keys = zip(*(table[column].tolist() for column in _Row._fields), strict=True)
     start = _microseconds(table["start_ns"].to_numpy() - base_ns)
     dur = _microseconds(table["dur_ns"].to_numpy())
-    numbers = (table[column].tolist() for column in ("correlation", "op", "size_bytes"))
-    for key, ts, length, correlation, op, size in zip(
-        keys, start, dur, *numbers, strict=True
+    single = ("correlation", "op", "size_bytes", "recorded")
+    values = (table[column].tolist() for column in single)
+    for key, ts, length, correlation, op, size, recorded in zip(
+        keys, start, dur, *values, strict=True
     ):
         if key not in common:
             common[key] = _common(_Row(*key), _thread(key[4], pids, first))
@@ -222,6 +224,7 @@ def _spans(table, base_ns, pids, first):
         args = "" if correlation == -1 else f'"correlation": {correlation}, '
         args += "" if op == -1 else f'"External id": {op}, '
         args += "" if size != size else f'"bytes": {_number(size)}, '
+        args += recorded
         yield f'{head}, "ts": {ts}, "dur": {length}, "args": {{{args}{tail}}}}}'
 
 
@@ -234,6 +237,7 @@ class _Row(NamedTuple):
     kind: str
     stream: int
     group: str
+    collective: str
 
 
 def _common(row, thread):
@@ -250,10 +254,14 @@ def _common(row, thread):
         args.append(f'"op name": {_text(original_name(row.label))}')
     if row.stream >= 0 and row.kind in BUSY_KINDS:
         args.append(f'"device": 0, "stream": {row.stream}')
-    if row.kind == "comm":
-        args.append(f'"Collective name": "{collective_of(row.name)}"')
+    if row.collective:
+        args.append(f'"Collective name": "{row.collective}"')
+    # "0 [0, 1]": the reader adds the members to the name
+    name, members = re.fullmatch(r"(.*?)(?: (\[.*\]))?", row.group, re.DOTALL).groups()
     if row.group:
-        args.append(f'"Process Group Name": {_text(row.group)}')
+        args.append(f'"Process Group Name": {_text(name)}')
+    if members:
+        args.append(f'"Process Group Ranks": {_text(members)}')
     return head, ", ".join(args)
 
 

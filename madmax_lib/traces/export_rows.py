@@ -13,10 +13,18 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.traces.read.events import FAR_NS
-from madmax_lib.traces.read.kernel_names import written_names
+from madmax_lib.traces.read.kernel_names import collective_of, written_names
+from madmax_lib.traces.read.side_tables import recorded_args
 from madmax_lib.traces.read.steps import assign_steps
 
 _US = 1000
+# what rows that a file gets beside its spans do not tell
+_UNSAID = {
+    "group": "",
+    "size_bytes": np.nan,
+    "recorded": "",
+    "collective": "",
+}
 _NO_LANE = -(2**40)  # of allocator events, which are no spans to the reader
 _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")
 
@@ -37,6 +45,9 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
     table["label"] = table["name"] if merged else written_names(spans, on_device)
     table["cat"] = _categories(table)
+    recorded = recorded_args(timeline.side_tables)
+    table["recorded"] = recorded.reindex(table.index).fillna("")
+    table["collective"] = _collectives(table)
     if not on_device and not merged:
         table["cat"] = _host_categories(table, rank)
     read_back = spans[table["kind"] != "memory"]
@@ -46,6 +57,20 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
         if not merged:
             _check_steps(table, rank)
     return table
+
+
+def _collectives(table):
+    """Collective to be written beside each row, (n,) of str, "" without one: that which
+    its name tells, unless its own metadata does.
+    """
+    is_told = table["recorded"].str.contains("Collective name", regex=False)
+    names = table["name"].where((table["kind"] == "comm") & ~is_told, "")
+    by_name = {name: collective_of(name) if name else "" for name in names.unique()}
+    collective = names.map(by_name)
+    # a kernel of sends and receives may be of any exchange: the annotation around its
+    # launch tells which
+    own_name = table["label"] == table["name"]
+    return collective.mask(own_name & (collective == "send_recv"), "")
 
 
 def _check_threads(spans, rank, on_device):
@@ -203,7 +228,7 @@ def _step_rows(windows, steps):
     table = table.assign(
         kind="annotation", cat="user_annotation", label=table["name"], lane=0
     )
-    return table.assign(correlation=-1, op=-1, group="", size_bytes=np.nan)
+    return table.assign(correlation=-1, op=-1, **_UNSAID)
 
 
 def _launch_rows(spans, windows):
@@ -222,9 +247,7 @@ def _launch_rows(spans, windows):
     dur = np.where(launch == start, np.minimum(spans["dur_ns"].to_numpy(), _US), 0)
     # Number of each span's stream among all streams; lane 0 holds the steps.
     lane = 1 + np.unique(spans["stream"].to_numpy(), return_inverse=True)[1]
-    rows = spans.assign(
-        start_ns=launch, dur_ns=dur, kind="cpu", group="", size_bytes=np.nan, lane=lane
-    )
+    rows = spans.assign(start_ns=launch, dur_ns=dur, kind="cpu", lane=lane, **_UNSAID)
     calls = {"idle": "cudaStreamWaitEvent", "memcpy": "cudaMemcpyAsync"}
     call = spans["kind"].map(calls).fillna("cudaLaunchKernel")
     operator = rows.assign(correlation=-1, cat="cpu_op", label=spans["name"])

@@ -108,7 +108,7 @@ COMMANDS = cells(
     breakdown /nope | /nope: no such file
     report | required: TRACE
     report /no/such/run | /no/such/run: no such file or directory
-    report {PROJECT}/traces | in this directory; its folders gpt
+    report {PROJECT}/traces | in this directory; its folders dlrm
     report {PROJECT}/traces/vit-ddp -o / | /: is a directory
     compare A B | A: no such file or directory, and no baseline of this name
     compare . --gate x | 'x' is not a share such as 3%

@@ -125,6 +125,22 @@ def test_measured_timeline_comes_back(tmp_path, name, device):
     # also in the same order, so that edges still fit
     columns = ["start_ns", "stream", "correlation", "op"]
     assert (again.spans[columns] == timeline.spans[columns]).all(axis=None)
+    # shapes, types and inputs of operators, and what collectives say of themselves
+    for name, columns in {
+        "operators": ["shapes", "types", "inputs", "sequence"],
+        "calls": ["dtype", "in_elements", "out_elements", "group_size", "ranks"],
+    }.items():
+        # a row or two per step would be taken for compute on a host: no operators then
+        both = timeline.side_tables[name].merge(
+            again.side_tables[name]["row"], on="row"
+        )
+        assert len(both) >= 0.99 * len(timeline.side_tables[name])
+        told, written = (
+            table.side_tables[name].set_index("row").loc[both["row"]]
+            for table in (timeline, again)
+        )
+        for column in columns:
+            assert (written[column].to_numpy() == told[column].to_numpy()).all()
     if device:  # every name of these traces means the same to HTA and to us
         assert set(again.spans["name"].unique()) == set(timeline.spans["name"].unique())
     part = timeline.select(ranks=timeline.ranks[:1], steps=timeline.steps[:1])

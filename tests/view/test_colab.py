@@ -14,7 +14,7 @@ import sys
 import nbformat
 import pytest
 
-from madmax_lib.catalog.datasets import PROJECT, dataset
+from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs.launch import prepare
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.view.notebooks.runner import notebooks
@@ -133,8 +133,6 @@ def session(packages, published, tmp_path):
         "JUPYTER_DATA_DIR": str(tmp_path / "jupyter"),
         "IPYTHONDIR": str(tmp_path / "ipython"),
     }
-    if traces := v100_traces():
-        env["MADMAX_DATA_DIR"] = str(traces)
 
     def execute(name, place):
         notebook = nbformat.read(notebooks()[name], as_version=4)
@@ -179,14 +177,6 @@ def run(*command, env=None, **options):
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
-def v100_traces():
-    """The data directory that holds the DLRM traces, if this machine has them."""
-    try:
-        return dataset("dlrm-8xv100", download=False).parents[1]
-    except FileNotFoundError:
-        return None
-
-
 def shown(cell, kind="text/plain"):
     """What a cell printed or displayed as `kind`."""
     parts = (
@@ -224,12 +214,7 @@ def test_a_notebook_brings_what_it_needs_and_changes_nothing(
     assert f"\nplace: {place}, figures go to {home / 'figures'}\n" in shown(doctor)
     assert shown(widget, WIDGET), "no live widget"
     beside = next(cell for cell in code if "beside_hta(" in cell.source)
-    said = "".join(map(shown, code))
-    assert (
-        "<table" in shown(beside, "text/html")
-        if v100_traces()
-        else "skipped figure optional/" in said
-    )
+    assert "<table" in shown(beside, "text/html")
     installed = json.loads(shown(versions).strip("'"))
     pins = dict(line.split("==") for line in PINS)
     assert {package: installed[package] for package in pins} == pins

@@ -67,7 +67,7 @@ def test_every_notebook_and_package_has_a_line(capsys):
     )
     assert verdicts["10_profile_vit"].endswith("a GPU")
     assert all(f" {name}: " in text for name in doctor._PACKAGES)
-    assert "works   pandas: 2" in text and " dlrm-8xv100: " in text
+    assert "works   pandas: 2" in text and " resnet-ddp-a100: " in text
 
 
 def test_the_place_is_named(monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ from madmax_lib.traces.read.events import (
     RawTrace,
 )
 from madmax_lib.traces.read.files import rank_in_name
+from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
 from madmax_lib.traces.read.salvage import (
     BETWEEN,
     EVENT_START,
@@ -43,6 +44,14 @@ _LONGEST = 1 << 23
 _OVERLAP = 1 << 12  # bytes in which the start of an event may be cut by a block
 _KEYS = 100  # positions to try as the start of the events
 _MAGIC = b"\x1f\x8b"
+_XPLANE = ".xplane.pb"
+_OTHERS = {  # what a file is that begins so
+    b"{": "JSON without traceEvents",
+    b"[": "a list, but not of events",
+    b"PK": "a zip archive: unpack it first",
+    b"SQLite format 3": "a database: an export of Nsight Systems is to be unpacked and "
+    "called .sqlite; of rocprof's, export Chrome or Perfetto traces",
+}
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
@@ -149,8 +158,14 @@ def _text_blocks(trace: RawTrace):
     with open(trace.path, "rb") as file:
         packed = file.read(2) == _MAGIC
         file.seek(0)
-        blocks = iter(lambda: file.read(_BLOCK), b"")
-        yield from _inflate(trace, file) if packed else blocks
+        plain = iter(lambda: file.read(_BLOCK), b"")
+        blocks = _inflate(trace, file) if packed else plain
+        first = next(blocks, b"")
+        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
+            yield from chrome_text(trace, b"".join((first, *blocks)))
+        else:
+            yield first
+            yield from blocks
 
 
 def _inflate(trace: RawTrace, file):
@@ -228,10 +243,10 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]):
         raise NotATrace(
             f"{trace.path}: {trace.damage or 'empty file'}, not a profiler trace"
         )
-    reasons = {b"{": "JSON without traceEvents", b"[": "a list, but not of events"}
-    reason = reasons.get(text[:1], "not JSON")
-    if text.startswith(b"SQLite format 3"):
-        reason = "a packed Nsight export: unpack it first"
+    fitting = (_OTHERS[start] for start in _OTHERS if text.startswith(start))
+    reason = next(fitting, "not JSON")
+    if trace.path.name.endswith(_XPLANE):
+        reason = "an XPlane of XLA's profiler: xprof reads it"
     raise _kind_of(trace, text)(
         f"{trace.path}: not a profiler trace ({trace.damage or reason})"
     )

@@ -43,7 +43,7 @@ _READERS = (
     Reader(".sqlite", "Nsight Systems", "madmax_lib.traces.nsys", "read_exports"),
 )
 # what a folder is searched for; a file that is named may be called anything
-TRACE_SUFFIXES = (".json", ".gz", *(reader.suffix for reader in _READERS))
+TRACE_SUFFIXES = (".json", ".gz", ".pftrace", *(reader.suffix for reader in _READERS))
 
 
 def reader_of(path: Path) -> Reader | None:

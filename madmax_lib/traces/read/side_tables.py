@@ -1,11 +1,12 @@
 """Side tables of a trace: what its events say beyond their times. Collective metadata,
-allocator events, shapes and waits.
+allocator events, counters, shapes and waits.
 
 A second pass over the file with every field, made when an analysis first asks
 (`Timeline.side_tables`).
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -68,6 +69,7 @@ _KEYS = {
     "allocated": "Bytes",
     "total_allocated": "Total Allocated",
     "total_reserved": "Total Reserved",
+    "value": "",
     "device_type": "Device Type",
     "device_id": "Device Id",
     "shapes": "Input Dims",
@@ -115,6 +117,12 @@ class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
     sync_kind: Any = None
     waits_for_stream: Any = None
     waits_for_correlation: Any = None
+    value: Any = None
+
+
+_ARGS_KEYS = dict(
+    zip(_FullArgs.__struct_fields__, _FullArgs.__struct_encode_fields__, strict=True)
+)
 
 
 class _FullEvent(Event, gc=False):
@@ -129,6 +137,32 @@ def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
     changed.
     """
     return SideTables(partial(_load, Path(path), sha256, rank))
+
+
+def recorded_args(side_tables: SideTables) -> pd.Series:
+    """Text by row of the spans: members of the JSON object of its args, which tell what
+    is known of an operator or a collective beside its times.
+    """
+    parts = []
+    for name in ("operators", "calls"):
+        table = side_tables[name]
+        text = pd.Series("", index=table["row"], dtype=object)
+        for column, dtype in SIDE_TABLES[name].items():
+            field = _FIELDS.get((name, column), column)
+            # members of a group stand beside its name
+            if field not in _ARGS_KEYS or column == "ranks":
+                continue
+            write = str if dtype == "int64" else _WRITTEN.get(column, json.dumps)
+            # a column has few values, and each is written once
+            values = table[column].unique()
+            written = {
+                value: f'"{_ARGS_KEYS[field]}": {write(value)}, '
+                for value in values
+                if value not in ("", -1)
+            }
+            text += table[column].astype(object).map(written).fillna("").to_numpy()
+        parts.append(text)
+    return pd.concat(parts).groupby(level=0).sum()
 
 
 def _load(path: Path, sha256: str, rank: int):
@@ -170,8 +204,17 @@ def _gather(trace: RawTrace, exact: bool, rank: int):
         if instants:
             instants = _with_times(instants, exact)
             parts["memory"].append(_memory(instants, exact, threads, rank))
+        if samples := [e for e in events if e.ph == "C" and e.args]:
+            samples = _with_times(samples, exact)
+            counters = {
+                "rank": [rank] * len(samples),
+                "time_ns": nanoseconds([e.ts for e in samples], exact)[0],
+                "name": [str(e.name) for e in samples],
+                "value": np.array([_number(e.args.value) for e in samples]),
+            }
+            parts["counters"].append(counters)
     # the file's zero may stand behind its events, so it is added last
-    for part in parts["memory"]:
+    for part in parts["memory"] + parts["counters"]:
         part["time_ns"] = part["time_ns"] + trace.base_ns
     return parts
 
@@ -264,6 +307,11 @@ def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
     }
 
 
+def _number(value: Any):
+    # Kineto's and cuspy's counters have their value under an empty key; others' none
+    return float(value) if isinstance(value, (int, float)) else np.nan
+
+
 def _texts(values: list[msgspec.Raw]):
     """JSON of each value without blanks, "" without a value; most repeat, so each text
     is decoded once.
@@ -285,6 +333,13 @@ _TEXTS: dict[str, Callable[[list], list]] = {
     "dtype": lambda values: [str(value or "").lower() for value in values],
     **dict.fromkeys(("ranks", "in_splits", "out_splits"), _listed),
     **dict.fromkeys(("shapes", "types", "strides", "inputs"), _texts),
+}
+
+
+# columns that are JSON already, or lists, in an event's args; others are plain words
+_WRITTEN: dict[str, Callable[[str], str]] = {
+    **dict.fromkeys(("shapes", "types", "strides", "inputs"), str),
+    **dict.fromkeys(("in_splits", "out_splits"), '"[{}]"'.format),
 }
 
 

@@ -28,6 +28,8 @@ _ANNOTATION = ("user_annotation", "gpu_user_annotation")
 # September 2001: a time beyond it is counted from 1970, also without
 # baseTimeNanoseconds; one that counts from the start of a machine would need 31 years
 _EPOCH_NS = 10**18
+# overlap of two kernels of a stream that is left alone
+_JITTER_NS = 100_000
 
 
 def read_file(
@@ -116,6 +118,7 @@ def _spans(
         if negative := int((dur_ns < 0).sum()):
             trace.warn(f"{negative} negative durations taken as 0")
             np.maximum(dur_ns, 0, out=dur_ns)
+        dur_ns = _cut_at_next(start_ns, dur_ns, stream, kind, trace)
     start_ns += trace.base_ns
     names = pd.Categorical([original_name(name) for name in columns.names])
     # group code 0 is none, which a Categorical writes as -1
@@ -134,6 +137,41 @@ def _spans(
         "size_bytes": columns.size_bytes,
     }
     return pd.DataFrame(spans, copy=False)
+
+
+def _cut_at_next(
+    start_ns: np.ndarray,
+    dur_ns: np.ndarray,
+    stream: np.ndarray,
+    kind: np.ndarray,
+    trace: RawTrace,
+):
+    """Durations (n,) without what some profilers add after a kernel's end.
+
+    A stream runs one kernel after the other. One that overlaps the next by more than
+    _JITTER_NS and all of that one's own time was recorded too long, by up to seconds,
+    and ends where the next begins; shorter overlaps are real (programmatic dependent
+    launch) or jitter (graph replays). [TraceLens issue 669, pytorch issue 168296]
+    """
+    busy = np.flatnonzero(
+        np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS]) & (stream >= 0)
+    )
+    order = busy[np.lexsort((start_ns[busy], stream[busy]))]
+    row, after = order[:-1], order[1:]
+    overlap_ns = start_ns[row] + dur_ns[row] - start_ns[after]
+    overlong = (stream[row] == stream[after]) & (
+        overlap_ns > np.maximum(dur_ns[after], _JITTER_NS)
+    )
+    if not overlong.any():
+        return dur_ns
+    cut = dur_ns.copy()
+    cut[row[overlong]] -= overlap_ns[overlong]
+    lost_s = overlap_ns[overlong].sum() / 1e9
+    trace.warn(
+        f"{overlong.sum()} kernels are recorded beyond the start of the next on their "
+        f"stream: cut there, {lost_s:.3g} s in all"
+    )
+    return cut
 
 
 def _warn_of_absence(
@@ -185,8 +223,11 @@ def _exact_kinds(columns: EventColumns, table: pd.DataFrame):
     if device.any():
         kind[device] = _kind_of_name(columns, device, "exact", table)
         # a copy whose name says nothing is told by its category
-        unnamed = copies[columns.category] & (kind == KINDS.index("compute"))
-        kind[unnamed] = KINDS.index("memcpy")
+        is_copy = copies[columns.category]
+        kind[is_copy & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
+        # copy engines exchange where a copy has a group: NCCL's collectives without
+        # kernels
+        kind[is_copy & (columns.group > 0)] = KINDS.index("comm")
     else:
         comm = kind == KINDS.index("annotation")
         of_name = _kind_of_name(columns, comm, "annotation", table)

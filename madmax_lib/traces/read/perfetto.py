@@ -1,0 +1,388 @@
+"""Perfetto's packets (`.pftrace`, as torch's cuspy writes them) as the text of a Chrome
+trace, so that one reader knows what rows mean.
+
+Slices of threads become host rows, render stages the device's, counter events counters.
+Format: protobuf, google/perfetto protos/perfetto/trace; numbers of fields stand beside
+their names here.
+"""
+
+import json
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from madmax_lib.traces.read.events import NotATrace, RawTrace
+
+_BEGIN = 1  # types of track events
+_END = 2
+_OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
+_NO_STREAM = 2**31 - 1  # thread of waits for a whole device
+_LINES = 4000  # events of a block of text
+_BYTES = 2  # wire type of texts and messages
+# interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
+_TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
+_STAGES = {  # category of Kineto, by name of a render stage
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Annotation": "gpu_user_annotation",
+    "EventRecord": "graph_event_node",
+    "HostNode": "graph_host_node",
+}
+_UNLABELLED = {  # slices of a GPU's streams; others are kernels
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Event Sync": "cuda_sync",
+    "Stream Wait Event": "cuda_sync",
+    "Stream Sync": "cuda_sync",
+    "Context Sync": "cuda_sync",
+}
+_ARGS = {"device id": "device", "context id": "context", "stream id": "stream"}
+
+Message = dict[int, list]
+
+
+class _Slice(NamedTuple):
+    """A row of a thread or a stream; args is JSON text."""
+
+    track: int
+    ts_ns: int
+    name: str
+    category: str
+    args: str
+
+
+class _Row(NamedTuple):
+    """A line of the Chrome trace without its times."""
+
+    category: str
+    name: str
+    pid: int
+    tid: int
+    args: str  # members of a JSON object
+
+
+def is_perfetto(text: bytes) -> bool:
+    """Whether a file begins with a packet: field 1, length-delimited, of a Trace."""
+    return text[:1] == b"\n" and text.lstrip()[:1] not in (b"{", b"[", b"")
+
+
+def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
+    """Text of a Chrome trace with the events of a file's packets, in blocks.
+
+    Raises NotATrace for bytes that are no packets, and for times of a clock that no
+    snapshot explains.
+    """
+    trace = _Packets(str(raw.path))
+    try:
+        trace.read(data)
+    except (IndexError, UnicodeDecodeError, zlib.error):
+        raw.damage = raw.damage or "truncated packets"  # what came before is kept
+    if not (trace.times or trace.tracks):
+        raise NotATrace(f"{raw.path}: not a profiler trace (no packets of Perfetto)")
+    base_ns = min(trace.times, default=0) // 1000 * 1000
+    yield json.dumps({"baseTimeNanoseconds": base_ns, "traceEvents": []})[:-2].encode()
+    separator = ""
+    lines = []
+    for line in trace.lines(base_ns):
+        lines.append(line)
+        if len(lines) == _LINES:
+            yield (separator + ",\n".join(lines)).encode()
+            separator, lines = ",\n", []
+    yield ((separator if lines else "") + ",\n".join(lines) + "]}").encode()
+
+
+class _Packets:
+    """State of a file while its packets are read in order."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.times: list[int] = []
+        self.interned = defaultdict(lambda: defaultdict(dict))  # by sequence
+        self.defaults: dict[int, Message] = {}  # of packets, by sequence
+        self.clocks: dict[tuple[int, int], list[int]] = {}
+        self.tracks: dict[int, Message] = {}
+        self.marks: list[tuple[int, _Slice]] = []  # type and slice, in file order
+        self.stages: list[tuple[int, Message, dict]] = []
+        self.counters: list[tuple[int, Message, dict]] = []
+
+    def read(self, data: bytes):
+        """Take the packets of a Trace, or of a compressed part of one."""
+        for field, packet in _fields(data):
+            if field == 1:
+                self._packet(_once(packet))
+
+    def _packet(self, packet: Message):
+        sequence = _first(packet, 10, 0)
+        if _first(packet, 13, 0) & 1 or _first(packet, 41, 0):
+            self.interned.pop(sequence, None)
+        names = self.interned[sequence]
+        if defaults := packet.get(59):
+            self.defaults[sequence] = _message(defaults[0])
+        for snapshot in packet.get(6, []):
+            self._snapshot(_message(snapshot), sequence)
+        for table in packet.get(12, []):
+            _intern(_message(table), names)
+        for descriptor in packet.get(60, []):
+            track = _message(descriptor)
+            self.tracks[_first(track, 1, 0)] = track
+        for part in packet.get(50, []):
+            self.read(zlib.decompress(part))
+        if not packet.keys() & {11, 52, 53}:
+            return
+        ts_ns = self._time_ns(packet, sequence)
+        self.times.append(ts_ns)
+        for event in packet.get(11, []):
+            self._track_event(_message(event), ts_ns, sequence)
+        self.stages += [(ts_ns, _once(e), names) for e in packet.get(53, [])]
+        self.counters += [(ts_ns, _message(e), names) for e in packet.get(52, [])]
+
+    def _snapshot(self, snapshot: Message, sequence: int):
+        clocks = [_message(clock) for clock in snapshot.get(1, [])]
+        primary = _first(snapshot, 2, 6)
+        at = {_first(clock, 1, 0): _first(clock, 2, 0) for clock in clocks}
+        for clock in clocks:
+            number = _first(clock, 1, 0)
+            if number >= _OWN_CLOCKS and primary in at:
+                unit_ns, steps = _first(clock, 4, 1), _first(clock, 3, 0)
+                # [value that the clock had, ns at it, ns of a unit, is_incremental]
+                self.clocks[sequence, number] = [
+                    0 if steps else at[number],
+                    at[primary],
+                    unit_ns,
+                    steps,
+                ]
+
+    def _time_ns(self, packet: Message, sequence: int):
+        value = _first(packet, 8, 0)
+        default = _first(self.defaults.get(sequence, {}), 58, 6)
+        number = _first(packet, 58, default)
+        if number < _OWN_CLOCKS:
+            return value
+        clock = self.clocks.get((sequence, number))
+        if clock is None:
+            raise NotATrace(f"{self.path}: no snapshot explains clock {number}")
+        ts_ns = clock[1] + (value - clock[0]) * clock[2]
+        if clock[3]:  # each time counts from the one before it
+            clock[1] = ts_ns
+        return ts_ns
+
+    def _track_event(self, event: Message, ts_ns: int, sequence: int):
+        names = self.interned[sequence]
+        default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
+        track = _first(event, 11, _first(default, 11, 0))
+        kind = _first(event, 9, 0)
+        if kind not in (_BEGIN, _END):
+            return
+        name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
+        category = names["category"].get(_first(event, 3, 0), "")
+        category = _text(event, 22, category)
+        notes = [_note(note, names) for note in event.get(4, [])]
+        args = ", ".join(f"{key}: {value}" for key, value in notes)
+        self.marks.append((kind, _Slice(track, ts_ns, name, category, args)))
+
+    def lines(self, base_ns: int) -> Iterator[str]:
+        """The events as lines of JSON."""
+        for begin, end_ns in _pairs(self.marks):
+            row = self._row(begin)
+            yield _line(row, begin.ts_ns - base_ns, end_ns - begin.ts_ns)
+        for ts_ns, stage, names in self.stages:
+            yield _stage_line(stage, names, ts_ns - base_ns)
+        for ts_ns, event, names in self.counters:
+            yield from _counter_lines(event, names, ts_ns - base_ns)
+
+    def _row(self, row: _Slice):
+        """Row of a slice; its name tells its category on a stream of a GPU where none
+        is written.
+        """
+        track = self.tracks.get(row.track, {})
+        parent = self.tracks.get(_first(track, 5, 0), {})
+        thread = _message(_first(track, 4, b""))
+        process = _message(_first(track, 3, _first(parent, 3, b"")))
+        pid = _first(thread, 1, _first(process, 1, 0))
+        tid = _first(thread, 2, row.track)
+        tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
+        on_gpu = _text(process, 6, "").startswith("GPU ")
+        unlabelled = _UNLABELLED.get(row.name, "kernel") if on_gpu else "cpu_op"
+        return _Row(row.category or unlabelled, row.name, pid, tid, row.args)
+
+
+def _pairs(marks: list[tuple[int, _Slice]]):
+    """Slices and their ends, in the order of their beginnings.
+
+    A block of beginnings and an equally long one of ends on the same tracks belong
+    together in order, as cuspy writes them; else the last that began on a track ends.
+    """
+    blocks = [
+        (kind, [each for _, each in rows])
+        for kind, rows in groupby(marks, key=lambda mark: mark[0])
+    ]
+    loose = []
+    number = 0
+    while number < len(blocks):
+        kind, rows = blocks[number]
+        ends = blocks[number + 1][1] if number + 1 < len(blocks) else []
+        together = [row.track for row in rows] == [end.track for end in ends]
+        if kind == _BEGIN and together:
+            yield from zip(rows, [end.ts_ns for end in ends], strict=True)
+            number += 2
+            continue
+        loose += [(row.ts_ns, kind == _BEGIN, row) for row in rows]
+        number += 1
+    open_rows = defaultdict(list)
+    for ts_ns, begins, row in sorted(loose, key=lambda mark: mark[:2]):
+        if begins:
+            open_rows[row.track].append(row)
+        elif open_rows[row.track]:
+            yield open_rows[row.track].pop(), ts_ns
+
+
+def _stage_line(stage: Message, names: dict, ts_ns: int):
+    """A row of the device."""
+    kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
+    name = names["kernel"].get(_first(stage, 19, 0), kind)
+    name = _text(stage, 17, names["name"].get(_first(stage, 20, 0), name))
+    pairs = (_message(extra) for extra in stage.get(6, []))
+    extra = {_text(pair, 1, ""): _text(pair, 2, "") for pair in pairs}
+    # a lane that names no stream is of the stream in extra_data
+    lane = names["stage"].get(_first(stage, 13, 0), "0").split()[-1]
+    stream = extra.get("stream id", lane)
+    values = {_ARGS.get(key, key): value for key, value in extra.items()}
+    args = json.dumps(values | {"stream": stream})[1:-1]
+    tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
+    row = _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
+    return _line(row, ts_ns, _first(stage, 2, 0))
+
+
+def _counter_lines(event: Message, names: dict, ts_ns: int):
+    inline = {"specs": _specs(_message(_first(event, 1, b""))), "gpu": 0}
+    described = names["counter"].get(_first(event, 4, 0), inline)
+    gpu = _first(event, 3, described["gpu"])
+    for counter in map(_message, event.get(2, [])):
+        name = described["specs"].get(_first(counter, 1, 0), "")
+        value = _first(counter, 2, None)
+        value = _double(_first(counter, 3, b"")) if value is None else value
+        text = f'"ph": "C", "name": {_json(name)}, "pid": "GPU {gpu} Counters"'
+        yield f'{{{text}, "ts": {_us(ts_ns)}, "args": {{"": {value}}}}}'
+
+
+def _line(row: _Row, ts_ns: int, dur_ns: int):
+    text = f'"ph": "X", "cat": {_json(row.category)}, "name": {_json(row.name)}'
+    times = f'"ts": {_us(ts_ns)}, "dur": {_us(max(dur_ns, 0))}'
+    thread = f'"pid": {row.pid}, "tid": {row.tid}'
+    return f'{{{text}, {thread}, {times}, "args": {{{row.args}}}}}'
+
+
+def _us(ns: int):
+    return f"{ns // 1000}.{ns % 1000:03d}"
+
+
+def _intern(data: Message, names: dict):
+    """Enter the tables of a packet into those of its sequence."""
+    for field, table in _TABLES.items():
+        for entry in map(_message, data.get(field, [])):
+            names[table][_first(entry, 1, 0)] = _text(entry, 2, "")
+    for entry in map(_message, data.get(1000, [])):
+        # the demangled name, else the other
+        names["kernel"][_first(entry, 1, 0)] = _text(entry, 3, _text(entry, 2, ""))
+    for entry in map(_message, data.get(47, [])):
+        specs = _specs(_message(_first(entry, 2, b"")))
+        gpu = _first(entry, 3, 0)
+        names["counter"][_first(entry, 1, 0)] = {"specs": specs, "gpu": gpu}
+
+
+def _specs(descriptor: Message):
+    """Names of counters by number."""
+    specs = map(_message, descriptor.get(1, []))
+    return {_first(spec, 1, 0): _text(spec, 2, "") for spec in specs}
+
+
+def _note(data: bytes, names: dict):
+    """Key and value of a debug annotation, as JSON."""
+    note = _message(data)
+    key = _text(note, 10, names["note"].get(_first(note, 1, 0), ""))
+    return _json(key), _value(note, names)
+
+
+def _value(note: Message, names: dict):
+    if 12 in note:
+        values = (_value(_message(each), names) for each in note[12])
+        return f"[{', '.join(values)}]"
+    if 11 in note:
+        pairs = (_note(each, names) for each in note[11])
+        return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
+    if 6 in note or 17 in note:
+        return _json(_text(note, 6, names["text"].get(_first(note, 17, 0), "")))
+    if 5 in note:
+        return json.dumps(_double(note[5][0]))
+    if 4 in note:  # int64: two's complement
+        value = note[4][0]
+        return str(value - 2**64 if value >= 2**63 else value)
+    if 2 in note:
+        return "true" if note[2][0] else "false"
+    return str(_first(note, 3, _first(note, 7, 0)))
+
+
+def _first(message: Message, field: int, default):
+    return message[field][0] if field in message else default
+
+
+def _text(message: Message, field: int, default: str):
+    return message[field][0].decode() if field in message else default
+
+
+def _double(data: bytes):
+    return struct.unpack("<d", data)[0] if data else 0.0
+
+
+def _once(data: bytes) -> Message:
+    """Values of a message's fields, in order."""
+    values: Message = {}
+    for field, value in _fields(data):
+        values.setdefault(field, []).append(value)
+    return values
+
+
+# annotations and ends of slices repeat, packets do not
+_message = lru_cache(maxsize=1 << 15)(_once)
+_json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
+
+
+def _fields(data: bytes):
+    """Number and value of each field: an integer, or bytes."""
+    at = 0
+    end = len(data)
+    while at < end:
+        key, at = _varint(data, at)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+        else:
+            length = {1: 8, 5: 4}.get(wire)
+            if wire == _BYTES:
+                length, at = _varint(data, at)
+            if length is None or at + length > end:
+                raise IndexError("a cut or unknown field")
+            value = data[at : at + length]
+            at += length
+        yield key >> 3, value
+
+
+def _varint(data: bytes, at: int):
+    value = data[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value &= 127
+    shift = 7
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
