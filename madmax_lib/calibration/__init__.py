@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
     from madmax_lib.calibration.judge.identifiability import (
         constants_of as constants_of,
+        determined_by as determined_by,
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
