@@ -255,8 +255,10 @@ def _free_constants(steps: Steps, begin: Parameters, weight: np.ndarray | float)
     sum over rows of (move weight)^2 >= 1
     """
     names = bounds().index[bounds()["scale"] != "fixed"]
+    # a step may wait for its host at one of these points alone
+    largest = np.maximum(moves(steps, names, begin), moves(steps, names, shipped()))
     # each row's weight holds for all constants
-    weighted = moves(steps, names, begin) * np.atleast_1d(weight)[:, None]
+    weighted = largest * np.atleast_1d(weight)[:, None]
     information = (weighted**2).sum(axis=0)
     return names[information >= min(1.0, information.max())].tolist()
 
