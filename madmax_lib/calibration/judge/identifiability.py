@@ -95,9 +95,9 @@ def determined_by(parameters: Parameters, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows whose time each fitted constant moves by 1 % or more over the width of
     its prior: how many, of how many sources, and the source that has most of them.
     """
-    told = moves(to_steps(rows), parameters.fitted, parameters) > _DETERMINES
+    is_determined = moves(to_steps(rows), parameters.fitted, parameters) > _DETERMINES
     # (rows, constants), a line per source
-    by_source = pd.DataFrame(told, columns=parameters.fitted).groupby(
+    by_source = pd.DataFrame(is_determined, columns=parameters.fitted).groupby(
         rows["repository"].to_numpy()
     )
     counts = by_source.sum()

@@ -187,21 +187,21 @@ def _from_json(content: Mapping):
 
     Raises ValueError, KeyError or TypeError for other content.
     """
-    kept = [n for n, name in enumerate(content["fitted"]) if name not in _RETIRED]
-    given, intervals = (
+    places = [n for n, name in enumerate(content["fitted"]) if name not in _RETIRED]
+    constants, intervals = (
         {name: value for name, value in content[part].items() if name not in _RETIRED}
         for part in ("constants", "intervals")
     )
     # the meaning of shares in files from before there was this constant
     on_paper = {"data_sheet": 1.0}
-    read = dict(content) | {"constants": {**start().constants, **on_paper, **given}}
+    read = dict(content) | {"constants": {**start().constants, **on_paper, **constants}}
     read["intervals"] = {name: tuple(pair) for name, pair in intervals.items()}
     covariance = content["covariance"]
     # files of priors alone have none
     read["covariance"] = tuple(
-        tuple(covariance[n][m] for m in kept) for n in kept if covariance
+        tuple(covariance[n][m] for m in places) for n in places if covariance
     )
-    read["fitted"] = tuple(content["fitted"][n] for n in kept)
+    read["fitted"] = tuple(content["fitted"][n] for n in places)
     groups = content.get("collectives", {}).items()
     columns = ("collective", "ranks", "nodes", "size_bytes", "seconds")
     rows = [
