@@ -15,6 +15,11 @@ if TYPE_CHECKING:
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
+    from madmax_lib.calibration.judge.intervals import spread as spread
+    from madmax_lib.calibration.judge.strangers import (
+        new_rows as new_rows,
+        unknown_rows as unknown_rows,
+    )
     from madmax_lib.calibration.judge.validate import *
     from madmax_lib.calibration.kernels.fit import (
         fit_rates as fit_rates,

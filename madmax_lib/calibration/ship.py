@@ -19,6 +19,7 @@ from madmax_lib.calibration.judge.intervals import (
     sensitivities,
     spread,
 )
+from madmax_lib.calibration.judge.strangers import unknown_rows, with_prior
 from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
@@ -45,23 +46,28 @@ def ship(path: str | Path) -> Parameters:
     """
     rows = known_rows()
     with loky.ProcessPoolExecutor(1, env=_ONE_THREAD) as process:
-        fitted = process.submit(_fitted, rows[usable(rows)]).result()
+        known = usable(rows)
+        strange = known_rows(strange=True)
+        fitted = process.submit(_fitted, rows[known], strange[known]).result()
     if Path(path).exists() and _same(present := load(path), fitted):
         return present
     save(fitted, path)
     return fitted
 
 
-def _fitted(rows: pd.DataFrame):
-    """The constants of rows with their intervals."""
+def _fitted(rows: pd.DataFrame, strange: pd.DataFrame):
+    """The constants of rows with their intervals; strange: the same rows as those of
+    stacks that nobody knows.
+    """
     fitted = fit(rows)
     fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
-    # strangers' errors set the components, those of further models the width of a
-    # comparison
+    # errors of further sources and stacks set the components, those of further models
+    # the width of a comparison
     without_source = folds(rows, by="source", near=fitted)
     without_model = folds(rows, near=fitted)
-    widths = spread(without_source) | comparison_widths(without_model)
-    return replace(fitted, residuals=widths)
+    strangers = unknown_rows(rows, strange, fitted)
+    widths = spread(without_source, strangers) | comparison_widths(without_model)
+    return with_prior(fitted, widths)
 
 
 def _same(a: Parameters, b: Parameters):

@@ -317,7 +317,8 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
 
     Any other name is a stack of its own: like another as far as is known of that, or
     like none, with the rates of stacks that nobody tuned and what words such as XLA
-    tell (`data/software_classes.csv`), as a warning says unless like="stranger". Raises ValueError for what is no name, and for an unknown `like`.
+    tell (`data/software_classes.csv`), as a warning says unless like="stranger". Raises
+    ValueError for what is no name, and for an unknown `like`.
     See also: mm.software, which says what is assumed of a stack, and by which source.
 
     >>> software("torchtitan").overlap_tp, software("DGXC_NeMo").overlap_tp_way

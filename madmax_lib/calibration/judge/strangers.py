@@ -1,0 +1,98 @@
+"""Stacks that nobody has met: what is known of one before any of its rows, learned from
+stacks that were left out and from published ones that no fit has seen.
+
+Each stack of the published rows is left out of a refit whole and priced as software
+that is in no table. Their errors say how much slower than its kind a stranger runs its
+kernels, and how far strangers scatter (`intervals.spread`); `with_prior` puts that into
+`stack_rate:stranger`. A third of `published_strangers`, by hash, is laid aside for a
+final judgement: nothing is learned from it.
+"""
+
+import hashlib
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.calibration.fit import usable
+from madmax_lib.calibration.judge.validate import folds, stack_of, with_errors
+from madmax_lib.calibration.published.rows import read_rows
+from madmax_lib.catalog.datasets import local_data
+from madmax_lib.catalog.software import STRANGER
+from madmax_lib.simulator.rates.parameters import Parameters, bounds
+
+_PRIOR = f"stack_rate:{STRANGER}"
+_SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
+# what says which run a row is; and columns that are about rows, not runs
+_KEYS = ("source", "table_row", "model", "gpu", "n_gpus", "global_batch")
+_ABOUT = ["license", "kind", "score", "implied_mfu_pct"]
+
+
+def new_rows(*, aside: bool = False) -> pd.DataFrame:
+    """Rows of `published_strangers` that can be judged by their time: two thirds to
+    learn from, or the third laid aside.
+
+    Raises FileNotFoundError where no data directory has them.
+    """
+    path = local_data("published_strangers/rows.csv")
+    table = pd.read_csv(path, encoding="utf-8-sig", dtype=str, keep_default_na=False)
+    keys = table[list(_KEYS)].agg("|".join, axis=1)
+    hashes = [int(hashlib.sha256(key.encode()).hexdigest(), 16) for key in keys]
+    is_aside = np.array([number % 3 == 0 for number in hashes])
+    table = table[(is_aside == aside) & (table["score"] == "1")]
+    # names that no table has are meant so: no warning
+    return table.drop(columns=_ABOUT).assign(like=STRANGER)
+
+
+def unknown_rows(
+    rows: pd.DataFrame, strange: pd.DataFrame, near: Parameters
+) -> pd.DataFrame:
+    """Errors of strangers before anything is learned of them, as `intervals.spread`
+    takes them; repository names the stack.
+
+    rows, strange: `fit.known_rows`, by their software and as strangers. near: a fit of
+    all rows. Rows of `published_strangers` are missing where no data directory has them.
+    """
+    near = _unlearned(near)
+    left_out = folds(rows, by="stack", near=near, priced=strange)
+    stacks = stack_of(rows.loc[left_out.index])
+    parts = [left_out.assign(repository="left out: " + stacks)]
+    with suppress(FileNotFoundError):
+        read = read_rows(new_rows())
+        read = read[usable(read)]
+        is_new = [case.software.rates == STRANGER for case in read["case"]]
+        new = with_errors(read[is_new], near)
+        parts.append(new.assign(repository="new: " + new["software"]))
+    result = pd.concat(parts, ignore_index=True)
+    # the open variance without that of the prior, which is what is sought
+    of_prior = bounds().at[_PRIOR, "sigma"] ** 2 * result["pace"] ** 2
+    result["constants"] = np.maximum(result["constants"] - of_prior, 0.0)
+    return result
+
+
+def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
+    """Constants with the sizes of `intervals.spread` as their residuals, and with what
+    these say of strangers.
+    """
+    residuals = dict(sizes)
+    slower = residuals.pop("slower")
+    # the interval's `constants` component counts it by that factor
+    sigma = residuals.pop("pace") / residuals["constants"]
+    rate = float(bounds().at[_PRIOR, "start"] * np.exp(-slower))
+    factor = float(np.exp(_SIGMAS * sigma))
+    return replace(
+        parameters,
+        constants={**parameters.constants, _PRIOR: rate},
+        intervals={**parameters.intervals, _PRIOR: (rate / factor, rate * factor)},
+        residuals=residuals,
+    )
+
+
+def _unlearned(parameters: Parameters):
+    """The same with the start value and the prior width of a stranger's rate, as the
+    fits of folds have them.
+    """
+    intervals = {k: v for k, v in parameters.intervals.items() if k != _PRIOR}
+    constants = {**parameters.constants, _PRIOR: bounds().at[_PRIOR, "start"]}
+    return replace(parameters, constants=constants, intervals=intervals)
