@@ -135,7 +135,7 @@ def contacts():
     new_generation = folds(known, by="generation")
     both = folds(known, by="generation", priced=strange)
     # `folds` prices strangers at the prior rate of `bounds`; so does `unknown_rows`
-    yield "known stack", by_source.join(coverage(by_source))
+    yield "known stack", by_source.join(coverage(by_source, strangers=unknown))
     for name, rows in unknown.groupby("repository"):
         others = unknown[unknown["repository"] != name]
         # of a stack that is left out, its sources are no known ones either

@@ -89,20 +89,26 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def coverage(
-    table: pd.DataFrame, reference: pd.DataFrame | None = None
+    table: pd.DataFrame,
+    reference: pd.DataFrame | None = None,
+    strangers: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Whether each row of `validate.folds` lies in its interval, and its half-width.
 
     A row's source has no part in its interval: the components come from the rows of
-    reference (the table itself if None) of other sources. Columns inside and half_width
-    (of the interval over the prediction).
+    reference (the table itself if None) and of strangers (`unknown_rows`, as the
+    shipped ones do; without them if None) of other sources. Columns inside and
+    half_width (of the interval over the prediction).
     """
     reference = table if reference is None else reference
     width = np.zeros(len(table))
     for source in pd.unique(table["repository"]):
         out = (table["repository"] == source).to_numpy()
         others = reference[reference["repository"] != source]
-        width[out] = width_of(table[out], spread(others))
+        strange = strangers
+        if strangers is not None:
+            strange = strangers[~strangers["source"].str.startswith(source)]
+        width[out] = width_of(table[out], spread(others, strange))
     error = table["log_error"].to_numpy(float)
     inside = np.abs(error) <= width
     # the interval goes from exp(-w) to exp(w): half of it is sinh(w)
