@@ -32,11 +32,13 @@ from madmax_lib.calibration import (
     coverage,
     fit,
     folds,
+    generation_of,
     known_rows,
     new_rows,
     predict,
     read_rows,
-    spread,
+    spread_of_both,
+    strange_rows,
     unknown_rows,
 )
 from madmax_lib.catalog import local_data
@@ -125,15 +127,14 @@ def judged(rows, prior, draws):
 def contacts():
     """Rows at first contact: distance, kind, repository, log_error, inside, half_width."""
     known = known_rows()
-    usable = fit.usable(known)
-    known = known[usable]
-    strange = known_rows(strange=True)[usable]
+    known = known[fit.usable(known)]
     prior = fit.shipped()
     by_source = folds(known, by="source")
-    unknown = unknown_rows(known, strange, prior)
-    sizes = spread(by_source, unknown)
-    new_generation = folds(known, by="generation")
-    both = folds(known, by="generation", priced=strange)
+    unknown = unknown_rows(known, prior)
+    sizes = spread_of_both(by_source, unknown)
+    generations = generation_of(known)
+    new_generation = folds(known, by=generations)
+    both = folds(known, by=generations, priced=strange_rows())
     # `folds` prices strangers at the prior rate of `bounds`; so does `unknown_rows`
     yield "known stack", by_source.join(coverage(by_source, strangers=unknown))
     for name, rows in unknown.groupby("repository"):
@@ -142,7 +143,7 @@ def contacts():
         sources = known.loc[known["software"].isin([name.split(": ")[1]]), "repository"]
         elsewhere = by_source[~by_source["repository"].isin(sources)]
         distance = f"{name.split(':')[0]}: unknown stack"
-        yield distance, with_intervals(rows, spread(elsewhere, others))
+        yield distance, with_intervals(rows, spread_of_both(elsewhere, others))
     yield "unknown generation", with_intervals(new_generation.assign(pace=0.0), sizes)
     yield "unknown stack and generation", with_intervals(both, sizes)
 

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
-    from madmax_lib.calibration.judge.intervals import spread as spread
-    from madmax_lib.calibration.judge.strangers import (
-        new_rows as new_rows,
-        unknown_rows as unknown_rows,
-    )
     from madmax_lib.calibration.judge.validate import *
     from madmax_lib.calibration.kernels.fit import (
         fit_rates as fit_rates,
@@ -58,6 +53,13 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.verdict.overlap import (
         overlap_errors as overlap_errors,
         overlap_facts as overlap_facts,
+    )
+    from madmax_lib.calibration.verdict.strangers import (
+        generation_of as generation_of,
+        new_rows as new_rows,
+        spread_of_both as spread_of_both,
+        strange_rows as strange_rows,
+        unknown_rows as unknown_rows,
     )
     from madmax_lib.calibration.verdict.vision import vision_errors as vision_errors
 

@@ -21,7 +21,6 @@ from madmax_lib.calibration.bayes import gradient, updated
 from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.catalog.datasets import local_data
-from madmax_lib.catalog.software import STRANGER
 from madmax_lib.plan.legal import could_run, legal
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
@@ -309,18 +308,17 @@ def fingerprint(rows: pd.DataFrame) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def known_rows(*, strange: bool = False) -> pd.DataFrame:
+def known_rows(**stated: str) -> pd.DataFrame:
     """Normalised rows behind the shipped constants.
 
     `data/published_train.csv`, and tables of a data directory that are not part of this
     project: vTrain's multi-node measurements, runs of further stacks, and a sweep of
-    layouts of one stack. What is missing is left out. strange: the same rows, each read
-    as one of a software that nobody knows.
+    layouts of one stack. What is missing is left out. stated: columns that all rows
+    have in place of their own, such as software.
     """
     tables = [catalog.table("published_train")]
     for name in _LOCAL:
         with contextlib.suppress(FileNotFoundError):
             tables.append(pd.read_csv(local_data(name), encoding="utf-8-sig"))
-    unknown = {"software": "unknown", "like": STRANGER} if strange else {}
-    rows = [read_rows(table.assign(**unknown)) for table in tables]
+    rows = [read_rows(table.assign(**stated)) for table in tables]
     return pd.concat(rows, ignore_index=True)

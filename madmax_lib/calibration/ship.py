@@ -17,9 +17,7 @@ from madmax_lib.calibration.fit import fit, known_rows, usable
 from madmax_lib.calibration.judge.intervals import (
     comparison_widths,
     sensitivities,
-    spread,
 )
-from madmax_lib.calibration.judge.strangers import unknown_rows, with_prior
 from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
@@ -46,27 +44,32 @@ def ship(path: str | Path) -> Parameters:
     """
     rows = known_rows()
     with loky.ProcessPoolExecutor(1, env=_ONE_THREAD) as process:
-        known = usable(rows)
-        strange = known_rows(strange=True)
-        fitted = process.submit(_fitted, rows[known], strange[known]).result()
+        fitted = process.submit(_fitted, rows[usable(rows)]).result()
     if Path(path).exists() and _same(present := load(path), fitted):
         return present
     save(fitted, path)
     return fitted
 
 
-def _fitted(rows: pd.DataFrame, strange: pd.DataFrame):
-    """The constants of rows with their intervals; strange: the same rows as those of
-    stacks that nobody knows.
-    """
+def _fitted(rows: pd.DataFrame):
+    """The constants of rows with their intervals."""
+    # a wing, which the rest of the calibration does without
+    from madmax_lib.calibration.verdict.strangers import (
+        spread_of_both,
+        unknown_rows,
+        with_prior,
+    )
+
     fitted = fit(rows)
     fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
     # errors of further sources and stacks set the components, those of further models
     # the width of a comparison
     without_source = folds(rows, by="source", near=fitted)
     without_model = folds(rows, near=fitted)
-    strangers = unknown_rows(rows, strange, fitted)
-    widths = spread(without_source, strangers) | comparison_widths(without_model)
+    strangers = unknown_rows(rows, fitted)
+    widths = spread_of_both(without_source, strangers) | comparison_widths(
+        without_model
+    )
     return with_prior(fitted, widths)
 
 

@@ -128,8 +128,8 @@ def software(name: str) -> Listing:
     stack = spec.name
     if spec.rates == STRANGER:
         stack = ""
-        known = tables.class_facts(spec.name)
-        facts = {fact["field"]: fact | {"stack": fact["word"]} for fact in known}
+        of_class = tables.class_facts(spec.name)
+        facts = {fact["field"]: fact | {"stack": fact["word"]} for fact in of_class}
     while stack:  # from one to that which it is like; the nearest one's facts stay
         rows = listed[listed["name"] == stack].to_dict("records")
         stated = {row["field"]: row | {"stack": stack} for row in rows}

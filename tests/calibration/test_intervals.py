@@ -12,6 +12,7 @@ from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale
 from madmax_lib.calibration.verdict import accuracy
+from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components
@@ -94,7 +95,7 @@ def unknown_stacks(slower, spread, stacks=300, each=8):
 def test_the_prior_of_strangers_is_found():
     known = strangers(300, 8, stranger=0.06, mixture=0.1, constants=0.5)
     unknown = unknown_stacks(slower=0.15, spread=0.2)
-    sizes = intervals.spread(known, unknown)
+    sizes = spread_of_both(known, unknown)
     alone = intervals.spread(known)
     assert sizes["slower"] == pytest.approx(0.15, abs=0.03)
     # in sigmas of the quantile, which is that of normal errors here
@@ -108,7 +109,7 @@ def test_the_prior_of_strangers_is_found():
 def test_strangers_like_known_stacks_have_no_spread_of_their_own():
     known = strangers(300, 8, stranger=0.1, mixture=0.1, constants=0.5)
     alike = unknown_stacks(slower=0.0, spread=0.0)
-    sizes = intervals.spread(known, alike)
+    sizes = spread_of_both(known, alike)
     assert sizes["pace"] == 0 and abs(sizes["slower"]) < 0.02
 
 

@@ -11,9 +11,7 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.fit import known_rows, slowness
-from madmax_lib.calibration.judge.intervals import spread
-from madmax_lib.calibration.judge.strangers import unknown_rows, with_prior
+from madmax_lib.calibration.fit import known_rows, slowness, usable
 from madmax_lib.calibration.judge.validate import folds, predict
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.accuracy import (
@@ -26,6 +24,11 @@ from madmax_lib.calibration.verdict.accuracy import (
     score,
 )
 from madmax_lib.calibration.verdict.expect import VERDICTS
+from madmax_lib.calibration.verdict.strangers import (
+    spread_of_both,
+    unknown_rows,
+    with_prior,
+)
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
@@ -86,7 +89,7 @@ def left_out(rows):
 @pytest.fixture(scope="module")
 def strangers(rows):
     """Each stack left out of a fit, and those that no fit has seen."""
-    return unknown_rows(rows, known_rows(strange=True), shipped())
+    return unknown_rows(rows, shipped())
 
 
 def test_predict_adds_columns_and_keeps_rows(table, predicted):
@@ -311,7 +314,7 @@ def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(
     assert (errors(published, "repository")["mape"] > 0.20).sum() <= 2
     with pytest.raises(
         ValueError,
-        match="by='day' is not one of group, source, stack, generation, random",
+        match="by='day' is not one of group, source, random",
     ):
         folds(held_out, by="day")
 
@@ -412,7 +415,7 @@ def test_verdicts_about_sources_that_the_fit_has_not_seen(left_out):
 
 
 def test_shipped_spread_is_that_of_sources_and_stacks_left_out(left_out, strangers):
-    own = with_prior(shipped(), spread(left_out, strangers))
+    own = with_prior(shipped(), spread_of_both(left_out, strangers))
     for name, size in own.residuals.items():
         assert shipped().residuals[name] == pytest.approx(size, abs=0.02, rel=0.2), name
     prior = "stack_rate:stranger"
@@ -435,7 +438,7 @@ def test_the_table_of_the_data_directory(predicted):
 if __name__ == "__main__":
     text = PAGE.read_text()
     known = known_rows()
-    unknown = unknown_rows(known, known_rows(strange=True), shipped())
+    unknown = unknown_rows(known[usable(known)], shipped())
     for line in page_lines(folds(known, by="source"), unknown):
         text = re.sub(
             rf"^{re.escape(line.split(' | ')[0])} \|.*$", line, text, flags=re.M

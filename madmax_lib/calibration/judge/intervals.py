@@ -46,21 +46,16 @@ def class_of(rows: pd.DataFrame) -> pd.Series:
     return pd.Series(classes, index=rows.index, dtype=object)
 
 
-def spread(
-    table: pd.DataFrame, strangers: pd.DataFrame | None = None
-) -> dict[str, float]:
-    """Sizes of the components and the quantile, from `validate.folds` by source; with
-    strangers (`strangers.unknown_rows`) slower and pace too.
+def spread(table: pd.DataFrame) -> dict[str, float]:
+    """Sizes of the components and the quantile, from `validate.folds` by source.
+
+    A column unknown has the pace of rows of stacks that nobody knows, 0 of others: then
+    slower is how much slower these are, and what they scatter more is apart.
     """
-    both = table.assign(pace=0.0)
-    if strangers is not None:
-        both = pd.concat([both, strangers])
-    names = [*COMPONENTS, "pace"]
-    parts = both[names].to_numpy(float)
-    paces = parts[:, -1].copy()
-    parts[:, -1] **= 2
-    errors = both["log_error"].to_numpy(float)
-    weights = _weights(both)
+    paces = table.get("unknown", 0.0 * table["log_error"]).to_numpy(float)
+    parts = np.column_stack([table[list(COMPONENTS)], paces**2]).astype(float)
+    errors = table["log_error"].to_numpy(float)
+    weights = _weights(table)
 
     def loss(point):
         """Minus twice the log likelihood of Student's t, but for constants.
@@ -73,43 +68,29 @@ def spread(
         tails = np.log1p(rest**2 / (variance * _FREEDOM))
         return float(weights @ (np.log(variance) + (_FREEDOM + 1) * tails))
 
-    edges = [(np.log(1e-3), np.log(10.0))] * len(names) + [(-1.0, 1.0)]
+    count = len(COMPONENTS)
+    edges = [(np.log(1e-3), np.log(10.0))] * (count + 1) + [(-1.0, 1.0)]
     # the first component is a factor, the others are logarithmic errors
-    begins = (np.log([1.0, *[size] * (len(names) - 1), 1.0]) for size in _STARTS)
+    begins = (np.log([1.0, *[size] * count, 1.0]) for size in _STARTS)
     solutions = (minimize(loss, begin, bounds=edges) for begin in begins)
     best = min(solutions, key=lambda solution: solution.fun)
     sizes = dict(zip(COMPONENTS, np.exp(best.x).tolist(), strict=False))
     # the few rows of LoRA, which err most, do not set the level of all
-    table = table[table["lora"] == 0]
-    score = np.abs(table["log_error"]) / width_of(table, sizes | {"quantile": 1.0})
-    sizes["quantile"] = _quantile(score.to_numpy(), _weights(table), _inside(table))
-    if strangers is None:
-        return sizes
-    slower = float(best.x[-1])
-    return sizes | {"slower": slower, "pace": _pace(strangers, sizes, slower)}
+    usual = table[(paces == 0) & (table["lora"] == 0)]
+    score = np.abs(usual["log_error"]) / width_of(usual, sizes | {"quantile": 1.0})
+    return sizes | {"quantile": level(usual, score), "slower": float(best.x[-1])}
+
+
+def level(table: pd.DataFrame, scores: pd.Series) -> float:
+    """The score that 90 % of a further source of rows stay below."""
+    inside = _INSIDE * (1 + 1 / table["repository"].nunique())
+    return _quantile(scores.to_numpy(float), _weights(table), inside)
 
 
 def _weights(table: pd.DataFrame):
     """(n,) all sources count the same, whatever their rows."""
     sources = table.groupby("repository")["repository"]
     return 1 / sources.transform("size").to_numpy(float)
-
-
-def _inside(table: pd.DataFrame):
-    """Share of these sources that must lie inside for 90 % of a further one."""
-    return _INSIDE * (1 + 1 / table["repository"].nunique())
-
-
-def _pace(strangers: pd.DataFrame, sizes: dict, slower: float):
-    """Spread of the log rate of strangers, by which 90 % of a further stack lie inside
-    an interval of the quantile that known stacks have.
-    """
-    pace = strangers["pace"].to_numpy(float)
-    rest = strangers["log_error"].to_numpy(float) + pace * slower
-    # a row is inside from the spread on at which rest^2 = known^2 + (q p spread)^2
-    missing = np.maximum(rest**2 - width_of(strangers, sizes) ** 2, 0.0)
-    spreads = np.sqrt(missing) / (sizes["quantile"] * np.abs(pace))
-    return _quantile(spreads, _weights(strangers), _inside(strangers))
 
 
 def comparison_widths(table: pd.DataFrame) -> dict[str, float]:

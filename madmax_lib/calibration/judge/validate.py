@@ -94,7 +94,7 @@ def _predictions(rows: pd.DataFrame, parameters: Parameters):
 def folds(
     rows: pd.DataFrame,
     *,
-    by: str = "group",
+    by: str | pd.Series = "group",
     near: Parameters | None = None,
     priced: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
@@ -102,12 +102,11 @@ def folds(
 
     rows: a published table or the output of `read_rows`. by: what stays together in one
     of ten folds, "group" (a source and model) or nothing ("random"); or "source", a
-    fold for each repository; "stack" for each software, "generation" for each family of
-    devices. near: a fit of all rows, the shipped constants if None; the fits begin
-    there, and what they do not see returns to its prior. priced: the rows that are
-    predicted in place of these, by index, such as the same of unknown software.
-    Returns the predicted rows with fold and the columns of `with_errors`. Which fold a
-    group is in depends on its name only.
+    fold for each repository; or a name for each row, a fold for each name. near: a fit
+    of all rows, the shipped constants if None; the fits begin there, and what they do
+    not see returns to its prior. priced: the rows that are predicted in place of these,
+    by index, such as the same of unknown software. Returns the predicted rows with fold
+    and the columns of `with_errors`. Which fold a group is in depends on its name only.
     """
     if "supported" not in rows.columns:
         rows = read_rows(rows)
@@ -115,9 +114,7 @@ def folds(
     rows = rows[slowness(rows) <= SLOWEST]
     near = near or shipped()
     fold = _fold_of(rows, by)
-    if priced is None:
-        priced = rows
-    priced = priced.loc[rows.index]
+    priced = rows if priced is None else priced.loc[rows.index]
     can_price = usable(priced).to_numpy()
     parts = []
     for number in np.unique(fold[can_price]):
@@ -130,17 +127,9 @@ def folds(
     order = np.argsort(np.argsort(fold[can_price], kind="stable"))
     result = pd.concat(parts).iloc[order]
     file = {"rows": {"sha256": fingerprint(rows)}}
-    return with_origin(result, {"files": file, "rules": f"folds by {by}"})
-
-
-def stack_of(rows: pd.DataFrame) -> pd.Series:
-    """The software of each row; compiled or captured in graphs it is the same stack."""
-    return rows["software"].str.replace("-(compiled|graph)$", "", regex=True)
-
-
-def generation_of(rows: pd.DataFrame) -> pd.Series:
-    """The family of each row's device; the device itself where it has no family."""
-    return rows["family"].where(rows["family"] != "other", rows["gpu"])
+    return with_origin(
+        result, {"files": file, "rules": f"folds by {getattr(by, 'name', by)}"}
+    )
 
 
 def with_errors(rows: pd.DataFrame, parameters: Parameters) -> pd.DataFrame:
@@ -150,25 +139,24 @@ def with_errors(rows: pd.DataFrame, parameters: Parameters) -> pd.DataFrame:
     steps = to_steps(rows)
     times = step_time(steps, parameters)
     log_error = np.log(rows["measured_s"].astype(float) / times["step_s"])
-    columns = {"predicted_s": times["step_s"], "log_error": log_error}
-    columns |= {"pace": pace(times, parameters)}
-    return rows.assign(**columns, **components(steps, times, parameters))
+    return rows.assign(
+        predicted_s=times["step_s"],
+        log_error=log_error,
+        pace=pace(times, parameters),
+        **components(steps, times, parameters),
+    )
 
 
-def _fold_of(rows: pd.DataFrame, by: str):
+def _fold_of(rows: pd.DataFrame, by: str | pd.Series):
     """(n,) number of each row's fold."""
+    if isinstance(by, pd.Series):
+        return pd.factorize(by[rows.index])[0]
     if by == "source":
         return pd.factorize(rows["repository"])[0]
-    if by == "stack":
-        return pd.factorize(stack_of(rows))[0]
-    if by == "generation":
-        return pd.factorize(generation_of(rows))[0]
     if by == "random":
         return np.random.default_rng(0).permutation(len(rows)) % _FOLDS
     if by != "group":
-        raise ValueError(
-            f"by={by!r} is not one of group, source, stack, generation, random"
-        )
+        raise ValueError(f"by={by!r} is not one of group, source, random")
     # a hash of the name puts groups in an order that no further row changes
     names = sorted(
         rows["group"].unique(),

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from madmax_lib.calibration.judge.intervals import class_of, spread
 from madmax_lib.calibration.published.rows import flops_and_peaks
 from madmax_lib.calibration.verdict.expect import VERDICTS, verdicts
+from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.uncertainty import width_of
 
 # runs of one layout agree in these columns of a normalised row
@@ -105,10 +106,11 @@ def coverage(
     for source in pd.unique(table["repository"]):
         out = (table["repository"] == source).to_numpy()
         others = reference[reference["repository"] != source]
-        strange = strangers
+        sizes = spread(others)
         if strangers is not None:
             strange = strangers[~strangers["source"].str.startswith(source)]
-        width[out] = width_of(table[out], spread(others, strange))
+            sizes = spread_of_both(others, strange)
+        width[out] = width_of(table[out], sizes)
     error = table["log_error"].to_numpy(float)
     inside = np.abs(error) <= width
     # the interval goes from exp(-w) to exp(w): half of it is sinh(w)

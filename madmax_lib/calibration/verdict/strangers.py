@@ -3,7 +3,7 @@ stacks that were left out and from published ones that no fit has seen.
 
 Each stack of the published rows is left out of a refit whole and priced as software
 that is in no table. Their errors say how much slower than its kind a stranger runs its
-kernels, and how far strangers scatter (`intervals.spread`); `with_prior` puts that into
+kernels, and how far strangers scatter (`spread_of_both`); `with_prior` puts that into
 `stack_rate:stranger`. A third of `published_strangers`, by hash, is laid aside for a
 final judgement: nothing is learned from it.
 """
@@ -15,12 +15,14 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.calibration.fit import usable
-from madmax_lib.calibration.judge.validate import folds, stack_of, with_errors
+from madmax_lib.calibration.fit import known_rows, usable
+from madmax_lib.calibration.judge.intervals import level, spread
+from madmax_lib.calibration.judge.validate import folds, with_errors
 from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.catalog.datasets import local_data
 from madmax_lib.catalog.software import STRANGER
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
+from madmax_lib.simulator.uncertainty import width_of
 
 _PRIOR = f"stack_rate:{STRANGER}"
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
@@ -45,19 +47,31 @@ def new_rows(*, aside: bool = False) -> pd.DataFrame:
     return table.drop(columns=_ABOUT).assign(like=STRANGER)
 
 
-def unknown_rows(
-    rows: pd.DataFrame, strange: pd.DataFrame, near: Parameters
-) -> pd.DataFrame:
-    """Errors of strangers before anything is learned of them, as `intervals.spread`
+def generation_of(rows: pd.DataFrame) -> pd.Series:
+    """The family of each row's device; the device itself where it has no family."""
+    return rows["family"].where(rows["family"] != "other", rows["gpu"])
+
+
+def strange_rows() -> pd.DataFrame:
+    """The `fit.known_rows`, each read as one of a software that nobody knows."""
+    return known_rows(software="unknown", like=STRANGER)
+
+
+def unknown_rows(rows: pd.DataFrame, near: Parameters) -> pd.DataFrame:
+    """Errors of strangers before anything is learned of them, as `spread_of_both`
     takes them; repository names the stack.
 
-    rows, strange: `fit.known_rows`, by their software and as strangers. near: a fit of
-    all rows. Rows of `published_strangers` are missing where no data directory has them.
+    rows: `fit.known_rows`, those that are usable. near: a fit of them. Rows of
+    `published_strangers` are missing where no data directory has them.
     """
-    near = _unlearned(near)
-    left_out = folds(rows, by="stack", near=near, priced=strange)
-    stacks = stack_of(rows.loc[left_out.index])
-    parts = [left_out.assign(repository="left out: " + stacks)]
+    # a stranger's rate and its width before any is learned, as fits of folds have them
+    intervals = {k: v for k, v in near.intervals.items() if k != _PRIOR}
+    constants = {**near.constants, _PRIOR: bounds().at[_PRIOR, "start"]}
+    near = replace(near, constants=constants, intervals=intervals)
+    # compiled or captured in graphs it is the same stack
+    stacks = rows["software"].str.replace("-(compiled|graph)$", "", regex=True)
+    left_out = folds(rows, by=stacks, near=near, priced=strange_rows())
+    parts = [left_out.assign(repository="left out: " + stacks[left_out.index])]
     with suppress(FileNotFoundError):
         read = read_rows(new_rows())
         read = read[usable(read)]
@@ -71,8 +85,23 @@ def unknown_rows(
     return result
 
 
+def spread_of_both(table: pd.DataFrame, strangers: pd.DataFrame) -> dict[str, float]:
+    """The sizes of `intervals.spread` by `validate.folds` by source and `unknown_rows`,
+    and pace: the spread of the log rate of strangers.
+
+    90 % of a further stack lie inside an interval of the quantile that known ones have.
+    """
+    both = [table.assign(unknown=0.0), strangers.assign(unknown=strangers["pace"])]
+    sizes = spread(pd.concat(both))
+    rest = strangers["log_error"] + strangers["pace"] * sizes["slower"]
+    # a row is inside from the spread on at which rest^2 = known^2 + (q p spread)^2
+    excess = np.maximum(rest**2 - width_of(strangers, sizes) ** 2, 0.0)
+    spreads = np.sqrt(excess) / (sizes["quantile"] * strangers["pace"].abs())
+    return sizes | {"pace": level(strangers, spreads)}
+
+
 def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
-    """Constants with the sizes of `intervals.spread` as their residuals, and with what
+    """Constants with the sizes of `spread_of_both` as their residuals, and with what
     these say of strangers.
     """
     residuals = dict(sizes)
@@ -87,12 +116,3 @@ def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
         intervals={**parameters.intervals, _PRIOR: (rate / factor, rate * factor)},
         residuals=residuals,
     )
-
-
-def _unlearned(parameters: Parameters):
-    """The same with the start value and the prior width of a stranger's rate, as the
-    fits of folds have them.
-    """
-    intervals = {k: v for k, v in parameters.intervals.items() if k != _PRIOR}
-    constants = {**parameters.constants, _PRIOR: bounds().at[_PRIOR, "start"]}
-    return replace(parameters, constants=constants, intervals=intervals)
