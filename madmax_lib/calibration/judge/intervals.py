@@ -72,13 +72,19 @@ def spread(table: pd.DataFrame) -> dict[str, float]:
     edges = [(np.log(1e-3), np.log(10.0))] * (count + 1) + [(-1.0, 1.0)]
     # the first component is a factor, the others are logarithmic errors
     begins = (np.log([1.0, *[size] * count, 1.0]) for size in _STARTS)
-    solutions = (minimize(loss, begin, bounds=edges) for begin in begins)
-    best = min(solutions, key=lambda solution: solution.fun)
+    best = min(
+        (minimize(loss, begin, bounds=edges) for begin in begins),
+        key=lambda solution: solution.fun,
+    )
     sizes = dict(zip(COMPONENTS, np.exp(best.x).tolist(), strict=False))
     # the few rows of LoRA, which err most, do not set the level of all
     usual = table[(paces == 0) & (table["lora"] == 0)]
     score = np.abs(usual["log_error"]) / width_of(usual, sizes | {"quantile": 1.0})
-    return sizes | {"quantile": level(usual, score), "slower": float(best.x[-1])}
+    return {
+        **sizes,
+        "quantile": level(usual, score),
+        "slower": float(best.x[-1]),
+    }
 
 
 def level(table: pd.DataFrame, scores: pd.Series) -> float:

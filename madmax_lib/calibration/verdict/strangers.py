@@ -27,8 +27,20 @@ from madmax_lib.simulator.uncertainty import width_of
 _PRIOR = f"stack_rate:{STRANGER}"
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 # what says which run a row is; and columns that are about rows, not runs
-_KEYS = ("source", "table_row", "model", "gpu", "n_gpus", "global_batch")
-_ABOUT = ["license", "kind", "score", "implied_mfu_pct"]
+_KEYS = (
+    "source",
+    "table_row",
+    "model",
+    "gpu",
+    "n_gpus",
+    "global_batch",
+)
+_ABOUT = [
+    "license",
+    "kind",
+    "score",
+    "implied_mfu_pct",
+]
 
 
 def new_rows(*, aside: bool = False) -> pd.DataFrame:
