@@ -2,6 +2,8 @@
 order.
 """
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from madmax_lib.base.intervals import pack, union
@@ -21,6 +23,18 @@ def ends_ns(spans: pd.DataFrame) -> pd.Series:
 def covered(spans: pd.DataFrame):
     """Intervals (m, 2) in normal form that at least one span covers, in ns."""
     return union(pack(spans["start_ns"], spans["dur_ns"]))
+
+
+def stacked(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Tables one below another, without the empty ones, whose columns have no types."""
+    filled = [table for table in tables if len(table)]
+    return pd.concat(filled or tables[:1], ignore_index=True)
+
+
+def largest_first(table: pd.DataFrame, column: str, *names: str) -> pd.DataFrame:
+    """Rows by a column, the largest first, equal ones by names."""
+    ascending = [False] + [True] * len(names)
+    return table.sort_values([column, *names], ascending=ascending, ignore_index=True)
 
 
 def ratio(value: pd.Series, by: pd.Series) -> pd.Series:

@@ -18,7 +18,7 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import ends_ns
+from madmax_lib.traces.tables import ends_ns, largest_first, stacked
 
 # allocated there, or anywhere else that no event with an address tells
 BEFORE = "before the trace"
@@ -81,18 +81,11 @@ def allocations(timeline: Timeline) -> pd.DataFrame:
     events = _events(timeline)
     born = events[events["born"]]
     table = _with_time_and_step(timeline, born).rename(columns={"time_s": "start_s"})
-    end_ns = (
-        events["time_ns"].to_numpy()[born["end"]]
-        if len(born)
-        else np.zeros(0, dtype=np.int64)
-    )
-    lifetime_s = np.where(
-        born["end"] >= 0, (end_ns - born["time_ns"]) / NS_PER_S, np.nan
-    )
+    end_ns = events["time_ns"].to_numpy()[born["end"]]
+    lifetime_s = ((end_ns - born["time_ns"]) / NS_PER_S).where(born["end"] >= 0)
     table = table.assign(end_s=table["start_s"] + lifetime_s, lifetime_s=lifetime_s)
     table["operator"] = _innermost_operator(timeline, born)
-    for column, names in _enclosing(timeline, born).items():
-        table[column] = names
+    table = table.join(_enclosing(timeline, born))
     columns = [
         "step",
         "size_bytes",
@@ -151,19 +144,15 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     live = live.assign(operator=_innermost_operator(timeline, live))
     keys = ["pool", "operator"]
     holders = live.groupby(keys)["size_bytes"].agg(["sum", "count"]).reset_index()
-    holders = holders.sort_values(
-        ["pool", "sum", "operator"], ascending=[True, False, True]
-    )
+    holders = largest_first(holders, "sum", "operator")
     rest = holders.groupby("pool").cumcount() >= top
     holders["operator"] = holders["operator"].mask(rest, _OTHERS)
     holders = holders.groupby(keys, sort=False).sum().reset_index()
     followed = holders.groupby("pool")["sum"].sum().reindex(of_pool.index, fill_value=0)
     before = (of_pool["peak_bytes"] - followed).rename("sum").reset_index()
     before = before[before["sum"] != 0].assign(operator=BEFORE, count=np.nan)
-    parts = [part for part in (holders, before) if len(part)]
-    table = pd.concat(parts) if parts else holders
+    table = stacked([holders, before]).rename(columns={"sum": "size_bytes"})
     table = table.sort_values("pool", kind="stable")
-    table = table.rename(columns={"sum": "size_bytes"})
     table = table.join(of_pool[[*_POOL, "peak_bytes"]], on="pool")
     table["share"] = table["size_bytes"] / table["peak_bytes"].clip(lower=1)
     table = table.astype({"rank": "int32", "size_bytes": "int64", "count": "float64"})
@@ -180,25 +169,17 @@ def growth(timeline: Timeline) -> pd.DataFrame:
     allocation kept for good is no leak; NaN with less than two steps.
     """
     events = _with_time_and_step(timeline, _events(timeline))
-    ends = (
-        events[events["step"] >= 0]
-        .groupby(["pool", "step"])
-        .tail(1)
-        .sort_values(["pool", "step"])
-    )
-    ends = ends.assign(change=ends.groupby("pool")["allocated_bytes"].diff())
+    ends = events[events["step"] >= 0].groupby(["pool", "step"]).tail(1)
+    ends = ends.sort_values(["pool", "step"])
     grouped = ends.groupby("pool")
-    table = (
-        grouped[_POOL]
-        .first()
-        .assign(steps=grouped.size(), bytes_per_step=grouped["change"].median())
-    )
-    for when in ("first", "last"):
-        table[f"{when}_bytes"] = grouped["allocated_bytes"].agg(when)
-    table = table[
-        [*_POOL, "steps", "first_bytes", "last_bytes", "bytes_per_step"]
-    ].reset_index(drop=True)
-    return with_origin(table, timeline)
+    level = grouped["allocated_bytes"]
+    change = level.diff().groupby(ends["pool"])
+    table = grouped[_POOL].first()
+    table["steps"] = grouped.size()
+    table["first_bytes"] = level.first()
+    table["last_bytes"] = level.last()
+    table["bytes_per_step"] = change.median()
+    return with_origin(table.reset_index(drop=True), timeline)
 
 
 def _events(timeline: Timeline):
@@ -218,38 +199,24 @@ def _events(timeline: Timeline):
     )
     size = events["size_bytes"]
     pool = events["pool"]
-    end = _next_at_address(
-        pool.to_numpy(), events["address"].to_numpy(), size.to_numpy()
-    )
-    born = (size > 0) & (events["address"] != -1)
+    end = _next_at_address(events)
     nameless = events["address"] == -1
-    followed = size.where(born | nameless, 0).to_numpy(
-        copy=True
-    )  # change of the bytes that can be followed
+    born = (size > 0) & ~nameless
+    # change of the bytes that can be followed
+    followed = size.where(born | nameless, 0).to_numpy(copy=True)
     # The event that frees a block takes off what its allocation added, whatever size it
     # tells.
-    freed = end[has_end := (born & (end >= 0)).to_numpy()]
-    followed[freed] -= size.to_numpy()[has_end]
+    has_end = born & (end >= 0)
+    followed[end[has_end]] -= size[has_end]
     # Blocks that are freed without having been allocated here are from before the
     # trace.
-    older = (
-        (-size)
-        .where((size < 0) & (followed == 0) & ~nameless, 0)
-        .groupby(pool)
-        .transform("sum")
-    )
+    is_older = (size < 0) & (followed == 0) & ~nameless
+    older = -size.where(is_older, 0).groupby(pool).transform("sum")
     # Without addresses only the sum of the sizes shows that something was there before.
-    older -= (
-        size.where(nameless, 0)
-        .groupby(pool)
-        .cumsum()
-        .groupby(pool)
-        .transform("min")
-        .clip(upper=0)
-    )
-    reserved = (
-        events["reserved_bytes"].where(events["reserved_bytes"] > 0).astype("float64")
-    )
+    running = size.where(nameless, 0).groupby(pool).cumsum()
+    older -= running.groupby(pool).transform("min").clip(upper=0)
+    reserved = events["reserved_bytes"].astype("float64")
+    reserved = reserved.where(reserved > 0)
     total = _without_gaps(events["allocated_bytes"], size, pool, older)
     before = total - pd.Series(followed).groupby(pool).cumsum()
     # What was there before can only be given back: it is never more than the least
@@ -275,29 +242,22 @@ def _without_gaps(
     recorded = pd.Series(total.index, dtype="float64").where(total >= 0)
     recorded = recorded.groupby(pool).ffill().groupby(pool).bfill()
     level = unknown.to_numpy() + running
-    near = recorded.dropna().to_numpy(
-        dtype=np.int64
-    )  # integers all the way: floats lose bytes beyond 2**53
-    level[recorded.notna()] = (total.to_numpy() - running)[near] + running[
-        recorded.notna()
-    ]
+    is_near = recorded.notna()
+    # integers all the way: floats lose bytes beyond 2**53
+    near = recorded[is_near].to_numpy(dtype=np.int64)
+    level[is_near] = (total.to_numpy() - running)[near] + running[is_near]
     return level
 
 
-def _next_at_address(pool: np.ndarray, address: np.ndarray, size: np.ndarray):
+def _next_at_address(events: pd.DataFrame):
     """Row (n,) of the next event with the same pool and address, -1 without; rows are
     in time order.
     """
-    with_address = np.flatnonzero((address != -1) & (size != 0))
-    order = with_address[
-        np.lexsort((with_address, address[with_address], pool[with_address]))
-    ]
-    here = order[:-1]
-    later = order[1:]
-    same = (pool[here] == pool[later]) & (address[here] == address[later])
-    following = np.full(len(pool), -1)
-    following[here[same]] = later[same]
-    return following
+    rows = events.index.to_series()
+    rows = rows[(events["address"] != -1) & (events["size_bytes"] != 0)]
+    by_address = rows.groupby([events["pool"], events["address"]])
+    following = by_address.shift(-1, fill_value=-1)
+    return following.reindex(events.index, fill_value=-1).to_numpy()
 
 
 def _peaks(events: pd.DataFrame):
@@ -313,13 +273,12 @@ def _peaks(events: pd.DataFrame):
     falls = at_begin > top["allocated_bytes"].to_numpy()
     rows = np.where(falls, first.index - 1, top.index)
     peaks = events.loc[np.where(falls, first.index, top.index)]
-    peak_bytes, before_bytes = (
-        np.where(falls, at_begin, peaks[of])
-        for of in ("allocated_bytes", "before_bytes")
+    peaks = peaks.assign(
+        row=rows,
+        peak_bytes=peaks["allocated_bytes"].mask(falls, at_begin),
+        before_bytes=peaks["before_bytes"].mask(falls, at_begin),
     )
-    return peaks.assign(
-        row=rows, peak_bytes=peak_bytes, before_bytes=before_bytes
-    ).reset_index(drop=True)
+    return peaks.reset_index(drop=True)
 
 
 def _with_time_and_step(timeline: Timeline, events: pd.DataFrame):
@@ -357,42 +316,35 @@ def _innermost_operator(timeline: Timeline, events: pd.DataFrame):
     """
     host = _host_spans(timeline)
     operators = host[host.index.isin(timeline.side_tables["operators"]["row"])]
-    labels = host[
-        host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)
-    ]  # no calls of the runtime
+    # no calls of the runtime
+    called = host["kind"].isin(["cpu", "annotation"]) & (host["correlation"] < 0)
     operator = _innermost(operators, events)
-    label = _innermost(labels, events)
-    names = pd.Series(
-        np.where(operator != "", operator, np.where(label != "", label, OUTSIDE)),
-        dtype=object,
-    )
-    return names.str.replace(_OBJECT, "", regex=True).to_numpy()
+    label = _innermost(host[called], events)
+    names = operator.where(operator != "", label)
+    names = names.where(names != "", OUTSIDE)
+    return names.str.replace(_OBJECT, "", regex=True)
 
 
 def _enclosing(timeline: Timeline, events: pd.DataFrame):
     """annotation, module and phase (n,) around each event."""
     host = _host_spans(timeline)
-    names = host["name"].cat.categories
-    phase = [
-        next((p for p, pattern in _PHASES if re.search(pattern, name)), "")
-        for name in names
-    ]
-    of_name = dict(zip(names, phase, strict=True)) | {"": ""}
+    name = host["name"]
+    of_name = {"": ""}
+    for each in name.cat.categories:
+        phases = (phase for phase, pattern in _PHASES if re.search(pattern, each))
+        of_name[each] = next(phases, "")
+    is_step = name.str.contains(r"^ProfilerStep\s*#")
     rows_of = {
-        "annotation": (host["kind"] == "annotation")
-        & ~host["name"].str.contains(r"^ProfilerStep\s*#"),
-        "module": host["name"].str.startswith("nn.Module: "),
-        "phase": host["name"].map(of_name).astype(object) != "",
+        "annotation": (host["kind"] == "annotation") & ~is_step,
+        "module": name.str.startswith("nn.Module: "),
+        "phase": name.map(of_name).astype(object) != "",
     }
     names_of = {
         column: _innermost(host[rows], events) for column, rows in rows_of.items()
     }
-    names_of["module"] = np.array(
-        [name.removeprefix("nn.Module: ") for name in names_of["module"]], dtype=object
-    )
-    return names_of | {
-        "phase": np.array([of_name[name] for name in names_of["phase"]], dtype=object)
-    }
+    names_of["module"] = names_of["module"].str.removeprefix("nn.Module: ")
+    names_of["phase"] = names_of["phase"].map(of_name)
+    return pd.DataFrame(names_of)
 
 
 def _host_spans(timeline: Timeline):
@@ -405,7 +357,6 @@ def _innermost(spans: pd.DataFrame, events: pd.DataFrame):
     """
     nest = Nest(spans, np.arange(len(spans)), closed=True)
     number = nest.at(thread_of(events), events["time_ns"].to_numpy())
-    names = np.full(len(events), "", dtype=object)
-    inside = number >= 0
-    names[inside] = spans["name"].iloc[nest.rows[number[inside]]].astype(object)
-    return names
+    names = spans["name"].iloc[nest.rows].tolist()
+    inside = [names[each] if each >= 0 else "" for each in number]
+    return pd.Series(inside, events.index, dtype=object)

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, union
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import (
     BUSY_KINDS,
@@ -23,7 +22,7 @@ from madmax_lib.timeline.timeline import (
 )
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import ratio
+from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
 
 OUTSIDE = "outside of operators"
@@ -48,20 +47,12 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     """
     keys = ["rank", "name", "shapes", "dtype"] if by_shape else ["rank", "name"]
     calls, work = operator_calls(timeline)
-    parts = [
-        part
-        for part in (calls, _without_operator(timeline.spans, calls, work))
-        if len(part)
-    ]
-    calls = pd.concat(parts, ignore_index=True) if parts else calls
+    calls = stacked([calls, _without_operator(timeline.spans, calls, work)])
     # A call inside of one of the same name (and shapes) is in its time already.
     once = ~calls["shape_again" if by_shape else "again"].to_numpy(dtype=bool)
     sums = pd.DataFrame(
         {
-            **{
-                key: calls[key].astype(str) if key == "shapes" else calls[key]
-                for key in keys
-            },
+            **calls[keys].astype({"shapes": str} if by_shape else {}),
             "count": calls["calls"],
             "host_s": calls["host_ns"] * once,
             "device_s": calls["device_ns"] * once,
@@ -76,26 +67,12 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
     )
     # min_count: a sum in which nothing is known is NaN, not 0.
     table = sums.groupby(keys, observed=True).sum(min_count=1).reset_index()
-    times = [
-        "host_s",
-        "self_host_s",
-        "device_s",
-        "self_device_s",
-        "flops_per_s",
-        "bytes_per_s",
-    ]
-    table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = _share_of_rank(table, "self_device_s")
+    table = _in_seconds(table, "self_device_s")
     # So far these two held the device time of the calls that count.
     table["flops_per_s"] = ratio(table["flops"], table["flops_per_s"])
     table["bytes_per_s"] = ratio(table["moved_bytes"], table["bytes_per_s"])
     table["flops_per_byte"] = ratio(table["flops"], table["moved_bytes"])
-    table = table.sort_values(
-        ["self_device_s", *keys],
-        ascending=[False] + [True] * len(keys),
-        ignore_index=True,
-    )
-    return with_origin(table, timeline)
+    return with_origin(largest_first(table, "self_device_s", *keys), timeline)
 
 
 def modules(timeline: Timeline) -> pd.DataFrame:
@@ -111,63 +88,49 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     counts where it was recorded, which may be outside of the module around it.
     """
     spans = timeline.spans
-    (calls, work) = operator_calls(timeline)
-    nest = Nest(
-        spans,
-        np.flatnonzero(spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)),
-    )
+    calls, work = operator_calls(timeline)
+    is_module = spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)
+    nest = Nest(spans, np.flatnonzero(is_module))
     # Without a device the operators themselves are the work; else the kernels are.
-    host_ns = calls["self_device_ns"] * ~calls["on_device"].to_numpy(
-        dtype=bool
-    )  # kernels bring the device's
+    host_ns = calls["self_device_ns"].mask(calls["on_device"], 0)
     launched = work[work["launch_row"] >= 0]
     thread = np.r_[calls["thread"], launched["thread"]]
     start_ns = np.r_[calls["start_ns"], launched["launch_ns"]]
     device_ns = np.r_[host_ns, launched["dur_ns"]]
     module, backward = _module_of(nest, calls, thread, start_ns, spans)
     flops = np.r_[calls["flops"].fillna(0), np.zeros(len(launched))]
-    work_of = {"device_s": device_ns, "backward_s": device_ns * backward}
-    work_of["flops"] = flops
+    work_of = {
+        "device_s": device_ns,
+        "backward_s": device_ns * backward,
+        "flops": flops,
+    }
     in_module = {key: nest.sums(module, values) for key, values in work_of.items()}
-    names = np.array(
-        [_MODULE.sub("", name) for name in spans["name"].iloc[nest.rows]], dtype=object
-    )
+    names = spans["name"].iloc[nest.rows].astype(object)
+    names = names.str.replace(_MODULE, "", regex=True).to_numpy()
     # Time of a module inside of itself (a recursive call) is counted by the outer one.
     once = ~nest.within(np.ones(len(names), dtype=bool), names)
     table = pd.DataFrame(
         {
             "rank": spans["rank"].to_numpy()[nest.rows],
             "module": names,
-            "inside": np.where(nest.parent >= 0, names[nest.parent], "")
-            if len(names)
-            else names,
+            "inside": np.append(names, "")[nest.parent],
             "count": 1,
             "host_s": (nest.end - nest.start) * once,
             "self_device_s": in_module["device_s"],
             **{key: nest.inclusive(ns) * once for key, ns in in_module.items()},
         }
     )
-    how = {
-        column: "first" if column == "inside" else "sum" for column in table.columns[2:]
-    }
+    how = dict.fromkeys(table.columns[2:], "sum") | {"inside": "first"}
     # In order of time, so that "inside" is the module around the first call.
     table = table.iloc[np.argsort(nest.start, kind="stable")]
     table = table.groupby(["rank", "module"], observed=True).agg(how).reset_index()
-    table.insert(
-        2, "type", table["module"].astype(str).str.replace(r"_\d+$", "", regex=True)
-    )
-    times = ["host_s", "device_s", "backward_s", "self_device_s"]
-    table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = _share_of_rank(table, "self_device_s")
-    table["flops"] = (
-        table["flops"].astype(float) if calls["flops"].notna().any() else np.nan
-    )
+    types = table["module"].astype(str).str.replace(r"_\d+$", "", regex=True)
+    table.insert(2, "type", types)
+    table = _in_seconds(table, "self_device_s")
+    has_flops = calls["flops"].notna().any()
+    table["flops"] = table["flops"].astype(float) if has_flops else np.nan
     table["flops_per_s"] = ratio(table["flops"], table["device_s"])
-    table = table.sort_values(
-        ["self_device_s", "rank", "module"],
-        ascending=[False, True, True],
-        ignore_index=True,
-    )
+    table = largest_first(table, "self_device_s", "rank", "module")
     return with_origin(table, timeline)
 
 
@@ -185,18 +148,9 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
         "max_s": "max",
         "std_s": "std",
     }
-    table = (
-        spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"]
-        .agg(**how)
-        .reset_index()
-    )
-    times = [column for column in table if column.endswith("_s")]
-    table[times] = table[times].astype(float) / NS_PER_S
-    table["share"] = _share_of_rank(table, "total_s")
-    table = table.sort_values(
-        ["total_s", "rank", "name"], ascending=[False, True, True], ignore_index=True
-    )
-    return with_origin(table, timeline)
+    by_name = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"]
+    table = _in_seconds(by_name.agg(**how).reset_index(), "total_s")
+    return with_origin(largest_first(table, "total_s", "rank", "name"), timeline)
 
 
 def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
@@ -210,32 +164,29 @@ def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.Da
     rows = []
     for rank in timeline.ranks:
         spans = timeline.spans[timeline.spans["rank"] == rank]
-        covered = [
-            union(pack(part["start_ns"], part["dur_ns"]))
-            for part in (spans[spans["kind"] == k] for k in kinds)
-        ]
+        stretches = [covered(spans[spans["kind"] == kind]) for kind in kinds]
         # (2m,) starts, then ends of the m covered stretches of each kind
-        times = np.concatenate([c.T.ravel() for c in covered])
+        times = np.concatenate([each.T.ravel() for each in stretches])
         # Each kind is a bit of the state: added where a stretch starts, taken off at
         # its end. Stretches of one kind are disjoint, so the sum is the set of kinds
         # that run.
-        change = np.concatenate(
-            [
-                np.repeat([1 << bit, -(1 << bit)], len(c))
-                for bit, c in enumerate(covered)
-            ]
-        )
+        changes = [
+            np.repeat([1 << bit, -(1 << bit)], len(each))
+            for bit, each in enumerate(stretches)
+        ]
+        change = np.concatenate(changes)
         order = np.argsort(times, kind="stable")
         running = np.cumsum(change[order])[:-1]
         lasting = np.diff(times[order])
         for state in range(1, 1 << len(kinds)):
             if (time_ns := lasting[running == state].sum()) > 0:
-                together = " + ".join(
+                together = [
                     kind for bit, kind in enumerate(kinds) if state >> bit & 1
-                )
-                rows.append((rank, together, time_ns / NS_PER_S))
+                ]
+                rows.append((rank, " + ".join(together), time_ns / NS_PER_S))
     table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
-    table["share"] = _share_of_rank(table, "total_s")
+    of_rank = table.groupby("rank")["total_s"].transform("sum")
+    table["share"] = ratio(table["total_s"], of_rank)
     return with_origin(table, timeline)
 
 
@@ -251,19 +202,14 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     """
     spans = timeline.spans
     table = timeline.side_tables["operators"]
-    host = (spans["stream"] < 0).to_numpy() & ~spans["kind"].isin(
-        ("annotation", "comm")
-    ).to_numpy()
-    table = table[host[table["row"].to_numpy()]]
-    nest = Nest(spans, table["row"].to_numpy())
+    host = (spans["stream"] < 0) & ~spans["kind"].isin(("annotation", "comm"))
+    table = table[host.to_numpy()[table["row"]]]
+    nest = Nest(spans, table["row"])
     table = table.iloc[nest.order].reset_index(drop=True)
     work = device_work(timeline)
     work["thread"] = np.append(thread_of(spans), -1)[work["launch_row"]]
-    call = np.where(
-        work["launch_row"] >= 0,
-        nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy()),
-        -1,
-    )
+    call = nest.at(work["thread"].to_numpy(), work["launch_ns"].to_numpy())
+    call[work["launch_row"] < 0] = -1
     host_ns = nest.end - nest.start
     # Clocks of threads may make the inner calls longer than the outer one.
     self_ns = np.maximum(host_ns - nest.sums(nest.parent, host_ns), 0)
@@ -293,25 +239,17 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             ),
         }
     )
-    for column, label in (
-        ("again", calls["name"]),
-        ("shape_again", calls["name"] + calls["shapes"]),
-    ):
+    labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
+    for column, label in labels.items():
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
     named = table.assign(name=calls["name"])
     costs = operator_costs(named)
     costs.update(served_attention(named, partial(_batches, spans, calls)))
     # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
-    tf32 = (
-        nest.inclusive(
-            nest.sums(call, spans["name"].str.contains(_TF32).to_numpy()[work["row"]])
-        )
-        > 0
-    )
-    calls["dtype"] = costs["dtype"].mask(
-        tf32 & (costs["dtype"] == "fp32").to_numpy(), "tf32"
-    )
+    is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
+    tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
+    calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32"), "tf32")
     products, movers = _counted(nest, costs)
     calls = calls.assign(
         flops=costs["flops"].where(products),
@@ -363,18 +301,13 @@ def _without_operator(spans: pd.DataFrame, calls: pd.DataFrame, work: pd.DataFra
     recorded = work["rank"].isin(calls["rank"].unique())
     work = work.assign(name=spans["name"].iloc[work["row"]].astype(object).to_numpy())
     work["name"] = work["name"].where(~recorded, OUTSIDE)
-    rows = (
-        work.groupby(["rank", "name"])["dur_ns"]
-        .agg(device_ns="sum", calls="size")
-        .reset_index()
-    )
-    rows = rows.assign(
+    by_name = work.groupby(["rank", "name"])["dur_ns"]
+    rows = by_name.agg(device_ns="sum", calls="size").reset_index()
+    return rows.assign(
         self_device_ns=rows["device_ns"],
         host_ns=0,
         self_host_ns=0,
         kernels=rows["calls"],
-    )
-    return rows.assign(
         shapes="",
         dtype="",
         flops=np.nan,
@@ -421,5 +354,11 @@ def _module_of(
     return np.where(is_backward, through_module, direct), is_backward
 
 
-def _share_of_rank(table: pd.DataFrame, column: str):
-    return ratio(table[column], table.groupby("rank")[column].transform("sum"))
+def _in_seconds(table: pd.DataFrame, column: str):
+    """The table with its times, which are in ns, in seconds, and the share of the rank
+    that a column is.
+    """
+    times = [name for name in table if name.endswith("_s")]
+    table[times] = table[times].astype(float) / NS_PER_S
+    of_rank = table.groupby("rank")[column].transform("sum")
+    return table.assign(share=ratio(table[column], of_rank))

@@ -13,11 +13,11 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.catalog.models import Device
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.diff import op_classes
 from madmax_lib.traces.operators.ops import operator_calls, operators
 from madmax_lib.traces.read.events import TraceWarning
-from madmax_lib.traces.tables import ratio
+from madmax_lib.traces.tables import busy_spans, largest_first, ratio, stacked
 from madmax_lib.traces.waits.step_times import step_periods
 
 _PRODUCTS = ("gemm", "convolution", "attention")
@@ -41,9 +41,8 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     device given that is not known.
     """
     work = operators(timeline, by_shape=True)
-    table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)].reset_index(
-        drop=True
-    )
+    table = work[work["moved_bytes"].notna() & (work["device_s"] > 0)]
+    table = largest_first(table, "device_s", "name", "shapes")
     specs = _device_of(timeline, device) if len(table) else None
     table["peak_flops"] = [_peak(specs, dtype) for dtype in table["dtype"]]
     table["peak_bytes_per_s"] = specs.memory_bandwidth_bytes_per_s if specs else np.nan
@@ -66,10 +65,7 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
         "bound",
         "roof",
     ]
-    table = table[columns].sort_values(
-        ["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True
-    )
-    return with_origin(table, work, device=specs.name if specs else "")
+    return with_origin(table[columns], work, device=specs.name if specs else "")
 
 
 def products(table: pd.DataFrame) -> pd.DataFrame:
@@ -90,18 +86,13 @@ def products(table: pd.DataFrame) -> pd.DataFrame:
         "peak_bytes_per_s",
         "bound",
     ]
-    rows = (
-        rows.groupby(same, dropna=False)[["count", "device_s", "flops", "roof"]]
-        .sum()
-        .reset_index()
-    )
+    by_shape = rows.groupby(same, dropna=False)
+    rows = by_shape[["count", "device_s", "flops", "roof"]].sum().reset_index()
     rows = rows.assign(
         flops_per_s=rows["flops"] / rows["device_s"],
         roof=rows["roof"] / rows["device_s"],
     )
-    return rows.sort_values(
-        ["device_s", "name", "shapes"], ascending=[False, True, True], ignore_index=True
-    )
+    return largest_first(rows, "device_s", "name", "shapes")
 
 
 def mfu(
@@ -132,49 +123,34 @@ def mfu(
         _coverage(timeline, calls, work), on=["rank", "step"], how="left"
     )
     # Simulated spans have no shapes; a measured trace may lack them.
-    simulated = timeline.meta.source == "simulated"
-    if flops_per_step is None and (
-        simulated or (len(calls) and not calls["shapes"].str.contains(r"\d").any())
-    ):
-        advice = (
-            "mm.estimate gives the MFU of a simulated step"
-            if simulated
-            else "profile with record_shapes=True"
-        )
-        text = (
-            f"no shapes of operators are recorded, so their FLOPs are unknown: {advice}"
-        )
-        warnings.warn(text, TraceWarning, stacklevel=2)
-    by_dtype = (
-        calls[calls["flops"].notna()]
-        .groupby(["rank", "step", "dtype"], observed=True)["flops"]
-        .sum()
-    )
-    by_dtype = by_dtype.reset_index()
+    advice = ""
+    if timeline.meta.source == "simulated":
+        advice = "mm.estimate gives the MFU of a simulated step"
+    elif len(calls) and not calls["shapes"].str.contains(r"\d").any():
+        advice = "profile with record_shapes=True"
+    if advice and flops_per_step is None:
+        text = "no shapes of operators are recorded, so their FLOPs are unknown: "
+        warnings.warn(text + advice, TraceWarning, stacklevel=2)
+    by_dtype = calls.groupby(["rank", "step", "dtype"], observed=True)["flops"]
+    by_dtype = by_dtype.sum(min_count=1).dropna().reset_index()
     some = len(table) and (flops_per_step is not None or len(by_dtype))
     specs = _device_of(timeline, device) if some or device is not None else None
     # Time at the peak of each dtype; FLOPs over their sum is the peak of the mix.
-    by_dtype["peak_s"] = by_dtype["flops"] / [
-        _peak(specs, dtype) for dtype in by_dtype["dtype"]
-    ]
-    sums = (
-        by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]]
-        .sum(min_count=1)
-        .reset_index()
-    )
-    table = table.merge(sums, how="left")
+    peaks = [_peak(specs, dtype) for dtype in by_dtype["dtype"]]
+    by_dtype["peak_s"] = by_dtype["flops"] / peaks
+    sums = by_dtype.groupby(["rank", "step"])[["flops", "peak_s"]].sum(min_count=1)
+    table = table.merge(sums.reset_index(), how="left")
     peak = ratio(table["flops"], table.pop("peak_s")).fillna(
         _peak(specs, specs.nearest("bf16") if specs else "bf16")
     )
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
-    table = table[["rank", "step", "flops", "total_s", "coverage"]]
     table["flops_per_s"] = ratio(table["flops"], table["total_s"])
     # Shapes that tell less than half of the time of products tell no utilisation.
-    table["mfu"] = (table["flops_per_s"] / peak).mask(
-        (flops_per_step is None) & (table["coverage"] < _ENOUGH)
-    )
-    return with_origin(table[[*table.columns.drop("coverage"), "coverage"]], timeline)
+    untold = (flops_per_step is None) & (table["coverage"] < _ENOUGH)
+    table["mfu"] = (table["flops_per_s"] / peak).mask(untold)
+    columns = ["flops", "total_s", "flops_per_s", "mfu", "coverage"]
+    return with_origin(table[["rank", "step", *columns]], timeline)
 
 
 def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame):
@@ -189,33 +165,19 @@ def _coverage(timeline: Timeline, calls: pd.DataFrame, work: pd.DataFrame):
         counted=counted[work["call"]],
     )
     # Without a device the operators are the work; others stand for what runs inside.
-    host = calls[
-        ~calls["on_device"].astype(bool) & calls["name"].str.match(_HOST_OPERATOR)
-    ]
-    host = host[["rank", "step", "name", "counted"]].assign(
-        time_ns=host["self_device_ns"]
-    )
-    every = pd.concat(
-        [part for part in (kernels, host) if len(part)] or [kernels], ignore_index=True
-    )
-    names = every["name"].unique()
-    product = pd.Series(
-        np.isin(op_classes(list(names)), _PRODUCTS), index=names, dtype=bool
-    )
-    every = every[
-        every["counted"].astype(bool) | every["name"].map(product).astype(bool)
-    ]
+    on_host = ~calls["on_device"].astype(bool)
+    host = calls[on_host & calls["name"].str.match(_HOST_OPERATOR)]
+    host = host.assign(time_ns=host["self_device_ns"])
+    every = stacked([kernels, host[list(kernels)]])
+    codes, names = pd.factorize(every["name"])
+    is_product = np.isin(op_classes(names), _PRODUCTS)[codes]
+    counted = every["counted"].to_numpy(dtype=bool)
     # Time of products whose FLOPs are known, of all time of products.
-    known_ns = every["time_ns"].where(every["counted"].astype(bool), 0).astype(float)
-    sums = (
-        every.assign(known_ns=known_ns)
-        .groupby(["rank", "step"])[["known_ns", "time_ns"]]
-        .sum()
-        .reset_index()
-    )
-    return sums[["rank", "step"]].assign(
-        coverage=ratio(sums["known_ns"], sums["time_ns"])
-    )
+    every["known_ns"] = every["time_ns"].where(counted, 0)
+    every = every[counted | is_product]
+    sums = every.groupby(["rank", "step"])[["known_ns", "time_ns"]].sum()
+    coverage = ratio(sums["known_ns"], sums["time_ns"])
+    return coverage.rename("coverage").reset_index()
 
 
 def _device_of(timeline: Timeline, device: str | Device | None = None):
@@ -229,28 +191,18 @@ def _device_of(timeline: Timeline, device: str | Device | None = None):
     # Traces name devices in words of the driver; the catalog knows them.
     specs = catalog.device_named(timeline.meta.device)
     name = timeline.meta.device
-    if (
-        name
-        and len(timeline)
-        and (
-            timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "stream"] < 0
-        ).all()
-    ):
-        specs = None
+    what = ""
+    if name and len(timeline) and (busy_spans(timeline.spans)["stream"] < 0).all():
         what = f"{name!r} is the timeline's device, but only the host is at work"
+    elif not name:
+        what = "the timeline names no device"
     elif specs is None:
-        what = (
-            f"{name!r}, the timeline's device, is not in the catalog"
-            if name
-            else "the timeline names no device"
-        )
-    if specs is None:
-        warnings.warn(
-            f"{what}: its peaks are unknown; give device=, such as h100-80",
-            TraceWarning,
-            stacklevel=3,
-        )
-    return specs
+        what = f"{name!r}, the timeline's device, is not in the catalog"
+    if not what:
+        return specs
+    text = f"{what}: its peaks are unknown; give device=, such as h100-80"
+    warnings.warn(text, TraceWarning, stacklevel=3)
+    return None
 
 
 def _peak(device: Device | None, dtype: str):
