@@ -7,7 +7,7 @@ Differences are always b - a.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,7 +19,8 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.kinds import collective_names, collectives_of
-from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
+from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline, with_origin
+from madmax_lib.traces.tables import busy_spans, stacked
 
 _LEVELS = ("name", "op", "class")
 _CARRIED_AS = {
@@ -53,30 +54,18 @@ def compare(
     """
     a = require_type("a", a, Timeline)
     b = require_type("b", b, Timeline)
-    sides = [
-        _means(timeline, *weights)
-        for timeline, weights in zip((a, b), _weights(a, b), strict=True)
-    ]
-    table = pd.concat(sides, axis=1, keys=["a", "b"])
-    table.columns = [
-        side if value == "mean" else f"{side}_{value}" for side, value in table.columns
-    ]
+    left, right = (_means(*side) for side in _weighted(a, b))
+    ends = ["min", "max"]
+    table = pd.DataFrame(
+        {
+            "a": left["mean"],
+            "b": right["mean"],
+            "difference": right["mean"] - left["mean"],
+            "ratio": right["mean"] / left["mean"].where(left["mean"] != 0),
+        }
+    )
+    table = table.join([left[ends].add_prefix("a_"), right[ends].add_prefix("b_")])
     table = table.rename_axis("quantity").reset_index()
-    ratio = table["b"] / table["a"].where(table["a"] != 0)
-    table = table.assign(difference=table["b"] - table["a"], ratio=ratio)
-    table = table[
-        [
-            "quantity",
-            "a",
-            "b",
-            "difference",
-            "ratio",
-            "a_min",
-            "a_max",
-            "b_min",
-            "b_max",
-        ]
-    ]
     return _with_origin(table, a, b, labels)
 
 
@@ -111,36 +100,27 @@ def compare_ops(
     mixed = a.meta.source != b.meta.source
     # Measured kernels have names; a simulation has blocks, which only a class matches.
     levels = (by,) if by else _LEVELS[: 3 if mixed else 2]
-    left, right = (
-        _ops(timeline, *weights, kinds, mixed)
-        for timeline, weights in zip((a, b), _weights(a, b), strict=True)
-    )
+    left, right = (_ops(*side, kinds, mixed) for side in _weighted(a, b))
     parts = []
     for level in levels:
-        keys = [
+        key_a, key_b = (
             pd.MultiIndex.from_frame(side[["kind", level]]) for side in (left, right)
-        ]
-        # What both sides have is joined at this level; the rest goes on to the next.
-        shared = keys[0].isin(keys[1]), keys[1].isin(keys[0])
-        parts.append(_joined(left[shared[0]], right[shared[1]], level, level))
-        left = left[~shared[0]]
-        right = right[~shared[1]]
-    parts.append(
-        _joined(
-            left, right, levels[min(1, len(levels) - 1)] if mixed else levels[0], ""
         )
-    )
-    table = pd.concat(
-        [part for part in parts if len(part)] or parts[:1], ignore_index=True
-    )
+        # What both sides have is joined at this level; the rest goes on to the next.
+        in_b = key_a.isin(key_b)
+        in_a = key_b.isin(key_a)
+        parts.append(_joined(left[in_b], right[in_a], level, level))
+        left = left[~in_b]
+        right = right[~in_a]
+    # what has no partner keeps its name, or measured against simulated its op
+    parts.append(_joined(left, right, levels[: 2 if mixed else 1][-1], ""))
+    table = stacked(parts)
     table["difference_s"] = table["total_b_s"] - table["total_a_s"]
     table["status"] = _status(table, mixed)
     # Largest difference first, equal ones by name.
     by_size = table["difference_s"].abs().to_numpy()
-    table = table.iloc[np.lexsort((table["name"], -by_size))].reset_index(drop=True)[
-        _OPS
-    ]
-    return _with_origin(table, a, b, labels)
+    table = table.iloc[np.lexsort((table["name"], -by_size))]
+    return _with_origin(table[_OPS].reset_index(drop=True), a, b, labels)
 
 
 def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
@@ -179,13 +159,8 @@ def align_ranks(a: Timeline, b: Timeline) -> pd.DataFrame:
     """
     of_a = _devices(a)
     of_b = _devices(b)
-    both = sorted(set(of_a) & set(of_b))
-    columns = {
-        "device": both,
-        "rank_a": [of_a[d] for d in both],
-        "rank_b": [of_b[d] for d in both],
-    }
-    return pd.DataFrame(columns, dtype="int64")
+    rows = [(device, of_a[device], of_b[device]) for device in sorted({*of_a} & {*of_b})]
+    return pd.DataFrame(rows, columns=["device", "rank_a", "rank_b"], dtype="int64")
 
 
 def op_names(names: Sequence[str]) -> np.ndarray:
@@ -199,11 +174,7 @@ def op_names(names: Sequence[str]) -> np.ndarray:
     >>> op_names(["ncclDevKernel_AllReduce_Sum_bf16_RING_LL"]).tolist()
     ['all_reduce']
     """
-    collectives = collective_names(list(names))
-    return np.array(
-        [c or _op_name(n) for n, c in zip(names, collectives, strict=True)],
-        dtype=object,
-    )
+    return _collective_or(names, _op_name)
 
 
 def op_classes(names: Sequence[str]) -> np.ndarray:
@@ -213,17 +184,23 @@ def op_classes(names: Sequence[str]) -> np.ndarray:
     >>> op_classes(["aten::addmm", "head backward", "ncclDevKernel_AllGather"]).tolist()
     ['gemm', 'layer', 'all_gather']
     """
-    collectives = collective_names(list(names))
-    # The first row that matches decides: rows go from the particular to the general.
     rows = _class_table()
-    classes = [next(c for c, _, search in rows if search(name)) for name in names]
-    return np.array(
-        [c or f for c, f in zip(collectives, classes, strict=True)], dtype=object
-    )
+
+    def class_of(name):
+        # The first row that matches decides: rows go from the particular to the general.
+        return next(each for each, _, search in rows if search(name))
+
+    return _collective_or(names, class_of)
 
 
-def _weights(a: Timeline, b: Timeline):
-    """Count of each rank and of each step in a mean, of a and of b: once per pair,
+def _collective_or(names: Sequence[str], rule: Callable[[str], str]):
+    """The collective (n,) of each name, else what a rule makes of it."""
+    pairs = zip(collective_names(list(names)), names, strict=True)
+    return np.array([found or rule(name) for found, name in pairs], dtype=object)
+
+
+def _weighted(a: Timeline, b: Timeline):
+    """Each side with the count of each rank and of each step in a mean: once per pair,
     else as if it stood alone.
     """
     ranks = align_ranks(a, b)
@@ -233,11 +210,9 @@ def _weights(a: Timeline, b: Timeline):
             rank: max(len(stands_for), 1)
             for rank, stands_for in timeline.meta.represents.items()
         }
-        of_rank, of_step = (
-            pairs.value_counts().to_dict()
-            for pairs in (ranks[f"rank_{side}"], steps[f"step_{side}"])
-        )
-        yield of_rank or devices, of_step or dict.fromkeys(_busy_steps(timeline), 1)
+        of_rank = ranks[f"rank_{side}"].value_counts().to_dict() or devices
+        of_step = steps[f"step_{side}"].value_counts().to_dict()
+        yield timeline, of_rank, of_step or dict.fromkeys(_busy_steps(timeline), 1)
 
 
 def _devices(timeline: Timeline):
@@ -250,39 +225,34 @@ def _devices(timeline: Timeline):
 
 
 def _busy_steps(timeline: Timeline):
-    steps = timeline.spans.loc[timeline.spans["kind"].isin(BUSY_KINDS), "step"].unique()
-    return sorted(int(step) for step in steps if step >= 0) or sorted(
-        int(step) for step in steps
-    )
+    steps = sorted(busy_spans(timeline.spans)["step"].unique().tolist())
+    return [step for step in steps if step >= 0] or steps
+
+
+def _paired(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
+    spans = timeline.spans
+    return spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
 
 
 def _means(timeline: Timeline, ranks: dict[int, int], steps: dict[int, int]):
     """mean, min and max of each quantity over ranks and steps; the pairs of them become
     the ranks of one breakdown.
     """
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
+    spans = busy_spans(_paired(timeline, ranks, steps))
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
     cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
     # One breakdown of all (rank, step) cells, each as if it were a rank.
     every = {cell: [cell] for cell in range(len(cells))}
     meta = replace(timeline.meta, represents=every)
-    table = (
-        rank_breakdown(Timeline(spans.assign(rank=cell.astype(np.int32)), meta))
-        .drop(columns="rank")
-        .astype(float)
-    )
+    as_ranks = Timeline(spans.assign(rank=cell.astype(np.int32)), meta)
+    table = rank_breakdown(as_ranks).drop(columns="rank").astype(float)
     if not len(table):
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
     # A cell counts as often as its rank and its step were paired.
-    weight = cells.map(lambda cell: ranks[cell[0]] * steps[cell[1]]).to_numpy(
-        dtype=float
-    )
+    weight = [ranks[rank] * steps[step] for rank, step in cells]
     mean = pd.Series(np.average(table, axis=0, weights=weight), index=table.columns)
     # Overlap of the mean communication, not the mean of overlaps.
-    mean["overlap"] = (
-        1 - mean["exposed_comm_s"] / mean["comm_s"] if mean["comm_s"] else np.nan
-    )
+    mean["overlap"] = 1 - mean["exposed_comm_s"] / (mean["comm_s"] or np.nan)
     return pd.DataFrame({"mean": mean, "min": table.min(), "max": table.max()})
 
 
@@ -290,29 +260,20 @@ def _ops(
     timeline: Timeline, ranks: dict[int, int], steps: dict[int, int], kinds, mixed: bool
 ):
     """name, kind, op, class, count, total_s of each operation, per rank and step."""
-    spans = timeline.spans[timeline.spans["kind"].isin(kinds)]
-    spans = spans[spans["rank"].isin(list(ranks)) & spans["step"].isin(list(steps))]
-    weight = spans["rank"].map(ranks).to_numpy(float) * spans["step"].map(
-        steps
-    ).to_numpy(float)
+    spans = _paired(timeline, ranks, steps)
+    spans = spans[spans["kind"].isin(kinds)]
+    weight = spans["rank"].map(ranks) * spans["step"].map(steps)
     # Sums over spans become means per paired rank and step.
     per_cell = weight / max(sum(ranks.values()) * sum(steps.values()), 1)
-    spans = spans[["name", "kind"]].assign(
-        count=per_cell, total_s=per_cell * spans["dur_ns"] / NS_PER_S
-    )
-    table = (
-        spans.groupby(["name", "kind"], observed=True)[["count", "total_s"]]
-        .sum()
-        .reset_index()
-    )
+    total_s = per_cell * spans["dur_ns"] / NS_PER_S
+    spans = spans[["name", "kind"]].assign(count=per_cell, total_s=total_s)
+    table = spans.groupby(["name", "kind"], observed=True).sum().reset_index()
     table = table.astype({"name": object, "kind": object})
-    collective = np.where(
-        table["kind"] == "comm", collectives_of(timeline, list(table["name"])), ""
-    )
-    table["op"] = np.where(collective != "", collective, op_names(list(table["name"])))
-    table["class"] = np.where(
-        collective != "", collective, op_classes(list(table["name"]))
-    )
+    names = list(table["name"])
+    collective = np.where(table["kind"] == "comm", collectives_of(timeline, names), "")
+    is_named = collective != ""
+    table["op"] = np.where(is_named, collective, op_names(names))
+    table["class"] = np.where(is_named, collective, op_classes(names))
     if mixed:
         # What a simulation does in one block has the class of that block.
         simulated = {c: s or c for c, s, _ in _class_table()} | _CARRIED_AS
@@ -322,33 +283,20 @@ def _ops(
 
 def _joined(left: pd.DataFrame, right: pd.DataFrame, level: str, matched: str):
     """Rows of both sides with the same kind and name, op or class."""
-    how = {
-        "class": ("class", "first"),
-        "count": ("count", "sum"),
-        "total": ("total_s", "sum"),
-    }
-    sides = [
-        side.groupby(["kind", level]).agg(**how).add_suffix(f"_{label}")
-        for side, label in ((left, "a"), (right, "b"))
-    ]
-    table = sides[0].join(sides[1], how="outer")
+    sides = [side.groupby(["kind", level]) for side in (left, right)]
+    classes = [side["class"].first() for side in sides]
+    sums = [side[["count", "total_s"]].sum().astype(float) for side in sides]
+    table = sums[0].join(sums[1], how="outer", lsuffix="_a", rsuffix="_b").fillna(0.0)
+    table["class"] = classes[0].combine_first(classes[1])
     table = table.reset_index(names=["kind", "name"]).assign(matched=matched)
-    table["class"] = table.pop("class_a").fillna(table.pop("class_b"))
-    table = table.rename(columns={"total_a": "total_a_s", "total_b": "total_b_s"})
-    numbers = ["count_a", "count_b", "total_a_s", "total_b_s"]
-    table[numbers] = table[numbers].astype(float).fillna(0.0)
-    return table
+    return table.rename(columns={"total_s_a": "total_a_s", "total_s_b": "total_b_s"})
 
 
 def _status(table: pd.DataFrame, mixed: bool):
     a = table["count_a"].to_numpy()
     b = table["count_b"].to_numpy()
     # A simulated block stands for many kernels: its count says nothing.
-    block = (
-        mixed
-        & (table["matched"] == "class").to_numpy()
-        & (table["kind"] != "comm").to_numpy()
-    )
+    block = mixed & (table["matched"] == "class") & (table["kind"] != "comm")
     # Counts are means over steps: equal ones may differ in the last bits.
     cases = [b == 0, a == 0, np.isclose(a, b, rtol=1e-9) | block, b > a]
     return np.select(cases, ["missing", "extra", "both", "more"], "fewer")
@@ -361,27 +309,16 @@ def _with_origin(
     sides, simulations too.
     """
     sources = (a.meta.source, b.meta.source)
-    labels = tuple(
-        labels
-        or (f"{side} ({source})" for side, source in zip("ab", sources, strict=True))
-    )
+    labels = tuple(labels or map("{} ({})".format, "ab", sources))
     inputs = {}
     for label, timeline in zip(labels, (a, b), strict=True):
         provenance = timeline.meta.provenance
         inputs[label] = provenance.get("files") or {timeline.meta.source: provenance}
     rules = a.meta.provenance.get("rules", "") or b.meta.provenance.get("rules", "")
-    table.attrs.update(
-        provenance={
-            "files": inputs,
-            "rules": rules,
-            "a": a.meta.provenance,
-            "b": b.meta.provenance,
-        },
-        source="simulated" if "simulated" in sources else "measured",
-        sources=sources,
-        labels=labels,
-    )
-    return table
+    origin = {"files": inputs, "rules": rules}
+    origin |= {"a": a.meta.provenance, "b": b.meta.provenance}
+    source = "simulated" if "simulated" in sources else "measured"
+    return with_origin(table, origin, source=source, sources=sources, labels=labels)
 
 
 @lru_cache(maxsize=1)
@@ -413,30 +350,17 @@ def _op_name(name: str):
     """See op_names; no regular expression here goes back over a name, some have
     thousands of characters.
     """
-    head = re.split(
-        r"[<(]",
-        name.removeprefix("void ").replace("(anonymous namespace)::", ""),
-        maxsplit=1,
-    )[0]
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    head = re.split(r"[<(]", plain, maxsplit=1)[0]
     outer = head.rpartition("::")[2] or head
-    if "elementwise_kernel" in outer or outer in (
-        "reduce_kernel",
-        "multi_tensor_apply_kernel",
-    ):
+    is_elementwise = "elementwise_kernel" in outer
+    if is_elementwise or outer in ("reduce_kernel", "multi_tensor_apply_kernel"):
         # The function inside of the template tells elementwise kernels apart.
-        inner = [
-            word
-            for word in _FUNCTION.findall(name[len(head) :])
-            if not _FRAME.fullmatch(word)
-        ]
-        return " ".join(
-            ["elementwise" if "elementwise" in outer else outer, *inner[:1]]
-        )
-    if outer in (
-        "Kernel",
-        "Kernel2",
-        "device_kernel",
-    ):  # CUTLASS: the kernel is the template's argument
+        words = _FUNCTION.findall(name[len(head) :])
+        inner = [word for word in words if not _FRAME.fullmatch(word)]
+        return " ".join(["elementwise" if is_elementwise else outer, *inner[:1]])
+    # CUTLASS: the kernel is the template's argument
+    if outer in ("Kernel", "Kernel2", "device_kernel"):
         outer = re.split(r"[<(>]", name)[1].rpartition("::")[2]
     outer = re.sub(r"_MT\d.*", "", outer)  # Tensile: tile and everything after it
     # Tile sizes such as 128x64, and every other number.

@@ -11,6 +11,7 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals
+from madmax_lib.traces.tables import largest_first
 from madmax_lib.traces.waits.operations import operations
 from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers
 
@@ -43,10 +44,8 @@ def skew(timeline: Timeline) -> pd.DataFrame:
         exposed_wait_s=("exposed_wait_s", "sum"),
         bus_bytes_per_s=("bus_bytes_per_s", "max"),
     )
-    return with_origin(
-        result.reset_index().sort_values(["first_s", "call"]).reset_index(drop=True),
-        table,
-    )
+    result = result.reset_index().sort_values(["first_s", "call"], ignore_index=True)
+    return with_origin(result, table)
 
 
 def stragglers(timeline: Timeline) -> pd.DataFrame:
@@ -60,38 +59,22 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     of equal ones.
     """
     table = arrivals(timeline)
-    waited = {
-        "waited_s": ("wait_s", "sum"),
-        "exposed_waited_s": ("exposed_wait_s", "sum"),
-    }
-    by_rank = table.groupby("rank").agg(calls=("call", "size"), **waited)
+    by_rank = table.groupby("rank")
     late = table[table["skew_s"] > 0].groupby("last_rank")
-    late = late.agg(
-        last=("call", "nunique"),
-        cost_s=("wait_s", "sum"),
-        exposed_cost_s=("exposed_wait_s", "sum"),
-    )
-    result = by_rank.join(late).rename_axis("rank").reset_index()
-    result[["cost_s", "exposed_cost_s"]] = result[["cost_s", "exposed_cost_s"]].fillna(
-        0.0
-    )
-    result["last"] = result["last"].fillna(0).astype("int64")
-    result["share"] = result["last"] / result["calls"]
-    columns = [
-        "rank",
-        "calls",
-        "last",
-        "share",
-        "cost_s",
-        "exposed_cost_s",
-        "waited_s",
-        "exposed_waited_s",
-    ]
-    result = (
-        result[columns]
-        .sort_values(["cost_s", "rank"], ascending=[False, True])
-        .reset_index(drop=True)
-    )
+    calls = by_rank.size()
+    # ranks that are never last have no row
+    last = late["call"].nunique().reindex(calls.index, fill_value=0)
+    columns = {
+        "calls": calls,
+        "last": last,
+        "share": last / calls,
+        "cost_s": late["wait_s"].sum(),
+        "exposed_cost_s": late["exposed_wait_s"].sum(),
+        "waited_s": by_rank["wait_s"].sum(),
+        "exposed_waited_s": by_rank["exposed_wait_s"].sum(),
+    }
+    result = pd.DataFrame(columns, index=calls.index).fillna(0.0).reset_index()
+    result = largest_first(result, "cost_s", "rank")
     return with_origin(result, table, often_last=list(_often_last(table, result)))
 
 
@@ -102,11 +85,8 @@ def _often_last(table: pd.DataFrame, result: pd.DataFrame):
     from scipy.stats import binom
 
     late = table[table["skew_s"] > 0]
-    by_rank = (
-        (1 / late.groupby("call")["rank"].transform("size"))
-        .groupby(late["rank"])
-        .agg(["size", "mean"])
-    )
+    chance = 1 / late.groupby("call")["rank"].transform("size")
+    by_rank = chance.groupby(late["rank"]).agg(["size", "mean"])
     # P(last at least so often | each call has a random last rank), for each of the
     # ranks
     for rank, last in zip(result["rank"], result["last"], strict=True):

@@ -18,6 +18,8 @@ from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces.read.events import FAR_NS
+from madmax_lib.traces.tables import ends_ns
 
 _APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
@@ -36,25 +38,16 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
     # Medians of differences; spans have whole nanoseconds.
     exact_ns, reference = _solve(_pairs(shared), ranks)
     offset_ns = np.rint(exact_ns)
-    rest_ns = (
-        shared["end_ns"]
-        - pd.Series(offset_ns, index=ranks).reindex(shared["rank"]).to_numpy()
-    )
+    rest_ns = shared["end_ns"] - offset_ns[np.searchsorted(ranks, shared["rank"])]
     apart_ns = (rest_ns - rest_ns.groupby(shared["call"]).transform("median")).abs()
     of_rank = apart_ns.groupby(shared["rank"])
-    table = pd.DataFrame(
-        {
-            "rank": ranks,
-            "reference": reference,
-            "offset_s": offset_ns / NS_PER_S,
-            "spread_s": of_rank.median().reindex(ranks).to_numpy() / NS_PER_S,
-            "calls": of_rank.size()
-            .reindex(ranks)
-            .fillna(0)
-            .astype(np.int64)
-            .to_numpy(),
-        }
-    )
+    columns = {
+        "reference": reference,
+        "offset_s": offset_ns / NS_PER_S,
+        "spread_s": of_rank.median() / NS_PER_S,
+        "calls": of_rank.size().reindex(ranks, fill_value=0),
+    }
+    table = pd.DataFrame(columns, index=ranks).rename_axis("rank").reset_index()
     return with_origin(table, timeline)
 
 
@@ -67,33 +60,25 @@ def align(timeline: Timeline) -> Timeline:
     lowest rank that they are connected with.
     """
     table = clock_offsets(timeline)
-    shift_ns = (
-        np.rint(table["offset_s"] * NS_PER_S).astype(np.int64).set_axis(table["rank"])
-    )
+    shift_ns = np.rint(table.set_index("rank")["offset_s"] * NS_PER_S).astype(np.int64)
     before = timeline.meta.provenance.get("clock_offsets_s", {})
     taken_s = {
         str(rank): before.get(str(rank), 0.0) + ns / NS_PER_S
         for rank, ns in shift_ns.items()
     }
-    start_ns = (
-        timeline.spans["start_ns"] - shift_ns.reindex(timeline.spans["rank"]).to_numpy()
-    )
-    meta = replace(
-        timeline.meta,
-        provenance=timeline.meta.provenance | {"clock_offsets_s": taken_s},
-    )
+    provenance = timeline.meta.provenance | {"clock_offsets_s": taken_s}
+    meta = replace(timeline.meta, provenance=provenance)
 
-    def shifted():
-        memory = timeline.side_tables["memory"]
-        time_ns = memory["time_ns"] - shift_ns.reindex(memory["rank"]).to_numpy()
-        return {**timeline.side_tables, "memory": memory.assign(time_ns=time_ns)}
+    def shifted(table: pd.DataFrame, column: str):
+        times_ns = table[column] - shift_ns.reindex(table["rank"]).to_numpy()
+        return table.assign(**{column: times_ns})
 
-    return Timeline(
-        timeline.spans.assign(start_ns=start_ns),
-        meta,
-        timeline.edges,
-        SideTables(shifted),
-    )
+    def side_tables():
+        memory = shifted(timeline.side_tables["memory"], "time_ns")
+        return {**timeline.side_tables, "memory": memory}
+
+    spans = shifted(timeline.spans, "start_ns")
+    return Timeline(spans, meta, timeline.edges, SideTables(side_tables))
 
 
 def _shared_ends(timeline: Timeline):
@@ -101,16 +86,13 @@ def _shared_ends(timeline: Timeline):
     order of call and rank.
     """
     table = calls(timeline)
-    spans = timeline.spans.iloc[table["row"]]
-    end_ns = (spans["start_ns"] + spans["dur_ns"]).to_numpy()
-    table = table.assign(
-        end_ns=end_ns - (end_ns.min() if len(end_ns) else 0)
-    )  # float64 medians stay exact
-    table["together"] = ~table["collective"].isin(_APART) | (
-        table["source_rank"] < 0
-    ) & (table["collective"] == "send_recv")
+    end_ns = ends_ns(timeline.spans.iloc[table["row"]]).to_numpy()
+    # from the first: float64 medians stay exact
+    table["end_ns"] = end_ns - end_ns.min(initial=FAR_NS)
+    is_exchange = (table["source_rank"] < 0) & (table["collective"] == "send_recv")
+    table["together"] = ~table["collective"].isin(_APART) | is_exchange
     table = table.loc[table["call"] >= 0, ["rank", "call", "together", "end_ns"]]
-    return table.sort_values(["call", "rank"]).reset_index(drop=True)
+    return table.sort_values(["call", "rank"], ignore_index=True)
 
 
 def _pairs(shared: pd.DataFrame):
@@ -118,15 +100,11 @@ def _pairs(shared: pd.DataFrame):
     ahead_ns, count.
     """
     first = shared.groupby("call")[["rank", "end_ns"]].transform("first")
-    ahead = shared.assign(
-        first=first["rank"], ahead_ns=shared["end_ns"] - first["end_ns"]
-    )
+    ahead_ns = shared["end_ns"] - first["end_ns"]
+    ahead = shared.assign(first=first["rank"], ahead_ns=ahead_ns)
     ahead = ahead[ahead["rank"] != ahead["first"]]
-    return (
-        ahead.groupby(["first", "rank", "together"])["ahead_ns"]
-        .agg(ahead_ns="median", count="size")
-        .reset_index()
-    )
+    by_pair = ahead.groupby(["first", "rank", "together"])["ahead_ns"]
+    return by_pair.agg(ahead_ns="median", count="size").reset_index()
 
 
 def _solve(pairs: pd.DataFrame, ranks: np.ndarray):
@@ -141,17 +119,15 @@ def _solve(pairs: pd.DataFrame, ranks: np.ndarray):
     use = together | (strongly[a] != strongly[b])
     a = a[use]
     b = b[use]
-    pairs = pairs[use]
     lowest = components(a, b, len(ranks))
-    weight = np.sqrt(pairs["count"].to_numpy(dtype=np.float64))
-    system = np.zeros((len(pairs), len(ranks)))
-    edge = np.arange(len(pairs))
+    weight = np.sqrt(pairs["count"][use].to_numpy(float))
+    ahead_ns = pairs["ahead_ns"][use].to_numpy(float)
+    system = np.zeros((len(weight), len(ranks)))
+    edge = np.arange(len(weight))
     # One row per pair: weight (offset_b - offset_a) = weight ahead
     system[edge, b] = weight
     system[edge, a] = -weight
-    offset_ns = np.linalg.lstsq(
-        system, weight * pairs["ahead_ns"].to_numpy(dtype=np.float64), rcond=None
-    )[0]
+    offset_ns = np.linalg.lstsq(system, weight * ahead_ns, rcond=None)[0]
     return offset_ns - offset_ns[lowest], ranks[lowest]
 
 

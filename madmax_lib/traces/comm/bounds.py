@@ -27,18 +27,12 @@ def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
 
     calls: group, group_size, bus_bytes (on the busiest link).
     """
-    device = (
-        catalog.device_named(timeline.meta.device)
-        if timeline.meta.source == "measured"
-        else None
-    )
+    device = catalog.device_named(timeline.meta.device)
     table = catalog.table("clusters")
-    clusters = [
-        catalog.cluster(name)
-        for name in table.loc[
-            table["device"] == (device.name if device else ""), "name"
-        ]
-    ]
+    clusters = []
+    if device and timeline.meta.source == "measured":
+        names = table["name"][table["device"] == device.name]
+        clusters = [catalog.cluster(name) for name in names]
     if not clusters:
         return pd.Series(np.nan, index=calls.index)
     rates = {
@@ -50,11 +44,8 @@ def longest_transfer_s(timeline: Timeline, calls: pd.DataFrame) -> pd.Series:
 
 
 def _slowest(clusters: list[Cluster], ranks: list[int]):
-    nodes = [
-        {rank // cluster.devices_per_node for rank in ranks} for cluster in clusters
-    ]
-    links = [
-        c.intra if len(of) == 1 else c.inter
-        for c, of in zip(clusters, nodes, strict=True)
-    ]
+    links = []
+    for cluster in clusters:
+        nodes = {rank // cluster.devices_per_node for rank in ranks}
+        links.append(cluster.intra if len(nodes) == 1 else cluster.inter)
     return min(link.bandwidth_bytes_per_s for link in links)

@@ -78,45 +78,38 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
 
 def _recorded(timeline: Timeline, row: np.ndarray, spans: pd.DataFrame):
     """Metadata on the row of a call, else on the host row with its operator id."""
-    records = (
-        timeline.side_tables["calls"] if len(row) else SideTables()["calls"]
-    )  # reads nothing for no call
-    records = records.join(timeline.spans[["rank", "op", "group"]], on="row")
+    # reads nothing for no call
+    tables = timeline.side_tables if len(row) else SideTables()
+    records = tables["calls"].join(timeline.spans[["rank", "op", "group"]], on="row")
+    records = records.astype(dict.fromkeys(_TEXTS, object))
     on_call = records["row"].isin(row)
     columns = [*_TEXTS, *_NUMBERS]
-    by_row = (
-        records[on_call]
-        .drop_duplicates("row")
-        .set_index("row")
-        .reindex(row)
-        .reset_index(drop=True)
-    )
+    by_row = _of_rows(records[on_call], row)[columns]
     host = records[~on_call & (records["op"] >= 0)].drop_duplicates(["rank", "op"])
-    by_op = spans[["rank", "op"]].merge(host, on=["rank", "op"], how="left")
-    by_row, by_op = (
-        table[columns].astype(dict.fromkeys(_TEXTS, object))
-        for table in (by_row, by_op)
-    )
+    by_op = spans[["rank", "op"]].merge(host, on=["rank", "op"], how="left")[columns]
     # The row of the call itself, else the host row with its operator id.
     table = by_row.where(by_row["collective"].notna(), by_op)
     texts = table[list(_TEXTS)].fillna("")
     numbers = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
     # Groups of one name differ in their ranks: they belong to the name.
     listed = texts["group"] + " [" + texts["ranks"].str.replace(",", ", ") + "]"
-    texts["group"] = texts["group"].mask(
-        (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False), listed
-    )
+    is_bare = (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False)
+    texts["group"] = texts["group"].mask(is_bare, listed)
     return texts.join(numbers)
+
+
+def _of_rows(table: pd.DataFrame, row: np.ndarray):
+    """The first record of each row (n,), NaN without."""
+    first = table.drop_duplicates("row").set_index("row")
+    return first.reindex(row).reset_index(drop=True)
 
 
 def _recorded_bytes(table: pd.DataFrame):
     """Bytes of the larger side, as recorded."""
     elements = table[["in_elements", "out_elements"]].max(axis=1)
-    each = (
-        table["dtype"]
-        .map({dtype: dtype_bytes(dtype) for dtype in table["dtype"].unique()})
-        .astype(np.float64)
-    )
+    dtypes = table["dtype"]
+    bytes_of = {dtype: dtype_bytes(dtype) for dtype in dtypes.unique()}
+    each = dtypes.map(bytes_of).astype(np.float64)
     return (elements * each).where(elements >= 0)
 
 
@@ -134,20 +127,12 @@ def _labels_around_launch(timeline: Timeline, row: np.ndarray, calls: pd.DataFra
     # On CPU traces the annotation is the call itself.
     annotation = np.where(on_host[row] & (prefix[row] != ""), row, -1)
     # Calls on a device, and the host calls that launched them.
-    launched = calls.loc[
-        calls["stream"].ge(0) & calls["correlation"].ge(0), ["rank", "correlation"]
-    ]
-    launch = spans[
-        on_host & spans["correlation"].isin(launched["correlation"]).to_numpy()
-    ]
-    launch = launch.drop_duplicates(["rank", "correlation"])[
-        ["rank", "correlation", "stream", "start_ns"]
-    ]
-    launch = (
-        launched.reset_index(names="call")
-        .merge(launch, on=["rank", "correlation"])
-        .sort_values("start_ns")
-    )
+    keys = ["rank", "correlation"]
+    launched = calls.loc[(calls["stream"] >= 0) & (calls["correlation"] >= 0), keys]
+    launch = spans[on_host & spans["correlation"].isin(launched["correlation"])]
+    launch = launch.drop_duplicates(keys)[[*keys, "stream", "start_ns"]]
+    launch = launched.reset_index(names="call").merge(launch, on=keys)
+    launch = launch.sort_values("start_ns")
     operator = np.full(len(row), -1)
     for rows, chosen in (
         (annotation, ~np.isin(prefix, ("", "c10d"))),
@@ -187,17 +172,10 @@ def _messages(timeline: Timeline, row: np.ndarray):
     """Tensors of the operators in each row of `row` (-1: none): sum_bytes,
     larger_bytes, ratio of two sides, dtype.
     """
-    operators = (
-        timeline.side_tables["operators"]
-        if (row >= 0).any()
-        else SideTables()["operators"]
-    )
-    operators = (
-        operators[operators["row"].isin(row[row >= 0])]
-        .drop_duplicates("row")
-        .set_index("row")
-    )
-    operators = operators[["shapes", "types"]].astype(object).reindex(row).fillna("")
+    tables = timeline.side_tables if (row >= 0).any() else SideTables()
+    operators = tables["operators"]
+    operators = _of_rows(operators[operators["row"].isin(row)], row)
+    operators = operators[["shapes", "types"]].astype(object).fillna("")
     pairs = list(zip(operators["shapes"], operators["types"], strict=True))
     # Distinct inputs are few: each is read once.
     message_of = {pair: _message(*pair) for pair in set(pairs)}
@@ -245,22 +223,18 @@ def _group_sizes(
     in the group, else the world.
     """
     group = table["group"]
-    listed = group.map({name: len(members(name)) for name in group.unique()}).astype(
-        np.float64
-    )
+    counts = {name: len(members(name)) for name in group.unique()}
+    listed = group.map(counts).astype(np.float64)
     # The larger side of a gather is as many times the smaller as there are ranks.
-    sides = ratio.where(
-        table["collective"].isin(("all_gather", "reduce_scatter"))
-        & (ratio > 1)
-        & (ratio % 1 == 0)
-    )
+    is_gather = table["collective"].isin(("all_gather", "reduce_scatter"))
+    sides = ratio.where(is_gather & (ratio > 1) & (ratio % 1 == 0))
     seen = rank.groupby(group).transform("nunique").where(group != "")
-    sizes = table["group_size"].where(table["group_size"] > 0).astype(np.float64)
+    sizes = table["group_size"].astype(np.float64)
+    sizes = sizes.where(sizes > 0)
     for other in (listed.where(listed > 0), sides, seen.where(seen > 1)):
         sizes = sizes.fillna(other)
-    return sizes.fillna(max(timeline.meta.world_size, len(timeline.ranks))).astype(
-        np.int64
-    )
+    world_size = max(timeline.meta.world_size, len(timeline.ranks))
+    return sizes.fillna(world_size).astype(np.int64)
 
 
 def members(group: str) -> list[int]:
@@ -270,11 +244,9 @@ def members(group: str) -> list[int]:
     ([0, 1], [], [])
     """
     inside = re.search(r"\[([^\]]*)\]", group)
-    return (
-        []
-        if inside is None or "..." in inside[1]
-        else [int(number) for number in re.findall(r"\d+", inside[1])]
-    )
+    if inside is None or "..." in inside[1]:
+        return []
+    return [int(number) for number in re.findall(r"\d+", inside[1])]
 
 
 def _simulated_groups(timeline: Timeline, spans: pd.DataFrame):
@@ -282,28 +254,26 @@ def _simulated_groups(timeline: Timeline, spans: pd.DataFrame):
     innermost, then dp, then pp.
     """
     named = pd.Series("", index=spans.index, dtype=object)
+    if timeline.meta.source != "simulated":
+        return named
     try:
-        plan = Plan.parse(
-            timeline.meta.provenance.get("plan", "")
-            if timeline.meta.source == "simulated"
-            else ""
-        )
+        plan = Plan.parse(timeline.meta.provenance.get("plan", ""))
     except ValueError:  # a plan in the words of a paper
         return named
-    for name, degree, stride in (
-        ("tp", plan.tp, 1),
-        ("dp", plan.dp, plan.tp),
-        ("pp", plan.pp, plan.tp * plan.dp),
-    ):
+    if plan.world_size != timeline.meta.world_size:
+        return named
+    stride = 1
+    for name in ("tp", "dp", "pp"):
+        degree = getattr(plan, name)
         of_group = spans.loc[spans["group"] == name, "rank"]
-        if plan.world_size == timeline.meta.world_size:
-            # Lowest rank of the group: the rank without its digit of this dimension.
-            first = of_group - of_group // stride % degree * stride
-            texts = {
-                f: f"{name} {[*range(f, f + degree * stride, stride)]}"
-                for f in first.unique()
-            }
-            named[of_group.index] = first.map(texts)
+        # Lowest rank of the group: the rank without its digit of this dimension.
+        first = of_group - of_group // stride % degree * stride
+        texts = {
+            f: f"{name} {[*range(f, f + degree * stride, stride)]}"
+            for f in first.unique()
+        }
+        named[of_group.index] = first.map(texts)
+        stride *= degree
     return named
 
 
@@ -316,15 +286,11 @@ def _set_peers(
     edges = timeline.edges
     ranks = timeline.spans["rank"].to_numpy()
     # Simulated messages: an edge between two ranks leads from sender to receiver.
-    edges = edges[
-        (ranks[edges["source"]] != ranks[edges["target"]]) & edges["source"].isin(row)
-    ]
-    reached = edges.drop_duplicates("source").set_index("source")["target"].reindex(row)
-    reached = (
-        np.where(reached.notna(), ranks[reached.fillna(0).astype(np.int64)], -1)
-        if len(row)
-        else -1
-    )
+    crosses = ranks[edges["source"]] != ranks[edges["target"]]
+    edges = edges[crosses].drop_duplicates("source").set_index("source")
+    target = edges["target"].reindex(row, fill_value=-1).to_numpy()
+    # one more, which -1 (no edge) finds at the end
+    reached = np.append(ranks, -1)[target]
     # In a group of two the other one is what its ranks sum to, less the own.
     pairs = {}
     for name in table["group"].unique():
@@ -334,12 +300,11 @@ def _set_peers(
     other = (pair - rank).fillna(-1).astype(np.int64)
     other = pd.Series(np.where(reached >= 0, reached, other), table.index)
     # A simulated message is recorded on the sender's side.
-    sends = table["collective"].eq("send") | (
-        table["collective"].eq("send_recv") & (reached >= 0)
-    )
+    collective = table["collective"]
+    sends = (collective == "send") | ((collective == "send_recv") & (reached >= 0))
     sides = (
         (sends, "source_rank", "target_rank"),
-        (table["collective"].eq("recv"), "target_rank", "source_rank"),
+        (collective == "recv", "target_rank", "source_rank"),
     )
     for side, mine, theirs in sides:
         table[mine] = table[mine].mask(side & (table[mine] < 0), rank)

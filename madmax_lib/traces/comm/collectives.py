@@ -28,6 +28,7 @@ from madmax_lib.timeline.accounting import (
 from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
+from madmax_lib.traces.tables import ratio
 
 _TELLS = (
     "collective",
@@ -59,43 +60,28 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     more ranks without named process groups.
     """
     spans = timeline.spans
+    is_call = spans["kind"] == "comm"
     # A simulated span of no bytes waits for what another call moves.
-    awaited = (spans["size_bytes"] == 0) & (
-        timeline.meta.source == "simulated"
-    )  # a wait for what another call moves
-    row = np.flatnonzero((spans["kind"] == "comm") & ~awaited)
-    comm = (
-        spans[["name", "rank", "stream", "step", "start_ns", "dur_ns"]]
-        .iloc[row]
-        .reset_index(drop=True)
-    )
-    table = comm[["rank", "stream", "step"]].join(
-        call_metadata(timeline, row)[list(_TELLS)]
-    )
-    table.insert(0, "row", row)
+    if timeline.meta.source == "simulated":
+        is_call &= spans["size_bytes"] != 0
+    row = np.flatnonzero(is_call)
+    comm = spans.iloc[row].reset_index(names="row")
+    table = comm[["row", "rank", "stream", "step"]]
+    table = table.join(call_metadata(timeline, row)[list(_TELLS)])
     duration_s = comm["dur_ns"] / NS_PER_S
     factor = bus_factor(table["collective"], table["group_size"])
-    table["start_s"] = (
-        comm["start_ns"] - (spans["start_ns"].min() if len(spans) else 0)
-    ) / NS_PER_S
+    table["start_s"] = (comm["start_ns"] - spans["start_ns"].min()) / NS_PER_S
     table["duration_s"] = duration_s
-    table["longest_s"] = longest_transfer_s(
-        timeline, table.assign(bus_bytes=table["size_bytes"] * factor)
-    )
-    table["exposed_s"] = (
-        exposed_ns(timeline, comm["rank"], comm["start_ns"], comm["dur_ns"]) / NS_PER_S
-    )
-    table["algorithm_bytes_per_s"] = table["size_bytes"] / duration_s.where(
-        duration_s > 0
-    )
+    sized = table.assign(bus_bytes=table["size_bytes"] * factor)
+    table["longest_s"] = longest_transfer_s(timeline, sized)
+    table["exposed_s"] = _exposed_s(timeline, comm, comm["dur_ns"])
+    table["algorithm_bytes_per_s"] = ratio(table["size_bytes"], duration_s)
     table["bus_bytes_per_s"] = table["algorithm_bytes_per_s"] * factor
     table["call"], lost = _match(table, comm["start_ns"])
+    is_matched = (table["call"] >= 0).any()
     # With two ranks one group is no assumption: there is only one.
-    unnamed = (
-        len(timeline.ranks) > 2
-        and bool((table["call"] >= 0).any())
-        and bool((table["group"] == "").all())
-    )
+    several = len(timeline.ranks) > 2
+    unnamed = bool(several and is_matched and (table["group"] == "").all())
     unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
     return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
 
@@ -110,10 +96,8 @@ def arrivals(timeline: Timeline) -> pd.DataFrame:
     arrival - first arrival of the call). `.attrs["by"]` says how arrivals are
     compared: by "start" on timelines with one clock, else by "duration".
     """
-    return _arrivals(
-        timeline,
-        calls(timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])),
-    )
+    several = timeline if len(timeline.ranks) > 1 else timeline.select(ranks=[])
+    return _arrivals(timeline, calls(several))
 
 
 def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
@@ -131,24 +115,20 @@ def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
 
     The waiting comes first in a call, the transfer last.
     """
-    spans = (
-        timeline.spans[["rank", "start_ns", "dur_ns"]]
-        .iloc[table["row"]]
-        .reset_index(drop=True)
-    )
+    spans = timeline.spans.iloc[table["row"]].reset_index(drop=True)
     # More than the longest transfer must be waiting; matched calls show their waiting.
-    beyond_s = (
-        (table["duration_s"] - table["longest_s"])
-        .where(table["call"] < 0)
-        .fillna(0.0)
-        .clip(lower=0.0)
-    )
+    beyond_s = (table["duration_s"] - table["longest_s"]).where(table["call"] < 0)
+    beyond_s = beyond_s.fillna(0.0).clip(lower=0.0)
     beyond_ns = np.rint(beyond_s * NS_PER_S).astype(np.int64)
     # Waiting comes first in a call: from its start on.
-    hidden = (
-        exposed_ns(timeline, spans["rank"], spans["start_ns"], beyond_ns) / NS_PER_S
-    )
-    return table.assign(unseen_s=beyond_s, exposed_unseen_s=hidden)
+    exposed_s = _exposed_s(timeline, spans, beyond_ns)
+    return table.assign(unseen_s=beyond_s, exposed_unseen_s=exposed_s)
+
+
+def _exposed_s(timeline: Timeline, spans: pd.DataFrame, dur_ns: pd.Series):
+    """Seconds (n,) that no compute hides, of so much time from the start of spans on."""
+    exposed = exposed_ns(timeline, spans["rank"], spans["start_ns"], dur_ns)
+    return exposed / NS_PER_S
 
 
 def waiting(timeline: Timeline) -> pd.DataFrame:
@@ -160,12 +140,9 @@ def waiting(timeline: Timeline) -> pd.DataFrame:
     """
     pairs = arrivals(timeline)
     pairs = pairs[pairs["rank"] != pairs["last_rank"]]
-    table = (
-        pairs.groupby(["rank", "last_rank"])["wait_s"]
-        .agg(["count", "sum"])
-        .reset_index()
-    )
-    table.columns = ["rank", "waits_for", "count", "wait_s"]
+    pairs = pairs.rename(columns={"last_rank": "waits_for"})
+    by_pair = pairs.groupby(["rank", "waits_for"])["wait_s"]
+    table = by_pair.agg(count="count", wait_s="sum").reset_index()
     return with_origin(table, pairs)
 
 
@@ -183,15 +160,13 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     size over transfer, of the calls that tell their size.
     """
     every = calls(timeline)
-    waits = _arrivals(timeline, every).set_index("row")[
-        ["wait_s", "exposed_wait_s", "skew_s"]
-    ]
+    waits = _arrivals(timeline, every).set_index("row")
+    waits = waits[["wait_s", "exposed_wait_s", "skew_s"]]
     table = _with_every_call(unseen_waits(timeline, every).join(waits, on="row"))
-    for column, unseen in (
-        ("wait_s", "unseen_s"),
-        ("exposed_wait_s", "exposed_unseen_s"),
-    ):
-        table[column] = table[column].fillna(table[unseen].where(table["unseen_s"] > 0))
+    has_unseen = table["unseen_s"] > 0
+    for kind in ("", "exposed_"):
+        unseen_s = table[f"{kind}unseen_s"].where(has_unseen)
+        table[f"{kind}wait_s"] = table[f"{kind}wait_s"].fillna(unseen_s)
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
     sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
@@ -212,18 +187,12 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
             "exposed_wait_s": spans["exposed_wait_s"].sum(min_count=1),
             "skew_s": each["skew_s"].mean(),
             "skew_max_s": each["skew_s"].max(),
-            "algorithm_bytes_per_s": sums["sent_bytes"]
-            / sums["sized_s"].where(sums["sized_s"] > 0),
-            "bus_bytes_per_s": sums["bus_bytes"]
-            / sums["sized_s"].where(sums["sized_s"] > 0),
+            "algorithm_bytes_per_s": ratio(sums["sent_bytes"], sums["sized_s"]),
+            "bus_bytes_per_s": ratio(sums["bus_bytes"], sums["sized_s"]),
         }
     )
-    result = (
-        result.reset_index()
-        .sort_values("total_s", ascending=False, kind="stable")
-        .reset_index(drop=True)
-    )
-    return with_origin(result, every)
+    result = result.sort_values("total_s", ascending=False, kind="stable")
+    return with_origin(result.reset_index(), every)
 
 
 def bandwidths(table: pd.DataFrame) -> pd.DataFrame:
@@ -263,35 +232,26 @@ def _distinct_calls(table: pd.DataFrame):
         "longest_s": "max",
         "skew_s": "first",
     }
-    each = (
-        of_call.agg(shortest).reset_index().rename(columns={"duration_s": "transfer_s"})
-    )
-    each["transfer_s"] = each["transfer_s"].mask(
-        (each["call"] < 0) & (each["transfer_s"] > each["longest_s"]), each["longest_s"]
-    )
+    each = of_call.agg(shortest).reset_index()
+    # what one rank alone shows is transfer up to the longest, the rest is waiting
+    longest_s = each["longest_s"].where(each["call"] < 0)
+    each["transfer_s"] = each["duration_s"].clip(upper=longest_s.fillna(np.inf))
     # Bytes over time only of calls that tell both.
     timed = each["size_bytes"].notna() & (each["transfer_s"] > 0)
     each["sized_s"] = each["transfer_s"].where(timed)
     each["sent_bytes"] = each["size_bytes"].where(timed)
-    each["bus_bytes"] = each["sent_bytes"] * bus_factor(
-        each["collective"], each["group_size"]
-    )
+    factor = bus_factor(each["collective"], each["group_size"])
+    each["bus_bytes"] = each["sent_bytes"] * factor
     return each
 
 
 def _arrivals(timeline: Timeline, table: pd.DataFrame):
     """`arrivals` from the table of calls."""
-    one_clock = (
-        timeline.meta.source == "simulated"
-        or "clock_offsets_s" in timeline.meta.provenance
-    )
+    aligned = "clock_offsets_s" in timeline.meta.provenance
+    one_clock = aligned or timeline.meta.source == "simulated"
     every = table
-    table = (
-        table[table["call"] >= 0].sort_values(["call", "rank"]).reset_index(drop=True)
-    )
-    spans = (
-        timeline.spans[["start_ns", "dur_ns"]].iloc[table["row"]].reset_index(drop=True)
-    )
+    table = table[table["call"] >= 0].sort_values(["call", "rank"], ignore_index=True)
+    spans = timeline.spans.iloc[table["row"]].reset_index(drop=True)
     start_ns = spans["start_ns"]
     dur_ns = spans["dur_ns"]
     of_call = table["call"]
@@ -303,9 +263,7 @@ def _arrivals(timeline: Timeline, table: pd.DataFrame):
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]
     table["wait_s"] = wait_ns / NS_PER_S
-    table["exposed_wait_s"] = (
-        exposed_ns(timeline, table["rank"], start_ns, wait_ns) / NS_PER_S
-    )
+    table["exposed_wait_s"] = _exposed_s(timeline, spans, wait_ns)
     table["skew_s"] = behind_ns.groupby(of_call).transform("max") / NS_PER_S
     return with_origin(table, every, by="start" if one_clock else "duration")
 
@@ -324,9 +282,8 @@ def _match(table: pd.DataFrame, start_ns: pd.Series):
     numbered = (table["sequence"] >= 0) & ~peers
     step = table["step"].where(~numbered, -1)
     sequence = table["sequence"].where(numbered, -1)
-    key = table.groupby(
-        [who, what.where(~numbered, ""), step, sequence], sort=False
-    ).ngroup()
+    keys = [who, what.where(~numbered, ""), step, sequence]
+    key = table.groupby(keys, sort=False).ngroup()
     # The k-th call of a key on one rank is the k-th on the others.
     turn = start_ns.groupby([key, rank]).rank(method="first").astype(np.int64)
     call = table.groupby([key, turn], sort=False).ngroup()
@@ -335,9 +292,8 @@ def _match(table: pd.DataFrame, start_ns: pd.Series):
     complete = rank.groupby(key).transform("nunique") == in_group
     # A rank that made fewer calls would shift the ones after the lost one.
     complete &= size.groupby(key).transform("min") == size.groupby(key).transform("max")
-    one_sided = (
-        table["collective"].isin(("send", "recv")) & ~peers
-    )  # to or from whom is not known
+    # to or from whom is not known
+    one_sided = table["collective"].isin(("send", "recv")) & ~peers
     # A call of one rank alone has met nobody.
     met = rank.groupby(call).transform("nunique") > 1
     matched = met & (complete | numbered) & ~one_sided

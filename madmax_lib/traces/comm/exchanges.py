@@ -61,13 +61,8 @@ def exchanges(timeline: Timeline) -> pd.DataFrame:
 
 
 def _imbalance(table: pd.DataFrame):
-    got = table.pivot_table(
-        index="turn",
-        columns="target_rank",
-        values="size_bytes",
-        aggfunc="sum",
-        fill_value=0.0,
-    )
+    by_target = table.groupby(["turn", "target_rank"])["size_bytes"].sum()
+    got = by_target.unstack(fill_value=0.0)
     got = got[got.sum(axis=1) > 0].to_numpy()
     if not len(got):
         return {"mean": float("nan"), "worst": float("nan")}
