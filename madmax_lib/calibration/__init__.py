@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
     from madmax_lib.calibration.judge.identifiability import (
         constants_of as constants_of,
+        determined_by as determined_by,
         leverage as leverage,
         strongest_pairs as strongest_pairs,
     )
@@ -52,6 +53,13 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.verdict.overlap import (
         overlap_errors as overlap_errors,
         overlap_facts as overlap_facts,
+    )
+    from madmax_lib.calibration.verdict.strangers import (
+        generation_of as generation_of,
+        new_rows as new_rows,
+        spread_of_both as spread_of_both,
+        strange_rows as strange_rows,
+        unknown_rows as unknown_rows,
     )
     from madmax_lib.calibration.verdict.vision import vision_errors as vision_errors
 

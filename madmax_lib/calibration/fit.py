@@ -41,7 +41,6 @@ _INSIDE = 1e-6  # from a bound, on which `least_squares` may not begin
 # log residual at which soft-L1 turns from square to absolute; repeated runs differ by 3
 # to 10 %
 SCALE = 0.03
-_SILENT = 1e-9  # relative change of a time that is arithmetic
 _FULL = 40  # rows of a repository that count in full
 # factor between measured and predicted beyond which a row of one's own is a mistake
 _ABSURD = 10.0
@@ -71,7 +70,8 @@ def fit(
     fits from the start values and from random points around them; the best counts.
     begin: constants that are not fitted, and where the first fit starts; the start
     values if None. near: a fit of almost the same rows, whose constants are few
-    evaluations away. only: constants to fit, all that the rows can tell if None. The
+    evaluations away. only: constants to fit; if None those of which the rows say more
+    than their priors do, and the others stay where they begin. The
     intervals follow from the covariance. Rows that cannot be timed are left out. Raises
     ValueError for a value that cannot be read, with row and column, if no row can be
     fitted or a constant is unknown.
@@ -187,14 +187,14 @@ class _LeastSquares:
         self, rows: pd.DataFrame, begin: Parameters, only: Sequence[str] | None = None
     ):
         self.steps = to_steps(rows)
-        names = only or _free_constants(self.steps, begin)
+        self.weight = weights(rows) / SCALE
+        names = only or _free_constants(self.steps, begin, self.weight)
         self.scale = scale = FittingScale.of(names)
         self.begin = np.clip(scale.point(begin.constants), scale.low, scale.high)
         self.fixed = Parameters(
             constants=begin.constants, collectives=begin.collectives, links=begin.links
         )
         self.log_measured = np.log(rows["measured_s"].to_numpy(float))
-        self.weight = weights(rows) / SCALE
 
     def residuals(self, point):
         """(rows + constants,) weighted log errors, then distances from the priors."""
@@ -240,21 +240,27 @@ class _LeastSquares:
         return replace(fitted, provenance=origin)
 
 
-def _free_constants(steps: Steps, begin: Parameters):
-    """Constants that move the time of any of these steps and that no prior fixes."""
-    table = bounds()[bounds()["scale"] != "fixed"]
-    names = table.index
-    values = np.array([begin.constants[name] for name in names])
-    # the bound that is farther away, so that the constant moves at all
-    bound = np.where(values > table["start"], table["low"], table["high"]).astype(float)
-    # (names, names): row i has constant i at its bound; a column of it broadcasts
-    # against the steps
-    points = np.where(np.eye(len(values), dtype=bool), bound, values)
-    columns = {name: points[:, i : i + 1] for i, name in enumerate(names)}
-    moved = Parameters(constants=begin.constants | columns)
-    still = Parameters(constants=begin.constants)
-    change = np.abs(step_s(steps, moved) / step_s(steps, still) - 1)
-    return names[(change > _SILENT).any(axis=1)].tolist()
+def moves(steps: Steps, names: Sequence[str], parameters: Parameters) -> np.ndarray:
+    """(n, names) by how much log step_s changes over the width of a constant's prior."""
+    scale = FittingScale.of(names)
+    constants = parameters.constants
+    point = scale.point(constants)
+    slopes = gradient(steps, scale, point, Parameters(constants=constants))
+    return np.abs(slopes) * scale.sigma
+
+
+def _free_constants(steps: Steps, begin: Parameters, weight: np.ndarray | float):
+    """Constants of which these steps say more than their priors, by the variances:
+
+    sum over rows of (move weight)^2 >= 1
+    """
+    names = bounds().index[bounds()["scale"] != "fixed"]
+    # a step may wait for its host at one of these points alone
+    largest = np.maximum(moves(steps, names, begin), moves(steps, names, shipped()))
+    # each row's weight holds for all constants
+    weighted = largest * np.atleast_1d(weight)[:, None]
+    information = (weighted**2).sum(axis=0)
+    return names[information >= min(1.0, information.max())].tolist()
 
 
 def _scale_of(rows: pd.DataFrame):
@@ -302,15 +308,17 @@ def fingerprint(rows: pd.DataFrame) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def known_rows() -> pd.DataFrame:
+def known_rows(**stated: str) -> pd.DataFrame:
     """Normalised rows behind the shipped constants.
 
     `data/published_train.csv`, and tables of a data directory that are not part of this
     project: vTrain's multi-node measurements, runs of further stacks, and a sweep of
-    layouts of one stack. What is missing is left out.
+    layouts of one stack. What is missing is left out. stated: columns that all rows
+    have in place of their own, such as software.
     """
     tables = [catalog.table("published_train")]
     for name in _LOCAL:
         with contextlib.suppress(FileNotFoundError):
             tables.append(pd.read_csv(local_data(name), encoding="utf-8-sig"))
-    return pd.concat([read_rows(table) for table in tables], ignore_index=True)
+    rows = [read_rows(table.assign(**stated)) for table in tables]
+    return pd.concat(rows, ignore_index=True)

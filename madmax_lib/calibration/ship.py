@@ -17,7 +17,6 @@ from madmax_lib.calibration.fit import fit, known_rows, usable
 from madmax_lib.calibration.judge.intervals import (
     comparison_widths,
     sensitivities,
-    spread,
 )
 from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
@@ -54,14 +53,24 @@ def ship(path: str | Path) -> Parameters:
 
 def _fitted(rows: pd.DataFrame):
     """The constants of rows with their intervals."""
+    # a wing, which the rest of the calibration does without
+    from madmax_lib.calibration.verdict.strangers import (
+        spread_of_both,
+        unknown_rows,
+        with_prior,
+    )
+
     fitted = fit(rows)
     fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
-    # strangers' errors set the components, those of further models the width of a
-    # comparison
+    # errors of further sources and stacks set the components, those of further models
+    # the width of a comparison
     without_source = folds(rows, by="source", near=fitted)
     without_model = folds(rows, near=fitted)
-    widths = spread(without_source) | comparison_widths(without_model)
-    return replace(fitted, residuals=widths)
+    strangers = unknown_rows(rows, fitted)
+    widths = spread_of_both(without_source, strangers) | comparison_widths(
+        without_model
+    )
+    return with_prior(fitted, widths)
 
 
 def _same(a: Parameters, b: Parameters):

@@ -124,10 +124,14 @@ def software(name: str) -> Listing:
     """
     spec = tables.software(name)
     facts = {}
-    stated = tables.table("software")
-    stack = "" if spec.rates == STRANGER else spec.name
+    listed = tables.table("software")
+    stack = spec.name
+    if spec.rates == STRANGER:
+        stack = ""
+        of_class = tables.class_facts(spec.name)
+        facts = {fact["field"]: fact | {"stack": fact["word"]} for fact in of_class}
     while stack:  # from one to that which it is like; the nearest one's facts stay
-        rows = stated[stated["name"] == stack].to_dict("records")
+        rows = listed[listed["name"] == stack].to_dict("records")
         stated = {row["field"]: row | {"stack": stack} for row in rows}
         facts = stated | facts
         stack = stated.get("like", {}).get("value", "")

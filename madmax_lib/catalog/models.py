@@ -61,8 +61,8 @@ class LayerFormulas:
 
 @dataclass(frozen=True)
 class Transformer(LayerFormulas):
-    """A decoder language model; with `image` a vision transformer, `experts` a mixture,
-    `blocks` a stack of any.
+    """A decoder language model; with `image` a vision transformer, with
+    `predicted_share` an encoder, `experts` a mixture, `blocks` a stack of any.
 
     >>> tiny = Transformer("tiny", layers=2, hidden=64, heads=4, ffn=256, vocab=1000)
     >>> tiny.parameters, tiny.forward_flops(samples=1, sequence=128)
@@ -85,6 +85,9 @@ class Transformer(LayerFormulas):
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
     tied: bool = True  # the head is the token table; never for images
+    # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
+    # which attend both ways [BERT, arXiv 1810.04805]
+    predicted_share: float = 1.0
     experts: int = 0  # of a mixture layer
     active_experts: int = 0  # of them, used by a token
     shared_experts: int = 0  # beside them, used by all tokens
@@ -322,7 +325,8 @@ class Transformer(LayerFormulas):
             patches = 2 * (s - 1) * 3 * self.patch**2 * self.hidden
             ends = patches + 2 * self.hidden * self.classes
         else:
-            ends = 2 * self.decoder_tokens(s) * self.hidden * self.vocab
+            predicted = self.predicted_share * self.decoder_tokens(s)
+            ends = 2 * predicted * self.hidden * self.vocab
         layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
         return samples * (layers + ends)
 

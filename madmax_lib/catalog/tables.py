@@ -316,8 +316,9 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
     None.
 
     Any other name is a stack of its own: like another as far as is known of that, or
-    like none, with the rates of stacks that nobody tuned, as a warning says unless
-    like="stranger". Raises ValueError for what is no name, and for an unknown `like`.
+    like none, with the rates of stacks that nobody tuned and what words such as XLA
+    tell (`data/software_classes.csv`), as a warning says unless like="stranger". Raises
+    ValueError for what is no name, and for an unknown `like`.
     See also: mm.software, which says what is assumed of a stack, and by which source.
 
     >>> software("torchtitan").overlap_tp, software("DGXC_NeMo").overlap_tp_way
@@ -333,7 +334,7 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
         name, values = _fields("software", "none" if name is None else name)
         return Software(name, **parse_fields(Software, values, f"software {name}"))
     if like == STRANGER:
-        return Software(name, STRANGER)
+        return _stranger(name)
     if like:
         base = _fields("software", like)[0]
         return replace(software(base), name=name, rates=base)
@@ -344,7 +345,21 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
         "that nobody tuned, until rows (calibration.fit.update) or like= say more",
         stacklevel=1,  # one place, so that a session is told once
     )
-    return Software(name, STRANGER)
+    return _stranger(name)
+
+
+def _stranger(name: str):
+    """A stack that is in no table, with the facts of the classes that its name says."""
+    facts = {fact["field"]: fact["value"] for fact in class_facts(name)}
+    return Software(name, STRANGER, **parse_fields(Software, facts, f"software {name}"))
+
+
+def class_facts(name: str) -> list[dict]:
+    """Rows of `data/software_classes.csv` whose word is in the name of a stack: what
+    all of its class do, such as XLA's.
+    """
+    facts = table("software_classes").to_dict("records")
+    return [fact for fact in facts if re.search(rf"\b{fact['word']}\b", name, re.I)]
 
 
 def _fields(what: str, name: str, *below: str):

@@ -28,6 +28,8 @@ _OTHERS = re.compile(
     r"dlrm|mixer|swin|resne|convnext|efficientnet|regnet|vgg|.*\bmamba\b", re.I
 )
 _MIXTURE = re.compile(r"\d+x\d+b|[-_ ]a\d+b|moe", re.I)
+_ENCODER = re.compile(r"(deberta|roberta|electra|.*\bbert)\b", re.I)
+_MASKED = 0.15  # of an encoder's tokens [BERT, arXiv 1810.04805, 3.1]
 _PATCH = re.compile(r"patch(\d+)|/(\d+)")  # vit-b/16
 _IMAGENET_CLASSES = 1000
 _GPT_VOCAB = 50257  # rows of GPT-2's token table, where a row states none
@@ -162,6 +164,8 @@ def model_of(raw: dict) -> Transformer:
     if listed:
         return Transformer(**fields)
     usual = {"ffn": 4 * fields["hidden"], "vocab": _GPT_VOCAB}
+    if _ENCODER.match(name):
+        usual["predicted_share"] = _MASKED
     return _of_style(usual | fields, positive_of(raw, "params_b"))
 
 

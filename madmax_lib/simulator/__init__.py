@@ -45,5 +45,6 @@ if TYPE_CHECKING:
     )
     from madmax_lib.simulator.simulate import simulate as simulate
     from madmax_lib.simulator.steady.step_time import step_time as step_time
+    from madmax_lib.simulator.uncertainty import width_of as width_of
 
 __all__ = open_room(__name__)

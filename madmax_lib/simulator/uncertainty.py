@@ -6,8 +6,8 @@ Its variance is the sum of
     constants^2 * s' C s    what the rows leave open: C the covariance of the
                             constants, s what the step feels of each
     stranger^2              what every source has of its own
-    mixture^2, rare^2       more of it: mixtures of experts; LoRA, images, stacks of
-                            several kinds, which few sources ran
+    mixture^2, rare^2,      more of it: mixtures of experts; images and stacks of
+    lora^2                  several kinds, which few sources ran; LoRA
     _SCALE^2 * doublings    devices or tokens beyond those of nine in ten rows of the
                             device's family
 
@@ -26,7 +26,7 @@ import numpy as np
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
-COMPONENTS = ("constants", "stranger", "mixture", "rare")
+COMPONENTS = ("constants", "stranger", "mixture", "rare", "lora")
 # fits on at most 16, 32, 64, 128 devices: squared errors of the others grow by 0.04^2
 # per doubling
 _SCALE = 0.04
@@ -47,9 +47,9 @@ def width_of(
     parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]
 ) -> np.ndarray:
     """Half-widths from `components` and their sizes."""
-    variance = sum(
-        residuals[name] ** 2 * np.asarray(parts[name]) for name in COMPONENTS
-    )
+    # constants saved before LoRA had a component of its own count it as rare
+    sizes = {"lora": residuals["rare"], **residuals}
+    variance = sum(sizes[name] ** 2 * np.asarray(parts[name]) for name in COMPONENTS)
     return residuals["quantile"] * np.sqrt(
         variance + _SCALE**2 * np.asarray(parts["doublings"])
     )
@@ -63,13 +63,15 @@ def components(
     """
     shape = steps.shape
     plan = steps.plan
-    rare = (shape.image > 0) | (plan.lora_rank > 0) | (shape.model is not None)
-    mixture = (shape.experts > 0) & ~rare
+    lora = plan.lora_rank > 0
+    rare = ((shape.image > 0) | (shape.model is not None)) & ~lora
+    mixture = (shape.experts > 0) & ~rare & ~lora
     return {
         "constants": _open_variance(steps, times, parameters),
         "stranger": np.ones(()),
         "mixture": 1.0 * mixture,
         "rare": 1.0 * rare,
+        "lora": 1.0 * lora,
         "doublings": _doublings(steps, parameters),
     }
 
@@ -123,6 +125,13 @@ def _open_variance(
             "pn,pn->n", of_parts @ shares[:, rows], shares[:, rows]
         )
     return np.maximum(result, 0.0)
+
+
+def pace(times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+    """Relative change of each step over that of the rate of its software, below 0."""
+    of_parts = parameters.sensitivities.get("stack_rate", {})
+    change_s = sum(slope * times[part] for part, slope in of_parts.items())
+    return np.asarray(change_s / times["step_s"])
 
 
 def shared_errors(

@@ -7,11 +7,13 @@ import pandas as pd
 import pytest
 
 from madmax_lib.calibration.fit import (
+    SCALE,
     _free_constants,
     _LeastSquares,
     fingerprint,
     fit,
     slowness,
+    weights,
 )
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, start
@@ -96,14 +98,27 @@ def test_one_row_leaves_the_priors_alone(vtrain):
     )
 
 
+def free_names(rows):
+    """Constants that a fit of rows moves."""
+    return _free_constants(to_steps(rows), start(), weights(rows) / SCALE)
+
+
 def test_only_what_rows_can_tell_is_fitted(rows, vtrain):
-    names = _free_constants(to_steps(vtrain), start())
+    names = free_names(vtrain)
     assert (
         "gemm_efficiency:ampere-16" in names and "gemm_efficiency:hopper-8" not in names
     )
-    assert not {"device_rate:other", "moe_launch_s:none"} & set(
-        _free_constants(to_steps(rows), start())
-    )
+    assert not {"device_rate:other", "moe_launch_s:none"} & set(free_names(rows))
+
+
+def test_a_constant_is_fitted_where_rows_say_more_than_its_prior(rows):
+    """A step of T4s says what they reach, and nothing of the latency of its network."""
+    t4 = rows[rows["gpu"] == "t4"]
+    others = rows[rows["gpu"] != "t4"].sample(40, random_state=0)
+    names = free_names(pd.concat([t4, others]))
+    assert "device_rate:t4" in names
+    assert not {"network_s:ethernet", "comm_launch_s:fused"} & set(names)
+    assert len(free_names(t4.head(1))) > 0
 
 
 def test_bad_input(vtrain):

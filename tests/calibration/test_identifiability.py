@@ -11,6 +11,7 @@ from madmax_lib.calibration.fit import fit, usable
 from madmax_lib.calibration.judge.identifiability import (
     STATES,
     constants_of,
+    determined_by,
     leverage,
     strongest_pairs,
 )
@@ -97,6 +98,20 @@ def test_leverage_of_a_row_that_is_all_matrix_products():
         start(), intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),)
     )
     assert leverage(other, to_steps(rows)).loc[hopper, "largest"] == 0
+
+
+def test_rows_determine_the_constants_of_their_own_devices():
+    """A100s those of Ampere, one row at a time; none that of Hopper."""
+    rows = read_rows(catalog.table("published_train"))
+    rows = rows[usable(rows) & (rows["gpu"] == "a100-80")]
+    names = ("gemm_efficiency:ampere-16", "gemm_efficiency:hopper-16")
+    parameters = replace(shipped(), fitted=names, intervals={}, covariance=())
+    found = determined_by(parameters, rows)
+    assert len(rows) / 2 < found.loc[names[0], "rows"] <= len(rows)
+    assert 1 < found.loc[names[0], "sources"] <= rows["repository"].nunique()
+    assert found.loc[names[1]].tolist() == [0, 0, ""]
+    alone = determined_by(parameters, rows.head(1))
+    assert alone.loc[names[0], "most of"] == rows["repository"].iloc[0]
 
 
 def test_a_fit_of_few_rows_leaves_the_prior():

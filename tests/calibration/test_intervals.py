@@ -12,6 +12,7 @@ from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale
 from madmax_lib.calibration.verdict import accuracy
+from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components
@@ -34,6 +35,7 @@ def table(errors, sources, **fields):
         "stranger": 1.0,
         "mixture": 0.0,
         "rare": 0.0,
+        "lora": 0.0,
         "doublings": 0.0,
     }
     rows = {"log_error": np.asarray(errors, float), "repository": sources}
@@ -76,6 +78,39 @@ def test_strangers_lie_inside_as_promised():
     ].tolist() == [600, 600, 1200]
     assert sure["inside"].between(0.82, 0.98).all()
     assert sure.at["mixture", "half_width"] > 1.5 * sure.at["dense", "half_width"]
+
+
+def unknown_stacks(slower, spread, stacks=300, each=8):
+    """Rows of stacks whose rate is slower than its kind by a factor and scatters by
+    another, of steps that feel half to all of it.
+    """
+    random = np.random.default_rng(1)
+    stack = np.repeat(np.arange(stacks), each)
+    pace = -random.uniform(0.5, 1.0, len(stack))
+    rate = slower + spread * random.standard_normal(stacks)[stack]
+    noise = 0.06 * random.standard_normal(stacks)[stack]
+    return table(noise - pace * rate, [f"s{i}" for i in stack], pace=pace)
+
+
+def test_the_prior_of_strangers_is_found():
+    known = strangers(300, 8, stranger=0.06, mixture=0.1, constants=0.5)
+    unknown = unknown_stacks(slower=0.15, spread=0.2)
+    sizes = spread_of_both(known, unknown)
+    alone = intervals.spread(known)
+    assert sizes["slower"] == pytest.approx(0.15, abs=0.03)
+    # in sigmas of the quantile, which is that of normal errors here
+    assert sizes["pace"] * sizes["quantile"] == pytest.approx(1.645 * 0.2, rel=0.15)
+    # what strangers scatter more widens no known stack by much
+    assert sizes["quantile"] * sizes["stranger"] == pytest.approx(
+        alone["quantile"] * alone["stranger"], rel=0.15
+    )
+
+
+def test_strangers_like_known_stacks_have_no_spread_of_their_own():
+    known = strangers(300, 8, stranger=0.1, mixture=0.1, constants=0.5)
+    alike = unknown_stacks(slower=0.0, spread=0.0)
+    sizes = spread_of_both(known, alike)
+    assert sizes["pace"] == 0 and abs(sizes["slower"]) < 0.02
 
 
 def test_a_large_source_does_not_drown_the_others():

@@ -11,8 +11,7 @@ import pytest
 from support import local_or_skip
 
 from madmax_lib import catalog
-from madmax_lib.calibration.fit import known_rows, slowness
-from madmax_lib.calibration.judge.intervals import spread
+from madmax_lib.calibration.fit import known_rows, slowness, usable
 from madmax_lib.calibration.judge.validate import folds, predict
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.accuracy import (
@@ -25,6 +24,11 @@ from madmax_lib.calibration.verdict.accuracy import (
     score,
 )
 from madmax_lib.calibration.verdict.expect import VERDICTS
+from madmax_lib.calibration.verdict.strangers import (
+    spread_of_both,
+    unknown_rows,
+    with_prior,
+)
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
@@ -80,6 +84,12 @@ def dense(published):
 @pytest.fixture(scope="module")
 def left_out(rows):
     return folds(rows, by="source")
+
+
+@pytest.fixture(scope="module")
+def strangers(rows):
+    """Each stack left out of a fit, and those that no fit has seen."""
+    return unknown_rows(rows, shipped())
 
 
 def test_predict_adds_columns_and_keeps_rows(table, predicted):
@@ -303,26 +313,29 @@ def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(
     )
     assert (errors(published, "repository")["mape"] > 0.20).sum() <= 2
     with pytest.raises(
-        ValueError, match="by='day' is not one of group, source, random"
+        ValueError,
+        match="by='day' is not one of group, source, random",
     ):
         folds(held_out, by="day")
 
 
-def test_the_page_tells_these_errors(left_out):
+def test_the_page_tells_these_errors(left_out, strangers):
     """Of sources left out; where all rows behind the constants are at hand."""
     if not left_out["source"].str.contains("ultrascale").any():
         pytest.skip(
             "the table of docs includes measurements that are not on this machine"
         )
-    assert not [line for line in page_lines(left_out) if line not in PAGE.read_text()]
+    lines = page_lines(left_out, strangers)
+    assert not [line for line in lines if line not in PAGE.read_text()]
 
 
-def page_lines(left_out):
+def page_lines(left_out, strangers):
     """Rows of its table, by kind and of the sweep. `PYTHONPATH=tests python` of this
     file writes them.
     """
     table = left_out.assign(
-        error=np.abs(np.expm1(-left_out["log_error"])), **coverage(left_out)
+        error=np.abs(np.expm1(-left_out["log_error"])),
+        **coverage(left_out, strangers=strangers),
     )
     table = table[slowness(left_out) <= ORDINARY]
     swept = table["source"].str.contains("ultrascale")
@@ -401,9 +414,13 @@ def test_verdicts_about_sources_that_the_fit_has_not_seen(left_out):
     assert (told["cannot tell"] / decided).max() < 0.10
 
 
-def test_shipped_spread_is_that_of_sources_left_out(left_out):
-    for name, size in spread(left_out).items():
+def test_shipped_spread_is_that_of_sources_and_stacks_left_out(left_out, strangers):
+    own = with_prior(shipped(), spread_of_both(left_out, strangers))
+    for name, size in own.residuals.items():
         assert shipped().residuals[name] == pytest.approx(size, abs=0.02, rel=0.2), name
+    prior = "stack_rate:stranger"
+    assert shipped().constants[prior] == pytest.approx(own.constants[prior], rel=0.05)
+    assert shipped().intervals[prior] == pytest.approx(own.intervals[prior], rel=0.2)
 
 
 def test_the_table_of_the_data_directory(predicted):
@@ -420,7 +437,9 @@ def test_the_table_of_the_data_directory(predicted):
 
 if __name__ == "__main__":
     text = PAGE.read_text()
-    for line in page_lines(folds(known_rows(), by="source")):
+    known = known_rows()
+    unknown = unknown_rows(known[usable(known)], shipped())
+    for line in page_lines(folds(known, by="source"), unknown):
         text = re.sub(
             rf"^{re.escape(line.split(' | ')[0])} \|.*$", line, text, flags=re.M
         )

@@ -194,6 +194,23 @@ def test_any_name_is_a_software(name, words):
         catalog.software(name, like="x")
 
 
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("tensorflow2 (NGC, XLA)", {"kernels": "xla", "unfused_attention": True}),
+        ("mxnet w/o clip", {"unfused_attention": True}),
+        ("relaxation", {}),
+    ],
+)
+def test_words_of_a_name_tell_its_class(name, facts):
+    """And a listing says whose fact it is; what they do not tell is at its default."""
+    stack = catalog.software(name, like="stranger")
+    assert stack == replace(catalog.software("x", like="stranger"), name=name, **facts)
+    with pytest.warns(UserWarning, match="of its own"):
+        table = mm.software(name)
+    assert (table["stack"] != "").sum() == len(facts)
+
+
 def test_all_that_is_assumed_of_a_software_is_said():
     """A row for each field, in words, and each fact with the source of its stack."""
     facts = catalog.table("software")

@@ -2,6 +2,7 @@
 published steps.
 """
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from madmax_lib.simulator.rates.parameters import (
     load,
     save,
     shipped,
+    to_json,
 )
 from madmax_lib.simulator.simulate import _lay_out
 from madmax_lib.simulator.steady.step_time import PARTS, step_time
@@ -303,6 +305,37 @@ def test_parameters_are_written_and_read(tmp_path):
         load(tmp_path / "bad.json")
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.json")
+
+
+def test_files_from_before_kernels_alone_keep_their_meaning(tmp_path):
+    """Shares of the data sheet, without the constants that are no more."""
+    old = to_json(shipped())
+    del old["constants"]["data_sheet"]
+    old["constants"]["device_rate:b200"] = 1.05
+    old["intervals"]["device_rate:b200"] = [1.0, 1.1]
+    old["fitted"] = ["device_rate:b200", *old["fitted"]]
+    size = len(old["fitted"])
+    old["covariance"] = np.pad(old["covariance"], ((1, 0), (1, 0))).tolist()
+    assert np.shape(old["covariance"]) == (size, size)
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    again = load(tmp_path / "old.json")
+    assert again.constants == shipped().constants | {"data_sheet": 1.0}
+    assert again.fitted == shipped().fitted
+    assert np.allclose(again.covariance, shipped().covariance, rtol=1e-4)
+    full = {"gemm_efficiency:hopper-16": 1.0}
+    products = [
+        mm.estimate(
+            "llama2-7b",
+            "dgx-h100",
+            "dp8.z1",
+            global_batch=8,
+            parameters=Parameters(constants=full | {"data_sheet": on_paper}),
+        )["gemm_s"].iloc[0]
+        for on_paper in (1.0, 0.0)
+    ]
+    alone = mm.simulator.kernel_rates("h100", "gemm").rates[0].flops_per_s
+    peak = mm.cluster("dgx-h100").device.peak("bf16")
+    assert products[0] / products[1] == pytest.approx(alone / peak, rel=0.02)
 
 
 def test_every_chunk_of_a_stage_costs_its_switches():

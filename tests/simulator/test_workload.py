@@ -139,6 +139,7 @@ def test_blocks_add_up_to_the_model(model):
     tp8.pp4 | nemotron-h-8b
     dp2.ep2.tp8.pp3 | jamba-1.5-large
     pp4 | mamba2-2.7b
+    dp2.tp2.pp2 | bert-large
     """),
 )
 def test_devices_share_the_work_of_a_model(plan, name):
@@ -153,11 +154,15 @@ def test_devices_share_the_work_of_a_model(plan, name):
 
 @pytest.mark.parametrize(
     ("model", "sequence", "share", "tile"),
-    [(TINY, [4096], 0.5, 0.02), (mm.model("vit-huge"), [], 1, 1e-6)],
+    [
+        (TINY, [4096], 0.5, 0.02),
+        (mm.model("vit-huge"), [], 1, 1e-6),
+        (mm.model("bert-large"), [512], 1, 1e-6),
+    ],
     ids=str,
 )
 def test_flash_attention_computes_the_causal_half(model, sequence, share, tile):
-    """Half, and half a tile per row; of an image all."""
+    """Half, and half a tile per row; of an image and of an encoder all."""
     flash, full = (
         sum(map(core_flops, blocks(model, plan, *sequence)[0]))
         for plan in (mm.Plan(), UNFUSED)

@@ -13,6 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.calibration.fit import moves
+from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import scaled
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
@@ -32,6 +34,7 @@ _LITTLE = 0.2
 # prior widths; from there the robust loss of the prior leaves a wider posterior, though
 # the rows have spoken
 _FAR = 1.0
+_DETERMINES = 0.01  # log change of a row's time; repeated runs differ by 3 to 10 %
 _AT_BOUND = 0.005  # of the way between the bounds
 
 
@@ -86,6 +89,25 @@ def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
     pairs["correlation"] = (covariance / np.outer(width, width))[first, second]
     order = pairs["correlation"].abs().sort_values(ascending=False, kind="stable").index
     return pairs.loc[order[:count]].reset_index(drop=True)
+
+
+def determined_by(parameters: Parameters, rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose time each fitted constant moves by 1 % or more over the width of
+    its prior: how many, of how many sources, and the source that has most of them.
+    """
+    is_determined = moves(to_steps(rows), parameters.fitted, parameters) > _DETERMINES
+    # (rows, constants), a line per source
+    by_source = pd.DataFrame(is_determined, columns=parameters.fitted).groupby(
+        rows["repository"].to_numpy()
+    )
+    counts = by_source.sum()
+    return pd.DataFrame(
+        {
+            "rows": counts.sum(),
+            "sources": (counts > 0).sum(),
+            "most of": counts.idxmax().where(counts.any(), ""),
+        }
+    )
 
 
 def leverage(parameters: Parameters, steps: Steps) -> pd.DataFrame:

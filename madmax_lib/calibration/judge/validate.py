@@ -18,7 +18,7 @@ from madmax_lib.calibration.published.rows import (
 from madmax_lib.simulator.memory.memory import peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
-from madmax_lib.simulator.uncertainty import components, log_width
+from madmax_lib.simulator.uncertainty import components, log_width, pace
 from madmax_lib.timeline.timeline import with_origin
 
 __all__ = ["folds", "predict"]
@@ -92,17 +92,21 @@ def _predictions(rows: pd.DataFrame, parameters: Parameters):
 
 
 def folds(
-    rows: pd.DataFrame, *, by: str = "group", near: Parameters | None = None
+    rows: pd.DataFrame,
+    *,
+    by: str | pd.Series = "group",
+    near: Parameters | None = None,
+    priced: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Every row that a fit takes, predicted by a fit that has not seen its fold.
 
     rows: a published table or the output of `read_rows`. by: what stays together in one
     of ten folds, "group" (a source and model) or nothing ("random"); or "source", a
-    fold for each repository. near: a fit of all rows, the shipped constants if None;
-    the fits begin there, and what they do not see returns to its prior. Returns the
-    normalised rows with fold, predicted_s, log_error = log(measured / predicted) and
-    the `uncertainty.components` of its variance. Which fold a group is in depends on
-    its name only.
+    fold for each repository; or a name for each row, a fold for each name. near: a fit
+    of all rows, the shipped constants if None; the fits begin there, and what they do
+    not see returns to its prior. priced: the rows that are predicted in place of these,
+    by index, such as the same of unknown software. Returns the predicted rows with fold
+    and the columns of `with_errors`. Which fold a group is in depends on its name only.
     """
     if "supported" not in rows.columns:
         rows = read_rows(rows)
@@ -110,27 +114,43 @@ def folds(
     rows = rows[slowness(rows) <= SLOWEST]
     near = near or shipped()
     fold = _fold_of(rows, by)
+    priced = rows if priced is None else priced.loc[rows.index]
+    can_price = usable(priced).to_numpy()
     parts = []
-    for number in np.unique(fold):
-        out = rows[fold == number]
+    for number in np.unique(fold[can_price]):
+        out = priced[can_price & (fold == number)]
         fitted = fit(rows[fold != number], starts=1, near=near)
         # slopes by parts are those of the fit of all rows
         fitted = replace(fitted, sensitivities=near.sensitivities)
-        steps = to_steps(out)
-        times = step_time(steps, fitted)
-        columns = {"fold": number, "predicted_s": times["step_s"]}
-        parts.append(out.assign(**columns, **components(steps, times, fitted)))
+        parts.append(with_errors(out, fitted).assign(fold=number))
     # the parts stand fold by fold; the inverse of that permutation restores the order
-    order = np.argsort(np.argsort(fold, kind="stable"))
+    order = np.argsort(np.argsort(fold[can_price], kind="stable"))
     result = pd.concat(parts).iloc[order]
-    measured_s = result["measured_s"].astype(float)
-    result["log_error"] = np.log(measured_s / result["predicted_s"])
     file = {"rows": {"sha256": fingerprint(rows)}}
-    return with_origin(result, {"files": file, "rules": f"folds by {by}"})
+    return with_origin(
+        result, {"files": file, "rules": f"folds by {getattr(by, 'name', by)}"}
+    )
 
 
-def _fold_of(rows: pd.DataFrame, by: str):
+def with_errors(rows: pd.DataFrame, parameters: Parameters) -> pd.DataFrame:
+    """Normalised rows with predicted_s, log_error, the `uncertainty.components` of its
+    variance, and how much of it the rate of the software moves (`uncertainty.pace`).
+    """
+    steps = to_steps(rows)
+    times = step_time(steps, parameters)
+    log_error = np.log(rows["measured_s"].astype(float) / times["step_s"])
+    return rows.assign(
+        predicted_s=times["step_s"],
+        log_error=log_error,
+        pace=pace(times, parameters),
+        **components(steps, times, parameters),
+    )
+
+
+def _fold_of(rows: pd.DataFrame, by: str | pd.Series):
     """(n,) number of each row's fold."""
+    if isinstance(by, pd.Series):
+        return pd.factorize(by[rows.index])[0]
     if by == "source":
         return pd.factorize(rows["repository"])[0]
     if by == "random":

@@ -46,7 +46,7 @@ from madmax_lib.runs.launch import gpu_count, launch_all, measure_links, resolve
 from madmax_lib.runs.read import Run, read_json, read_run
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.testbed import check_hosts
-from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.inputs import Steps, products_alone
 from madmax_lib.simulator.rates.parameters import shipped, start
 
 # of a run: one to warm up, four traced, six counted
@@ -307,7 +307,8 @@ class _Calibration:
         }
         if listed:
             # in short runs launches and casts hide what products reach
-            share = float(products["flops_per_s"].max()) / listed.peak(env["dtype"])
+            reached = float(products["flops_per_s"].max())
+            share = reached / products_alone(listed, env["dtype"])
             timed[f"gemm_efficiency:{listed.family}-16"] = min(share, 1.0)
         low, high = 1 - _TIMED_WIDTH, 1 + _TIMED_WIDTH
         widths = {name: (low * value, high * value) for name, value in timed.items()}

@@ -26,6 +26,7 @@ from madmax_lib.simulator.rates.parameters import (
     to_json,
 )
 from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.simulator.uncertainty import COMPONENTS
 
 # where a fit of a machine begins whose devices are processes on a CPU
 _CPU = {
@@ -187,7 +188,7 @@ def fit_constants(
         residuals, scale.prior, loss="soft_l1", x_scale=scale.sigma
     )
     unexplained = float(np.sqrt(np.mean(errors(solution.x)[:, 0] ** 2)))
-    widths = dict.fromkeys(("stranger", "mixture", "rare"), unexplained)
+    widths = dict.fromkeys(COMPONENTS[1:], unexplained)
     first = replace(
         first,
         intervals=begin.intervals,

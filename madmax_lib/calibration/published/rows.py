@@ -65,7 +65,7 @@ def read_rows(table: pd.DataFrame | str | Path) -> pd.DataFrame:
     case: the step, a `Case`; None where it is not supported. What the source leaves
         open is as fast as it can be.
     n_gpus, recompute_stated: as the row or its source states.
-    kind: dense, mixture, vision or lora; and for groups and plots what the case says:
+    kind: dense, mixture, vision, encoder or lora; and for groups and plots what the case says:
         software, gpu, family, dtype, global_batch, dp, tp, pp, cp, ep, zero,
         micro_batch, interleave, recompute, attention.
     """
@@ -113,6 +113,7 @@ def facts_of(case: Case) -> dict:
         "vision": case.model.image,
         "lora": case.plan.lora_rank,
         "mixture": case.model.experts,
+        "encoder": case.model.predicted_share < 1,
         "dense": True,
     }
     return {name: getattr(case.plan, name) for name in _PLAN} | {

@@ -14,6 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
+from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
@@ -78,6 +80,9 @@ class Hardware(_Classified):
 
     peak_gemm: Number  # FLOP/s of products in the dtype of the step
     peak_wide: Number  # FLOP/s of heads and attention, which stay in 16 bits
+    # the same that large products reach alone
+    gemm_alone: Number
+    wide_alone: Number
     memory: Number  # bytes/s of the device's memory
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
@@ -202,10 +207,13 @@ def _hardware(case: Case):
     if case.dtype == "nvfp4" and "nvfp4" in peaks:
         bits = 4
     is_wide = case.dtype in ("fp32", "tf32", "fp64")
+    wide_dtype = case.dtype if is_wide else device.nearest("bf16")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
-        peak_wide=device.peak(case.dtype if is_wide else device.nearest("bf16")),
+        peak_wide=device.peak(wide_dtype),
+        gemm_alone=products_alone(device, case.dtype),
+        wide_alone=products_alone(device, wide_dtype),
         memory=device.memory_bandwidth_bytes_per_s,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
@@ -224,6 +232,16 @@ def _hardware(case: Case):
         near=_link_class(cluster.intra),
         network=_link_class(cluster.inter),
     )
+
+
+def products_alone(device: Device, dtype: str) -> float:
+    """FLOP/s of large products on a device that does nothing else, by measured kernels;
+    a CPU has the rate that its calibration measured.
+    """
+    if device.family == "cpu":
+        return device.peak(dtype)
+    alone = kernel_rates(device, "gemm", dtype).rates
+    return float(np.exp(np.mean([np.log(rate.flops_per_s) for rate in alone])))
 
 
 def _link_class(link: Link):

@@ -72,7 +72,8 @@ class Prices(LinkPrices, Overlap):
     @cached_property
     def flops(self) -> dict[str, Number]:
         """FLOP/s of products (gemm), of those of heads (wide), of experts, attention,
-        and unfused scores: data sheet x device x stack x kind of op.
+        and unfused scores: data sheet, or for products the rate alone, x device x stack
+        x kind of op.
         """
         machine = self.machine
         traits = self.traits
@@ -85,9 +86,12 @@ class Prices(LinkPrices, Overlap):
         reached = self.parameters.compute_efficiency * device
         reached = reached * share(traits.stack, "stack_rate")
         product = reached * np.where(traits.era_2021, c["legacy_software"], 1.0)
-        gemm = machine.peak_gemm * product * share(machine.gemm, "gemm_efficiency")
+        on_paper = c["data_sheet"] > 0
+        gemm = np.where(on_paper, machine.peak_gemm, machine.gemm_alone)
+        gemm = gemm * product * share(machine.gemm, "gemm_efficiency")
         gemm = gemm / np.where(machine.mx, c["quantise_mx"], 1.0)
-        wide = machine.peak_wide * product * share(machine.head, "gemm_efficiency")
+        wide = np.where(on_paper, machine.peak_wide, machine.wide_alone)
+        wide = wide * product * share(machine.head, "gemm_efficiency")
         attention = share(machine.attention, "attention_efficiency")
         return {
             "gemm": gemm,

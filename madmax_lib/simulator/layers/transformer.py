@@ -141,8 +141,9 @@ def head_block(work: Work) -> Block:
     work = work.decoder
     shape = work.shape
     plan = work.plan
-    # of an image the class token alone
-    rows = np.where(shape.image > 0, plan.micro_batch, work.tokens)
+    # of an image the class token alone, of an encoder the masked tokens
+    predicted = work.tokens * shape.predicted_share
+    rows = np.where(shape.image > 0, plan.micro_batch, predicted)
     columns = shape.outputs / plan.tp
     logits = linear("logits", rows, columns, shape.hidden, work.width.wide, wide=True)
     loss = Op(
@@ -264,7 +265,7 @@ def _core(work: Work, windowed: bool, causal: bool):
             tokens,
             work.sequence,
             shape.core_width / plan.tp,
-            causal=causal & (shape.image == 0),
+            causal=causal & (shape.image == 0) & (shape.predicted_share == 1),
             window=shape.window if windowed else 0,
         )
         read = tokens * shape.qkv_channels / plan.tp

@@ -66,6 +66,7 @@ class Shape(LayerFormulas):
     image: Number  # 1 for a vision transformer
     patch_inputs: Number  # of its first product
     outputs: Number  # of the head: vocabulary or classes
+    predicted_share: Number  # of the tokens: those that the head sees
     norm_parameters: Number
     attention_parameters: Number
     embedding_parameters: Number

@@ -321,7 +321,7 @@ def _tensor_bytes(
     masks = masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches)
     masks = np.where(stage == 0, masks, 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
-    tokens = model.decoder_tokens(tokens)
+    tokens = model.predicted_share * model.decoder_tokens(tokens)
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     of_logit = software.fused_logit_bytes
     if not (software.fused_loss if fused_loss is None else fused_loss):

@@ -1,0 +1,130 @@
+"""Stacks that nobody has met: what is known of one before any of its rows, learned from
+stacks that were left out and from published ones that no fit has seen.
+
+Each stack of the published rows is left out of a refit whole and priced as software
+that is in no table. Their errors say how much slower than its kind a stranger runs its
+kernels, and how far strangers scatter (`spread_of_both`); `with_prior` puts that into
+`stack_rate:stranger`. A third of `published_strangers`, by hash, is laid aside for a
+final judgement: nothing is learned from it.
+"""
+
+import hashlib
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.calibration.fit import known_rows, usable
+from madmax_lib.calibration.judge.intervals import level, spread
+from madmax_lib.calibration.judge.validate import folds, with_errors
+from madmax_lib.calibration.published.rows import read_rows
+from madmax_lib.catalog.datasets import local_data
+from madmax_lib.catalog.software import STRANGER
+from madmax_lib.simulator.rates.parameters import Parameters, bounds
+from madmax_lib.simulator.uncertainty import width_of
+
+_PRIOR = f"stack_rate:{STRANGER}"
+_SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
+# what says which run a row is; and columns that are about rows, not runs
+_KEYS = (
+    "source",
+    "table_row",
+    "model",
+    "gpu",
+    "n_gpus",
+    "global_batch",
+)
+_ABOUT = [
+    "license",
+    "kind",
+    "score",
+    "implied_mfu_pct",
+]
+
+
+def new_rows(*, aside: bool = False) -> pd.DataFrame:
+    """Rows of `published_strangers` that can be judged by their time: two thirds to
+    learn from, or the third laid aside.
+
+    Raises FileNotFoundError where no data directory has them.
+    """
+    path = local_data("published_strangers/rows.csv")
+    table = pd.read_csv(path, encoding="utf-8-sig", dtype=str, keep_default_na=False)
+    keys = table[list(_KEYS)].agg("|".join, axis=1)
+    hashes = [int(hashlib.sha256(key.encode()).hexdigest(), 16) for key in keys]
+    is_aside = np.array([number % 3 == 0 for number in hashes])
+    table = table[(is_aside == aside) & (table["score"] == "1")]
+    # names that no table has are meant so: no warning
+    return table.drop(columns=_ABOUT).assign(like=STRANGER)
+
+
+def generation_of(rows: pd.DataFrame) -> pd.Series:
+    """The family of each row's device; the device itself where it has no family."""
+    return rows["family"].where(rows["family"] != "other", rows["gpu"])
+
+
+def strange_rows() -> pd.DataFrame:
+    """The `fit.known_rows`, each read as one of a software that nobody knows."""
+    return known_rows(software="unknown", like=STRANGER)
+
+
+def unknown_rows(rows: pd.DataFrame, near: Parameters) -> pd.DataFrame:
+    """Errors of strangers before anything is learned of them, as `spread_of_both`
+    takes them; repository names the stack.
+
+    rows: `fit.known_rows`, those that are usable. near: a fit of them. Rows of
+    `published_strangers` are missing where no data directory has them.
+    """
+    # a stranger's rate and its width before any is learned, as fits of folds have them
+    intervals = {k: v for k, v in near.intervals.items() if k != _PRIOR}
+    constants = {**near.constants, _PRIOR: bounds().at[_PRIOR, "start"]}
+    near = replace(near, constants=constants, intervals=intervals)
+    # compiled or captured in graphs it is the same stack
+    stacks = rows["software"].str.replace("-(compiled|graph)$", "", regex=True)
+    left_out = folds(rows, by=stacks, near=near, priced=strange_rows())
+    parts = [left_out.assign(repository="left out: " + stacks[left_out.index])]
+    with suppress(FileNotFoundError):
+        read = read_rows(new_rows())
+        read = read[usable(read)]
+        is_new = [case.software.rates == STRANGER for case in read["case"]]
+        new = with_errors(read[is_new], near)
+        parts.append(new.assign(repository="new: " + new["software"]))
+    result = pd.concat(parts, ignore_index=True)
+    # the open variance without that of the prior, which is what is sought
+    of_prior = bounds().at[_PRIOR, "sigma"] ** 2 * result["pace"] ** 2
+    result["constants"] = np.maximum(result["constants"] - of_prior, 0.0)
+    return result
+
+
+def spread_of_both(table: pd.DataFrame, strangers: pd.DataFrame) -> dict[str, float]:
+    """The sizes of `intervals.spread` by `validate.folds` by source and `unknown_rows`,
+    and pace: the spread of the log rate of strangers.
+
+    90 % of a further stack lie inside an interval of the quantile that known ones have.
+    """
+    both = [table.assign(unknown=0.0), strangers.assign(unknown=strangers["pace"])]
+    sizes = spread(pd.concat(both))
+    rest = strangers["log_error"] + strangers["pace"] * sizes["slower"]
+    # a row is inside from the spread on at which rest^2 = known^2 + (q p spread)^2
+    excess = np.maximum(rest**2 - width_of(strangers, sizes) ** 2, 0.0)
+    spreads = np.sqrt(excess) / (sizes["quantile"] * strangers["pace"].abs())
+    return sizes | {"pace": level(strangers, spreads)}
+
+
+def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
+    """Constants with the sizes of `spread_of_both` as their residuals, and with what
+    these say of strangers.
+    """
+    residuals = dict(sizes)
+    slower = residuals.pop("slower")
+    # the interval's `constants` component counts it by that factor
+    sigma = residuals.pop("pace") / residuals["constants"]
+    rate = float(bounds().at[_PRIOR, "start"] * np.exp(-slower))
+    factor = float(np.exp(_SIGMAS * sigma))
+    return replace(
+        parameters,
+        constants={**parameters.constants, _PRIOR: rate},
+        intervals={**parameters.intervals, _PRIOR: (rate / factor, rate * factor)},
+        residuals=residuals,
+    )
