@@ -158,7 +158,7 @@ def _document(timeline, base_ns, info, parts):
     envelope = {
         "schemaVersion": 1,
         "distributedInfo": {**info, "world_size": meta.world_size},
-        **({SOURCE_KEY: meta.source} if meta.source == "simulated" else {}),
+        SOURCE_KEY: meta.source,
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
         "baseTimeNanoseconds": base_ns,

@@ -207,6 +207,8 @@ def _hardware(case: Case):
     if case.dtype == "nvfp4" and "nvfp4" in peaks:
         bits = 4
     is_wide = case.dtype in ("fp32", "tf32", "fp64")
+    if case.dtype == "fp32" and device.family == "other":
+        bits = 32  # before Ampere without tensor cores
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
@@ -227,7 +229,7 @@ def _hardware(case: Case):
         family=family,
         rate="unlisted" if is_unlisted else device.rate_class,
         gemm=f"{family}-{bits}",
-        head=f"{family}-16",
+        head=f"{family}-{max(bits, 16)}",
         attention=f"hopper-{release}" if family == "hopper" else family,
         near=_link_class(cluster.intra),
         network=_link_class(cluster.inter),
@@ -236,9 +238,11 @@ def _hardware(case: Case):
 
 def products_alone(device: Device, dtype: str) -> float:
     """FLOP/s of large products on a device that does nothing else, by measured kernels;
-    a CPU has the rate that its calibration measured.
+    a CPU has the rate that its calibration measured. The measured ones are of tensor
+    cores: cores without reach nearly all of their peak.
     """
-    if device.family == "cpu":
+    on_cuda_cores = dtype == "fp32" and device.family == "other"
+    if device.family == "cpu" or on_cuda_cores:
         return device.peak(dtype)
     alone = kernel_rates(device, "gemm", dtype).rates
     return float(np.exp(np.mean([np.log(rate.flops_per_s) for rate in alone])))

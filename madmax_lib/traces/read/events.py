@@ -20,7 +20,7 @@ EXACT = Context(prec=50, Emin=-400, Emax=400, traps=[]).create_decimal
 FAR_NS = 3 * 10**18
 
 
-# top-level key of an exported simulation: it is never taken for a measurement
+# top-level key of an export: a simulation is never taken for a measurement
 SOURCE_KEY = "madmaxSource"
 
 

@@ -118,7 +118,8 @@ def _spans(
         if negative := int((dur_ns < 0).sum()):
             trace.warn(f"{negative} negative durations taken as 0")
             np.maximum(dur_ns, 0, out=dur_ns)
-        dur_ns = _cut_at_next(start_ns, dur_ns, stream, kind, trace)
+        if SOURCE_KEY not in trace.envelope:  # an export says what a Timeline held
+            dur_ns = _cut_at_next(start_ns, dur_ns, stream, kind, trace)
     start_ns += trace.base_ns
     names = pd.Categorical([original_name(name) for name in columns.names])
     # group code 0 is none, which a Categorical writes as -1
