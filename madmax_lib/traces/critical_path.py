@@ -280,10 +280,10 @@ class _Now:
         limits = _limits(timeline, steps)
         if queued:
             limits.append(
-                f"the host takes {format_s(step_s)} a step, the device "
-                f"{format_s(measured_s)}: it works off what was launched before. "
-                "Replayed with that queue; more steps, or a profile without stacks, "
-                "show who is faster"
+                f"repeated, a step takes {format_s(step_s)}, as recorded "
+                f"{format_s(measured_s)}: a host or rank lives on the lead that it "
+                "had. Replayed once, from there; more steps, or a profile without "
+                "stacks, show which of both lasts"
             )
             replay = steps.replay(weight_ns, queued)
             step_s = scale * _mean_s(replay)

@@ -93,6 +93,6 @@ def test_a_queue_that_is_worked_off_is_told():
     )
     timeline = make_timeline(lanes(drawn))
     timeline = with_columns(timeline, step=[n for n in range(4) for _ in range(2)])
-    with pytest.warns(TraceWarning, match="works off what was launched before"):
+    with pytest.warns(TraceWarning, match="lives on the lead"):
         table = what_if(timeline, {})
     assert table["step_s"].item() == pytest.approx(10e-3, rel=0.01)
