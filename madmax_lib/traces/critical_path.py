@@ -383,13 +383,17 @@ def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
     events = []
     last = steps.ends[-1] if ends_ns else np.zeros(0, dtype=np.int64)
     event = int(last[np.argmax(time_ns[last])]) if len(last) else -1
-    while event >= 0 and time_ns[event] > begin_ns:
+    # Items of lists are read faster than those of arrays.
+    decided = source.tolist()
+    at_ns = time_ns.tolist()
+    while event >= 0 and at_ns[event] > begin_ns:
         events.append(event)
-        event = int(source[event])
+        event = decided[event]
     events = np.array(events[::-1], dtype=np.int64)
     before = source[events]
     from_ns = np.where(before >= 0, time_ns[before], begin_ns).clip(min=begin_ns)
-    why = np.r_[graph.why, ["start"]].astype(object)[edge[events]]
+    why = np.full(len(events), "start", dtype=object)
+    why[before >= 0] = graph.why[edge[events][before >= 0]]
     delay = np.array([_DELAY.get(reason, "wait") for reason in why], dtype=object)
     of_slice = np.minimum(events // 2, len(graph.slices) - 1)
     kind = graph.slices["kind"].to_numpy(dtype=object)[of_slice]
@@ -410,7 +414,7 @@ def _factors(graph: Graph, scenario: dict[str, float]):
     """
     of_event = np.ones(len(graph.time_ns))
     of_edge = np.ones(len(graph.source))
-    delay_kind = np.array([_DELAY.get(why, "wait") for why in graph.why], dtype=object)
+    delay_kind = pd.Series(graph.why).map(_DELAY).fillna("wait").to_numpy()
     for key, factor in scenario.items():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not (is_number and factor > 0):
