@@ -7,17 +7,25 @@ that scales the communication that compute does not hide by the ratio of the rat
 `python benchmarks/replay.py FOLDER --record` makes what is missing in the folder, a
 line per run, for as long as `--minutes`; then, and without `--record`, it prints the
 table of what is there.
+
+`python benchmarks/replay.py --as-measured` records nothing: it replays every trace of
+three steps and more that `datasets` finds with nothing changed, beside its measured
+period, and asks made jobs whose truth is known for twice the compute, twice the network
+and none.
 """
 
 import argparse
 import os
 import subprocess
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import pandas as pd
 
 import madmax_lib as mm
+from madmax_lib.catalog import datasets
 from madmax_lib.runs import measure_links, testbed
 from madmax_lib.traces import what_if
 
@@ -40,6 +48,8 @@ MORE_RANKS, GROWTH_NETWORK = (
 # everywhere
 SPEED = 0.4
 STEPS, UNTRACED = 9, slice(5, None)  # steps 2 to 4 are traced
+AS_MEASURED = ["steps", "measured_s", "step_s", "low_s", "high_s", "replay_error"]
+WITHIN = 0.03  # of the truth: what a replay should keep to
 WIDTH, DEPTH, BATCH = 512, 8, 256  # of the module of one's own
 
 
@@ -180,6 +190,53 @@ def compare(folder: Path) -> pd.DataFrame:
     return result
 
 
+def as_measured() -> pd.DataFrame:
+    """Real traces of three steps and more with nothing changed: the measured period and
+    what a replay gives over it, worst first.
+    """
+    paths = [mm.dataset(name) for name in datasets.names() if _is_here(name)]
+    known = {path for path in paths if path.is_file()} | {
+        file for path in paths if path.is_dir() for file in path.rglob("*.json.gz")
+    }
+    roots = [datasets.PROJECT, *datasets.places()]
+    files = [file for root in roots for file in (root / "traces").rglob("*.json.gz")]
+    rows = []
+    for path in [*paths, *sorted(set(files) - known)]:
+        try:
+            timeline = mm.read_trace(path)
+        except (OSError, ValueError):
+            continue
+        if len(timeline.steps) >= 3:
+            row = what_if(timeline, {}).iloc[0]
+            rows.append((path.name, len(timeline.ranks), *row[AS_MEASURED]))
+    table = pd.DataFrame(rows, columns=["trace", "ranks", *AS_MEASURED])
+    order = table["replay_error"].abs().sort_values(ascending=False).index
+    return table.loc[order]
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return datasets.dataset(name, download=False).exists()
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def made() -> pd.DataFrame:
+    """Made jobs: what a replay of their trace answers over what they then take, - 1."""
+    sys.path.insert(0, str(datasets.PROJECT / "tests"))
+    from oracles.made_jobs import JOBS, QUESTIONS, step_s, trace
+
+    rows = {}
+    for name, job in JOBS.items():
+        table = what_if(trace(job), list(QUESTIONS.values()))
+        truth_s = [
+            step_s(job, asked.get("compute", 1), asked.get("comm", 1))
+            for asked in QUESTIONS.values()
+        ]
+        rows[name] = (table["step_s"] / truth_s - 1).set_axis(list(QUESTIONS))
+    return pd.DataFrame(rows).T
+
+
 def train_module(directory: Path) -> None:
     """As one rank: a module that the library knows nothing of, under DDP, traced as any
     user would.
@@ -224,13 +281,26 @@ def train_module(directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument(
+        "--as-measured", action="store_true", help="nothing changed, and made jobs"
+    )
     parser.add_argument("--record", action="store_true", help="make what is missing")
     parser.add_argument(
         "--minutes", type=float, default=60, help="start no run later than this (60)"
     )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.as_measured:
+        warnings.simplefilter("ignore")
+        for table, errors in (
+            (real := as_measured(), real["replay_error"]),
+            (jobs := made(), jobs.stack()),
+        ):
+            print(table.to_string(float_format="{:.4f}".format))
+            share = (errors.abs() <= WITHIN).mean()
+            print(f"{share:.0%} of {len(errors)} within {WITHIN:.0%}")
+        return
     if options.rank:
         train_module(options.folder)
         return

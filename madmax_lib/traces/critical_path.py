@@ -1,83 +1,90 @@
 """Critical path of a step: what decides how long it takes, and how long would it take
 if something were faster?
 
-The critical path is walked backwards from the last event of a step: each slice of work
+A step lasts from the end of the device work of the step before it to the end of its own
+(`recurring`). The critical path is walked backwards from there: each slice of work
 started, or ended, when the last of what it waited for had happened (`dependencies`).
 Between two events lies work of a kind, or a delay: `launch delay` from a launch to its
 kernel, `host` between two slices of a host thread, `wait` for what a trace does not
 explain. The parts follow each other without a gap, so that they sum to the time of the
-step. On a simulated timeline it is the engine's longest path. `what_if` replays the
-same graph with other durations.
+step. On a simulated timeline it is the engine's longest path. `what_if` replays
+consecutive steps with other durations, until they repeat.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base.intervals import pack, total
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base.units import NS_PER_S, format_s
+from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.waits.dependencies import Graph, dependency_graph, longest_path
+from madmax_lib.traces.read.events import TraceWarning
+from madmax_lib.traces.waits.dependencies import Graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
-from madmax_lib.traces.waits.step_times import median_step
+from madmax_lib.traces.waits.recurring import (
+    Recurring,
+    Round,
+    on_device,
+    recurring_steps,
+    step_ends,
+)
 
 PATH_KINDS = ("host", "launch delay", *BUSY_KINDS, "wait")
 _DELAY = {"order": "host", "backward": "host", "launch": "launch delay"}  # others: wait
 _LAUNCH_CALLS = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"
 _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
+_WHAT_IF = ["faster", "factor", "step_s", "low_s", "high_s", "saved_s", "speedup"]
+_WHAT_IF += ["compute_s", "comm_s", "exposed_comm_s", "idle_s", "overlap"]
+_WHAT_IF += ["exposed_share", "decided_by"]
+_DRAINS = 0.05  # more than a replay may miss what was measured
+_TIGHT_NS = 0.5  # times of one event differ by less
 
 
 def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
-    """The longest chain of a step (if none is given the median one of `median_step`), a
-    row per part, in time order.
+    """The longest chain of a step, a row per part, in time order; if none is given, of
+    the step of median time among those that `what_if` replays.
 
     rank, stream, name, row (of the timeline's spans) of the slice that worked or waited
-    to start. kind: one of PATH_KINDS. start_s: from the start of the step; the parts
+    to start. kind: one of PATH_KINDS. start_s: from the end of the device work of the
+    step before, or from the first event where nothing before is recorded; the parts
     follow each other, and dur_s sums to `.attrs["step_s"]`.
     why: what decided when the part began, see `dependencies`; "work" continues the same
     slice, "start" is the first. `.attrs`: step; its start_ns; busy_s {kind: time
-    covered by slices of the kind, mean over the ranks}. Work of earlier steps that
-    still runs counts from the start of the step. Raises ValueError for a step that the
-    timeline does not have.
+    of the step's slices of the kind, mean over the ranks}. Raises ValueError for a step
+    that the timeline does not have.
     """
-    chosen = median_step(timeline, step)
-    graph = _graph_of_step(timeline, chosen)
-    events = _walk(graph)
-    # A part lasts from the event before to its own.
-    before = np.r_[-1, events[:-1]]  # the event that decided about each one
-    begin_ns = (
-        np.where(before >= 0, graph.time_ns[before], 0)
-        if len(events)
-        else graph.time_ns
-    )
-    # Edge that decided each event; the last entry of why, "start", where none did.
-    edge = np.full(len(graph.time_ns), len(graph.why))
-    edge[graph.target[graph.binding]] = np.flatnonzero(graph.binding)
-    why = np.r_[graph.why, ["start"]].astype(object)[edge[events]]
-    row = graph.slices.iloc[np.minimum(events // 2, len(graph.slices) - 1)].reset_index(
-        drop=True
-    )
+    chosen = _median_of(timeline, recurring_steps(timeline, step))
+    steps = Recurring.of(timeline, chosen)
+    graph = steps.graph
+    recorded = steps.recorded
+    weight_ns = steps.weight_ns(steps.own_ns, steps.delay_ns)
+    path = _path(steps, recorded, weight_ns)
+    row = graph.slices.iloc[
+        np.minimum(path["event"] // 2, len(graph.slices) - 1)
+    ].reset_index(drop=True)
     # Slices in flight have lanes of their own: users see the stream of the span.
     row["stream"] = timeline.spans["stream"].to_numpy()[row["row"]]
-    delay = np.array([_DELAY.get(reason, "wait") for reason in why], dtype=object)
+    begin_ns = recorded.end_ns[0]
     path = row.assign(
-        kind=np.where(events % 2, row["kind"], delay) if len(events) else [],
-        start_s=begin_ns / NS_PER_S,
-        dur_s=(graph.time_ns[events] - begin_ns) / NS_PER_S,
-        why=why,
+        kind=path["kind"],
+        start_s=(path["begin_ns"] - begin_ns) / NS_PER_S,
+        dur_s=path["dur_ns"] / NS_PER_S,
+        why=path["why"],
     )[_PATH]
     path = path[path["dur_s"] > 0].reset_index(drop=True)
-    start_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
-    step_s = float(graph.time_ns.max(initial=0) / NS_PER_S)
+    zero_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
     about = {
-        "step": next(iter(chosen), -1),
-        "busy_s": _busy_s(graph.slices),
-        "start_ns": start_ns,
-        "step_s": step_s,
+        "step": next(iter(steps.numbers), -1),
+        "busy_s": _busy_s(graph.slices[steps.inside[: 2 * len(graph.slices) : 2]]),
+        "start_ns": zero_ns + int(begin_ns),
+        "step_s": float(recorded.step_ns.sum() / NS_PER_S),
     }
     return with_origin(path, timeline, **about)
 
@@ -112,20 +119,28 @@ def what_if(
     ranks: int | None = None,
     devices_per_node: int | None = None,
 ) -> pd.DataFrame:
-    """Time of a step if some of its work were faster, its links others or its ranks
-    more, one row per scenario.
+    """Time of the step that recurs if some of its work were faster, its links others or
+    its ranks more, one row per scenario.
 
     faster: {kind of PATH_KINDS or regular expression in names: factor}, 2 for twice as
-    fast, inf for no time at all; several scenarios as a list, {} for none. step: if
-    None the median one of `median_step`.
-    Columns: faster (text), factor (NaN if a scenario has several), step_s, saved_s,
-    speedup (measured / new, NaN where nothing is left), step (that was replayed). It is
-    one step replayed: step_s has no interval; replay others to see how they spread.
-    With factor 1 the step takes what it took. A kind that the step does not have
-    changes nothing. Work starts a delay (as from a launch to its kernel) after the last
-    of what it waits for: the measured delay where that is what came last in the trace;
-    else that one, which may contain waiting, cut to the median delay of its kind. Work
-    that waits for nothing that the trace shows starts when it did.
+    fast, inf for no time at all; several scenarios as a list, {} for none. step: the
+    one to repeat; if None all consecutive ones but warm-up, one after the other.
+
+    Columns: faster (text), factor (NaN if a scenario has several), step_s, low_s and
+    high_s (shortest and longest of the replayed steps), saved_s, speedup (replayed as
+    it is / new, NaN where nothing is left); of the new step, means over the ranks:
+    compute_s, comm_s, exposed_comm_s, idle_s, overlap, exposed_share (of step_s) and
+    decided_by (the kind with most time on its critical path); measured_s (median time
+    of the recorded steps), replay_error ({} / measured_s - 1), steps (how many are
+    replayed), step (the one of median time). A kind that the step does not have changes
+    nothing.
+
+    Steps are replayed until their time repeats, host and device each at its pace, and
+    step_s is the median measured one times what all of them change together. Work
+    starts a delay (as from a launch to its kernel) after the last of what it waits for:
+    the measured delay where that is what came last in the trace; else that one, which
+    may contain waiting, cut to the median delay of its kind. A TraceWarning, also in
+    `.attrs["limits"]`, tells where a replay cannot be right, and what would help.
 
     collectives: other links: a table as `collectives.MeasuredCollectives` takes it, or
     a function of kind, ranks, nodes and bytes that gives the seconds of a call, None
@@ -141,36 +156,39 @@ def what_if(
         if count is not None and type(count) is not int:
             raise ValueError(f"{name}={count!r} is not a number of devices")
     scenarios = [faster] if isinstance(faster, dict) else list(faster)
-    chosen = median_step(timeline, step)
-    graph = _graph_of_step(timeline, chosen)
-    own_ns, delay_ns = _durations(graph)
+    steps = Recurring.of(timeline, step)
+    own_ns = steps.own_ns
     if other := collectives is not None or ranks is not None:
         own_ns = transfer_times(
-            timeline, graph, own_ns, collectives, ranks, devices_per_node
+            timeline, steps.graph, own_ns, collectives, ranks, devices_per_node
         )
     words = [
         *["other links"] * (collectives is not None),
         *[f"{ranks} ranks"] * (ranks is not None),
     ]
-    # Measured: what the speed-up compares with.
-    now_s = float(graph.time_ns.max(initial=0) / NS_PER_S)
+    now = _Now.of(timeline, steps)
     rows = []
     for scenario in scenarios:
-        of_event, of_edge = _factors(graph, scenario)
-        step_s = longest_path(graph, own_ns / of_event, delay_ns / of_edge) / NS_PER_S
-        factor = (
-            next(iter(set(scenario.values())))
-            if len(set(scenario.values())) == 1 and not other
-            else float("nan")
-        )
-        speedup = now_s / step_s if step_s else float("nan") if now_s else 1.0
-        rows.append(
-            (" + ".join([*scenario, *words]), factor, step_s, now_s - step_s, speedup)
-        )
-    table = pd.DataFrame(
-        rows, columns=["faster", "factor", "step_s", "saved_s", "speedup"]
-    )
-    return with_origin(table.assign(step=next(iter(chosen), -1)), timeline)
+        of_event, of_edge = _factors(steps.graph, scenario)
+        weight_ns = steps.weight_ns(own_ns / of_event, steps.delay_ns / of_edge)
+        factors = set(scenario.values())
+        row = {
+            "faster": " + ".join([*scenario, *words]),
+            "factor": factors.pop() if len(factors) == 1 and not other else np.nan,
+        }
+        rows.append(row | now.row(timeline, steps, weight_ns))
+    table = pd.DataFrame(rows, columns=_WHAT_IF)
+    about = {
+        "measured_s": now.measured_s,
+        "replay_error": now.error,
+        "steps": max(len(steps.numbers), 1),
+        "step": -1,
+    }
+    if steps.numbers:
+        about["step"] = _median_of(timeline, steps.numbers)
+    for text in now.limits:
+        warnings.warn(text, TraceWarning, stacklevel=2)
+    return with_origin(table.assign(**about), timeline, limits=now.limits)
 
 
 def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
@@ -187,8 +205,8 @@ def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
 
 
 def launch_gain(timeline: Timeline) -> pd.DataFrame:
-    """Gain by a compiler or a CUDA graph: the median step of `median_step`,
-    replayed with cheaper launches.
+    """Gain by a compiler or a CUDA graph: the steps of `what_if`, replayed with
+    cheaper launches.
 
     scenario: as measured; free launches: they take none of the host's time, but kernels
     start as long after them as they did; graph of kernels: kernels start at once too;
@@ -207,8 +225,9 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
         )
     calls = launches(timeline)
     bound = launch_bound(timeline)
-    if chosen := median_step(timeline):
-        calls, bound = (table[table["step"] == chosen[0]] for table in (calls, bound))
+    chosen = _median_of(timeline, recurring_steps(timeline))
+    if chosen is not None:
+        calls, bound = (table[table["step"] == chosen] for table in (calls, bound))
     scenarios = {"as measured": {"host": 1.0}}
     if len(calls):
         scenarios["free launches"] = {_LAUNCH_CALLS: np.inf}
@@ -226,74 +245,167 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _graph_of_step(timeline: Timeline, steps: list[int]):
-    """The graph of one step, or of all where there is none, with what earlier steps
-    left running on the device.
+def _median_of(timeline: Timeline, numbers: list[int]):
+    """The step of median time (the lower) of some, None of none."""
+    if len(numbers) < 2:
+        return next(iter(numbers), None)
+    took_ns = step_ends(timeline).reindex(timeline.steps).diff()
+    took_ns = took_ns.loc[numbers].dropna().sort_values(kind="stable")
+    return int(took_ns.index[(len(took_ns) - 1) // 2]) if len(took_ns) else numbers[0]
+
+
+@dataclass(frozen=True)
+class _Now:
+    """Steps as they are: measured, and replayed with nothing changed."""
+
+    measured_s: float  # median
+    step_s: float  # replayed
+    scale: float  # of the mean step to the median one
+    queued: bool  # whether only the recorded queue keeps their pace
+    weight_ns: np.ndarray
+    replay: Round
+    limits: list[str]  # why a replay may not be right
+
+    @classmethod
+    def of(cls, timeline: Timeline, steps: Recurring):
+        """Steps of a timeline, replayed as they are."""
+        recorded_s = steps.recorded.step_ns / NS_PER_S
+        measured_s = float(np.median(recorded_s)) if len(recorded_s) else 0.0
+        mean_s = recorded_s.mean() if len(recorded_s) else 0.0
+        scale = measured_s / mean_s if mean_s > 0 else 1.0
+        weight_ns = steps.weight_ns(steps.own_ns, steps.delay_ns)
+        replay = steps.replay(weight_ns)
+        step_s = scale * _mean_s(replay)
+        queued = step_s > (1 + _DRAINS) * measured_s
+        limits = _limits(timeline, steps)
+        if queued:
+            limits.append(
+                f"repeated, a step takes {format_s(step_s)}, as recorded "
+                f"{format_s(measured_s)}: a host or rank lives on the lead that it "
+                "had. Replayed once, from there; more steps, or a profile without "
+                "stacks, show which of both lasts"
+            )
+            replay = steps.replay(weight_ns, queued)
+            step_s = scale * _mean_s(replay)
+        now = cls(measured_s, step_s, scale, queued, weight_ns, replay, limits)
+        if not queued and abs(now.error) > _DRAINS:
+            limits.append(
+                f"replayed as it is, a step takes {now.error:+.0%} of its measured "
+                f"{format_s(measured_s)}: the trace does not say what it waits for"
+            )
+        return now
+
+    @property
+    def error(self):
+        """Replayed over measured time, - 1."""
+        return self.step_s / self.measured_s - 1 if self.measured_s else 0.0
+
+    def row(self, timeline: Timeline, steps: Recurring, weight_ns: np.ndarray):
+        """Columns of `what_if` with other weights."""
+        replay = self.replay
+        if not np.array_equal(weight_ns, self.weight_ns):
+            replay = steps.replay(weight_ns, self.queued)
+        all_s = replay.step_ns / NS_PER_S
+        step_s = self.scale * _mean_s(replay)
+        speedup = self.step_s / step_s if step_s else np.nan if self.step_s else 1.0
+        parts_s = _parts_s(timeline, steps, replay) * self.scale / max(len(all_s), 1)
+        comm_s = parts_s["comm_s"]
+        exposed_s = parts_s["exposed_comm_s"]
+        path = _path(steps, replay, weight_ns).groupby("kind")["dur_ns"].sum()
+        return {
+            "step_s": step_s,
+            "low_s": min(all_s.min(initial=np.inf), step_s),
+            "high_s": max(all_s.max(initial=0.0), step_s),
+            "saved_s": self.step_s - step_s,
+            "speedup": speedup,
+            "compute_s": parts_s["compute_s"],
+            "comm_s": comm_s,
+            "exposed_comm_s": exposed_s,
+            "idle_s": max(step_s - parts_s["busy_s"], 0.0),
+            "overlap": 1 - exposed_s / comm_s if comm_s else np.nan,
+            "exposed_share": exposed_s / step_s if step_s else 0.0,
+            "decided_by": path.idxmax() if len(path) else "",
+        }
+
+
+def _mean_s(replay: Round):
+    return float(replay.step_ns.mean() / NS_PER_S) if len(replay.step_ns) else 0.0
+
+
+def _limits(timeline: Timeline, steps: Recurring):
+    """Why a replay of recorded steps may not be right, and what would help."""
+    if timeline.meta.source == "simulated" or not steps.numbers:
+        return []
+    limits = []
+    if steps.alone:
+        limits.append(
+            "one step is recorded, from its first event to its last: what the next "
+            "one overlaps is not seen; record three steps or more"
+        )
+    world = timeline.meta.world_size
+    has_comm = (steps.graph.slices["kind"] == "comm").any()
+    if has_comm and world > len(timeline.ranks):
+        limits.append(
+            f"{len(timeline.ranks)} of {world} ranks: what they wait for the others "
+            "counts as transfer; read the traces of all ranks"
+        )
+    return limits
+
+
+def _parts_s(timeline: Timeline, steps: Recurring, replay: Round):
+    """Seconds of the replayed steps by what the device does, means over the ranks."""
+    slices = steps.graph.slices
+    works = np.flatnonzero(on_device(slices) & steps.inside[: 2 * len(slices) : 2])
+    start_ns = replay.time_ns[2 * works].round().astype("int64")
+    end_ns = replay.time_ns[2 * works + 1].round().astype("int64")
+    slices = slices.iloc[works]
+    spans = timeline.spans.iloc[slices["row"]].reset_index(drop=True)
+    kind = pd.Categorical(slices["kind"], timeline.spans["kind"].cat.categories)
+    spans = spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns, kind=kind)
+    table = rank_breakdown(Timeline(spans, timeline.meta))
+    table["busy_s"] = table["total_s"] - table["idle_s"]
+    return table.astype(float).mean().fillna(0.0)
+
+
+def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
+    """Parts of the critical path of a replay, in order of time: event at their end,
+    begin_ns, dur_ns, kind, why.
     """
-    spans = timeline.spans
-    busy = spans["kind"].isin(BUSY_KINDS)
-    if not steps:
-        return dependency_graph(timeline)
-    chosen = (spans["step"] == steps[0]).to_numpy()
-    begin_ns = spans.loc[chosen & (spans["kind"] != "memory"), "start_ns"].min()
-    end_ns = spans["start_ns"] + spans["dur_ns"]
-    # Work without a step is of an earlier one where it starts before the first kernel of
-    # the step on its stream.
-    on_device = busy & (spans["stream"] >= 0)
-    lane = [spans["rank"], spans["stream"]]
-    kernel_ns = spans["start_ns"].where(chosen & on_device)
-    first_kernel_ns = kernel_ns.groupby(lane).transform("min").fillna(begin_ns)
-    earlier = (spans["step"] < 0) & (
-        spans["start_ns"] < first_kernel_ns.clip(lower=begin_ns)
+    graph = steps.graph
+    time_ns = replay.time_ns
+    begin_ns, *ends_ns = replay.end_ns
+    # An edge decides about an event whose time it gives; of several the first does.
+    gives_ns = time_ns[graph.source] + weight_ns
+    tight = np.flatnonzero(np.abs(gives_ns - time_ns[graph.target]) < _TIGHT_NS)[::-1]
+    edge = np.full(len(time_ns), len(graph.why))
+    edge[graph.target[tight]] = tight
+    source = np.r_[graph.source, -1][edge]
+    events = []
+    last = steps.ends[-1] if ends_ns else np.zeros(0, dtype=np.int64)
+    event = int(last[np.argmax(time_ns[last])]) if len(last) else -1
+    # Items of lists are read faster than those of arrays.
+    decided = source.tolist()
+    at_ns = time_ns.tolist()
+    while event >= 0 and at_ns[event] > begin_ns:
+        events.append(event)
+        event = decided[event]
+    events = np.array(events[::-1], dtype=np.int64)
+    before = source[events]
+    from_ns = np.where(before >= 0, time_ns[before], begin_ns).clip(min=begin_ns)
+    why = np.full(len(events), "start", dtype=object)
+    why[before >= 0] = graph.why[edge[events][before >= 0]]
+    delay = np.array([_DELAY.get(reason, "wait") for reason in why], dtype=object)
+    of_slice = np.minimum(events // 2, len(graph.slices) - 1)
+    kind = graph.slices["kind"].to_numpy(dtype=object)[of_slice]
+    return pd.DataFrame(
+        {
+            "event": events,
+            "begin_ns": from_ns,
+            "dur_ns": time_ns[events] - from_ns,
+            "kind": np.where(events % 2 == 1, kind, delay),
+            "why": why,
+        }
     )
-    earlier |= spans["step"].between(0, steps[0] - 1)
-    left = on_device & earlier & (end_ns > begin_ns)
-    left &= spans["start_ns"] < end_ns[chosen].max()
-    if timeline.edges.empty and left.any():
-        # What earlier steps left running counts from the start of this one.
-        clipped = spans["start_ns"].mask(left, np.maximum(spans["start_ns"], begin_ns))
-        spans = spans.assign(
-            start_ns=clipped, dur_ns=spans["dur_ns"].mask(left, end_ns - clipped)
-        )
-        timeline = Timeline(spans, timeline.meta, side_tables=timeline.side_tables)
-        chosen = chosen | left.to_numpy()
-    return dependency_graph(timeline, chosen)
-
-
-def _walk(graph: Graph):
-    """Events of the path in time order."""
-    decided = np.full(len(graph.time_ns), -1)
-    decided[graph.target[graph.binding]] = graph.source[graph.binding]
-    event = int(np.argmax(graph.time_ns)) if len(decided) else -1
-    path = []
-    while event >= 0:
-        path.append(event)
-        event = int(decided[event])
-    return np.array(path[::-1], dtype=np.int64)
-
-
-def _durations(graph: Graph):
-    """Work before each event and delay of each edge, in ns.
-
-    A slice works from when it has started and all that it waits for inside has happened
-    until its end.
-    """
-    gap_ns = (graph.time_ns[graph.target] - graph.time_ns[graph.source]).astype(float)
-    ends = (graph.target % 2 == 1) & (graph.target < 2 * len(graph.slices))
-    own_ns = np.zeros(len(graph.time_ns))
-    # Work before an end is the gap to what came last; waiting inside a slice is none.
-    own_ns[graph.target[graph.binding & ends]] = gap_ns[graph.binding & ends]
-    delay_ns = np.where(ends, 0.0, gap_ns)
-    decides = graph.binding & ~ends
-    for why in set(graph.why[~ends]):
-        # A delay that did not decide may contain waiting: cut to the median of its
-        # kind.
-        usual = gap_ns[decides & (graph.why == why)]
-        other = ~graph.binding & (graph.why == why)
-        delay_ns[other] = np.minimum(
-            delay_ns[other], np.median(usual) if len(usual) else 0.0
-        )
-    return own_ns, delay_ns
 
 
 def _factors(graph: Graph, scenario: dict[str, float]):
@@ -302,7 +414,7 @@ def _factors(graph: Graph, scenario: dict[str, float]):
     """
     of_event = np.ones(len(graph.time_ns))
     of_edge = np.ones(len(graph.source))
-    delay_kind = np.array([_DELAY.get(why, "wait") for why in graph.why], dtype=object)
+    delay_kind = pd.Series(graph.why).map(_DELAY).fillna("wait").to_numpy()
     for key, factor in scenario.items():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not (is_number and factor > 0):

@@ -12,7 +12,8 @@ from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.traces.critical_path import what_if
 from madmax_lib.traces.read.kineto import read_trace
 
-pytestmark = pytest.mark.slow
+NOTES = "ignore::madmax_lib.traces.read.events.TraceWarning"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NOTES)]
 
 CALL_NS, MB = 1000, 1e6
 PRICED = {"size_bytes": [1e3, 1e9], "seconds": [1e-6, 1.0]}

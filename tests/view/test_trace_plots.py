@@ -13,6 +13,9 @@ from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import breakdown, comm, diff, launch, memory, operators, path
 
+# of one step: what a replay cannot know
+pytestmark = pytest.mark.filterwarnings("ignore:one step is recorded:UserWarning")
+
 US = 1000
 PLOTS = {
     operators.plot_kernels: mm.traces.kernels,

@@ -59,9 +59,11 @@ _COPIES = r"^(?:cuda|hip|cu)Memcpy"
 _WAIT_EVENT = r"^(?:cuda|hip|cu)StreamWaitEvent"
 # events at one instant that follow from each other; more is a circle
 _LONGEST_TIE = 1000
-_LAUNCH_NS = 10_000  # a launch on an idle device takes less
+LAUNCH_NS = 10_000  # a launch on an idle device takes less
 _LATE_NS = 30_000  # more than a launch takes, even when busy
 _SOON_NS = 20_000  # more than a stream takes to go on after the event it waits for
+HELD_BACK_NS = 300_000  # more than a launch ever takes
+_SKEW_NS = 1_000_000  # clocks of host and device may differ by as much
 
 
 @dataclass(frozen=True)
@@ -84,25 +86,6 @@ class Graph:
     # (edges,) true for the one edge into each event whose source was last and so
     # decided its time
     binding: np.ndarray
-
-
-def longest_path(graph: Graph, own_ns: np.ndarray, delay_ns: np.ndarray) -> float:
-    """Time of the last event in ns, of work own_ns (events,) before the events and
-    delays delay_ns (edges,); events without a known reason happen when they did.
-
-    ready(v) = max over edges u -> v of ready(u) + own(u) + delay(u, v)
-    """
-    has_reason = np.zeros(len(graph.time_ns), dtype=bool)
-    has_reason[graph.target] = True
-    ready = np.where(has_reason, 0.0, graph.time_ns).tolist()
-    weight = (own_ns[graph.source] + delay_ns).tolist()
-    edges = zip(graph.source.tolist(), graph.target.tolist(), weight, strict=True)
-    # Edges are sorted: the source's time is final before the first edge out of it.
-    for source, target, ns in edges:
-        at = ready[source] + ns
-        if at > ready[target]:
-            ready[target] = at
-    return float((np.array(ready) + own_ns).max(initial=0.0))
 
 
 def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Graph:
@@ -194,7 +177,10 @@ def _unrecorded(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
         end = end[np.argsort(time_ns[end], kind="stable")]
         late = start[time_ns[start] - reason_ns[start] > _LATE_NS]
         at = np.searchsorted(time_ns[end], time_ns[late], side="right") - 1
-        soon = time_ns[late] - time_ns[end[at]] <= _SOON_NS
+        # A kernel that starts long after all that is known of it was held back by the
+        # device, not by its launch.
+        held_back = time_ns[late] - reason_ns[late] > HELD_BACK_NS
+        soon = held_back | (time_ns[late] - time_ns[end[at]] <= _SOON_NS)
         soon &= (at >= 0) & (end[at] != late + 1)  # not its own end
         parts.append((end[at[soon]], late[soon]))
     return joined_edges(parts)
@@ -214,7 +200,7 @@ def _measured(work: StepWork):
     launched = device[device["first"] >= 0]
     copied = device[device["copies"] > 0]  # a copy may block the thread that calls
     number = launched["slice"].to_numpy()
-    yield "launch", start_of(launched["first"].to_numpy()), start_of(number)
+    yield "launch", _launch_events(work, launched), start_of(number)
     number = copied["slice"].to_numpy()
     yield "sync", end_of(number), end_of(copied["last"].to_numpy())
     yield from _waits(_waiting_calls(calls, launches, _syncs(work)), device)
@@ -260,6 +246,25 @@ def _launched_work(work: StepWork, launches: pd.DataFrame):
     of_call = device[list(without_launch)].astype(float).fillna(without_launch)
     device = device.assign(launch_ns=launch_ns, **of_call.astype("int64"))
     return device.sort_values("launch_ns")
+
+
+def _launch_events(work: StepWork, launched: pd.DataFrame):
+    """Events (n,) at which work was launched: the start of its call.
+
+    Where clocks say that the work starts a little earlier: what its thread did then.
+    """
+    start_ns = work.slices["start_ns"].to_numpy() - work.zero_ns
+    thread = work.slices["stream"].to_numpy()
+    number = launched["first"].to_numpy(copy=True)
+    kernel_ns = launched["own_start_ns"].to_numpy()
+    ahead_ns = start_ns[number] - kernel_ns
+    early = (ahead_ns > 0) & (ahead_ns < _SKEW_NS)
+    while early.any():
+        # Slices of a thread follow each other.
+        early &= (number > 0) & (thread[number - 1] == thread[number])
+        number[early] -= 1
+        early &= start_ns[number] > kernel_ns
+    return start_of(number)
 
 
 def _syncs(work: StepWork):
@@ -438,7 +443,7 @@ def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
     if len(alone):
         # A launch decides, too, when something else ended while it was on its way.
         on_the_way_ns = time_ns[target[alone]] - time_ns[source[alone]]
-        from_ns[launch] += min(np.quantile(on_the_way_ns, 0.1), _LAUNCH_NS)
+        from_ns[launch] += min(np.quantile(on_the_way_ns, 0.1), LAUNCH_NS)
         order = np.lexsort((why, -from_ns, turn[target]))
     return Graph(
         slices=slices,

@@ -16,6 +16,8 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
+from madmax_lib.traces.waits.longest_path import longest_paths
+
 # what follows the passes of a step, in order
 _TAIL = (
     "gc",
@@ -26,30 +28,34 @@ _TAIL = (
     "optimizer",
 )
 _SLACK_S = 1e-6  # clocks of traces count microseconds
-_BLOCK = 32  # scenarios that are replayed at once
 
 
 @dataclass(frozen=True)
 class StepGraph:
     """Operations of a step, in units that end together.
 
-    units: in an order in which they can be replayed: members (rows of operations) and
-    before (rows they wait for).
+    Events 0..n-1 are the ends of the operations, further ones the starts of the units.
+    Edges are sorted: all into an event come before any out of it.
     """
 
-    units: list[tuple[np.ndarray, np.ndarray]]
+    source: list[int]  # (edges,)
+    target: list[int]  # (edges,)
+    row: np.ndarray  # (edges,) operation that takes its time on the way, -1 for none
+    events: int
 
     def ends_s(self, own_s: np.ndarray) -> np.ndarray:
-        """End (n, ...) of every operation if they take own_s (n, ...), which may hold
-        any number of replays.
+        """End (n, replays) of every operation if they take own_s (n, replays).
 
         end(i) = max over what its unit waits for of end(j), + own(i)
         """
-        end = np.zeros(own_s.shape)
-        for members, before in self.units:
-            start = end[before].max(axis=0) if len(before) else 0.0
-            end[members] = start + own_s[members]
-        return end
+        weight_s = np.where(self.row[:, None] >= 0, own_s[self.row], 0.0)
+        ends = [
+            longest_paths(self.source, self.target, weight, [0.0] * self.events)[
+                : len(own_s)
+            ]
+            for weight in weight_s.T.tolist()
+        ]
+        return np.array(ends).T
 
     def last_s(
         self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
@@ -57,13 +63,12 @@ class StepGraph:
         """End (steps, scenarios) of a step whose operations take own_s (n, steps) where
         actual (n, scenarios), else ideal_s (n,).
         """
-        blocks = []
-        for first in range(0, actual.shape[1], _BLOCK):
-            # (n, steps, scenarios): each operation in each step under each scenario
-            chosen = actual[:, None, first : first + _BLOCK]
-            times_s = np.where(chosen, own_s[:, :, None], ideal_s[:, None, None])
-            blocks.append(self.ends_s(times_s).max(axis=0))
-        return np.concatenate(blocks, axis=1)
+        return np.array(
+            [
+                self.ends_s(np.where(actual, step_s[:, None], ideal_s[:, None])).max(0)
+                for step_s in own_s.T
+            ]
+        )
 
 
 def pipeline_graph(step: pd.DataFrame) -> StepGraph:
@@ -178,8 +183,11 @@ def _graph(step: pd.DataFrame, before: dict[int, set]):
     except CycleError:
         order = np.argsort(begin, kind="stable").tolist()
     turn = {unit: number for number, unit in enumerate(order)}
-    ordered = []
-    for unit in order:
+    edges = []
+    for number, unit in enumerate(order, len(step)):
         earlier = [i for i in waits[unit] if turn[unit_of[i]] < turn[unit]]
-        ordered.append((np.array(units[unit]), np.array(earlier, dtype=np.int64)))
-    return StepGraph(ordered)
+        edges += [(i, number, -1) for i in earlier]
+        edges += [(number, i, i) for i in units[unit]]
+    source, target, row = zip(*edges, strict=True) if edges else ((), (), ())
+    events = len(step) + len(order)
+    return StepGraph(list(source), list(target), np.array(row, dtype=np.int64), events)

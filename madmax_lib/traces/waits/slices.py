@@ -32,7 +32,7 @@ def one_slice_per_span(spans: pd.DataFrame) -> pd.DataFrame:
         kind=kind,
         end_ns=ends_ns(spans),
     )
-    return slices[_COLUMNS].reset_index(drop=True)
+    return _by_lane(slices[_COLUMNS])
 
 
 def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
@@ -65,7 +65,15 @@ def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
     spans.loc[in_flight, "stream"] = IN_FLIGHT - np.arange(in_flight.sum())
     threads = spans[spans["stream"] < 0].groupby(["rank", "stream"])
     cut = [_cut_thread(thread) for _, thread in threads]
-    return pd.concat([*cut, spans[spans["stream"] >= 0]], ignore_index=True)
+    device = _by_lane(spans[spans["stream"] >= 0])
+    return pd.concat([*cut, device], ignore_index=True)
+
+
+def _by_lane(slices: pd.DataFrame):
+    """Slices whose neighbours follow each other on their stream."""
+    return slices.sort_values(
+        ["rank", "stream", "start_ns", "end_ns"], kind="stable", ignore_index=True
+    )
 
 
 def _on_working_thread(spans: pd.DataFrame):

@@ -129,23 +129,6 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     ), counted
 
 
-def median_step(timeline: Timeline, step: int | None = None) -> list[int]:
-    """The step as `Timeline.one_step` gives it; if none is given that of median wall_s
-    (the lower), without warm-up and cut ones.
-    """
-    chosen = timeline.one_step(step)
-    if step is not None or not chosen or len(timeline.steps) < 2:
-        return chosen
-    table = steps(timeline)
-    walls = (
-        table[~(table["cut"] | table["warmup"]).astype(bool)]
-        .groupby("step")["wall_s"]
-        .median()
-        .sort_values(kind="stable")
-    )
-    return walls.index[[(len(walls) - 1) // 2]].tolist() if len(walls) else chosen
-
-
 def lacks_step_marks(timeline: Timeline) -> bool:
     """Whether nothing marks the steps of a recording, so that all of it counts as one."""
     return (

@@ -156,6 +156,8 @@ def messages(timeline, slices: pd.DataFrame, in_flight: np.ndarray) -> pd.Series
     only complete ones.
     """
     sides = slices[in_flight]
+    if sides.empty:
+        return pd.Series(dtype="int64")
     columns = ["collective", "source_rank", "target_rank"]
     about = call_metadata(timeline, sides["row"].to_numpy())[columns]
     sides = sides.join(about.set_index(sides.index))
