@@ -1,0 +1,217 @@
+"""The job of a trace: model, plan, batch, dtype and software, each with its evidence.
+
+    job = mm.calibration.case_of(mm.read_trace(mm.dataset("vit-ddp")))
+    job          # the call that makes the case, and why
+    job.case     # to estimate with, or to correct
+
+Nothing is taken from what a trainer wrote about itself: shapes of products and of
+attention, messages and names of kernels tell it.
+"""
+
+import re
+from dataclasses import dataclass
+
+import pandas as pd
+
+from madmax_lib import catalog
+from madmax_lib.calibration.job.observed import Observed
+from madmax_lib.calibration.job.shapes import Shapes, shapes_of
+from madmax_lib.calibration.job.splits import Facts, groups_of, splits_of
+from madmax_lib.catalog.models import Cluster, Transformer
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces.operators.ops import operator_calls
+
+# in names of kernels of products, the first that matches
+_DTYPES = {
+    "fp4": r"e2m1|fp4|mxf4",
+    "fp8": r"e4m3|e5m2|fp8|float8",
+    "tf32": r"tf32|s1688gemm",
+    "bf16": r"bf16|bfloat16|_bb[_s]",
+    "fp16": r"fp16|f16f16|h16816|h884|_hh[_s]|hgemm",
+    "fp32": r"sgemm|f32f32_f32f32",
+}
+_PRODUCTS = r"gemm|nvjet|cijk|cutlass|xmma"
+# labels and operators of a stack of the catalog, the most special first
+_STACKS = {
+    "deepspeed": "(?i)deepspeed",
+    "megatron-core": r"(?i)megatron|transformer_engine|TEDotProduct|_LayerNormLinear",
+    "fsdp2": "^FSDP::",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A proposed case and its evidence.
+
+    case: None where the products are no transformer's. facts: a row a field: field,
+    value, evidence, sure (certain, likely or guess). forward_only: no backward pass was
+    traced.
+    """
+
+    case: Case | None
+    facts: pd.DataFrame
+    forward_only: bool = False
+
+    def __repr__(self):
+        return f"{self.call}\n\n{self.facts.to_string(index=False)}"
+
+    @property
+    def call(self) -> str:
+        """The call that makes the case."""
+        case = self.case
+        if case is None:
+            return "no transformer: give model and plan by hand"
+        cluster = case.cluster and case.cluster.name
+        return (
+            f"Case({case.model!r}, {cluster!r}, Plan.parse({str(case.plan)!r}), "
+            f"{case.global_batch}, {case.sequence}, {case.dtype!r}, "
+            f"{case.software.name!r})"
+        )
+
+
+def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
+    """The job read off its trace: print it, correct it, pass `.case` on.
+
+    cluster: where it ran; the catalog's with the traced device if None, and none for a
+    device it lacks, such as a CPU. A trace without shapes of operators tells groups and
+    dtype only.
+    """
+    seen = Observed.of(timeline)
+    facts = Facts()
+    shapes = shapes_of(seen)
+    dtype = _dtype(timeline, facts)
+    labels = seen.names.str.extract(r"^Optimizer\.step#(\w+)\.step")[0].dropna()
+    if len(labels):
+        facts.add("optimizer", labels.iloc[0], "label of its step")
+    case = None
+    if shapes is None:
+        groups_of(seen, facts)
+    else:
+        plan = Plan(**splits_of(seen, shapes, facts))
+        model = _model(seen, shapes, plan, facts)
+        entered = pd.concat([seen.lookups, seen.patches])
+        each = seen.micro_batches * shapes.batch
+        if len(entered):  # the last micro-batch may be short
+            each = int(entered.groupby("rank")["samples"].sum().max())
+        text = f"{each} samples enter a pipeline in a step"
+        samples = facts.add("global_batch", each * plan.dp, text)
+        cluster = _cluster(timeline, cluster, plan, facts)
+        software = _software(seen, timeline, facts)
+        case = Case(model, cluster, plan, samples, model.sequence, dtype, software)
+    table = pd.DataFrame(facts, columns=["field", "value", "evidence", "sure"])
+    return Job(case, table, shapes is not None and not shapes.backward)
+
+
+def _model(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
+    """The transformer whose parts these are."""
+    split = plan.tp * plan.cp
+    is_counted = seen.attentions["backward"] == shapes.backward
+    # every rank of a stage runs that stage's layers
+    counts = seen.attentions[is_counted].groupby("rank").size()
+    layers = round(counts.mean() * plan.pp / seen.micro_batches)
+    text = f"{counts.mean():g} attentions a rank, {seen.micro_batches} micro-batches"
+    facts.add("layers", layers, text)
+    text = f"attention of {shapes.heads} on a rank, {split} ranks"
+    facts.add("heads", shapes.heads * split, text)
+    facts.add("hidden", shapes.hidden, "the size that most products share")
+    is_rms = seen.norms["name"].str.contains("rms").any()
+    sizes = {
+        "ffn": shapes.ffn * plan.tp,
+        "gated": shapes.gated,
+        "norm": "rms" if is_rms else "layer",
+        "positions": "rope" if is_rms else "learned",
+        "attention_bias": "none" if is_rms else "all",
+        "mlp_bias": not is_rms,
+    }
+    if len(seen.routers):
+        sizes |= _mixture(seen, shapes, plan, facts)
+    facts.add("ffn", sizes["ffn"], "channels of the other products", "likely")
+    classes = pd.concat([seen.losses["classes"], seen.lookups["rows"]]).max()
+    classes = 0 if pd.isna(classes) else int(classes)
+    if len(seen.patches):
+        image = seen.patches.iloc[0]
+        text = f"convolutions of {image['patch']} x {image['patch']}"
+        facts.add("image", int(image["edge"]), text)
+        sizes |= {"image": int(image["edge"]), "patch": int(image["patch"])}
+        sizes["classes"] = classes
+    else:
+        text = "rows that are looked up, classes of the loss"
+        sure = "certain" if classes else "guess"
+        sizes["vocab"] = facts.add("vocab", classes, text, sure)
+    return Transformer(
+        "traced",
+        layers=layers,
+        hidden=shapes.hidden,
+        heads=shapes.heads * split,
+        kv_heads=shapes.kv_heads * split,
+        head_dim=shapes.head_dim,
+        sequence=facts.add("sequence", shapes.tokens, "tokens of attention"),
+        **sizes,
+    )
+
+
+def _mixture(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
+    """Experts, how many a token uses, and their channels."""
+    router = seen.routers.iloc[0]
+    active = int(router["active"])
+    experts = facts.add("experts", int(router["experts"]), f"{active} chosen a token")
+    grouped = seen.grouped
+    widths = {*grouped["k"], *grouped["n"]} - {shapes.hidden}
+    width = int(min(widths, default=shapes.ffn)) * plan.tp
+    # each matrix is a product forward and one backward: two matrices, or three
+    products = grouped["rank"].value_counts().max() / shapes.attentions
+    return {
+        "experts": experts,
+        "active_experts": active,
+        "expert_ffn": width,
+        "ffn": shapes.ffn * plan.tp or width,
+        "gated": bool(products > 5) or shapes.gated,
+    }
+
+
+def _dtype(timeline: Timeline, facts: Facts):
+    """Data type of the products: as their inputs, or as their kernels are named."""
+    spans = timeline.spans
+    kernels = spans[(spans["kind"] == "compute") & (spans["stream"] >= 0)]
+    kernels = kernels[kernels["name"].str.contains(_PRODUCTS)]
+    table, _ = operator_calls(timeline)
+    shares = table[table["dtype"] != ""].groupby("dtype")["flops"].sum()
+    by_name = kernels.groupby("name", observed=True)["dur_ns"].sum()
+    kinds = [
+        next((kind for kind, p in _DTYPES.items() if re.search(p, name)), "")
+        for name in by_name.index
+    ]
+    named = by_name.groupby(kinds).sum()
+    # operators around kernels in 8 bits or less may have wider inputs
+    narrow = named.reindex(["fp4", "fp8"], fill_value=0)
+    if not shares.sum() or narrow.sum() > named.sum() / 2:
+        shares = named.drop("", errors="ignore")
+    if not shares.sum():
+        return facts.add("dtype", "bf16", "no product names its type", "guess")
+    text = f"{shares.max() / shares.sum():.0%} of the products"
+    if 0 < narrow.sum() <= named.sum() / 2:
+        text += f"; {narrow.sum() / named.sum():.0%} in {narrow.idxmax()}"
+    return facts.add("dtype", str(shares.idxmax()), text)
+
+
+def _software(seen: Observed, timeline: Timeline, facts: Facts):
+    """Stack of the catalog whose names the trace has; None for any."""
+    for stack, pattern in _STACKS.items():
+        if (timeline.spans["stream"] >= 0).any() and seen.names.str.contains(pattern).any():
+            return facts.add("software", stack, "names of labels and operators", "likely")
+    return None
+
+
+def _cluster(timeline: Timeline, cluster, plan: Plan, facts: Facts):
+    """The given cluster, or as many devices as there are ranks of the catalog's first
+    with the traced device.
+    """
+    if cluster is not None:
+        return catalog.cluster(cluster)
+    if (device := catalog.device_named(timeline.meta.device)) is None:
+        return None
+    name = catalog.cluster_with(device, plan.world_size)
+    facts.add("cluster", name, f"a trace of {timeline.meta.device}", "guess")
+    return catalog.cluster(name, devices=plan.world_size)

@@ -1,0 +1,163 @@
+"""How a traced job is split: degrees, ZeRO stage and schedule, from its messages.
+
+Tensor parallelism moves the activations of every layer, T x hidden numbers at a time;
+pipelines send them from rank to rank; experts exchange them all to all. What is left is
+data parallelism's: reductions alone are DDP, with weights passed on ZeRO-1, scattered
+ones ZeRO-2, and with a gather before every pass ZeRO-3.
+"""
+
+import pandas as pd
+
+from madmax_lib.calibration.job.observed import Observed
+from madmax_lib.calibration.job.shapes import Shapes
+
+_MESSAGE = 4096  # elements: smaller ones are counts and losses, where no layer is known
+_SCALARS = 1 / 64  # of a layer's weights: smaller messages are losses and norms
+_GATHERED_AGAIN = 1.2  # gathers over scatters: ZeRO-3 gathers most units twice
+_RECOMPUTED = {
+    "none": "attention runs as often forward as backward",
+    "selective": "attention runs again in the backward pass, products do not",
+    "full": "attention and products run again in the backward pass",
+}
+
+
+class Facts(list):
+    """What was found so far: field, value, evidence, sure (certain, likely, guess)."""
+
+    def add(self, field: str, value, evidence: str, sure: str = "certain"):
+        """Note a value and why, and give it back."""
+        self.append((field, value, evidence, sure))
+        return value
+
+
+def splits_of(seen: Observed, shapes: Shapes, facts: Facts) -> dict:
+    """Fields of the plan; each goes to the facts with its evidence."""
+    # ends of a pipeline have less to tell
+    busiest = seen.products["rank"].value_counts().idxmax()
+    messages = seen.messages[seen.messages["rank"] == busiest]
+    is_moved = messages["elements"] == shapes.rows * shapes.hidden
+    plan = _tensor(messages[is_moved], shapes, facts)
+    text = f"attention over {shapes.tokens}, products over {shapes.rows:,} tokens"
+    plan["cp"] = facts.add("cp", shapes.cp, text)
+    if shapes.cp > 1:
+        plan["context"] = "ulysses"
+    plan |= _pipeline(seen, shapes, facts)
+    replica = plan["tp"] * plan["cp"] * plan["pp"]
+    text = f"{seen.world} ranks, {replica} of a replica"
+    plan["dp"] = facts.add("dp", max(seen.world // replica, 1), text)
+    if len(seen.grouped) and len(seen.routers):
+        experts = int(seen.routers["experts"].max())
+        own = int(seen.grouped["experts"].mode()[0])
+        text = f"{own} of {experts} experts on a rank"
+        plan["ep"] = facts.add("ep", max(experts // own, 1), text)
+    others = messages[~is_moved] if plan["tp"] > 1 else messages
+    others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
+    if (ranks := plan["dp"] * plan["cp"]) > 1:
+        plan |= _sharding(seen, others, ranks, facts)
+    text = f"attention over {shapes.batch} samples"
+    plan["micro_batch"] = facts.add("micro_batch", shapes.batch, text)
+    if shapes.backward:
+        text = _RECOMPUTED[shapes.recompute]
+        plan["recompute"] = facts.add("recompute", shapes.recompute, text)
+    if seen.in_memory:
+        plan["attention"] = facts.add("attention", "unfused", "a softmax over scores")
+    if shapes.adapter:
+        text = f"pairs of products through {shapes.adapter} channels"
+        plan["lora_rank"] = facts.add("lora_rank", shapes.adapter, text, "likely")
+    return plan
+
+
+def groups_of(seen: Observed, facts: Facts) -> None:
+    """Groups and what they move, of a job that is no transformer."""
+    messages = seen.messages[seen.messages["rank"] == seen.timeline.ranks[0]]
+    large = messages[messages["elements"].fillna(_MESSAGE) >= _MESSAGE]
+    for size, rows in large.groupby("group_size"):
+        kinds = rows["collective"].value_counts()
+        text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        facts.add("group", int(size), f"{text} a step")
+    if "all_reduce" in set(large.loc[large["group_size"].isin([0, seen.world]), "collective"]):
+        facts.add("dp", seen.world, "gradients are summed over all ranks", "likely")
+
+
+def _tensor(moved: pd.DataFrame, shapes: Shapes, facts: Facts):
+    """Tensor parallelism: activations go through collectives in every layer."""
+    kinds = moved["collective"]
+    moved = moved[kinds.isin(["all_reduce", "reduce_scatter", "all_gather"])]
+    # two a layer and pass
+    if len(moved) < 2 * shapes.attentions:
+        return {"tp": facts.add("tp", 1, "no collective moves activations")}
+    text = f"{len(moved)} collectives move {shapes.rows} x {shapes.hidden} activations"
+    sizes = moved["group_size"][moved["group_size"] > 1]
+    # gloo's sums tell no group: a rank has its part of the heads
+    width = shapes.heads * shapes.head_dim * shapes.cp
+    degree = int(sizes.mode()[0]) if len(sizes) else round(shapes.hidden / width)
+    facts.add("tp", max(degree, 1), text, "certain" if len(sizes) else "likely")
+    parts = "reduce_scatter" in set(kinds)
+    text = f"activations are {'scattered' if parts else 'summed whole'}"
+    facts.add("sequence_parallel", parts, text)
+    return {"tp": max(degree, 1), "sequence_parallel": parts}
+
+
+def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
+    """Pipeline degree, schedule and chunks of a stage, from messages between ranks."""
+    sends = seen.messages[seen.messages["collective"].isin(["send", "send_recv"])]
+    sends = sends[sends["elements"] <= shapes.rows * shapes.hidden]
+    first = {*seen.lookups["rank"], *seen.patches["rank"]}
+    last = set(seen.losses["rank"])
+    ranks = seen.timeline.ranks
+    is_whole = len(ranks) == seen.world
+    if sends.empty or (is_whole and first & last):
+        text = "no rank sends activations to another"
+        return {"pp": facts.add("pp", 1, text)}
+    sizes = sends["group_size"][sends["group_size"] > 1]
+    if is_whole and last:
+        text = f"{len(last)} of {seen.world} ranks compute a loss"
+        pp = facts.add("pp", seen.world // len(last), text)
+    else:
+        pp = int(sizes.mode()[0]) if len(sizes) else 2
+        facts.add("pp", pp, "size of the group that sends", "guess")
+    batches = seen.micro_batches
+    # c chunks send 2 (c - 1) messages a micro-batch, forward and backward
+    each = len(sends) / batches / len(ranks)
+    interleave = max(round((each * pp / 2 + 1) / pp), 1)
+    text = f"{each:.3g} messages a rank and micro-batch"
+    facts.add("interleave", interleave, text, "likely")
+    of_rank = seen.attentions[seen.attentions["rank"] == ranks[0]]
+    is_forward = ~of_rank.sort_values("start_ns")["backward"].astype(bool)
+    ahead = is_forward.cumprod().sum() / max(is_forward.sum(), 1) * batches
+    schedule = "gpipe" if ahead == batches > pp else "1f1b"
+    text = f"{ahead:.0f} of {batches} micro-batches before the first backward pass"
+    # torch names its actions: a W is the second half of a backward pass
+    if seen.names.str.contains(r"^PP:\d+W\d+$").any():
+        schedule = "zero-bubble"
+        text = "gradients of weights are a pass of their own"
+    facts.add("schedule", schedule, text, "likely")
+    return {"pp": pp, "interleave": interleave, "schedule": schedule}
+
+
+def _sharding(seen: Observed, messages: pd.DataFrame, ranks: int, facts: Facts):
+    """ZeRO stage and shard group, from what data parallelism moves."""
+    of_kind = messages.groupby("collective")["elements"]
+    counts = of_kind.size()
+    sums = of_kind.sum()
+    gathers = int(counts.get("all_gather", 0))
+    scatters = int(counts.get("reduce_scatter", 0))
+    is_fsdp = seen.names.str.contains("^FSDP::|FullyShardedDataParallel").any()
+    text = f"{gathers} gathers and {scatters} scatters of weights a step"
+    if not scatters:
+        # Weights are as many as their gradients; logits are gathered too, and counts of
+        # batch norms broadcast.
+        gradients = sums.get("all_reduce", 0)
+        is_passed_on = sums.get("all_gather", 0) > gradients / 2
+        is_passed_on |= sums.get("broadcast", 0) > gradients / 10
+        text = f"gradients are summed, weights{'' if is_passed_on else ' not'} passed on"
+        return {"zero": facts.add("zero", int(is_passed_on), text)}
+    stage = 2 if is_fsdp else 1
+    stage = 3 if gathers > _GATHERED_AGAIN * scatters else stage
+    facts.add("zero", stage, text, "certain" if is_fsdp else "likely")
+    is_scattered = messages["collective"] == "reduce_scatter"
+    shard = int(messages.loc[is_scattered, "group_size"].max())
+    if not 1 < shard < ranks:
+        return {"zero": stage}
+    text = f"scattered over {shard} of {ranks} ranks, then summed"
+    return {"zero": stage, "shard": facts.add("shard", shard, text)}
