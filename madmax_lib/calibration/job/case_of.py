@@ -37,7 +37,7 @@ _PRODUCTS = r"gemm|nvjet|cijk|cutlass|xmma"
 _STACKS = {
     "deepspeed": "(?i)deepspeed",
     "megatron-core": r"(?i)megatron|transformer_engine|TEDotProduct|_LayerNormLinear",
-    "fsdp2": "^FSDP::",
+    "fsdp2-compiled": "^CompiledF|^triton_",
 }
 
 
@@ -55,20 +55,16 @@ class Job:
     forward_only: bool = False
 
     def __repr__(self):
-        return f"{self.call}\n\n{self.facts.to_string(index=False)}"
-
-    @property
-    def call(self) -> str:
-        """The call that makes the case."""
         case = self.case
-        if case is None:
-            return "no transformer: give model and plan by hand"
-        cluster = case.cluster and case.cluster.name
-        return (
-            f"Case({case.model!r}, {cluster!r}, Plan.parse({str(case.plan)!r}), "
-            f"{case.global_batch}, {case.sequence}, {case.dtype!r}, "
-            f"{case.software.name!r})"
-        )
+        call = "no transformer: give model and plan by hand"
+        if case is not None:
+            cluster = case.cluster and case.cluster.name
+            call = (
+                f"Case({case.model!r}, {cluster!r}, Plan.parse({str(case.plan)!r}), "
+                f"{case.global_batch}, {case.sequence}, {case.dtype!r}, "
+                f"{case.software.name!r})"
+            )
+        return f"{call}\n\n{self.facts.to_string(index=False)}"
 
 
 def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
@@ -97,8 +93,12 @@ def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
             each = int(entered.groupby("rank")["samples"].sum().max())
         text = f"{each} samples enter a pipeline in a step"
         samples = facts.add("global_batch", each * plan.dp, text)
-        cluster = _cluster(timeline, cluster, plan, facts)
-        software = _software(seen, timeline, facts)
+        device = timeline.meta.device
+        if cluster is None and catalog.device_named(device) is not None:
+            cluster = catalog.cluster(device, devices=plan.world_size)
+            facts.add("cluster", cluster.name, f"a trace of {device}", "guess")
+        on_cpu = bool((timeline.spans["stream"] < 0).all())
+        software = "workbench" if on_cpu else _software(seen, facts)
         case = Case(model, cluster, plan, samples, model.sequence, dtype, software)
     table = pd.DataFrame(facts, columns=["field", "value", "evidence", "sure"])
     return Job(case, table, shapes is not None and not shapes.backward)
@@ -191,27 +191,12 @@ def _dtype(timeline: Timeline, facts: Facts):
     if not shares.sum():
         return facts.add("dtype", "bf16", "no product names its type", "guess")
     text = f"{shares.max() / shares.sum():.0%} of the products"
-    if 0 < narrow.sum() <= named.sum() / 2:
-        text += f"; {narrow.sum() / named.sum():.0%} in {narrow.idxmax()}"
     return facts.add("dtype", str(shares.idxmax()), text)
 
 
-def _software(seen: Observed, timeline: Timeline, facts: Facts):
-    """Stack of the catalog whose names the trace has; None for any."""
+def _software(seen: Observed, facts: Facts):
+    """Stack of the catalog whose names the trace has, else plain PyTorch."""
     for stack, pattern in _STACKS.items():
-        if (timeline.spans["stream"] >= 0).any() and seen.names.str.contains(pattern).any():
-            return facts.add("software", stack, "names of labels and operators", "likely")
-    return None
-
-
-def _cluster(timeline: Timeline, cluster, plan: Plan, facts: Facts):
-    """The given cluster, or as many devices as there are ranks of the catalog's first
-    with the traced device.
-    """
-    if cluster is not None:
-        return catalog.cluster(cluster)
-    if (device := catalog.device_named(timeline.meta.device)) is None:
-        return None
-    name = catalog.cluster_with(device, plan.world_size)
-    facts.add("cluster", name, f"a trace of {timeline.meta.device}", "guess")
-    return catalog.cluster(name, devices=plan.world_size)
+        if seen.names.str.contains(pattern).any():
+            return facts.add("software", stack, f"names with {pattern}", "likely")
+    return facts.add("software", "fsdp2", "plain PyTorch", "guess")

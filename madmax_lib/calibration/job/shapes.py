@@ -83,17 +83,17 @@ def shapes_of(seen: Observed) -> Shapes | None:
         # heads are used once in a step, routers once in a layer
         others = {adapter, *seen.routers["experts"]}
         inner = {s: n for s, n in left.items() if s not in others and n > 0.7}
-        fits.append((sum(abs(n - round(n)) for n in left.values()), count, inner))
+        missed = sum(abs(n - round(n)) for n in left.values())
+        fits.append((_inner(inner) is None, missed, count, _inner(inner) or (0, False)))
+    *_, count, (ffn, gated) = min(fits)
     recompute = "none"
-    _, count, inner = min(fits, key=lambda fit: (_strange(fit[2]), fit[0]))
     if again:
-        recompute = "full" if count == passes + 1 else "selective"
-    size, gated = _inner(inner)
+        recompute = "full" if count > passes else "selective"
     return Shapes(
         **core,
         rows=rows,
         hidden=hidden,
-        ffn=size,
+        ffn=ffn,
         gated=gated,
         attentions=attentions,
         backward=backward > 0,
@@ -150,22 +150,17 @@ def _left(uses: dict, queries: int, keys: int):
     return left
 
 
-def _strange(inner: dict):
-    """Whether what is left is no feed-forward part: two uses, three, or one and one."""
-    counts = sorted(round(count) for count in inner.values())
-    return counts not in ([], [2], [3], [1, 1])
-
-
 def _inner(inner: dict):
-    """Channels of the feed-forward part and whether it has a gate.
+    """Channels of the feed-forward part and whether it has a gate; None for uses that
+    no such part has.
 
-    A gate that is computed with the other half is one product of twice the channels.
+    Two products, or three with a gate; a gate that is computed with the other half is
+    one product of twice the channels. A mixture's are no products of two matrices.
     """
-    if not inner:
-        return 0, False
-    size = max(inner, key=lambda size: (inner[size], size))
-    if inner.get(2 * size) and round(inner[size]) == 1:
-        return int(size), True
-    if size % 2 == 0 and inner.get(size // 2) and round(inner[size]) == 1:
-        return int(size // 2), True
-    return int(size), round(inner[size]) == 3
+    counts = {round(count) for count in inner.values()}
+    size = int(min(inner, default=0))
+    if len(inner) == 2 and counts == {1} and inner.get(2 * size):
+        return size, True
+    if len(inner) > 1 or not counts <= {2, 3}:
+        return None
+    return size, counts == {3}
