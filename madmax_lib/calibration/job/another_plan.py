@@ -40,7 +40,6 @@ _KERNELS = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s")
 _RATE = 1e10  # FLOP/s or bytes/s of what a trace does not show
 _MEMORY = 64e9  # bytes; nothing but `fits` depends on it
 _SPREAD = 0.03  # at least, of a measured step as a logarithm
-_MOST = 4.0  # measured over simulated seconds of what is no kernel; the rest is added
 _HALF_90 = 1.645  # standard deviations to the ends of 90 % of a normal distribution
 
 
@@ -189,22 +188,15 @@ def _kinds(measured: dict[str, float], old: pd.Series, new: pd.Series):
     shown = shown_s * others / others.sum()
     table = pd.DataFrame({"simulated_s": old, "measured_s": pd.concat([kernels, shown])})
     ratio = (table["measured_s"] / old).where(old > 0)
-    # what is far more than simulated is the host's, which no plan changes
-    excess_s = max(shown_s - _MOST * others.sum(), 0.0)
-    ratio[others.index] = ratio[others.index].clip(upper=_MOST)
     bias = measured["step_s"] / old.sum()
     table["new_s"] = new * ratio.fillna(bias)
-    table.loc["overhead_s", "new_s"] += excess_s
     table["rests_on"] = np.where(ratio.notna(), "trace", "simulator")
     return table[(table[["measured_s", "new_s"]] > 0).any(axis=1)]
 
 
 def _stretched(timeline: Timeline, step_s: float):
     """A step whose spans all take longer by one factor, so that it lasts step_s."""
-    spans = timeline.spans
-    ends_ns = spans["start_ns"] + spans["dur_ns"]
-    factor = step_s * NS_PER_S / max(ends_ns.max() - spans["start_ns"].min(), 1)
-    start_ns = (spans["start_ns"] * factor).round().astype(np.int64)
-    longer_ns = (ends_ns * factor).round().astype(np.int64) - start_ns
-    spans = spans.assign(start_ns=start_ns, dur_ns=longer_ns)
-    return replace(timeline, spans=spans)
+    times_ns = timeline.spans[["start_ns", "dur_ns"]]
+    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
+    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
+    return replace(timeline, spans=timeline.spans.assign(**longer_ns))

@@ -16,7 +16,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.calibration.job.observed import Observed
 from madmax_lib.calibration.job.shapes import Shapes, shapes_of
-from madmax_lib.calibration.job.splits import Facts, groups_of, splits_of
+from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
@@ -38,6 +38,18 @@ _STACKS = {
     "deepspeed": "(?i)deepspeed",
     "megatron-core": r"(?i)megatron|transformer_engine|TEDotProduct|_LayerNormLinear",
     "fsdp2-compiled": "^CompiledF|^triton_",
+}
+# of the model's sizes: where they are read, and how sure that is
+_EVIDENCE = {
+    "layers": ("passes of attention, by micro-batches and stages",),
+    "hidden": ("the size that most products share",),
+    "heads": ("shapes of attention and the ranks that share it",),
+    "sequence": ("tokens of attention",),
+    "ffn": ("channels of the other products", "likely"),
+    "vocab": ("rows that are looked up, classes of the loss",),
+    "experts": ("scores that tokens choose from",),
+    "image": ("convolutions that cut patches",),
+    "norm": ("operators of norms; biases and positions go with them", "guess"),
 }
 
 
@@ -83,9 +95,11 @@ def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
         facts.add("optimizer", labels.iloc[0], "label of its step")
     case = None
     if shapes is None:
-        groups_of(seen, facts)
+        add_groups(seen, facts)
     else:
-        plan = Plan(**splits_of(seen, shapes, facts))
+        add_splits(seen, shapes, facts)
+        names = Plan.__dataclass_fields__
+        plan = Plan(**{name: facts[name][0] for name in names if name in facts})
         model = _model(seen, shapes, plan, facts)
         entered = pd.concat([seen.lookups, seen.patches])
         each = seen.micro_batches * shapes.batch
@@ -100,7 +114,8 @@ def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
         on_cpu = bool((timeline.spans["stream"] < 0).all())
         software = "workbench" if on_cpu else _software(seen, facts)
         case = Case(model, cluster, plan, samples, model.sequence, dtype, software)
-    table = pd.DataFrame(facts, columns=["field", "value", "evidence", "sure"])
+    rows = [(field, *fact) for field, fact in facts.items()]
+    table = pd.DataFrame(rows, columns=["field", "value", "evidence", "sure"])
     return Job(case, table, shapes is not None and not shapes.backward)
 
 
@@ -110,53 +125,39 @@ def _model(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
     is_counted = seen.attentions["backward"] == shapes.backward
     # every rank of a stage runs that stage's layers
     counts = seen.attentions[is_counted].groupby("rank").size()
-    layers = round(counts.mean() * plan.pp / seen.micro_batches)
-    text = f"{counts.mean():g} attentions a rank, {seen.micro_batches} micro-batches"
-    facts.add("layers", layers, text)
-    text = f"attention of {shapes.heads} on a rank, {split} ranks"
-    facts.add("heads", shapes.heads * split, text)
-    facts.add("hidden", shapes.hidden, "the size that most products share")
-    is_rms = seen.norms["name"].str.contains("rms").any()
+    is_rms = seen.names.str.contains("rms_norm").any()
+    classes = pd.concat([seen.losses["classes"], seen.lookups["rows"]]).max()
+    classes = 0 if pd.isna(classes) else int(classes)
     sizes = {
+        "layers": round(counts.mean() * plan.pp / seen.micro_batches),
+        "hidden": shapes.hidden,
+        "heads": shapes.heads * split,
+        "kv_heads": shapes.kv_heads * split,
+        "head_dim": shapes.head_dim,
+        "sequence": shapes.tokens,
         "ffn": shapes.ffn * plan.tp,
         "gated": shapes.gated,
         "norm": "rms" if is_rms else "layer",
         "positions": "rope" if is_rms else "learned",
         "attention_bias": "none" if is_rms else "all",
         "mlp_bias": not is_rms,
+        "vocab": classes,
     }
     if len(seen.routers):
-        sizes |= _mixture(seen, shapes, plan, facts)
-    facts.add("ffn", sizes["ffn"], "channels of the other products", "likely")
-    classes = pd.concat([seen.losses["classes"], seen.lookups["rows"]]).max()
-    classes = 0 if pd.isna(classes) else int(classes)
+        sizes |= _mixture(seen, shapes, plan)
     if len(seen.patches):
-        image = seen.patches.iloc[0]
-        text = f"convolutions of {image['patch']} x {image['patch']}"
-        facts.add("image", int(image["edge"]), text)
-        sizes |= {"image": int(image["edge"]), "patch": int(image["patch"])}
-        sizes["classes"] = classes
-    else:
-        text = "rows that are looked up, classes of the loss"
-        sure = "certain" if classes else "guess"
-        sizes["vocab"] = facts.add("vocab", classes, text, sure)
-    return Transformer(
-        "traced",
-        layers=layers,
-        hidden=shapes.hidden,
-        heads=shapes.heads * split,
-        kv_heads=shapes.kv_heads * split,
-        head_dim=shapes.head_dim,
-        sequence=facts.add("sequence", shapes.tokens, "tokens of attention"),
-        **sizes,
-    )
+        image = seen.patches[["edge", "patch"]].iloc[0].tolist()
+        sizes |= dict(zip(["image", "patch"], image, strict=True))
+        sizes["classes"] = sizes.pop("vocab")
+    for field, evidence in _EVIDENCE.items():
+        if sizes.get(field):
+            facts.add(field, sizes[field], *evidence)
+    return Transformer("traced", **sizes)
 
 
-def _mixture(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
+def _mixture(seen: Observed, shapes: Shapes, plan: Plan):
     """Experts, how many a token uses, and their channels."""
-    router = seen.routers.iloc[0]
-    active = int(router["active"])
-    experts = facts.add("experts", int(router["experts"]), f"{active} chosen a token")
+    experts, active = seen.routers[["experts", "active"]].iloc[0].tolist()
     grouped = seen.grouped
     widths = {*grouped["k"], *grouped["n"]} - {shapes.hidden}
     width = int(min(widths, default=shapes.ffn)) * plan.tp

@@ -19,7 +19,7 @@ from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls
 from madmax_lib.traces.read.values import dtype_bytes
 
-_C10D = re.compile(r"^c10d::+(\w+)")
+_C10D = re.compile(r"^c10d::+(?!recv)(\w+)")  # a message is counted where it is sent
 # torch's attention calls a library's, which is recorded too: the first with any counts
 _ATTENTION = (
     r"^aten::_scaled_dot_product_(?:\w+_)?attention",
@@ -35,24 +35,9 @@ def _product(each):
     return () if each.name == "aten::mm" and len(each.dims) > 2 else (m, k, n)
 
 
-def _lookup(each):
-    (rows, _), (samples, _), *_ = each.dims
-    return rows, samples
-
-
 def _patches(each):
     (samples, channels, edge, _), (_, _, patch, _), *_ = each.dims
     return (samples, edge, patch) if channels == 3 else ()
-
-
-def _loss(each):
-    (_, classes), *_ = each.dims
-    return (classes,)
-
-
-def _router(each):
-    (_, experts), *_ = each.dims
-    return experts, int(json.loads(each.inputs)[1])
 
 
 def _grouped(each):
@@ -61,19 +46,18 @@ def _grouped(each):
     return experts, k, n
 
 
+def _router(each):
+    return each.dims[0][1], int(json.loads(each.inputs)[1])
+
+
 # table: names of operators, columns, how they follow from the inputs' dimensions
 _TABLES = {
     "products": (r"^aten::(?:mm|addmm|_int_mm|_scaled_mm)$", "m k n", _product),
-    "lookups": (r"^aten::embedding$", "rows samples", _lookup),
+    "lookups": (r"^aten::embedding$", "rows samples", lambda e: [d[0] for d in e.dims[:2]]),
     "patches": (r"^aten::conv2d$", "samples edge patch", _patches),
-    "losses": (r"^aten::(?:nll_loss(?:2d)?_forward|cross_entropy_loss)$", "classes", _loss),
+    "losses": (r"^aten::(?:nll_loss(?:2d)?_forward|cross_entropy_loss)$", "classes", lambda e: e.dims[0][1:]),
     "routers": (r"^aten::topk$", "experts active", _router),
     "grouped": (r"^aten::_(?:scaled_)?grouped_mm$", "experts k n", _grouped),
-    "norms": (
-        r"^aten::(?:native_layer_norm|_?fused_rms_norm)$",
-        "name width",
-        lambda each: (each.name, each.dims[0][-1]),
-    ),
 }
 
 
@@ -97,7 +81,6 @@ class Observed:
     losses: pd.DataFrame
     routers: pd.DataFrame
     grouped: pd.DataFrame
-    norms: pd.DataFrame
 
     @classmethod
     def of(cls, timeline: Timeline) -> "Observed":
@@ -122,7 +105,8 @@ class Observed:
         inner = work[work["name"].str.contains(pattern)]
         found["products"] = _rows(inner, *how)
         # positions are looked up in a table of their own, once for all samples
-        found["lookups"] = found["lookups"][_is_largest(found["lookups"]["rows"])]
+        rows = found["lookups"]["rows"]
+        found["lookups"] = found["lookups"][rows == rows.max()]
         return cls(
             timeline=timeline,
             names=pd.concat([labels["name"].astype(str), table["name"]]),
@@ -150,10 +134,6 @@ def _dims(text: str):
     sides = json.loads(text) if text else []
     first = [side[0] if side and isinstance(side[0], list) else side for side in sides]
     return [side for side in first if side]
-
-
-def _is_largest(column: pd.Series):
-    return column == column.max()
 
 
 def _table(operators: pd.DataFrame, pattern: str, columns: str, read):
@@ -186,10 +166,11 @@ def _fused(table: pd.DataFrame):
         is_back = "_backward" in each.name
         # the gradient of the output comes first
         query, key = each.dims[is_back : is_back + 2]
-        if "_scaled_dot_product" not in each.name:  # tokens before heads
-            query = [query[i] for i in (0, 2, 1, 3)]
-            key = [key[i] for i in (0, 2, 1, 3)]
-        return each.start_ns, is_back, query[0], query[1], key[1], query[2], query[3]
+        # others have tokens before heads
+        heads = 1 if "_scaled_dot_product" in each.name else 2
+        batch, *_, width = query
+        shape = batch, query[heads], key[heads], query[3 - heads], width
+        return each.start_ns, is_back, *shape
 
     return _rows(table, " ".join(["start_ns", "backward", *_SHAPE]), read)
 
@@ -231,10 +212,6 @@ def _messages(timeline: Timeline, operators: pd.DataFrame, step: int):
     rows = []
     for each in launched.itertuples():
         sizes = [prod(side) for side in each.dims]
-        call = _C10D.match(each.name)[1]
-        side = re.match("send|recv", call)
-        kind = side[0] if side else collective_names([f"xccl:{call}"])[0]
-        is_sided = kind in ("all_gather", "reduce_scatter")
-        size = max(sizes) // max(min(sizes), 1) if is_sided else 0
-        rows.append((each.rank, kind, max(sizes), size))
+        (kind,) = collective_names([f"xccl:{_C10D.match(each.name)[1]}"])
+        rows.append((each.rank, kind, max(sizes), max(sizes) // max(min(sizes), 1)))
     return pd.DataFrame(rows, columns=columns)

@@ -59,10 +59,14 @@ def shapes_of(seen: Observed) -> Shapes | None:
     flops = table["m"] * table["k"] * table["n"]
     rows = int(flops.groupby(table["m"]).sum().idxmax())
     rank = attention["rank"].value_counts().idxmax()
-    of_rank = attention[attention["rank"] == rank]["backward"]
-    forward, backward = int((~of_rank).sum()), int(of_rank.sum())
+    is_back = attention.loc[attention["rank"] == rank, "backward"]
+    backward = int(is_back.sum())
+    forward = len(is_back) - backward
     pairs = _pairs(table[table["rank"] == rank], rows)
-    hidden = _hidden(seen, pairs)
+    shared = Counter()
+    for pair, count in pairs.items():
+        shared |= {size: shared[size] + count for size in pair}
+    hidden = int(max(shared, key=shared.get))
     sizes = Counter()
     for (one, other), count in pairs.items():
         if hidden in (one, other):
@@ -111,16 +115,6 @@ def _pairs(table, rows: int):
             rest.remove(rows)
             pairs[tuple(rest)] += int(count)
     return pairs
-
-
-def _hidden(seen: Observed, pairs: Counter):
-    """The size that most products share; norms decide between equals."""
-    norms = set(seen.norms["width"])
-    shared = Counter()
-    for pair, count in pairs.items():
-        for size in set(pair):
-            shared[size] += count
-    return int(max(shared, key=lambda size: (shared[size], size in norms)))
 
 
 def _adapter(sizes: Counter, hidden: int, others: set[int]):

@@ -21,61 +21,55 @@ _RECOMPUTED = {
 }
 
 
-class Facts(list):
-    """What was found so far: field, value, evidence, sure (certain, likely, guess)."""
+class Facts(dict):
+    """What was found so far: by field its value, evidence, and certain, likely or guess."""
 
     def add(self, field: str, value, evidence: str, sure: str = "certain"):
         """Note a value and why, and give it back."""
-        self.append((field, value, evidence, sure))
+        self[field] = (value, evidence, sure)
         return value
 
 
-def splits_of(seen: Observed, shapes: Shapes, facts: Facts) -> dict:
-    """Fields of the plan; each goes to the facts with its evidence."""
+def add_splits(seen: Observed, shapes: Shapes, facts: Facts) -> None:
+    """Add the fields of the plan."""
     # ends of a pipeline have less to tell
     busiest = seen.products["rank"].value_counts().idxmax()
     messages = seen.messages[seen.messages["rank"] == busiest]
     is_moved = messages["elements"] == shapes.rows * shapes.hidden
-    plan = _tensor(messages[is_moved], shapes, facts)
+    tp = _tensor(messages[is_moved], shapes, facts)
     text = f"attention over {shapes.tokens}, products over {shapes.rows:,} tokens"
-    plan["cp"] = facts.add("cp", shapes.cp, text)
-    if shapes.cp > 1:
-        plan["context"] = "ulysses"
-    plan |= _pipeline(seen, shapes, facts)
-    replica = plan["tp"] * plan["cp"] * plan["pp"]
+    if facts.add("cp", shapes.cp, text) > 1:
+        facts.add("context", "ulysses", "heads are exchanged for tokens")
+    replica = tp * shapes.cp * _pipeline(seen, shapes, facts)
     text = f"{seen.world} ranks, {replica} of a replica"
-    plan["dp"] = facts.add("dp", max(seen.world // replica, 1), text)
+    dp = facts.add("dp", max(seen.world // replica, 1), text)
     if len(seen.grouped) and len(seen.routers):
         experts = int(seen.routers["experts"].max())
         own = int(seen.grouped["experts"].mode()[0])
         text = f"{own} of {experts} experts on a rank"
-        plan["ep"] = facts.add("ep", max(experts // own, 1), text)
-    others = messages[~is_moved] if plan["tp"] > 1 else messages
+        facts.add("ep", max(experts // own, 1), text)
+    others = messages[~is_moved] if tp > 1 else messages
     others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
-    if (ranks := plan["dp"] * plan["cp"]) > 1:
-        plan |= _sharding(seen, others, ranks, facts)
+    if dp * shapes.cp > 1:
+        _sharding(seen, others, dp * shapes.cp, facts)
     text = f"attention over {shapes.batch} samples"
-    plan["micro_batch"] = facts.add("micro_batch", shapes.batch, text)
-    if shapes.backward:
-        text = _RECOMPUTED[shapes.recompute]
-        plan["recompute"] = facts.add("recompute", shapes.recompute, text)
+    facts.add("micro_batch", shapes.batch, text)
+    facts.add("recompute", shapes.recompute, _RECOMPUTED[shapes.recompute])
     if seen.in_memory:
-        plan["attention"] = facts.add("attention", "unfused", "a softmax over scores")
+        facts.add("attention", "unfused", "a softmax over scores")
     if shapes.adapter:
         text = f"pairs of products through {shapes.adapter} channels"
-        plan["lora_rank"] = facts.add("lora_rank", shapes.adapter, text, "likely")
-    return plan
+        facts.add("lora_rank", shapes.adapter, text, "likely")
 
 
-def groups_of(seen: Observed, facts: Facts) -> None:
+def add_groups(seen: Observed, facts: Facts) -> None:
     """Groups and what they move, of a job that is no transformer."""
-    messages = seen.messages[seen.messages["rank"] == seen.timeline.ranks[0]]
-    large = messages[messages["elements"].fillna(_MESSAGE) >= _MESSAGE]
+    large = seen.messages[seen.messages["elements"].fillna(_MESSAGE) >= _MESSAGE]
     for size, rows in large.groupby("group_size"):
-        kinds = rows["collective"].value_counts()
-        text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        facts.add("group", int(size), f"{text} a step")
-    if "all_reduce" in set(large.loc[large["group_size"].isin([0, seen.world]), "collective"]):
+        kinds = ", ".join(sorted(set(rows["collective"])))
+        facts.add(f"group of {size}", kinds, "messages of a step")
+    sizes = large.loc[large["collective"] == "all_reduce", "group_size"]
+    if sizes.isin([1, seen.world]).any():  # gloo's sums tell no group
         facts.add("dp", seen.world, "gradients are summed over all ranks", "likely")
 
 
@@ -85,17 +79,16 @@ def _tensor(moved: pd.DataFrame, shapes: Shapes, facts: Facts):
     moved = moved[kinds.isin(["all_reduce", "reduce_scatter", "all_gather"])]
     # two a layer and pass
     if len(moved) < 2 * shapes.attentions:
-        return {"tp": facts.add("tp", 1, "no collective moves activations")}
+        return facts.add("tp", 1, "no collective moves activations")
     text = f"{len(moved)} collectives move {shapes.rows} x {shapes.hidden} activations"
     sizes = moved["group_size"][moved["group_size"] > 1]
     # gloo's sums tell no group: a rank has its part of the heads
     width = shapes.heads * shapes.head_dim * shapes.cp
     degree = int(sizes.mode()[0]) if len(sizes) else round(shapes.hidden / width)
-    facts.add("tp", max(degree, 1), text, "certain" if len(sizes) else "likely")
-    parts = "reduce_scatter" in set(kinds)
-    text = f"activations are {'scattered' if parts else 'summed whole'}"
-    facts.add("sequence_parallel", parts, text)
-    return {"tp": max(degree, 1), "sequence_parallel": parts}
+    is_scattered = "reduce_scatter" in set(kinds)
+    facts.add("sequence_parallel", is_scattered, "activations are scattered or summed")
+    sure = "certain" if len(sizes) else "likely"
+    return facts.add("tp", max(degree, 1), text, sure)
 
 
 def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
@@ -107,21 +100,18 @@ def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
     ranks = seen.timeline.ranks
     is_whole = len(ranks) == seen.world
     if sends.empty or (is_whole and first & last):
-        text = "no rank sends activations to another"
-        return {"pp": facts.add("pp", 1, text)}
-    sizes = sends["group_size"][sends["group_size"] > 1]
-    if is_whole and last:
-        text = f"{len(last)} of {seen.world} ranks compute a loss"
-        pp = facts.add("pp", seen.world // len(last), text)
-    else:
-        pp = int(sizes.mode()[0]) if len(sizes) else 2
-        facts.add("pp", pp, "size of the group that sends", "guess")
+        return facts.add("pp", 1, "no rank sends activations to another")
+    text = f"{len(last)} of {seen.world} ranks compute a loss"
+    pp = seen.world // max(len(last), 1)
+    if not (is_whole and last):
+        text = "ranks of a group that sends"
+        pp = int(sends["group_size"].clip(2).mode()[0])
+    facts.add("pp", pp, text, "certain" if is_whole else "guess")
     batches = seen.micro_batches
     # c chunks send 2 (c - 1) messages a micro-batch, forward and backward
     each = len(sends) / batches / len(ranks)
-    interleave = max(round((each * pp / 2 + 1) / pp), 1)
     text = f"{each:.3g} messages a rank and micro-batch"
-    facts.add("interleave", interleave, text, "likely")
+    facts.add("interleave", max(round((each * pp / 2 + 1) / pp), 1), text, "likely")
     of_rank = seen.attentions[seen.attentions["rank"] == ranks[0]]
     is_forward = ~of_rank.sort_values("start_ns")["backward"].astype(bool)
     ahead = is_forward.cumprod().sum() / max(is_forward.sum(), 1) * batches
@@ -132,7 +122,7 @@ def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
         schedule = "zero-bubble"
         text = "gradients of weights are a pass of their own"
     facts.add("schedule", schedule, text, "likely")
-    return {"pp": pp, "interleave": interleave, "schedule": schedule}
+    return pp
 
 
 def _sharding(seen: Observed, messages: pd.DataFrame, ranks: int, facts: Facts):
@@ -150,14 +140,12 @@ def _sharding(seen: Observed, messages: pd.DataFrame, ranks: int, facts: Facts):
         gradients = sums.get("all_reduce", 0)
         is_passed_on = sums.get("all_gather", 0) > gradients / 2
         is_passed_on |= sums.get("broadcast", 0) > gradients / 10
-        text = f"gradients are summed, weights{'' if is_passed_on else ' not'} passed on"
-        return {"zero": facts.add("zero", int(is_passed_on), text)}
+        facts.add("zero", int(is_passed_on), "gradients are summed; 1: weights passed on")
+        return
     stage = 2 if is_fsdp else 1
     stage = 3 if gathers > _GATHERED_AGAIN * scatters else stage
     facts.add("zero", stage, text, "certain" if is_fsdp else "likely")
     is_scattered = messages["collective"] == "reduce_scatter"
     shard = int(messages.loc[is_scattered, "group_size"].max())
-    if not 1 < shard < ranks:
-        return {"zero": stage}
-    text = f"scattered over {shard} of {ranks} ranks, then summed"
-    return {"zero": stage, "shard": facts.add("shard", shard, text)}
+    if 1 < shard < ranks:
+        facts.add("shard", shard, f"scattered over {shard} of {ranks} ranks, then summed")
