@@ -45,6 +45,8 @@ _FROM_BOUND = 1e-6  # where `least_squares` may begin
 _WIDER = (
     1 + 1e-6
 )  # of a variance, so that the interval holds what it must after rounding
+
+
 @dataclass(frozen=True)
 class _Run:
     """A traced run: the step as the model times it, and its measured seconds by part."""
@@ -103,9 +105,10 @@ def fit_timeline(
     longest. The rest comes from the shipped constants; bounds and priors are those of
     `data/parameter_bounds.csv`, the priors around the shipped ones.
     provenance["errors"]: predicted / measured - 1 of each part and the step, a dict per
-    run; provenance["notes"]: what of it no constant can meet, in words. The interval of each run's step holds what was measured: residuals["stranger"]
-    grows until it does. Raises ValueError for a trace without compute, and one that
-    cannot be of its case: device, dtype, FLOPs or groups.
+    run; provenance["notes"]: what of it no constant can meet, in words. The interval of
+    each run's step holds what was measured: residuals["stranger"] grows until it does.
+    Raises ValueError for a trace without compute, and one that cannot be of its case:
+    device, dtype, FLOPs or groups.
     """
     traces = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     cases = [case] if isinstance(case, Case) else list(case)

@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.job.case_of import case_of
-from madmax_lib.calibration.machine.machine import fit_constants
+from madmax_lib.calibration.machine.machine import Machine, fit_constants
 from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
 from madmax_lib.catalog.models import Cluster, Device, Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
+from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.simulate import simulate
 from madmax_lib.simulator.steady.step_time import PARTS
 from madmax_lib.timeline.accounting import breakdown
@@ -38,7 +39,6 @@ from madmax_lib.traces.operators.ops import operators
 # that shows, and gaps
 _KERNELS = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s")
 _RATE = 1e10  # FLOP/s or bytes/s of what a trace does not show
-_MEMORY = 64e9  # bytes; nothing but `fits` depends on it
 _SPREAD = 0.03  # at least, of a measured step as a logarithm
 _HALF_90 = 1.645  # standard deviations to the ends of 90 % of a normal distribution
 
@@ -50,8 +50,8 @@ class AnotherPlan:
     case: the new step. step_s, low_s, high_s: its seconds and their 90 % interval.
     kinds: measured_s, simulated_s of the old plan, seconds of the new one, and whether
     they rest on what was measured. breakdown: as `mm.breakdown`, of `timeline`, the
-    simulated step, stretched to step_s. memory_bytes: of the fullest device. notes: what
-    the fit could not meet.
+    simulated step, stretched to step_s. memory_bytes: of the fullest device. machine:
+    the traced one with its constants, to save. notes: what the fit could not meet.
     """
 
     case: Case
@@ -62,6 +62,7 @@ class AnotherPlan:
     breakdown: pd.DataFrame
     memory_bytes: float
     timeline: Timeline
+    machine: Machine
     notes: tuple[str, ...]
 
     def __repr__(self):
@@ -89,30 +90,41 @@ def another_plan(
     new step, those of the trace if None. Raises ValueError for a trace that tells no
     case, has forward passes only, or a plan that the rules refuse.
     """
+    case = case or case_of(timeline).case
     if case is None:
-        job = case_of(timeline)
-        if job.case is None or job.forward_only:
-            why = "forward passes only" if job.forward_only else "no transformer's step"
-            raise ValueError(f"timeline: {why} was traced; give its case")
-        case = job.case
+        raise ValueError("timeline: no transformer's step was traced; give its case")
     if case.cluster is None:
-        case = replace(case, cluster=traced_machine(timeline, case))
+        case = replace(case, cluster=_traced_machine(timeline, case))
     plan = Plan.parse(plan)
-    place = cluster or _with_devices(case.cluster, plan.world_size)
-    samples = global_batch or case.global_batch
-    new = replace(case, plan=plan, cluster=place, global_batch=samples)
-    parameters, notes = _constants(timeline, case)
+    if cluster is None and case.cluster.name in catalog.names("clusters"):
+        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
+    # machines of the user's own are one node
+    near = replace(case.cluster, devices_per_node=plan.world_size, nodes=1)
+    new = replace(
+        case,
+        plan=plan,
+        cluster=cluster or near,
+        global_batch=global_batch or case.global_batch,
+    )
+    parameters = _constants(timeline, case)
     old_row = _priced(estimate, case, parameters).iloc[0]
     new_row = _priced(estimate, new, parameters).iloc[0]
     measured = slowest_stage(timeline, case)
-    kinds = _kinds(measured, _parts(old_row), _parts(new_row))
+    kinds = _kinds(
+        measured, *(row[list(PARTS)].astype(float) for row in (old_row, new_row))
+    )
     step_s = float(kinds["new_s"].sum())
     share = (kinds["new_s"] - kinds["measured_s"]).abs().sum() / step_s
     share = min(share, 1.0)
     prior = np.log(new_row["high_s"] / new_row["step_s"])
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot((1 - share) * spread, share * prior))
-    simulated = _stretched(_priced(simulate, new, parameters), step_s)
+    simulated = _priced(simulate, new, parameters)
+    # all spans take longer by one factor, so that the step lasts step_s
+    times_ns = simulated.spans[["start_ns", "dur_ns"]]
+    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
+    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
+    simulated = replace(simulated, spans=simulated.spans.assign(**longer_ns))
     return AnotherPlan(
         case=new,
         step_s=step_s,
@@ -122,11 +134,12 @@ def another_plan(
         breakdown=breakdown(simulated),
         memory_bytes=float(new_row["memory_bytes"]),
         timeline=simulated,
-        notes=notes,
+        machine=Machine(case.cluster, parameters, case.dtype),
+        notes=tuple(parameters.provenance["notes"]),
     )
 
 
-def traced_machine(timeline: Timeline, case: Case) -> Cluster:
+def _traced_machine(timeline: Timeline, case: Case) -> Cluster:
     """A cluster for a device without data sheet: rates that the trace itself reaches.
 
     The fastest products, memory traffic and collectives stand for the peaks; operators
@@ -138,65 +151,46 @@ def traced_machine(timeline: Timeline, case: Case) -> Cluster:
     sent = calls(timeline)["bus_bytes_per_s"].quantile(0.9)
     family = "cpu" if (timeline.spans["stream"] < 0).all() else "other"
     peak_flops = {case.dtype: float(flops_per_s)}
-    device = Device("traced", _MEMORY, float(bytes_per_s), peak_flops, family=family)
+    # nothing depends on its capacity but `fits`
+    device = Device("traced", 64e9, float(bytes_per_s), peak_flops, family=family)
     link = Link("traced", float(sent) if sent > 0 else _RATE)
     return Cluster("traced", device, 1, case.plan.world_size, link, link)
 
 
-def _with_devices(cluster: Cluster, world: int):
-    """The same machines, as many as a plan needs."""
-    each = min(max(cluster.devices_per_node, 1), world)
-    return replace(cluster, devices_per_node=each, nodes=-(-world // each))
-
-
-def _constants(timeline: Timeline, case: Case) -> tuple[Parameters, tuple[str, ...]]:
-    """Constants of the trace and what they leave; the shipped ones where it is refused."""
-    try:
-        fitted = fit_timeline(timeline, case)
-    except ValueError as error:
-        return shipped(), (f"{error}: the shipped constants stand in",)
-    notes = tuple(fitted.provenance["notes"])
+def _constants(timeline, case):
+    """Constants fitted to the trace."""
+    fitted = fit_timeline(timeline, case)
     if case.cluster.device.family != "cpu":
-        return fitted, notes
+        return fitted
     # no shipped row shows a CPU: a machine's own fit begins where CPUs are
     begin = replace(shipped(), collectives=fitted.collectives, links=fitted.links)
     measured = pd.DataFrame([slowest_stage(timeline, case)])
-    return fit_constants([case], measured, begin), notes
+    machine = fit_constants([case], measured, begin)
+    return replace(machine, provenance=fitted.provenance | machine.provenance)
 
 
-def _priced(call, case: Case, parameters: Parameters):
+def _priced(call, case, parameters):
     """Answer of `estimate` or `simulate` for a case."""
     names = ("global_batch", "sequence", "dtype", "software")
-    given = {name: getattr(case, name) for name in names}
-    return call(case.model, case.cluster, case.plan, **given, parameters=parameters)
+    arguments = {name: getattr(case, name) for name in names}
+    return call(case.model, case.cluster, case.plan, **arguments, parameters=parameters)
 
 
-def _parts(row: pd.Series):
-    """Seconds of a simulated step by part; the head's products count as such."""
-    parts = row[list(PARTS)].astype(float)
-    parts["gemm_s"] += parts["head_s"]
-    return parts.drop("head_s")
-
-
-def _kinds(measured: dict[str, float], old: pd.Series, new: pd.Series):
+def _kinds(measured, old, new):
     """measured_s, simulated_s, new_s and rests_on of each kind of work."""
+    for parts in (old, new):  # the head's products are products
+        parts["gemm_s"] += parts["head_s"]
+        parts["head_s"] = 0.0
     kernels = pd.Series({name: measured[name] for name in _KERNELS})
     # kernels side by side take less than their sum
     kernels *= min(1.0, measured["step_s"] / kernels.sum())
     others = old[old.index.difference(_KERNELS, sort=False)]
-    shown_s = measured["step_s"] - kernels.sum()
-    shown = shown_s * others / others.sum()
-    table = pd.DataFrame({"simulated_s": old, "measured_s": pd.concat([kernels, shown])})
+    exposed_s = measured["step_s"] - kernels.sum()
+    exposed = exposed_s * others / others.sum()
+    columns = {"simulated_s": old, "measured_s": pd.concat([kernels, exposed])}
+    table = pd.DataFrame(columns, index=old.index)
     ratio = (table["measured_s"] / old).where(old > 0)
     bias = measured["step_s"] / old.sum()
     table["new_s"] = new * ratio.fillna(bias)
     table["rests_on"] = np.where(ratio.notna(), "trace", "simulator")
     return table[(table[["measured_s", "new_s"]] > 0).any(axis=1)]
-
-
-def _stretched(timeline: Timeline, step_s: float):
-    """A step whose spans all take longer by one factor, so that it lasts step_s."""
-    times_ns = timeline.spans[["start_ns", "dur_ns"]]
-    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
-    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
-    return replace(timeline, spans=timeline.spans.assign(**longer_ns))

@@ -15,7 +15,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.calibration.job.observed import Observed
-from madmax_lib.calibration.job.shapes import Shapes, shapes_of
+from madmax_lib.calibration.job.shapes import shapes_of
 from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
 from madmax_lib.catalog.models import Cluster, Transformer
 from madmax_lib.plan.case import Case
@@ -58,13 +58,11 @@ class Job:
     """A proposed case and its evidence.
 
     case: None where the products are no transformer's. facts: a row a field: field,
-    value, evidence, sure (certain, likely or guess). forward_only: no backward pass was
-    traced.
+    value, evidence, sure (certain, likely or guess).
     """
 
     case: Case | None
     facts: pd.DataFrame
-    forward_only: bool = False
 
     def __repr__(self):
         case = self.case
@@ -101,33 +99,36 @@ def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
         names = Plan.__dataclass_fields__
         plan = Plan(**{name: facts[name][0] for name in names if name in facts})
         model = _model(seen, shapes, plan, facts)
-        entered = pd.concat([seen.lookups, seen.patches])
-        each = seen.micro_batches * shapes.batch
-        if len(entered):  # the last micro-batch may be short
-            each = int(entered.groupby("rank")["samples"].sum().max())
-        text = f"{each} samples enter a pipeline in a step"
-        samples = facts.add("global_batch", each * plan.dp, text)
+        # the last micro-batch may be short
+        entered = seen.patches if seen.lookups.empty else seen.lookups
+        each = entered.groupby("rank")["samples"].sum().max()
+        each = int(each if each > 0 else seen.micro_batches * shapes.batch)
+        samples = facts.add("global_batch", each * plan.dp, f"{each} enter a pipeline")
         device = timeline.meta.device
         if cluster is None and catalog.device_named(device) is not None:
             cluster = catalog.cluster(device, devices=plan.world_size)
             facts.add("cluster", cluster.name, f"a trace of {device}", "guess")
         on_cpu = bool((timeline.spans["stream"] < 0).all())
-        software = "workbench" if on_cpu else _software(seen, facts)
+        software = "workbench" if on_cpu else "fsdp2"  # plain PyTorch
+        for stack, pattern in _STACKS.items():
+            if seen.names.str.contains(pattern).any():
+                software = facts.add(
+                    "software", stack, f"names with {pattern}", "likely"
+                )
         case = Case(model, cluster, plan, samples, model.sequence, dtype, software)
     rows = [(field, *fact) for field, fact in facts.items()]
     table = pd.DataFrame(rows, columns=["field", "value", "evidence", "sure"])
-    return Job(case, table, shapes is not None and not shapes.backward)
+    return Job(case, table)
 
 
-def _model(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
+def _model(seen, shapes, plan, facts):
     """The transformer whose parts these are."""
     split = plan.tp * plan.cp
     is_counted = seen.attentions["backward"] == shapes.backward
     # every rank of a stage runs that stage's layers
     counts = seen.attentions[is_counted].groupby("rank").size()
     is_rms = seen.names.str.contains("rms_norm").any()
-    classes = pd.concat([seen.losses["classes"], seen.lookups["rows"]]).max()
-    classes = 0 if pd.isna(classes) else int(classes)
+    classes = max([*seen.losses["classes"], *seen.lookups["rows"]], default=0)
     sizes = {
         "layers": round(counts.mean() * plan.pp / seen.micro_batches),
         "hidden": shapes.hidden,
@@ -155,7 +156,7 @@ def _model(seen: Observed, shapes: Shapes, plan: Plan, facts: Facts):
     return Transformer("traced", **sizes)
 
 
-def _mixture(seen: Observed, shapes: Shapes, plan: Plan):
+def _mixture(seen, shapes, plan):
     """Experts, how many a token uses, and their channels."""
     experts, active = seen.routers[["experts", "active"]].iloc[0].tolist()
     grouped = seen.grouped
@@ -172,7 +173,7 @@ def _mixture(seen: Observed, shapes: Shapes, plan: Plan):
     }
 
 
-def _dtype(timeline: Timeline, facts: Facts):
+def _dtype(timeline, facts):
     """Data type of the products: as their inputs, or as their kernels are named."""
     spans = timeline.spans
     kernels = spans[(spans["kind"] == "compute") & (spans["stream"] >= 0)]
@@ -184,20 +185,12 @@ def _dtype(timeline: Timeline, facts: Facts):
         next((kind for kind, p in _DTYPES.items() if re.search(p, name)), "")
         for name in by_name.index
     ]
-    named = by_name.groupby(kinds).sum()
+    named = by_name.groupby(kinds).sum().drop("", errors="ignore")
     # operators around kernels in 8 bits or less may have wider inputs
-    narrow = named.reindex(["fp4", "fp8"], fill_value=0)
-    if not shares.sum() or narrow.sum() > named.sum() / 2:
-        shares = named.drop("", errors="ignore")
+    narrow = named.reindex(["fp4", "fp8"]).sum()
+    if not shares.sum() or narrow > named.sum() / 2:
+        shares = named
     if not shares.sum():
         return facts.add("dtype", "bf16", "no product names its type", "guess")
     text = f"{shares.max() / shares.sum():.0%} of the products"
     return facts.add("dtype", str(shares.idxmax()), text)
-
-
-def _software(seen: Observed, facts: Facts):
-    """Stack of the catalog whose names the trace has, else plain PyTorch."""
-    for stack, pattern in _STACKS.items():
-        if seen.names.str.contains(pattern).any():
-            return facts.add("software", stack, f"names with {pattern}", "likely")
-    return facts.add("software", "fsdp2", "plain PyTorch", "guess")

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from madmax_lib.calibration.job.observed import Observed
 
-_ADAPTER = 1 / 4  # of the hidden channels: narrower pairs may be LoRA's
-
 
 @dataclass(frozen=True)
 class Shapes:
@@ -39,11 +37,7 @@ class Shapes:
     backward: bool
     recompute: str
     adapter: int
-
-    @property
-    def cp(self) -> int:
-        """Ranks that share a sequence: attention sees all tokens of fewer heads."""
-        return max(round(self.batch * self.tokens / self.rows), 1)
+    cp: int
 
 
 def shapes_of(seen: Observed) -> Shapes | None:
@@ -73,23 +67,35 @@ def shapes_of(seen: Observed) -> Shapes | None:
             sizes[one + other - hidden] += count
     again = backward > 0 and forward >= 1.5 * backward
     attentions = backward or forward
-    context = max(round(core["batch"] * core["tokens"] / rows), 1)
-    width = core["head_dim"] * context
-    projections = (core["heads"] * width, core["kv_heads"] * width)
-    adapter = _adapter(sizes, hidden, {*projections, *seen.routers["experts"]})
+    cp = max(round(core["batch"] * core["tokens"] / rows), 1)
+    core["head_dim"] = core["head_dim"] or hidden // core["heads"]
+    width = core["head_dim"] * cp
+    queries = core["heads"] * width
+    keys = core["kv_heads"] * width
+    # queries, keys and values are one product, or three
+    fused = queries + 2 * keys
+    # LoRA's A and B of several projections: a narrow size that is used as much as any
+    others = {queries, keys, *seen.routers["experts"]}
+    most = max(sizes.values())
+    narrow = [s for s in {*sizes} - others if s <= hidden / 4 and sizes[s] >= most / 2]
+    adapter = int(max(narrow, default=0))
     passes = 1 if not backward else 2 if adapter else 3
     # an FFN has two products, or three with a gate; of a mixture other operators tell
     choices = [passes, passes + 1] if again else [passes]
     fits = []
     for count in choices:
         uses = {size: n / count / attentions for size, n in sizes.items()}
-        left = _left(uses, *projections)
+        is_fused = round(uses.get(fused, 0)) == 1
+        projected = Counter([fused, queries] if is_fused else [queries, keys] * 2)
+        left = {size: n - projected[size] for size, n in uses.items()}
         # heads are used once in a step, routers once in a layer
         others = {adapter, *seen.routers["experts"]}
         inner = {s: n for s, n in left.items() if s not in others and n > 0.7}
         missed = sum(abs(n - round(n)) for n in left.values())
-        fits.append((_inner(inner) is None, missed, count, _inner(inner) or (0, False)))
-    *_, count, (ffn, gated) = min(fits)
+        # no feed-forward part has four products
+        is_strange = max(inner.values(), default=0) > 3.5
+        fits.append((is_strange, missed, count, *_inner(inner)))
+    *_, count, ffn, gated = min(fits)
     recompute = "none"
     if again:
         recompute = "full" if count > passes else "selective"
@@ -103,10 +109,11 @@ def shapes_of(seen: Observed) -> Shapes | None:
         backward=backward > 0,
         recompute=recompute,
         adapter=adapter,
+        cp=cp,
     )
 
 
-def _pairs(table, rows: int):
+def _pairs(table, rows):
     """Counts of the products of `rows` tokens by the other two sizes, smaller first."""
     pairs = Counter()
     for sides, count in table.groupby(["m", "k", "n"]).size().items():
@@ -117,44 +124,14 @@ def _pairs(table, rows: int):
     return pairs
 
 
-def _adapter(sizes: Counter, hidden: int, others: set[int]):
-    """Rank of LoRA's adapters: the narrow size that is used as much as any."""
-    narrow = {
-        size: count
-        for size, count in sizes.items()
-        if size <= hidden * _ADAPTER and size not in others
-    }
-    most = max(sizes.values())
-    best = max(narrow, key=narrow.get, default=0)
-    # A and B of several projections: as many products as those have
-    return int(best) if best and narrow[best] >= most / 2 else 0
-
-
-def _left(uses: dict, queries: int, keys: int):
-    """Uses of each size that attention's projections leave over."""
-    left = dict(uses)
-    fused = queries + 2 * keys
-    if round(uses.get(fused, 0)) == 1:
-        taken = [(fused, 1), (queries, 1)]
-    else:
-        taken = [(queries, 2), (keys, 2)]
-    for size, count in taken:
-        if size in left:
-            left[size] -= count
-    return left
-
-
-def _inner(inner: dict):
-    """Channels of the feed-forward part and whether it has a gate; None for uses that
-    no such part has.
+def _inner(inner):
+    """Channels of the feed-forward part and whether it has a gate.
 
     Two products, or three with a gate; a gate that is computed with the other half is
     one product of twice the channels. A mixture's are no products of two matrices.
     """
-    counts = {round(count) for count in inner.values()}
-    size = int(min(inner, default=0))
-    if len(inner) == 2 and counts == {1} and inner.get(2 * size):
-        return size, True
-    if len(inner) > 1 or not counts <= {2, 3}:
-        return None
-    return size, counts == {3}
+    least = min(inner, default=0)
+    if len(inner) == 2 and inner.get(2 * least, 2) < 1.5:
+        return int(least), True
+    size = max(inner, key=lambda size: size * inner[size], default=0)
+    return int(size), round(inner.get(size, 0)) == 3

@@ -6,8 +6,6 @@ data parallelism's: reductions alone are DDP, with weights passed on ZeRO-1, sca
 ones ZeRO-2, and with a gather before every pass ZeRO-3.
 """
 
-import pandas as pd
-
 from madmax_lib.calibration.job.observed import Observed
 from madmax_lib.calibration.job.shapes import Shapes
 
@@ -22,7 +20,7 @@ _RECOMPUTED = {
 
 
 class Facts(dict):
-    """What was found so far: by field its value, evidence, and certain, likely or guess."""
+    """Value, evidence and certain, likely or guess, by field."""
 
     def add(self, field: str, value, evidence: str, sure: str = "certain"):
         """Note a value and why, and give it back."""
@@ -41,39 +39,36 @@ def add_splits(seen: Observed, shapes: Shapes, facts: Facts) -> None:
     if facts.add("cp", shapes.cp, text) > 1:
         facts.add("context", "ulysses", "heads are exchanged for tokens")
     replica = tp * shapes.cp * _pipeline(seen, shapes, facts)
-    text = f"{seen.world} ranks, {replica} of a replica"
-    dp = facts.add("dp", max(seen.world // replica, 1), text)
+    dp = facts.add("dp", max(seen.world // replica, 1), f"{replica} ranks of a replica")
     if len(seen.grouped) and len(seen.routers):
         experts = int(seen.routers["experts"].max())
-        own = int(seen.grouped["experts"].mode()[0])
-        text = f"{own} of {experts} experts on a rank"
-        facts.add("ep", max(experts // own, 1), text)
+        local = int(seen.grouped["experts"].mode()[0])
+        facts.add(
+            "ep", max(experts // local, 1), f"{local} of {experts} experts on a rank"
+        )
     others = messages[~is_moved] if tp > 1 else messages
     others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
     if dp * shapes.cp > 1:
         _sharding(seen, others, dp * shapes.cp, facts)
-    text = f"attention over {shapes.batch} samples"
-    facts.add("micro_batch", shapes.batch, text)
+    facts.add("micro_batch", shapes.batch, "samples of attention")
     facts.add("recompute", shapes.recompute, _RECOMPUTED[shapes.recompute])
-    if seen.in_memory:
+    if not seen.attentions["head_dim"].any():
         facts.add("attention", "unfused", "a softmax over scores")
     if shapes.adapter:
-        text = f"pairs of products through {shapes.adapter} channels"
-        facts.add("lora_rank", shapes.adapter, text, "likely")
+        facts.add("lora_rank", shapes.adapter, "pairs of narrow products", "likely")
 
 
 def add_groups(seen: Observed, facts: Facts) -> None:
     """Groups and what they move, of a job that is no transformer."""
     large = seen.messages[seen.messages["elements"].fillna(_MESSAGE) >= _MESSAGE]
-    for size, rows in large.groupby("group_size"):
-        kinds = ", ".join(sorted(set(rows["collective"])))
-        facts.add(f"group of {size}", kinds, "messages of a step")
+    for size, kinds in large.groupby("group_size")["collective"].unique().items():
+        facts.add(f"group of {size}", ", ".join(sorted(kinds)), "messages of a step")
     sizes = large.loc[large["collective"] == "all_reduce", "group_size"]
     if sizes.isin([1, seen.world]).any():  # gloo's sums tell no group
         facts.add("dp", seen.world, "gradients are summed over all ranks", "likely")
 
 
-def _tensor(moved: pd.DataFrame, shapes: Shapes, facts: Facts):
+def _tensor(moved, shapes, facts):
     """Tensor parallelism: activations go through collectives in every layer."""
     kinds = moved["collective"]
     moved = moved[kinds.isin(["all_reduce", "reduce_scatter", "all_gather"])]
@@ -91,7 +86,7 @@ def _tensor(moved: pd.DataFrame, shapes: Shapes, facts: Facts):
     return facts.add("tp", max(degree, 1), text, sure)
 
 
-def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
+def _pipeline(seen, shapes, facts):
     """Pipeline degree, schedule and chunks of a stage, from messages between ranks."""
     sends = seen.messages[seen.messages["collective"].isin(["send", "send_recv"])]
     sends = sends[sends["elements"] <= shapes.rows * shapes.hidden]
@@ -125,7 +120,7 @@ def _pipeline(seen: Observed, shapes: Shapes, facts: Facts):
     return pp
 
 
-def _sharding(seen: Observed, messages: pd.DataFrame, ranks: int, facts: Facts):
+def _sharding(seen, messages, ranks, facts):
     """ZeRO stage and shard group, from what data parallelism moves."""
     of_kind = messages.groupby("collective")["elements"]
     counts = of_kind.size()
@@ -133,19 +128,23 @@ def _sharding(seen: Observed, messages: pd.DataFrame, ranks: int, facts: Facts):
     gathers = int(counts.get("all_gather", 0))
     scatters = int(counts.get("reduce_scatter", 0))
     is_fsdp = seen.names.str.contains("^FSDP::|FullyShardedDataParallel").any()
-    text = f"{gathers} gathers and {scatters} scatters of weights a step"
     if not scatters:
         # Weights are as many as their gradients; logits are gathered too, and counts of
         # batch norms broadcast.
         gradients = sums.get("all_reduce", 0)
         is_passed_on = sums.get("all_gather", 0) > gradients / 2
         is_passed_on |= sums.get("broadcast", 0) > gradients / 10
-        facts.add("zero", int(is_passed_on), "gradients are summed; 1: weights passed on")
+        facts.add(
+            "zero", int(is_passed_on), "gradients are summed; 1: weights passed on"
+        )
         return
     stage = 2 if is_fsdp else 1
     stage = 3 if gathers > _GATHERED_AGAIN * scatters else stage
+    text = f"{gathers} gathers and {scatters} scatters of weights a step"
     facts.add("zero", stage, text, "certain" if is_fsdp else "likely")
     is_scattered = messages["collective"] == "reduce_scatter"
     shard = int(messages.loc[is_scattered, "group_size"].max())
     if 1 < shard < ranks:
-        facts.add("shard", shard, f"scattered over {shard} of {ranks} ranks, then summed")
+        facts.add(
+            "shard", shard, f"scattered over {shard} of {ranks} ranks, then summed"
+        )
