@@ -8,9 +8,9 @@ fitted to the trace, prices the old and the new step:
 Of a kind that the trace has not, such as the collectives of a degree that was 1, the
 simulated seconds count times measured / simulated of the whole old step. The same plan
 therefore takes what was measured. The share s of the new step that differs from the
-measured one is as unsure as the simulator, the rest as the measured steps spread:
+measured one is as unsure as the simulator, all of it as the measured steps spread:
 
-    width^2 = ((1 - s) spread)^2 + (s prior)^2
+    width^2 = spread^2 + (s prior)^2
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from madmax_lib.traces.operators.ops import operators
 # kernels that `slowest_stage` tells apart; what they leave of a step is communication
 # that shows, and gaps
 _KERNELS = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s")
-_RATE = 1e10  # FLOP/s or bytes/s of what a trace does not show
+_RATE = 1e10  # FLOP/s or bytes/s of what a trace lacks
 _SPREAD = 0.03  # at least, of a measured step as a logarithm
 _HALF_90 = 1.645  # standard deviations to the ends of 90 % of a normal distribution
 
@@ -98,12 +98,12 @@ def another_plan(
     plan = Plan.parse(plan)
     if cluster is None and case.cluster.name in catalog.names("clusters"):
         cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
-    # machines of the user's own are one node
-    near = replace(case.cluster, devices_per_node=plan.world_size, nodes=1)
+    # as many of the same machines as the plan needs
+    nodes = -(-plan.world_size // case.cluster.devices_per_node)
     new = replace(
         case,
         plan=plan,
-        cluster=cluster or near,
+        cluster=cluster or replace(case.cluster, nodes=nodes),
         global_batch=global_batch or case.global_batch,
     )
     parameters = _constants(timeline, case)
@@ -114,11 +114,10 @@ def another_plan(
         measured, *(row[list(PARTS)].astype(float) for row in (old_row, new_row))
     )
     step_s = float(kinds["new_s"].sum())
-    share = (kinds["new_s"] - kinds["measured_s"]).abs().sum() / step_s
-    share = min(share, 1.0)
+    share = min((kinds["new_s"] - kinds["measured_s"]).abs().sum() / step_s, 1.0)
     prior = np.log(new_row["high_s"] / new_row["step_s"])
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
-    width = float(np.hypot((1 - share) * spread, share * prior))
+    width = float(np.hypot(spread, share * prior))
     simulated = _priced(simulate, new, parameters)
     # all spans take longer by one factor, so that the step lasts step_s
     times_ns = simulated.spans[["start_ns", "dur_ns"]]
@@ -190,7 +189,6 @@ def _kinds(measured, old, new):
     columns = {"simulated_s": old, "measured_s": pd.concat([kernels, exposed])}
     table = pd.DataFrame(columns, index=old.index)
     ratio = (table["measured_s"] / old).where(old > 0)
-    bias = measured["step_s"] / old.sum()
-    table["new_s"] = new * ratio.fillna(bias)
+    table["new_s"] = new * ratio.fillna(measured["step_s"] / old.sum())
     table["rests_on"] = np.where(ratio.notna(), "trace", "simulator")
     return table[(table[["measured_s", "new_s"]] > 0).any(axis=1)]

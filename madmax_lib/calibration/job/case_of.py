@@ -138,12 +138,11 @@ def _model(seen, shapes, plan, facts):
         "sequence": shapes.tokens,
         "ffn": shapes.ffn * plan.tp,
         "gated": shapes.gated,
-        "norm": "rms" if is_rms else "layer",
-        "positions": "rope" if is_rms else "learned",
-        "attention_bias": "none" if is_rms else "all",
         "mlp_bias": not is_rms,
         "vocab": classes,
     }
+    if is_rms:  # as in LLaMA
+        sizes |= {"norm": "rms", "positions": "rope", "attention_bias": "none"}
     if len(seen.routers):
         sizes |= _mixture(seen, shapes, plan)
     if len(seen.patches):

@@ -99,7 +99,6 @@ def _pipeline(seen, shapes, facts):
     text = f"{len(last)} of {seen.world} ranks compute a loss"
     pp = seen.world // max(len(last), 1)
     if not (is_whole and last):
-        text = "ranks of a group that sends"
         pp = int(sends["group_size"].clip(2).mode()[0])
     facts.add("pp", pp, text, "certain" if is_whole else "guess")
     batches = seen.micro_batches
@@ -115,7 +114,6 @@ def _pipeline(seen, shapes, facts):
     # torch names its actions: a W is the second half of a backward pass
     if seen.names.str.contains(r"^PP:\d+W\d+$").any():
         schedule = "zero-bubble"
-        text = "gradients of weights are a pass of their own"
     facts.add("schedule", schedule, text, "likely")
     return pp
 
