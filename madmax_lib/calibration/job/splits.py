@@ -108,7 +108,8 @@ def _pipeline(seen, shapes, facts):
     facts.add("interleave", max(round((each * pp / 2 + 1) / pp), 1), text, "likely")
     of_rank = seen.attentions[seen.attentions["rank"] == ranks[0]]
     is_forward = ~of_rank.sort_values("start_ns")["backward"].astype(bool)
-    ahead = is_forward.cumprod().sum() / max(is_forward.sum(), 1) * batches
+    # what is computed again is no pass of its own: backward passes count
+    ahead = is_forward.cumprod().sum() / max((~is_forward).sum(), 1) * batches
     schedule = "gpipe" if ahead == batches > pp else "1f1b"
     text = f"{ahead:.0f} of {batches} micro-batches before the first backward pass"
     # torch names its actions: a W is the second half of a backward pass
