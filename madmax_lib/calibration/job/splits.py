@@ -110,7 +110,7 @@ def _pipeline(seen, shapes, facts):
     is_forward = ~of_rank.sort_values("start_ns")["backward"].astype(bool)
     # what is computed again is no pass of its own: backward passes count
     ahead = is_forward.cumprod().sum() / max((~is_forward).sum(), 1) * batches
-    schedule = "gpipe" if ahead == batches > pp else "1f1b"
+    schedule = "gpipe" if ahead >= batches > pp else "1f1b"
     text = f"{ahead:.0f} of {batches} micro-batches before the first backward pass"
     # torch names its actions: a W is the second half of a backward pass
     if seen.names.str.contains(r"^PP:\d+W\d+$").any():
