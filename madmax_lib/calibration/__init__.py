@@ -9,6 +9,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from madmax_lib.calibration import fit as fit
     from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
+    from madmax_lib.calibration.job.another_plan import another_plan as another_plan
+    from madmax_lib.calibration.job.case_of import case_of as case_of
     from madmax_lib.calibration.judge.identifiability import (
         constants_of as constants_of,
         determined_by as determined_by,
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from madmax_lib.calibration.trace import (
         fit_timeline as fit_timeline,
         kernel_seconds as kernel_seconds,
-        kernel_timeline as kernel_timeline,
     )
     from madmax_lib.calibration.verdict.accuracy import *
     from madmax_lib.calibration.verdict.accuracy import confusion as confusion

@@ -24,7 +24,7 @@ from madmax_lib.base.collectives import TIMED, bus_factor
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
-from madmax_lib.calibration.trace_checks import check_trace
+from madmax_lib.calibration.trace_checks import check_trace, fit_notes
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.inputs import Steps
@@ -32,7 +32,7 @@ from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
 
 # part of a step: class of data/op_classes.csv whose pattern its kernels match, the
@@ -45,13 +45,6 @@ _FROM_BOUND = 1e-6  # where `least_squares` may begin
 _WIDER = (
     1 + 1e-6
 )  # of a variance, so that the interval holds what it must after rounding
-# a kernel of each part, as a profiler names it
-_KERNELS = {
-    "gemm_s": "sm90_xmma_gemm_bf16",
-    "attention_s": "flash_fwd_kernel",
-    "pointwise_s": "vectorized_elementwise_kernel",
-    "optimizer_s": "multi_tensor_apply_kernel",
-}
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,7 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     last. Spans outside of steps (step -1) count if there are no others. Raises
     ValueError if there is no compute span.
     """
-    spans = timeline.spans
-    spans = spans[spans["kind"].isin(["compute", "comm", "memcpy"])]
-    # spans outside of the marked steps are no part of one
-    if (spans["step"] >= 0).any():
-        spans = spans[spans["step"] >= 0]
+    spans = _in_steps(timeline)
     compute = spans[spans["kind"] == "compute"]
     if compute.empty:
         raise ValueError("timeline: no compute span, nothing to fit")
@@ -86,10 +75,23 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     sums_s = by_cause.sum().unstack(fill_value=0) / NS_PER_S
     causes = [*_CLASSES, "pointwise_s"]
     seconds = sums_s.reindex(columns=causes, fill_value=0.0).median().to_dict()
+    return seconds | {"step_s": float(step_seconds(timeline).median())}
+
+
+def step_seconds(timeline: Timeline) -> pd.Series:
+    """Seconds of each rank and step, from its first span on a device to its last."""
+    spans = _in_steps(timeline)
     ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"])
     ends = ends.groupby(["rank", "step"])
-    length_ns = ends["end_ns"].max() - ends["start_ns"].min()
-    return seconds | {"step_s": float((length_ns / NS_PER_S).median())}
+    return (ends["end_ns"].max() - ends["start_ns"].min()) / NS_PER_S
+
+
+def _in_steps(timeline: Timeline):
+    """Device work; where steps are marked, that outside of them is no part of one."""
+    spans = timeline.spans
+    spans = spans[spans["kind"].isin(["compute", "comm", "memcpy"])]
+    is_marked = spans["step"] >= 0
+    return spans[is_marked] if is_marked.any() else spans
 
 
 def fit_timeline(
@@ -103,9 +105,10 @@ def fit_timeline(
     longest. The rest comes from the shipped constants; bounds and priors are those of
     `data/parameter_bounds.csv`, the priors around the shipped ones.
     provenance["errors"]: predicted / measured - 1 of each part and the step, a dict per
-    run. The interval of each run's step holds what was measured: residuals["stranger"]
-    grows until it does. Raises ValueError for a trace without compute, and one that
-    cannot be of its case: device, dtype, FLOPs or groups.
+    run; provenance["notes"]: what of it no constant can meet, in words. The interval of
+    each run's step holds what was measured: residuals["stranger"] grows until it does.
+    Raises ValueError for a trace without compute, and one that cannot be of its case:
+    device, dtype, FLOPs or groups.
     """
     traces = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     cases = [case] if isinstance(case, Case) else list(case)
@@ -156,6 +159,11 @@ def fit_timeline(
         "errors": errors,
         "scale": begin.provenance.get("scale", {}),
     }
+    origin["notes"] = [
+        note
+        for trace, run, missed in zip(traces, runs, errors, strict=True)
+        for note in fit_notes(trace, run.case, missed, fitted)
+    ]
     residuals = _wide_enough(fitted, runs)
     return replace(fitted, residuals=residuals, provenance=origin)
 
@@ -259,54 +267,6 @@ def _wide_enough(parameters: Parameters, runs: list[_Run]):
             residuals["stranger"] = float(np.sqrt(variance))
             parameters = replace(parameters, residuals=residuals)
     return residuals
-
-
-def kernel_timeline(
-    case: Case,
-    parameters: Parameters,
-    *,
-    steps: int = 5,
-    noise: float = 0.0,
-    seed: int = 0,
-) -> Timeline:
-    """Not a recording: what a profiler would show of a machine with these constants,
-    one kernel per cause and step.
-
-    noise: standard deviation of the logarithm of a kernel's time. It shows what
-    `fit_timeline` can find: the constants that made it are known. Raises ValueError for
-    a pipeline.
-    """
-    if case.plan.pp > 1:
-        raise ValueError(
-            f"pp={case.plan.pp}: a pipeline's kernels belong to different stages; "
-            "profile with pp=1"
-        )
-    seconds = _seconds(_steps(case), parameters)
-    random = np.random.default_rng(seed)
-    rows = []
-    now_ns = 0
-    for step in range(steps):
-        begin_ns = now_ns
-        for cause, name in _KERNELS.items():
-            factor = np.exp(noise * random.standard_normal())
-            length_ns = round(seconds[cause] * factor * NS_PER_S)
-            rows.append((7, "compute", name, now_ns, length_ns, step))
-            now_ns += length_ns
-        now_ns = max(now_ns, begin_ns + round(seconds["step_s"] * NS_PER_S))
-        # the loss is read: the step ends
-        rows.append((8, "memcpy", "Memcpy DtoH", now_ns - 1, 1, step))
-    columns = ["stream", "kind", "name", "start_ns", "dur_ns", "step"]
-    spans = pd.DataFrame(rows, columns=columns)
-    spans = spans.assign(rank=0, correlation=-1, op=-1, group=None, size_bytes=np.nan)
-    origin = {
-        "model": case.model.name,
-        "cluster": case.cluster.name,
-        "nodes": case.cluster.nodes,
-        "plan": str(case.plan),
-        "global_batch": case.global_batch,
-    }
-    device = case.cluster.device.name
-    return Timeline(spans, Meta(source="simulated", device=device, provenance=origin))
 
 
 def _steps(case: Case):

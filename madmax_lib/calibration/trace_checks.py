@@ -13,7 +13,9 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.judge.identifiability import constants_of
 from madmax_lib.plan.case import Case
+from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
@@ -31,6 +33,7 @@ _SAME_PEAK = 0.1  # log ratio of peaks of one device under two names
 # data types that traces name alike; others mix types
 _ARITHMETIC = {name: name for name in ("fp64", "fp32", "fp16", "bf16")}
 _ARITHMETIC |= {"tf32": "fp32"}
+_MISSED = 0.20  # of a part: a constant stands in for something else
 _NOTHING = 1e-3  # of a model's parameters: smaller messages are losses and norms
 
 
@@ -44,6 +47,33 @@ def check_trace(timeline: Timeline, case: Case) -> None:
     _check_groups(timeline, case)
     if timeline.meta.source == "measured":
         _check_work(timeline, case)
+
+
+def fit_notes(
+    timeline: Timeline, case: Case, errors: dict[str, float], fitted: Parameters
+) -> list[str]:
+    """Lines about what a fit to a trace leaves: parts that it misses, constants at a
+    bound, products of another dtype, waiting that one rank cannot tell from transfer.
+    """
+    notes = [
+        f"{part.removesuffix('_s')} is missed by {error:+.0%}: no constant meets it"
+        for part, error in errors.items()
+        if abs(error) > _MISSED
+    ]
+    states = constants_of(fitted)["state"]
+    notes += [
+        f"{name} = {fitted.constants[name]:.3g} is at its bound: it stands in for more"
+        for name in states.index[states == "at a bound"]
+    ]
+    work, _ = operator_calls(timeline)
+    shares = work[work["flops"] > 0].groupby("dtype")["flops"].sum()
+    other = shares.drop([_ARITHMETIC.get(case.dtype), case.dtype, ""], errors="ignore")
+    share = other.sum() / max(shares.sum(), 1)
+    if share > _SAME_PEAK:
+        notes.append(f"{share:.0%} of the FLOPs are in {', '.join(other.index)}")
+    if case.plan.world_size > len(timeline.ranks) == 1:
+        notes.append("one rank of many: its waiting cannot be told from transfer")
+    return notes
 
 
 def _check_device(timeline: Timeline, case: Case):
@@ -164,9 +194,10 @@ def _check_work(timeline: Timeline, case: Case):
     if len(table):
         by_step = table.groupby(["rank", "step"])["flops"].sum().median()
         if not low <= by_step / flops <= high:
+            hint = ": forward passes only?" if by_step < flops / 2 else ""
             raise ValueError(
                 f"timeline: {by_step:.3g} FLOPs of a rank and step were traced, but "
-                f"{run} has {flops:.3g}"
+                f"{run} has {flops:.3g}{hint}"
             )
         dtype = table.groupby("dtype")["flops"].sum().idxmax()
         named = dtype in _ARITHMETIC and case.dtype in _ARITHMETIC

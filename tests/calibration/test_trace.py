@@ -10,7 +10,8 @@ from support import local_or_skip, make_timeline
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.calibration.trace import fit_timeline, kernel_seconds, kernel_timeline
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
 from madmax_lib.plan.case import Case
@@ -19,6 +20,7 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
+from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
 
 MODEL, CLUSTER = mm.model("gpt2-large"), mm.cluster("dgx-h100")
@@ -31,9 +33,39 @@ RUN = Case(MODEL, CLUSTER, Plan(micro_batch=8), 8, 1024, software="fsdp2")
 MACHINE = Parameters(constants=dict(shipped().constants) | TRUTH)
 
 
-def timeline(**options):
-    """A run with known constants."""
-    return kernel_timeline(RUN, MACHINE, **options)
+# a kernel of each part, as a profiler names it
+KERNELS = {
+    "gemm_s": "sm90_xmma_gemm_bf16",
+    "attention_s": "flash_fwd_kernel",
+    "pointwise_s": "vectorized_elementwise_kernel",
+    "optimizer_s": "multi_tensor_apply_kernel",
+}
+
+
+def timeline(steps=5, noise=0.0, seed=0):
+    """Not a recording: a run with known constants, one kernel a cause and step."""
+    random, rows, now_ns = np.random.default_rng(seed), [], 0
+    truth = step_seconds()
+    for step in range(steps):
+        begin_ns = now_ns
+        for cause, name in KERNELS.items():
+            factor = np.exp(noise * random.standard_normal())
+            length_ns = round(truth[cause] * factor * NS_PER_S)
+            rows.append((0, 7, "compute", name, now_ns, length_ns, step))
+            now_ns += length_ns
+        # the loss is read: the step ends
+        now_ns = max(now_ns, begin_ns + round(truth["step_s"] * NS_PER_S))
+        rows.append((0, 8, "memcpy", "Memcpy DtoH", now_ns - 1, 1, step))
+    made = make_timeline([row[:6] for row in rows], device="h100-80")
+    spans = made.spans.assign(step=np.array([row[6] for row in rows], dtype=np.int32))
+    return Timeline(spans, replace(made.meta, source="simulated"))
+
+
+def step_seconds():
+    """What the run takes by cause beside no products, the head among them."""
+    alone = replace(RUN, plan=replace(RUN.plan, overlap_tp=False))
+    parts = {k: float(v[0]) for k, v in step_time(Steps.of(alone), MACHINE).items()}
+    return parts | {"gemm_s": parts["gemm_s"] + parts["head_s"]}
 
 
 def seconds():
@@ -95,11 +127,6 @@ def test_the_link_follows_large_all_reduces():
             replace(RUN, plan=Plan(dp=dp, tp=tp, micro_batch=8), global_batch=8 * dp),
         )
         assert fitted.constants["link_share:nvlink4"] == pytest.approx(share)
-
-
-def test_a_made_up_pipeline_is_refused():
-    with pytest.raises(ValueError, match="profile with pp=1"):
-        kernel_timeline(replace(RUN, plan=Plan(pp=8)), shipped())
 
 
 # Recorded traces: two small models, one core a rank

@@ -37,6 +37,7 @@ WINGS = [  # folders and files that can be taken off, as CONTRIBUTING lists them
     "traces/nsys.py",
     "runs/parallel/deepspeed.py",
     "simulator/offload",
+    "calibration/job",
     "calibration/kernels",
     "calibration/verdict",
     "planner/hetero",

@@ -185,6 +185,8 @@ def _calibrate(options):
 
     names = ("hosts", "network", "minutes", "device", "ranks")
     values = {name: getattr(options, name) for name in names}
+    if options.trace:
+        return _calibrate_trace(options)
     # what is left out keeps the default of `calibrate`
     asked = {name: value for name, value in values.items() if value is not None}
     if options.rows:
@@ -203,4 +205,27 @@ def _calibrate(options):
         text = results[columns].to_string(index=False, float_format="{:.3f}".format)
     page = f"all of it: {options.output / 'page.html'}"
     print("\n".join([text, "", *machine.provenance["notes"], page]))
+    return 0
+
+
+def _calibrate_trace(options: Namespace):
+    """The job of a trace, corrected by the options, and its machine."""
+    from dataclasses import replace
+
+    from madmax_lib.calibration.job.another_plan import another_plan
+    from madmax_lib.calibration.job.case_of import case_of
+    from madmax_lib.plan.plan import Plan
+    from madmax_lib.view.commands.trace import read
+
+    timeline = read(options.trace)
+    job = case_of(timeline, options.cluster)
+    print(f"{job}\n")
+    if job.case is None:
+        return 3
+    plan = Plan.parse(options.plan or job.case.plan)
+    case = replace(job.case, plan=plan, model=options.model or job.case.model)
+    answer = another_plan(timeline, options.to or plan, case=case)
+    options.output.mkdir(parents=True, exist_ok=True)
+    answer.machine.save(options.output / "machine.json")
+    print(json.dumps(_records(answer.kinds.reset_index())) if options.json else answer)
     return 0

@@ -1,0 +1,194 @@
+"""The measured kernels of a trace under another plan, kind by kind.
+
+What was measured is kept: of each kind of work k the trace has t_k, and the simulator,
+fitted to the trace, prices the old and the new step:
+
+    t_new(k) = t_measured(k) x simulated_new(k) / simulated_old(k)
+
+Of a kind that the trace has not, such as the collectives of a degree that was 1, the
+simulated seconds count times measured / simulated of the whole old step. The same plan
+therefore takes what was measured. The share s of the new step that differs from the
+measured one is as unsure as the simulator, all of it as the measured steps spread:
+
+    width^2 = spread^2 + (s prior)^2
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib import catalog
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.job.case_of import case_of
+from madmax_lib.calibration.machine.machine import Machine, fit_constants
+from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
+from madmax_lib.catalog.models import Cluster, Device, Link
+from madmax_lib.plan.case import Case
+from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator.simulate import simulate
+from madmax_lib.simulator.steady.step_time import PARTS
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces.operators.ops import operators
+
+# kernels that `slowest_stage` tells apart; what they leave of a step is communication
+# that shows, and gaps
+_KERNELS = ("gemm_s", "attention_s", "pointwise_s", "optimizer_s")
+_RATE = 1e10  # FLOP/s or bytes/s of what a trace lacks
+_SPREAD = 0.03  # at least, of a measured step as a logarithm
+_HALF_90 = 1.645  # standard deviations to the ends of 90 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class AnotherPlan:
+    """A step that was not run, made of one that was.
+
+    case: the new step. step_s, low_s, high_s: its seconds and their 90 % interval.
+    kinds: measured_s, simulated_s of the old plan, seconds of the new one, and whether
+    they rest on what was measured. breakdown: as `mm.breakdown`, of `timeline`, the
+    simulated step, stretched to step_s. memory_bytes: of the fullest device. machine:
+    the traced one with its constants, to save. notes: what the fit could not meet.
+    """
+
+    case: Case
+    step_s: float
+    low_s: float
+    high_s: float
+    kinds: pd.DataFrame
+    breakdown: pd.DataFrame
+    memory_bytes: float
+    timeline: Timeline
+    machine: Machine
+    notes: tuple[str, ...]
+
+    def __repr__(self):
+        text = (
+            f"{self.case.plan}: {self.step_s:.4g} s, 90 % {self.low_s:.4g} to "
+            f"{self.high_s:.4g} s, {self.memory_bytes / 1e9:.3g} GB a device; measured "
+            f"{self.kinds['measured_s'].sum():.4g} s"
+        )
+        table = self.kinds.to_string(float_format="{:.4g}".format)
+        return "\n".join([text, "", table, *self.notes])
+
+
+def another_plan(
+    timeline: Timeline,
+    plan: Plan | str,
+    cluster: Cluster | str | None = None,
+    case: Case | None = None,
+    *,
+    global_batch: int | None = None,
+) -> AnotherPlan:
+    """The traced step under another plan, cluster or batch; the measured kernels stay.
+
+    case: of the trace, as `case_of` proposes it if None. cluster: to run on; as many
+    devices as the plan needs of the traced ones if None. global_batch: samples of the
+    new step, those of the trace if None. Raises ValueError for a trace that tells no
+    case, has forward passes only, or a plan that the rules refuse.
+    """
+    case = case or case_of(timeline).case
+    if case is None:
+        raise ValueError("timeline: no transformer's step was traced; give its case")
+    if case.cluster is None:
+        case = replace(case, cluster=_traced_machine(timeline, case))
+    plan = Plan.parse(plan)
+    if cluster is None and case.cluster.name in catalog.names("clusters"):
+        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
+    # as many of the same machines as the plan needs
+    nodes = -(-plan.world_size // case.cluster.devices_per_node)
+    new = replace(
+        case,
+        plan=plan,
+        cluster=cluster or replace(case.cluster, nodes=nodes),
+        global_batch=global_batch or case.global_batch,
+    )
+    parameters = _constants(timeline, case)
+    old_row = _priced(estimate, case, parameters).iloc[0]
+    new_row = _priced(estimate, new, parameters).iloc[0]
+    measured = slowest_stage(timeline, case)
+    kinds = _kinds(
+        measured, *(row[list(PARTS)].astype(float) for row in (old_row, new_row))
+    )
+    step_s = float(kinds["new_s"].sum())
+    share = min((kinds["new_s"] - kinds["measured_s"]).abs().sum() / step_s, 1.0)
+    prior = np.log(new_row["high_s"] / new_row["step_s"])
+    spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
+    width = float(np.hypot(spread, share * prior))
+    simulated = _priced(simulate, new, parameters)
+    # all spans take longer by one factor, so that the step lasts step_s
+    times_ns = simulated.spans[["start_ns", "dur_ns"]]
+    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
+    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
+    simulated = replace(simulated, spans=simulated.spans.assign(**longer_ns))
+    return AnotherPlan(
+        case=new,
+        step_s=step_s,
+        low_s=step_s * np.exp(-width),
+        high_s=step_s * np.exp(width),
+        kinds=kinds,
+        breakdown=breakdown(simulated),
+        memory_bytes=float(new_row["memory_bytes"]),
+        timeline=simulated,
+        machine=Machine(case.cluster, parameters, case.dtype),
+        notes=tuple(parameters.provenance["notes"]),
+    )
+
+
+def _traced_machine(timeline: Timeline, case: Case) -> Cluster:
+    """A cluster for a device without data sheet: rates that the trace itself reaches.
+
+    The fastest products, memory traffic and collectives stand for the peaks; operators
+    that take less than a thousandth of the time are too short to tell.
+    """
+    table = operators(timeline, by_shape=True)
+    table = table[table["share"] > 1e-3]
+    flops_per_s, bytes_per_s = table[["flops_per_s", "bytes_per_s"]].max().fillna(_RATE)
+    sent = calls(timeline)["bus_bytes_per_s"].quantile(0.9)
+    family = "cpu" if (timeline.spans["stream"] < 0).all() else "other"
+    peak_flops = {case.dtype: float(flops_per_s)}
+    # nothing depends on its capacity but `fits`
+    device = Device("traced", 64e9, float(bytes_per_s), peak_flops, family=family)
+    link = Link("traced", float(sent) if sent > 0 else _RATE)
+    return Cluster("traced", device, 1, case.plan.world_size, link, link)
+
+
+def _constants(timeline, case):
+    """Constants fitted to the trace."""
+    fitted = fit_timeline(timeline, case)
+    if case.cluster.device.family != "cpu":
+        return fitted
+    # no shipped row shows a CPU: a machine's own fit begins where CPUs are
+    begin = replace(shipped(), collectives=fitted.collectives, links=fitted.links)
+    measured = pd.DataFrame([slowest_stage(timeline, case)])
+    machine = fit_constants([case], measured, begin)
+    return replace(machine, provenance=fitted.provenance | machine.provenance)
+
+
+def _priced(call, case, parameters):
+    """Answer of `estimate` or `simulate` for a case."""
+    names = ("global_batch", "sequence", "dtype", "software")
+    arguments = {name: getattr(case, name) for name in names}
+    return call(case.model, case.cluster, case.plan, **arguments, parameters=parameters)
+
+
+def _kinds(measured, old, new):
+    """measured_s, simulated_s, new_s and rests_on of each kind of work."""
+    for parts in (old, new):  # the head's products are products
+        parts["gemm_s"] += parts["head_s"]
+        parts["head_s"] = 0.0
+    kernels = pd.Series({name: measured[name] for name in _KERNELS})
+    # kernels side by side take less than their sum
+    kernels *= min(1.0, measured["step_s"] / kernels.sum())
+    others = old[old.index.difference(_KERNELS, sort=False)]
+    exposed_s = measured["step_s"] - kernels.sum()
+    exposed = exposed_s * others / others.sum()
+    columns = {"simulated_s": old, "measured_s": pd.concat([kernels, exposed])}
+    table = pd.DataFrame(columns, index=old.index)
+    ratio = (table["measured_s"] / old).where(old > 0)
+    table["new_s"] = new * ratio.fillna(measured["step_s"] / old.sum())
+    table["rests_on"] = np.where(ratio.notna(), "trace", "simulator")
+    return table[(table[["measured_s", "new_s"]] > 0).any(axis=1)]

@@ -1,0 +1,171 @@
+"""The job of a trace is the one that made it, and its own plan takes what was measured.
+
+What the trainer knows of itself judges the reading; the reading does not see it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import local_or_skip, make_timeline
+
+from madmax_lib.calibration.job.another_plan import another_plan
+from madmax_lib.calibration.job.case_of import case_of
+from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.plan.plan import Plan
+from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.traces.read.kineto import read_trace
+
+# folder: plan, then layers, hidden, heads, ffn, vocabulary, tokens, batch
+RECORDED = {
+    "gpt-ddp": ("dp2.mb8", 4, 128, 4, 512, 512, 64, 16),
+    "gpt-fsdp": ("dp2.z3.mb8", 4, 128, 4, 512, 512, 64, 16),
+    "vit-ddp": ("dp2.mb8", 4, 128, 4, 512, 0, 65, 16),
+    "vit-fsdp": ("dp2.z3.mb8", 4, 128, 4, 512, 0, 65, 16),
+    "gpt-z2-1gbit": ("dp2.z2.mb4", 4, 256, 8, 768, 264, 128, 8),
+    "vit-h100": ("dp1.mb64", 32, 1280, 16, 5120, 0, 257, 64),
+}
+
+
+def recorded(name):
+    return read_trace(PROJECT / "traces" / name)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_job_is_read_off_its_trace(name):
+    case = case_of(recorded(name)).case
+    model = case.model
+    sizes = (model.layers, model.hidden, model.heads, model.ffn, model.vocab)
+    about = (str(case.plan), *sizes, model.sequence, case.global_batch)
+    assert about == RECORDED[name]
+    assert case.dtype == ("bf16" if name == "vit-h100" else "fp32")
+
+
+def test_the_reading_says_why_and_is_a_call():
+    job = case_of(recorded("gpt-fsdp"))
+    facts = job.facts.set_index("field")
+    assert facts.at["zero", "value"] == 3 and "gathers" in facts.at["zero", "evidence"]
+    assert set(facts["sure"]) <= {"certain", "likely", "guess"}
+    assert "Plan.parse('dp2.z3.mb8'), 16, 64, 'fp32', 'workbench')" in repr(job)
+
+
+@pytest.mark.parametrize(
+    ("path", "group", "kinds", "dtype"),
+    [
+        ("param-dlrm-8xV100", 8, "all_reduce, all_to_all", "fp32"),
+        ("more/torchrec-a2a5", 4, "all_reduce, all_to_all", "fp32"),
+        ("hta-samples/nccl_data.json.gz", 2, "all_reduce, broadcast", "tf32"),
+    ],
+)
+def test_other_jobs_tell_groups_and_type(path, group, kinds, dtype):
+    job = case_of(read_trace(local_or_skip("traces") / path))
+    facts = job.facts.set_index("field")["value"]
+    assert job.case is None and facts["dp"] == group and facts["dtype"] == dtype
+    assert facts[f"group of {group}"] == kinds
+
+
+@pytest.mark.parametrize("name", ["gpt-ddp", "vit-fsdp", "vit-h100"])
+def test_its_own_plan_takes_what_was_measured(name):
+    timeline = recorded(name)
+    answer = another_plan(timeline, RECORDED[name][0])
+    measured_s = kernel_seconds(timeline)["step_s"]
+    assert answer.step_s == pytest.approx(measured_s, rel=0.03)
+    assert answer.low_s < measured_s < answer.high_s
+    assert answer.kinds["new_s"].sum() == pytest.approx(answer.step_s)
+    assert breakdown(answer.timeline)["total_s"].max() == pytest.approx(
+        answer.step_s, rel=0.01
+    )
+    assert answer.timeline.meta.source == "simulated"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("gpt-ddp", "gpt-fsdp"), ("vit-ddp", "vit-fsdp")]
+)
+def test_the_other_plan_is_foretold(name, other):
+    """ZeRO-3 from a trace of DDP, by the run that was recorded beside it."""
+    answer = another_plan(recorded(name), RECORDED[other][0])
+    measured_s = kernel_seconds(recorded(other))["step_s"]
+    assert answer.step_s == pytest.approx(measured_s, rel=0.15)
+    assert answer.low_s < measured_s < answer.high_s
+    kinds = answer.kinds["rests_on"]
+    assert kinds["gemm_s"] == "trace" and kinds["fsdp_s"] == "simulator"
+
+
+def test_what_was_not_measured_widens_the_interval():
+    timeline = recorded("vit-h100")
+
+    def width(plan, **options):
+        answer = another_plan(timeline, plan, **options)
+        return np.log(answer.high_s / answer.low_s)
+
+    near = width("dp1.mb64"), width("dp8.mb64", global_batch=512)
+    assert near[0] < near[1] < width("tp2.mb64")
+
+
+def test_what_the_fit_cannot_meet_is_said():
+    notes = " ".join(another_plan(recorded("vit-h100"), "dp1.mb64").notes)
+    assert "gemm is missed by +" in notes and "is at its bound" in notes
+    case = case_of(recorded("gpt-ddp")).case
+    larger = replace(case, global_batch=32, plan=Plan.parse("dp2.mb16"))
+    cluster = another_plan(recorded("gpt-ddp"), "dp2.mb8").machine.cluster
+    with pytest.raises(ValueError, match="forward passes only"):
+        fit_timeline(
+            recorded("gpt-ddp"), replace(larger, global_batch=48, cluster=cluster)
+        )
+    with pytest.raises(ValueError, match="no transformer"):
+        another_plan(make_timeline([(0, 1, "compute", "gemm", 0, 9)]), "dp1")
+
+
+def test_the_shell_reads_a_trace_and_writes_a_machine(tmp_path):
+    trace = PROJECT / "traces" / "gpt-ddp"
+    words = ["calibrate", "--trace", trace, "--to", "dp2.z3.mb8", "-o", tmp_path]
+    command = [sys.executable, "-m", "madmax_lib", *map(str, words)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Plan.parse('dp2.mb8')" in run.stdout and "dp2.z3.mb8: 0.0" in run.stdout
+    assert (tmp_path / "machine.json").exists()
+
+
+# Layouts whose traces the trainer writes here: model, plan
+LAYOUTS = """
+gpt2 dp2.tp2.mb4
+gpt2 dp2.pp2.z3.mb2
+gpt2 pp2.v2.mb2
+gpt2 pp2.zb.mb2
+gpt dp2.z3.mb4.full.unfused
+gpt cp2.tp2.mb8
+moe dp2.tp2.ep2.z1.mb4
+vit dp2.z2.mb2.selective
+gpt2 dp4.z3.hs2.mb1
+"""
+LAYOUTS = [line.split() for line in LAYOUTS.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """Folder of traces of the layouts, one start for all."""
+    folder = tmp_path_factory.mktemp("layouts")
+    worker = Path(__file__).with_name("job_worker.py")
+    words = [sys.executable, "-W", "ignore", worker, folder, json.dumps(LAYOUTS)]
+    tests = str(Path(__file__).parents[1])
+    paths = [os.environ.get("PYTHONPATH", ""), tests, f"{tests}/runs"]
+    limits = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    how = {"env": os.environ | limits | {"PYTHONPATH": os.pathsep.join(paths)}}
+    run = subprocess.run([*map(str, words)], capture_output=True, text=True, **how)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "plan"), LAYOUTS)
+def test_the_plan_of_a_layout_is_read_off_its_trace(layouts, model, plan):
+    case = case_of(read_trace(layouts / f"{model}-{plan}")).case
+    expected = Plan.parse(plan)
+    if expected.cp > 1:
+        expected = replace(expected, context="ulysses")
+    assert case.plan == expected and case.global_batch == 8
