@@ -13,7 +13,6 @@ they shrink from the covariance of the fit alone. That part grows where the rows
 more than those of other stacks. Chosen on stacks left out (`benchmarks/strangers.py`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -71,7 +70,7 @@ def gradient(
     return np.where(_occurs(steps, scale, len(slopes)), slopes, 0.0)
 
 
-def _occurs(steps: Steps, scale: FittingScale, count: int):
+def _occurs(steps, scale, count):
     """(count, names) whether a step has the constant: in its products or its heads."""
     table = bounds()
     row_of = {name: row for row, name in enumerate(table.index)}
@@ -138,7 +137,7 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
     return scale.solved(widened, best, covariance)
 
 
-def _slower(scale: FittingScale):
+def _slower(scale):
     """(names,) direction in which a whole step takes longer by a factor: 1 for times
     and traffic, -1 for shares of a rate, 0 for what makes no pace.
 
@@ -152,7 +151,7 @@ def _slower(scale: FittingScale):
     return np.where(is_share, -1.0, 1.0) * is_paced.to_numpy()
 
 
-def _with_scatter(residuals: Mapping[str, float], error: np.ndarray):
+def _with_scatter(residuals, error):
     """Sizes of `uncertainty.COMPONENTS`, with what a stack has of its own as large as
     its rows scatter around their mean.
 

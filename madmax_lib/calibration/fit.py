@@ -249,7 +249,7 @@ def moves(steps: Steps, names: Sequence[str], parameters: Parameters) -> np.ndar
     return np.abs(slopes) * scale.sigma
 
 
-def _free_constants(steps: Steps, begin: Parameters, weight: np.ndarray | float):
+def _free_constants(steps, begin, weight):
     """Constants of which these steps say more than their priors, by the variances:
 
     sum over rows of (move weight)^2 >= 1
@@ -263,7 +263,7 @@ def _free_constants(steps: Steps, begin: Parameters, weight: np.ndarray | float)
     return names[information >= min(1.0, information.max())].tolist()
 
 
-def _scale_of(rows: pd.DataFrame):
+def _scale_of(rows):
     """Devices and tokens per sample between which 90 % of the rows of a family lie."""
     cases = rows["case"]
     sizes = {

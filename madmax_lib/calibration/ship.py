@@ -11,7 +11,6 @@ from pathlib import Path
 
 import loky
 import numpy as np
-import pandas as pd
 
 from madmax_lib.calibration.fit import fit, known_rows, usable
 from madmax_lib.calibration.judge.intervals import (
@@ -51,7 +50,7 @@ def ship(path: str | Path) -> Parameters:
     return fitted
 
 
-def _fitted(rows: pd.DataFrame):
+def _fitted(rows):
     """The constants of rows with their intervals."""
     # a wing, which the rest of the calibration does without
     from madmax_lib.calibration.verdict.strangers import (
@@ -73,7 +72,7 @@ def _fitted(rows: pd.DataFrame):
     return with_prior(fitted, widths)
 
 
-def _same(a: Parameters, b: Parameters):
+def _same(a, b):
     """From the same rows, and no further apart than fits on two machines are."""
     same_rows = a.provenance["sha256"] == b.provenance["sha256"]
     if not same_rows or a.fitted != b.fitted or set(a.residuals) != set(b.residuals):

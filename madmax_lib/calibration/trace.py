@@ -86,7 +86,7 @@ def step_seconds(timeline: Timeline) -> pd.Series:
     return (ends["end_ns"].max() - ends["start_ns"].min()) / NS_PER_S
 
 
-def _in_steps(timeline: Timeline):
+def _in_steps(timeline):
     """Device work; where steps are marked, that outside of them is no part of one."""
     spans = timeline.spans
     spans = spans[spans["kind"].isin(["compute", "comm", "memcpy"])]
@@ -168,7 +168,7 @@ def fit_timeline(
     return replace(fitted, residuals=residuals, provenance=origin)
 
 
-def _constants_of(run: _Run):
+def _constants_of(run):
     """Constants that a run can tell, by the classes of its device and kernels."""
     machine = run.steps.machine
     kernels = run.steps.traits.kernels
@@ -184,7 +184,7 @@ def _constants_of(run: _Run):
         yield "optimizer_factor"
 
 
-def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale):
+def _solve(runs, begin, scale):
     """Least squares over the constants of the scale; the others are those of begin."""
     prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
 
@@ -205,7 +205,7 @@ def _solve(runs: list[_Run], begin: Parameters, scale: FittingScale):
     return least_squares(residuals, inside, bounds=(scale.low, scale.high))
 
 
-def _collectives(traces: list[Timeline], cases: list[Case]):
+def _collectives(traces, cases):
     """Collectives of traces of all ranks, as `Parameters` take them: groups with two
     sizes or more.
     """
@@ -250,7 +250,7 @@ def slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:
     return slowest | {"step_s": max(seconds["step_s"] for seconds in ranks)}
 
 
-def _wide_enough(parameters: Parameters, runs: list[_Run]):
+def _wide_enough(parameters, runs):
     """Residuals whose interval of each run's step holds what was measured."""
     residuals = dict(parameters.residuals)
     if "quantile" not in residuals:
@@ -269,19 +269,19 @@ def _wide_enough(parameters: Parameters, runs: list[_Run]):
     return residuals
 
 
-def _steps(case: Case):
+def _steps(case):
     """The run as a step to be timed, its collectives beside no products."""
     return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
 
 
-def _seconds(steps: Steps, parameters: Parameters):
+def _seconds(steps, parameters):
     """Seconds of a step by cause; the head's matrix products count as such."""
     times = step_time(steps, parameters)
     seconds = {name: float(value[0]) for name, value in times.items()}
     return seconds | {"gemm_s": seconds["gemm_s"] + seconds["head_s"]}
 
 
-def _cause(name: str):
+def _cause(name):
     """The first cause whose pattern is in the name; other kernels are pointwise."""
     causes = (cause for cause, pattern in _patterns() if pattern.search(name))
     return next(causes, "pointwise_s")
@@ -298,7 +298,7 @@ def _patterns():
     return patterns
 
 
-def _link_share(timeline: Timeline, run: _Run):
+def _link_share(timeline, run):
     """Share of the link that large all-reduces reach.
 
     Nothing unless all devices of the run are one group inside a node.

@@ -76,7 +76,7 @@ def fit_notes(
     return notes
 
 
-def _check_device(timeline: Timeline, case: Case):
+def _check_device(timeline, case):
     """Family and peak of the traced device against the case's."""
     device = case.cluster.device
     traced_name = timeline.meta.device
@@ -99,7 +99,7 @@ def _check_device(timeline: Timeline, case: Case):
         )
 
 
-def _check_groups(timeline: Timeline, case: Case):
+def _check_groups(timeline, case):
     """World and sizes of groups against the plan, then what they send."""
     plan = case.plan
     table = calls(timeline)
@@ -137,7 +137,7 @@ def _check_groups(timeline: Timeline, case: Case):
     )
 
 
-def _check_messages(sent_bytes, case: Case):
+def _check_messages(sent_bytes, case):
     """Bytes of a rank and step by kind of collective, a Series, against the plan.
 
     A kind that profilers call generic may be any.
@@ -172,7 +172,7 @@ def _check_messages(sent_bytes, case: Case):
         )
 
 
-def _check_work(timeline: Timeline, case: Case):
+def _check_work(timeline, case):
     """Traced products against those of the model, and its needed rate against the
     device's.
     """

@@ -93,7 +93,7 @@ def level(table: pd.DataFrame, scores: pd.Series) -> float:
     return _quantile(scores.to_numpy(float), _weights(table), inside)
 
 
-def _weights(table: pd.DataFrame):
+def _weights(table):
     """(n,) all sources count the same, whatever their rows."""
     sources = table.groupby("repository")["repository"]
     return 1 / sources.transform("size").to_numpy(float)
@@ -170,7 +170,7 @@ def sensitivities(
     return result
 
 
-def _quantile(scores, weights, inside: float = _INSIDE):
+def _quantile(scores, weights, inside=_INSIDE):
     """Weighted quantile, linear between the middles of the weights.
 
     The largest score stands beyond them.

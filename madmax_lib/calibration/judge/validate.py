@@ -73,7 +73,7 @@ def predict(
     )
 
 
-def _predictions(rows: pd.DataFrame, parameters: Parameters):
+def _predictions(rows, parameters):
     """(n, 4) columns `_PREDICTED` of supported rows, NaN where no time is finite."""
     steps = to_steps(rows)
     with np.errstate(all="ignore"):
@@ -147,7 +147,7 @@ def with_errors(rows: pd.DataFrame, parameters: Parameters) -> pd.DataFrame:
     )
 
 
-def _fold_of(rows: pd.DataFrame, by: str | pd.Series):
+def _fold_of(rows, by):
     """(n,) number of each row's fold."""
     if isinstance(by, pd.Series):
         return pd.factorize(by[rows.index])[0]

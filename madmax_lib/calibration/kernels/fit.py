@@ -29,7 +29,7 @@ from scipy.optimize import least_squares, nnls
 from madmax_lib.base.collectives import COLLECTIVES, bus_factor
 from madmax_lib.calibration.kernels.tables import read_kernels
 from madmax_lib.catalog import tables
-from madmax_lib.catalog.kernel_rates import OPERANDS, KernelRate, KernelWork, rates_from
+from madmax_lib.catalog.kernel_rates import OPERANDS, KernelRate, rates_from
 from madmax_lib.simulator.parts import work_of
 
 COLUMNS = [  # of `data/kernel_rates.csv`
@@ -108,14 +108,14 @@ def held_out(table: pd.DataFrame) -> pd.Series:
     return pd.util.hash_pandas_object(text, index=False) % _ONE_IN == 0
 
 
-def _work(rows: pd.DataFrame, sms: int):
+def _work(rows, sms):
     """Work of rows of one operation and dtype."""
     names = [name for name in (*_SHAPE, *_AMOUNTS) if name in rows]
     shape = {name: rows[name].to_numpy(dtype=float) for name in names}
     return work_of(rows["operation"].iloc[0], shape, rows["dtype"].iloc[0], sms)
 
 
-def _kernel_facts(rows: pd.DataFrame):
+def _kernel_facts(rows):
     """The fact of a kernel on a device, of the form that fits best; none where too few
     rows are left.
     """
@@ -149,7 +149,7 @@ class _Fit(NamedTuple):
     error: float  # median of the relative ones
 
 
-def _fit(form: KernelRate, work: KernelWork, seconds: pd.Series):
+def _fit(form, work, seconds):
     """The rate of a form with the least relative errors."""
     measured = np.log(seconds.to_numpy())
 
@@ -174,7 +174,7 @@ def _fit(form: KernelRate, work: KernelWork, seconds: pd.Series):
     return _Fit(rate, float(np.median(errors)))
 
 
-def _about(rows: pd.DataFrame, error: float):
+def _about(rows, error):
     """Columns of a fact that tell of its rows."""
     return {
         "spread": _SIGMA * error,
@@ -183,7 +183,7 @@ def _about(rows: pd.DataFrame, error: float):
     }
 
 
-def _collective_facts(rows: pd.DataFrame):
+def _collective_facts(rows):
     """Facts of two regimes of sizes, parted where the errors are least; none where too
     few sizes were measured.
     """

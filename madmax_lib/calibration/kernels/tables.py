@@ -51,13 +51,13 @@ def read_kernels(paths: Iterable[str | Path]) -> pd.DataFrame:
     return table.assign(device=table["device"].map(_device_name))
 
 
-def _device_name(name: str):
+def _device_name(name):
     """The catalog's name of a device, where it has it."""
     device = catalog.device_named(name)
     return device.name if device else name
 
 
-def _in_layout(table: pd.DataFrame, file: Path):
+def _in_layout(table, file):
     """A table in our layout."""
     columns = set(table.columns)
     if {"gpu", "op_name"} <= columns:
@@ -72,7 +72,7 @@ def _in_layout(table: pd.DataFrame, file: Path):
     return table
 
 
-def _aiconfigurator(table: pd.DataFrame):
+def _aiconfigurator(table):
     """Rows of what training runs: no decoding, no compressed caches, no windows."""
     table = table.rename(columns=_NAMES)
     operation = table["operation"].replace(_OPERATIONS)
@@ -100,7 +100,7 @@ def _aiconfigurator(table: pd.DataFrame):
     return _moe(table) if kind == "moe" else table
 
 
-def _deepep(table: pd.DataFrame):
+def _deepep(table):
     """Exchanges of tokens with experts inside a node: bytes that a rank sends, in 8
     bits to the experts and in 16 back.
     """
@@ -121,7 +121,7 @@ def _deepep(table: pd.DataFrame):
     return pd.concat(parts)
 
 
-def _moe(table: pd.DataFrame):
+def _moe(table):
     """Experts of a device: work of the tokens that are routed to it, with the fastest
     kernel for each shape.
     """
@@ -147,7 +147,7 @@ def _moe(table: pd.DataFrame):
     )
 
 
-def _bench_kernels(table: pd.DataFrame):
+def _bench_kernels(table):
     """Products of `madmax bench`: forward, by PyTorch's own kernels; shape: tokens,
     hidden and ffn.
     """

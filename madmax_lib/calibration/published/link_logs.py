@@ -129,7 +129,7 @@ def read_link_log(
     return rows
 
 
-def _run_of_json(path: Path, text: str, notes):
+def _run_of_json(path, text, notes):
     """The table of a file of `-J`."""
     try:
         content = json.loads(text)
@@ -185,7 +185,7 @@ def _is_wrong(errors):
     return float(str(errors).replace("N/A", "0")) >= _ERROR
 
 
-def _runs(path: Path, text: str, notes):
+def _runs(path, text, notes):
     """The tables of a log, in its order."""
     run = _Run()
     runs = [run]
@@ -228,7 +228,7 @@ def _runs(path: Path, text: str, notes):
     return runs
 
 
-def _results(words: list[str], run: _Run):
+def _results(words, run):
     """Results of a line, one per placement."""
     about = {"size_bytes": int(words[0]), "count": int(words[1]), "dtype": words[2]}
     measures = words[3:]
@@ -255,13 +255,13 @@ def _results(words: list[str], run: _Run):
     return results
 
 
-def _tested(text: str):
+def _tested(text):
     """The library's name of the collective whose test a text names, else ""."""
     test = _TEST.search(text)
     return _name_in(test[1]) if test else ""
 
 
-def _name_in(text: str):
+def _name_in(text):
     """The library's name of the collective that a test or a file is named after.
 
     Empty if there is none.
@@ -271,12 +271,12 @@ def _name_in(text: str):
     return next((name for name in _TESTED if name.replace("_", "") in plain), "")
 
 
-def _width(dtype: str):
+def _width(dtype):
     """Bytes of an element, NaN for what is no type."""
     return dtype_bytes(recorded_dtype(_FLOAT8.sub("float8_", dtype)))
 
 
-def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes):
+def _ranks(run, collective, table, path, notes):
     """Ranks of a group: of the device list, or from what the table says of them."""
     if run.devices:
         ranks = max(device.rank for device in run.devices) + 1
@@ -294,7 +294,7 @@ def _ranks(run: _Run, collective: str, table: pd.DataFrame, path: Path, notes):
     return ranks
 
 
-def _nodes(run: _Run, ranks: int):
+def _nodes(run, ranks):
     """Nodes of a group, None if the log does not say.
 
     A list that was shortened still numbers the devices of a node.
@@ -307,7 +307,7 @@ def _nodes(run: _Run, ranks: int):
     return -(-ranks // of_node)  # rounded up
 
 
-def _consistent(table: pd.DataFrame, collective: str, ranks: int, notes):
+def _consistent(table, collective, ranks, notes):
     """(n,) whether bandwidths follow from size, time and ranks, within the printed
     digits.
     """

@@ -91,7 +91,7 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
     return [case for case in cases if _fits(case)] or cases
 
 
-def _fits(case: Case):
+def _fits(case):
     """Whether the fullest device holds its part; never for a plan that breaks a rule."""
     try:
         peak = peak_bytes(_case_memory(case))
@@ -100,7 +100,7 @@ def _fits(case: Case):
     return peak <= usable_bytes(case.cluster.device)
 
 
-def _case_memory(case: Case):
+def _case_memory(case):
     """The table of `memory` of a row's step."""
     return memory(
         case.model,
@@ -127,7 +127,7 @@ def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
     return table
 
 
-def _own_plan(raw: dict, case: Case):
+def _own_plan(raw, case):
     """The plan of one's own row: the column `plan`, or those of degrees."""
     if text := text_of(raw, "plan"):
         return Plan.parse(text)
@@ -143,7 +143,7 @@ def _own_plan(raw: dict, case: Case):
     return Plan(dp=case.cluster.world_size // model_parallel, **values)
 
 
-def _layouts(raw: dict, case: Case):
+def _layouts(raw, case):
     """Degrees: as stated, else all that are legal."""
     world = case.cluster.world_size
     model = case.model
@@ -166,13 +166,13 @@ def _layouts(raw: dict, case: Case):
     return plans or [Plan(dp=world)]
 
 
-def _has_layout(raw: dict):
+def _has_layout(raw):
     """Whether a row says how its model is split; one device leaves no choice."""
     degrees = any(positive_of(raw, name) > 0 for name in (*_DEGREES, "dp"))
     return degrees or number_of(raw, "zero_stage") >= 0 or number_of(raw, "n_gpus") == 1
 
 
-def _with_experts(raw: dict, case: Case):
+def _with_experts(raw, case):
     """Plans of a layout that place the experts as stated.
 
     Not stated by a source: whole on each replica, or over as many as the experts and
@@ -192,7 +192,7 @@ def _with_experts(raw: dict, case: Case):
         yield replace(plan, ep=ep, etp=int(over_tp and plan.tp > 1 and ep > 1))
 
 
-def _plans(raw: dict, case: Case):
+def _plans(raw, case):
     """Plans of a layout that differ in what the row does not state: micro-batch and
     interleaving.
     """
@@ -204,7 +204,7 @@ def _plans(raw: dict, case: Case):
             yield replace(plan, micro_batch=micro_batch, interleave=interleave)
 
 
-def _micro_batches(raw: dict, case: Case, plan: Plan):
+def _micro_batches(raw, case, plan):
     """Samples of a micro-batch: as stated, else what its software takes.
 
     FSDP takes the whole batch of a device, LoRA a sample (MLPerf's default), others
@@ -220,7 +220,7 @@ def _micro_batches(raw: dict, case: Case, plan: Plan):
     return [size for size in _MICRO_BATCHES if local % size == 0] or [1]
 
 
-def _interleaves(raw: dict, case: Case, count: float):
+def _interleaves(raw, case, count):
     """Chunks of a stage: as stated, else all that divide its layers.
 
     Interleaving needs a number of micro-batches, count, that is a multiple of pp.
@@ -236,7 +236,7 @@ def _interleaves(raw: dict, case: Case, count: float):
     return [chunks for chunks in range(1, each + 1) if each % chunks == 0]
 
 
-def _sharding(raw: dict, case: Case):
+def _sharding(raw, case):
     """Fields of a plan about ZeRO: its stage, and the devices that share the states.
 
     These are a node under HSDP, or as FSDP's size is given.
@@ -266,7 +266,7 @@ def _sharding(raw: dict, case: Case):
     }
 
 
-def _usual_zero(raw: dict, case: Case):
+def _usual_zero(raw, case):
     """The ZeRO stage of a row that does not state it.
 
     FSDP if 6 bytes per weight exceed the memory (16-bit weights and fp32 gradients), 2
@@ -287,13 +287,13 @@ def _usual_zero(raw: dict, case: Case):
     return 3 if 2 in choices else 0
 
 
-def _lora_rank(raw: dict):
+def _lora_rank(raw):
     """Rank of the adapters, 0 where all weights are trained."""
     named = re.search(r"\bq?lora\b", remarks_of(raw), re.I)
     return count_of(raw, "lora_rank", _LORA_RANK if named else 0, least=0)
 
 
-def _stages(raw: dict, case: Case):
+def _stages(raw, case):
     """Ends of the pipeline: as the notes cut it, else DeepSpeed's balance.
 
     The latter counts embedding and head as layers if it comes out. AMP's partition

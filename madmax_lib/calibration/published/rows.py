@@ -90,7 +90,7 @@ def to_table(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
     return pd.read_csv(rows, encoding="utf-8-sig")
 
 
-def _warn_of_unknown(table: pd.DataFrame):
+def _warn_of_unknown(table):
     """Warn of columns that nothing reads, with the nearest name that something does."""
     names = ("published_train", "row_clusters", "row_models")
     columns = _FURTHER.union(_JUDGED, *(catalog.table(name).columns for name in names))
@@ -126,7 +126,7 @@ def facts_of(case: Case) -> dict:
     }
 
 
-def _renamed(table: pd.DataFrame):
+def _renamed(table):
     """vTrain's ground truth in the published columns."""
     # a column of theirs, or what their repository says of all runs
     columns = catalog.table("vtrain_columns").set_index("ours")
@@ -141,7 +141,7 @@ def _renamed(table: pd.DataFrame):
     return table.assign(**columns.loc[is_fact, "value"])
 
 
-def _read(raw: dict):
+def _read(raw):
     """One row; anything wrong with it becomes its reason."""
     source = text_of(raw, "source")
     model = text_of(raw, "model")
@@ -190,7 +190,7 @@ def _read(raw: dict):
     return row | facts_of(case)
 
 
-def _violation_of(case: Case, devices: float):
+def _violation_of(case, devices):
     """The contradiction in a row, empty if none: its world size or micro-batch, or a
     rule of plans.
 
@@ -251,7 +251,7 @@ def flops_and_peaks(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return np.array(flops), np.array(peaks)
 
 
-def _measured_s(case: Case, raw: dict):
+def _measured_s(case, raw):
     """Seconds per step: as published, else from tokens per second, else from FLOP/s.
 
     NaN if none is given. Where a source does not say how long a sample is, only a step

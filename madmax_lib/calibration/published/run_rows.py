@@ -156,7 +156,7 @@ def steps_files(runs: dict[str, Run]) -> dict[str, str]:
     }
 
 
-def _predicted_bytes(run: Run):
+def _predicted_bytes(run):
     """Bytes allocated at the peak of the fullest rank."""
     spec = run.spec
     job = run.env.get("job", {})

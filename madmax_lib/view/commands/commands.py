@@ -208,7 +208,7 @@ def _calibrate(options):
     return 0
 
 
-def _calibrate_trace(options: Namespace):
+def _calibrate_trace(options):
     """The job of a trace, corrected by the options, and its machine."""
     from dataclasses import replace
 
