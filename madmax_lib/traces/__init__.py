@@ -7,6 +7,9 @@ from madmax_lib.base.doors import open_room
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    # of a trace and a simulation together: they stand above both, and are found here
+    from madmax_lib.calibration.job.another_plan import another_plan as another_plan
+    from madmax_lib.calibration.job.case_of import case_of as case_of
     from madmax_lib.timeline.accounting import (
         breakdown as breakdown,
         top_kernels as top_kernels,
