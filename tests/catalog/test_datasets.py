@@ -109,7 +109,9 @@ def test_own_folder_comes_first_and_is_checked(registry):
 
 
 def test_unknown_name_lists_the_known():
-    with refused("unknown dataset 'vit'; known: & dlrm-8xv100 & vit-ddp & resnet-ddp-a100"):
+    with refused(
+        "unknown dataset 'vit'; known: & dlrm-8xv100 & vit-ddp & resnet-ddp-a100"
+    ):
         datasets.dataset("vit")
 
 
