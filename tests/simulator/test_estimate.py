@@ -244,10 +244,16 @@ def test_stacked_cases_are_timed_as_alone():
     for odd in range(1, len(cases), 2):
         dtype = cases[odd].cluster.device.nearest("fp8")
         cases[odd] = replace(cases[odd], dtype=dtype)
-    together = step_time(Steps.stack(cases), shipped())
+
+    def timed(steps):
+        # of two stages that are equally slow, with a head and without, either is told
+        times = step_time(steps, shipped())
+        return times | {"pointwise_s": times["pointwise_s"] + times.pop("head_s")}
+
+    together = timed(Steps.stack(cases))
     for i, case in enumerate(cases):
-        for name, (alone,) in step_time(Steps.of(case), shipped()).items():
-            near = 2e-3 if name in ("tp_s", "step_s") else 1e-12
+        for name, (alone,) in timed(Steps.of(case)).items():
+            near = 2e-3 if name in ("tp_s", "step_s") else 1e-9
             seconds = together[name][i]
             assert seconds == pytest.approx(alone, rel=near, abs=1e-12), (name, case)
 
@@ -290,7 +296,9 @@ def test_fitted_parameters_are_within_their_bounds():
         assert (fitted["low"] <= column).all() and (column <= fitted["high"]).all()
     assert IDEAL.constants["gemm_efficiency:ampere-16"] == 1
     assert IDEAL.constants["step_s:fused"] == 0
-    assert set(shipped().intervals) == set(shipped().fitted)
+    # the pace of strangers is learned beside the fit
+    learned = {*shipped().fitted, "stack_rate:stranger"}
+    assert set(shipped().intervals) == learned
     assert len(shipped().provenance["sha256"]) == 64
     assert np.size(shipped().covariance) == len(shipped().fitted) ** 2
 
