@@ -31,7 +31,7 @@ RUNS = {
     "Nemotron-4 340B, arXiv 2406.11704": (NEMOTRON, "dgx-h100", 768, "megatron-core", 2304, 4096,
                                           "dp64.tp8.pp12.z1.v8.overlap-gather", 1.15, True),
     "Mixtral, Megatron-Bridge": ("mixtral-8x7b", "dgx-h100", 8, "megatron-bridge", 256, 4096,
-                                 "dp16.pp4.ep8.z1.v8.overlap-gather", 1.07, True),
+                                 "dp16.pp4.ep8.z1.v8.overlap-gather", 1.05, True),
     # it repeats up-projections, norms and SwiGLU, for which a plan has no word: full is
     # the nearest that fits
     "DeepSeek-V3, arXiv 2412.19437": ("deepseek-v3", "hgx-h800", 256, "hai-llm", 15360, 4096,
@@ -45,7 +45,19 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+# what is asked and not reached: a test that passes again fails here
+MISSED = {"Mixtral, Megatron-Bridge": "5.1 % behind the winner, asked for are 5"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=MISSED[name], strict=True))
+        if name in MISSED
+        else name
+        for name in RUNS
+    ],
+)
 def test_a_plan_that_was_run_is_found(name):
     """Alone in its own choices, and not far behind the winner of those that its
     software offers.

@@ -52,6 +52,8 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     priced = [prices.block_s(block) for block in blocks]
     waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
     computed, weight_s = _computed(priced, waits, prices)
+    if any(block.name.startswith("core") for block in blocks):
+        _rejoin_attention(blocks, waits, computed, prices)
     for block, seconds, waits_s, time in zip(
         blocks, priced, waits, computed, strict=True
     ):
@@ -74,6 +76,22 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
             add(backward, {"cp_s": back_s + repeated_s})
     _add_host(forward, backward, blocks, prices)
     return LayerTime(forward, backward, weight_s)
+
+
+def _rejoin_attention(blocks, waits, computed, prices):
+    """Count attention's three blocks as the one that it is in steps without cp, beside
+    others that have it: all that it computes hides all of its collectives.
+    """
+    is_one = prices.plan.cp == 1
+    core = next(i for i, block in enumerate(blocks) if block.name.startswith("core"))
+    into = core - 1
+    for part in (core, core + 1):
+        for group in {*waits[into], *waits[part]}:
+            moved_s = is_one * waits[part].get(group, 0.0)
+            waits[into][group] = waits[into].get(group, 0.0) + moved_s
+            waits[part][group] = waits[part].get(group, 0.0) - moved_s
+        pairs = zip(computed[into], computed[part], strict=True)
+        computed[into] = _BlockTime(*(a_s + is_one * b_s for a_s, b_s in pairs))
 
 
 def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices):

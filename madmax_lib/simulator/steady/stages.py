@@ -26,6 +26,8 @@ from madmax_lib.simulator.steady.layer_kinds import (
     stage_excess,
 )
 
+_ROUNDING = 1e-9  # relative difference of times that are equal
+
 
 @dataclass(frozen=True)
 class PipelineStage:
@@ -135,7 +137,9 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     middle_s = middle_s + excess.middle_s
     last_s = last_s + excess.last_s
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
-    has_head = (last_s >= slowest_s) | single
+    # of equally slow stages the last is told, whichever is rounded up
+    least_s = slowest_s * (1 - _ROUNDING)
+    has_head = (last_s >= least_s) | single
     share = shape.moe_share_after_dense
     middle = np.where(pp > 2, middle, 0)
     last = np.where(pp > 1, last, 0)
@@ -158,7 +162,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         first_backward_s=backward_s,
         longest_chunk_excess_s=excess.longest_chunk_s,
         dense_layers=dense,
-        has_embedding=(first_s >= slowest_s) & (single | ~has_head),
+        has_embedding=(first_s >= least_s) & (single | ~has_head),
         has_head=has_head,
     )
 
