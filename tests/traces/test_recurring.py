@@ -40,15 +40,22 @@ def test_what_a_job_gains_moves_to_what_decides_next():
     assert share.drop(["host", "launch delay"]).sum() < 0.2
 
 
-def test_a_host_ahead_is_not_in_the_step():
-    """Five steps whose host takes 1 ms and whose kernel 10 ms, back to back."""
+def launched(steps, host_us, first_us):
+    """Steps of a host call and the kernel of 10 ms that it launches, back to back from
+    first_us on.
+    """
     drawn = "".join(
-        f"-1 cpu: cudaLaunchKernel {n}000000+1000000 #{n + 1}\n"
-        f"7 compute: k {10 * n}100000+10000000 #{n + 1}\n"
-        for n in range(5)
+        f"-1 cpu: cudaLaunchKernel {host_us * n}000+{host_us}000 #{n + 1}\n"
+        f"7 compute: k {first_us + 10_000 * n}000+10000000 #{n + 1}\n"
+        for n in range(steps)
     )
     timeline = make_timeline(lanes(drawn))
-    timeline = with_columns(timeline, step=[n for n in range(5) for _ in range(2)])
+    return with_columns(timeline, step=[n for n in range(steps) for _ in range(2)])
+
+
+def test_a_host_ahead_is_not_in_the_step():
+    """Five steps whose host takes 1 ms and whose kernel 10 ms, back to back."""
+    timeline = launched(steps=5, host_us=1000, first_us=100)
     table = what_if(timeline, [{}, {"compute": 2}, {"compute": 20}])
     # at last the host decides
     assert (table["step_s"] * 1e3).round(2).tolist() == [10, 5, 1]
@@ -86,13 +93,7 @@ def test_a_replay_says_what_it_cannot_know():
 
 def test_a_queue_that_is_worked_off_is_told():
     """The host takes twice as long as the device, which has six steps of work waiting."""
-    drawn = "".join(
-        f"-1 cpu: cudaLaunchKernel {20 * n}000000+20000000 #{n + 1}\n"
-        f"7 compute: k {60 + 10 * n}000000+10000000 #{n + 1}\n"
-        for n in range(4)
-    )
-    timeline = make_timeline(lanes(drawn))
-    timeline = with_columns(timeline, step=[n for n in range(4) for _ in range(2)])
+    timeline = launched(steps=4, host_us=20_000, first_us=60_000)
     with pytest.warns(TraceWarning, match="lives on the lead"):
         table = what_if(timeline, {})
     assert table["step_s"].item() == pytest.approx(10e-3, rel=0.01)

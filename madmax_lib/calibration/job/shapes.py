@@ -21,7 +21,8 @@ class Shapes:
     rows: tokens of a micro-batch in the products. batch, heads, kv_heads, tokens,
     head_dim: of attention. hidden, ffn, gated: of the products. attentions:
     backward passes of attention on a rank. backward: false where only forward passes
-    were traced. rank: of adapters, 0 without. head: channels of the last product.
+    were traced. adapter: rank of LoRA's adapters, 0 without. cp: ranks that share the
+    tokens of attention.
     """
 
     rows: int
