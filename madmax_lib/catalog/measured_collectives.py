@@ -68,14 +68,15 @@ def _refuse(rule: str):
 
 
 def measured_s(points, size_bytes):
-    """Seconds: between measured sizes on a log-log line, below the smallest its time,
-    above the largest its rate.
+    """Seconds: between measured sizes a latency and a rate, below the smallest its
+    time, above the largest its rate.
+
+        t = t_0 + (t_1 - t_0) (s - s_0) / (s_1 - s_0)        [Hockney 1994]
 
     >>> [round(float(measured_s([(1e3, 1e-3), (1e6, 1e-2)], size)), 6) for size in (10.0, 1e6, 2e6)]
     [0.001, 0.01, 0.02]
     """
-    sizes, times = np.log(np.array(points)).T
-    at = np.log(np.maximum(size_bytes, 1e-9))  # a size of 0 has a logarithm, too
-    # at the largest size's rate the time grows as the size: a slope of 1
-    beyond = np.maximum(at - sizes[-1], 0.0)
-    return np.exp(np.interp(at, sizes, times) + beyond)
+    sizes, times = np.array(points).T
+    # at the largest size's rate the time grows as the size
+    beyond = np.maximum(size_bytes / sizes[-1], 1.0)
+    return np.interp(size_bytes, sizes, times) * beyond

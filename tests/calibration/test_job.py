@@ -97,6 +97,29 @@ def test_the_other_plan_is_foretold(name, other):
     assert kinds["gemm_s"] == "trace" and kinds["fsdp_s"] == "simulator"
 
 
+@pytest.mark.parametrize(
+    ("text", "plan", "batch"),
+    [
+        ("tp2", "tp2.mb16", 16),
+        ("pp2", "pp2.mb8", 16),
+        ("dp4.z3", "dp4.z3.mb8", 32),
+        ("pp2.mb2", "pp2.mb2", 16),
+    ],
+)
+def test_a_plan_that_says_no_micro_batch_keeps_their_number(text, plan, batch):
+    answer = another_plan(recorded("gpt-ddp"), text, global_batch=batch)
+    assert answer.case.plan == Plan.parse(plan)
+
+
+def test_what_both_ends_sum_over_tp_is_no_pointwise_work():
+    """Gloo over a slow link: pointwise work takes what was measured, and not the time
+    of the sums over it that the embedding and the loss wait for."""
+    kinds = another_plan(recorded("gpt-z2-1gbit"), "tp2").kinds
+    pointwise = kinds.loc["pointwise_s"]
+    assert pointwise["new_s"] == pytest.approx(pointwise["measured_s"], rel=0.1)
+    assert kinds.loc["tp_s", "new_s"] > 5 * pointwise["new_s"]
+
+
 def test_what_was_not_measured_widens_the_interval():
     timeline = recorded("vit-h100")
 

@@ -13,6 +13,7 @@ measured one is as unsure as the simulator, all of it as the measured steps spre
     width^2 = spread^2 + (s prior)^2
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,15 +88,17 @@ def another_plan(
 
     case: of the trace, as `case_of` proposes it if None. cluster: to run on; as many
     devices as the plan needs of the traced ones if None. global_batch: samples of the
-    new step, those of the trace if None. Raises ValueError for a trace that tells no
-    case, has forward passes only, or a plan that the rules refuse.
+    new step, those of the trace if None. A text that says no micro-batch keeps their
+    number in a step, or has one for each stage if that is more. Raises ValueError for a
+    trace that tells no case, has forward passes only, or a plan that the rules refuse.
     """
     case = case or case_of(timeline).case
     if case is None:
         raise ValueError("timeline: no transformer's step was traced; give its case")
     if case.cluster is None:
         case = replace(case, cluster=_traced_machine(timeline, case))
-    plan = Plan.parse(plan)
+    global_batch = global_batch or case.global_batch
+    plan = _with_micro_batch(plan, case, global_batch)
     if cluster is None and case.cluster.name in catalog.names("clusters"):
         cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
     # as many of the same machines as the plan needs
@@ -104,7 +107,7 @@ def another_plan(
         case,
         plan=plan,
         cluster=cluster or replace(case.cluster, nodes=nodes),
-        global_batch=global_batch or case.global_batch,
+        global_batch=global_batch,
     )
     parameters = _constants(timeline, case)
     old_row = _priced(estimate, case, parameters).iloc[0]
@@ -136,6 +139,20 @@ def another_plan(
         machine=Machine(case.cluster, parameters, case.dtype),
         notes=tuple(parameters.provenance["notes"]),
     )
+
+
+def _with_micro_batch(text, case, global_batch):
+    """The plan, its step in as many micro-batches as the traced one where it does not
+    say; in the next number that divides a rank's samples.
+    """
+    plan = Plan.parse(text)
+    if text is plan or re.search("mb|micro", text, re.IGNORECASE):
+        return plan
+    samples = max(global_batch // plan.dp, 1)
+    traced = case.global_batch // (case.plan.dp * case.plan.micro_batch)
+    least = min(max(traced, plan.pp), samples)
+    count = next(n for n in range(least, samples + 1) if samples % n == 0)
+    return replace(plan, micro_batch=samples // count)
 
 
 def _traced_machine(timeline: Timeline, case: Case) -> Cluster:

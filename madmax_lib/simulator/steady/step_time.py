@@ -262,10 +262,17 @@ def _stage_parts(stages: Stages, costs: LayerCosts):
         parts = {name: longer * part for name, part in parts.items()}
     else:  # layers without a window attend to more
         parts["attention_s"] = parts["attention_s"] + excess_s
-    embedding_s = stages.has_embedding * sum(costs.embedding.passes_s)
-    parts["pointwise_s"] = parts["pointwise_s"] + embedding_s
-    parts["launch_s"] = parts["launch_s"] + stages.switches_s
-    parts["head_s"] = stages.has_head * sum(costs.head.passes_s)
+    parts |= {"launch_s": parts["launch_s"] + stages.switches_s, "head_s": 0.0}
+    ends = (
+        ("pointwise_s", costs.embedding, stages.has_embedding),
+        ("head_s", costs.head, stages.has_head),
+    )
+    for name, end, is_there in ends:
+        # both ends sum over tp, too: rows of the table, and terms of the softmax
+        waits_s = end.time.forward["tp_s"] + end.time.backward["tp_s"]
+        computed_s = sum(end.passes_s) - waits_s
+        parts[name] = parts[name] + is_there * computed_s
+        parts["tp_s"] = parts["tp_s"] + is_there * waits_s
     exposed_s = np.maximum(stages.slowest_s - sum(parts.values()), 0.0)
     sharded = costs.prices.plan.zero >= 3
     return parts | {"fsdp_s": np.where(sharded, exposed_s, 0.0)}
