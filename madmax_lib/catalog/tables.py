@@ -287,6 +287,9 @@ def model(name: str | Path | Model) -> Model:
     """A model by name or alias, or from a Hugging Face `config.json` or the folder of
     one; a Model stays what it is.
 
+    A name of the catalog is its model even where a folder is called so, as a warning
+    says: write ./name for the folder.
+
     sequence is that of the pre-training; where a configuration has only a context above
     64 K tokens it is 0, and the calls then ask for it.
     Raises ValueError for an unknown name or architecture and FileNotFoundError for a
@@ -297,9 +300,16 @@ def model(name: str | Path | Model) -> Model:
     """
     if isinstance(name, Model):
         return name
-    name = str(name) if isinstance(name, Path) else name
+    if isinstance(name, Path):
+        name = str(name if name.suffix == ".json" else name / "config.json")
     if isinstance(name, str) and name and (path := Path(name)).is_dir():
-        name = str(path / "config.json")
+        if "/" in name or _plain("model", name) not in _index("model")[0]:
+            name = str(path / "config.json")
+        elif (path / "config.json").exists():
+            warnings.warn(
+                f"model {name!r} is the catalog's; ./{name} is the folder's",
+                stacklevel=2,
+            )
     if isinstance(name, str) and name.endswith(".json"):
         return read_config(Path(name), table("hugging_face"))
     name, values = _fields("model", name)

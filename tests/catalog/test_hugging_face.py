@@ -3,6 +3,7 @@ and what is refused.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from support import cells, refused, rows_beside
@@ -215,3 +216,20 @@ def test_a_list_is_no_configuration(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with refused("an object of JSON"):
         catalog.model(tmp_path / "config.json")
+
+
+def test_a_name_of_the_catalog_is_no_folder(tmp_path, monkeypatch):
+    """Checkpoints lie in folders called as their models are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama3-8b", "checkpoint"):
+        (tmp_path / name).mkdir()
+        shape = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+        config = {"model_type": "gpt2", "n_positions": 32, **shape}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "gpt2").mkdir()  # and some are empty
+    own = catalog.model("checkpoint")
+    with pytest.warns(UserWarning, match="is the catalog's; ./llama3-8b"):
+        assert catalog.model("llama3-8b").parameters == 8_030_261_248
+    for name in ("./llama3-8b", "llama3-8b/", Path("llama3-8b"), "checkpoint"):
+        assert catalog.model(name).parameters == own.parameters
+    assert catalog.model("gpt2").parameters == 124_439_808
