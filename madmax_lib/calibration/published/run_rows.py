@@ -132,14 +132,22 @@ def memory_table(runs: dict[str, Run]) -> pd.DataFrame:
     project's runs: low-rank training has gradients of its updates alone.
     measured_bytes: torch.cuda.max_memory_allocated, NaN on a CPU, where nothing counts
     allocations (host_rss_bytes holds Python and torch too). A run out of memory has its
-    plan and prediction here, and what its first steps took. attrs carry the model and
-    the files.
+    plan and prediction here, and what its first steps took. reason: why there is no
+    prediction, such as offload in fp32. attrs carry the model and the files.
     """
+    predictions = {}
+    reasons = {}
+    for name, run in runs.items():
+        try:
+            predictions[name] = _predicted_bytes(run)
+        except ValueError as refusal:
+            reasons[name] = str(refusal)
     table = runs_table(runs)[["run", "strategy", "dimensions", "status"]]
     table = table.assign(
         plan=[str(runs[name].spec.plan) for name in table["run"]],
-        predicted_bytes=[_predicted_bytes(runs[name]) for name in table["run"]],
+        predicted_bytes=[predictions.get(name, np.nan) for name in table["run"]],
         measured_bytes=[runs[name].device_bytes for name in table["run"]],
+        reason=[reasons.get(name, "") for name in table["run"]],
     )
     table.attrs["provenance"] = {"files": steps_files(runs)}
     table.attrs["model"] = next(iter(runs.values())).spec.model
