@@ -118,6 +118,9 @@ def test_has_the_shape_of_a_typed_documented_function(name):
         first.source.startswith("# ")
         and f"github/{REPOSITORY}/blob/main/notebooks/{name}.ipynb" in first.source
     )
+    # GitHub shows code without pictures; the workflow of pages publishes both
+    owner, project = REPOSITORY.split("/")
+    assert f"(https://{owner}.github.io/{project}/{name}.html)" in first.source
     assert len(notebook.cells) <= 40
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code), "make strip"
