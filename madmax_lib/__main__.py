@@ -98,6 +98,10 @@ def _parser(words: list[str]):
     for module in (trace_commands, step_commands, run_commands):
         module.add(commands)
     runs_commands.add(commands, words[:1])
+    if not words or words[0] in ("paper", "-h", "--help"):
+        from madmax_lib.papers import command as paper_command  # the top floor
+
+        paper_command.add(commands)
     return parser
 
 

@@ -50,13 +50,14 @@ def run_row(
     node_order: tuple[str, ...],
     mode: str,
     model_profile: str = _MODEL_PROFILE,
+    global_batch: int = _BATCH,
 ) -> MetisResult:
     """One search of the table. mode: "base" or "strategy"."""
     return search(
         _profiles(layers),
         nodes_of(gpus),
         layers=layers,
-        global_batch=_BATCH,
+        global_batch=global_batch,
         node_order=node_order,
         model_profile=model_profile,
         strategy=mode == "strategy",
