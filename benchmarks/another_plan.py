@@ -16,7 +16,6 @@ from testbed import MODELS, specs
 
 import madmax_lib as mm
 from madmax_lib import calibration
-from madmax_lib.calibration.trace import step_seconds
 from madmax_lib.runs import launch_all, read_run
 
 LAYOUTS = {2: ("dp", "tp", "pp", "z3"), 4: ("dp",)}  # of as many ranks
@@ -48,7 +47,7 @@ def foretold(name: str, folder: Path) -> dict[str, object]:
         global_batch=run.spec.global_batch,
     )
     # a profiled step is longer than others, on CPUs by up to half
-    traced_s = float(step_seconds(mm.read_trace(folder / name)).median())
+    traced_s = float(mm.traces.steps(mm.read_trace(folder / name))["total_s"].median())
     return {
         "run": name,
         "plan": str(answer.case.plan),
