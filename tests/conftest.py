@@ -31,12 +31,16 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """A file stays whole: its tests share what is slow to set up."""
+    """A file stays whole, as its tests share what is slow to set up, unless it is apart."""
     quarter = config.getoption("--quarter")
-    if quarter is not None:
-        items[:] = [
-            item for item in items if crc32(item.path.stem.encode()) % 4 == quarter
-        ]
+    if quarter is None:
+        return
+
+    def part(item):
+        is_apart = item.get_closest_marker("apart")
+        return crc32((item.name if is_apart else item.path.stem).encode()) % 4
+
+    items[:] = [item for item in items if part(item) == quarter]
 
 
 @pytest.fixture(autouse=True)
