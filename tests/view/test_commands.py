@@ -78,6 +78,8 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(
             ["gpt-tiny", "dp1", "--device", "cpu", "--dry-run", "-o", "/dev/null/run"],
             "a run needs a directory",
         ),
+        (["gpt-tiny"], "give a model and a strategy"),
+        (["--mode", "hybrid", "--ranks", "3"], "--tp-size 2 does not divide 3 ranks"),
     ],
 )
 def test_train_refuses_in_one_line(capsys, tmp_path, monkeypatch, arguments, message):
@@ -85,6 +87,20 @@ def test_train_refuses_in_one_line(capsys, tmp_path, monkeypatch, arguments, mes
     assert main(["train", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "steps"),
+    [
+        ("--mode baseline --ranks 4 --batch-size 2 --max-samples 80", "dp4.mb2", 10),
+        ("--mode hybrid --ranks 4 --tp-size 2", "dp2.tp2.z3.mb8", 6),
+    ],
+)
+def test_train_takes_the_words_of_the_gpt2_study(capsys, options, plan, steps):
+    words = ["train", "gpt-tiny", *options.split(), "--device", "cpu"]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert (about["plan"], about["steps"]) == (plan, steps)
 
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("out-of-memory", 1)])

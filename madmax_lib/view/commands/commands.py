@@ -57,7 +57,7 @@ def _add_fields(train):
     for field in fields(RunSpec):
         name = field.name
         if name in ("model", "strategy"):
-            train.add_argument(name, help=about.get(name))
+            train.add_argument(name, nargs="?", help=about.get(name))
             continue
         how = {"type": _TYPES.get(field.type, _json)}
         if field.type == "bool":
@@ -99,6 +99,12 @@ def _train(options):
     from madmax_lib.runs.launch import resolve, train_command
     from madmax_lib.runs.spec import RunSpec
 
+    if options.mode:
+        _as_in_the_study(options)
+    elif options.strategy is None:
+        raise ValueError(
+            "give a model and a strategy, such as gpt-tiny dp2.z3, or --mode"
+        )
     if options.offload:  # a word of the plan, which stands before its engine
         plan, at, engine = options.strategy.partition("@")
         options.strategy = f"{plan}.offload-{options.offload}{at}{engine}"
@@ -108,6 +114,7 @@ def _train(options):
     spec = RunSpec(**chosen)
     directory = options.output or Path("runs") / spec.name
     about = asdict(resolve(spec, directory))
+    about |= {"steps": spec.steps, "global_batch": spec.global_batch}
     about |= {"parameters": spec.shapes.parameters, "directory": str(directory)}
     if options.dry_run:
         about["command"] = shlex.join(train_command(spec, directory))
@@ -124,6 +131,25 @@ def _train(options):
         if isinstance(text, (str, int)) and text != "":
             print(f"{name:<24}{text}")
     return status
+
+
+def _as_in_the_study(options):
+    """Fill in what the script of the GPT-2 study means by its options: DDP, or ZeRO-3
+    over groups of tp, of so many samples a GPU and step.
+    """
+    from madmax_lib.runs.launch import gpu_count
+
+    options.model = options.model or "gpt2-large"
+    tp = options.tp_size if options.mode == "hybrid" else 1
+    ranks = options.ranks or gpu_count() or tp
+    if ranks % tp:
+        raise ValueError(f"--tp-size {tp} does not divide {ranks} ranks")
+    dp = ranks // tp
+    options.strategy = f"dp{dp}.tp{tp}.z3" if options.mode == "hybrid" else f"dp{dp}"
+    options.global_batch = options.global_batch or options.batch_size * dp
+    if options.max_samples:
+        options.steps = max(options.max_samples // options.global_batch, 1)
+    options.fused_gelu = options.fused or options.fused_gelu
 
 
 def _launch(spec, directory, about):
