@@ -46,7 +46,7 @@ OTHERS = {
         {"quick": False, "model": "gpt-tiny", "devices": 1, "device": "cpu", "profile_memory": True},
         {"quick": False, "model": "gpt-tiny", "strategies": "dp1 dp2", "lora_rank": 4, "download": True},
     ],
-    "20_overlap": [{"trace": f"{SETS}/gpt-fsdp", "step": 1}],
+    "20_overlap": [{"trace": f"{SETS}/gpt-fsdp", "step": 10}],
     "21_kernels_and_launch": [{"trace": f"{SETS}/gpt-ddp", "launch_us": 2.0}],
     "22_collectives_and_stragglers": [{"trace": f"{SETS}/vit-ddp", "model": "llama-7b", "plan": "dp4.tp2"}],
     "23_memory_timeline": [{"trace": f"{SETS}/gpt-memory", "device": "cpu", "model": "gpt2", "plan": "dp2", "global_batch": 8, "dtype": "bf16"}],
@@ -67,7 +67,7 @@ OTHERS = {
     "52_metis": [{"example_layers": 8, "example_gpus": 16}],
     "53_hybrid_parallelism": [{"threads": 2}],
     "54_vit_llm_study": [{"last": 100}],
-    "55_heterogeneous_training": [{"small": "dgx-1-v100", "large": "dgx-a100", "small_batch": 8, "large_batch": 16, "model": "gpt2_4b"}],
+    "55_heterogeneous_training": [{"small": "dgx-1-v100", "large": "dgx-a100", "small_batch": 8, "large_batch": 16, "model": "gpt2_5b"}],
     "60_design_space": [
         {"model": "llama-7b", "cluster": "dgx-h100", "nodes": 2, "global_batch": 128, "sequence": 2048, "dtype": "fp8", "objective": "cost", "top": 100,
          "software": "torchtitan", "shards": 2, "shard": 1, "directory": "parts", "tokens": 1e12, "days": 60.0},
