@@ -1,4 +1,4 @@
-"""Layouts to try on the devices at hand: every kind on 1, 2 and 8 of them, else the
+"""Layouts to try on the devices at hand: every kind on 1, 2, 4 and 8 of them, else the
 planner's best.
 """
 
@@ -10,10 +10,11 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.runs.spec import RunSpec, check
 
-# 2 and 8: one to five dimensions, as the study of notebook 54 meant to try them
+# 2 to 8: one to five dimensions, as the study of notebook 54 meant to try them
 _TRIED = {
     1: ("dp1", "dp1.full", "dp1.z3.offload-all"),
     2: ("dp1", "dp2", "dp2.z2", "dp2.z3", "tp2", "pp2"),
+    4: ("dp4", "dp4.z2", "dp4.z3", "tp4", "dp2.tp2", "dp2.tp2.z3", "dp2.pp2", "pp4"),
     8: (
         "dp8",
         "dp8.z2",

@@ -152,14 +152,15 @@ class RunSpec(Settings):
 
     @property
     def name(self) -> str:
-        """A name for the directory of the run: model, strategy, rank of LoRA, hosts and
-        their network.
+        """A name for the directory of the run: model, strategy, rank of LoRA, whether it
+        is compiled, hosts and their network.
 
         >>> RunSpec(model="gpt_tiny", strategy="dp2.z3").name
         'gpt-tiny_dp2.z3'
         """
         adapters = f"_lora{self.lora_rank}" if self.lora_rank else ""
         spread = f"_{self.hosts}x{self.network or 'host'}" if self.hosts > 1 else ""
+        adapters += "_compiled" * self.compile
         return f"{self.model}_{self.strategy.replace('@', '_')}{adapters}{spread}"
 
     def get_data(self, allow_download: bool = False) -> batches.Data:

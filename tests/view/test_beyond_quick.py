@@ -38,12 +38,12 @@ OTHERS = {
     ],
     "10_profile_vit": [
         {"strategy": "dp2.z3", "steps": 5, "global_batch": 8, "dtype": "fp32", "learning_rate": 1e-3, "classes": 100, "validate_every": 2, "power": "none"},
-        {"quick": False, "strategies": "dp1.z3.offload-all tp2", "devices": 1, "device": "cpu", "profile_memory": True},
+        {"quick": False, "strategies": "dp1.z3.offload-all tp2", "devices": "1", "sizes": {"layers": 2}, "device": "cpu", "profile_memory": True},
         {"quick": False, "strategies": "dp1 pp2", "lora_rank": 4, "compile": False, "download": True},
     ],
     "11_profile_llm": [
         {"model": "gpt-tiny", "strategy": "tp2", "steps": 5, "global_batch": 4, "sequence": 64, "dtype": "fp32", "learning_rate": 1e-3, "validate_every": 2, "power": "none"},
-        {"quick": False, "model": "gpt-tiny", "devices": 1, "device": "cpu", "profile_memory": True},
+        {"quick": False, "model": "gpt-tiny", "devices": "1 2", "device": "cpu", "profile_memory": True, "sizes": {"layers": 2}},
         {"quick": False, "model": "gpt-tiny", "strategies": "dp1 dp2", "lora_rank": 4, "download": True},
     ],
     "20_overlap": [{"trace": f"{SETS}/gpt-fsdp", "step": 10}],
@@ -80,8 +80,25 @@ KEPT = {
     "23_memory_timeline": {"snapshot"},
     "31_validate": {"table"},
     "32_this_machine": {"run", "hosts", "network", "minutes"},
-    "10_profile_vit": {"model", "data", "weights"},
-    "11_profile_llm": {"data", "weights", "compile"},
+    "10_profile_vit": {
+        "model",
+        "data",
+        "weights",
+        "weights_16bit",
+        "adam_8bit",
+        "fused_gelu",
+        "wandb",
+    },
+    "11_profile_llm": {
+        "data",
+        "weights",
+        "compile",
+        "weights_16bit",
+        "adam_8bit",
+        "fused_gelu",
+        "wandb",
+        "tokenizer",
+    },
     "53_hybrid_parallelism": {"full"},
 }
 
