@@ -251,3 +251,16 @@ def check_deepspeed() -> None:
             f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed "
             "would wait for it for ever. If no build is running, delete it"
         )
+
+
+def check_wandb_key() -> None:
+    """Raises ValueError where Weights & Biases would ask for a key after the start."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return
+    path = Path.home() / ".netrc"
+    logged_in = path.is_file() and "api.wandb.ai" in path.read_text()
+    if not (logged_in or os.environ.get("WANDB_API_KEY")):
+        raise ValueError(
+            "wandb=True: no key is here; set WANDB_API_KEY, run `wandb login`, or set "
+            "WANDB_MODE=offline"
+        )

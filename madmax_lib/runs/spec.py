@@ -225,6 +225,8 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     if spec.weights and not any(Path(spec.weights).glob("*.safetensors")):
         lacks = f"has no .safetensors file with weights of {spec.model}"
         raise FileNotFoundError(f"weights={spec.weights!r} {lacks}")
+    if spec.wandb:
+        checks.check_wandb_key()
     testbed.check_hosts(spec.hosts, spec.network, spec.speed, ranks)
     return _device(spec, ranks, gpus, nodes)
 

@@ -121,6 +121,8 @@ def _train(directory, rank, number):
             env |= {"power_source": power.name, "power_cap_w": power.cap_w}
             env["job"] = trainer.describe()
             read.write_json(directory / "env.json", env)
+            if spec.engine == "deepspeed":
+                read.write_json(directory / "ds_config.json", trainer.config)
             # time of steps that an earlier start made
             before_s = read.read_steps(directory)["total_s"].sum()
         start_s = time.perf_counter()

@@ -37,7 +37,7 @@ def test_requirements_are_the_project_with_all_extras():
     extras = {
         name: lines
         for name, lines in PYPROJECT["project"]["optional-dependencies"].items()
-        if name != "colab"
+        if name not in ("colab", "study")
     }
     extras = [line for lines in extras.values() for line in lines]
     declared = set(names(PYPROJECT["project"]["dependencies"])) | set(names(extras))

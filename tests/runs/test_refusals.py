@@ -73,6 +73,21 @@ def test_a_missing_package_is_one_line(package, monkeypatch):
         check(spec if deepspeed else RunSpec(wandb=True, adam_8bit=True), gpus=0)
 
 
+def test_a_key_is_asked_for_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("madmax_lib.runs.spec.find_spec", lambda name: object())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    spec = RunSpec(wandb=True)
+    with pytest.raises(ValueError, match="set WANDB_API_KEY, run `wandb login`"):
+        check(spec, gpus=0)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert check(spec, gpus=0) == "cpu"
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key")
+    assert check(spec, gpus=0) == "cpu"
+
+
 def test_stale_locks_are_found_and_explained(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(checks, "find_spec", lambda name: object())

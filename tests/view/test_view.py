@@ -5,6 +5,7 @@ goes, and the report.
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -222,11 +223,13 @@ PLACES = [
 @pytest.mark.parametrize(("variables", "name"), PLACES)
 def test_output_goes_where_users_of_a_place_look(variables, name, nowhere, monkeypatch):
     """Even where the workbench is a clone: on Colab and Kaggle nobody looks into its
-    build folder.
+    build folder, and papermill elsewhere keeps figures beside its output.
     """
     for variable in variables.split():
         monkeypatch.setenv(variable, "true")
-    output = PROJECT / "build" if name in ("local", "ci") else nowhere
+    assert environment().output == nowhere
+    monkeypatch.chdir(PROJECT / "notebooks")
+    output = PROJECT / "build" if name in ("local", "ci") else Path.cwd()
     assert setup() == environment() == Environment(name, output, output / "figures")
     monkeypatch.setenv("MADMAX_FIGURES", str(nowhere / "asked"))
     assert environment() == Environment(name, output, nowhere / "asked")

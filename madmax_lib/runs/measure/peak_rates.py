@@ -51,6 +51,8 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
         rate *= share
         if share < 1:
             source += f", x {share:.3g} since ranks share cores or are slowed"
+        if dtype == "fp16":
+            source += "; no peak: CPUs convert fp16, and MFU says nothing"
     return rate.item(), source
 
 

@@ -104,7 +104,8 @@ class _DeepSpeedTrainer:
         self.phases = Phases(self.device)
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
-        options = {"config": config(plan, settings), "dist_init_required": False}
+        self.config = config(plan, settings)
+        options = {"config": self.config, "dist_init_required": False}
         parameters = list(network.parameters())
         self.engine, *_ = deepspeed.initialize(
             model=network, model_parameters=parameters, **options

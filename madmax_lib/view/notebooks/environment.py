@@ -28,9 +28,8 @@ class Environment:
 def environment() -> Environment:
     """The environment of this process.
 
-    Output goes to `build/` of the checkout. On Colab and Kaggle the checkout is a clone
-    that nobody looks into: there, and without a checkout, it goes to the working
-    folder. Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed
+    Output goes to `build/` of the checkout that this runs in. Elsewhere it goes to the
+    working folder, on Colab and Kaggle too, where nobody looks into the clone. Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed
     `figures/`), else to `figures/` of the output.
     """
     # a command in a cell of Colab is a process without google.colab: it has the
@@ -41,7 +40,8 @@ def environment() -> Environment:
         name = "kaggle"
     else:
         name = "ci" if os.environ.get("CI") else "local"
-    in_checkout = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
+    is_checkout = name in ("local", "ci") and (PROJECT / "notebooks").is_dir()
+    in_checkout = is_checkout and Path.cwd().is_relative_to(PROJECT)
     output = PROJECT / "build" if in_checkout else Path.cwd()
     return Environment(
         name, output, Path(os.environ.get("MADMAX_FIGURES", output / "figures"))
