@@ -29,8 +29,9 @@ def environment() -> Environment:
     """The environment of this process.
 
     Output goes to `build/` of the checkout that this runs in. Elsewhere it goes to the
-    working folder, on Colab and Kaggle too, where nobody looks into the clone. Figures go to MADMAX_FIGURES if set (`make run` sets it to the committed
-    `figures/`), else to `figures/` of the output.
+    working folder, on Colab and Kaggle too, where nobody looks into the clone. Figures
+    go to MADMAX_FIGURES if set (`make run` sets it to the committed `figures/`), else
+    to `figures/` of the output.
     """
     # a command in a cell of Colab is a process without google.colab: it has the
     # variable
