@@ -14,6 +14,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.plan.plan import Plan
+from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
 _MODEL = "gpt2-large"
@@ -268,3 +269,34 @@ def claims() -> pd.DataFrame:
     result = pd.DataFrame(table, columns=["claim", "theirs", "ours"])
     result = result.eval("error = ours / theirs - 1")
     return with_origin(result, _RUNS, "studies/gelu", "studies/mlp", rules=_RULES)
+
+
+def predictions() -> pd.DataFrame:
+    """Tokens per second of the six rows as they should be on four A100 beside the
+    reported ones: predicted, low and high of 90 %, error, inside.
+
+    Tensor parallelism shares samples here, where the study's ranks each had their own.
+    """
+    rows = []
+    for row in runs().itertuples():
+        dp = row.gpus // row.tp
+        stage = 3 if "zero3" in row.config else 0
+        plan = f"dp{dp}.tp{row.tp}.z{stage}.mb{row.batch_per_gpu}.full"
+        tokens = row.sequence * dp * row.batch_per_gpu
+        step = estimate(
+            _MODEL,
+            catalog.cluster("dgx-a100-40", devices=row.gpus),
+            plan,
+            global_batch=dp * row.batch_per_gpu,
+            sequence=row.sequence,
+            dtype="fp16",
+            software="deepspeed" if stage else "fsdp2",
+        ).iloc[0]
+        rates = {"predicted": tokens / step["step_s"]}
+        rates |= {"low": tokens / step["high_s"], "high": tokens / step["low_s"]}
+        about = {"config": row.config, "batch": row.batch_per_gpu}
+        rows.append(about | {"reported": row.tokens_per_s} | rates)
+    table = pd.DataFrame(rows)
+    table["error"] = table["predicted"] / table["reported"] - 1
+    table["inside"] = table["reported"].between(table["low"], table["high"])
+    return table
