@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         memory_table as memory_table,
         trace_breakdowns as trace_breakdowns,
     )
+    from madmax_lib.view.explore.live import Live as Live
     from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
     from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
     from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
