@@ -44,8 +44,10 @@ COLUMNS = (
     "power_w",  # of all devices of the first machine
     "energy_j",
     "utilization",  # of them, 0..1, by NVML
+    "temperature_c",  # of the hottest of them, the mean over the step
 )
-_NEW_COLUMNS = {"validation_accuracy", "utilization"}  # that earlier runs do not have
+# that earlier runs do not have
+_NEW_COLUMNS = {"validation_accuracy", "utilization", "temperature_c"}
 # Fields of a spec that runs share where their speeds can be compared; ranks and global
 # batch may differ, as throughput is per sample.
 _SAME_WORK = (

@@ -55,13 +55,17 @@ def test_a_window_asks_no_device():
     asked = []
 
     def read():
-        asked.append(Reading(float(len(asked)), power_w=10.0, utilization=0.5))
+        asked.append(
+            Reading(
+                float(len(asked)), power_w=10.0, utilization=0.5, temperature_c=60.0
+            )
+        )
         return asked[-1]
 
     power = Meter(read, "test")
     power.period_s = 60.0
     with power:
-        same = {"power_w": 10.0, "utilization": 0.5}
+        same = {"power_w": 10.0, "utilization": 0.5, "temperature_c": 60.0}
         assert power.window(0.0, 1.0) == same | {"energy_j": 10.0}
         assert power.window(0.5, 2.5) == same | {"energy_j": 20.0}
         assert len(asked) == 1

@@ -80,18 +80,20 @@ class Meter:
             self.readings.append(self.read())
 
     def window(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Mean power, energy and utilization between two times of `time.perf_counter`,
-        NaN without readings.
+        """Mean power, energy, utilization and temperature between two times of
+        `time.perf_counter`, NaN without readings.
         """
         # from the last reading before the window on
         first = bisect_left(self.readings, start_s, key=lambda reading: reading.t_s)
         inside = self.readings[max(first - 1, 0) :]
         joule = energy_j(inside, start_s, end_s)
         busy = [reading.utilization for reading in inside]
+        heat = [reading.temperature_c for reading in inside]
         return {
             "power_w": joule / (end_s - start_s) if end_s > start_s else nan,
             "energy_j": joule,
             "utilization": float(np.mean(busy)) if busy else nan,
+            "temperature_c": float(np.mean(heat)) if heat else nan,
         }
 
     def rows(self, origin_s: float) -> list[tuple]:
