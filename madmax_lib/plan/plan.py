@@ -159,7 +159,7 @@ class Plan(Plans):
         return cls(**values)
 
     @staticmethod
-    def _parse_part(part: str, text: str):
+    def _parse_part(part, text):
         """Fields that a part of a plan's text names."""
         if part == "zpp":
             return dict.fromkeys(ZERO_PLUS, True)

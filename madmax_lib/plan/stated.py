@@ -169,7 +169,7 @@ def model_of(raw: dict) -> Transformer:
     return _of_style(usual | fields, positive_of(raw, "params_b"))
 
 
-def _of_style(fields: dict, billions: float):
+def _of_style(fields, billions):
     """A model of GPT's or LLaMA's style, with the token table as head or not, as the
     stated parameters tell.
 
@@ -186,7 +186,7 @@ def _of_style(fields: dict, billions: float):
     return models[0] if is_plain else models[-1]
 
 
-def _vision(fields: dict):
+def _vision(fields):
     """A vision transformer: the patch is in its name, the image follows from its
     tokens, the classes are ImageNet's.
     """
@@ -207,7 +207,7 @@ def _vision(fields: dict):
 
 
 @lru_cache(maxsize=256)
-def _facts(name: str):
+def _facts(name):
     """Fields of a model by its name in `data/row_models.csv`, empty without a row."""
     for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
         if re.search(facts.pop("pattern"), name, re.I):
@@ -217,7 +217,7 @@ def _facts(name: str):
 
 
 @lru_cache(maxsize=256)
-def _listed(name: str):
+def _listed(name):
     """Fields of the catalog's model of a name or of a row's spelling of it, empty if
     there is none.
     """
@@ -290,7 +290,7 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     return cluster, device.nearest(_dtype(text_of(raw, "precision").lower()))
 
 
-def _dtype(text: str):
+def _dtype(text):
     """The data type that a precision names first, before its brackets if it can."""
     if not text:
         return "bf16"

@@ -205,7 +205,7 @@ _SILENT = {"means": "", "values": "", "note": ""}  # of a key that no row speaks
 
 
 @lru_cache(maxsize=4096)
-def _row(framework: str, key: str):
+def _row(framework, key):
     """The first row that fits a key; a pattern stands between slashes."""
     for row in rows_of(framework):
         pattern = row["key"]

@@ -376,7 +376,7 @@ def _columns(plans, values, chosen):
     return columns | {"ties": 0 * chosen}
 
 
-def _joined(parts, *order: str):
+def _joined(parts, *order):
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
     if not filled:

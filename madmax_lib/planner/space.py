@@ -301,7 +301,7 @@ def _schedules(space, layers, pp, micro_batches):
 
 
 @lru_cache(maxsize=4096)
-def _ends(layers: int, pp: int, chunks: int):
+def _ends(layers, pp, chunks):
     """The last_layers, embedding_as_layer and head_as_layer that cut layers into stages
     of so many chunks.
 

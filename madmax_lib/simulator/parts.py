@@ -126,7 +126,7 @@ def work_of(
     return KernelWork(shape["flops"], 1.0, 0.0, apart_bytes=shape["size_bytes"])
 
 
-def _product(shape: Mapping[str, Number], dtype: str, sms: int):
+def _product(shape, dtype, sms):
     m, n, k = (shape[name] for name in "mnk")
     operand_bytes = BYTES[OPERANDS.get(dtype, dtype)]
     result_bytes = max(operand_bytes, BYTES["bf16"])
@@ -153,7 +153,7 @@ def _product(shape: Mapping[str, Number], dtype: str, sms: int):
     )
 
 
-def _attention(shape: Mapping[str, Number], sms: int):
+def _attention(shape, sms):
     batch, sequence, heads = (shape[name] for name in ("batch", "sequence", "heads"))
     channels = shape["head_dim"]
     tokens = batch * sequence

@@ -74,7 +74,7 @@ def step_energy(
     return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
-def _phases_s(parts: Mapping[str, np.ndarray], device: Device):
+def _phases_s(parts, device):
     """Seconds of a step by phase, of a device whose TDP is known."""
     if not device.tdp_w > 0:
         raise ValueError(

@@ -52,7 +52,7 @@ def counters(timeline: Timeline) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _of_step(samples: pd.DataFrame, kernels: pd.DataFrame):
+def _of_step(samples, kernels):
     """Rows of the counters in the time of a step's kernels."""
     begin_ns = kernels["start_ns"].min()
     end_ns = (kernels["start_ns"] + kernels["dur_ns"]).max()
@@ -69,7 +69,7 @@ def _of_step(samples: pd.DataFrame, kernels: pd.DataFrame):
     return table
 
 
-def _kinds(times_ns: np.ndarray, kernels: pd.DataFrame):
+def _kinds(times_ns, kernels):
     """Kind (n,) of what ran at each time, idle where nothing did."""
     kind = np.full(len(times_ns), "idle", dtype=object)
     for each in reversed(_KINDS):

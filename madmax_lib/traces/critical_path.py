@@ -24,7 +24,6 @@ from madmax_lib.base.units import NS_PER_S, format_s
 from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.read.events import TraceWarning
-from madmax_lib.traces.waits.dependencies import Graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
@@ -245,7 +244,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _median_of(timeline: Timeline, numbers: list[int]):
+def _median_of(timeline, numbers):
     """The step of median time (the lower) of some, None of none."""
     if len(numbers) < 2:
         return next(iter(numbers), None)
@@ -267,7 +266,7 @@ class _Now:
     limits: list[str]  # why a replay may not be right
 
     @classmethod
-    def of(cls, timeline: Timeline, steps: Recurring):
+    def of(cls, timeline, steps):
         """Steps of a timeline, replayed as they are."""
         recorded_s = steps.recorded.step_ns / NS_PER_S
         measured_s = float(np.median(recorded_s)) if len(recorded_s) else 0.0
@@ -300,7 +299,7 @@ class _Now:
         """Replayed over measured time, - 1."""
         return self.step_s / self.measured_s - 1 if self.measured_s else 0.0
 
-    def row(self, timeline: Timeline, steps: Recurring, weight_ns: np.ndarray):
+    def row(self, timeline, steps, weight_ns):
         """Columns of `what_if` with other weights."""
         replay = self.replay
         if not np.array_equal(weight_ns, self.weight_ns):
@@ -328,11 +327,11 @@ class _Now:
         }
 
 
-def _mean_s(replay: Round):
+def _mean_s(replay):
     return float(replay.step_ns.mean() / NS_PER_S) if len(replay.step_ns) else 0.0
 
 
-def _limits(timeline: Timeline, steps: Recurring):
+def _limits(timeline, steps):
     """Why a replay of recorded steps may not be right, and what would help."""
     if timeline.meta.source == "simulated" or not steps.numbers:
         return []
@@ -352,7 +351,7 @@ def _limits(timeline: Timeline, steps: Recurring):
     return limits
 
 
-def _parts_s(timeline: Timeline, steps: Recurring, replay: Round):
+def _parts_s(timeline, steps, replay):
     """Seconds of the replayed steps by what the device does, means over the ranks."""
     slices = steps.graph.slices
     works = np.flatnonzero(on_device(slices) & steps.inside[: 2 * len(slices) : 2])
@@ -367,7 +366,7 @@ def _parts_s(timeline: Timeline, steps: Recurring, replay: Round):
     return table.astype(float).mean().fillna(0.0)
 
 
-def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
+def _path(steps, replay, weight_ns):
     """Parts of the critical path of a replay, in order of time: event at their end,
     begin_ns, dur_ns, kind, why.
     """
@@ -408,7 +407,7 @@ def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
     )
 
 
-def _factors(graph: Graph, scenario: dict[str, float]):
+def _factors(graph, scenario):
     """Factors by which a scenario shortens the work before each event and the delay of
     each edge.
     """
@@ -431,7 +430,7 @@ def _factors(graph: Graph, scenario: dict[str, float]):
     return of_event, of_edge
 
 
-def _named(names: pd.Series, pattern: str):
+def _named(names, pattern):
     """Whether each name (n,) matches; ValueError for a pattern that none does."""
     try:
         search = re.compile(pattern).search
@@ -447,7 +446,7 @@ def _named(names: pd.Series, pattern: str):
     return names.isin(matching).to_numpy()
 
 
-def _busy_s(slices: pd.DataFrame):
+def _busy_s(slices):
     ranks = max(slices["rank"].nunique(), 1)
     times = slices.groupby(["kind", "rank"]).apply(
         lambda p: total(pack(p["start_ns"], p["end_ns"] - p["start_ns"])),

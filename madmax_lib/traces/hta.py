@@ -133,7 +133,7 @@ def _gpu_ranks(hta, what):
 
 
 @contextlib.contextmanager
-def _only(hta: TraceAnalysis, ranks: list[int]):
+def _only(hta, ranks):
     """HTA with the traces of some ranks, where its call takes no list of ranks."""
     traces = hta.t.traces
     hta.t.traces = {rank: traces[rank] for rank in ranks}

@@ -119,7 +119,7 @@ def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> 
     }
 
 
-def _by_name(table, what, *needed: str):
+def _by_name(table, what, *needed):
     if missing := [column for column in needed if column not in table.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     if twice := table["name"][table["name"].duplicated()].tolist():

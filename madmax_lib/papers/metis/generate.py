@@ -153,7 +153,7 @@ def _stretch(row, name, layers):
     return tuple(np.repeat(values, [1, layers - 2, 1]).tolist())
 
 
-def _scaled(profile, factor, **key: int):
+def _scaled(profile, factor, **key):
     """Profile of another batch or degree: the work scales, the rest of the step
     stays.
     """

@@ -76,6 +76,6 @@ def plot_training(summary: pd.DataFrame) -> Axes:
     )
 
 
-def _from_files(table, *files: str):
+def _from_files(table, *files):
     names = [f"metis/{file}" for file in files]
     return with_origin(table, *names, rules="Metis as released")

@@ -79,7 +79,7 @@ def optional_local(relative: str, what: str) -> Path | None:
         return None
 
 
-def _steps(model, plans, *, global_batch, **network: float):
+def _steps(model, plans, *, global_batch, **network):
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense
     model FLOPs) and memory_bytes.
 

@@ -110,7 +110,7 @@ class _Run:
     spec: RunSpec
     directory: Path
 
-    def __call__(self, plan) -> float | None:
+    def __call__(self, plan):
         # a strategy without mb leaves it open
         text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
         spec = replace(self.spec, strategy=text, ranks=None)

@@ -51,7 +51,7 @@ class Experts(nn.Module):
         hidden = spec.hidden
         bias = spec.mlp_bias
 
-        def weight(*shape: int):
+        def weight(*shape):
             return nn.Parameter(torch.empty(count, *shape))
 
         # in the order in which a checkpoint and a generator name them

@@ -68,7 +68,7 @@ def _tiles(x, rows_per_program):
 
 
 @triton.jit
-def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, COLUMNS: tl.constexpr):
+def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, COLUMNS):
     first_row = tl.program_id(0) * _ROWS
     first_column = tl.program_id(1) * COLUMNS
     row = first_row + tl.arange(0, _ROWS)
@@ -89,7 +89,7 @@ def _forward(x_ptr, bias_ptr, y_ptr, rows, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _backward(inputs, outputs, rows, columns, COLUMNS: tl.constexpr):
+def _backward(inputs, outputs, rows, columns, COLUMNS):
     x_ptr, bias_ptr, dy_ptr = inputs
     dx_ptr, sums_ptr = outputs
     first_column = tl.program_id(1) * COLUMNS

@@ -287,7 +287,7 @@ def text_column(texts: list[str]) -> pd.Categorical:
     )
 
 
-def _edges(program: Program):
+def _edges(program):
     """Edges of a program: dependencies, then neighbours on a stream of a rank."""
     counts = np.array([len(after) for after in program.after], dtype=np.int64)
     source = np.fromiter(

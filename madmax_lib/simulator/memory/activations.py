@@ -158,7 +158,7 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     )
 
 
-def _attention_widths(model: Transformer, blocks: Blocks):
+def _attention_widths(model, blocks):
     own_count = blocks.count("*")
     cross_count = blocks.count("x")
     values = (own_count + cross_count) * model.heads * model.v_head_dim

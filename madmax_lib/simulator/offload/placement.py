@@ -27,7 +27,6 @@ from madmax_lib.base.fields import (
     require_type,
     short_repr,
 )
-from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
@@ -250,7 +249,7 @@ def _packed(sizes, chunk):
 
 
 @lru_cache(maxsize=256)
-def _chunk_waste(model: Transformer):
+def _chunk_waste(model):
     """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size
     with the smallest tails.
 

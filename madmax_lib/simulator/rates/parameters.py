@@ -181,7 +181,7 @@ def load(path: str | Path) -> Parameters:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
-def _from_json(content: Mapping):
+def _from_json(content):
     """Constants from what `to_json` gave; those that are not in it are at their start
     values.
 

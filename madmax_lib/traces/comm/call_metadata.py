@@ -302,7 +302,7 @@ def _set_peers(timeline, table, row, rank):
         table[theirs] = table[theirs].mask(side & (table[theirs] < 0), other)
 
 
-def _first_text(*columns: pd.Series):
+def _first_text(*columns):
     """The first of the columns that is not empty, row by row."""
     result = columns[0].astype(object)
     for column in columns[1:]:

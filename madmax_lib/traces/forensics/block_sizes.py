@@ -72,7 +72,7 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
     return Replay(lives, pd.DataFrame(levels), largest, sizes is not None)
 
 
-def _is(action, *names: str):
+def _is(action, *names):
     return np.isin(action, [ACTIONS.index(name) for name in names])
 
 

@@ -172,7 +172,7 @@ class _File:
         self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
-    def read(self, path, rank) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def read(self, path, rank):
         """Events and blocks, with rank and device."""
         try:
             return self._tables(path, rank)

@@ -248,7 +248,7 @@ def launch_floor(
     return with_origin(table, timeline)
 
 
-def _queue(timeline: Timeline):
+def _queue(timeline):
     """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by
     rank, stream and time.
     """

@@ -100,7 +100,7 @@ def transfer_times(
     return result
 
 
-def _transfers(timeline: Timeline, graph: Graph):
+def _transfers(timeline, graph):
     """Columns of `calls` of each transfer of the graph, its event (its end), and
     seconds: alone_s over a link of its
     own, wait_s for ranks that are not seen. run: number of those that follow each other
@@ -135,7 +135,7 @@ def _transfers(timeline: Timeline, graph: Graph):
     return table
 
 
-def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray):
+def _alone(spans, start_ns, end_ns):
     """Time that each transfer would take alone on the link of its rank, and its run; those
     in gloo's threads share it.
     """
@@ -160,7 +160,7 @@ def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray):
     return alone_ns, run
 
 
-def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None):
+def _growth(timeline, table, ranks):
     """By what each group (n,) grows where there are so many ranks: that of all ranks,
     or of data parallelism.
     """
@@ -185,9 +185,7 @@ def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None):
     return np.where(grows, ranks // world, 1)
 
 
-def _nodes(
-    table: pd.DataFrame | Price, per_node: int | None, kind: str, ranks: int, group: str
-):
+def _nodes(table, per_node, kind, ranks, group):
     """On how many nodes is a group? Of so many devices each, or those of the table's
     rows; else one.
     """
@@ -221,9 +219,7 @@ def _nodes(
     return nodes[0] if nodes else 1
 
 
-def _price(
-    price: Price, nodes: Callable, kind: str, ranks: int, size_bytes: float, group: str
-):
+def _price(price, nodes, kind, ranks, size_bytes, group):
     """Seconds of a call, NaN where nobody knows."""
     if not size_bytes > 0:
         return np.nan

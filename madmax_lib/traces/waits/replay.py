@@ -95,7 +95,7 @@ def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _worker_edges(order: list[tuple], count: dict[str, int]):
+def _worker_edges(order, count):
     """(operation before, operation) of one worker, an operation being (kind, its
     number). order: of the passes; count: operations of each kind.
     """
@@ -158,12 +158,12 @@ def seen_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _by_time(number: np.ndarray, time: np.ndarray):
+def _by_time(number, time):
     """Numbers (m,) of operations in order of a time (all operations,)."""
     return number[np.argsort(time[number], kind="stable")]
 
 
-def _graph(step: pd.DataFrame, before: dict[int, set]):
+def _graph(step, before):
     """Units in an order in which each comes after what it waits for; where clocks
     contradict, in order of time.
     """

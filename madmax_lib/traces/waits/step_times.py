@@ -197,7 +197,7 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     )
 
 
-def _annotated(timeline: Timeline):
+def _annotated(timeline):
     """rank, step, annotated_ns: duration of the annotation that marks a step, from the
     first if there are several.
     """
@@ -219,7 +219,7 @@ def _annotated(timeline: Timeline):
     return marks.astype({"rank": "int32", "step": "int32"})
 
 
-def _cut(table: pd.DataFrame):
+def _cut(table):
     """(n,) steps at the edge of a recording that it does not hold whole."""
     cut = np.zeros(len(table), dtype=bool)
     for _, part in table.groupby("rank"):
@@ -235,7 +235,7 @@ def _cut(table: pd.DataFrame):
     return cut
 
 
-def _warmup(table: pd.DataFrame):
+def _warmup(table):
     """The leading steps that are slow."""
     walls = table.groupby("step")["wall_s"].median()
     slow = []

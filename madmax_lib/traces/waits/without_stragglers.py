@@ -10,7 +10,6 @@ holds the stragglers' share of the average: S is below "all as fast as the best"
 where all are slow alike. Names say where, not why.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, nan
 
@@ -19,7 +18,7 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.operations import NEEDED, operations
-from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
+from madmax_lib.traces.waits.replay import pipeline_graph, seen_graph
 
 _COMPUTE = (
     "forward-compute",
@@ -185,7 +184,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
 class _Replays:
     """The steps of operations as graphs, with own and ideal times."""
 
-    def __init__(self, ops: pd.DataFrame):
+    def __init__(self, ops):
         # Of members of a call only the time from the last member's start is their own.
         end = ops["start_ts"] + ops["duration"]
         member_s = end - ops.groupby(["step", "met"])["start_ts"].transform("max")
@@ -213,13 +212,13 @@ class _Replays:
         columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
         self.by_step = pd.DataFrame(columns)
 
-    def mean_s(self, chosen: list[Callable]):
+    def mean_s(self, chosen):
         """Mean step time (n,) if only the operations that each choice takes have their
         own times.
         """
         return self._step_s(chosen).mean(axis=0)
 
-    def alone_s(self, column: str):
+    def alone_s(self, column):
         """Mean step time by value of the column: only its operations have their own
         times.
         """
@@ -229,7 +228,7 @@ class _Replays:
         )
         return pd.Series(times, index=pd.Index(values, name=column), name="S")
 
-    def _step_s(self, chosen: list[Callable]):
+    def _step_s(self, chosen):
         """Step times (steps, choices)."""
         if self.steps[0][1] is self.steps[-1][1]:  # one graph: all steps at once
             table = self.steps[0][0]
@@ -242,14 +241,12 @@ class _Replays:
         )
 
     @staticmethod
-    def _last_s(
-        graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]
-    ):
+    def _last_s(graph, own_s, table, chosen):
         actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
         return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
 
 
-def _checked(ops: pd.DataFrame):
+def _checked(ops):
     """The operations in float64, in one order in every step, with met (number of the
     call in its step, -1 alone),
     is_call, and like (what tells classes of one kind apart).
@@ -311,7 +308,7 @@ def _checked(ops: pd.DataFrame):
     return ops.assign(is_call=is_call, met=met, like=0)
 
 
-def _whole_steps(ops: pd.DataFrame):
+def _whole_steps(ops):
     """Without the steps whose operations differ from those of most steps (seen
     operations: whose ranks differ).
     """

@@ -66,13 +66,13 @@ def bar_chart(
     tells, and `finish`. options: fields of `BarStyle` and of `Frame`.
     """
     ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
-    style = _taken(options, BarStyle)
+    style = _pop_fields(options, BarStyle)
     about = table.attrs | getattr(options.get("origin"), "attrs", {})
     bars(ax, lengths, **{"source": about.get("source")} | style)
     return finish(ax, table, title, **options)
 
 
-def _taken(options, kind):
+def _pop_fields(options, kind):
     """The options that are fields of a class, taken away from the others."""
     names = options.keys() & kind.__dataclass_fields__
     return {name: options.pop(name) for name in names}
@@ -156,7 +156,7 @@ def lines(ax: Axes, table: pd.DataFrame, x: str, y: str, **options) -> None:
     >>> styles = {"a": "black", "b": {"ls": ":"}}
     >>> lines(ax, table, "gpus", "step_s", by="network", styles=styles, lw=1)
     """
-    curves = Curves(**_taken(options, Curves))
+    curves = Curves(**_pop_fields(options, Curves))
     groups = [(None, table)]
     if curves.by is not None:
         groups = table.groupby(curves.by, sort=False)

@@ -262,7 +262,7 @@ def transformers() -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _stages(model: Transformer, cluster: Cluster, plan: Plan, **batch):
+def _stages(model, cluster, plan, **batch):
     """The simulated step on a rank of each stage; what was seen before is there at
     once.
     """

@@ -90,7 +90,7 @@ class TraceExplorer(Explorer):
 
 
 @lru_cache(maxsize=4)
-def _read(trace: str):
+def _read(trace):
     return read_trace(dataset(trace) if trace in names() else trace)
 
 

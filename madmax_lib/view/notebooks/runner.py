@@ -190,7 +190,7 @@ def _typed(name, text, kind):
 
 
 @contextmanager
-def _locked_copy(build: Path, name: str):
+def _locked_copy(build, name):
     """The path of an executed notebook that no other process writes, and its number
     from 1.
     """
@@ -212,7 +212,7 @@ def _locked_copy(build: Path, name: str):
 
 
 @contextmanager
-def _environment(values: dict[str, str]):
+def _environment(values):
     # a kernel inherits the variables of this process
     before = dict(os.environ)
     os.environ.update(values)

@@ -156,7 +156,7 @@ def _commit():
     return {"commit": commit, "clean": clean} if commit else {}
 
 
-def _git(*arguments: str):
+def _git(*arguments):
     """Output of git; empty where it fails."""
     return subprocess.run(
         ["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
