@@ -448,15 +448,8 @@ def _named(names, pattern):
 
 def _busy_s(slices):
     ranks = max(slices["rank"].nunique(), 1)
-    times = slices.groupby(["kind", "rank"]).apply(
-        lambda p: total(pack(p["start_ns"], p["end_ns"] - p["start_ns"])),
-        include_groups=False,
-    )
-    return (
-        {
-            kind: float(ns.sum() / ranks / NS_PER_S)
-            for kind, ns in times.groupby(level=0)
-        }
-        if len(times)
-        else {}
-    )
+    busy_s = {}
+    for (kind, _), part in slices.groupby(["kind", "rank"]):
+        busy_ns = total(pack(part["start_ns"], part["end_ns"] - part["start_ns"]))
+        busy_s[kind] = busy_s.get(kind, 0.0) + busy_ns / ranks / NS_PER_S
+    return busy_s

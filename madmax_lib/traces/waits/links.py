@@ -8,7 +8,7 @@ size.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
@@ -41,13 +41,10 @@ def transfer_times(
     table = _transfers(timeline, graph)
     more = table["group_size"] * _growth(timeline, table, ranks)
     if collectives is None:
-        old, new = (
-            bus_factor(table["collective"], sizes)
-            for sizes in (table["group_size"], more)
-        )
-        seconds = table["alone_s"] * np.where(
-            old > 0, new / np.where(old > 0, old, 1.0), 1.0
-        )
+        old = bus_factor(table["collective"], table["group_size"])
+        new = bus_factor(table["collective"], more)
+        grown = np.divide(new, old, out=np.ones(len(old)), where=old > 0)
+        seconds = table["alone_s"] * grown
     else:
         if devices_per_node is not None and devices_per_node < 1:
             raise ValueError(f"devices_per_node={devices_per_node} must be at least 1")
@@ -66,11 +63,8 @@ def transfer_times(
                 "group": table["group"],
             }
         )
-        prices = {
-            key: _price(price, nodes, *key)
-            for key in set(keys.itertuples(index=False, name=None))
-        }
-        seconds = [prices[key] for key in keys.itertuples(index=False, name=None)]
+        priced = lru_cache(None)(partial(_price, price, nodes))
+        seconds = [priced(*key) for key in keys.itertuples(index=False)]
         seconds = pd.Series(seconds, table.index, dtype=float)
         if len(table) and seconds.isna().all() and not callable(collectives):
             kind, size = keys[["kind", "ranks"]].iloc[0]
@@ -81,14 +75,9 @@ def transfer_times(
         seconds = seconds.fillna(table["alone_s"])
     # Transfers that share a link stretch and shrink together: what a run of them takes
     # is scaled by the sum of their new times over that of the old ones.
-    after = (
-        (seconds + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
-    )
-    before = (
-        (table["alone_s"] + table["wait_s"])
-        .groupby(table["run"])
-        .transform("sum")
-        .to_numpy()
+    after, before = (
+        (each_s + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
+        for each_s in (seconds, table["alone_s"])
     )
     result = own_ns.copy()
     at = table["event"].to_numpy()
@@ -196,12 +185,8 @@ def _nodes(table, per_node, kind, ranks, group):
             for text in group.partition("[")[2].rstrip("]").split(",")
             if text.strip().isdigit()
         ]
-        return len(
-            {
-                rank // per_node
-                for rank in (members if len(members) == ranks else range(ranks))
-            }
-        )
+        members = members if len(members) == ranks else range(ranks)
+        return len({rank // per_node for rank in members})
     if callable(table):
         return 1
     # A group is on as many nodes as it was measured on.

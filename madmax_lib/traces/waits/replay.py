@@ -57,19 +57,6 @@ class StepGraph:
         ]
         return np.array(ends).T
 
-    def last_s(
-        self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
-    ) -> np.ndarray:
-        """End (steps, scenarios) of a step whose operations take own_s (n, steps) where
-        actual (n, scenarios), else ideal_s (n,).
-        """
-        return np.array(
-            [
-                self.ends_s(np.where(actual, step_s[:, None], ideal_s[:, None])).max(0)
-                for step_s in own_s.T
-            ]
-        )
-
 
 def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     """The graph of one step of a pipeline: rows with dp_rank, stage, optype, seq_id,
