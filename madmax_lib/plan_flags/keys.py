@@ -13,7 +13,7 @@ import re
 from functools import lru_cache
 
 from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog.tables import table
+from madmax_lib.catalog import table
 from madmax_lib.plan_flags.text import Source, scalar
 
 FRAMEWORKS = {  # and their other names

@@ -19,10 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
-from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 

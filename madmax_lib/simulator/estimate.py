@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog.models import DLRM, Cluster, Model
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.plan import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.plan.rules import enforce, rules_of

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog import Device
 from madmax_lib.catalog.kernel_rates import OPERANDS, KernelWork, Number, kernel_rates
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.rates.compute import attention_flops

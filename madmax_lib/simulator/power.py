@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.models import Cluster, Device
+from madmax_lib.catalog import Cluster, Device
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
 ERROR = 0.25  # of the energy of a step, either way

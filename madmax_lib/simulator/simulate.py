@@ -7,13 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog import DLRM, Cluster, Model, Software, Transformer
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.models import DLRM, Cluster, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
@@ -35,7 +33,7 @@ from madmax_lib.simulator.rates.parameters import (
     software_of,
 )
 from madmax_lib.simulator.rates.topology import member_name
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 _ALL_RANKS_UP_TO = 64
 _NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)

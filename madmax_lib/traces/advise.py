@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base import format_bytes, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import format_bytes, format_s
-from madmax_lib.timeline.accounting import breakdown, exposed_s
+from madmax_lib.timeline import Timeline, breakdown, exposed_s, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
-from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.tables import ratio

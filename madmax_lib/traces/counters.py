@@ -6,8 +6,8 @@ Samples are `Timeline.side_tables["counters"]`, as Kineto and torch's cuspy reco
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import covered_before, pack, union
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import covered_before, pack, union
+from madmax_lib.timeline import Timeline
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, total
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.base import NS_PER_S, format_s, pack, total
+from madmax_lib.timeline import BUSY_KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches

@@ -15,11 +15,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.timeline.kinds import collective_names, collectives_of
-from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline, with_origin
 from madmax_lib.traces.tables import busy_spans, stacked
 
 _LEVELS = ("name", "op", "class")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline import breakdown
 from madmax_lib.traces.read.files import find_traces
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 

@@ -20,7 +20,7 @@ from madmax_lib.papers.madmax.layers import workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 _COMPUTE = Stream.COMPUTE.value
 _COMM = 1  # one stream of all collectives

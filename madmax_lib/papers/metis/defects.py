@@ -13,11 +13,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
+from madmax_lib.planner.hetero import HeteroPlan, HeteroProblem
 from madmax_lib.planner.hetero.costs import PlanCost, shares
 from madmax_lib.planner.hetero.prices import MB_BYTES, bits
-from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles
-from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
 # of the release: weights to states, and what even an empty stage demands
 _MEMORY_FACTOR = 5.0

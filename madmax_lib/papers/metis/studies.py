@@ -16,7 +16,7 @@ from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.walk import MetisResult, search
 from madmax_lib.papers.origin import read_table
 from madmax_lib.planner import hetero
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero import Node
 
 # The release leaves the order of GPU types undefined; the best cost follows from it.
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))

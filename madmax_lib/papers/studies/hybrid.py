@@ -13,8 +13,8 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.memory.memory import memory, peak_bytes
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import memory, peak_bytes
 
 _MODEL = "gpt2-large"
 _RUNS = "studies/gpt2_large"

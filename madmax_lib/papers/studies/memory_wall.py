@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Cluster, Transformer
+from madmax_lib.catalog import Cluster, Transformer
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import (
     METHODS,
     Policy,

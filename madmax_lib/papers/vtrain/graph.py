@@ -17,7 +17,7 @@ from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 
 @dataclass(frozen=True)

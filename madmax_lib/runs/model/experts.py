@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 
 
 def _grouped(rows, weights, counts):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.runs import checks
 from madmax_lib.runs.data.text import MASKED
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES

@@ -7,7 +7,7 @@ micro-batches in the order of the schedule.
 
 from functools import cache
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import (

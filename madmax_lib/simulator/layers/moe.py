@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.plan.rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import (
     Block,

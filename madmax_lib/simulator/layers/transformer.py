@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.catalog import DLRM
 from madmax_lib.catalog.blocks import BlockKind, Blocks
-from madmax_lib.catalog.models import DLRM
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.cuts import cut_model
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.catalog import Software, Transformer
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.mixers import mixer_elements
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.memory.states import width_of
 

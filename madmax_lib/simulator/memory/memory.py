@@ -18,11 +18,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import is_number, require_type, short_repr
-from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.columns import take_product
-from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.memory.activations import (

@@ -10,9 +10,8 @@ from functools import cache
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import DLRM, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import DLRM, Software, Transformer
+from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 

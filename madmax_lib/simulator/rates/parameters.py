@@ -21,8 +21,8 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import is_number, require_type, short_repr
+from madmax_lib.catalog import Software
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.software import Software
 
 _mapping = partial(
     field, default_factory=dict, hash=False

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
+from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.timeline.side_tables import SideTables
-from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 _TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 

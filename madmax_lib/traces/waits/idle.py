@@ -10,9 +10,8 @@ another stream, a collective) else.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import covered_before
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.base import NS_PER_S, covered_before
+from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 

@@ -14,13 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import (
-    BUSY_KINDS,
-    Timeline,
-    cached_per_timeline,
-    with_origin,
-)
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.tables import ratio
 
 # launch time of work without a launch: before everything

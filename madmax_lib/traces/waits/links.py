@@ -13,10 +13,10 @@ from functools import lru_cache, partial
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import bus_factor
-from madmax_lib.base.units import NS_PER_S
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.waits.dependencies import Graph
 

@@ -7,8 +7,8 @@ slice.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, union
-from madmax_lib.timeline.timeline import BUSY_KINDS
+from madmax_lib.base import pack, union
+from madmax_lib.timeline import BUSY_KINDS
 from madmax_lib.traces.tables import ends_ns
 
 # Streams up to here hold one message each, which a host thread has sent or awaits.

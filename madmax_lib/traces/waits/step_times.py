@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.timeline import (
+from madmax_lib.timeline import (
     BUSY_KINDS,
     Timeline,
     cached_per_timeline,
+    rank_breakdown,
     with_origin,
 )
 from madmax_lib.traces.read.nesting import Nest

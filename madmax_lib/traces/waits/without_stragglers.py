@@ -16,7 +16,7 @@ from math import ceil, nan
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.operations import NEEDED, operations
 from madmax_lib.traces.waits.replay import pipeline_graph, seen_graph
 

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.intervals import pack, union
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S, pack, union
 from madmax_lib.view.drawing.axes import WHITE, finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_s
-from madmax_lib.catalog.models import Cluster, Model
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
+from madmax_lib.base import format_s
+from madmax_lib.catalog import Cluster, Model
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import estimate
 from madmax_lib.simulator.memory.memory import (
     fullest_stage,
     memory,

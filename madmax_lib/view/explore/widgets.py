@@ -21,10 +21,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib import pyplot as plt
 
+from madmax_lib.base import format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import format_s
-from madmax_lib.timeline.accounting import breakdown_between
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline, breakdown_between
 from madmax_lib.view.drawing import lanes
 from madmax_lib.view.explore.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.environment import shell

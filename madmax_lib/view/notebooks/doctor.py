@@ -14,8 +14,8 @@ from importlib import import_module
 import pandas as pd
 
 from madmax_lib import __version__
+from madmax_lib.catalog import data_file
 from madmax_lib.catalog.datasets import cache_folder, dataset, names, places
-from madmax_lib.catalog.tables import data_file
 from madmax_lib.runs.selftest import Missing, answers, selftest
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.datasets import SHIPPED
+from madmax_lib.catalog import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
 # set to 1: fits solve small systems, in whose way more threads get

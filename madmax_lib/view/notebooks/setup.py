@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from madmax_lib.base.atomic import replacing, write_text
-from madmax_lib.catalog.datasets import PROJECT, dataset
+from madmax_lib.catalog import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import (
     Environment,

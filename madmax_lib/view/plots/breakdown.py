@@ -5,9 +5,9 @@ communication, waiting and advice.
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.view.drawing import (
     bar_chart,
     blocks,

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.base import format_bytes, format_s
 from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.view.drawing import (

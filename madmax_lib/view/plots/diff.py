@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base import NS_PER_S, format_s
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.traces.gate import GateResult
 from madmax_lib.view.drawing import (

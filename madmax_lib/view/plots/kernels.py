@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_bytes
+from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
     finish,

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-from madmax_lib.base.units import format_s
+from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
     SERIES,

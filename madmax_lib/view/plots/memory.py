@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import bytes_unit, format_bytes, format_s
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import bytes_unit, format_bytes, format_s
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import (
     BEFORE,
     held_at_peak,

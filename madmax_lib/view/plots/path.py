@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base import NS_PER_S, format_s
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.view.drawing import (
     COLORS,

@@ -5,11 +5,11 @@ component, place and moment.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.catalog.tables import data_file
+from madmax_lib.base import NS_PER_S
+from madmax_lib.catalog import data_file
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
     DASHED,
     SERIES,

@@ -8,11 +8,11 @@ strategy.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import bytes_unit, format_bytes, format_s
+from madmax_lib.base import bytes_unit, format_bytes, format_s
 from madmax_lib.calibration.fit import fingerprint
 from madmax_lib.calibration.published.run_rows import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
-from madmax_lib.timeline.timeline import with_origin
+from madmax_lib.timeline import with_origin
 from madmax_lib.view.drawing import (
     COLORS,
     bar_chart,

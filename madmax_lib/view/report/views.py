@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import traces
-from madmax_lib.base.units import format_bytes, format_s
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import format_bytes, format_s
+from madmax_lib.timeline import Timeline, breakdown
 from madmax_lib.traces.waits.step_times import steady_state
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
