@@ -77,9 +77,15 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     )[_PATH]
     path = path[path["dur_s"] > 0].reset_index(drop=True)
     zero_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
+    of_step = graph.slices[steps.inside[: 2 * len(graph.slices) : 2]]
+    ranks = max(of_step["rank"].nunique(), 1)
+    busy_s = dict.fromkeys(of_step["kind"], 0.0)
+    for (kind, _), part in of_step.groupby(["kind", "rank"]):
+        busy_ns = total(pack(part["start_ns"], part["end_ns"] - part["start_ns"]))
+        busy_s[kind] += busy_ns / ranks / NS_PER_S
     about = {
         "step": next(iter(steps.numbers), -1),
-        "busy_s": _busy_s(graph.slices[steps.inside[: 2 * len(graph.slices) : 2]]),
+        "busy_s": busy_s,
         "start_ns": zero_ns + int(begin_ns),
         "step_s": float(recorded.step_ns.sum() / NS_PER_S),
     }
@@ -442,12 +448,3 @@ def _named(names, pattern):
             "name of the step"
         )
     return names.isin(matching).to_numpy()
-
-
-def _busy_s(slices):
-    ranks = max(slices["rank"].nunique(), 1)
-    busy_s = {}
-    for (kind, _), part in slices.groupby(["kind", "rank"]):
-        busy_ns = total(pack(part["start_ns"], part["end_ns"] - part["start_ns"]))
-        busy_s[kind] = busy_s.get(kind, 0.0) + busy_ns / ranks / NS_PER_S
-    return busy_s
