@@ -12,8 +12,15 @@ from madmax_lib.catalog.models import DLRM
 from madmax_lib.catalog.software import STRANGER
 
 _SHAPE = (  # columns of a model, which a kind may not have
-    *("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads"),
-    *("experts", "vocab", "sequence"),
+    "parameters",
+    "active_parameters",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "experts",
+    "vocab",
+    "sequence",
 )
 _ORIGIN = ["stack", "source", "date"]
 _DEFAULT = "default of the workbench"
