@@ -37,8 +37,12 @@ _GPT_VOCAB = 50257  # rows of GPT-2's token table, where a row states none
 _BUCKET = 40e6
 _DEEPSPEED_BUCKET = 5e8
 # column of each field that a model must have, and of others that it may have
-_NEEDED = {"layers": "layers", "hidden": "hidden", "heads": "heads"}
-_NEEDED |= {"sequence": "seq_len"}
+_NEEDED = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "sequence": "seq_len",
+}
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
 _EXPERTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers")
 # of a count; of others 10^8: more is a mistake of units

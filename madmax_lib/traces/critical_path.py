@@ -37,9 +37,22 @@ PATH_KINDS = ("host", "launch delay", *BUSY_KINDS, "wait")
 _DELAY = {"order": "host", "backward": "host", "launch": "launch delay"}  # others: wait
 _LAUNCH_CALLS = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"
 _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
-_WHAT_IF = ["faster", "factor", "step_s", "low_s", "high_s", "saved_s", "speedup"]
-_WHAT_IF += ["compute_s", "comm_s", "exposed_comm_s", "idle_s", "overlap"]
-_WHAT_IF += ["exposed_share", "decided_by"]
+_WHAT_IF = [
+    "faster",
+    "factor",
+    "step_s",
+    "low_s",
+    "high_s",
+    "saved_s",
+    "speedup",
+    "compute_s",
+    "comm_s",
+    "exposed_comm_s",
+    "idle_s",
+    "overlap",
+    "exposed_share",
+    "decided_by",
+]
 _DRAINS = 0.05  # more than a replay may miss what was measured
 _TIGHT_NS = 0.5  # times of one event differ by less
 

@@ -310,8 +310,12 @@ def _with_origin(table, a, b, labels):
         provenance = timeline.meta.provenance
         inputs[label] = provenance.get("files") or {timeline.meta.source: provenance}
     rules = a.meta.provenance.get("rules", "") or b.meta.provenance.get("rules", "")
-    origin = {"files": inputs, "rules": rules}
-    origin |= {"a": a.meta.provenance, "b": b.meta.provenance}
+    origin = {
+        "files": inputs,
+        "rules": rules,
+        "a": a.meta.provenance,
+        "b": b.meta.provenance,
+    }
     source = "simulated" if "simulated" in sources else "measured"
     return with_origin(table, origin, source=source, sources=sources, labels=labels)
 

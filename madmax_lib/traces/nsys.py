@@ -36,8 +36,19 @@ _CHUNK = 1_000_000  # rows read at once
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
 # by copyKind (CUpti_ActivityMemcpyKind): host, device, array, peer
-_COPIES = ["Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA"]
-_COPIES += ["DtoD", "HtoH", "PtoP"]
+_COPIES = [
+    "Unknown",
+    "HtoD",
+    "DtoH",
+    "HtoA",
+    "AtoH",
+    "AtoA",
+    "AtoD",
+    "DtoA",
+    "DtoD",
+    "HtoH",
+    "PtoP",
+]
 # by syncType, under the names of Kineto
 _WAITS = {
     1: "Event Sync",

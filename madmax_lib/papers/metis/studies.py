@@ -169,8 +169,12 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
             for _, plan in plans.iterrows()
         )
         chosen = table["believed_ms"].argmin()
-        row = {"defect": name, "what": cost.what}
-        row |= {"chosen": _plan_text(plans.iloc[chosen]), **table.iloc[chosen]}
+        row = {
+            "defect": name,
+            "what": cost.what,
+            "chosen": _plan_text(plans.iloc[chosen]),
+            **table.iloc[chosen],
+        }
         rows.append(row | {"best_correct_ms": table["correct_ms"].min()})
     return pd.DataFrame(rows)
 

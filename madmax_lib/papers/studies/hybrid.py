@@ -146,8 +146,12 @@ def splits() -> pd.DataFrame:
             window = _log_window(
                 run.samples, data_ranks, run.batch_per_gpu, run.log_interval
             )
-            row = {"config": run.config, "batch_per_gpu": run.batch_per_gpu}
-            row |= {"data_ranks": data_ranks, **window._asdict()}
+            row = {
+                "config": run.config,
+                "batch_per_gpu": run.batch_per_gpu,
+                "data_ranks": data_ranks,
+                **window._asdict(),
+            }
             row["mfu_reported"] = run.mfu_reported
             rows.append(row | {"mfu": run.mfu_window * window.inflation})
     table = pd.DataFrame(rows).eval("error = mfu - mfu_reported")

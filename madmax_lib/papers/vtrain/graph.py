@@ -67,8 +67,9 @@ def timeline(
         "source": "vTrain, MICRO 2024",
         "model": config.model.name,
         "plan": str(config.plan),
+        "global_batch": config.global_batch_size,
+        "rules": asdict(rules),
     }
-    provenance |= {"global_batch": config.global_batch_size, "rules": asdict(rules)}
     meta = Meta(
         "simulated", config.num_gpus, represents, config.gpu_name, provenance=provenance
     )

@@ -268,8 +268,13 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
         model = config.model
         flops = 3 * model.forward_flops(config.global_batch_size, config.max_length)
         peak = config.num_gpus * device(config.gpu_name).peak("fp16")
-        row = {"key": key, "layout": f"({t}, {d}, {p})", "theirs_s": theirs_s}
-        row |= {"ours_s": ours_s, "shared_s": shared_s}
+        row = {
+            "key": key,
+            "layout": f"({t}, {d}, {p})",
+            "theirs_s": theirs_s,
+            "ours_s": ours_s,
+            "shared_s": shared_s,
+        }
         rows.append(row | {"mfu": flops / (theirs_s * peak)})
     return pd.DataFrame(rows)
 

@@ -50,8 +50,14 @@ _PHASES = PHASES | {
     "staging": "always",
 }
 # components that offload leaves as they are
-_AS_WITHOUT = ("buckets", "gathered weights", "activations")
-_AS_WITHOUT += ("logits", "block at work", "context")
+_AS_WITHOUT = (
+    "buckets",
+    "gathered weights",
+    "activations",
+    "logits",
+    "block at work",
+    "context",
+)
 _MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
 # layers whose gradients or checkpoints are on their way at once: one is copied, one is
 # filled

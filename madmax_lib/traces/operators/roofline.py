@@ -55,8 +55,14 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     # Share of the lower roof: P / min(peak, intensity bandwidth) = max(P / peak, B /
     # bandwidth) [Williams et al. 2009].
     table["roof"] = np.maximum(compute, memory)
-    columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
-    columns += [
+    columns = [
+        "rank",
+        "name",
+        "shapes",
+        "dtype",
+        "count",
+        "device_s",
+        "share",
         "flops_per_byte",
         "flops_per_s",
         "bytes_per_s",

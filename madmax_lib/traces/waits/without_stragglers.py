@@ -198,8 +198,13 @@ class _Replays:
         ]
         every = ops["rank"] >= 0
         replay_s, ideal_s = self.step_s(every, ~every).T
-        columns = {"step": [p["step"].iloc[0] for p in parts], "measured_s": whole_s}
-        columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
+        columns = {
+            "step": [p["step"].iloc[0] for p in parts],
+            "measured_s": whole_s,
+            "replay_s": replay_s,
+            "ideal_s": ideal_s,
+            "S": replay_s / ideal_s,
+        }
         self.by_step = pd.DataFrame(columns)
 
     def step_s(self, *actual: pd.Series):

@@ -120,8 +120,12 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
     if style.error is not None:
         low, high = (np.asarray(end, float) for end in style.error)
         x, y = (rows, ends) if style.upright else (ends, rows)
-        line = {"yerr" if style.upright else "xerr": [ends - low, high - ends]}
-        line |= {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        line = {
+            "yerr" if style.upright else "xerr": [ends - low, high - ends],
+            "ecolor": "black",
+            "elinewidth": 0.8,
+            "capsize": 2,
+        }
         ax.errorbar(x, y, fmt="none", **line)
         reach = np.fmax(ends, high)  # notes stand behind the intervals
     if style.notes is not None:

@@ -131,8 +131,11 @@ class TimelineView:
         axis.
         """
         rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
-        shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows))}
-        shape |= {"height_ratios": rows, "layout": "constrained"}
+        shape = {
+            "figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)),
+            "height_ratios": rows,
+            "layout": "constrained",
+        }
         figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, **shape)
         panels = zip(axes[:, 0], self.timelines, self.titles, strict=True)
         for ax, timeline, title in panels:

@@ -64,9 +64,7 @@ def report() -> str:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = [
         f"madmax-workbench {__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}"
-    ]
-    lines += [
+        f"{platform.machine()}",
         f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory",
         f"place: {here.name}, figures go to {here.figures}",
         *(f"  {status:<8}{name}: {text}" for name, status, text in checks),

@@ -160,8 +160,16 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
-    columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
-    columns += ["low_s", "high_s"]
+    columns = [
+        "source",
+        "model",
+        "gpu",
+        "n_gpus",
+        "measured_s",
+        "predicted_s",
+        "low_s",
+        "high_s",
+    ]
     return finish(
         ax,
         pairs[[column for column in columns if column in pairs]],

@@ -176,8 +176,17 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(table):
         return empty(ax, table, "No steps in this trace")
     parts = breakdown_parts(table)
-    columns = ["compute_s", "exposed_comm_s", "rest_s", "idle_s", "total_s", "wall_s"]
-    columns += ["period_s", "warmup", "cut"]
+    columns = [
+        "compute_s",
+        "exposed_comm_s",
+        "rest_s",
+        "idle_s",
+        "total_s",
+        "wall_s",
+        "period_s",
+        "warmup",
+        "cut",
+    ]
     flags = {"warmup": float, "cut": float}  # their mean: on how many of the ranks
     rows = table.assign(rest_s=parts["memcpy"]).astype(flags)
     mean = rows.groupby("step")[columns].mean()

@@ -133,8 +133,13 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     # one entry of the legend stands for all of them
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
-    ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none"}
-    ring |= {"linewidth": 0.8, "color": COLORS["comm"]}
+    ring = {
+        "marker": "o",
+        "markersize": 3,
+        "markerfacecolor": "none",
+        "linewidth": 0.8,
+        "color": COLORS["comm"],
+    }
     lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
     legend(ax, where="best")
     ax.grid(axis="y")
