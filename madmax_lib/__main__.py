@@ -62,14 +62,14 @@ class _Parser(argparse.ArgumentParser):
     # argparse makes the parsers of commands itself: this one is shared by all of them
     json = False
 
-    def error(self, message: str):
+    def error(self, message):
         line = f"{message}; {self.prog} --help tells more"
         if _Parser.json:
             print(envelope(self.prog.split()[-1], ValueError(line)))
         self.exit(2, f"{self.prog}: {line}\n")
 
 
-def _parser(words: list[str]):
+def _parser(words):
     """The parser of a command line; some help depends on the words of it."""
     _Parser.json = "--json" in words
     parser = _Parser(prog="madmax", description="MAD-Max Workbench", allow_abbrev=False)
@@ -105,7 +105,7 @@ def _parser(words: list[str]):
     return parser
 
 
-def _parameters(words: list[str]):
+def _parameters(words):
     """The parameters of the notebook that `run NAME --help` asks about."""
     names = [word for word in words[1:] if not word.startswith("-")]
     asks = words[:1] == ["run"] and bool({"-h", "--help"} & set(words))
@@ -116,7 +116,7 @@ def _parameters(words: list[str]):
     return described(notebook_named(names[0]))
 
 
-def _run(options: argparse.Namespace):
+def _run(options):
     from madmax_lib.catalog.datasets import PROJECT, SHIPPED
     from madmax_lib.view.notebooks.runner import (
         notebook_named,
@@ -149,7 +149,7 @@ def _run(options: argparse.Namespace):
     return int(any(result.error for result in results))
 
 
-def _site(options: argparse.Namespace):
+def _site(options):
     from madmax_lib.view.notebooks.runner import notebooks
     from madmax_lib.view.notebooks.site import write_site
 
@@ -169,7 +169,7 @@ def _build():
     return (PROJECT if SHIPPED == PROJECT else Path.cwd()) / "build"
 
 
-def _folder(path: Path):
+def _folder(path):
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file, give the name of a folder")
     # made at once: what cannot be written to is said before anything runs
@@ -177,7 +177,7 @@ def _folder(path: Path):
     return path.resolve()
 
 
-def _execute(paths: list[Path], parameters: dict, build: Path, figures: Path):
+def _execute(paths, parameters, build, figures):
     """Run notebooks one after another and print how each went."""
     from madmax_lib.base.progress import bar
     from madmax_lib.view.notebooks.runner import run_notebook

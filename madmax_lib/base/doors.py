@@ -25,7 +25,7 @@ class _Room(ModuleType):
 
     # `_calls`: the module that each call is in; the room itself for a module of it
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         if name not in self._calls:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module = self._calls[name]
@@ -42,7 +42,7 @@ class _Room(ModuleType):
         self.__dict__[name] = value  # the next use does not come here
         return value
 
-    def __setattr__(self, name: str, value):
+    def __setattr__(self, name, value):
         # Python sets every module it loads as an attribute of its package; it must not
         # replace a call of the same name
         is_call = self._calls.get(name, self.__name__) != self.__name__
@@ -78,7 +78,7 @@ def open_room(name: str) -> list[str]:
     return list(calls)
 
 
-def _source_path(room: ModuleType, module: str):
+def _source_path(room, module):
     """Source file of a module inside a room, whether it is there or not."""
     inside = module.removeprefix(f"{room.__name__}.").replace(".", "/")
     return Path(room.__file__).parent / f"{inside}.py"

@@ -113,7 +113,7 @@ def check_fields(item, *positive: str) -> None:
 
 
 @lru_cache(maxsize=32)  # types are resolved from text, which takes longer than a check
-def _hints(kind: type):
+def _hints(kind):
     """Type and default of each field; of a generic type such as tuple[int, ...] its
     origin, which is all that is checked.
     """
@@ -193,7 +193,7 @@ def parse_fields(kind: type, values: dict[str, str], what: str) -> dict:
     }
 
 
-def _parse(text: str, default, what: str):
+def _parse(text, default, what):
     """Value of a text, of the type of a default; of a tuple the words."""
     if isinstance(default, tuple):
         item_type = type(default[0]) if default else str

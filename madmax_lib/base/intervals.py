@@ -105,7 +105,7 @@ def _pairs(start, end):
     return np.stack([start, end], axis=1)
 
 
-def _merge(intervals: Intervals):
+def _merge(intervals):
     """Start and end of each group of intervals that overlap or touch, in order."""
     # (n, 2) also where an empty list comes in as (0,)
     start, end = np.asarray(intervals, dtype=np.int64).reshape(-1, 2).T

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Model as Model,
         Transformer as Transformer,
     )
+    from madmax_lib.catalog.software import Software as Software
     from madmax_lib.catalog.tables import *
 
 __all__ = open_room(__name__)

@@ -21,12 +21,21 @@ class BlockKind(StrEnum):
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
     MAMBA_2 = (
-        *("M", "Mamba-2 [arXiv 2405.21060]", "mixer_channels", "mixer_state"),
-        *("mixer_heads", "mixer_groups", "mixer_conv"),
+        "M",
+        "Mamba-2 [arXiv 2405.21060]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_heads",
+        "mixer_groups",
+        "mixer_conv",
     )
     MAMBA_1 = (
-        *("m", "Mamba-1 [arXiv 2312.00752]", "mixer_channels", "mixer_state"),
-        *("mixer_rank", "mixer_conv"),
+        "m",
+        "Mamba-1 [arXiv 2312.00752]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_rank",
+        "mixer_conv",
     )
 
     def __new__(cls, letter: str, label: str, *sizes: str):

@@ -57,7 +57,7 @@ def dataset(name: str, *, download: bool = True) -> Path:
     return _download(name, rows)
 
 
-def _folder_or_file(paths: list[Path]):
+def _folder_or_file(paths):
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
@@ -103,7 +103,7 @@ def cache_folder() -> Path:
     return Path(pooch.os_cache("madmax-workbench"))
 
 
-def _download(name: str, rows: pd.DataFrame):
+def _download(name, rows):
     import pooch
 
     url, sha256, size_bytes = rows[["url", "download_sha256", "download_bytes"]].iloc[0]
@@ -146,7 +146,7 @@ def _download(name: str, rows: pd.DataFrame):
     return _folder_or_file(targets)
 
 
-def _check_content(path: Path, sha256: str):
+def _check_content(path, sha256):
     content = path.read_bytes()
     if content.startswith(_GZIP):
         content = gzip.decompress(content)

@@ -20,9 +20,15 @@ from madmax_lib.catalog.refusals import refuse
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 _SPELLINGS = {  # of torch, numpy and people
-    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
-    **{"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"},
-    **{"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"},
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
 }
 # what stands for a dtype where a device lacks it, nearest first
 _WIDER = {

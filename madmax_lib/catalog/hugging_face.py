@@ -85,7 +85,7 @@ class _UnmodelledError(ValueError):
     """Layers that no `Transformer` describes: the message shows what comes nearest."""
 
 
-def _trained_part(path: Path, config: dict):
+def _trained_part(path, config):
     """The image part of SigLIP, the text part of others that have several."""
     kind = config.get("model_type")
     if kind == "siglip" and isinstance(config.get("vision_config"), dict):
@@ -100,7 +100,7 @@ def _trained_part(path: Path, config: dict):
     return part
 
 
-def _fields(config: dict, rows: pd.DataFrame, where: str):
+def _fields(config, rows, where):
     """Fields of the `Transformer` of a configuration."""
     kind = config.get("model_type", "")
     by_kind = _keys_by_kind(rows)
@@ -137,7 +137,7 @@ def _fields(config: dict, rows: pd.DataFrame, where: str):
         raise _UnmodelledError(str(error)) from None
 
 
-def _nearest_call(config: dict):
+def _nearest_call(config):
     """The call that describes a model that no configuration says, with the sizes that this one
     has.
     """
@@ -153,7 +153,7 @@ def _nearest_call(config: dict):
     )
 
 
-def _keys_by_kind(rows: pd.DataFrame):
+def _keys_by_kind(rows):
     """Key and default by field of each kind, with those of the kinds that it is like;
     these stand above it.
     """
@@ -166,7 +166,7 @@ def _keys_by_kind(rows: pd.DataFrame):
     return kinds
 
 
-def _value(where: str, config: dict, key: str, default: str):
+def _value(where, config, key, default):
     """The value of the first of the keys that is there, as text."""
     values = [config[name] for name in key.split() if config.get(name) is not None]
     if not values and not default:
@@ -185,7 +185,7 @@ def _value(where: str, config: dict, key: str, default: str):
     return str(value)
 
 
-def _trained_sequence(config: dict, positions: int):
+def _trained_sequence(config, positions):
     """Tokens per sample of the pre-training, 0 where positions are those of a long
     context that was added later.
     """
@@ -199,7 +199,7 @@ def _trained_sequence(config: dict, positions: int):
     return positions if positions <= _LONGEST_TRAINED else 0
 
 
-def _full_every(config: dict, every: int):
+def _full_every(config, every):
     """Every layer of this number attends to all tokens, 0 for none; by `layer_types`
     where it is there.
     """
@@ -217,7 +217,7 @@ def _full_every(config: dict, every: int):
     return every
 
 
-def _fields_without_key(kind: str, config: dict, shape: dict):
+def _fields_without_key(kind, config, shape):
     """Parameters and flags that no key tells alone [the modelling files of
     transformers].
     """
@@ -256,7 +256,7 @@ def _fields_without_key(kind: str, config: dict, shape: dict):
     return _shared_expert(config, shape) if kind == "qwen2_moe" else {}
 
 
-def _of_images(kind: str, config: dict, hidden: int):
+def _of_images(kind, config, hidden):
     """Fields of ViT and DINOv2, which has a mask token, scales of both branches and the
     ratio of its feed-forward part; biases of both kinds.
     """
@@ -273,7 +273,7 @@ def _of_images(kind: str, config: dict, hidden: int):
     return fields | {"ffn": ffn, "other_parameters": hidden}
 
 
-def _shared_expert(config: dict, shape: dict):
+def _shared_expert(config, shape):
     """Fields of Qwen2-MoE's shared expert: as wide as several, with a gate."""
     key = "shared_expert_intermediate_size"
     width = size_of(config, key, 5632, least=0)

@@ -78,7 +78,7 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
     return sizes
 
 
-def _encoder_decoder(config: dict, shape: dict, usual="gated-gelu", tables=0):
+def _encoder_decoder(config, shape, usual="gated-gelu", tables=0):
     """T5: two stacks with a norm after each, and tables of relative positions, 0 for
     one in each layer.
     """
@@ -96,14 +96,14 @@ def _encoder_decoder(config: dict, shape: dict, usual="gated-gelu", tables=0):
     }
 
 
-def _mamba(config: dict, shape: dict):
+def _mamba(config, shape):
     """Layers of one mixer each."""
     letter = "M" if shape.get("mixer_heads") else "m"
     mixer = _mixer(config, shape, letter)
     return {"blocks": [letter] * shape["layers"], **mixer}
 
 
-def _jamba(config: dict, shape: dict):
+def _jamba(config, shape):
     """A mixer or attention, and after it a feed-forward part or experts, each in its
     period.
     """
@@ -125,7 +125,7 @@ def _jamba(config: dict, shape: dict):
     return {"blocks": blocks, **fields}
 
 
-def _bamba(config: dict, shape: dict):
+def _bamba(config, shape):
     """A mixer, or attention in the layers of a list, and a feed-forward part."""
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
@@ -136,7 +136,7 @@ def _bamba(config: dict, shape: dict):
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}
 
 
-def _granite(config: dict, shape: dict):
+def _granite(config, shape):
     """After each mixer or attention experts, where there are any, with a shared one of
     a multiple of their width.
     """
@@ -159,7 +159,7 @@ def _granite(config: dict, shape: dict):
     return fields | _mixer(config, shape, "M", "mamba_")
 
 
-def _nemotron(config: dict, shape: dict):
+def _nemotron(config, shape):
     """A block per layer; the shared expert may be as wide as several."""
     pattern = config.get("hybrid_override_pattern")
     types = config.get("layers_block_type") or config.get("layer_types")
@@ -183,7 +183,7 @@ def _nemotron(config: dict, shape: dict):
     return fields
 
 
-def _letters(types: list):
+def _letters(types):
     wrong = types
     if isinstance(types, list):
         wrong = next((name for name in types if name not in _LAYER_TYPES), None)
@@ -193,11 +193,11 @@ def _letters(types: list):
 
 
 def _mixer(
-    config: dict,
-    shape: dict,
-    letter: str,
+    config,
+    shape,
+    letter,
     prefix="",
-    channels: int | None = None,
+    channels=None,
 ):
     """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""
     if channels is None:

@@ -8,12 +8,19 @@ import pandas as pd
 
 from madmax_lib.base.units import format_bytes
 from madmax_lib.catalog import tables
-from madmax_lib.catalog.models import DLRM, Model
+from madmax_lib.catalog.models import DLRM
 from madmax_lib.catalog.software import STRANGER
 
 _SHAPE = (  # columns of a model, which a kind may not have
-    *("parameters", "active_parameters", "layers", "hidden", "heads", "kv_heads"),
-    *("experts", "vocab", "sequence"),
+    "parameters",
+    "active_parameters",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "experts",
+    "vocab",
+    "sequence",
 )
 _ORIGIN = ["stack", "source", "date"]
 _DEFAULT = "default of the workbench"
@@ -146,13 +153,13 @@ def software(name: str) -> Listing:
     return Listing(table.fillna("").rename_axis("assumption"))
 
 
-def _listing(file: str, rows: dict[str, dict]):
+def _listing(file, rows):
     origin = tables.table(file).groupby("name")[["source", "date"]].first()
     table = pd.DataFrame.from_dict(rows, orient="index").join(origin)
     return Listing(table.rename_axis("name"))
 
 
-def _model_row(model: Model):
+def _model_row(model):
     row = {"kind": _kind(model)} | {name: getattr(model, name, 0) for name in _SHAPE}
     if isinstance(model, DLRM):
         row |= {
@@ -163,7 +170,7 @@ def _model_row(model: Model):
     return row
 
 
-def _kind(model: Model):
+def _kind(model):
     if isinstance(model, DLRM):
         return "recommendation"
     if model.decoder_sequence:
@@ -175,7 +182,7 @@ def _kind(model: Model):
     return "mixture" if model.experts else "dense"
 
 
-def _text(column: str, value):
+def _text(column, value):
     """A cell as an engineer writes it, by the unit at the end of the column's name;
     empty where nothing is known.
     """

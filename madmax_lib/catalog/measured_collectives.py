@@ -63,7 +63,7 @@ class MeasuredCollectives:
         return None if points is None else float(measured_s(points, size_bytes))
 
 
-def _refuse(rule: str):
+def _refuse(rule):
     raise ValueError(f"measured collectives: {rule}")
 
 

@@ -155,7 +155,7 @@ class Transformer(LayerFormulas):
             refuse(self, "dense_layers", f"are more than layers={self.layers}")
         check_blocks(self)
 
-    def _set_if_zero(self, name: str, value: int):
+    def _set_if_zero(self, name, value):
         if not getattr(self, name):
             object.__setattr__(self, name, value)
 
@@ -330,7 +330,7 @@ class Transformer(LayerFormulas):
         layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
         return samples * (layers + ends)
 
-    def _layer_flops(self, layer: int, sequence: float):
+    def _layer_flops(self, layer, sequence):
         blocks = self.layer_kinds[layer]
         is_decoder = blocks.has_cross_attention
         tokens = self.decoder_tokens(sequence) if is_decoder else sequence
@@ -348,14 +348,14 @@ class Transformer(LayerFormulas):
                 flops += tokens * self._token_flops(block, tokens)
         return flops
 
-    def _attention_flops(self, tokens: float, keys: float):
+    def _attention_flops(self, tokens, keys):
         """FLOPs of products, scores and weighted values of tokens that each attend to
         `keys`.
         """
         products = sum(matrix.parameters for matrix in self.attention_matrices)
         return 2 * tokens * products + 4 * tokens * keys * self.core_width
 
-    def _token_flops(self, block: BlockKind, tokens: float):
+    def _token_flops(self, block, tokens):
         """FLOPs per token of a block in which tokens do not attend to each other."""
         if block.is_mixer:
             weights = sum(matrix.parameters for matrix in mixer_matrices(self, block))

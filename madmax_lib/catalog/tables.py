@@ -12,7 +12,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
@@ -37,10 +36,19 @@ from madmax_lib.catalog.models import (
 from madmax_lib.catalog.software import STRANGER, Software
 
 _UNITS = {  # SI value of one
-    **{"": 1.0, "W": 1.0, "USD/h": 1.0, "TFLOP/s": 1e12},
-    **{"MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9, "TB": 1e12},
-    **{"GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 0.125e9},
-    **{"us": 1e-6, "ms": 1e-3},
+    "": 1.0,
+    "W": 1.0,
+    "USD/h": 1.0,
+    "TFLOP/s": 1e12,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+    "GB": 1e9,
+    "TB": 1e12,
+    "GB/s": 1e9,
+    "TB/s": 1e12,
+    "Gbit/s": 0.125e9,
+    "us": 1e-6,
+    "ms": 1e-3,
 }
 # units of one quantity, of which a user's table may have any
 _INTERCHANGEABLE = (
@@ -104,7 +112,7 @@ def table(name: str, *, numbers: bool = False) -> pd.DataFrame:
     return pd.concat([rows, theirs], ignore_index=True)
 
 
-def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame):
+def _check_rows(path, rows, ours):
     """Raises ValueError with file, row and unit for numbers of a user's table that
     cannot be read.
     """
@@ -129,7 +137,7 @@ def _check_rows(path: Path, rows: pd.DataFrame, ours: pd.DataFrame):
                 raise ValueError(f"{where}: {name}={text!r} is no {noun}")
 
 
-def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]):
+def _check_unit(where, quantity, unit, units):
     if quantity not in units:
         near = difflib.get_close_matches(str(quantity), units, n=3, cutoff=0.0)
         raise ValueError(
@@ -147,7 +155,7 @@ def _check_unit(where: str, quantity: str, unit: str, units: dict[str, set]):
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path | Traversable, numbers: bool):
+def _read(path, numbers):
     # without these a text such as 007 or None would not come out as it went in
     as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
     with path.open(encoding="utf-8") as file:
@@ -227,7 +235,7 @@ def cluster(
     )
 
 
-def _cluster_name(name: str):
+def _cluster_name(name):
     """The name of a cluster, and how many devices the text asks for: the text names a
     cluster, a device, or 8 x that.
     """
@@ -259,7 +267,7 @@ def cluster_with(device: Device, gpus: int = 0) -> str:
     return rows["name"].iloc[0]
 
 
-def _from_machine(path: Path):
+def _from_machine(path):
     """The cluster in a file that a calibration wrote. Raises ValueError for other
     content.
     """
@@ -358,7 +366,7 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
     return _stranger(name)
 
 
-def _stranger(name: str):
+def _stranger(name):
     """A stack that is in no table, with the facts of the classes that its name says."""
     facts = {fact["field"]: fact["value"] for fact in class_facts(name)}
     return Software(name, STRANGER, **parse_fields(Software, facts, f"software {name}"))
@@ -372,7 +380,7 @@ def class_facts(name: str) -> list[dict]:
     return [fact for fact in facts if re.search(rf"\b{fact['word']}\b", name, re.I)]
 
 
-def _fields(what: str, name: str, *below: str):
+def _fields(what, name, *below):
     """The catalog's spelling of a name and its fields, after those of what it is
     `like`.
     """
@@ -384,7 +392,7 @@ def _fields(what: str, name: str, *below: str):
     return name, (_fields(what, like, name, *below)[1] if like else {}) | values
 
 
-def _rows(what: str, name: str):
+def _rows(what, name):
     """The catalog's spelling of a name, H100_80GB and H100 being h100-80, and its rows
     in the table of its kind.
     """
@@ -411,11 +419,11 @@ def _rows(what: str, name: str):
     )
 
 
-def _file_of(what: str):
+def _file_of(what):
     return what if what == "software" else f"{what}s"
 
 
-def _index(what: str):
+def _index(what):
     """The table of such things by name, read anew where a user's may have changed."""
     if os.environ.get(USER_FOLDER):
         return _indexed.__wrapped__(what)
@@ -423,7 +431,7 @@ def _index(what: str):
 
 
 @lru_cache(maxsize=16)
-def _indexed(what: str):
+def _indexed(what):
     aliases = table("aliases")
     rows = {}
     names = dict(aliases.loc[aliases["what"] == what, ["alias", "name"]].to_numpy())
@@ -436,7 +444,7 @@ def _indexed(what: str):
     return _Index({_plain(what, word): name for word, name in names.items()}, rows)
 
 
-def _plain(what: str, name: str):
+def _plain(what, name):
     """A name in lower case, of software without separators; of hardware without its
     maker, and separators only where two numbers meet.
     """
@@ -452,7 +460,7 @@ def _plain(what: str, name: str):
     return re.sub(r"(?<!\d)-|-(?!\d)", "", re.sub(r"[^a-z0-9.]+", "-", text))
 
 
-def _quantities(rows: Iterable[dict]):
+def _quantities(rows):
     """Values in SI units by quantity."""
     numbers = (row for row in rows if row["quantity"] not in _DEVICE_CLASSES)
     return {
@@ -460,7 +468,7 @@ def _quantities(rows: Iterable[dict]):
     }
 
 
-def _link(name: str, devices: int):
+def _link(name, devices):
     """A link with the rate of each of the devices of a node; the table gives that or
     the node's.
     """
@@ -477,7 +485,7 @@ def _link(name: str, devices: int):
     )
 
 
-def _host(cluster_name: str):
+def _host(cluster_name):
     """Host of a cluster's nodes, None where the table has none."""
     values = _quantities(_index("host").rows.get(cluster_name, []))
     if not values:

@@ -182,7 +182,7 @@ def take_product(values, rows: np.ndarray, columns: np.ndarray):
     return values[:, columns] if values.shape[1] > 1 else values
 
 
-def _column(name: str, column: pd.Series, empty):
+def _column(name, column, empty):
     """A column of a table as plans have it; empty: what stands in empty cells."""
     if isinstance(empty, str):
         column = column.astype("category")  # a few words: text is slow to compare
@@ -201,7 +201,7 @@ def _column(name: str, column: pd.Series, empty):
     return values
 
 
-def _as_numbers(name: str, column: np.ndarray, *, whole_numbers: bool):
+def _as_numbers(name, column, *, whole_numbers):
     """A column as floats, or as integers of 64 bits where all are whole: gaps make
     floats of them.
     """
@@ -214,7 +214,7 @@ def _as_numbers(name: str, column: np.ndarray, *, whole_numbers: bool):
     return numbers.astype(np.int64) if fits else numbers
 
 
-def _refuse_any(name: str, odd: list, what: str):
+def _refuse_any(name, odd, what):
     if odd:
         text = short_repr(odd[0])
         raise ValueError(f"column {name!r} must hold {what}, but holds {text}")

@@ -6,7 +6,7 @@ from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STAGES, enforce, layers_between
 
 
-def _stage_layers(layers: int, pp: int):
+def _stage_layers(layers, pp):
     """Layers of each pipeline stage; a remainder goes to the middle stages, which have
     neither embedding nor head.
 
@@ -47,7 +47,7 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     return [parts[stage::pp] for stage in range(pp)]
 
 
-def _uneven(layers: int, plan: Plan):
+def _uneven(layers, plan):
     """Layers of each virtual stage where the ends differ."""
     enforce(STAGES, plan, layers)
     between = layers_between(plan, layers)
@@ -71,13 +71,13 @@ def _uneven(layers: int, plan: Plan):
     return sizes
 
 
-def _filled(layers: int, chunks: int):
+def _filled(layers, chunks):
     """Chunks filled one after another, the last ones shorter or empty."""
     full = -(-layers // chunks)  # rounded up
     return [min(full, max(layers - full * chunk, 0)) for chunk in range(chunks)]
 
 
-def _ranges(sizes: list[int]):
+def _ranges(sizes):
     """Layers of each part, where the parts follow each other."""
     ends = accumulate(sizes)
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -27,9 +27,16 @@ from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
 _NUMBERS = {  # field of each short name
     **{name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")},
-    **{"z": "zero", "mb": "micro_batch", "v": "interleave", "hs": "shard"},
-    **{"pf": "prefetch", "cap": "capacity", "first": "first_layers"},
-    **{"last": "last_layers", "lora": "lora_rank", "bucket": "bucket_bytes"},
+    "z": "zero",
+    "mb": "micro_batch",
+    "v": "interleave",
+    "hs": "shard",
+    "pf": "prefetch",
+    "cap": "capacity",
+    "first": "first_layers",
+    "last": "last_layers",
+    "lora": "lora_rank",
+    "bucket": "bucket_bytes",
 }
 _PERCENT = {"capacity": 100}  # a whole number in the text form
 # a field's own name may stand for the short one: micro_batch=2 is mb2
@@ -159,7 +166,7 @@ class Plan(Plans):
         return cls(**values)
 
     @staticmethod
-    def _parse_part(part: str, text: str):
+    def _parse_part(part, text):
         """Fields that a part of a plan's text names."""
         if part == "zpp":
             return dict.fromkeys(ZERO_PLUS, True)

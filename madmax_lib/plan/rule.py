@@ -65,14 +65,14 @@ def is_not_among(value, choices: tuple):
     return ~np.logical_or.reduce(is_choice)
 
 
-def _is_not_number(value, least: float):
+def _is_not_number(value, least):
     """Whether a field is below `least` or no number; it may be infinite."""
     if not isinstance(value, (Real, np.ndarray)):
         return True
     return np.logical_not(value >= least)  # NaN is not, either
 
 
-def _field_rule(name: str, general: str, is_wrong: Callable, words: str):
+def _field_rule(name, general, is_wrong, words):
     """The rule of one field; general: its name for all values, words: for one."""
     return Rule(
         f"{name} must be {general}",
@@ -81,7 +81,7 @@ def _field_rule(name: str, general: str, is_wrong: Callable, words: str):
     )
 
 
-def _count_rule(name: str, least: int):
+def _count_rule(name, least):
     def is_wrong(value):
         if isinstance(value, np.ndarray):
             is_fraction = value % 1 != 0 if value.dtype.kind == "f" else False

@@ -7,7 +7,6 @@ laid out at all; what a search does not try, a runner has not built or a formula
 not cover is said where that is so. `legal.legal` applies them.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ def _leaves_rest(count, degree):
     return count % np.maximum(degree, 1) != 0
 
 
-def _pipeline_rule(name: str, default: int):
+def _pipeline_rule(name, default):
     """A field is at its default where there is one stage.
 
     default: 1 or 0, what the field is without a pipeline.
@@ -197,7 +196,7 @@ STAGES = (
 )
 
 
-def _of_layers(rule: Rule):
+def _of_layers(rule):
     """A rule of `STAGES` for the layers of a case's model.
 
     The rule itself judges a number of layers, for those who cut without a case.
@@ -210,7 +209,7 @@ def _of_layers(rule: Rule):
     )
 
 
-def _shape_rule(name: str, what: str, count: Callable, unit: str):
+def _shape_rule(name, what, count, unit):
     """A degree must divide what a model has; count: of a case."""
     return Rule(
         f"{name} must divide {what}",
@@ -223,7 +222,7 @@ def _shape_rule(name: str, what: str, count: Callable, unit: str):
     )
 
 
-def _kinds_rule(name: str, what: str, broken: Callable):
+def _kinds_rule(name, what, broken):
     """A choice is not modelled for layers of several kinds."""
     return Rule(
         f"{name} must be modelled for the kinds of layers",

@@ -17,7 +17,7 @@ from madmax_lib.catalog.models import DLRM
 from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 
 
-def _software_rule(what: str, broken: Callable, words: str):
+def _software_rule(what, broken, words):
     """broken: of plans and the software of their case; words: what it does not run, a
     format of the plan.
     """
@@ -28,7 +28,7 @@ def _software_rule(what: str, broken: Callable, words: str):
     )
 
 
-def _zero_plus_rule(part: str):
+def _zero_plus_rule(part):
     """The software must have a part of ZeRO++ where a plan does.
 
     A part stands for itself in the words of the rule.
@@ -46,7 +46,7 @@ def _kind_of(model):
     return "image" if model.image else "language"
 
 
-def _lie_elsewhere(p, placement: tuple[str, ...]):
+def _lie_elsewhere(p, placement):
     """Whether experts lie where a software does not lay them: over dp x cp x tp, or over
     dp x cp with each split over tp.
     """
@@ -125,7 +125,7 @@ _MATTERS = {  # where a choice of one field changes anything
 }
 
 
-def _makes(choice: str, p, c):
+def _makes(choice, p, c):
     """Whether plans make a choice: field=value, field=any (above zero), or a word of
     `_CHOICES`.
     """
@@ -143,7 +143,7 @@ def _makes(choice: str, p, c):
     return is_made & _MATTERS[name](p) if name in _MATTERS else is_made
 
 
-def _choices_rule(which: str, verb: str):
+def _choices_rule(which, verb):
     """The rule of all choices that a software lists in a field, `refuses` or `unsaid`."""
 
     def broken(p, c):

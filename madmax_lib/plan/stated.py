@@ -37,8 +37,12 @@ _GPT_VOCAB = 50257  # rows of GPT-2's token table, where a row states none
 _BUCKET = 40e6
 _DEEPSPEED_BUCKET = 5e8
 # column of each field that a model must have, and of others that it may have
-_NEEDED = {"layers": "layers", "hidden": "hidden", "heads": "heads"}
-_NEEDED |= {"sequence": "seq_len"}
+_NEEDED = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "sequence": "seq_len",
+}
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
 _EXPERTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers")
 # of a count; of others 10^8: more is a mistake of units
@@ -169,7 +173,7 @@ def model_of(raw: dict) -> Transformer:
     return _of_style(usual | fields, positive_of(raw, "params_b"))
 
 
-def _of_style(fields: dict, billions: float):
+def _of_style(fields, billions):
     """A model of GPT's or LLaMA's style, with the token table as head or not, as the
     stated parameters tell.
 
@@ -186,7 +190,7 @@ def _of_style(fields: dict, billions: float):
     return models[0] if is_plain else models[-1]
 
 
-def _vision(fields: dict):
+def _vision(fields):
     """A vision transformer: the patch is in its name, the image follows from its
     tokens, the classes are ImageNet's.
     """
@@ -207,7 +211,7 @@ def _vision(fields: dict):
 
 
 @lru_cache(maxsize=256)
-def _facts(name: str):
+def _facts(name):
     """Fields of a model by its name in `data/row_models.csv`, empty without a row."""
     for facts in catalog.table("row_models").drop(columns="source").to_dict("records"):
         if re.search(facts.pop("pattern"), name, re.I):
@@ -217,7 +221,7 @@ def _facts(name: str):
 
 
 @lru_cache(maxsize=256)
-def _listed(name: str):
+def _listed(name):
     """Fields of the catalog's model of a name or of a row's spelling of it, empty if
     there is none.
     """
@@ -290,7 +294,7 @@ def machine_of(raw: dict, device: Device, devices: int) -> tuple[Cluster, str]:
     return cluster, device.nearest(_dtype(text_of(raw, "precision").lower()))
 
 
-def _dtype(text: str):
+def _dtype(text):
     """The data type that a precision names first, before its brackets if it can."""
     if not text:
         return "bf16"

@@ -15,15 +15,23 @@ _READERS = dict(
 # first keys, or their first parts, that tell a framework
 _SIGNS = {
     "megatron-lm": {
-        *("MODEL_ARGS", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
+        "MODEL_ARGS",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
         "micro-batch-size",
     },
     "accelerate": {"distributed_type", "parallelism_config", "fsdp_config"},
     "deepspeed": {
-        *("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+        "zero_optimization",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
     },
     "torchtitan": {
-        *("parallelism", "model_spec", "training", "job", "activation_checkpoint"),
+        "parallelism",
+        "model_spec",
+        "training",
+        "job",
+        "activation_checkpoint",
     },
     "megatron-bridge": {"_target_", "model", "ddp", "train", "dist"},
 }

@@ -13,7 +13,7 @@ import re
 from functools import lru_cache
 
 from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog.tables import table
+from madmax_lib.catalog import table
 from madmax_lib.plan_flags.text import Source, scalar
 
 FRAMEWORKS = {  # and their other names
@@ -205,7 +205,7 @@ _SILENT = {"means": "", "values": "", "note": ""}  # of a key that no row speaks
 
 
 @lru_cache(maxsize=4096)
-def _row(framework: str, key: str):
+def _row(framework, key):
     """The first row that fits a key; a pattern stands between slashes."""
     for row in rows_of(framework):
         pattern = row["key"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.plan_flags.fields import fields_of
 
 

@@ -6,7 +6,7 @@ as harmless.
 """
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 
 MADE_UP = {  # until data is given
     "mock-data": True,

@@ -2,7 +2,7 @@
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named

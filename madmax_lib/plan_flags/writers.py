@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from madmax_lib.base.fields import require_int
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.deepspeed import ONE_BUCKET
 from madmax_lib.plan_flags.keys import FRAMEWORKS, rows_of

@@ -18,8 +18,8 @@ from operator import or_
 import numpy as np
 
 from madmax_lib.base.fields import require_int, require_number, short_repr
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import Software
+from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, take_product
 from madmax_lib.plan.rules import SOFTWARE, STATED
 from madmax_lib.planner.space import (
@@ -29,11 +29,11 @@ from madmax_lib.planner.space import (
     pass_choices,
     sharding_choices,
 )
+from madmax_lib.simulator import Parameters
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
 from madmax_lib.simulator.memory.states import USUAL_SOFTWARE
 from madmax_lib.simulator.power import device_energy_j
-from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import step_s, step_time
 
 _Array = np.ndarray
@@ -376,7 +376,7 @@ def _columns(plans, values, chosen):
     return columns | {"ties": 0 * chosen}
 
 
-def _joined(parts, *order: str):
+def _joined(parts, *order):
     """Rows of all tables in the order of some columns, ties by their plans."""
     filled = [part for part in parts if part]
     if not filled:

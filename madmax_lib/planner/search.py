@@ -11,15 +11,14 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_type, short_repr
-from madmax_lib.catalog.models import DLRM, Cluster, Transformer
+from madmax_lib.catalog import DLRM, Cluster, Transformer
 from madmax_lib.catalog.software import STACKS, Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,

@@ -19,10 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
-from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 
@@ -301,7 +299,7 @@ def _schedules(space, layers, pp, micro_batches):
 
 
 @lru_cache(maxsize=4096)
-def _ends(layers: int, pp: int, chunks: int):
+def _ends(layers, pp, chunks):
     """The last_layers, embedding_as_layer and head_as_layer that cut layers into stages
     of so many chunks.
 

@@ -10,9 +10,9 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
+from madmax_lib.plan import Plan
 from madmax_lib.plan.layers import chunk_layers
-from madmax_lib.plan.plan import Plan
 from madmax_lib.runs.settings import Settings
 
 # Parts of a transformer that the simulator prices and `runs.model` has no code for.

@@ -32,7 +32,7 @@ from itertools import groupby
 from pathlib import Path
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
 from madmax_lib.runs.measure.meter import meter

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from madmax_lib.base.units import format_s
+from madmax_lib.base import format_s
 
 # Five steps to settle (allocator, autotuning), two under a profiler that warms up.
 _SCHEDULE = {"wait": 5, "warmup": 2, "active": 3, "repeat": 1}

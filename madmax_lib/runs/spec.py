@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import Transformer
+from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, testbed
 from madmax_lib.runs.data import batches
 from madmax_lib.runs.model import models

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.runs.read import PHASES, read_run, write_json
 
 PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three recorded

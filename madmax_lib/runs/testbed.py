@@ -161,8 +161,14 @@ def main(
     os.environ |= {"MADMAX_TESTBED_HOSTS": hosts, "MADMAX_TESTBED_SPEED": speed}
     with _groups(_shares(speed)) as environment:
         addresses = _join_hosts(int(hosts), network)
-        rendezvous = ("--master-addr", addresses[0], "--master-port", _PORT)
-        rendezvous += ("--nnodes", hosts)
+        rendezvous = (
+            "--master-addr",
+            addresses[0],
+            "--master-port",
+            _PORT,
+            "--nnodes",
+            hosts,
+        )
         agents = []
         try:
             for host, address in enumerate(addresses):

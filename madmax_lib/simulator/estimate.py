@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog.models import DLRM, Cluster, Model
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.plan import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.plan.rules import enforce, rules_of
@@ -112,7 +111,7 @@ def estimate(
     return table
 
 
-def _as_table(values: np.ndarray, case: Case, index, counted: bool, offload: dict):
+def _as_table(values, case, index, counted, offload):
     """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
     step_s = values[0]
     peak_flops = case.cluster.world_size * case.cluster.device.peak(case.dtype)
@@ -135,7 +134,7 @@ def _as_table(values: np.ndarray, case: Case, index, counted: bool, offload: dic
     return table
 
 
-def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]):
+def _reasons(case, is_wrong, refused):
     """The rule that each plan of a table breaks where it is wrong (n,), or why its
     offload was refused; else empty.
     """
@@ -147,7 +146,7 @@ def _reasons(case: Case, is_wrong: np.ndarray, refused: dict[int, str]):
     return reasons
 
 
-def _values_of_table(case: Case, parameters: Parameters, counted: bool):
+def _values_of_table(case, parameters, counted):
     """Values (columns, n) of a table, NaN where a plan is not legal."""
     plan = case.plan
     (size,) = plan.shape
@@ -164,7 +163,7 @@ def _values_of_table(case: Case, parameters: Parameters, counted: bool):
     return values
 
 
-def _values(case: Case, parameters: Parameters, counted=False):
+def _values(case, parameters, counted=False):
     """Values (columns, n) of legal plans: seconds, and peak bytes of a device if they
     are counted, NaN for plans with offload.
     """
@@ -188,7 +187,7 @@ def _values(case: Case, parameters: Parameters, counted=False):
     return values
 
 
-def _with_offload(values: np.ndarray, case: Case, parameters: Parameters, policy):
+def _with_offload(values, case, parameters, policy):
     """Columns that offload adds to a table, and the reason of each row that cannot
     offload; rows that have it are timed one by one, and their values replaced.
     """

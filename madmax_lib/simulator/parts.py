@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog import Device
 from madmax_lib.catalog.kernel_rates import OPERANDS, KernelWork, Number, kernel_rates
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.rates.compute import attention_flops
@@ -126,7 +126,7 @@ def work_of(
     return KernelWork(shape["flops"], 1.0, 0.0, apart_bytes=shape["size_bytes"])
 
 
-def _product(shape: Mapping[str, Number], dtype: str, sms: int):
+def _product(shape, dtype, sms):
     m, n, k = (shape[name] for name in "mnk")
     operand_bytes = BYTES[OPERANDS.get(dtype, dtype)]
     result_bytes = max(operand_bytes, BYTES["bf16"])
@@ -153,7 +153,7 @@ def _product(shape: Mapping[str, Number], dtype: str, sms: int):
     )
 
 
-def _attention(shape: Mapping[str, Number], sms: int):
+def _attention(shape, sms):
     batch, sequence, heads = (shape[name] for name in ("batch", "sequence", "heads"))
     channels = shape["head_dim"]
     tokens = batch * sequence

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.models import Cluster, Device
+from madmax_lib.catalog import Cluster, Device
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
 ERROR = 0.25  # of the energy of a step, either way
@@ -74,7 +74,7 @@ def step_energy(
     return {"devices_j": devices_j, "host_j": host_j, "token_j": token_j, **spread}
 
 
-def _phases_s(parts: Mapping[str, np.ndarray], device: Device):
+def _phases_s(parts, device):
     """Seconds of a step by phase, of a device whose TDP is known."""
     if not device.tdp_w > 0:
         raise ValueError(

@@ -7,18 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.catalog import DLRM, Cluster, Model, Software, Transformer
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.models import DLRM, Cluster, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.events.engine import (
-    Program,
     apply_core_sharing,
     run_with_stragglers,
     text_column,
@@ -35,8 +32,8 @@ from madmax_lib.simulator.rates.parameters import (
     shipped,
     software_of,
 )
-from madmax_lib.simulator.rates.topology import Groups, member_name
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.simulator.rates.topology import member_name
+from madmax_lib.timeline import Meta, Timeline
 
 _ALL_RANKS_UP_TO = 64
 _NOTHING = Transformer("nothing", layers=1, hidden=1, heads=1, ffn=0)
@@ -114,7 +111,7 @@ def simulate(
     return with_receive_kernels(_delayed(timeline, program, case, step.groups, seed))
 
 
-def _meta(case: Case, seed: int, offloaded):
+def _meta(case, seed, offloaded):
     """Facts that a timeline tells of the step; offloaded: the split of states that leave the
     device, if any does.
     """
@@ -142,7 +139,7 @@ def _meta(case: Case, seed: int, offloaded):
     )
 
 
-def _lay_out(case: Case, parameters: Parameters, policy=None):
+def _lay_out(case, parameters, policy=None):
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
@@ -161,7 +158,7 @@ def _lay_out(case: Case, parameters: Parameters, policy=None):
     return step, step.build(plan.micro_batches(case.global_batch))
 
 
-def _micro_batch(case: Case, samples: int, parameters: Parameters):
+def _micro_batch(case, samples, parameters):
     """Blocks of a micro-batch of so many samples per device, their prices and the
     message between stages.
     """
@@ -174,7 +171,7 @@ def _micro_batch(case: Case, samples: int, parameters: Parameters):
     return MicroBatch(chunk_blocks(case), Prices(steps, parameters), sent_bytes)
 
 
-def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups):
+def _with_device_ranks(timeline, plan, groups):
     """Stage numbers become device ranks: the first of each stage, or every one in a
     small world.
     """
@@ -202,9 +199,7 @@ def _with_device_ranks(timeline: Timeline, plan: Plan, groups: Groups):
     return Timeline(spans.assign(group=group), meta, edges)
 
 
-def _delayed(
-    timeline: Timeline, program: Program, case: Case, groups: Groups, seed: int
-):
+def _delayed(timeline, program, case, groups, seed):
     """The same with ranks that compute behind the fastest one, each by a delay drawn
     for the step.
     """
@@ -229,7 +224,7 @@ def _delayed(
     )
 
 
-def _with_members(group: pd.Series, rank: pd.Series, plan: Plan, groups: Groups):
+def _with_members(group, rank, plan, groups):
     """Names of groups with their ranks; tp, dp and pp alone need none, they follow from
     the plan.
     """

@@ -100,9 +100,7 @@ def _fields():
     return dict(zip(bounds()["name"], bounds()["field"], strict=True))
 
 
-def _open_variance(
-    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
-):
+def _open_variance(steps, times, parameters):
     """Variance of log step_s that the constants leave open, s' C s."""
     parts, slopes = parameters.slopes
     if not parts:
@@ -157,7 +155,7 @@ def shared_errors(
     return parameters.residuals["constants"] ** 2 * (pulls @ covariance @ pulls.T)
 
 
-def _doublings(steps: Steps, parameters: Parameters):
+def _doublings(steps, parameters):
     """Doublings of devices and tokens per sample beyond the rows of a device's family;
     unseen families have none.
     """

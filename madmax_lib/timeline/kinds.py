@@ -10,7 +10,6 @@ empty pattern matches everything. A user's table is put in front of ours.
 import re
 from functools import lru_cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +99,7 @@ def collectives_of(timeline: Timeline, names: list[str]) -> np.ndarray:
     return np.array(collectives, dtype=object)
 
 
-def _first_match(names: list[str], rules: str, table: pd.DataFrame | None):
+def _first_match(names, rules, table):
     table = load_kinds() if table is None else table
     if rules not in _RULES:
         raise ValueError(f"rules={rules!r} is not one of {', '.join(_RULES)}")
@@ -110,7 +109,7 @@ def _first_match(names: list[str], rules: str, table: pd.DataFrame | None):
 
 
 @lru_cache(maxsize=8)
-def _matcher(patterns: tuple[str, ...], hta: bool):
+def _matcher(patterns, hta):
     """Function from a name to the row of the first pattern that matches it."""
     if hta:
         matches = [re.compile(pattern).match for pattern in patterns]
@@ -126,7 +125,7 @@ def _matcher(patterns: tuple[str, ...], hta: bool):
     return first_row
 
 
-def _read_csv(path: Path | Traversable):
+def _read_csv(path):
     with path.open(encoding="utf-8") as file:
         try:
             table = pd.read_csv(file, dtype=str, keep_default_na=False)

@@ -135,9 +135,9 @@ def conform(name: str, columns: dict) -> pd.DataFrame:
 
 
 def _select(
-    side_tables: SideTables,
-    new_row: np.ndarray,
-    windows_ns: dict[int, tuple[float, float]],
+    side_tables,
+    new_row,
+    windows_ns,
 ):
     tables = {}
     for name, table in side_tables.present().items():
@@ -156,7 +156,7 @@ def _select(
     return tables
 
 
-def _join(parts: list[tuple[SideTables, int]]):
+def _join(parts):
     tables = {}
     for name, schema in SIDE_TABLES.items():
         pieces = []

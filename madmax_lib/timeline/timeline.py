@@ -175,7 +175,7 @@ class Timeline:
         """
         return self._part(np.asarray(keep), self.meta)
 
-    def _part(self, keep: np.ndarray, meta: Meta):
+    def _part(self, keep, meta):
         if keep.all() and meta.represents == self.meta.represents:
             return self
         # (n,) row of each span in the part, -1 where it is left out
@@ -190,7 +190,7 @@ class Timeline:
             spans, meta, edges, self.side_tables.select(new_row, windows_ns)
         )
 
-    def _windows_ns(self, keep: np.ndarray, meta: Meta):
+    def _windows_ns(self, keep, meta):
         """Time of the kept spans of each rank, all time where every span of the rank is
         kept.
         """
@@ -260,7 +260,7 @@ class Timeline:
         )
 
 
-def _pack(frame: pd.DataFrame):
+def _pack(frame):
     """A table as text that fits into the metadata of a Parquet file."""
     import pyarrow as pa
 
@@ -272,7 +272,7 @@ def _pack(frame: pd.DataFrame):
     return base64.b64encode(sink.getvalue())
 
 
-def _unpack(text: bytes):
+def _unpack(text):
     import pyarrow as pa
 
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
@@ -365,7 +365,7 @@ def concat(timelines: Sequence[Timeline]) -> Timeline:
     )
 
 
-def _joined_meta(metas: list[Meta]):
+def _joined_meta(metas):
     """Origin of timelines that are put together; entries by rank are merged."""
     represents = {}
     provenance = {}
@@ -385,7 +385,7 @@ def _joined_meta(metas: list[Meta]):
     return replace(metas[0], world_size=world_size, **changes)
 
 
-def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str):
+def _conform(frame, schema, what):
     """The columns of a schema, of its types and in its order; the frame itself where it
     is right, as millions of rows are not copied for nothing.
     """
@@ -415,7 +415,7 @@ def _conform(frame: pd.DataFrame, schema: dict[str, str], what: str):
     return frame
 
 
-def _check(timeline: Timeline):
+def _check(timeline):
     spans = timeline.spans
     if unknown := set(spans["kind"].cat.categories) - set(KINDS):
         raise ValueError(

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base import format_bytes, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import format_bytes, format_s
-from madmax_lib.timeline.accounting import breakdown, exposed_s
+from madmax_lib.timeline import Timeline, breakdown, exposed_s, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
-from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.tables import ratio
@@ -97,7 +96,7 @@ class Finding(NamedTuple):
     evidence: str
 
 
-def _communication(timeline: Timeline):
+def _communication(timeline):
     """Exposed transfers by group and collective, and what small messages cost of them;
     waiting is the late ranks'.
     """
@@ -136,7 +135,7 @@ def _communication(timeline: Timeline):
             yield _small_messages(sized, where, gain_s)
 
 
-def _exposed(part: pd.DataFrame, alone_s: float):
+def _exposed(part, alone_s):
     """Evidence of exposed calls, in words."""
     total_s = part["duration_s"].sum()
     waited_s = part["wait_s"].sum()
@@ -147,7 +146,7 @@ def _exposed(part: pd.DataFrame, alone_s: float):
     return evidence
 
 
-def _small_messages(part: pd.DataFrame, where: str, exposed_s: float):
+def _small_messages(part, where, exposed_s):
     """Gain of the exposed calls of one group at the bus bandwidth of its best call."""
     # The best call of the group shows what its link can do.
     best = part.loc[part["rate"].idxmax()]
@@ -164,7 +163,7 @@ def _small_messages(part: pd.DataFrame, where: str, exposed_s: float):
     return Finding("small messages", where, min(gain_s, exposed_s), evidence)
 
 
-def _late_ranks(timeline: Timeline):
+def _late_ranks(timeline):
     table = stragglers(timeline)
     for row in table.itertuples():
         often = ", no more often than by chance"
@@ -179,7 +178,7 @@ def _late_ranks(timeline: Timeline):
         )
 
 
-def _host(timeline: Timeline):
+def _host(timeline):
     """Device idle because the host is late: in launches themselves, or elsewhere."""
     table = launch_bound(timeline)
     columns = ["launching_s", "launch_bound_s", "late_start_s", "idle_s"]
@@ -209,7 +208,7 @@ def _host(timeline: Timeline):
         yield Finding("late start", where, late_start_s.sum(), evidence)
 
 
-def _other_idle(timeline: Timeline):
+def _other_idle(timeline):
     """Device idle that neither the host nor the pace of kernels explains."""
     if (timeline.spans["stream"] < 0).all():  # of CPU threads nobody is kept waiting
         return
@@ -230,7 +229,7 @@ def _other_idle(timeline: Timeline):
     yield Finding(cause, _worst(left_s), left_s.sum(), evidence)
 
 
-def _gaps(timeline: Timeline):
+def _gaps(timeline):
     """Short gaps between kernels that were launched in time."""
     for stream, part in _short_gaps(timeline).groupby("stream"):
         # One finding per stream, over all ranks.
@@ -243,7 +242,7 @@ def _gaps(timeline: Timeline):
         yield Finding("short gaps", where, idle_s, evidence)
 
 
-def _short_gaps(timeline: Timeline):
+def _short_gaps(timeline):
     """Rows of `idle` for short gaps; none where the host is not known, as in
     simulations.
     """
@@ -254,7 +253,7 @@ def _short_gaps(timeline: Timeline):
     ]
 
 
-def _copies(timeline: Timeline):
+def _copies(timeline):
     """Copies beside which the device does nothing else."""
     spans = timeline.spans
     copies = spans[spans["kind"] == "memcpy"]
@@ -271,7 +270,7 @@ def _copies(timeline: Timeline):
     yield Finding("exposed copies", _worst(alone_s), alone_s.sum(), evidence)
 
 
-def _worst(by_rank: pd.Series):
+def _worst(by_rank):
     """The ranks of a cause in words: one by name, of several the one that loses most."""
     if not len(by_rank):
         return ""

@@ -6,8 +6,8 @@ Samples are `Timeline.side_tables["counters"]`, as Kineto and torch's cuspy reco
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import covered_before, pack, union
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import covered_before, pack, union
+from madmax_lib.timeline import Timeline
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (
@@ -52,7 +52,7 @@ def counters(timeline: Timeline) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _of_step(samples: pd.DataFrame, kernels: pd.DataFrame):
+def _of_step(samples, kernels):
     """Rows of the counters in the time of a step's kernels."""
     begin_ns = kernels["start_ns"].min()
     end_ns = (kernels["start_ns"] + kernels["dur_ns"]).max()
@@ -69,7 +69,7 @@ def _of_step(samples: pd.DataFrame, kernels: pd.DataFrame):
     return table
 
 
-def _kinds(times_ns: np.ndarray, kernels: pd.DataFrame):
+def _kinds(times_ns, kernels):
     """Kind (n,) of what ran at each time, idle where nothing did."""
     kind = np.full(len(times_ns), "idle", dtype=object)
     for each in reversed(_KINDS):

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, total
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.base import NS_PER_S, format_s, pack, total
+from madmax_lib.timeline import BUSY_KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.traces.read.events import TraceWarning
-from madmax_lib.traces.waits.dependencies import Graph
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
@@ -40,9 +37,22 @@ PATH_KINDS = ("host", "launch delay", *BUSY_KINDS, "wait")
 _DELAY = {"order": "host", "backward": "host", "launch": "launch delay"}  # others: wait
 _LAUNCH_CALLS = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"
 _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
-_WHAT_IF = ["faster", "factor", "step_s", "low_s", "high_s", "saved_s", "speedup"]
-_WHAT_IF += ["compute_s", "comm_s", "exposed_comm_s", "idle_s", "overlap"]
-_WHAT_IF += ["exposed_share", "decided_by"]
+_WHAT_IF = [
+    "faster",
+    "factor",
+    "step_s",
+    "low_s",
+    "high_s",
+    "saved_s",
+    "speedup",
+    "compute_s",
+    "comm_s",
+    "exposed_comm_s",
+    "idle_s",
+    "overlap",
+    "exposed_share",
+    "decided_by",
+]
 _DRAINS = 0.05  # more than a replay may miss what was measured
 _TIGHT_NS = 0.5  # times of one event differ by less
 
@@ -80,9 +90,15 @@ def critical_path(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
     )[_PATH]
     path = path[path["dur_s"] > 0].reset_index(drop=True)
     zero_ns = int(graph.slices["start_ns"].min()) if len(graph.slices) else 0
+    of_step = graph.slices[steps.inside[: 2 * len(graph.slices) : 2]]
+    ranks = max(of_step["rank"].nunique(), 1)
+    busy_s = dict.fromkeys(of_step["kind"], 0.0)
+    for (kind, _), part in of_step.groupby(["kind", "rank"]):
+        busy_ns = total(pack(part["start_ns"], part["end_ns"] - part["start_ns"]))
+        busy_s[kind] += busy_ns / ranks / NS_PER_S
     about = {
         "step": next(iter(steps.numbers), -1),
-        "busy_s": _busy_s(graph.slices[steps.inside[: 2 * len(graph.slices) : 2]]),
+        "busy_s": busy_s,
         "start_ns": zero_ns + int(begin_ns),
         "step_s": float(recorded.step_ns.sum() / NS_PER_S),
     }
@@ -245,7 +261,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline)
 
 
-def _median_of(timeline: Timeline, numbers: list[int]):
+def _median_of(timeline, numbers):
     """The step of median time (the lower) of some, None of none."""
     if len(numbers) < 2:
         return next(iter(numbers), None)
@@ -267,7 +283,7 @@ class _Now:
     limits: list[str]  # why a replay may not be right
 
     @classmethod
-    def of(cls, timeline: Timeline, steps: Recurring):
+    def of(cls, timeline, steps):
         """Steps of a timeline, replayed as they are."""
         recorded_s = steps.recorded.step_ns / NS_PER_S
         measured_s = float(np.median(recorded_s)) if len(recorded_s) else 0.0
@@ -300,7 +316,7 @@ class _Now:
         """Replayed over measured time, - 1."""
         return self.step_s / self.measured_s - 1 if self.measured_s else 0.0
 
-    def row(self, timeline: Timeline, steps: Recurring, weight_ns: np.ndarray):
+    def row(self, timeline, steps, weight_ns):
         """Columns of `what_if` with other weights."""
         replay = self.replay
         if not np.array_equal(weight_ns, self.weight_ns):
@@ -328,11 +344,11 @@ class _Now:
         }
 
 
-def _mean_s(replay: Round):
+def _mean_s(replay):
     return float(replay.step_ns.mean() / NS_PER_S) if len(replay.step_ns) else 0.0
 
 
-def _limits(timeline: Timeline, steps: Recurring):
+def _limits(timeline, steps):
     """Why a replay of recorded steps may not be right, and what would help."""
     if timeline.meta.source == "simulated" or not steps.numbers:
         return []
@@ -352,7 +368,7 @@ def _limits(timeline: Timeline, steps: Recurring):
     return limits
 
 
-def _parts_s(timeline: Timeline, steps: Recurring, replay: Round):
+def _parts_s(timeline, steps, replay):
     """Seconds of the replayed steps by what the device does, means over the ranks."""
     slices = steps.graph.slices
     works = np.flatnonzero(on_device(slices) & steps.inside[: 2 * len(slices) : 2])
@@ -367,7 +383,7 @@ def _parts_s(timeline: Timeline, steps: Recurring, replay: Round):
     return table.astype(float).mean().fillna(0.0)
 
 
-def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
+def _path(steps, replay, weight_ns):
     """Parts of the critical path of a replay, in order of time: event at their end,
     begin_ns, dur_ns, kind, why.
     """
@@ -408,7 +424,7 @@ def _path(steps: Recurring, replay: Round, weight_ns: np.ndarray):
     )
 
 
-def _factors(graph: Graph, scenario: dict[str, float]):
+def _factors(graph, scenario):
     """Factors by which a scenario shortens the work before each event and the delay of
     each edge.
     """
@@ -431,7 +447,7 @@ def _factors(graph: Graph, scenario: dict[str, float]):
     return of_event, of_edge
 
 
-def _named(names: pd.Series, pattern: str):
+def _named(names, pattern):
     """Whether each name (n,) matches; ValueError for a pattern that none does."""
     try:
         search = re.compile(pattern).search
@@ -445,19 +461,3 @@ def _named(names: pd.Series, pattern: str):
             "name of the step"
         )
     return names.isin(matching).to_numpy()
-
-
-def _busy_s(slices: pd.DataFrame):
-    ranks = max(slices["rank"].nunique(), 1)
-    times = slices.groupby(["kind", "rank"]).apply(
-        lambda p: total(pack(p["start_ns"], p["end_ns"] - p["start_ns"])),
-        include_groups=False,
-    )
-    return (
-        {
-            kind: float(ns.sum() / ranks / NS_PER_S)
-            for kind, ns in times.groupby(level=0)
-        }
-        if len(times)
-        else {}
-    )

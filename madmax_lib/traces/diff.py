@@ -15,11 +15,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.accounting import rank_breakdown
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.timeline.kinds import collective_names, collectives_of
-from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline, with_origin
 from madmax_lib.traces.tables import busy_spans, stacked
 
 _LEVELS = ("name", "op", "class")
@@ -311,8 +310,12 @@ def _with_origin(table, a, b, labels):
         provenance = timeline.meta.provenance
         inputs[label] = provenance.get("files") or {timeline.meta.source: provenance}
     rules = a.meta.provenance.get("rules", "") or b.meta.provenance.get("rules", "")
-    origin = {"files": inputs, "rules": rules}
-    origin |= {"a": a.meta.provenance, "b": b.meta.provenance}
+    origin = {
+        "files": inputs,
+        "rules": rules,
+        "a": a.meta.provenance,
+        "b": b.meta.provenance,
+    }
     source = "simulated" if "simulated" in sources else "measured"
     return with_origin(table, origin, source=source, sources=sources, labels=labels)
 

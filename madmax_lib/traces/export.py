@@ -18,7 +18,7 @@ from isal import igzip
 
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
 from madmax_lib.traces.read.kernel_names import original_name

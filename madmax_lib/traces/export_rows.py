@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline
 from madmax_lib.traces.read.events import FAR_NS
 from madmax_lib.traces.read.kernel_names import collective_of, written_names
 from madmax_lib.traces.read.side_tables import recorded_args

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.timeline import breakdown
 from madmax_lib.traces.read.files import find_traces
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 
@@ -133,7 +133,7 @@ def _gpu_ranks(hta, what):
 
 
 @contextlib.contextmanager
-def _only(hta: TraceAnalysis, ranks: list[int]):
+def _only(hta, ranks):
     """HTA with the traces of some ranks, where its call takes no list of ranks."""
     traces = hta.t.traces
     hta.t.traces = {rank: traces[rank] for rank in ranks}

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.timeline import SPANS, Meta, Timeline, concat
 from madmax_lib.timeline.kinds import kernel_kinds, load_kinds, own_collectives
 from madmax_lib.timeline.side_tables import SideTables, conform
-from madmax_lib.timeline.timeline import SPANS, Meta, Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
@@ -36,8 +36,19 @@ _CHUNK = 1_000_000  # rows read at once
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
 # by copyKind (CUpti_ActivityMemcpyKind): host, device, array, peer
-_COPIES = ["Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA"]
-_COPIES += ["DtoD", "HtoH", "PtoP"]
+_COPIES = [
+    "Unknown",
+    "HtoD",
+    "DtoH",
+    "HtoA",
+    "AtoH",
+    "AtoA",
+    "AtoD",
+    "DtoA",
+    "DtoD",
+    "HtoH",
+    "PtoP",
+]
 # by syncType, under the names of Kineto
 _WAITS = {
     1: "Event Sync",
@@ -85,9 +96,7 @@ def read_exports(paths: list[Path], kinds: str | Path | None = None) -> Timeline
     return concat(timelines)
 
 
-def _read(
-    path: Path, sha256: str, next_rank: int, named: int | None, table: pd.DataFrame
-):
+def _read(path, sha256, next_rank, named, table):
     # immutable: no lock and no journal beside the file, which may be read-only
     uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     try:
@@ -146,7 +155,7 @@ def _read(
     return concat([_of_rank(rank, part, facts, files) for rank, part in parts])
 
 
-def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict):
+def _of_rank(rank, rows, facts, files):
     """Timeline of one rank from its rows in order of time."""
     # device rows have thread -1, for which factorize gives code -1
     thread, threads = pd.factorize(rows["thread"].where(rows["thread"] >= 0))
@@ -205,14 +214,14 @@ def _of_rank(rank: int, rows: pd.DataFrame, facts: dict, files: dict):
     )
 
 
-def _columns(base: sqlite3.Connection, table: str):
+def _columns(base, table):
     """Columns of a table; empty where the export lacks it, as it does for what was not
     recorded.
     """
     return [column[1] for column in base.execute(f'PRAGMA table_info("{table}")')]
 
 
-def _rows(base: sqlite3.Connection, table: str, name: str, where="1"):
+def _rows(base, table, name, where="1"):
     """Rows of a table: numbers (-1 where unknown), and the column `name` as it is."""
     columns = _columns(base, table)
     dtypes = dict.fromkeys(_NUMBERS, "int64")
@@ -230,7 +239,7 @@ def _rows(base: sqlite3.Connection, table: str, name: str, where="1"):
     return pd.concat(list(pieces), ignore_index=True).assign(kind="")
 
 
-def _device_rows(base: sqlite3.Connection, texts: dict[int, str]):
+def _device_rows(base, texts):
     """Kernels, copies, memsets, graphs and waits of streams; kind is empty where the
     name tells it.
     """
@@ -256,7 +265,7 @@ def _device_rows(base: sqlite3.Connection, texts: dict[int, str]):
     return rows[(rows["start"] >= 0) & (rows["end"] >= rows["start"])].assign(thread=-1)
 
 
-def _host_rows(base: sqlite3.Connection, texts: dict[int, str]):
+def _host_rows(base, texts):
     """CUDA calls and NVTX ranges; a range that is still open ends with the last row."""
     calls = _rows(base, "CUPTI_ACTIVITY_KIND_RUNTIME", "nameId").assign(kind="cpu")
     calls["name"] = (
@@ -280,7 +289,7 @@ def _host_rows(base: sqlite3.Connection, texts: dict[int, str]):
     return rows[rows["name"].notna()].assign(process=rows["thread"] & ~_MASK, stream=-1)
 
 
-def _with_device(host: pd.DataFrame, device: pd.DataFrame):
+def _with_device(host, device):
     """Host rows with the device that their thread launches most on, else the first of
     their process.
     """
@@ -295,7 +304,7 @@ def _with_device(host: pd.DataFrame, device: pd.DataFrame):
     return host.assign(device=number.fillna(-1).astype("int64"))
 
 
-def _facts(base: sqlite3.Connection):
+def _facts(base):
     """Epoch of time 0 (0: unknown), device, versions of the export, and what it hides."""
 
     def first(table, column, where="1"):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, union
-from madmax_lib.timeline.timeline import BUSY_KINDS
+from madmax_lib.base import pack, union
+from madmax_lib.timeline import BUSY_KINDS
 
 
 def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:

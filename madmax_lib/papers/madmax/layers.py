@@ -172,7 +172,7 @@ def _shard_bytes(layer):
     return layer.weight_bytes / _degree(layer.elements, "tp", "fsdp")
 
 
-def _degree(elements, *kinds: str):
+def _degree(elements, *kinds):
     return math.prod(element.degree for element in elements if element.kind in kinds)
 
 

@@ -20,7 +20,7 @@ from madmax_lib.papers.madmax.layers import workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 _COMPUTE = Stream.COMPUTE.value
 _COMM = 1  # one stream of all collectives
@@ -119,7 +119,7 @@ def cloud_cost(throughput, samples, n_gpus, usd_per_gpu_hour, tdp_w_per_gpu) -> 
     }
 
 
-def _by_name(table, what, *needed: str):
+def _by_name(table, what, *needed):
     if missing := [column for column in needed if column not in table.columns]:
         raise ValueError(f"{what} lack the column(s) {', '.join(missing)}")
     if twice := table["name"][table["name"].duplicated()].tolist():

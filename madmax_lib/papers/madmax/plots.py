@@ -7,7 +7,24 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    GREY,
+    PAPER,
+    UNFIT,
+    WHITE,
+    bars,
+    faded,
+    finish,
+    grid,
+    lines,
+    mark_key,
+    new_axes,
+    note,
+    panels,
+    patch_key,
+    published,
+)
 
 _COLORS = {  # by strategy, the same in every figure
     "fsdp": "#6b6b6b",
@@ -27,8 +44,8 @@ _AXES = {
     "cost_usd": "cost of 1B samples [USD]",
     "energy_mwh": "energy for 1B samples [MWh]",
 }
-_OURS = draw.patch_key("ours", "#9a9a9a", "simulated")
-_RECORDED = draw.mark_key("recorded with the release")
+_OURS = patch_key("ours", "#9a9a9a", "simulated")
+_RECORDED = mark_key("recorded with the release")
 
 
 def _label(strategy):
@@ -48,30 +65,30 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
 
     x, y: columns of `cloud_comparison`; less is better, except for mqps.
     """
-    ax = draw.new_axes(height=4.2)
+    ax = new_axes(height=4.2)
     for (fits, strategy), part in table.groupby(["fits", "dense_strategy"]):
-        style = {"mfc": "none", "mec": draw.GREY, "mew": 0.7}
+        style = {"mfc": "none", "mec": GREY, "mew": 0.7}
         if fits:
             style = {"color": _COLORS[strategy], "mew": 0}
         ax.plot(part[x], part[y], _MARKS[strategy], ms=4, **style)
     free = _pareto(table[table["fits"]], x, y)
     fsdp = _pareto(table[table["fits"] & (table["dense_strategy"] == "fsdp")], x, y)
-    fronts = (("FSDP", fsdp, _COLORS["fsdp"]), ("best strategy", free, draw.PAPER))
+    fronts = (("FSDP", fsdp, _COLORS["fsdp"]), ("best strategy", free, PAPER))
     for name, front, color in fronts:
         style = {"lw": 1.2, "drawstyle": "steps-post", "zorder": 1}
-        draw.lines(ax, front, x, y, color=color, **style)
+        lines(ax, front, x, y, color=color, **style)
         last = front.iloc[-1]
         text = f"{name}, {last['num_devices']} GPUs of {last['instance']}"
-        draw.note(ax, last[x], last[y], text, dx=12, color=color)
+        note(ax, last[x], last[y], text, dx=12, color=color)
     key = [
-        draw.mark_key(_label(name), mark, _COLORS[name], hollow=False, ms=5)
+        mark_key(_label(name), mark, _COLORS[name], hollow=False, ms=5)
         for name, mark in _MARKS.items()
     ]
-    key.append(draw.mark_key("does not fit in memory", "o", draw.GREY, ms=5))
+    key.append(mark_key("does not fit in memory", "o", GREY, ms=5))
     if y == "mqps":
-        sheet = {"mfc": "none", "mec": draw.PAPER, "ms": 8, "mew": 0.7}
+        sheet = {"mfc": "none", "mec": PAPER, "ms": 8, "mew": 0.7}
         ax.plot(table[x], table["published_mqps"], "o", **sheet)
-        key.append(draw.mark_key("artifact sheet", "o", ms=8))
+        key.append(mark_key("artifact sheet", "o", ms=8))
         gain = free["mqps"].max() / fsdp["mqps"].max()
         title = (
             f"The right strategy moves the front: {gain:.2f}x the fastest FSDP point"
@@ -83,7 +100,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
         title = f"At best {less:.0%} less {saved} and {faster:.0%} less time than FSDP"
     ax.grid(True, which="major", axis="both")
     axes = {"x": _AXES[x], "y": _AXES[y], "xscale": "log", "yscale": "log"}
-    return draw.finish(ax, table, title, draw.Frame(**axes, key=key, where="beside"))
+    return finish(ax, table, title, **axes, key=key, where="beside")
 
 
 def _pareto(rows, x, y):
@@ -105,36 +122,34 @@ def plot_best(
     column of a group. most: the largest gain within memory that the paper publishes.
     """
     groups = list(dict.fromkeys(table[by]))
-    ax = draw.new_axes(height=0.9 + 0.42 * len(groups))
+    ax = new_axes(height=0.9 + 0.42 * len(groups))
     # the last row of a group is its best, of all strategies and of those that fit
     ranked = table.sort_values("gain")
     free = ranked.groupby(by).tail(1).set_index(by).loc[groups]
     fits = ranked[ranked["fits"]].groupby(by).tail(1).set_index(by).loc[groups]
     # where memory is what limits the gain; 0.05 % is below what the texts show
     beyond = (free["gain"] > fits["gain"] * 1.0005).to_numpy()
-    unfit = draw.BarStyle(draw.UNFIT, places=np.flatnonzero(beyond))
-    draw.bars(ax, free.loc[beyond, "gain"], unfit)
+    bars(ax, free.loc[beyond, "gain"], fill=UNFIT, places=np.flatnonzero(beyond))
     fills = [_COLORS[name] for name in fits["dense_strategy"]]
-    draw.bars(ax, fits["gain"], draw.BarStyle(fills, source="simulated"))
-    draw.published(ax, table["published_gain"], table[by].map(groups.index))
+    bars(ax, fits["gain"], fill=fills, source="simulated")
+    published(ax, table["published_gain"], table[by].map(groups.index))
     for row, group in enumerate(groups):
         text = _gain(fits.loc[group])
         if beyond[row]:
             needed = _memory(free.at[group, "memory_needed_gb"])
             text += f"; with {needed}: {_gain(free.loc[group])}"
         end = max(fits.at[group, "gain"], free.at[group, "gain"])
-        draw.note(ax, end, row, text, dx=7, bbox=draw.WHITE)
-    ax.axvline(most, color=draw.PAPER, lw=0.8, ls="--")
-    draw.note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
+        note(ax, end, row, text, dx=7, bbox=WHITE)
+    ax.axvline(most, color=PAPER, lw=0.8, ls="--")
+    note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
     ax.axvline(1, color=_COLORS["fsdp"], lw=1)
     ax.title.set_position((0, 1.02))
     key = [_OURS, _RECORDED]
     if beyond.any():
-        key.append(draw.patch_key("does not fit in memory", draw.UNFIT))
+        key.append(patch_key("does not fit in memory", UNFIT))
     reach = 1.3 * table["gain"].max() + 0.3
     x = "throughput over FSDP [x]"
-    frame = draw.Frame(x=x, rows=groups, reach=reach, key=key)
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, x=x, rows=groups, reach=reach, key=key)
 
 
 def _gain(row):
@@ -160,7 +175,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
     ]
     width = max(2.55 * len(names), 4.2)
     height = 0.9 + 0.3 * len(strategies)
-    axes = draw.panels(names, width=width, height=height, title=title)
+    axes = panels(names, width=width, height=height, title=title)
     for ax, (_, rows) in zip(axes, models, strict=True):
         rows = rows.set_index("dense_strategy").loc[strategies]
         fsdp_ms = rows.at["fsdp", "iteration_ms"]
@@ -171,24 +186,24 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
         # opacity: plans that do not fit are pale
         pale = [1 if fits else 0.3 for fits in rows["fits"]]
         fills = {
-            kind: [draw.faded(kind, "simulated", alpha=alpha) for alpha in pale]
+            kind: [faded(kind, "simulated", alpha=alpha) for alpha in pale]
             for kind in parts
         }
-        ends = draw.bars(ax, parts, draw.BarStyle(fills))
+        ends = bars(ax, parts, fill=fills)
         for row, case in enumerate(rows.itertuples()):
             cut = " ▸" if step.iloc[row] > limit else ""
             text = f"{step.iloc[row]:.2f}{cut}\n{_memory(case.memory_needed_gb)}"
             text += "" if case.fits else ", too much"
             ink = "black" if case.fits else "#8a8a8a"
-            draw.note(ax, ends[row], row, text, fontsize=6, color=ink)
+            note(ax, ends[row], row, text, fontsize=6, color=ink)
         rows = list(map(_label, strategies))
         x = "step over FSDP step [1]"
-        draw.finish(ax, table, None, draw.Frame(x=x, rows=rows, reach=1.42 * limit))
-    pale_compute = draw.faded("compute", alpha=0.3)
+        finish(ax, table, None, x=x, rows=rows, reach=1.42 * limit)
+    pale_compute = faded("compute", alpha=0.3)
     key = [
-        draw.patch_key("compute", "compute", "simulated"),
-        draw.patch_key("exposed communication", "comm", "simulated"),
-        draw.patch_key("pale: does not fit in memory", pale_compute),
+        patch_key("compute", "compute", "simulated"),
+        patch_key("exposed communication", "comm", "simulated"),
+        patch_key("pale: does not fit in memory", pale_compute),
     ]
     look = {"loc": "outside lower center", "frameon": False, "fontsize": 8}
     axes[0].figure.legend(handles=key, ncols=3, **look)
@@ -199,7 +214,7 @@ def plot_classes(table: pd.DataFrame) -> Axes:
     """Gain over FSDP for each pair of strategies of two layer classes; what does not
     fit is grey, with its bytes.
     """
-    ax = draw.new_axes(height=3.2, width=5.6)
+    ax = new_axes(height=3.2, width=5.6)
     needed = "\n" + table["memory_needed_gb"].map(_memory)
     text = table["gain"].map("{:.2f}x".format) + needed.where(~table["fits"], "")
     # a cell per pair; NaN cells stay grey
@@ -208,19 +223,18 @@ def plot_classes(table: pd.DataFrame) -> Axes:
     cells = cells.pivot(index="mlp", columns="transformer").loc[order]
     values = cells["gain"][order].rename(index=_label, columns=_label)
     texts = cells["text"][order].rename(index=_label, columns=_label)
-    draw.grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
+    grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
     most = table[table["fits"]].nlargest(1, "gain").iloc[0]
     split = f"MLP {_label(most['mlp'])}, transformer {_label(most['transformer'])}"
     title = f"{split}: {most['gain']:.2f}x FSDP (trend only)"
-    frame = draw.Frame(x="transformer blocks", y="MLPs")
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, x="transformer blocks", y="MLPs")
 
 
 def plot_context(table: pd.DataFrame) -> Axes:
     """Figure 15: throughput over FSDP against the context length, a line per strategy;
     hollow where it does not fit.
     """
-    ax = draw.new_axes(height=3.2)
+    ax = new_axes(height=3.2)
     # strategies far below FSDP would flatten the others
     seen = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")]
     for strategy, part in seen.groupby("dense_strategy", sort=False):
@@ -232,24 +246,23 @@ def plot_context(table: pd.DataFrame) -> Axes:
             text += (
                 f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
             )
-        curves = draw.Curves(ends=lambda _, text=text: text)
-        draw.lines(ax, part, "context", "gain", curves, **style)
+        lines(ax, part, "context", "gain", ends=lambda _, text=text: text, **style)
     recorded = seen.dropna(subset="published_gain")
-    draw.published(ax, recorded["context"], recorded["published_gain"])
+    published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
         text = f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})"
-        draw.note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
+        note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
     grey = _COLORS["fsdp"]
     lengths = sorted(table["context"].unique())
     ax.axhline(1, color=grey, lw=1)
-    draw.note(ax, lengths[0], 1.0, "FSDP", dx=8, dy=7, color=grey)
+    note(ax, lengths[0], 1.0, "FSDP", dx=8, dy=7, color=grey)
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
     ax.minorticks_off()
     ax.grid(True, axis="y")
     key = [
-        draw.mark_key("ours", "o", "#555555", hollow=False),
-        draw.mark_key("ours, does not fit in memory", "o", "#555555"),
+        mark_key("ours", "o", "#555555", hollow=False),
+        mark_key("ours, does not fit in memory", "o", "#555555"),
         _RECORDED,
     ]
     # room on the right for the names of the lines
@@ -259,8 +272,7 @@ def plot_context(table: pd.DataFrame) -> Axes:
     }
     title = "LLaMA2-70B: at 32K tokens no strategy gains much over FSDP"
     axes = {"x": "context length [tokens]", "y": "throughput over FSDP [x]"}
-    frame = draw.Frame(**axes, key=key, where="upper right", **limits)
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, **axes, key=key, where="upper right", **limits)
 
 
 def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
@@ -270,13 +282,12 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     table = table[table["limit"] == "memory"]
     models = table.groupby("model", sort=False)
     factors = sorted(table["factor"].unique())
-    fills = [draw.COLORS[kind] for kind in ("compute", "memcpy", "comm")]
+    fills = [COLORS[kind] for kind in ("compute", "memcpy", "comm")]
     parts = dict.fromkeys(table["part"])
-    colors = dict(zip(parts, [*fills, draw.PAPER], strict=True))
-    axes = draw.panels(list(models.groups), height=3.2, title=title)
+    colors = dict(zip(parts, [*fills, PAPER], strict=True))
+    axes = panels(list(models.groups), height=3.2, title=title)
     for ax, (_, rows) in zip(axes, models, strict=True):
-        curves = draw.Curves(by="part", styles=colors)
-        draw.lines(ax, rows, "factor", "speedup", curves, marker="o", ms=4)
+        lines(ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4)
         ends = rows[rows["factor"] == factors[-1]].sort_values("speedup")
         # labels keep their distance: a factor of 2 is 40 points high, a label 17
         label_points = -np.inf
@@ -286,7 +297,7 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
             text = f"{row.part}\n{row.speedup:.1f}x {_label(row.dense_strategy)}"
             look = {"fontsize": 6.5, "color": colors[row.part]}
             dy = label_points - end_points
-            draw.note(ax, row.factor, row.speedup, text, dx=6, dy=dy, **look)
+            note(ax, row.factor, row.speedup, text, dx=6, dy=dy, **look)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xticks(factors, [f"{factor:g}x" for factor in factors])
@@ -295,7 +306,7 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
         limits = (factors[0] * 0.9, factors[-1] * 2.6)
         ax.set(xlabel="faster by", xlim=limits, ylim=(0.9, 16))
         ax.grid(True, axis="both")
-    return draw.finish(axes[0], table, None, draw.Frame(y="throughput over today [x]"))
+    return finish(axes[0], table, None, y="throughput over today [x]")
 
 
 def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
@@ -308,7 +319,7 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
     for model, devices in models["devices"].unique().items():
         counts = " or ".join(f"{count:,.0f}" for count in sorted(devices))
         names.append(f"{model}, {counts} devices")
-    axes = draw.panels(names, height=0.8 + 0.4 * len(systems), title=title)
+    axes = panels(names, height=0.8 + 0.4 * len(systems), title=title)
     for ax, (_, rows) in zip(axes, models, strict=True):
         for slot, choice in enumerate(("fsdp", "best that fits")):
             part = rows[rows["choice"] == choice]
@@ -318,22 +329,23 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
             needed = ", needs " + part["memory_needed_gb"].map("{:.0f} GB".format)
             texts += needed.where(~part["fits"], "")
             fills = [
-                _COLORS[row.dense_strategy] if row.fits else draw.UNFIT
+                _COLORS[row.dense_strategy] if row.fits else UNFIT
                 for row in part.itertuples()
             ]
-            style = draw.BarStyle(
-                fills,
+            bars(
+                ax,
+                part["per_gpu"],
+                fill=fills,
                 source="simulated",
                 places=part["system"].map(systems.index),
                 slot=(slot, 2),
                 notes=texts,
             )
-            draw.bars(ax, part["per_gpu"], style)
         look = {"fontsize": 6.5, "va": "center", "color": "#777777"}
         for system in set(systems) - set(rows["system"]):
             text = "no FP32 or TF32 peak published"
             ax.text(0.02, systems.index(system), text, **look)
         x = "samples/s per device, A100 FSDP = 1"
         reach = rows["per_gpu"].max() * 1.4
-        draw.finish(ax, table, None, draw.Frame(x=x, rows=systems, reach=reach))
+        finish(ax, table, None, x=x, rows=systems, reach=reach)
     return axes[0]

@@ -14,8 +14,13 @@ GLOBAL = "global"
 # Two elements are "inside a node, across nodes". The last strategy is ours: the release
 # has fsdp as the first element only.
 STRATEGIES = (
-    *("ddp", "tp", "fsdp"),
-    *("tp,ddp", "ddp,tp", "fsdp,tp", "fsdp,ddp"),
+    "ddp",
+    "tp",
+    "fsdp",
+    "tp,ddp",
+    "ddp,tp",
+    "fsdp,tp",
+    "fsdp,ddp",
     "tp,fsdp",
 )
 # names for two classes of layers at once, as the paper's sweeps write them

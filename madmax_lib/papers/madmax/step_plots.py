@@ -5,8 +5,20 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.view import drawing as draw
+from madmax_lib.timeline import Timeline
+from madmax_lib.view.drawing import (
+    COLORS,
+    DARK,
+    THEIRS,
+    bars,
+    fill_of,
+    finish,
+    mark_key,
+    new_axes,
+    note,
+    panels,
+    patch_key,
+)
 
 _REDUCE = "#b8561a"  # darker than other communication, which it stands beside
 _PIECES = {  # of figure 7: name and colour
@@ -26,7 +38,7 @@ def plot_validation(table: pd.DataFrame) -> Axes:
     """Figure 7: the pieces of a DLRM-A step one after another and overlapped, beside
     what was measured.
     """
-    ax = draw.new_axes(height=3.3)
+    ax = new_axes(height=3.3)
     names = {"measured": "measured", "paper": "paper's model", "ours": "ours"}
     groups = dict(iter(table.groupby(["gpus", "who", "bar"], sort=False)))
     order = sorted(groups, key=lambda key: (-key[0], list(names).index(key[1])))
@@ -38,22 +50,22 @@ def plot_validation(table: pd.DataFrame) -> Axes:
         if theirs_ms > 0:
             error = total_ms / theirs_ms - 1
             text += f"; released {theirs_ms:.2f}, error {error:+.2%}"
-        draw.note(ax, total_ms, row, text)
+        note(ax, total_ms, row, text)
         if who != "ours":
-            fill = draw.THEIRS if who == "paper" else draw.DARK
-            draw.bars(ax, [total_ms], draw.BarStyle(fill, places=[row]))
+            fill = THEIRS if who == "paper" else DARK
+            bars(ax, [total_ms], fill=fill, places=[row])
             continue
         end = 0.0
         for piece, value in zip(part["piece"], part["value_ms"], strict=True):
             name, color = _PIECES[piece]
             at = {"source": "simulated", "places": [row], "left": end}
-            draw.bars(ax, [value], draw.BarStyle(color, **at))
+            bars(ax, [value], fill=color, **at)
             # below 8 ms there is no room for the name
             text = f"{name}\n{value:.2f}" if value > 8 else f"{value:.2f}"
             ax.text(end + value / 2, row, text, **_TEXT)
             end += value
-    bars = table[(table["gpus"] == 128) & (table["bar"] == "serialized")]
-    serial = bars.groupby("who")["value_ms"].sum()
+    serialized = table[(table["gpus"] == 128) & (table["bar"] == "serialized")]
+    serial = serialized.groupby("who")["value_ms"].sum()
     off = serial["ours"] / serial["measured"] - 1
     title = (
         f"DLRM-A on 128 GPUs: serialized {serial['ours']:.2f} ms, {off:+.1%} "
@@ -62,7 +74,7 @@ def plot_validation(table: pd.DataFrame) -> Axes:
     rows = [f"{gpus} GPUs · {names[who]}\n{bar}" for gpus, who, bar in order]
     x = "time of one step [ms]"
     reach = 1.5 * table["value_ms"].max()
-    return draw.finish(ax, table, title, draw.Frame(x=x, rows=rows, reach=reach))
+    return finish(ax, table, title, x=x, rows=rows, reach=reach)
 
 
 def plot_vit(table: pd.DataFrame) -> Axes:
@@ -71,12 +83,12 @@ def plot_vit(table: pd.DataFrame) -> Axes:
     table: of `vit_mfu`, with ours for constant and fitted utilisation, or of
     `calibration.vision_errors`.
     """
-    ax = draw.new_axes(height=0.9 + 0.42 * len(table))
+    ax = new_axes(height=0.9 + 0.42 * len(table))
     best = "fitted" if "fitted" in table else "ours"
     fills = {
-        "measured": draw.fill_of(draw.DARK),
-        "paper": draw.THEIRS,
-        best: draw.fill_of("compute", "simulated"),
+        "measured": fill_of(DARK),
+        "paper": THEIRS,
+        best: fill_of("compute", "simulated"),
     }
     errors = {}
     for slot, (who, fill) in enumerate(fills.items()):
@@ -85,20 +97,19 @@ def plot_vit(table: pd.DataFrame) -> Axes:
             error = table[f"{who}_error"]
             errors[who] = error.abs().mean()
             texts = error.map("{:+.0%}".format)
-        style = draw.BarStyle(fill, slot=(slot, 3), notes=texts)
-        draw.bars(ax, table[who] * 100, style)
+        bars(ax, table[who] * 100, fill=fill, slot=(slot, 3), notes=texts)
     names = {
         "measured": "measured",
         "paper": f"paper's prediction, mean relative error {errors['paper']:.1%}",
         best: f"ours, fitted to the other runs: {errors[best]:.1%}",
     }
-    key = [draw.patch_key(name, fills[who]) for who, name in names.items()]
+    key = [patch_key(name, fills[who]) for who, name in names.items()]
     if best == "fitted":
-        blue = draw.COLORS["compute"]
+        blue = COLORS["compute"]
         ax.plot(table["ours"] * 100, range(len(table)), "|", color=blue, ms=14, mew=2)
         error = table["ours_error"].abs().mean()
         constant = f"ours, constant utilisation of the release: {error:.0%}"
-        key.append(draw.mark_key(constant, "|", blue, ms=12, mew=2))
+        key.append(mark_key(constant, "|", blue, ms=12, mew=2))
     rows = [
         f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}"
         for row in table.itertuples()
@@ -108,8 +119,7 @@ def plot_vit(table: pd.DataFrame) -> Axes:
         f"(paper), {errors[best]:.1%} (ours)"
     )
     x = "MFU [% of 312 TFLOP/s]"
-    frame = draw.Frame(x=x, rows=rows, reach=80, key=key, columns=2)
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, x=x, rows=rows, reach=80, key=key, columns=2)
 
 
 def plot_prefetch(
@@ -135,7 +145,7 @@ def plot_prefetch(
         f"{model} under FSDP: prefetching takes {saved:.0%} off the step (AG "
         "AllGather, RS ReduceScatter)"
     )
-    axes = draw.panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
+    axes = panels(texts, height=1.55 * len(texts) + 0.5, title=title, down=True)
     for ax, timeline in zip(axes, timelines.values(), strict=True):
         spans = timeline.spans
         backward = spans["name"].str.contains("backward")
@@ -148,7 +158,7 @@ def plot_prefetch(
         for span in window[(end_ms > 0) & (begin_ms < _WINDOW_MS)].itertuples():
             word, part, *_ = span.name.split()
             text, kind = short.get(word, ("", "compute"))
-            fill = draw.fill_of(kind, "simulated") | {"linewidth": 0.3}
+            fill = fill_of(kind, "simulated") | {"linewidth": 0.3}
             wide_ms = span.end - span.begin
             ax.broken_barh([(span.begin, wide_ms)], (span.stream - 0.4, 0.8), **fill)
             if wide_ms > 0.022 * _WINDOW_MS:  # wide enough for a word
@@ -158,4 +168,4 @@ def plot_prefetch(
         ax.set_yticks([0, 1], ["compute", "communication"])
         ax.set(ylim=(1.5, -0.5), xlim=(0, _WINDOW_MS))
     axes[-1].set_xlabel("time in the backward pass [ms]")
-    return draw.finish(axes[0], table, None)
+    return finish(axes[0], table, None)

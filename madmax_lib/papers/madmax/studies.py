@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.tables import cluster
+from madmax_lib.catalog import cluster
 from madmax_lib.papers.madmax.model import cloud_cost, timeline
 from madmax_lib.papers.madmax.rules import STRATEGIES, MadmaxRules
 from madmax_lib.papers.madmax.suite import (
@@ -37,7 +37,7 @@ from madmax_lib.papers.origin import (
     read_table,
     with_origin,
 )
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 
 _RELEASED_STRATEGIES = STRATEGIES[:-1]  # the last one is ours
 _DLRMS = [

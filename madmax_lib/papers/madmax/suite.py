@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.models import Cluster
+from madmax_lib.catalog import Cluster
 from madmax_lib.papers.madmax.model import OP_COLUMNS, evaluate
 from madmax_lib.papers.madmax.rules import MadmaxRules
 from madmax_lib.papers.origin import read_table, with_origin

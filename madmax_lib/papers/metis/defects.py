@@ -13,11 +13,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
+from madmax_lib.planner.hetero import HeteroPlan, HeteroProblem
 from madmax_lib.planner.hetero.costs import PlanCost, shares
 from madmax_lib.planner.hetero.prices import MB_BYTES, bits
-from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles
-from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
 # of the release: weights to states, and what even an empty stage demands
 _MEMORY_FACTOR = 5.0
@@ -42,7 +41,7 @@ class _MetisCost(PlanCost):
         super().__init__(self.accepted(parsed, problem.prices.layers), problem)
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int):
+    def accepted(plan, layers):
         """Plan that is charged."""
         return plan.repaired(layers)
 
@@ -59,7 +58,7 @@ class _LostLayers(_MetisCost):
     what = "layers that the balancer lost are not computed"
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int):
+    def accepted(plan, layers):
         # as many layers as the plan has; an empty stage still gets one
         return plan.repaired(max(plan.layer_partition[-1], len(plan.device_groups)))
 
@@ -72,7 +71,7 @@ class _EmptyStages(_MetisCost):
     what = "stages without layers are accepted"
 
     @staticmethod
-    def accepted(plan: HeteroPlan, layers: int):
+    def accepted(plan, layers):
         # lost layers go to the last stage, empty stages stay
         return replace(plan, layer_partition=(*plan.layer_partition[:-1], layers))
 

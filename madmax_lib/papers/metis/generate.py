@@ -16,7 +16,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero import Node
 from madmax_lib.planner.hetero.profiles import TIMES, LayerProfile, Profiles, plain_sum
 
 _IN_FILE = {  # key of the cluster file: field of a node
@@ -153,7 +153,7 @@ def _stretch(row, name, layers):
     return tuple(np.repeat(values, [1, layers - 2, 1]).tolist())
 
 
-def _scaled(profile, factor, **key: int):
+def _scaled(profile, factor, **key):
     """Profile of another batch or degree: the work scales, the rest of the step
     stays.
     """

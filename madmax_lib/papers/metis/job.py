@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero import Node
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, plain_sum
 
 _MOST_SLOTS = 9

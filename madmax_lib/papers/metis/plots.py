@@ -6,7 +6,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.papers.origin import with_origin
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    bar_chart,
+    bars,
+    finish,
+    mark_key,
+    new_axes,
+    patch_key,
+    published,
+)
 
 _ORDERS = {"A100 first": "compute", "V100 first": "comm"}
 _MODES = {"base": "Metis", "strategy": "Ours"}
@@ -20,30 +28,28 @@ def plot_orders(runs: pd.DataFrame) -> Axes:
     costs = ["our_cost_ms", "cost_ms"]
     table = runs[[*case, "node_order", *costs]].reset_index(drop=True)
     first = table.drop_duplicates(["row", "mode"]).reset_index(drop=True)
-    ax = draw.new_axes(height=0.9 + 0.42 * len(first))
+    ax = new_axes(height=0.9 + 0.42 * len(first))
     for slot, (order, fill) in enumerate(_ORDERS.items()):
         costs = table.loc[table["node_order"] == order, "our_cost_ms"]
         notes = costs.map("   {:,.2f}".format)
-        style = draw.BarStyle(fill, source="simulated", slot=(slot, 2), notes=notes)
-        draw.bars(ax, costs, style)
+        bars(ax, costs, fill=fill, source="simulated", slot=(slot, 2), notes=notes)
     # the published cost stands at the bar of the order that comes nearer
     error = (table["our_cost_ms"] - table["cost_ms"]).abs()
     near = table.loc[error.groupby([table["row"], table["mode"]], sort=False).idxmin()]
     second = near["node_order"].eq("V100 first").to_numpy()
     rows = first.index + 0.4 * second - 0.2
-    draw.published(ax, near["cost_ms"], rows)
+    published(ax, near["cost_ms"], rows)
     title = "The cost column follows the order of GPU types, not the method"
     rows = [
         f"{row.layers} layers, {row.gpus} GPUs, “{_MODES[row.mode]}”"
         for row in first.itertuples()
     ]
-    key = [draw.patch_key(order, fill, "simulated") for order, fill in _ORDERS.items()]
-    key.append(draw.mark_key("published"))
+    key = [patch_key(order, fill, "simulated") for order, fill in _ORDERS.items()]
+    key.append(mark_key("published"))
     reach = 1.16 * table["our_cost_ms"].max()  # room for the notes
     table = _from_files(table, "profiles", "table1")
     x = "cost of the best plan [ms]"
-    frame = draw.Frame(x=x, rows=rows, reach=reach, key=key)
-    return draw.finish(ax, table, title, frame)
+    return finish(ax, table, title, x=x, rows=rows, reach=reach, key=key)
 
 
 def plot_training(summary: pd.DataFrame) -> Axes:
@@ -57,12 +63,19 @@ def plot_training(summary: pd.DataFrame) -> Axes:
     rows = summary["strategy"] + " on 2 GPUs"
     # the second iteration of both logs is an outlier, hence the median
     x = "measured time of an iteration, median [s]"
-    style = draw.BarStyle(kinds, notes=times_s.map("{:.1f} s".format))
     table = _from_files(summary, "dp_tp")
-    frame = draw.Frame(x=x, rows=rows)
-    return draw.bar_chart(None, table, times_s, title, frame, style)
+    return bar_chart(
+        None,
+        table,
+        times_s,
+        title,
+        x=x,
+        rows=rows,
+        fill=kinds,
+        notes=times_s.map("{:.1f} s".format),
+    )
 
 
-def _from_files(table, *files: str):
+def _from_files(table, *files):
     names = [f"metis/{file}" for file in files]
     return with_origin(table, *names, rules="Metis as released")

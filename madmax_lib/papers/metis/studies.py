@@ -16,7 +16,7 @@ from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.walk import MetisResult, search
 from madmax_lib.papers.origin import read_table
 from madmax_lib.planner import hetero
-from madmax_lib.planner.hetero.nodes import Node
+from madmax_lib.planner.hetero import Node
 
 # The release leaves the order of GPU types undefined; the best cost follows from it.
 NODE_ORDERS = (("A100", "V100"), ("V100", "A100"))
@@ -170,8 +170,12 @@ def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
             for _, plan in plans.iterrows()
         )
         chosen = table["believed_ms"].argmin()
-        row = {"defect": name, "what": cost.what}
-        row |= {"chosen": _plan_text(plans.iloc[chosen]), **table.iloc[chosen]}
+        row = {
+            "defect": name,
+            "what": cost.what,
+            "chosen": _plan_text(plans.iloc[chosen]),
+            **table.iloc[chosen],
+        }
         rows.append(row | {"best_correct_ms": table["correct_ms"].min()})
     return pd.DataFrame(rows)
 

@@ -25,7 +25,7 @@ from madmax_lib.papers.metis.balance import Balancer, shift_capacity
 from madmax_lib.papers.metis.job import MetisJob
 from madmax_lib.papers.metis.space import group_lists
 from madmax_lib.papers.metis.stages import NotProfiled, RankOrder, cost_ms
-from madmax_lib.planner.hetero.nodes import Node, load_cluster
+from madmax_lib.planner.hetero import Node, load_cluster
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles, plain_sum
 
 _ATTEMPTS = 3

@@ -13,9 +13,8 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory.memory import memory, peak_bytes
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import estimate, memory, peak_bytes
 
 _MODEL = "gpt2-large"
 _RUNS = "studies/gpt2_large"
@@ -147,8 +146,12 @@ def splits() -> pd.DataFrame:
             window = _log_window(
                 run.samples, data_ranks, run.batch_per_gpu, run.log_interval
             )
-            row = {"config": run.config, "batch_per_gpu": run.batch_per_gpu}
-            row |= {"data_ranks": data_ranks, **window._asdict()}
+            row = {
+                "config": run.config,
+                "batch_per_gpu": run.batch_per_gpu,
+                "data_ranks": data_ranks,
+                **window._asdict(),
+            }
             row["mfu_reported"] = run.mfu_reported
             rows.append(row | {"mfu": run.mfu_window * window.inflation})
     table = pd.DataFrame(rows).eval("error = mfu - mfu_reported")

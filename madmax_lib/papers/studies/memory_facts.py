@@ -12,7 +12,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.papers.origin import with_origin
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.simulator import Policy, fits, memory
 from madmax_lib.simulator.offload.fits import gpt_shape
 

@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Cluster, Transformer
+from madmax_lib.catalog import Cluster, Transformer
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import (
     METHODS,
     Policy,
@@ -85,8 +84,12 @@ def methods_table(
     for model in map(shape, models or read_table(_SHAPES)["name"]):
         for method, (text, share) in _METHODS.items():
             plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
-            row = {"model": model.name, "parameters": model.parameters}
-            row |= {"method": method, "plan": str(plan)}
+            row = {
+                "model": model.name,
+                "parameters": model.parameters,
+                "method": method,
+                "plan": str(plan),
+            }
             rows.append(row | _outcome(model, cluster, plan, Policy(share=share)))
     return with_origin(pd.DataFrame(rows), _SHAPES, *_MACHINES, rules=_RULES)
 
@@ -104,9 +107,15 @@ def limits_table() -> pd.DataFrame:
         model, _, result = largest_model(cluster, row.method)
         name = f"{row.devices} x {cluster.device.name}, {row.host_memory_gb:.0f} GB"
         ours = model.parameters / 1e9
-        limit = {"system": row.system, "method": row.method, "machine": name}
-        limit |= {"published": row.params_e9, "ours": ours}
-        limit |= {"ratio": ours / row.params_e9, "bound": result.bound}
+        limit = {
+            "system": row.system,
+            "method": row.method,
+            "machine": name,
+            "published": row.params_e9,
+            "ours": ours,
+            "ratio": ours / row.params_e9,
+            "bound": result.bound,
+        }
         rows.append(limit | {"confidence": row.confidence})
     table = pd.DataFrame(rows)
     return with_origin(table, "studies/scale_limits", *_MACHINES, rules=_RULES)

@@ -14,12 +14,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Cluster
+from madmax_lib.catalog import Cluster
 from madmax_lib.papers.origin import read_table, with_origin
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.simulate import simulate
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import Parameters, memory, peak_bytes, simulate, usable_bytes
 from madmax_lib.timeline import Timeline, breakdown
 
 PHASES = ("forward", "backward", "update", "all_gather")

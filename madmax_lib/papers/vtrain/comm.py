@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.papers.vtrain.config import Config, Sizes, VTrainRules, parse_rules
 
 _MIB = 2**20

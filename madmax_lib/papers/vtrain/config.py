@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import Transformer
+from madmax_lib.plan import Plan
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
 _MULTIPLES = (  # a field and the fields whose product divides it

@@ -17,7 +17,7 @@ from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
 from madmax_lib.simulator.events.engine import Program, run, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ def timeline(
         "source": "vTrain, MICRO 2024",
         "model": config.model.name,
         "plan": str(config.plan),
+        "global_batch": config.global_batch_size,
+        "rules": asdict(rules),
     }
-    provenance |= {"global_batch": config.global_batch_size, "rules": asdict(rules)}
     meta = Meta(
         "simulated", config.num_gpus, represents, config.gpu_name, provenance=provenance
     )

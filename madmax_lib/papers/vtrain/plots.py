@@ -4,12 +4,25 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.view import drawing as draw
+from madmax_lib.view.drawing import (
+    COLORS,
+    DASHED,
+    PAPER,
+    SERIES,
+    bar_chart,
+    finish,
+    lines,
+    log_axis,
+    mark_key,
+    new_axes,
+    note,
+    published,
+)
 
 _TP = {  # colour and mark by tensor parallelism
     4: ("#529d3f", "o"),
-    8: (draw.COLORS["compute"], "s"),
-    16: (draw.COLORS["comm"], "^"),
+    8: (COLORS["compute"], "s"),
+    16: (COLORS["comm"], "^"),
     32: ("#8d6bb8", "D"),
 }
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
@@ -18,7 +31,7 @@ _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 def _finish(ax, table, title, *, where="upper left", **options):
     """Finish a picture with a legend of all that was drawn with a label."""
     key = ax.get_legend_handles_labels()[0]
-    return draw.finish(ax, table, title, draw.Frame(key=key, where=where, **options))
+    return finish(ax, table, title, key=key, where=where, **options)
 
 
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
@@ -28,7 +41,7 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
     space: of `design_space`. quoted: the published utilisation of (16, 16, 105).
     """
     space = space[["tp", "dp", "pp", "gpus", "step_s", "utilisation"]]
-    ax = draw.new_axes(height=3.8)
+    ax = new_axes(height=3.8)
     for tp, part in space.groupby("tp"):
         color, mark = _TP[tp]
         style = {
@@ -41,14 +54,14 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
         ax.scatter(
             part["gpus"], 100 * part["utilisation"], s=4 + 0.6 * part["pp"], **style
         )
-    line = {"arrowstyle": "-", "lw": 0.6, "color": draw.PAPER}
+    line = {"arrowstyle": "-", "lw": 0.6, "color": PAPER}
     plans = space.set_index(["tp", "dp", "pp"])[["gpus", "utilisation"]]
     places = {(8, 8, 35): (-130, -70), (8, 12, 21): (12, 26), (16, 16, 105): (-80, -16)}
     for plan, (dx, dy) in places.items():
         gpus, share = plans.loc[plan]
-        ax.plot(gpus, 100 * share, "o", ms=4, color=draw.PAPER)
-        draw.note(ax, gpus, 100 * share, str(plan), dx=dx, dy=dy, arrowprops=line)
-    draw.published(ax, gpus, 100 * quoted, label="published, (16, 16, 105)")
+        ax.plot(gpus, 100 * share, "o", ms=4, color=PAPER)
+        note(ax, gpus, 100 * share, str(plan), dx=dx, dy=dy, arrowprops=line)
+    published(ax, gpus, 100 * quoted, label="published, (16, 16, 105)")
     axes = {
         "x": "GPUs (A100)",
         "y": "model FLOPs over peak [%]",
@@ -65,7 +78,7 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
 
     space: of `design_space`. plans: of `plan_table`.
     """
-    ax = draw.new_axes(height=3.8)
+    ax = new_axes(height=3.8)
     # plans in the range of the published ones, in the 80 GB of an A100
     near = space[space["days"].between(30, 60) & (space["memory_bytes"] < 80e9)]
     near = near[["tp", "dp", "pp", "gpus", "days", "cost_usd"]]
@@ -84,21 +97,19 @@ def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
     for name, plan in _PLANS.items():
         days = both.loc[f"plan_{name}_days"]
         cost = both.loc[f"plan_{name}_cost"] / 1e6
-        ax.plot(days["ours"], cost["ours"], "o", ms=4, color=draw.PAPER)
-        ax.plot(days, cost, color=draw.PAPER, lw=0.7, ls=":")
-        draw.note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
-        draw.published(ax, days["theirs"], cost["theirs"])
+        ax.plot(days["ours"], cost["ours"], "o", ms=4, color=PAPER)
+        ax.plot(days, cost, color=PAPER, lw=0.7, ls=":")
+        note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
+        published(ax, days["theirs"], cost["theirs"])
     ax.margins(y=0.12)
-    key = [*ax.get_legend_handles_labels()[0], draw.mark_key("published")]
+    key = [*ax.get_legend_handles_labels()[0], mark_key("published")]
     saved = -both.loc["plan_cost_change"]
     title = (
         f"MT-NLG: the plan found saves {saved['ours']:.1%} (published "
         f"{saved['theirs']:.1%})"
     )
     axes = {"x": "days for 270 B tokens", "y": "cost [M USD]"}
-    return draw.finish(
-        ax, near, title, draw.Frame(**axes, key=key, where="upper left", columns=4)
-    )
+    return finish(ax, near, title, **axes, key=key, where="upper left", columns=4)
 
 
 def plot_compute_optimal(
@@ -109,12 +120,10 @@ def plot_compute_optimal(
 
     table: of `compute_optimal`. quoted: parameters, days of published models.
     """
-    ax = draw.new_axes(height=3.6)
-    blue = draw.COLORS["compute"]
+    ax = new_axes(height=3.6)
+    blue = COLORS["compute"]
     feasible = table["feasible"]
-    draw.lines(
-        ax, table, "parameters", "days", draw.Curves(units=(1e9, 1)), color=blue, lw=0.8
-    )
+    lines(ax, table, "parameters", "days", units=(1e9, 1), color=blue, lw=0.8)
     for part, face, name in (
         (feasible, blue, f"within {budget_days:g} days"),
         (~feasible, "white", "too long"),
@@ -128,8 +137,8 @@ def plot_compute_optimal(
             mfc=face,
             label=name,
         )
-    ax.axhline(budget_days, **draw.DASHED)
-    draw.published(
+    ax.axhline(budget_days, **DASHED)
+    published(
         ax,
         quoted["parameters"] / 1e9,
         quoted["days"],
@@ -143,9 +152,9 @@ def plot_compute_optimal(
         (naive, "at full utilisation"),
     ):
         size = row["parameters"] / 1e9
-        draw.note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
+        note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
     for which, values in (("x", table["parameters"] / 1e9), ("y", table["days"])):
-        draw.log_axis(ax, which, values.min(), values.max(), "{:g}".format)
+        log_axis(ax, which, values.min(), values.max(), "{:g}".format)
     axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100"}
     share = largest["parameters"] / naive["parameters"]
     title = (
@@ -159,19 +168,17 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
     """Step time over depth for each layout (tp, dp, pp), seed 000's quoted times
     beside; table: of `layouts`.
     """
-    ax = draw.new_axes(height=4.0)
+    ax = new_axes(height=4.0)
     deepest = table.sort_values("layers").groupby("layout", sort=False).tail(1)
     ends = deepest.sort_values("step_s")
     label_s = -np.inf
     gap = ends["step_s"].max() / 24  # the height of a label
-    for end, color in zip(ends.itertuples(), draw.SERIES, strict=False):
+    for end, color in zip(ends.itertuples(), SERIES, strict=False):
         part = table[table["layout"] == end.layout].sort_values("layers")
-        draw.lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
-        draw.published(
-            ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3
-        )
+        lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
+        published(ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3)
         label_s = max(end.step_s, label_s + gap)  # labels keep their distance
-        draw.note(ax, end.layers, label_s, end.layout, dx=8, color=color)
+        note(ax, end.layers, label_s, end.layout, dx=8, color=color)
     limits = {
         "xticks": sorted(table["layers"].unique()),
         "xlim": (10, 150),
@@ -182,11 +189,13 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
         "devices can be"
     )
     axes = {"x": "layers; labels are (tp, dp, pp)", "y": "simulated step [s]", **limits}
-    return draw.finish(
+    return finish(
         ax,
         table,
         title,
-        draw.Frame(**axes, key=[draw.mark_key("seed 000")], where="upper left"),
+        **axes,
+        key=[mark_key("seed 000")],
+        where="upper left",
     )
 
 
@@ -201,7 +210,14 @@ def plot_rules(effects: pd.DataFrame) -> Axes:
         f"{step_s.iloc[-1]:.1f} s"
     )
     x = "longer step than as released [%]"
-    frame = draw.Frame(x=x, rows=single["what"])
     notes = single["change"].map("{:+.1%}".format)
-    style = draw.BarStyle(source="simulated", notes=notes)
-    return draw.bar_chart(None, effects, 100 * single["change"], title, frame, style)
+    return bar_chart(
+        None,
+        effects,
+        100 * single["change"],
+        title,
+        x=x,
+        rows=single["what"],
+        source="simulated",
+        notes=notes,
+    )

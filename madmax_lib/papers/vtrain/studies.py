@@ -79,7 +79,7 @@ def optional_local(relative: str, what: str) -> Path | None:
         return None
 
 
-def _steps(model, plans, *, global_batch, **network: float):
+def _steps(model, plans, *, global_batch, **network):
     """Plans (columns tp, dp, pp, micro_batch) with gpus, step_s, utilisation (dense
     model FLOPs) and memory_bytes.
 
@@ -268,8 +268,13 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
         model = config.model
         flops = 3 * model.forward_flops(config.global_batch_size, config.max_length)
         peak = config.num_gpus * device(config.gpu_name).peak("fp16")
-        row = {"key": key, "layout": f"({t}, {d}, {p})", "theirs_s": theirs_s}
-        row |= {"ours_s": ours_s, "shared_s": shared_s}
+        row = {
+            "key": key,
+            "layout": f"({t}, {d}, {p})",
+            "theirs_s": theirs_s,
+            "ours_s": ours_s,
+            "shared_s": shared_s,
+        }
         rows.append(row | {"mfu": flops / (theirs_s * peak)})
     return pd.DataFrame(rows)
 

@@ -21,8 +21,12 @@ from madmax_lib.planner.hetero.nodes import Node
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
 # fields of a Node that are equal in a type
 _OF_TYPE = (
-    *("memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
-    *("sharing", "intra_s", "inter_s"),
+    "memory_bytes",
+    "intra_bytes_per_s",
+    "inter_bytes_per_s",
+    "sharing",
+    "intra_s",
+    "inter_s",
 )
 
 

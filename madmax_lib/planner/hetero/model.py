@@ -17,16 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.catalog import Cluster, Transformer
 from madmax_lib.catalog.blocks import Blocks
-from madmax_lib.catalog.models import Cluster, Transformer
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Case, Plans
 from madmax_lib.planner.hetero.nodes import Node
 from madmax_lib.planner.hetero.prices import Price, PriceList
+from madmax_lib.simulator import Parameters, shipped
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.memory.memory import by_phase, stage_bytes, usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.atomic import write_text
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.prices import MB_BYTES
 from madmax_lib.planner.hetero.problem import HeteroProblem, problem_from
@@ -24,7 +24,7 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.events.engine import Program, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import Meta, Timeline
+from madmax_lib.timeline import Meta, Timeline
 
 _MOST_STAGES = 8  # in a repr
 # share of forward and backward together: the backward pass multiplies twice as much

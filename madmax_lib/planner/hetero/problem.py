@@ -8,7 +8,7 @@ from pathlib import Path
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.catalog import Cluster, Model
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.hetero.fleets import Fleet, fleet_of, fleets
 from madmax_lib.planner.hetero.model import nodes_of, simulated_prices

@@ -35,8 +35,8 @@ from madmax_lib.planner.hetero.prices import Price, PriceList, prices_of
 from madmax_lib.planner.hetero.problem import CostRules, HeteroProblem
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
+from madmax_lib.simulator import shipped
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 

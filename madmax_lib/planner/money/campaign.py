@@ -12,8 +12,7 @@ from scipy.stats import norm
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_number, require_type
-from madmax_lib.catalog.models import Cluster, Transformer
-from madmax_lib.catalog.software import Software
+from madmax_lib.catalog import Cluster, Software, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.codesign import training
 from madmax_lib.planner.money.goodput import Goodput, practice

@@ -13,7 +13,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_number, require_type
-from madmax_lib.catalog.models import Cluster, Transformer
+from madmax_lib.catalog import Cluster, Transformer
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space

@@ -8,10 +8,8 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog.models import Cluster, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import Cluster, Model, Software, Transformer
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, Policy, estimate, fits
 from madmax_lib.simulator.offload.placement import PLACES
 from madmax_lib.simulator.steady.step_time import COMMUNICATION

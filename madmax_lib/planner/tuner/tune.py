@@ -15,17 +15,16 @@ import pandas as pd
 
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
-from madmax_lib.catalog.models import Cluster, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.plan import Plan
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.tuner import Tuner
+from madmax_lib.runs import RunSpec
 from madmax_lib.runs.launch import gpu_count, launch as start
 from madmax_lib.runs.read import read_json
-from madmax_lib.runs.spec import RunSpec
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.simulator import Parameters
 
 __all__ = ["Tuner", "tune"]
 
@@ -110,7 +109,7 @@ class _Run:
     spec: RunSpec
     directory: Path
 
-    def __call__(self, plan) -> float | None:
+    def __call__(self, plan):
         # a strategy without mb leaves it open
         text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
         spec = replace(self.spec, strategy=text, ranks=None)

@@ -19,10 +19,8 @@ import pandas as pd
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
-from madmax_lib.catalog.models import Cluster, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.planner.search import search

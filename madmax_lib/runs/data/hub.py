@@ -64,7 +64,7 @@ class _Images:
     def __len__(self):
         return len(self.labels)
 
-    def __call__(self, indices) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, indices):
         """Images (n, 3, image, image) float32 in -1..1 and labels (n,) int64."""
         side = self.image
         images = np.empty((len(indices), 3, side, side), dtype=np.float32)

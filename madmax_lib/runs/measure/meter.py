@@ -166,7 +166,7 @@ def _nvml_meter(devices):
     except Exception:
         return None
 
-    def query(name, *arguments: str):
+    def query(name, *arguments):
         """A quantity of each device, NaN where it or this version of the library does
         not support it.
         """

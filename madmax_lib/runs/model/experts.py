@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 
 
 def _grouped(rows, weights, counts):
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         hidden = spec.hidden
         bias = spec.mlp_bias
 
-        def weight(*shape: int):
+        def weight(*shape):
             return nn.Parameter(torch.empty(count, *shape))
 
         # in the order in which a checkpoint and a generator name them

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import bias_gelu
 
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`:
-    bias and GELU by Triton.
+    bias and GELU in one kernel.
     """
 
     def __init__(self, spec: Transformer):
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
         if not self.fused:
             inner = functional.gelu(self.up(x), approximate=self.approximate)
             return self.down(inner)
-        # Triton takes plain tensors; split by columns both are this rank's channels
+        # the kernel takes plain tensors; split by columns both are this rank's channels
         inner = functional.linear(x, self.up.weight)
         bias = self.up.bias
         if isinstance(inner, DTensor):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.runs.data.text import MASKED
 
 Share = tuple[int, int]  # a rank's number in a dimension, and how many they are

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import parse_fields
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 
 if TYPE_CHECKING:
     from madmax_lib.runs.model.network import Network

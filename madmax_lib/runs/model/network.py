@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.types import Device
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.runs.model.layers import TransformerLayer, norm
 from madmax_lib.runs.model.weights import Weights
 

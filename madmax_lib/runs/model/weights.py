@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # prefix of a model saved with its head around it, name of a layer; names in it stand in

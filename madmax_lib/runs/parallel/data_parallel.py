@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.runs.model.experts import Experts
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.mesh import Mesh

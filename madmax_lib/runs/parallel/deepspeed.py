@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.runs import checks
 from madmax_lib.runs.data.text import MASKED
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
@@ -50,8 +50,12 @@ def _zero(plan, element_bytes):
     elements = 2**62  # DeepSpeed takes no infinity
     if math.isfinite(plan.bucket_bytes):
         elements = int(plan.bucket_bytes / element_bytes)
-    zero = {"stage": plan.zero, "overlap_comm": True}
-    zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+    zero = {
+        "stage": plan.zero,
+        "overlap_comm": True,
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+    }
     if plan.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if plan.offload == "all":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 
 
 @dataclass(frozen=True)

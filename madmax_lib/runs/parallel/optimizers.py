@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.runs.model.network import Network
 from madmax_lib.runs.parallel.data_parallel import experts_of
 from madmax_lib.runs.parallel.mesh import Mesh

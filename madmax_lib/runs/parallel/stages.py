@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.model.experts import Mixture
 from madmax_lib.runs.model.kernels import way
@@ -63,7 +63,7 @@ def build(
             adapt(layer, name, settings.lora_rank, settings.seed)
         layer.to(dtype)
         # AdamW and FSDP2 see the parameters only after every cut
-        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "triton"
+        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "compiled"
         _share_layer(layer, plan, mesh)
         layer.checkpoint(plan.recompute)
         if settings.compile:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog import Transformer
+from madmax_lib.plan import Plan
 from madmax_lib.plan.layers import chunk_layers
-from madmax_lib.plan.plan import Plan
 from madmax_lib.runs import checks
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases

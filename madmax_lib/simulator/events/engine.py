@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.timeline.timeline import KINDS, Meta, Timeline
+from madmax_lib.timeline import KINDS, Meta, Timeline
 
 _ABOUT = {"rank": 0, "group": "", "size_bytes": float("nan")}  # of an op unless said
 _TURNS = 12  # in which durations and overlaps of ranks that share cores settle
@@ -287,7 +287,7 @@ def text_column(texts: list[str]) -> pd.Categorical:
     )
 
 
-def _edges(program: Program):
+def _edges(program):
     """Edges of a program: dependencies, then neighbours on a stream of a rank."""
     counts = np.array([len(after) for after in program.after], dtype=np.int64)
     source = np.fromiter(

@@ -7,7 +7,7 @@ micro-batches in the order of the schedule.
 
 from functools import cache
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import (
@@ -88,7 +88,7 @@ class StepBuilder:
             self._optimizer(program, stage, ends[stage])
         return program
 
-    def _lay_out(self, stage: int, direction: str, chunk: int, first: bool, last: bool):
+    def _lay_out(self, stage, direction, chunk, first, last):
         """Ops of a pass. first: it gathers all parameters ahead; last: it is of the
         last micro-batch.
         """
@@ -108,11 +108,11 @@ class StepBuilder:
 
     def _send(
         self,
-        pass_: Pass,
-        builder: PassBuilder,
-        way: tuple[int, int],
-        what: str,
-        ready: list[int],
+        pass_,
+        builder,
+        way,
+        what,
+        ready,
     ):
         """Message on its way (from a stage, to a virtual stage), if there is one to
         receive it; where it stops the host, the stage waits for it.
@@ -147,7 +147,7 @@ class StepBuilder:
                 Stream.COMPUTE, "idle", handshake, stop_s, [pass_.sends]
             )
 
-    def _optimizer(self, program: Program, stage: int, after: list[int]):
+    def _optimizer(self, program, stage, after):
         """Update of the parameters that a device owns; ZeRO-1/2 then gather them unless
         the next pass does.
         """

@@ -5,7 +5,6 @@ but for what runs beside compute (`costs.overlap`); gradients block only the opt
 parameters are gathered ahead.
 """
 
-from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_co
 from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.events.streams import Stream
-from madmax_lib.simulator.layers.ops import Block, Comm, mirror
+from madmax_lib.simulator.layers.ops import Block, mirror
 
 
 class _ByDirection(NamedTuple):
@@ -110,7 +109,7 @@ class PassBuilder:
                     )
         return previous
 
-    def _switch(self, pass_: Pass, block: Block, gathered):
+    def _switch(self, pass_, block, gathered):
         """The start of a pass: what its first block waits for."""
         before = [MESSAGE, BEFORE]
         switch_s = float(self.prices.switch_s)
@@ -133,11 +132,11 @@ class PassBuilder:
 
     def _layer_block(
         self,
-        layer: list[Block],
-        pass_: Pass,
-        block: Block,
-        phase: str,
-        after: list[int],
+        layer,
+        pass_,
+        block,
+        phase,
+        after,
     ):
         """A block of a layer. Where counts of tokens stop the host, it launches each
         block beside the one before.
@@ -159,7 +158,7 @@ class PassBuilder:
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
 
-    def _computed_s(self, layer: list[Block], phase: str):
+    def _computed_s(self, layer, phase):
         """Seconds that each block of a layer computes in a phase, some of it beside
         exchanges of other blocks.
         """
@@ -179,9 +178,7 @@ class PassBuilder:
             exchanges_s.append(self._hidden_s(exchanges))
         return [float(part) for part in with_spare_compute(seconds, exchanges_s)]
 
-    def _work(
-        self, pass_: Pass, block: Block, phase: str, after: list[int], duration_s: float
-    ):
+    def _work(self, pass_, block, phase, after, duration_s):
         """One block: collectives, compute, collectives. Returns what the next block
         waits for.
 
@@ -219,11 +216,11 @@ class PassBuilder:
 
     def _launch(
         self,
-        pass_: Pass,
-        unit: list[Block],
-        phase: str,
-        passes: float,
-        after: list[int],
+        pass_,
+        unit,
+        phase,
+        passes,
+        after,
     ):
         """The host issues a unit's kernels, ahead of the device if it can; on a CPU
         what follows waits for it.
@@ -238,9 +235,7 @@ class PassBuilder:
             pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, seconds, ()))
         return after
 
-    def _ring(
-        self, pass_: Pass, block: Block, phase: str, duration_s: float, after: list[int]
-    ):
+    def _ring(self, pass_, block, phase, duration_s, after):
         """Attention in cp steps, the next keys and values on their way meanwhile, in
         backward their gradients too.
         """
@@ -261,7 +256,7 @@ class PassBuilder:
             ready = coming
         return [op, *returned]
 
-    def _gathers(self, pass_: Pass, blocks: list[Block], phase: str, first: bool):
+    def _gathers(self, pass_, blocks, phase, first):
         """Function from a block, and what it follows, to its gathers of parameters,
         issued `prefetch` units ahead.
         """
@@ -288,7 +283,7 @@ class PassBuilder:
 
         return gather
 
-    def _block_s(self, block: Block):
+    def _block_s(self, block):
         """Seconds of a block by phase; layers of a kind are priced once."""
         key = block.cost_key or (block.name,)
         if key not in self._seconds:
@@ -298,7 +293,7 @@ class PassBuilder:
             }
         return self._seconds[key]
 
-    def _slowdown(self, unit: list[Block], last: bool):
+    def _slowdown(self, unit, last):
         """Factors by which overlapping traffic of weights and gradients slows compute
         of a unit.
         """
@@ -353,7 +348,7 @@ class PassBuilder:
         fills = max(sums) * self.sharding.gradient_width >= self.plan.bucket_bytes
         return bool(self.prices.hides_reductions and fills)
 
-    def _hidden_s(self, comms: Sequence[Comm]):
+    def _hidden_s(self, comms):
         """Seconds of collectives beside which a block computes."""
         seconds = (
             self.prices.hidden_share(comm.group)
@@ -362,7 +357,7 @@ class PassBuilder:
         )
         return float(sum(seconds))
 
-    def _comm_s(self, kind: str, size_bytes: float, name: str, calls=1.0):
+    def _comm_s(self, kind, size_bytes, name, calls=1.0):
         """Seconds of a collective of a group."""
         group = self.prices.groups[name]
         return float(self.prices.comm_s(kind, size_bytes, group, calls))

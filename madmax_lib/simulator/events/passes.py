@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.events.engine import Program
 from madmax_lib.simulator.events.schedules import Slot

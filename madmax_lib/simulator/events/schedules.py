@@ -43,7 +43,7 @@ def order(
     return slots
 
 
-def _groups(pp: int, micro_batches: int):
+def _groups(pp, micro_batches):
     """Micro-batches that go through a chunk in a row: pp of them, or a little more
     where pp does not divide them.
     """
@@ -52,7 +52,7 @@ def _groups(pp: int, micro_batches: int):
     return [range(first, end) for first, end in pairwise(starts)]
 
 
-def _zero_bubble(stage: int, pp: int, micro_batches: int):
+def _zero_bubble(stage, pp, micro_batches):
     warm_up = min(pp - stage - 1, micro_batches)
     yield from (("forward", 0, m) for m in range(warm_up))
     for m in range(micro_batches):

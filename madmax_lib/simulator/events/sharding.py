@@ -119,12 +119,12 @@ class Sharding:
 
     def _reduce(
         self,
-        pass_: Pass,
-        experts: bool,
-        what: str,
-        parameters: float,
-        op: int,
-        last: bool,
+        pass_,
+        experts,
+        what,
+        parameters,
+        op,
+        last,
     ):
         """Issue the reduction of the gradients of a bucket; what follows it waits for."""
         plan = self.plan

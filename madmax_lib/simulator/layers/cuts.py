@@ -7,11 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.columns import Plans
+from madmax_lib.catalog import Software, Transformer
+from madmax_lib.plan import Plan, Plans
 from madmax_lib.plan.layers import chunk_layers
-from madmax_lib.plan.plan import Plan
 
 # fields of a plan that say where a model is cut
 _CUT = (

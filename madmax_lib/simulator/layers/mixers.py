@@ -25,7 +25,7 @@ from madmax_lib.simulator.layers.ops import (
     pointwise,
 )
 from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
-from madmax_lib.simulator.rates.compute import Number, attention_flops
+from madmax_lib.simulator.rates.compute import attention_flops
 
 
 def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
@@ -70,7 +70,7 @@ def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     return [replace(block, reverse=block.back) for block in blocks]
 
 
-def _mamba2_scan(work: Work, inner: Number):
+def _mamba2_scan(work, inner):
     """Convolution, scan and gated norm of Mamba-2 on `inner` channels."""
     model = work.shape.model
     tp = work.plan.tp

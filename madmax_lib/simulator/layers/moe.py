@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.plan.rules import RECOMMENDATION, enforce
 from madmax_lib.simulator.layers.ops import (
     Block,
@@ -24,7 +24,6 @@ from madmax_lib.simulator.layers.ops import (
     precision,
 )
 from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
-from madmax_lib.simulator.rates.compute import Number
 
 # read per output, and written: the sum reads 16 and 32 bits, join and cast 32 each
 _BIAS_BYTES = 14
@@ -103,11 +102,11 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     ]
 
 
-def _scaled(comms: tuple[Comm, ...], factor: Number):
+def _scaled(comms, factor):
     return tuple(replace(comm, size_bytes=factor * comm.size_bytes) for comm in comms)
 
 
-def _row_sums(work: Work, rows: Number):
+def _row_sums(work, rows):
     """Collectives of a mixture whose tp ranks sum the rows of experts, and their
     gradients, before tokens are added.
     """
@@ -125,7 +124,7 @@ def _row_sums(work: Work, rows: Number):
     }
 
 
-def _expert_biases(work: Work, rows: Number):
+def _expert_biases(work, rows):
     """Biases of experts, added beside their products in fp32: product with the token's
     weight, sum, join, cast.
     """
@@ -165,7 +164,7 @@ def dlrm_blocks(case: Case) -> list[Block]:
         table=True,
     )
 
-    def layer(name, rows, *matrices: tuple[int, int], **fields):
+    def layer(name, rows, *matrices, **fields):
         """Products of (inputs, outputs) on rows of activations."""
         copies = fields.pop("copies", 1)
         ops = tuple(

@@ -16,8 +16,15 @@ from functools import lru_cache
 import numpy as np
 
 BYTES = {  # of an element
-    **{"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2},
-    **{"fp8": 1, "mxfp8": 1, "int8": 1, "nvfp4": 0.5},
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8": 1,
+    "mxfp8": 1,
+    "int8": 1,
+    "nvfp4": 0.5,
 }
 # five products instead of two: the scores are computed again [arXiv 2205.14135,
 # appendix B]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.catalog import DLRM
 from madmax_lib.catalog.blocks import BlockKind, Blocks
-from madmax_lib.catalog.models import DLRM
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.cuts import cut_model
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
@@ -170,7 +170,7 @@ def head_block(work: Work) -> Block:
     )
 
 
-def _attention(work: Work, number: int | str, windowed: bool, causal: bool):
+def _attention(work, number, windowed, causal):
     """Norm, products, scores and projection; under context parallelism three blocks."""
     shape = work.shape
     tp = work.plan.tp
@@ -220,7 +220,7 @@ def _attention(work: Work, number: int | str, windowed: bool, causal: bool):
     ]
 
 
-def _adapters(work: Work):
+def _adapters(work):
     """Ops that LoRA adds to attention's products: inputs are read once more, outputs
     read and written [2106.09685].
 
@@ -247,7 +247,7 @@ def _adapters(work: Work):
     return [pointwise("adapters", read, written, work.width), products]
 
 
-def _core(work: Work, windowed: bool, causal: bool):
+def _core(work, windowed, causal):
     """Scores, softmax and weighted values: one kernel with the causal half, or the full
     square through memory.
     """
@@ -299,7 +299,7 @@ class _Exchanges(NamedTuple):
     ring_bytes: Number  # passed on per step of a ring [arXiv 2310.01889]
 
 
-def _exchanges(work: Work):
+def _exchanges(work):
     shape = work.shape
     plan = work.plan
     channel_bytes = work.tokens / plan.tp * work.width.storage_bytes
@@ -314,7 +314,7 @@ def _exchanges(work: Work):
     )
 
 
-def _merge(work: Work):
+def _merge(work):
     """Sums that the steps of a ring add: each but the first reads its output and updates
     the fp32 sum.
     """
@@ -327,7 +327,7 @@ def _merge(work: Work):
     return [pointwise("merge", 3 * outputs, 2 * outputs, work.width)]
 
 
-def _feed_forward(work: Work, number: int | str):
+def _feed_forward(work, number):
     """Norm and the two products, or three with a gate, of a dense layer.
 
     [arXiv 1909.08053, section 3: columns of the first, rows of the second]

@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from madmax_lib.catalog.models import LayerFormulas, Transformer
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Case, Plans
 from madmax_lib.simulator.layers.ops import (
     Block,
     Comm,

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from madmax_lib.catalog import Software, Transformer
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.mixers import mixer_elements
-from madmax_lib.catalog.models import Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.memory.states import width_of
 
@@ -158,7 +157,7 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     )
 
 
-def _attention_widths(model: Transformer, blocks: Blocks):
+def _attention_widths(model, blocks):
     own_count = blocks.count("*")
     cross_count = blocks.count("x")
     values = (own_count + cross_count) * model.heads * model.v_head_dim

@@ -18,11 +18,9 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import is_number, require_type, short_repr
-from madmax_lib.catalog.models import DLRM, Cluster, Device, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans, take_product
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
+from madmax_lib.plan import Case, Plan
+from madmax_lib.plan.columns import take_product
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
 from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.memory.activations import (
@@ -226,7 +224,7 @@ def plans_peak_bytes(case: Case) -> np.ndarray:
     return result
 
 
-def _groups(model: Transformer, plans: Plans, software: str | Software):
+def _groups(model, plans, software):
     """Stages that can be the fullest, (1 + kinds, stages, 1 for each axis of plans), and
     the rows of plans, their first axis, that have these.
     """
@@ -242,7 +240,7 @@ def _groups(model: Transformer, plans: Plans, software: str | Software):
 
 
 @lru_cache(maxsize=4096)
-def _differing_stages(model: Transformer, cut: tuple, software: str | Software):
+def _differing_stages(model, cut, software):
     """Stage, and layers of each kind, of the stages that can be the fullest: the first
     of equal ones.
     """
@@ -271,7 +269,7 @@ def usable_bytes(device: Device) -> float:
 
 
 @lru_cache(maxsize=2)
-def _published_shares(folder: str | None):
+def _published_shares(folder):
     """Usable memory over the data sheet's by device, the tables of the user's folder
     among ours.
     """
@@ -296,9 +294,9 @@ def stage_bytes(case: Case, stage, layers: dict, *options) -> dict[str, np.ndarr
 
 
 def _tensor_bytes(
-    case: Case,
+    case,
     stage,
-    layers: dict,
+    layers,
     optimizer="adam",
     fused_loss=None,
     trainable=1.0,
@@ -361,7 +359,7 @@ def _tensor_bytes(
 
 
 def _dlrm_bytes(
-    case: Case,
+    case,
     optimizer="adam",
     fused_loss=None,
     trainable=1.0,
@@ -406,7 +404,7 @@ def _dlrm_bytes(
     return parts | _overhead(case, parts)
 
 
-def _overhead(case: Case, parts: dict):
+def _overhead(case, parts):
     """CUDA context and communicators, and what the caching allocator cannot hand out."""
     context_bytes, share = _process(case)
     return {
@@ -415,7 +413,7 @@ def _overhead(case: Case, parts: dict):
     }
 
 
-def _process(case: Case):
+def _process(case):
     """Bytes that a process holds beside tensors, and further ones as a share of these."""
     device = getattr(case.cluster, "device", None)
     p = case.plan

@@ -10,9 +10,8 @@ from functools import cache
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import DLRM, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import DLRM, Software, Transformer
+from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 
@@ -190,9 +189,7 @@ def state_bytes(
     }
 
 
-def _gathered(
-    p: Plans, software: Software, count: StageParameters, shard, gradients, trainable
-):
+def _gathered(p, software, count, shard, gradients, trainable):
     """Weights beside the owned ones while a pass runs, and the gradients of a block
     before they are scattered.
 
@@ -242,7 +239,7 @@ def _gathered(
     return np.select([p.zero == 3, p.zero == 2], [freed, everything], casts)
 
 
-def _choice(what: str, name: str, choices: dict):
+def _choice(what, name, choices):
     if name not in list(choices):
         raise ValueError(f"{what}={name!r} is not one of {', '.join(choices)}")
     return choices[name]

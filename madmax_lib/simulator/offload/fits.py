@@ -19,12 +19,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import format_bytes
 from madmax_lib.base.fields import short_repr
-from madmax_lib.base.units import format_bytes
-from madmax_lib.catalog.models import Cluster, Model, Transformer
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import Cluster, Model, Software, Transformer
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import (
     bytes_by_component,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.catalog.models import Cluster, Host
+from madmax_lib.catalog import Cluster, Host
 from madmax_lib.simulator.offload.placement import Method, Split
 
 # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.plan.columns import owned
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps

@@ -27,7 +27,6 @@ from madmax_lib.base.fields import (
     require_type,
     short_repr,
 )
-from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
@@ -51,8 +50,14 @@ _PHASES = PHASES | {
     "staging": "always",
 }
 # components that offload leaves as they are
-_AS_WITHOUT = ("buckets", "gathered weights", "activations")
-_AS_WITHOUT += ("logits", "block at work", "context")
+_AS_WITHOUT = (
+    "buckets",
+    "gathered weights",
+    "activations",
+    "logits",
+    "block at work",
+    "context",
+)
 _MOMENTS_BYTES = 8  # of Adam, fp32, per parameter
 # layers whose gradients or checkpoints are on their way at once: one is copied, one is
 # filled
@@ -250,7 +255,7 @@ def _packed(sizes, chunk):
 
 
 @lru_cache(maxsize=256)
-def _chunk_waste(model: Transformer):
+def _chunk_waste(model):
     """Share 0..1 of the elements of a model's chunks that is empty, at the chunk size
     with the smallest tails.
 

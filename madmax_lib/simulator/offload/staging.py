@@ -10,7 +10,7 @@ back meanwhile, and the device updates its own share beside it (hybrid Adam).
 from collections.abc import Callable
 from functools import partial
 
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import shard_group
 from madmax_lib.simulator.events.engine import Program

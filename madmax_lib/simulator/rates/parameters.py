@@ -21,8 +21,8 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import is_number, require_type, short_repr
+from madmax_lib.catalog import Software
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.software import Software
 
 _mapping = partial(
     field, default_factory=dict, hash=False
@@ -181,7 +181,7 @@ def load(path: str | Path) -> Parameters:
         raise ValueError(f"{path}: not a parameters file ({error})") from None
 
 
-def _from_json(content: Mapping):
+def _from_json(content):
     """Constants from what `to_json` gave; those that are not in it are at their start
     values.
 

@@ -46,7 +46,7 @@ class Groups:
     def __getitem__(self, name: str) -> Group:
         return self.of(name)
 
-    def _of(self, name: str):
+    def _of(self, name):
         ranks, stride = self._shape(name)
         if name == "same node":
             return Group(name, ranks, stride, 2)
@@ -58,7 +58,7 @@ class Groups:
         )
         return Group(name, ranks, stride, np.clip(shared, 1, ranks))
 
-    def _shape(self, name: str):
+    def _shape(self, name):
         p = self.plan
         replicas = p.dp * p.cp
         shard = p.sharing

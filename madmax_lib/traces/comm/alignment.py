@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SideTables
-from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.read.events import FAR_NS
 from madmax_lib.traces.tables import ends_ns

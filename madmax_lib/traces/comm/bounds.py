@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.comm.call_metadata import members
 
 # several times the 3 to 6 us per hop that NCCL's tuning table has for networks

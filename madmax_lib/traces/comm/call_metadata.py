@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Plan
+from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.timeline.side_tables import SideTables
-from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
 _TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")
@@ -302,7 +302,7 @@ def _set_peers(timeline, table, row, rank):
         table[theirs] = table[theirs].mask(side & (table[theirs] < 0), other)
 
 
-def _first_text(*columns: pd.Series):
+def _first_text(*columns):
     """The first of the columns that is not empty, row by row."""
     result = columns[0].astype(object)
     for column in columns[1:]:

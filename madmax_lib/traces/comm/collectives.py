@@ -19,13 +19,13 @@ which is wrong where several groups run the same collective.
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import bus_factor
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.timeline.accounting import (
     exposed_by_collective as exposed_by_name,
     exposed_ns,
 )
-from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata
 from madmax_lib.traces.tables import ratio

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 
 

@@ -19,8 +19,17 @@ _UNIT = 512  # bytes to which the allocator rounds up (kMinBlockSize)
 _MIB = 1 << 20  # largest block of the small pool (kSmallSize)
 _CHUNK = 1 << 16  # events that are objects of Python at once
 _NEVER = np.iinfo(np.int64).max
-ACTIONS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
-ACTIONS += ["segment_map", "segment_unmap", "oom", "other"]  # of an event, by its code
+ACTIONS = [
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+    "other",
+]  # of an event, by its code
 _EVENTS = {"begin": "alloc", "let_go": "free_requested", "freed": "free_completed"}
 
 
@@ -72,7 +81,7 @@ def replay(events: pd.DataFrame, blocks: pd.DataFrame) -> Replay:
     return Replay(lives, pd.DataFrame(levels), largest, sizes is not None)
 
 
-def _is(action, *names: str):
+def _is(action, *names):
     return np.isin(action, [ACTIONS.index(name) for name in names])
 
 

@@ -123,7 +123,7 @@ def _site(lines):
 
 
 @lru_cache(1 << 16)
-def _phase_of_line(line: str):
+def _phase_of_line(line):
     match = _PHASE.search(line)
     return match and match.lastgroup
 

@@ -48,8 +48,19 @@ _TYPES = {
     "stack": "int32",
     "metadata": "int32",
 }
-_BLOCKS = ["device", "segment", "segment_bytes", "pool", "stream", "expandable"]
-_BLOCKS += ["address", "size_bytes", "requested_bytes", "state", "stack"]
+_BLOCKS = [
+    "device",
+    "segment",
+    "segment_bytes",
+    "pool",
+    "stream",
+    "expandable",
+    "address",
+    "size_bytes",
+    "requested_bytes",
+    "state",
+    "stack",
+]
 _BLOCK_INTEGERS = [n for n in _BLOCKS if n not in ("pool", "expandable", "state")]
 
 
@@ -172,7 +183,7 @@ class _File:
         self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
-    def read(self, path, rank) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def read(self, path, rank):
         """Events and blocks, with rank and device."""
         try:
             return self._tables(path, rank)

@@ -233,9 +233,20 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
                 snapshot.stacks["site"].get(oom["stack"], _NO_STACK),
             )
             rows.append(row)
-    columns = ["rank", "device", "event", "time_s", "asked_bytes", "device_free_bytes"]
-    columns += ["reserved_bytes", "active_bytes", "free_bytes", "largest_free_bytes"]
-    columns += ["cause", "site"]
+    columns = [
+        "rank",
+        "device",
+        "event",
+        "time_s",
+        "asked_bytes",
+        "device_free_bytes",
+        "reserved_bytes",
+        "active_bytes",
+        "free_bytes",
+        "largest_free_bytes",
+        "cause",
+        "site",
+    ]
     return _with_origin(pd.DataFrame(rows, columns=columns), snapshot)
 
 

@@ -14,8 +14,8 @@ import re
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import ends_ns, largest_first, stacked

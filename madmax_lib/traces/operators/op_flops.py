@@ -76,7 +76,7 @@ class _Inputs(NamedTuple):
         is_tensor = position < len(self.shapes) and self.sizes[position]
         return prod(self.shapes[position]) if is_tensor else 0
 
-    def bytes(self, *positions: int):
+    def bytes(self, *positions):
         """Bytes of the inputs at some positions, of all inputs where none is named."""
         there = range(len(self.shapes))
         stored = (
@@ -86,7 +86,7 @@ class _Inputs(NamedTuple):
         )
         return float(sum(stored))
 
-    def like(self, *positions: int):
+    def like(self, *positions):
         """Bytes of new tensors of the shapes and types of some inputs."""
         return float(
             sum(

@@ -13,13 +13,8 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import (
-    BUSY_KINDS,
-    Timeline,
-    cached_per_timeline,
-    with_origin,
-)
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import covered, largest_first, ratio, stacked

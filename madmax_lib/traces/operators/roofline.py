@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.catalog.models import Device
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.base import NS_PER_S
+from madmax_lib.catalog import Device
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.diff import op_classes
 from madmax_lib.traces.operators.ops import operator_calls, operators
 from madmax_lib.traces.read.events import TraceWarning
@@ -55,8 +55,14 @@ def roofline(timeline: Timeline, device: str | Device | None = None) -> pd.DataF
     # Share of the lower roof: P / min(peak, intensity bandwidth) = max(P / peak, B /
     # bandwidth) [Williams et al. 2009].
     table["roof"] = np.maximum(compute, memory)
-    columns = ["rank", "name", "shapes", "dtype", "count", "device_s", "share"]
-    columns += [
+    columns = [
+        "rank",
+        "name",
+        "shapes",
+        "dtype",
+        "count",
+        "device_s",
+        "share",
         "flops_per_byte",
         "flops_per_s",
         "bytes_per_s",

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 
@@ -70,7 +70,7 @@ class _Batch(NamedTuple):
     tokens: float
 
 
-def _batch(name: str):
+def _batch(name):
     """The batch that an annotation marks, None for another annotation.
 
     >>> _batch("execute_context_2(6144)_generation_3(3)")
@@ -96,7 +96,7 @@ def _batch(name: str):
     return None
 
 
-def _device_s(timeline: Timeline, table: pd.DataFrame):
+def _device_s(timeline, table):
     """Time of the kernels that were launched during each batch (n,)."""
     work = device_work(timeline)
     work = work[work["launch_row"] >= 0]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.tables import ends_ns
 from madmax_lib.traces.waits.slices import (
     IN_FLIGHT,
@@ -113,7 +113,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
     return _sorted(slices, time_ns, edges)
 
 
-def _simulated_graph(timeline: Timeline, spans: pd.DataFrame):
+def _simulated_graph(timeline, spans):
     """The graph of a simulated step, whose dependencies the timeline has as edges."""
     work = StepWork.of(timeline, spans, one_slice_per_span(spans))
     pairs = timeline.edges[["source", "target"]]
@@ -124,20 +124,20 @@ def _simulated_graph(timeline: Timeline, spans: pd.DataFrame):
     return _sorted(work.slices, _times_ns(work), edges)
 
 
-def _times_ns(work: StepWork):
+def _times_ns(work):
     times_ns = work.slices[["start_ns", "end_ns"]].to_numpy() - work.zero_ns
     # (slices, 2) row by row: start and end of slice i are the events 2i and 2i + 1
     return times_ns.reshape(-1)
 
 
-def _edges_inside(work: StepWork):
+def _edges_inside(work):
     """Edges from the start of each slice to its end, and along the device streams."""
     number = np.arange(len(work.slices))
     inside = ("work", start_of(number), end_of(number))
     return [inside, ("stream", *_streams(work.slices))]
 
 
-def _streams(slices: pd.DataFrame):
+def _streams(slices):
     """Each device slice after those of its stream that started, and that ended, last
     before it.
     """
@@ -161,7 +161,7 @@ def _streams(slices: pd.DataFrame):
     return joined_edges(parts)
 
 
-def _unrecorded(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
+def _unrecorded(slices, time_ns, edges):
     """End of a device slice -> start of one in another stream right then, if all that
     is known is longer ago.
     """
@@ -186,7 +186,7 @@ def _unrecorded(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
     return joined_edges(parts)
 
 
-def _measured(work: StepWork):
+def _measured(work):
     """Edges that follow from the names, correlations and threads of measured spans."""
     slices = work.slices
     # Host slices come first, thread by thread: neighbours of one thread are in order.
@@ -208,7 +208,7 @@ def _measured(work: StepWork):
     yield from _backward(work)
 
 
-def _host_calls(work: StepWork):
+def _host_calls(work):
     """Host spans with a slice: rank, correlation, thread, start_ns (from the start of
     the step), first and last slice, and whether they copy, block, or tell a stream to
     wait.
@@ -229,7 +229,7 @@ def _host_calls(work: StepWork):
     )
 
 
-def _launched_work(work: StepWork, launches: pd.DataFrame):
+def _launched_work(work, launches):
     """Device slices in order of their launch: rank, stream, slice, launch_ns (its own
     start without a launch), and thread, first, last (-1 without) and copies of the call.
     """
@@ -248,7 +248,7 @@ def _launched_work(work: StepWork, launches: pd.DataFrame):
     return device.sort_values("launch_ns")
 
 
-def _launch_events(work: StepWork, launched: pd.DataFrame):
+def _launch_events(work, launched):
     """Events (n,) at which work was launched: the start of its call.
 
     Where clocks say that the work starts a little earlier: what its thread did then.
@@ -267,7 +267,7 @@ def _launch_events(work: StepWork, launched: pd.DataFrame):
     return start_of(number)
 
 
-def _syncs(work: StepWork):
+def _syncs(work):
     """Calls that cuda_sync rows explain: rank, correlation, on (stream that waits), of
     (stream waited for), record (correlation of the event's record).
     """
@@ -286,7 +286,7 @@ def _syncs(work: StepWork):
     return syncs.drop_duplicates(["rank", "correlation"])
 
 
-def _waiting_calls(calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFrame):
+def _waiting_calls(calls, launches, syncs):
     """Calls that block or tell a stream to wait, in order of time, with what `_syncs`
     knows of them (-1: unknown) and before_ns: what was launched later does not count.
     """
@@ -301,7 +301,7 @@ def _waiting_calls(calls: pd.DataFrame, launches: pd.DataFrame, syncs: pd.DataFr
     return waits.assign(before_ns=before_ns).sort_values("start_ns")
 
 
-def _waits(waits: pd.DataFrame, device: pd.DataFrame):
+def _waits(waits, device):
     """Host calls and streams that wait for what was launched before, on one stream or,
     where unknown, on any.
     """
@@ -330,7 +330,7 @@ def _waits(waits: pd.DataFrame, device: pd.DataFrame):
         yield "event", *_last_launched(held_back, device)
 
 
-def _last_launched(waits: pd.DataFrame, device: pd.DataFrame):
+def _last_launched(waits, device):
     """End of the last slice that was launched before a wait -> the wait's target, on
     each stream it is about.
     """
@@ -348,7 +348,7 @@ def _last_launched(waits: pd.DataFrame, device: pd.DataFrame):
     return end_of(source), last["target"].to_numpy()
 
 
-def _backward(work: StepWork):
+def _backward(work):
     """The thread of the forward pass to autograd's thread and back, wherever the first
     rests while the second works.
     """
@@ -391,7 +391,7 @@ class _Meetings:
     time_ns: np.ndarray  # (meetings,) when the last rank came
 
 
-def _meetings(work: StepWork, message: pd.Series):
+def _meetings(work, message):
     """Meetings of ranks; a call is the k-th of its name, group and step."""
     comm = work.spans[work.spans["kind"] == "comm"]
     comm = comm[work.has_slice(comm.index)].sort_values("start_ns", kind="stable")
@@ -421,7 +421,7 @@ def _meetings(work: StepWork, message: pd.Series):
     return _Meetings(number, first, last, time_ns)
 
 
-def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
+def _sorted(slices, time_ns, edges):
     """The graph without edges that go back in time, or in a circle at one instant."""
     source, target = joined_edges([edge[1:] for edge in edges])
     lengths = [len(edge[1]) for edge in edges]
@@ -455,7 +455,7 @@ def _sorted(slices: pd.DataFrame, time_ns: np.ndarray, edges: list[tuple]):
     )
 
 
-def _levels(time_ns: np.ndarray, source: np.ndarray, target: np.ndarray):
+def _levels(time_ns, source, target):
     """Longest chain (events,) of edges at the same instant that leads to each event; in
     a circle it is cut, and the edge that closes it does not rise.
     """

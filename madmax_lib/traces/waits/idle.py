@@ -10,9 +10,8 @@ another stream, a collective) else.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import covered_before
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.base import NS_PER_S, covered_before
+from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.tables import covered, ends_ns, ratio
 from madmax_lib.traces.waits.launch import device_work
 
@@ -120,7 +119,7 @@ def launch_bound(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table, timeline, late=latest, late_count=len(late))
 
 
-def _gaps(timeline: Timeline, work: pd.DataFrame):
+def _gaps(timeline, work):
     """Stretches without work between the first and the last span of a rank: start, end,
     row and launch_ns of the span that ends it, and the _GAP_TIMES in ns.
     """
@@ -153,7 +152,7 @@ def _gaps(timeline: Timeline, work: pd.DataFrame):
     )
 
 
-def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series):
+def _usual_ns(work, on_idle_ns):
     """Median time from launch to start, the smaller of that on an idle device and that
     of all launches.
     """
@@ -164,7 +163,7 @@ def _usual_ns(work: pd.DataFrame, on_idle_ns: pd.Series):
     return min(medians, default=0)
 
 
-def _step_begins_ns(work: pd.DataFrame, gaps: pd.DataFrame):
+def _step_begins_ns(work, gaps):
     """Begin of each step on the device, in order, by step; a gap before a step belongs
     to it. Step -1 is what precedes the first.
     """

@@ -14,24 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import (
-    BUSY_KINDS,
-    Timeline,
-    cached_per_timeline,
-    with_origin,
-)
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.tables import ratio
 
-_NO_LAUNCH_NS = np.iinfo(
-    np.int64
-).min  # launch time of work without a launch: before everything
-_SYNCS = (
-    "Event Sync",
-    "Stream Sync",
-    "Context Sync",
-    "Stream Wait Event",
-)  # HTA's reading takes them for kernels
+# launch time of work without a launch: before everything
+_NO_LAUNCH_NS = np.iinfo(np.int64).min
+# HTA's reading takes them for kernels
+_SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")
 
 
 @cached_per_timeline
@@ -63,9 +53,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
     )
     work = work.merge(host, on=keys, how="left")
     launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
-    start_ns = np.append(
-        spans["start_ns"].to_numpy(), _NO_LAUNCH_NS
-    )  # place -1 is no launch
+    start_ns = np.append(spans["start_ns"], _NO_LAUNCH_NS)  # place -1 is no launch
     work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
     return work.sort_values(
         ["rank", "stream", "start_ns", "row"], kind="stable", ignore_index=True
@@ -137,23 +125,18 @@ def short_kernels(timeline: Timeline) -> pd.DataFrame:
         cpu_s=table["cpu_s"].where(short, 0.0),
         gpu_s=table["gpu_s"].where(short, 0.0),
     )
-    grouped = table.groupby(["rank", "name"])
-    result = (
-        grouped[["short", "cpu_s", "gpu_s"]]
-        .sum()
-        .assign(count=grouped.size())
-        .reset_index()
+    sums = table.groupby(["rank", "name"]).agg(
+        count=("name", "size"),
+        short=("short", "sum"),
+        share=("short", "mean"),
+        cpu_s=("cpu_s", "sum"),
+        gpu_s=("gpu_s", "sum"),
     )
-    result = result.assign(
-        short=result["short"].astype("int64"), count=result["count"].astype("int64")
+    result = sums.reset_index().sort_values(
+        ["short", "count", "rank", "name"],
+        ascending=[False, False, True, True],
+        ignore_index=True,
     )
-    result["share"] = result["short"] / result["count"]
-    result = result.sort_values(
-        ["short", "count", "rank", "name"], ascending=[False, False, True, True]
-    )
-    result = result[
-        ["rank", "name", "count", "short", "share", "cpu_s", "gpu_s"]
-    ].reset_index(drop=True)
     return with_origin(result, timeline)
 
 
@@ -248,7 +231,7 @@ def launch_floor(
     return with_origin(table, timeline)
 
 
-def _queue(timeline: Timeline):
+def _queue(timeline):
     """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by
     rank, stream and time.
     """
@@ -261,9 +244,7 @@ def _queue(timeline: Timeline):
     keys = work[["rank", "stream"]]
     enter = keys.assign(time_ns=work["launch_ns"], enters=True, cpu_ns=cpu_ns)
     # A launch cannot leave the queue before it enters; clocks may disagree.
-    leave_ns = np.maximum(
-        work["start_ns"], work["launch_ns"]
-    )  # clocks of host and device may disagree
+    leave_ns = np.maximum(work["start_ns"], work["launch_ns"])
     queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
     # At equal times launches come first, so that no length is negative.
     queue = queue.assign(change=np.where(queue["enters"], 1, -1))

@@ -8,15 +8,15 @@ size.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import bus_factor
-from madmax_lib.base.units import NS_PER_S
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.waits.dependencies import Graph
 
@@ -41,13 +41,10 @@ def transfer_times(
     table = _transfers(timeline, graph)
     more = table["group_size"] * _growth(timeline, table, ranks)
     if collectives is None:
-        old, new = (
-            bus_factor(table["collective"], sizes)
-            for sizes in (table["group_size"], more)
-        )
-        seconds = table["alone_s"] * np.where(
-            old > 0, new / np.where(old > 0, old, 1.0), 1.0
-        )
+        old = bus_factor(table["collective"], table["group_size"])
+        new = bus_factor(table["collective"], more)
+        grown = np.divide(new, old, out=np.ones(len(old)), where=old > 0)
+        seconds = table["alone_s"] * grown
     else:
         if devices_per_node is not None and devices_per_node < 1:
             raise ValueError(f"devices_per_node={devices_per_node} must be at least 1")
@@ -66,11 +63,8 @@ def transfer_times(
                 "group": table["group"],
             }
         )
-        prices = {
-            key: _price(price, nodes, *key)
-            for key in set(keys.itertuples(index=False, name=None))
-        }
-        seconds = [prices[key] for key in keys.itertuples(index=False, name=None)]
+        priced = lru_cache(None)(partial(_price, price, nodes))
+        seconds = [priced(*key) for key in keys.itertuples(index=False)]
         seconds = pd.Series(seconds, table.index, dtype=float)
         if len(table) and seconds.isna().all() and not callable(collectives):
             kind, size = keys[["kind", "ranks"]].iloc[0]
@@ -81,14 +75,9 @@ def transfer_times(
         seconds = seconds.fillna(table["alone_s"])
     # Transfers that share a link stretch and shrink together: what a run of them takes
     # is scaled by the sum of their new times over that of the old ones.
-    after = (
-        (seconds + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
-    )
-    before = (
-        (table["alone_s"] + table["wait_s"])
-        .groupby(table["run"])
-        .transform("sum")
-        .to_numpy()
+    after, before = (
+        (each_s + table["wait_s"]).groupby(table["run"]).transform("sum").to_numpy()
+        for each_s in (seconds, table["alone_s"])
     )
     result = own_ns.copy()
     at = table["event"].to_numpy()
@@ -100,7 +89,7 @@ def transfer_times(
     return result
 
 
-def _transfers(timeline: Timeline, graph: Graph):
+def _transfers(timeline, graph):
     """Columns of `calls` of each transfer of the graph, its event (its end), and
     seconds: alone_s over a link of its
     own, wait_s for ranks that are not seen. run: number of those that follow each other
@@ -135,7 +124,7 @@ def _transfers(timeline: Timeline, graph: Graph):
     return table
 
 
-def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray):
+def _alone(spans, start_ns, end_ns):
     """Time that each transfer would take alone on the link of its rank, and its run; those
     in gloo's threads share it.
     """
@@ -160,7 +149,7 @@ def _alone(spans: pd.DataFrame, start_ns: np.ndarray, end_ns: np.ndarray):
     return alone_ns, run
 
 
-def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None):
+def _growth(timeline, table, ranks):
     """By what each group (n,) grows where there are so many ranks: that of all ranks,
     or of data parallelism.
     """
@@ -185,9 +174,7 @@ def _growth(timeline: Timeline, table: pd.DataFrame, ranks: int | None):
     return np.where(grows, ranks // world, 1)
 
 
-def _nodes(
-    table: pd.DataFrame | Price, per_node: int | None, kind: str, ranks: int, group: str
-):
+def _nodes(table, per_node, kind, ranks, group):
     """On how many nodes is a group? Of so many devices each, or those of the table's
     rows; else one.
     """
@@ -198,12 +185,8 @@ def _nodes(
             for text in group.partition("[")[2].rstrip("]").split(",")
             if text.strip().isdigit()
         ]
-        return len(
-            {
-                rank // per_node
-                for rank in (members if len(members) == ranks else range(ranks))
-            }
-        )
+        members = members if len(members) == ranks else range(ranks)
+        return len({rank // per_node for rank in members})
     if callable(table):
         return 1
     # A group is on as many nodes as it was measured on.
@@ -221,9 +204,7 @@ def _nodes(
     return nodes[0] if nodes else 1
 
 
-def _price(
-    price: Price, nodes: Callable, kind: str, ranks: int, size_bytes: float, group: str
-):
+def _price(price, nodes, kind, ranks, size_bytes, group):
     """Seconds of a call, NaN where nobody knows."""
     if not size_bytes > 0:
         return np.nan

@@ -11,9 +11,9 @@ are alike: stages that take longer count as stragglers.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.tables import ends_ns
@@ -81,7 +81,7 @@ def operations(timeline: Timeline) -> pd.DataFrame:
     return with_origin(table[_COLUMNS].reset_index(drop=True), timeline)
 
 
-def _phases(timeline: Timeline, spans: pd.DataFrame):
+def _phases(timeline, spans):
     """forward, backward, weight, or "" of each span: its last word in simulations; of
     kernels, backward is what another thread launches than the one that launches first.
     """
@@ -99,7 +99,7 @@ def _phases(timeline: Timeline, spans: pd.DataFrame):
     return phase.where(thread.notna(), "")
 
 
-def _two_sided(table: pd.DataFrame, ranks: list[int]):
+def _two_sided(table, ranks):
     """The operations, and a receive for each send that the timeline shows on one side
     alone, as simulated ones do.
     """
@@ -112,7 +112,7 @@ def _two_sided(table: pd.DataFrame, ranks: list[int]):
     return pd.concat([table, receives])
 
 
-def _stages(table: pd.DataFrame, ranks: list[int]):
+def _stages(table, ranks):
     """stage and dp_rank of each rank: ranks that send to each other are the stages of
     one pipeline, in order.
     """
@@ -133,7 +133,7 @@ def _stages(table: pd.DataFrame, ranks: list[int]):
     )
 
 
-def _passes(table: pd.DataFrame, stage: pd.DataFrame):
+def _passes(table, stage):
     """In pipelines whose spans tell their phase: one row per pass, with the calls
     before the first and after the last of them; else every span. like says which are
     alike.
@@ -178,7 +178,7 @@ def _passes(table: pd.DataFrame, stage: pd.DataFrame):
     return pd.concat([passes, rest[outside]]).assign(like="")
 
 
-def _micro_batches(table: pd.DataFrame, stage: pd.Series):
+def _micro_batches(table, stage):
     """Messages that a rank sends to a later stage in a step, at most; 0 without any."""
     own_stage = stage.reindex(table["rank"]).to_numpy()
     ahead = stage.reindex(table["target_rank"]).to_numpy() > own_stage

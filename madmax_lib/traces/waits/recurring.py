@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.dependencies import (
     HELD_BACK_NS,
@@ -152,7 +152,7 @@ class Recurring:
                 break
         return now
 
-    def _round(self, time_ns: np.ndarray, begin_ns: float):
+    def _round(self, time_ns, begin_ns):
         ends_ns = [time_ns[events].max() for events in self.ends]
         # Where steps are mixed up on the device one may end before the one before.
         ends_ns = np.maximum.accumulate([begin_ns, *ends_ns])
@@ -178,7 +178,7 @@ class _Lanes:
     earlier: np.ndarray  # (lanes,) last event before their first one, -1 without
 
     @classmethod
-    def of(cls, graph: Graph, inside: np.ndarray):
+    def of(cls, graph, inside):
         """The edges into the events inside of some steps."""
         lanes = graph.slices.groupby(["rank", "stream"], sort=False)
         # Events of meetings are on no lane: on a last one of their own.
@@ -257,7 +257,7 @@ def on_device(slices: pd.DataFrame) -> np.ndarray:
     return ~busy
 
 
-def _work_steps(timeline: Timeline):
+def _work_steps(timeline):
     """Step (n,) of each span; what is between two steps belongs to the first.
 
     Before all steps of a rank it is -1, after them _BEYOND.
@@ -273,7 +273,7 @@ def _work_steps(timeline: Timeline):
     return number.sort_index().to_numpy(dtype=np.int64)
 
 
-def _before(timeline: Timeline, number: np.ndarray, replayed: list[int]):
+def _before(timeline, number, replayed):
     """Step before the replayed ones, and whether they stand alone.
 
     Before the first step, -1, is what earlier ones left running on the device.

@@ -57,19 +57,6 @@ class StepGraph:
         ]
         return np.array(ends).T
 
-    def last_s(
-        self, own_s: np.ndarray, ideal_s: np.ndarray, actual: np.ndarray
-    ) -> np.ndarray:
-        """End (steps, scenarios) of a step whose operations take own_s (n, steps) where
-        actual (n, scenarios), else ideal_s (n,).
-        """
-        return np.array(
-            [
-                self.ends_s(np.where(actual, step_s[:, None], ideal_s[:, None])).max(0)
-                for step_s in own_s.T
-            ]
-        )
-
 
 def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     """The graph of one step of a pipeline: rows with dp_rank, stage, optype, seq_id,
@@ -95,7 +82,7 @@ def pipeline_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _worker_edges(order: list[tuple], count: dict[str, int]):
+def _worker_edges(order, count):
     """(operation before, operation) of one worker, an operation being (kind, its
     number). order: of the passes; count: operations of each kind.
     """
@@ -158,12 +145,12 @@ def seen_graph(step: pd.DataFrame) -> StepGraph:
     return _graph(step, before)
 
 
-def _by_time(number: np.ndarray, time: np.ndarray):
+def _by_time(number, time):
     """Numbers (m,) of operations in order of a time (all operations,)."""
     return number[np.argsort(time[number], kind="stable")]
 
 
-def _graph(step: pd.DataFrame, before: dict[int, set]):
+def _graph(step, before):
     """Units in an order in which each comes after what it waits for; where clocks
     contradict, in order of time.
     """

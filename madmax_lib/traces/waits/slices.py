@@ -7,8 +7,8 @@ slice.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.intervals import pack, union
-from madmax_lib.timeline.timeline import BUSY_KINDS
+from madmax_lib.base import pack, union
+from madmax_lib.timeline import BUSY_KINDS
 from madmax_lib.traces.tables import ends_ns
 
 # Streams up to here hold one message each, which a host thread has sent or awaits.
@@ -69,14 +69,14 @@ def cut_into_slices(spans: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([*cut, device], ignore_index=True)
 
 
-def _by_lane(slices: pd.DataFrame):
+def _by_lane(slices):
     """Slices whose neighbours follow each other on their stream."""
     return slices.sort_values(
         ["rank", "stream", "start_ns", "end_ns"], kind="stable", ignore_index=True
     )
 
 
-def _on_working_thread(spans: pd.DataFrame):
+def _on_working_thread(spans):
     """Spans of host threads that run operators or calls of the device; where a rank has
     such, others only wait.
     """
@@ -91,7 +91,7 @@ def _on_working_thread(spans: pd.DataFrame):
     return works.groupby([rank, stream]).transform("any") | ~rank_works
 
 
-def _cut_thread(thread: pd.DataFrame):
+def _cut_thread(thread):
     """A host thread cut where its innermost span changes; each span keeps a slice at
     its start, even an empty one.
     """
@@ -130,7 +130,7 @@ def _cut_thread(thread: pd.DataFrame):
     return cut.assign(kind=np.where(computes, "compute", cut["kind"]))
 
 
-def _parents(depth: np.ndarray):
+def _parents(depth):
     """Number (n,) of the span around each one, -1 without; depth (n,) of nested spans
     in the order of their starts, 1 for the outermost.
 
@@ -145,7 +145,7 @@ def _parents(depth: np.ndarray):
     return np.where((level == depth - 1) & (depth > 1), span, -1)
 
 
-def _inside(rows: pd.DataFrame, thread: pd.DataFrame, kind: str):
+def _inside(rows, thread, kind):
     """Whether each row (n,) lies within the thread's spans of a kind."""
     thread = thread[thread["kind"] == kind]
     start_ns = thread["start_ns"]

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.accounting import rank_breakdown
-from madmax_lib.timeline.timeline import (
+from madmax_lib.timeline import (
     BUSY_KINDS,
     Timeline,
     cached_per_timeline,
+    rank_breakdown,
     with_origin,
 )
 from madmax_lib.traces.read.nesting import Nest
@@ -104,19 +104,15 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     """
     table = steps(timeline)
     spans = timeline.spans
-    counted = (
-        sorted(
-            set(timeline.steps) - set(table.loc[table["warmup"] | table["cut"], "step"])
-        )
-        or timeline.steps
-    )
+    left_out = set(table.loc[table["warmup"] | table["cut"], "step"])
+    counted = sorted(set(timeline.steps) - left_out) or timeline.steps
     counts = spans["step"].isin(counted)
     if counts.all() or not counted:
         return timeline, counted
     start_ns = spans["start_ns"]
     end_ns = ends_ns(spans)
     # Host and device apart: the host may be steps ahead.
-    side = [spans["rank"], spans["stream"] >= 0]  # the host may be steps ahead
+    side = [spans["rank"], spans["stream"] >= 0]
     first_ns = start_ns.where(counts, end_ns.max()).groupby(side).transform("min")
     last_ns = end_ns.where(counts, start_ns.min()).groupby(side).transform("max")
     keep = counts | ((start_ns >= first_ns) & (end_ns <= last_ns))
@@ -152,16 +148,12 @@ def step_periods(timeline: Timeline) -> pd.DataFrame:
     of_step = busy.assign(end_ns=ends_ns(busy)).groupby(["rank", "step"])
     table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
     # Work that the step itself has launched; other work may be of a step before.
-    launched = (
-        work[(work["launch_row"] >= 0) & (work["step"] >= 0)]
-        .groupby(["rank", "step"])["start_ns"]
-        .min()
-    )
-    table.loc[launched.index, "begin_ns"] = launched.to_numpy()
+    launched = work[(work["launch_row"] >= 0) & (work["step"] >= 0)]
+    launched_ns = launched.groupby(["rank", "step"])["start_ns"].min()
+    table.loc[launched_ns.index, "begin_ns"] = launched_ns
     table = table.sort_values("begin_ns", kind="stable").reset_index()
-    since_first_ns = (
-        table["begin_ns"] - table["begin_ns"].min()
-    )  # so that ns survive where NaN makes them floats
+    # so that ns survive where NaN makes them floats
+    since_first_ns = table["begin_ns"] - table["begin_ns"].min()
     period_ns = since_first_ns.groupby(table["rank"]).shift(-1) - since_first_ns
     return table.assign(period_s=period_ns / NS_PER_S)
 
@@ -173,11 +165,9 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1;
     NaN for one step), p10, p90; the unit is that of the quantity.
     """
-    table = (
-        steps(table)
-        if isinstance(table, Timeline)
-        else require_type("table", table, pd.DataFrame)
-    )
+    if isinstance(table, Timeline):
+        table = steps(table)
+    require_type("table", table, pd.DataFrame)
     if not {"warmup", "cut"} <= set(table):
         raise ValueError(
             "the table is none of traces.steps: it has no columns warmup and cut"
@@ -188,16 +178,12 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     ).astype({"value": "float64"})
     long["quantity"] = pd.Categorical(long["quantity"], _QUANTITIES)
     values = long.groupby(["rank", "quantity"], observed=True)["value"]
-    summary = values.agg(["size", "mean", "median", "std"])
-    summary = summary.assign(
-        p10=values.quantile(0.1), p90=values.quantile(0.9)
-    ).reset_index()
-    return with_origin(
-        summary.rename(columns={"size": "steps"}).astype({"quantity": object}), table
-    )
+    summary = values.agg(steps="size", mean="mean", median="median", std="std")
+    summary = summary.assign(p10=values.quantile(0.1), p90=values.quantile(0.9))
+    return with_origin(summary.reset_index().astype({"quantity": object}), table)
 
 
-def _annotated(timeline: Timeline):
+def _annotated(timeline):
     """rank, step, annotated_ns: duration of the annotation that marks a step, from the
     first if there are several.
     """
@@ -209,17 +195,14 @@ def _annotated(timeline: Timeline):
             tables.append(
                 pd.DataFrame(marks, columns=["start", "end", "step"]).assign(rank=rank)
             )
-    if not tables:
-        return pd.DataFrame({"rank": [], "step": [], "annotated_ns": []}).astype(
-            {"rank": "int32", "step": "int32"}
-        )
-    of_step = pd.concat(tables).groupby(["rank", "step"])
+    empty = pd.DataFrame(columns=["start", "end", "step", "rank"])
+    of_step = pd.concat(tables or [empty]).groupby(["rank", "step"])
     annotated_ns = of_step["end"].max() - of_step["start"].min()
     marks = annotated_ns.rename("annotated_ns").reset_index()
     return marks.astype({"rank": "int32", "step": "int32"})
 
 
-def _cut(table: pd.DataFrame):
+def _cut(table):
     """(n,) steps at the edge of a recording that it does not hold whole."""
     cut = np.zeros(len(table), dtype=bool)
     for _, part in table.groupby("rank"):
@@ -235,7 +218,7 @@ def _cut(table: pd.DataFrame):
     return cut
 
 
-def _warmup(table: pd.DataFrame):
+def _warmup(table):
     """The leading steps that are slow."""
     walls = table.groupby("step")["wall_s"].median()
     slow = []
@@ -267,11 +250,7 @@ def input_wait(timeline: Timeline) -> pd.DataFrame:
     )
     # A label and the Python function inside of it are one wait.
     nest = Nest(spans, rows)
-    table = spans[["rank", "step", "dur_ns"]].iloc[
-        nest.rows[nest.parent < 0]
-    ]  # a label and its function once
-    table = table.groupby(["rank", "step"])["dur_ns"].agg(["size", "sum"]).reset_index()
-    table = table.assign(wait_s=table.pop("sum") / NS_PER_S).rename(
-        columns={"size": "calls"}
-    )
-    return with_origin(table, timeline)
+    outermost = spans.iloc[nest.rows[nest.parent < 0]]
+    waits = outermost.groupby(["rank", "step"])["dur_ns"]
+    table = waits.agg(calls="size", wait_s="sum").reset_index()
+    return with_origin(table.assign(wait_s=table["wait_s"] / NS_PER_S), timeline)

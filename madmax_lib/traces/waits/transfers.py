@@ -45,10 +45,10 @@ def transfers(work: StepWork) -> Iterator[tuple]:
 
 
 def _queue(
-    work: StepWork,
-    transfers: pd.DataFrame,
-    calls: pd.DataFrame,
-    host: pd.DataFrame,
+    work,
+    transfers,
+    calls,
+    host,
 ):
     """Edges from calls to their transfers, which queue one after the other, and from
     the transfers to where their callers go on.
@@ -66,10 +66,10 @@ def _queue(
 
 
 def _waits(
-    work: StepWork,
-    transfers: pd.DataFrame,
-    calls: pd.DataFrame,
-    host: pd.DataFrame,
+    work,
+    transfers,
+    calls,
+    host,
 ):
     """End of a transfer -> where the thread that called goes on."""
     parts = []
@@ -89,10 +89,10 @@ def _waits(
 
 
 def _end_of_backward(
-    after: np.ndarray,
-    calls: pd.DataFrame,
-    lane: pd.DataFrame,
-    host: pd.DataFrame,
+    after,
+    calls,
+    lane,
+    host,
 ):
     """Events (n,) at which a thread goes on after its calls; those calls of backward
     that it does not wait for at once are awaited when backward has ended.
@@ -130,7 +130,7 @@ def _end_of_backward(
     return np.where(late, awaited, after)
 
 
-def _within(start_ns: pd.Series, spans: pd.DataFrame):
+def _within(start_ns, spans):
     """Whether each time (n,) lies inside of spans of a thread."""
     start, end = covered(spans).T
     at = np.searchsorted(start, start_ns, side="right") - 1
@@ -138,7 +138,7 @@ def _within(start_ns: pd.Series, spans: pd.DataFrame):
     return (at >= 0) & (np.asarray(start_ns) < np.r_[end, 0][at])
 
 
-def _links(work: StepWork, gloo: pd.DataFrame):
+def _links(work, gloo):
     """End of a transfer -> end of the next one over the link of its rank; messages one
     way do not hold up others.
     """

@@ -10,16 +10,15 @@ holds the stragglers' share of the average: S is below "all as fast as the best"
 where all are slow alike. Names say where, not why.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, nan
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.operations import NEEDED, operations
-from madmax_lib.traces.waits.replay import StepGraph, pipeline_graph, seen_graph
+from madmax_lib.traces.waits.replay import pipeline_graph, seen_graph
 
 _COMPUTE = (
     "forward-compute",
@@ -27,24 +26,19 @@ _COMPUTE = (
     "optimizer",
     "gc",
 )  # and every name without communication
-_CALLS = (
-    "forward-send",
-    "forward-recv",
-    "backward-send",
-    "backward-recv",
-    "params-all-gather",
-    "grads-reduce-scatter",
-)
-_CALLS += (
-    "layernorm-grads-all-reduce",
-    "embedding-grads-all-reduce",
-    "optimizer-clip-main-grad",
-)
 _TWO_SIDED = {
     f"{way}-{side}": f"{way}-pp-comm"
     for way in ("forward", "backward")
     for side in ("send", "recv")
 }
+_CALLS = (
+    *_TWO_SIDED,
+    "params-all-gather",
+    "grads-reduce-scatter",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+)
 _CLOCK_S = -0.010  # own times below it are errors of clocks
 _WORST = 0.03  # of the workers
 _NOTHING = 1e-9  # of a step: lost time below it is none
@@ -130,9 +124,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         _checked(operations(ops) if isinstance(ops, Timeline) else ops)
     )
     replays = _Replays(ops)
-    actual_s, ideal_s = replays.mean_s(
-        [lambda table: table["rank"] >= 0, lambda table: table["rank"] < 0]
-    )
+    actual_s, ideal_s = replays.by_step[["replay_s", "ideal_s"]].mean()
     slowdown = {
         column: replays.alone_s(column) / ideal_s
         for column in ("kind", "stage", "dp_rank")
@@ -155,11 +147,8 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         ("M_S", "stage", [ops["stage"].max()]),
         ("M_W", "rank", list(worst)),
     ):
-        alone = [
-            lambda t, c=column, b=bad: t[c].isin(b),
-            lambda t, c=column, b=bad: ~t[c].isin(b),
-        ]
-        added_s, repaired_s = replays.mean_s(alone)
+        is_bad = ops[column].isin(bad)
+        added_s, repaired_s = replays.step_s(is_bad, ~is_bad).mean(axis=0)
         if some and (column == "rank" or ops["stage"].nunique() > 1):
             shares |= {
                 name: (actual_s - repaired_s) / lost_s,
@@ -185,7 +174,7 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
 class _Replays:
     """The steps of operations as graphs, with own and ideal times."""
 
-    def __init__(self, ops: pd.DataFrame):
+    def __init__(self, ops):
         # Of members of a call only the time from the last member's start is their own.
         end = ops["start_ts"] + ops["duration"]
         member_s = end - ops.groupby(["step", "met"])["start_ts"].transform("max")
@@ -197,59 +186,52 @@ class _Replays:
             ops["is_call"], of_class.transform("mean")
         )
         self.ops = ops.assign(ideal_s=average)
-        seen = "stream" in ops
         parts = [part for _, part in self.ops.groupby("step")]
-        graph = None if seen else pipeline_graph(parts[0].reset_index(drop=True))
+        usual = None
+        if "stream" not in ops:  # the steps of a pipeline are alike
+            usual = pipeline_graph(parts[0].reset_index(drop=True))
         self.steps = [
-            (part, graph or seen_graph(part.reset_index(drop=True))) for part in parts
+            (part, usual or seen_graph(part.reset_index(drop=True))) for part in parts
         ]
         whole_s = [
             (p["start_ts"] + p["duration"]).max() - p["start_ts"].min() for p in parts
         ]
-        replay_s, ideal_s = self._step_s(
-            [lambda t: t["rank"] >= 0, lambda t: t["rank"] < 0]
-        ).T
-        columns = {"step": [p["step"].iloc[0] for p in parts], "measured_s": whole_s}
-        columns |= {"replay_s": replay_s, "ideal_s": ideal_s, "S": replay_s / ideal_s}
+        every = ops["rank"] >= 0
+        replay_s, ideal_s = self.step_s(every, ~every).T
+        columns = {
+            "step": [p["step"].iloc[0] for p in parts],
+            "measured_s": whole_s,
+            "replay_s": replay_s,
+            "ideal_s": ideal_s,
+            "S": replay_s / ideal_s,
+        }
         self.by_step = pd.DataFrame(columns)
 
-    def mean_s(self, chosen: list[Callable]):
-        """Mean step time (n,) if only the operations that each choice takes have their
-        own times.
+    def step_s(self, *actual: pd.Series):
+        """Step times (steps, n) if only the operations of each mask have their own
+        times, all others the ideal ones.
         """
-        return self._step_s(chosen).mean(axis=0)
+        chosen = np.stack(actual, axis=1)
+        # (operations, 1) times beside (operations, n) masks
+        return np.array(
+            [
+                graph.ends_s(
+                    np.where(chosen[part.index], part[["own_s"]], part[["ideal_s"]])
+                ).max(axis=0)
+                for part, graph in self.steps
+            ]
+        )
 
     def alone_s(self, column: str):
         """Mean step time by value of the column: only its operations have their own
         times.
         """
         values = sorted(self.ops[column].unique())
-        times = self.mean_s(
-            [lambda table, value=value: table[column] == value for value in values]
-        )
-        return pd.Series(times, index=pd.Index(values, name=column), name="S")
-
-    def _step_s(self, chosen: list[Callable]):
-        """Step times (steps, choices)."""
-        if self.steps[0][1] is self.steps[-1][1]:  # one graph: all steps at once
-            table = self.steps[0][0]
-            own_s = np.stack(
-                [part["own_s"].to_numpy() for part, _ in self.steps], axis=1
-            )
-            return self._last_s(self.steps[0][1], own_s, table, chosen)
-        return np.concatenate(
-            [self._last_s(g, t[["own_s"]].to_numpy(), t, chosen) for t, g in self.steps]
-        )
-
-    @staticmethod
-    def _last_s(
-        graph: StepGraph, own_s: np.ndarray, table: pd.DataFrame, chosen: list[Callable]
-    ):
-        actual = np.stack([choice(table).to_numpy() for choice in chosen], axis=1)
-        return graph.last_s(own_s, table["ideal_s"].to_numpy(), actual)
+        times = self.step_s(*(self.ops[column] == value for value in values))
+        return pd.Series(times.mean(axis=0), pd.Index(values, name=column), name="S")
 
 
-def _checked(ops: pd.DataFrame):
+def _checked(ops):
     """The operations in float64, in one order in every step, with met (number of the
     call in its step, -1 alone),
     is_call, and like (what tells classes of one kind apart).
@@ -280,7 +262,7 @@ def _checked(ops: pd.DataFrame):
             "an operation (step, dp_rank, stage, optype, seq_id) stands in two rows"
         )
     kind = ops["optype"]
-    is_call = ops["optype"].isin(_CALLS)
+    is_call = kind.isin(_CALLS)
     boundary = (
         ops["stage"] + kind.eq("forward-send") - kind.eq("backward-send")
     )  # sends meet receives of the neighbour
@@ -311,7 +293,7 @@ def _checked(ops: pd.DataFrame):
     return ops.assign(is_call=is_call, met=met, like=0)
 
 
-def _whole_steps(ops: pd.DataFrame):
+def _whole_steps(ops):
     """Without the steps whose operations differ from those of most steps (seen
     operations: whose ranks differ).
     """

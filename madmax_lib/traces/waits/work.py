@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 
 
 def start_of(number: np.ndarray) -> np.ndarray:

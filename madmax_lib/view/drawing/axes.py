@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
 _LONG = 40  # characters of a row's label, beyond which all are small
@@ -22,10 +22,12 @@ WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 
 @dataclass(frozen=True)
 class Frame:
-    """Axes, legend and origin of a picture: all that `finish` adds to what was drawn.
+    """Axes, legend and origin of a picture: the options of `finish`, all that it adds to
+    what was drawn.
 
-    >>> frame = Frame(x="time [ms]", rows=["rank 0", "rank 1"], reach=12.5)
-    >>> ax = finish(new_axes(height=1), pd.DataFrame(), "Rank 1 is late", frame)
+    >>> about = {"rows": ["rank 0", "rank 1"], "reach": 12.5}
+    >>> ax = new_axes(height=1)
+    >>> ax = finish(ax, pd.DataFrame(), "Rank 1 is late", x="time [ms]", **about)
     """
 
     x: str = ""  # label of the axis, with its unit
@@ -127,11 +129,12 @@ def legend(
     ax.legend(handles=entries, ncols=columns or 1, **anchor)
 
 
-def finish(
-    ax: Axes, table: pd.DataFrame, title: str | None, frame: Frame | None = None
-) -> Axes:
-    """Title, axes and legend of a picture; its table is kept for `save_figure`."""
-    frame = frame or Frame()
+def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
+    """Title, axes and legend of a picture; its table is kept for `save_figure`.
+
+    options: fields of `Frame`.
+    """
+    frame = Frame(**options)
     if title is not None:
         ax.set_title(title)
     if frame.rows is not None:
@@ -142,7 +145,7 @@ def finish(
     if frame.reach is not None:
         ax.set_xlim(0, max(frame.reach, 1e-9))  # matplotlib warns of an empty range
     # scales before the limits on them
-    options = {
+    settings = {
         "xlabel": frame.x or None,
         "ylabel": frame.y or None,
         "xscale": frame.xscale,
@@ -151,7 +154,7 @@ def finish(
         "xlim": frame.xlim,
         "ylim": frame.ylim,
     }
-    ax.set(**{name: value for name, value in options.items() if value is not None})
+    ax.set(**{name: value for name, value in settings.items() if value is not None})
     if frame.key is not None:
         legend(ax, frame.key, frame.where, frame.columns)
     origin = table if frame.origin is None else frame.origin
@@ -175,7 +178,7 @@ def empty(
     ax = ax or new_axes(height=0.6)
     ax.spines[:].set_visible(False)
     ax.set(xticks=[], yticks=[])
-    return finish(ax, table, title, Frame(origin=origin))
+    return finish(ax, table, title, origin=origin)
 
 
 def figure_data(ax: Axes) -> pd.DataFrame | None:

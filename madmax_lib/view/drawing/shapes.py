@@ -4,15 +4,14 @@ Each draws on given Axes; rows count from the top.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.intervals import pack, union
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.view.drawing.axes import WHITE, Frame, finish, new_axes, note
+from madmax_lib.base import NS_PER_S, pack, union
+from madmax_lib.view.drawing.axes import WHITE, finish, new_axes, note
 from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
@@ -26,8 +25,6 @@ _LANE = 0.8  # of the distance of two rows, which the bars of a row share
 @dataclass(frozen=True)
 class BarStyle:
     """Paint, position and texts of `bars`.
-
-    >>> style = BarStyle("comm", slot=(0, 2), notes=["3 ms", "4 ms"])
 
     fill: kind, colour or patch options: one ("compute"), one per row, or for a table
     one per column by name; columns that are named by kinds need none.
@@ -62,34 +59,34 @@ def bar_chart(
     table: pd.DataFrame,
     lengths: pd.DataFrame | pd.Series,
     title: str,
-    frame: Frame,
-    style: BarStyle | None = None,
+    **options,
 ) -> Axes:
     """A whole picture of a bar per row: `bars`, hatched as the table or its origin
-    tells, and `finish`.
+    tells, and `finish`. options: fields of `BarStyle` and of `Frame`.
     """
     ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
-    style = style or BarStyle()
-    about = table.attrs | getattr(frame.origin, "attrs", {})
-    source = style.source or about.get("source")
-    bars(ax, lengths, replace(style, source=source))
-    return finish(ax, table, title, frame)
+    style = _pop_fields(options, BarStyle)
+    about = table.attrs | getattr(options.get("origin"), "attrs", {})
+    bars(ax, lengths, **{"source": about.get("source")} | style)
+    return finish(ax, table, title, **options)
 
 
-def bars(
-    ax: Axes,
-    lengths: pd.DataFrame | Sequence[float],
-    style: BarStyle | None = None,
-) -> np.ndarray:
+def _pop_fields(options, kind):
+    """The options that are fields of a class, taken away from the others."""
+    names = options.keys() & kind.__dataclass_fields__
+    return {name: options.pop(name) for name in names}
+
+
+def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.ndarray:
     """A bar per row, or for a table a bar per row of its columns end to end; returns
-    where the bars end.
+    where the bars end. options: fields of `BarStyle`.
 
     >>> ax = new_axes(height=1.5)
     >>> step_ms = pd.DataFrame({"compute": [3.0, 4.0], "comm": [1.0, 2.0]})
-    >>> bars(ax, step_ms, BarStyle(notes=["a", "b"]))
+    >>> bars(ax, step_ms, notes=["a", "b"])
     array([4., 6.])
     """
-    style = style or BarStyle()
+    style = BarStyle(**options)
     slot, slots = style.slot
     height = style.height or (0.7 if slots == 1 else 0.72 / slots)
     fills = style.fill
@@ -123,8 +120,12 @@ def bars(
     if style.error is not None:
         low, high = (np.asarray(end, float) for end in style.error)
         x, y = (rows, ends) if style.upright else (ends, rows)
-        line = {"yerr" if style.upright else "xerr": [ends - low, high - ends]}
-        line |= {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        line = {
+            "yerr" if style.upright else "xerr": [ends - low, high - ends],
+            "ecolor": "black",
+            "elinewidth": 0.8,
+            "capsize": 2,
+        }
         ax.errorbar(x, y, fmt="none", **line)
         reach = np.fmax(ends, high)  # notes stand behind the intervals
     if style.notes is not None:
@@ -147,24 +148,18 @@ def _write_notes(ax, rows, reach, style, *, small):
         ax.update_datalim([(end / (1 - share), row)])
 
 
-def lines(
-    ax: Axes,
-    table: pd.DataFrame,
-    x: str,
-    y: str,
-    curves: Curves | None = None,
-    **style,
-) -> None:
-    """A line of y over x for each group of `curves`, in the order of the table; style:
-    options of `Axes.plot` for all.
+def lines(ax: Axes, table: pd.DataFrame, x: str, y: str, **options) -> None:
+    """A line of y over x for each group of rows, in the order of the table.
+
+    options: fields of `Curves`, and for all lines those of `Axes.plot`.
 
     >>> ax = new_axes(height=2)
     >>> table = pd.DataFrame({"gpus": [1, 2, 1, 2], "step_s": [4, 2, 4, 3]})
     >>> table["network"] = ["a", "a", "b", "b"]
     >>> styles = {"a": "black", "b": {"ls": ":"}}
-    >>> lines(ax, table, "gpus", "step_s", Curves(by="network", styles=styles), lw=1)
+    >>> lines(ax, table, "gpus", "step_s", by="network", styles=styles, lw=1)
     """
-    curves = curves or Curves()
+    curves = Curves(**_pop_fields(options, Curves))
     groups = [(None, table)]
     if curves.by is not None:
         groups = table.groupby(curves.by, sort=False)
@@ -174,7 +169,7 @@ def lines(
         look = {"color": look} if isinstance(look, str) else look
         at_x = part[x] / x_unit
         at_y = part[y] / y_unit
-        (line,) = ax.plot(at_x, at_y, **style | look)
+        (line,) = ax.plot(at_x, at_y, **options | look)
         if label := _text(curves.labels, value, part):
             line.set_label(label)
         if text := _text(curves.ends, value, part):

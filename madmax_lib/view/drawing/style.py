@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from madmax_lib.catalog.tables import data_file
+from madmax_lib.catalog import data_file
 from madmax_lib.view.words import COLORS, LABELS, shorten
 
 # of groups in order; the first two are those of compute and communication

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import union_categoricals
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base import NS_PER_S
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.view.words import COLORS, LABELS, lanes

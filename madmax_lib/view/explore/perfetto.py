@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from madmax_lib.base.units import format_bytes
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import format_bytes
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.export import export_trace
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.view.explore.widgets import interactive

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_s
-from madmax_lib.catalog.models import Cluster, Model
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
+from madmax_lib.base import format_s
+from madmax_lib.catalog import Cluster, Model
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import estimate
 from madmax_lib.simulator.memory.memory import (
     fullest_stage,
     memory,
     peak_bytes,
     usable_bytes,
 )
-from madmax_lib.view.drawing import COLORS, DASHED, BarStyle, bars, patch_key
+from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
 from madmax_lib.view.plots.predicted import STEP_PARTS
 
 _TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and host"]
@@ -130,7 +130,7 @@ def _bar_html(parts, total, text):
 
 def _bar(ax, parts):
     fills = {name: _FILLS[name] for name in parts.index}
-    bars(ax, parts.to_frame().T, BarStyle(fills, height=0.8))
+    bars(ax, parts.to_frame().T, fill=fills, height=0.8)
     ax.set_yticks([])
     ax.legend(
         handles=[patch_key(*entry) for entry in fills.items()],

@@ -10,9 +10,9 @@ from functools import cached_property, lru_cache
 from matplotlib import pyplot as plt
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import Cluster, Transformer
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.simulate import simulate
+from madmax_lib.catalog import Cluster, Transformer
+from madmax_lib.plan import Plan
+from madmax_lib.simulator import simulate
 from madmax_lib.view.explore.explorer import (
     Explorer,
     Later,
@@ -262,7 +262,7 @@ def transformers() -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _stages(model: Transformer, cluster: Cluster, plan: Plan, **batch):
+def _stages(model, cluster, plan, **batch):
     """The simulated step on a rank of each stage; what was seen before is there at
     once.
     """

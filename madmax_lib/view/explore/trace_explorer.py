@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 from matplotlib import pyplot as plt
 
 from madmax_lib.catalog.datasets import dataset, names
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.read.kineto import read_trace
 from madmax_lib.view.explore.explorer import Explorer, control, message_html, offer
 from madmax_lib.view.explore.widgets import TimelineView, breakdown_html
@@ -90,7 +90,7 @@ class TraceExplorer(Explorer):
 
 
 @lru_cache(maxsize=4)
-def _read(trace: str):
+def _read(trace):
     return read_trace(dataset(trace) if trace in names() else trace)
 
 

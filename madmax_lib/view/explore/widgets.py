@@ -21,10 +21,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib import pyplot as plt
 
+from madmax_lib.base import format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import format_s
-from madmax_lib.timeline.accounting import breakdown_between
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline, breakdown_between
 from madmax_lib.view.drawing import lanes
 from madmax_lib.view.explore.canvas import busy_spans, columns
 from madmax_lib.view.notebooks.environment import shell
@@ -132,8 +131,11 @@ class TimelineView:
         axis.
         """
         rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
-        shape = {"figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows))}
-        shape |= {"height_ratios": rows, "layout": "constrained"}
+        shape = {
+            "figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)),
+            "height_ratios": rows,
+            "layout": "constrained",
+        }
         figure, axes = plt.subplots(len(rows), 1, sharex=True, squeeze=False, **shape)
         panels = zip(axes[:, 0], self.timelines, self.titles, strict=True)
         for ax, timeline, title in panels:

@@ -14,8 +14,8 @@ from importlib import import_module
 import pandas as pd
 
 from madmax_lib import __version__
+from madmax_lib.catalog import data_file
 from madmax_lib.catalog.datasets import cache_folder, dataset, names, places
-from madmax_lib.catalog.tables import data_file
 from madmax_lib.runs.selftest import Missing, answers, selftest
 from madmax_lib.view.notebooks.environment import environment, is_here, version
 from madmax_lib.view.notebooks.runner import notebooks
@@ -64,9 +64,7 @@ def report() -> str:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = [
         f"madmax-workbench {__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}"
-    ]
-    lines += [
+        f"{platform.machine()}",
         f"{os.cpu_count()} CPU cores, {memory_bytes / 1e9:.0f} GB of memory",
         f"place: {here.name}, figures go to {here.figures}",
         *(f"  {status:<8}{name}: {text}" for name, status, text in checks),

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.datasets import SHIPPED
+from madmax_lib.catalog import SHIPPED
 from madmax_lib.view.notebooks.page import Result
 
 # set to 1: fits solve small systems, in whose way more threads get
@@ -190,7 +190,7 @@ def _typed(name, text, kind):
 
 
 @contextmanager
-def _locked_copy(build: Path, name: str):
+def _locked_copy(build, name):
     """The path of an executed notebook that no other process writes, and its number
     from 1.
     """
@@ -212,7 +212,7 @@ def _locked_copy(build: Path, name: str):
 
 
 @contextmanager
-def _environment(values: dict[str, str]):
+def _environment(values):
     # a kernel inherits the variables of this process
     before = dict(os.environ)
     os.environ.update(values)

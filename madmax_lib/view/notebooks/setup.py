@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from madmax_lib.base.atomic import replacing, write_text
-from madmax_lib.catalog.datasets import PROJECT, dataset
+from madmax_lib.catalog import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import (
     Environment,
@@ -156,7 +156,7 @@ def _commit():
     return {"commit": commit, "clean": clean} if commit else {}
 
 
-def _git(*arguments: str):
+def _git(*arguments):
     """Output of git; empty where it fails."""
     return subprocess.run(
         ["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False

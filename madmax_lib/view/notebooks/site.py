@@ -17,7 +17,7 @@ from pygments.formatters import HtmlFormatter
 
 from madmax_lib import __version__
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.catalog import PROJECT
 from madmax_lib.view.notebooks.page import Result, page, paragraph
 
 _GROUPS = {  # by the first digit of a notebook's name

@@ -5,12 +5,10 @@ communication, waiting and advice.
 import pandas as pd
 from matplotlib.axes import Axes
 
+from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.view.drawing import (
-    BarStyle,
-    Frame,
     bar_chart,
     blocks,
     empty,
@@ -71,13 +69,11 @@ def plot_timeline(
         ax,
         drawn[columns],
         f"{which} takes {format_s(reach_ns / NS_PER_S)} on {ranks}",
-        Frame(
-            x="time in the step [ms]",
-            rows=rows["label"],
-            reach=reach_ns / NS_PER_S * 1e3,
-            key=kinds_key(spans["kind"]),
-            origin=timeline,
-        ),
+        x="time in the step [ms]",
+        rows=rows["label"],
+        reach=reach_ns / NS_PER_S * 1e3,
+        key=kinds_key(spans["kind"]),
+        origin=timeline,
     )
 
 
@@ -119,8 +115,10 @@ def plot_breakdown(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         parts * 1e3,
         f"{mean['compute']:.0%} compute, {mean['comm']:.0%} exposed "
         f"communication, {mean['idle']:.0%} idle",
-        Frame(x="time [ms]", rows=rank_labels(table["rank"]), key=parts_key(parts)),
-        BarStyle(inside=texts),
+        x="time [ms]",
+        rows=rank_labels(table["rank"]),
+        key=parts_key(parts),
+        inside=texts,
     )
 
 
@@ -140,8 +138,10 @@ def plot_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         parts * 1e3,
         f"{exposed:.0%} of the communication is exposed",
-        Frame(x="communication [ms]", rows=rank_labels(table["rank"]), key=_HIDDEN),
-        BarStyle(notes=notes),
+        x="communication [ms]",
+        rows=rank_labels(table["rank"]),
+        key=_HIDDEN,
+        notes=notes,
     )
 
 
@@ -165,11 +165,9 @@ def plot_exposed(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         mean.reset_index(),
         parts * 1e3,
         title,
-        Frame(
-            x=f"time per rank, mean of {plural(ranks, 'rank')} [ms]",
-            rows=names,
-            key=_HIDDEN,
-        ),
+        x=f"time per rank, mean of {plural(ranks, 'rank')} [ms]",
+        rows=names,
+        key=_HIDDEN,
     )
 
 
@@ -199,7 +197,8 @@ def plot_waiting(
         ax,
         table,
         f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]",
-        Frame(x="rank that arrives last", y="rank that waits"),
+        x="rank that arrives last",
+        y="rank that waits",
     )
 
 
@@ -215,9 +214,8 @@ def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         top,
         top["gain_s"] * 1e3,
         f"{top['cause'].iloc[0].capitalize()} costs most",
-        Frame(
-            x="gain per step, at most [ms]; as text: share of the step",
-            rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
-        ),
-        BarStyle(list(kinds), notes=top["share"].map("{:.1%}".format)),
+        x="gain per step, at most [ms]; as text: share of the step",
+        rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
+        fill=list(kinds),
+        notes=top["share"].map("{:.1%}".format),
     )

@@ -6,13 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.base import format_bytes, format_s
 from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.view.drawing import (
     COLORS,
-    BarStyle,
-    Frame,
     bar_chart,
     empty,
     fill_of,
@@ -68,9 +66,9 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         top[["group", "collective", "ranks", "total_s", "wait_s"]],
         per_rank_ms,
         title,
-        Frame(
-            x="time per rank [ms]", rows=list(labels.str.removesuffix(" · ")), key=key
-        ),
+        x="time per rank [ms]",
+        rows=list(labels.str.removesuffix(" · ")),
+        key=key,
     )
 
 
@@ -111,7 +109,9 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         points,
         f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}",
-        Frame(x="message size", y="bus bandwidth [GB/s]", origin=table),
+        x="message size",
+        y="bus bandwidth [GB/s]",
+        origin=table,
     )
 
 
@@ -143,10 +143,8 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         data,
         f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer",
-        Frame(
-            x="last arrival - first arrival (bar: median)",
-            rows=[_name(name) for name in medians_s.index],
-        ),
+        x="last arrival - first arrival (bar: median)",
+        rows=[_name(name) for name in medians_s.index],
     )
 
 
@@ -172,12 +170,10 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         parts * 1e3,
         f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
         f"and costs the others {format_s(worst['cost_s'])}",
-        Frame(
-            x="waiting of the other ranks [ms]",
-            rows=rank_labels(top["rank"]),
-            key=_HIDDEN,
-        ),
-        BarStyle(notes=last.where(top["share"] > 0, "never last")),
+        x="waiting of the other ranks [ms]",
+        rows=rank_labels(top["rank"]),
+        key=_HIDDEN,
+        notes=last.where(top["share"] > 0, "never last"),
     )
 
 
@@ -199,7 +195,8 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
         f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}",
-        Frame(x="stage", y="data-parallel rank"),
+        x="stage",
+        y="data-parallel rank",
     )
 
 
@@ -232,11 +229,9 @@ def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         top,
         f"Clocks are up to {largest} apart, ends scatter by {spread}",
-        Frame(
-            x="clock ahead of the reference [µs]",
-            rows=rank_labels(top["rank"]),
-            key=_CLOCK,
-        ),
+        x="clock ahead of the reference [µs]",
+        rows=rank_labels(top["rank"]),
+        key=_CLOCK,
     )
 
 

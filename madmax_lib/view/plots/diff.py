@@ -11,16 +11,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base import NS_PER_S, format_s
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.traces.gate import GateResult
 from madmax_lib.view.drawing import (
     COLORS,
     DASHED,
     LABELS,
-    BarStyle,
-    Frame,
     bar_chart,
     bars,
     blocks,
@@ -122,12 +120,10 @@ def plot_pair(
         ax,
         pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]],
         f"{change} in this step",
-        Frame(
-            x="time from the start of the step [ms]",
-            reach=1.01e3 * reach_ns / NS_PER_S,
-            ylim=(ticks[-1] + 0.6, -1.2),
-            origin=table,
-        ),
+        x="time from the start of the step [ms]",
+        reach=1.01e3 * reach_ns / NS_PER_S,
+        ylim=(ticks[-1] + 0.6, -1.2),
+        origin=table,
     )
 
 
@@ -178,23 +174,19 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         bars(
             ax,
             quantities[side] * 1e3,
-            BarStyle(
-                [_side_fill(color, table.attrs, number) for color in colors],
-                slot=(number, 2),
-                error=ends,
-                notes=texts if side == "b" else None,
-            ),
+            fill=[_side_fill(color, table.attrs, number) for color in colors],
+            slot=(number, 2),
+            error=ends,
+            notes=texts if side == "b" else None,
         )
         key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
     return finish(
         ax,
         quantities.reset_index(),
         _change(labels, total["a"], total["b"]),
-        Frame(
-            x="time per step and rank [ms]",
-            rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
-            key=key,
-        ),
+        x="time per step and rank [ms]",
+        rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
+        key=key,
     )
 
 
@@ -220,13 +212,11 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
         top,
         lengths_ms,
         title,
-        Frame(
-            x=f"time per step and rank: {label_b} minus {label_a} [ms]",
-            xlim=(-reach_ms, reach_ms),
-            rows=names,
-            key=kinds_key(top["kind"]),
-        ),
-        BarStyle(list(kinds)),
+        x=f"time per step and rank: {label_b} minus {label_a} [ms]",
+        xlim=(-reach_ms, reach_ms),
+        rows=names,
+        key=kinds_key(top["kind"]),
+        fill=list(kinds),
     )
     for row, op in enumerate(top.itertuples()):
         text = _signed(op.difference_s)
@@ -266,15 +256,12 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
         table,
         growth["ratio"],
         title,
-        Frame(
-            x="growth from a to b, with its 90 % interval [%]",
-            rows=[short_name(name) for name in table["quantity"]],
-            xlim=(-reach, reach),
-            key={name: color for name, color in _VERDICTS.items() if name in verdicts},
-        ),
-        BarStyle(
-            list(table["verdict"].map(_VERDICTS)), error=(growth["low"], growth["high"])
-        ),
+        x="growth from a to b, with its 90 % interval [%]",
+        rows=[short_name(name) for name in table["quantity"]],
+        xlim=(-reach, reach),
+        key={name: color for name, color in _VERDICTS.items() if name in verdicts},
+        fill=list(table["verdict"].map(_VERDICTS)),
+        error=(growth["low"], growth["high"]),
     )
     ax.axvline(0, color="black", linewidth=0.8)
     ax.axvline(100 * limit, **DASHED)

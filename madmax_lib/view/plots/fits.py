@@ -12,8 +12,6 @@ from madmax_lib.view.drawing import (
     COLORS,
     DARK,
     GREY,
-    BarStyle,
-    Frame,
     bar_chart,
     bars,
     fill_of,
@@ -100,15 +98,13 @@ def plot_constants(
         table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
         f"{counts['at a bound']} end at a bound",
-        Frame(
-            rows=table.index,
-            key=[
-                *ax.get_legend_handles_labels()[0],
-                line_key("prior, 90 %", **_PRIOR),
-            ],
-            columns=3,
-            xlim=(-0.02, 1.1),
-        ),
+        rows=table.index,
+        key=[
+            *ax.get_legend_handles_labels()[0],
+            line_key("prior, 90 %", **_PRIOR),
+        ],
+        columns=3,
+        xlim=(-0.02, 1.1),
     )
 
 
@@ -164,20 +160,26 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
-    columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
-    columns += ["low_s", "high_s"]
+    columns = [
+        "source",
+        "model",
+        "gpu",
+        "n_gpus",
+        "measured_s",
+        "predicted_s",
+        "low_s",
+        "high_s",
+    ]
     return finish(
         ax,
         pairs[[column for column in columns if column in pairs]],
         f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
-        Frame(
-            x="measured [s per step]",
-            y="simulated, not seen by the fit [s per step]",
-            xscale="log",
-            yscale="log",
-            xlim=ends,
-            ylim=ends,
-        ),
+        x="measured [s per step]",
+        y="simulated, not seen by the fit [s per step]",
+        xscale="log",
+        yscale="log",
+        xlim=ends,
+        ylim=ends,
     )
 
 
@@ -210,8 +212,10 @@ def plot_errors(
         data,
         error * 100,
         title,
-        Frame(x="mean absolute error of the predicted time [%]", rows=rows, key=key),
-        BarStyle(source="simulated"),
+        x="mean absolute error of the predicted time [%]",
+        rows=rows,
+        key=key,
+        source="simulated",
     )
     if baseline is not None:
         ax.plot(simple * 100, range(len(error)), "|", color=_RED, ms=9, mew=1.5)
@@ -243,9 +247,10 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         bars(
             ax,
             means[who],
-            BarStyle(
-                fills, source, slot=(number, 2), notes=means[who].map("{:.0f}".format)
-            ),
+            fill=fills,
+            source=source,
+            slot=(number, 2),
+            notes=means[who].map("{:.0f}".format),
         )
     key = [patch_key(label, fill) for label, fill in _FACTS.values()]
     key.append(patch_key("ours, below what was measured", fill_of(GREY, "simulated")))
@@ -255,10 +260,8 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         means.drop(columns="order"),
         f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
         f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %",
-        Frame(
-            x="per cent",
-            rows=[shorten(run, 72) for run in means["run"]],
-            key=key,
-            columns=2,
-        ),
+        x="per cent",
+        rows=[shorten(run, 72) for run in means["run"]],
+        key=key,
+        columns=2,
     )

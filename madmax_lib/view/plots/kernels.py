@@ -3,11 +3,9 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import format_bytes
+from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
-    Curves,
-    Frame,
     finish,
     legend,
     lines,
@@ -30,10 +28,17 @@ def plot_kernel_rates(
     ax = ax or new_axes(height=3.6)
     colors = dict(zip(table["device"].unique(), SERIES, strict=False))
     names = {device: device for device in colors}
-    curves = Curves("device", styles=colors, labels=names)
-    lines(ax, table, size, "rate", curves)
-    roofs = Curves("device", styles=colors)
-    lines(ax, table, size, "roof", roofs, linestyle=":", linewidth=0.8)
+    lines(ax, table, size, "rate", by="device", styles=colors, labels=names)
+    lines(
+        ax,
+        table,
+        size,
+        "roof",
+        by="device",
+        styles=colors,
+        linestyle=":",
+        linewidth=0.8,
+    )
     points = table.dropna(subset="measured_rate")
     styles = {"s": 14, "zorder": 3, "linewidth": 0}
     ax.scatter(
@@ -49,4 +54,4 @@ def plot_kernel_rates(
     legend(ax, where="beside")
     share = (table["rate"] / table["roof"]).groupby(table["device"]).max()
     title = f"{share.idxmax()} comes nearest to its data sheet, {share.max():.0%} of it"
-    return finish(ax, table, title, Frame(x=x, y=y, origin=table))
+    return finish(ax, table, title, x=x, y=y, origin=table)

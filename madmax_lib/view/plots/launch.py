@@ -5,13 +5,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-from madmax_lib.base.units import format_s
+from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
     SERIES,
-    BarStyle,
-    Curves,
-    Frame,
     bar_chart,
     empty,
     finish,
@@ -71,15 +68,13 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         data,
         f"{short:.0%} of the kernels are shorter than their launch",
-        Frame(
-            x="launch delay [µs] (0 at the left edge)",
-            y="kernel duration [µs]",
-            xscale="log",
-            yscale="log",
-            xlim=(least_us, None),
-            ylim=(least_us, None),
-            origin=table,
-        ),
+        x="launch delay [µs] (0 at the left edge)",
+        y="kernel duration [µs]",
+        xscale="log",
+        yscale="log",
+        xlim=(least_us, None),
+        ylim=(least_us, None),
+        origin=table,
     )
 
 
@@ -125,12 +120,10 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         data,
         "time_s",
         "length",
-        Curves(
-            by="stream",
-            styles=dict(zip(numbers, SERIES, strict=False)),
-            labels={number: f"stream {number}" for number in numbers},
-            units=(1e-3, 1),
-        ),
+        by="stream",
+        styles=dict(zip(numbers, SERIES, strict=False)),
+        labels={number: f"stream {number}" for number in numbers},
+        units=(1e-3, 1),
         linewidth=1,
         drawstyle="steps-post",
     )
@@ -140,13 +133,11 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         data,
         f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
-        Frame(
-            x="time [ms]",
-            y="launches waiting",
-            xlim=(0, None),
-            ylim=(0, None),
-            origin=series,
-        ),
+        x="time [ms]",
+        y="launches waiting",
+        xlim=(0, None),
+        ylim=(0, None),
+        origin=series,
     )
 
 
@@ -171,12 +162,10 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         idle_s * 1e3,
         f"{cause} is {shares.max():.0%} of the idle time of streams",
-        Frame(
-            x="idle time [ms]",
-            rows=[row_label(*row) for row in idle_s.index],
-            key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
-        ),
-        BarStyle(_CAUSES),
+        x="idle time [ms]",
+        rows=[row_label(*row) for row in idle_s.index],
+        key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
+        fill=_CAUSES,
     )
 
 
@@ -187,8 +176,17 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if not len(table):
         return empty(ax, table, "No steps in this trace")
     parts = breakdown_parts(table)
-    columns = ["compute_s", "exposed_comm_s", "rest_s", "idle_s", "total_s", "wall_s"]
-    columns += ["period_s", "warmup", "cut"]
+    columns = [
+        "compute_s",
+        "exposed_comm_s",
+        "rest_s",
+        "idle_s",
+        "total_s",
+        "wall_s",
+        "period_s",
+        "warmup",
+        "cut",
+    ]
     flags = {"warmup": float, "cut": float}  # their mean: on how many of the ranks
     rows = table.assign(rest_s=parts["memcpy"]).astype(flags)
     mean = rows.groupby("step")[columns].mean()
@@ -204,12 +202,10 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         mean.reset_index(),
         parts_ms,
         title,
-        Frame(
-            x="time [ms]; black line: duration on the host",
-            rows=["" if row % every else label for row, label in enumerate(labels)],
-            key=parts_key(parts),
-        ),
-        BarStyle(notes=notes),
+        x="time [ms]; black line: duration on the host",
+        rows=["" if row % every else label for row, label in enumerate(labels)],
+        key=parts_key(parts),
+        notes=notes,
     )
     numbers = np.arange(len(mean))
     ax.vlines(
@@ -264,10 +260,8 @@ def plot_launch_floor(
         ax,
         mean,
         f"Launches are {share.min():.0%} to {share.max():.0%} of a step",
-        Frame(
-            x="device speed, relative to the traced one",
-            y="computation in a step [ms]",
-            xscale="log",
-            yscale="log",
-        ),
+        x="device speed, relative to the traced one",
+        y="computation in a step [ms]",
+        xscale="log",
+        yscale="log",
     )

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import bytes_unit, format_bytes, format_s
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import bytes_unit, format_bytes, format_s
+from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import (
     BEFORE,
     held_at_peak,
@@ -23,8 +23,6 @@ from madmax_lib.traces.operators.memory import (
 )
 from madmax_lib.view.drawing import (
     WHITE,
-    BarStyle,
-    Frame,
     areas,
     bar_chart,
     empty,
@@ -90,7 +88,9 @@ def plot_memory(
         ax,
         drawn,
         f"Peak {format_bytes(top['peak_bytes'])} on {where} {moment}",
-        Frame(x=x, y=f"memory [{unit}]", origin=tables.holders),
+        x=x,
+        y=f"memory [{unit}]",
+        origin=tables.holders,
     )
 
 
@@ -147,8 +147,10 @@ def plot_held(
         part,
         sizes,
         f"{rows[share.argmax()]} holds {share.max():.0%} of the peak",
-        Frame(x=f"held at the peak of {device} of rank {rank} [{unit}]", rows=rows),
-        BarStyle(list(kinds), notes=share.map("{:.1%}".format) + counts),
+        x=f"held at the peak of {device} of rank {rank} [{unit}]",
+        rows=rows,
+        fill=list(kinds),
+        notes=share.map("{:.1%}".format) + counts,
     )
 
 

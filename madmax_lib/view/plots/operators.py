@@ -16,8 +16,6 @@ from madmax_lib.view.drawing import (
     COLORS,
     LABELS,
     SERIES,
-    BarStyle,
-    Frame,
     bar_chart,
     empty,
     finish,
@@ -108,12 +106,11 @@ def _longest(ax, rows, seconds, x):
         top,
         top[seconds] * 1e3,
         f"{names[0]} takes {percent(top['share'][0])} of the time",
-        Frame(
-            x=x,
-            rows=names,
-            key=kinds_key(kinds) if len(set(kinds)) > 1 else None,
-        ),
-        BarStyle(kinds, notes=top["share"].map("{:.1%}, ".format) + counts),
+        x=x,
+        rows=names,
+        key=kinds_key(kinds) if len(set(kinds)) > 1 else None,
+        fill=kinds,
+        notes=top["share"].map("{:.1%}, ".format) + counts,
     )
 
 
@@ -163,7 +160,9 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         rows,
         f"{short_name(top['name'])} runs at {percent(top['roof'])} of "
         f"its {top['bound']} roof on {device}",
-        Frame(x="FLOPs per byte", y="TFLOP/s", origin=table),
+        x="FLOPs per byte",
+        y="TFLOP/s",
+        origin=table,
     )
 
 
@@ -249,8 +248,11 @@ def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         parts_ms,
         f"{share:.0%} of the busy time is {labels[0]} {way}",
-        Frame(x="busy time [ms]", rows=rank_labels(busy_s.index), key=key, columns=3),
-        BarStyle(key),
+        x="busy time [ms]",
+        rows=rank_labels(busy_s.index),
+        key=key,
+        columns=3,
+        fill=key,
     )
 
 
@@ -264,17 +266,14 @@ def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     # the median of a rank does not mind a slow first step
     by_rank = steps.groupby("rank")["mfu"]
     median = by_rank.median()
-    frame = Frame(
-        x="model FLOPs utilisation [%]",
-        rows=rank_labels(median.index),
-        reach=steps["mfu"].max() * 112,  # per cent, and an eighth more for the texts
-    )
     ax = bar_chart(
         ax,
         table,
         median * 100,
         f"{percent(steps['mfu'].median())} of the peak in the median step",
-        frame,
+        x="model FLOPs utilisation [%]",
+        rows=rank_labels(median.index),
+        reach=steps["mfu"].max() * 112,
     )
     rows = steps["rank"].map(list(median.index).index)
     ax.plot(steps["mfu"] * 100, rows, "o", color="black", markersize=2.5)

@@ -6,13 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S, format_s
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
+from madmax_lib.base import NS_PER_S, format_s
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.view.drawing import (
     COLORS,
-    BarStyle,
-    Frame,
     bar_chart,
     bars,
     blocks,
@@ -73,13 +71,11 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
         ax,
         data[columns],
         f"What decides {format_s(path.attrs['step_s'])}: {', '.join(texts)}",
-        Frame(
-            x="time in the step [ms]",
-            rows=rows["label"],
-            reach=reach_ns / NS_PER_S * 1e3,
-            key=key,
-            origin=timeline,
-        ),
+        x="time in the step [ms]",
+        rows=rows["label"],
+        reach=reach_ns / NS_PER_S * 1e3,
+        key=key,
+        origin=timeline,
     )
 
 
@@ -102,16 +98,14 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     source = table.attrs.get("source")
     fills = [fill_of(_COLORS[kind], source) for kind in table["kind"]]
     shares = table["share"].map("{:.1%} of the path".format)
-    bars(ax, table["path_s"] * 1e3, BarStyle(fills, slot=(0, 2), notes=shares))
+    bars(ax, table["path_s"] * 1e3, fill=fills, slot=(0, 2), notes=shares)
     bars(
         ax,
         table["busy_s"] * 1e3,
-        BarStyle(
-            [faded(fill, alpha=0.35) for fill in fills],
-            slot=(1, 2),
-            height=0.26,
-            notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
-        ),
+        fill=[faded(fill, alpha=0.35) for fill in fills],
+        slot=(1, 2),
+        height=0.26,
+        notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
     )
     title = "No path"
     if names:
@@ -120,7 +114,8 @@ def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         title,
-        Frame(x="time in the step [ms]; busy: mean of the ranks", rows=names),
+        x="time in the step [ms]; busy: mean of the ranks",
+        rows=names,
     )
 
 
@@ -159,8 +154,10 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         table,
         scenarios["step_s"] * 1e3,
         title,
-        Frame(x="time of the step, dotted: as it is [ms]", rows=rows),
-        BarStyle(fills, notes=notes),
+        x="time of the step, dotted: as it is [ms]",
+        rows=rows,
+        fill=fills,
+        notes=notes,
     )
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     return ax

@@ -16,9 +16,6 @@ from madmax_lib.view.drawing import (
     DASHED,
     SERIES,
     WHITE,
-    BarStyle,
-    Curves,
-    Frame,
     bars,
     finish,
     legend,
@@ -88,12 +85,10 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
         ax,
         table,
         title,
-        Frame(
-            x="memory of the fullest device [GB]",
-            y="simulated step [s]",
-            reach=room_gb * 1.05,
-            yscale="log",
-        ),
+        x="memory of the fullest device [GB]",
+        y="simulated step [s]",
+        reach=room_gb * 1.05,
+        yscale="log",
     )
 
 
@@ -126,11 +121,9 @@ def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         best,
         f"The best {len(best)} plans are within {within:.1%} of each other",
-        Frame(
-            xlim=(-0.2, len(_CHOICES) - 0.5),
-            ylim=(-0.15, 1.15),
-            key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
-        ),
+        xlim=(-0.2, len(_CHOICES) - 0.5),
+        ylim=(-0.15, 1.15),
+        key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
     )
 
 
@@ -158,12 +151,10 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         table,
         "trial",
         "slower",
-        Curves(
-            by="order",
-            styles=dict(zip(step_s, SERIES, strict=False)),
-            labels={name: name for name in step_s},
-            units=(1, 0.01),
-        ),
+        by="order",
+        styles=dict(zip(step_s, SERIES, strict=False)),
+        labels={name: name for name in step_s},
+        units=(1, 0.01),
         drawstyle="steps-post",
         lw=1.5,
     )
@@ -178,12 +169,10 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         ax,
         table,
         f"Trials until within 5 % of the best: {counts}",
-        Frame(
-            x="trials",
-            y="best so far slower than the best [%]",
-            ylim=(-1, min(105 * table["slower"].max(), 50)),
-            origin=parts[0],
-        ),
+        x="trials",
+        y="best so far slower than the best [%]",
+        ylim=(-1, min(105 * table["slower"].max(), 50)),
+        origin=parts[0],
     )
 
 
@@ -205,12 +194,10 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
             bars(
                 ax,
                 [len(ranks)],
-                BarStyle(
-                    _color(fleet.types[kind], fleet.types),
-                    places=[stage.stage],
-                    left=ranks[0],
-                    height=0.8,
-                ),
+                fill=_color(fleet.types[kind], fleet.types),
+                places=[stage.stage],
+                left=ranks[0],
+                height=0.8,
             )
         layers = plural(stage.layers, "layer")
         text = f"stage {stage.stage}: {layers}, dp {stage.dp} · tp {stage.tp}"
@@ -222,13 +209,11 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         table,
         f"{plural(len(table), 'stage')} on {fleet.size} GPUs, "
         f"{planned.plan.batches} micro-batches: {planned.cost_ms:,.0f} ms",
-        Frame(
-            x="rank",
-            rows=rows,
-            reach=fleet.size,
-            key={name: _color(name, fleet.types) for name in fleet.types},
-            origin=planned.provenance,
-        ),
+        x="rank",
+        rows=rows,
+        reach=fleet.size,
+        key={name: _color(name, fleet.types) for name in fleet.types},
+        origin=planned.provenance,
     )
 
 
@@ -243,20 +228,19 @@ def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
     bars(
         ax,
         table["capacity_mb"] / 1024,
-        BarStyle(outlines, notes=share.map("{:.0%}".format)),
+        fill=outlines,
+        notes=share.map("{:.0%}".format),
     )
-    bars(ax, table["used_mb"] / 1024, BarStyle(colors, source="simulated"))
+    bars(ax, table["used_mb"] / 1024, fill=colors, source="simulated")
     rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
     fullest = rows[share.argmax()]
     return finish(
         ax,
         table,
         f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory",
-        Frame(
-            x="memory of one GPU [GiB]: needed (hatched) of what it has (outline)",
-            rows=rows,
-            origin=planned.provenance,
-        ),
+        x="memory of one GPU [GiB]: needed (hatched) of what it has (outline)",
+        rows=rows,
+        origin=planned.provenance,
     )
 
 

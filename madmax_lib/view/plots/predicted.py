@@ -5,16 +5,14 @@ component, place and moment.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import NS_PER_S
-from madmax_lib.catalog.tables import data_file
+from madmax_lib.base import NS_PER_S
+from madmax_lib.catalog import data_file
 from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
     DASHED,
     SERIES,
-    BarStyle,
-    Frame,
     areas,
     bar_chart,
     blocks,
@@ -54,15 +52,11 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
         visible["seconds"],
         f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
         f"communication, {by_kind['idle']:.0%} waits",
-        Frame(
-            x="simulated time that nothing hides [s]; beside it the share of the step",
-            rows=visible["part"],
-        ),
-        BarStyle(
-            visible["kind"],
-            source="simulated",
-            notes=share[visible.index].map("{:.1%}".format),
-        ),
+        x="simulated time that nothing hides [s]; beside it the share of the step",
+        rows=visible["part"],
+        fill=visible["kind"],
+        source="simulated",
+        notes=share[visible.index].map("{:.1%}".format),
     )
 
 
@@ -83,15 +77,13 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         parts[list(fills)],
         f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
         f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})",
-        Frame(
-            x="simulated communication that nothing hides [s]; beside it its share of the step",
-            rows=table.index,
-            key=fills,
-            columns=3,
-        ),
-        BarStyle(
-            fills, source="simulated", notes=shares + step_s.map(" of {:.3g} s".format)
-        ),
+        x="simulated communication that nothing hides [s]; beside it its share of the step",
+        rows=table.index,
+        key=fills,
+        columns=3,
+        fill=fills,
+        source="simulated",
+        notes=shares + step_s.map(" of {:.3g} s".format),
     )
 
 
@@ -122,13 +114,12 @@ def plot_components(
         table,
         size_gb.loc[rows],
         f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device",
-        Frame(
-            x="simulated memory [GB], all moments of a step",
-            rows=[f"stage {stage}" for stage in rows],
-            key=key,
-            where="beside",
-        ),
-        BarStyle(fills, source="simulated"),
+        x="simulated memory [GB], all moments of a step",
+        rows=[f"stage {stage}" for stage in rows],
+        key=key,
+        where="beside",
+        fill=fills,
+        source="simulated",
     )
     ax.axvline(room_bytes / 1e9, **DASHED)
     return ax
@@ -160,15 +151,13 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         shares,
         f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
         f"{room_gb[tight]:.0f} GB are left",
-        Frame(
-            x="simulated bytes over the room for training, all moments of a step",
-            rows=[_PLACES[name] for name in places.index],
-            key=fills,
-            columns=4,
-        ),
-        BarStyle(
-            fills, source="simulated", notes=used + room_gb.map("{:.0f} GB".format)
-        ),
+        x="simulated bytes over the room for training, all moments of a step",
+        rows=[_PLACES[name] for name in places.index],
+        key=fills,
+        columns=4,
+        fill=fills,
+        source="simulated",
+        notes=used + room_gb.map("{:.0f} GB".format),
     )
     ax.axvline(1.0, **DASHED)
     return ax
@@ -204,13 +193,11 @@ def plot_moments(
         ax,
         table,
         f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB",
-        Frame(
-            x="layer by layer",
-            y="simulated memory [GB]",
-            xlim=(0, len(table) - 1),
-            ylim=(0, 1.15 * max(room_gb, top_gb.max())),
-            key=key,
-        ),
+        x="layer by layer",
+        y="simulated memory [GB]",
+        xlim=(0, len(table) - 1),
+        ylim=(0, 1.15 * max(room_gb, top_gb.max())),
+        key=key,
     )
 
 
@@ -241,10 +228,8 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
         ax,
         drawn.drop(columns=["place", "kind"]),
         f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s",
-        Frame(
-            x="simulated time in the step [s]",
-            rows=[stream.label for stream in streams],
-            reach=step_s,
-            origin=timeline,
-        ),
+        x="simulated time in the step [s]",
+        rows=[stream.label for stream in streams],
+        reach=step_s,
+        origin=timeline,
     )

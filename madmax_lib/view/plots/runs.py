@@ -8,16 +8,13 @@ strategy.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base.units import bytes_unit, format_bytes, format_s
+from madmax_lib.base import bytes_unit, format_bytes, format_s
 from madmax_lib.calibration.fit import fingerprint
 from madmax_lib.calibration.published.run_rows import steps_files
 from madmax_lib.runs.read import PHASES, Run, runs_table
-from madmax_lib.timeline.timeline import with_origin
+from madmax_lib.timeline import with_origin
 from madmax_lib.view.drawing import (
     COLORS,
-    BarStyle,
-    Curves,
-    Frame,
     bar_chart,
     bars,
     fill_of,
@@ -60,9 +57,7 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     count = len(parts)
     loss = run.steps["loss"]
     notes = loss.map("{:.2f}".format) if count <= _FEW_STEPS else None
-    ends_ms = bars(
-        ax, parts * 1e3, BarStyle(_PHASES, notes=notes, upright=True, height=0.8)
-    )
+    ends_ms = bars(ax, parts * 1e3, fill=_PHASES, notes=notes, upright=True, height=0.8)
     ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
     median = format_s(run.summary["step_s"]["median"])
@@ -70,14 +65,12 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
         ax,
         parts.assign(step=run.steps["step"], loss=loss),
         f"{run.spec.model}, {run.spec.strategy}: {median} per step",
-        Frame(
-            x="step (above: loss)",
-            y="time [ms]",
-            xlim=(-0.6, count - 0.4),
-            ylim=(0, ends_ms.max() * 1.12),
-            key=_PHASES,
-            where="beside",
-        ),
+        x="step (above: loss)",
+        y="time [ms]",
+        xlim=(-0.6, count - 0.4),
+        ylim=(0, ends_ms.max() * 1.12),
+        key=_PHASES,
+        where="beside",
     )
 
 
@@ -97,19 +90,15 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         table,
         table["step_s"] * 1e3,
         f"{table['model'].iloc[0]}: {fastest} to {slowest} per step",
-        Frame(
-            x="median step [ms], quartiles as line",
-            rows=_strategies(table),
-            origin={"files": steps_files(runs)},
-        ),
-        BarStyle(
-            list(shades),
-            error=quartiles_ms,
-            notes=[
-                f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
-                for row in table.itertuples()
-            ],
-        ),
+        x="median step [ms], quartiles as line",
+        rows=_strategies(table),
+        origin={"files": steps_files(runs)},
+        fill=list(shades),
+        error=quartiles_ms,
+        notes=[
+            f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
+            for row in table.itertuples()
+        ],
     )
 
 
@@ -144,9 +133,14 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     others = table[table["run"] != reference].sort_values("run", kind="stable")
     # one entry of the legend stands for all of them
     labels = dict.fromkeys(others["run"].head(1), "each of the others")
-    ring = {"marker": "o", "markersize": 3, "markerfacecolor": "none"}
-    ring |= {"linewidth": 0.8, "color": COLORS["comm"]}
-    lines(ax, others, "step", "loss", Curves("run", labels=labels), **ring)
+    ring = {
+        "marker": "o",
+        "markersize": 3,
+        "markerfacecolor": "none",
+        "linewidth": 0.8,
+        "color": COLORS["comm"],
+    }
+    lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
     legend(ax, where="best")
     ax.grid(axis="y")
     ways = plural(len(runs) - 1, "way")
@@ -155,7 +149,9 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         ax,
         table,
         f"{ways} to split {spec.model}: losses differ by {most:.0e} at most",
-        Frame(x="step", y="loss", origin={"files": steps_files(runs)}),
+        x="step",
+        y="loss",
+        origin={"files": steps_files(runs)},
     )
 
 
@@ -176,14 +172,12 @@ def plot_run_phases(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         table[["run", "strategy", "dimensions", "ranks"]].join(parts),
         parts * 1e3,
         f"Backward takes {share:.0%} of a step (median of the strategies)",
-        Frame(
-            x="median time on rank 0 [ms]",
-            rows=_strategies(table),
-            key=_PHASES,
-            where="beside",
-            origin={"files": steps_files(runs)},
-        ),
-        BarStyle(_PHASES),
+        x="median time on rank 0 [ms]",
+        rows=_strategies(table),
+        key=_PHASES,
+        where="beside",
+        origin={"files": steps_files(runs)},
+        fill=_PHASES,
     )
 
 
@@ -202,13 +196,12 @@ def plot_shares(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         percent,
         f"{most['strategy']} exposes most communication: "
         f"{most['exposed_comm']:.0%} of a step",
-        Frame(
-            x="share of the traced steps [%]",
-            rows=_strategies(table),
-            reach=100,
-            key=_SHARES,
-        ),
-        BarStyle(_SHARES, inside=inside),
+        x="share of the traced steps [%]",
+        rows=_strategies(table),
+        reach=100,
+        key=_SHARES,
+        fill=_SHARES,
+        inside=inside,
     )
 
 
@@ -225,9 +218,7 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if table["measured_bytes"].notna().any():
         key["measured"] = fill_of("other")
     for number, (name, fill) in enumerate(key.items()):
-        bars(
-            ax, table[f"{name}_bytes"] / factor, BarStyle(fill, slot=(number, len(key)))
-        )
+        bars(ax, table[f"{name}_bytes"] / factor, fill=fill, slot=(number, len(key)))
     # what every run has
     predicted = table["predicted_bytes"]
     least = format_bytes(predicted.min())
@@ -236,9 +227,9 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax,
         table,
         f"{table.attrs['model']} needs {least} to {most} per rank, as predicted",
-        Frame(
-            x=f"memory of a rank at its peak [{unit}]", rows=_strategies(table), key=key
-        ),
+        x=f"memory of a rank at its peak [{unit}]",
+        rows=_strategies(table),
+        key=key,
     )
 
 
@@ -264,7 +255,9 @@ def plot_beside(
         bars(
             ax,
             values.fillna(0.0),
-            BarStyle(fill, slot=(number, 2), notes=values.map("{:.0f}".format)),
+            fill=fill,
+            slot=(number, 2),
+            notes=values.map("{:.0f}".format),
         )
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
@@ -283,13 +276,11 @@ def plot_beside(
         ax,
         table[["strategy"]].join([measured, predicted]).reset_index(),
         title,
-        Frame(
-            x="ms per step" if what == "step" else "per cent",
-            rows=[f"{run} ({strategy})" for run, strategy in runs],
-            key=key,
-            columns=2,
-            origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
-        ),
+        x="ms per step" if what == "step" else "per cent",
+        rows=[f"{run} ({strategy})" for run, strategy in runs],
+        key=key,
+        columns=2,
+        origin=with_origin(table.copy(), {"files": {"results.csv": results}}),
     )
 
 

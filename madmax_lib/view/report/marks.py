@@ -13,7 +13,7 @@ from html import escape
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.units import format_bytes, format_s
+from madmax_lib.base import format_bytes, format_s
 from madmax_lib.view.words import COLORS, LABELS, percent, shorten
 
 _FILLS = {

@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import traces
-from madmax_lib.base.units import format_bytes, format_s
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.base import format_bytes, format_s
+from madmax_lib.timeline import Timeline, breakdown
 from madmax_lib.traces.waits.step_times import steady_state
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
@@ -222,8 +221,19 @@ def distributed(timeline: Timeline) -> str:
     groups = traces.by_group(timeline)
     if not len(groups):
         return ""
-    columns = ["collective", "group", "group_size", "calls", "size_bytes", "total_s"]
-    columns += ["exposed_s", "transfer_s", "wait_s", "skew_max_s", "bus_bytes_per_s"]
+    columns = [
+        "collective",
+        "group",
+        "group_size",
+        "calls",
+        "size_bytes",
+        "total_s",
+        "exposed_s",
+        "transfer_s",
+        "wait_s",
+        "skew_max_s",
+        "bus_bytes_per_s",
+    ]
     waits = traces.waiting(timeline)
     late = traces.stragglers(timeline)
     lines = list(map(paragraph, _about_waiting(waits, late)))
@@ -405,8 +415,16 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
             f" Of the communication {percent(overlap['b'])} is under compute, there "
             f"{percent(overlap['a'])}."
         )
-    columns = ["name", "kind", "count_a", "count_b", "total_a_s", "total_b_s"]
-    columns += ["difference_s", "status"]
+    columns = [
+        "name",
+        "kind",
+        "count_a",
+        "count_b",
+        "total_a_s",
+        "total_b_s",
+        "difference_s",
+        "status",
+    ]
     ops = traces.compare_ops(other_run, timeline).head(_MOST_DIFFERENCES)[columns]
     ops = ops.rename(columns={"total_a_s": f"{there}_s", "total_b_s": f"{here}_s"})
     tables = [table(quantities), table(ops)]
