@@ -1,13 +1,43 @@
 """bias + GELU in two ways against double precision."""
 
-import itertools
-import shutil
+import importlib.util
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from madmax_lib.runs.model.kernels import bias_gelu, way
+
+NO_TRITON = importlib.util.find_spec("triton") is None
+INTERPRET = """
+import itertools, torch
+from madmax_lib.runs.model.kernels import bias_gelu, way
+assert way(True, "cpu") == "triton"
+limits = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+for shape, (dtype, limit) in itertools.product([(3, 5), (130, 40), (2, 3, 1500), (1, 1)], limits.items()):
+    torch.manual_seed(0)
+    x, dy = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)
+    bias = torch.randn(shape[-1], dtype=dtype, requires_grad=True)
+    y = bias_gelu(x, bias, fused=True)
+    ours = (y, *torch.autograd.grad(y, (x, bias), dy))
+    wide = [t.detach().double().requires_grad_() for t in (x, bias)]
+    y = bias_gelu(*wide)
+    for one, exact in zip(ours, (y, *torch.autograd.grad(y, wide, dy.double()))):
+        assert one.dtype == dtype and one.shape == exact.shape
+        assert (one.double() - exact).abs().max() <= limit * (1 + exact.abs().max()), (shape, dtype)
+
+from madmax_lib.runs import RunSpec, parallelize
+specs = [RunSpec("gpt2-large", global_batch=2, fused_gelu=fused) for fused in (False, True)]
+sizes = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 264, "sequence": 16}
+jobs = [parallelize(spec.model, spec.plan, spec, sizes=sizes) for spec in specs]
+assert [job.describe()["gelu"] for job in jobs] == ["eager", "triton"]
+batch = dict.fromkeys(("tokens", "targets"), torch.arange(32).view(2, 16))
+losses = [[job.step(batch)["loss"] for job in jobs] for _ in range(3)]
+assert all(abs(alone - fused) < 1e-5 for alone, fused in losses) and len({pair[0] for pair in losses}) == 3
+"""
 
 
 def gelu(u):
@@ -24,42 +54,20 @@ def test_eager_is_the_closed_form(shape):
     assert bias_gelu(x, bias).numpy() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own
-@pytest.mark.skipif(not shutil.which("g++"), reason="no compiler of C++")
-def test_compiled_is_the_eager_one_in_double_precision():
-    limits = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
-    for shape, (dtype, limit) in itertools.product(
-        [(130, 40), (2, 3, 1500)], limits.items()
-    ):
-        torch.manual_seed(0)
-        x, dy = (
-            torch.randn(shape, dtype=dtype, requires_grad=True),
-            torch.randn(shape, dtype=dtype),
-        )
-        bias = torch.randn(shape[-1], dtype=dtype, requires_grad=True)
-        y = bias_gelu(x, bias, fused=True)
-        ours = (y, *torch.autograd.grad(y, (x, bias), dy))
-        wide = [t.detach().double().requires_grad_() for t in (x, bias)]
-        y = bias_gelu(*wide)
-        exact = (y, *torch.autograd.grad(y, wide, dy.double()))
-        for one, other in zip(ours, exact, strict=True):
-            assert one.dtype == dtype and one.shape == other.shape
-            assert (one.double() - other).abs().max() <= limit * (
-                1 + other.abs().max()
-            ), (shape, dtype)
+@pytest.mark.skipif(NO_TRITON, reason="triton is not installed: pip install triton")
+def test_triton_under_its_interpreter():
+    """In a process of its own: triton decides when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INTERPRET]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def test_why_nothing_is_fused_is_said(monkeypatch):
-    assert way(False, "cuda") == "eager"
-    assert way(True, "cpu") == "eager: a fused kernel is of use on a GPU"
-    for found, says in (
-        ("triton", "compiled"),
-        (None, "eager: triton is not installed"),
-    ):
-        monkeypatch.setattr(
-            "madmax_lib.runs.model.kernels.find_spec", lambda name, found=found: found
-        )
-        assert way(True, "cuda") == says
+@pytest.mark.skipif(not NO_TRITON, reason="triton is installed")
+def test_triton_that_is_missing_is_said():
+    with pytest.raises(ModuleNotFoundError, match="No module named 'triton'"):
+        bias_gelu(torch.zeros(2, 2), torch.zeros(2), fused=True)
+    assert way(True, "cpu") == "eager: triton is not installed"
 
 
 X = torch.zeros(2, 3)

@@ -30,7 +30,7 @@ from madmax_lib.runs.measure.peak_rates import (
     peak_flops,
 )
 from madmax_lib.runs.measure.phases import between_s, mark
-from madmax_lib.runs.model.kernels import bias_gelu
+from madmax_lib.runs.model.kernels import bias_gelu, way
 
 
 class _Size(NamedTuple):
@@ -307,6 +307,8 @@ def _variants(name, function, device, size):
         # a backward pass that is repeated cannot give its buffers away; torch.compile
         # has loaded the module of this setting
         torch._functorch.config.donated_buffer = False
+    if name == "bias_gelu" and device != "cpu" and way(True, device) == "triton":
+        variants["triton"] = partial(bias_gelu, fused=True)
     return variants
 
 

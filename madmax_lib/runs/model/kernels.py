@@ -1,4 +1,4 @@
-"""Bias + GELU: eager, or as one kernel forward and one backward, which torch compiles.
+"""Bias + GELU: eager, or as one Triton kernel, forward and backward.
 
 GELU with tanh [arXiv 1606.08415], where u = x + bias:
 
@@ -8,7 +8,6 @@ It is bound by memory: a fused forward pass reads x and writes y, a fused backwa
 reads x and dy and writes dx. Eager PyTorch writes u and reads it again.
 """
 
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -18,8 +17,8 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, fused: bool = False) -> torch
     """GELU of x + bias. x: (..., n), bias: (n,), same dtype and device; the result is
     like x and differentiable.
 
-    fused: by TorchInductor, which makes a Triton kernel of it on a GPU. Raises
-    ValueError for shapes that do not fit.
+    fused: by Triton, on a GPU, or on a CPU with TRITON_INTERPRET=1. Raises ValueError
+    for shapes that do not fit, ModuleNotFoundError without triton.
     """
     if bias.ndim != 1 or x.shape[-1:] != bias.shape:
         shape = tuple(x.shape)
@@ -28,25 +27,24 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, fused: bool = False) -> torch
         )
     if x.dtype != bias.dtype:
         raise ValueError(f"x is {x.dtype}, bias is {bias.dtype}: they must be alike")
-    return _compiled()(x, bias) if fused else _bias_gelu(x, bias)
+    if not fused:
+        return torch.nn.functional.gelu(x + bias, approximate="tanh")
+    # late: the package is optional
+    from madmax_lib.runs.model.triton_kernels import BiasGelu
 
-
-def _bias_gelu(x, bias):
-    return torch.nn.functional.gelu(x + bias, approximate="tanh")
-
-
-@lru_cache
-def _compiled():
-    # one for all layers: each shape is compiled once
-    return torch.compile(_bias_gelu)
+    return BiasGelu.apply(x, bias)
 
 
 def way(fused: bool, device: str) -> str:
-    """Function that computes a model's bias + GELU on a device: compiled if asked for,
+    """Function that computes a model's bias + GELU on a device: triton if asked for,
     else eager and, if it was asked for, why.
     """
     if not fused:
         return "eager"
-    if device == "cpu":
-        return "eager: a fused kernel is of use on a GPU"
-    return "compiled" if find_spec("triton") else "eager: triton is not installed"
+    if find_spec("triton") is None:
+        return "eager: triton is not installed"
+    from madmax_lib.runs.model import triton_kernels
+
+    if device == "cpu" and not triton_kernels.INTERPRETED:
+        return "eager: Triton needs a GPU, or TRITON_INTERPRET=1"
+    return "triton"

@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`:
-    bias and GELU in one kernel.
+    bias and GELU by Triton.
     """
 
     def __init__(self, spec: Transformer):
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
         if not self.fused:
             inner = functional.gelu(self.up(x), approximate=self.approximate)
             return self.down(inner)
-        # the kernel takes plain tensors; split by columns both are this rank's channels
+        # Triton takes plain tensors; split by columns both are this rank's channels
         inner = functional.linear(x, self.up.weight)
         bias = self.up.bias
         if isinstance(inner, DTensor):

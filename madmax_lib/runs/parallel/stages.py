@@ -63,7 +63,7 @@ def build(
             adapt(layer, name, settings.lora_rank, settings.seed)
         layer.to(dtype)
         # AdamW and FSDP2 see the parameters only after every cut
-        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "compiled"
+        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "triton"
         _share_layer(layer, plan, mesh)
         layer.checkpoint(plan.recompute)
         if settings.compile:
