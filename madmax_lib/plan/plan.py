@@ -19,25 +19,16 @@ import pandas as pd
 
 from madmax_lib.base.fields import require_int, short_repr
 from madmax_lib.catalog.models import Cluster, Model
-from madmax_lib.catalog.software import OVERLAPS
+from madmax_lib.catalog.tables import data_file
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.rule import ZERO_PLUS
 from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
-_NUMBERS = {  # field of each short name
-    **{name: name for name in ("dp", "tp", "pp", "cp", "ep", "etp")},
-    "z": "zero",
-    "mb": "micro_batch",
-    "v": "interleave",
-    "hs": "shard",
-    "pf": "prefetch",
-    "cap": "capacity",
-    "first": "first_layers",
-    "last": "last_layers",
-    "lora": "lora_rank",
-    "bucket": "bucket_bytes",
-}
+# parts of the text form: words, their fields and values, N for a number
+_PARTS = pd.read_csv(data_file("plan_words.csv"))
+_IS_NUMBER = _PARTS["value"] == "N"
+_NUMBERS = dict(_PARTS.loc[_IS_NUMBER, ["word", "field"]].to_numpy())
 _PERCENT = {"capacity": 100}  # a whole number in the text form
 # a field's own name may stand for the short one: micro_batch=2 is mb2
 _TYPED = _NUMBERS | {n: n for n in _NUMBERS.values() if n not in _PERCENT}
@@ -47,23 +38,10 @@ _HABITS = {  # words of others, and what they are here
     "hsdp": "dpN.hsN.z3",
     "deepspeed": "dpN.z1 to dpN.z3",
 }
-_FLAGS = ("overlap_gather", "reduce_fp32", *ZERO_PLUS, *OVERLAPS)
-_OFFLOADS = ("optimizer", "all", "chunks", "nvme")
+_CONSTANTS = {"True": True, "False": False, "inf": math.inf}
 _WORDS = {  # field and value of each word
-    "selective": ("recompute", "selective"),
-    "full": ("recompute", "full"),
-    "sp": ("sequence_parallel", True),
-    "nosp": ("sequence_parallel", False),
-    "gpipe": ("schedule", "gpipe"),
-    "zb": ("schedule", "zero-bubble"),
-    "ulysses": ("context", "ulysses"),
-    "unfused": ("attention", "unfused"),
-    "one-bucket": ("bucket_bytes", math.inf),
-    "embedding-layer": ("embedding_as_layer", True),
-    "head-layer": ("head_as_layer", True),
-    **{name.replace("_", "-"): (name, True) for name in _FLAGS},
-    **{f"no-{name.replace('_', '-')}": (name, False) for name in OVERLAPS},
-    **{f"offload-{states}": ("offload", states) for states in _OFFLOADS},
+    word: (name, _CONSTANTS.get(value, value))
+    for word, name, value in _PARTS[~_IS_NUMBER].to_numpy()
 }
 
 

@@ -46,11 +46,7 @@ _NEEDED = {
 _DIMENSIONS = _NEEDED | {name: name for name in ("kv_heads", "ffn", "vocab")}
 _EXPERTS = ("experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers")
 # of a count; of others 10^8: more is a mistake of units
-_MOST = {
-    **dict.fromkeys(("layers", "experts", "pp", "vpp"), 10**4),
-    **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "expert_ffn"), 10**6),
-    **dict.fromkeys(OVERLAPS, 1),
-}
+_MOST = pd.read_csv(catalog.data_file("stated_most.csv"), index_col="field")["most"]
 _MOST_OTHERWISE = 10**8
 _LLAMA_STYLE = {
     "gated": True,

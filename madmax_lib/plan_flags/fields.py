@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
 from madmax_lib.plan_flags.keys import FRAMEWORKS, Keys, framework_named
@@ -13,28 +14,7 @@ _READERS = dict(
     zip(FRAMEWORKS, (torchtitan, megatron, bridge, deepspeed, accelerate), strict=True)
 )
 # first keys, or their first parts, that tell a framework
-_SIGNS = {
-    "megatron-lm": {
-        "MODEL_ARGS",
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
-        "micro-batch-size",
-    },
-    "accelerate": {"distributed_type", "parallelism_config", "fsdp_config"},
-    "deepspeed": {
-        "zero_optimization",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-    },
-    "torchtitan": {
-        "parallelism",
-        "model_spec",
-        "training",
-        "job",
-        "activation_checkpoint",
-    },
-    "megatron-bridge": {"_target_", "model", "ddp", "train", "dist"},
-}
+_SIGNS = catalog.table("framework_signs").groupby("framework", sort=False)["key"]
 _RUN = ("global_batch", "sequence", "dtype")  # fields that are not the plan's
 
 
@@ -68,8 +48,8 @@ def _framework_of(source):
     # a dictionary of arguments may have underscores, or the dashes of a command line
     first |= {key.lstrip("-").replace("_", "-") for key in first}
     # the first framework of which a key is there
-    for name, signs in _SIGNS.items():
-        if first & signs:
+    for name, signs in _SIGNS:
+        if signs.isin(first).any():
             return name
     # torchtitan has dots in its flags, which _SIGNS knows
     if source.form == "flags" and first:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
@@ -31,20 +32,7 @@ _DRAWS = 4096  # of all errors: a probability of 50 % is then known to 0.8 %
 _SIGMAS = 1.645  # half-width of a 90 % interval in standard deviations
 _LEAST_OWN = 0.25  # of the spread between two plans, which their constants leave
 _NOT_WORTH_SAYING = 0.005  # of a step: rounds to 0 or 1 %
-_PART_NAMES = {
-    "launch_s": "waiting for the host",
-    "tp_s": "tp communication",
-    "cp_s": "cp communication",
-    "ep_s": "expert exchange",
-    "fsdp_s": "gathers of weights",
-    "bubble_s": "pipeline bubble",
-    "pp_s": "pipeline messages",
-    "dp_s": "reduction of gradients",
-    "optimizer_s": "optimizer",
-    "overhead_s": "fixed overhead",
-    "repeated_s": "repeated forward passes",
-    "work_s": "compute",
-}
+_WORDS = catalog.table("step_words").set_index("part")["words"]  # of parts of a step
 _CLOSE = "; too close to tell, measure several (mm.tune)"
 _LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
 # columns of the notebook's table
@@ -280,7 +268,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     # pass of twice as much, a quarter is repeated
     seconds["repeated_s"] = layers_s / 4 * (table["recompute"] == "full")
     seconds["work_s"] = layers_s + seconds["head_s"] - seconds["repeated_s"]
-    seconds = seconds[list(_PART_NAMES)]
+    seconds = seconds[_WORDS.index].rename(columns=_WORDS)
     mixture = bool(problem.case.model.experts)
     chances = _chances(steps, times, problem.parameters, mixture)
     table = table.drop(columns="ties").assign(probability=chances)
@@ -318,12 +306,12 @@ def _chances(steps, times, parameters, experts):
 
 def _limits(seconds):
     """The two largest parts of each step beside compute, as shares of it."""
-    shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="work_s")
+    shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="compute")
     limits = []
     for _, row in shares.iterrows():
         largest = row.nlargest(2)
         parts = largest[largest > _NOT_WORTH_SAYING].items()
-        words = [f"{_PART_NAMES[name]} {share:.0%}" for name, share in parts]
+        words = [f"{name} {share:.0%}" for name, share in parts]
         limits.append(", ".join(words) or "compute alone")
     return limits
 
@@ -337,7 +325,7 @@ def _reasons(seconds):
     saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
     saved = saved.head(_MOST_DIFFERENT)
     return [
-        f"saves {share:.0%} of a step in {_PART_NAMES[part]}"
+        f"saves {share:.0%} of a step in {part}"
         if share > _NOT_WORTH_SAYING
         else "no part stands out"
         for share, part in zip(saved.max(axis=1), saved.idxmax(axis=1), strict=True)

@@ -11,20 +11,7 @@ from madmax_lib.planner.space import Space
 from madmax_lib.runs.spec import RunSpec, check
 
 # 2 to 8: one to five dimensions, as the study of notebook 54 meant to try them
-_TRIED = {
-    1: ("dp1", "dp1.full", "dp1.z3.offload-all"),
-    2: ("dp1", "dp2", "dp2.z2", "dp2.z3", "tp2", "pp2"),
-    4: ("dp4", "dp4.z2", "dp4.z3", "tp4", "dp2.tp2", "dp2.tp2.z3", "dp2.pp2", "pp4"),
-    8: (
-        "dp8",
-        "dp8.z2",
-        "dp8.z3",
-        "dp2.tp2.pp2",
-        "dp2.pp2.cp2",
-        "dp4.pp2.ep4",
-        "dp2.tp2.pp2.ep2",
-    ),
-}
+_TRIED = catalog.table("layouts_tried").groupby("devices")["plan"].agg(list)
 # A cluster of the catalog, whatever the devices are: layouts are ranked, not timed.
 _STAND_IN = "dgx-a100"
 _TOP = 1000  # plans of a search to choose from
@@ -43,8 +30,8 @@ def layouts(spec: RunSpec, devices: int) -> list[str]:
         # patches and class token of an image are not split over ranks
         return f"{text}.nosp" if image and "tp" in text else text
 
-    if devices in _TRIED:
-        tried = _TRIED[devices]
+    if str(devices) in _TRIED:
+        tried = _TRIED[str(devices)]
     else:
         table = search(
             spec.shapes,

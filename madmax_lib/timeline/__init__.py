@@ -8,6 +8,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from madmax_lib.timeline.accounting import *
+    from madmax_lib.timeline.side_tables import SPANS as SPANS
     from madmax_lib.timeline.timeline import *
 
 __all__ = open_room(__name__)

@@ -8,70 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.resources import files
 
 import numpy as np
 import pandas as pd
 
-SIDE_TABLES = {
-    # collectives and point-to-point transfers whose row carries metadata, on the host
-    # or on the device
-    "calls": {
-        "row": "int64",  # row number of the span
-        # canonical name, as in kinds.COLLECTIVES; send, recv and wait as they are
-        "collective": "category",
-        "dtype": "category",  # lower case, as recorded: float, bfloat16, ...
-        "in_elements": "int64",  # -1 where unknown, as for all numbers below
-        "out_elements": "int64",
-        "group_size": "int64",
-        # members of the group as text, "0,1,2", as far as the file lists them
-        "ranks": "category",
-        "sequence": "int64",  # number of the call in its group
-        "source_rank": "int64",  # point-to-point: global ranks
-        "target_rank": "int64",
-        # of an uneven all-to-all: rows to each member as text, "4,12"; "" where they
-        # are even
-        "in_splits": "category",
-        "out_splits": "category",  # rows from each member
-    },
-    # allocator events
-    "memory": {
-        "rank": "int32",
-        # host thread that asked, as in the spans; 0 if it has no span
-        "stream": "int32",
-        "time_ns": "int64",
-        "size_bytes": "int64",  # > 0 allocated, < 0 freed
-        "address": "int64",
-        "allocated_bytes": "int64",  # on the device after the event, -1 where unknown
-        "reserved_bytes": "int64",
-        "device": "category",  # cpu, cuda:0, ...
-    },
-    # operators (cpu_op), all of them, and annotations that tell shapes (gloo's)
-    "operators": {
-        "row": "int64",
-        # JSON text of the inputs' dimensions, "" where not recorded
-        "shapes": "category",
-        "types": "category",  # JSON text of the inputs' types
-        # JSON text of the inputs that are numbers or lists of numbers, as text
-        "inputs": "category",
-        "sequence": "int64",  # autograd sequence number, joins forward and backward
-        "forward_thread": "int64",  # of a backward operator
-        "strides": "category",  # JSON text of the inputs' strides
-    },
-    # samples of a device's counters: power, clocks, active SMs, traffic
-    "counters": {
-        "rank": "int32",
-        "time_ns": "int64",
-        "name": "category",  # with its unit, as recorded: Power (W), SM Active (%)
-        "value": "float64",
-    },
-    # what a stream or a host thread waited for
-    "syncs": {
-        "row": "int64",
-        "name": "category",
-        "stream": "int64",
-        "correlation": "int64",
-    },
+# spans, and beside them calls: collectives and point-to-point transfers whose row carries
+# metadata, on the host or on the device; memory: allocator events; operators (cpu_op),
+# all of them, and annotations that tell shapes (gloo's); counters: samples of a device's
+# power, clocks, active SMs, traffic; syncs: what a stream or a host thread waited for
+_COLUMNS = pd.read_csv(files("madmax_lib") / "data" / "timeline_columns.csv")
+SIDE_TABLES = {  # types by column by table
+    name: dict(rows[["column", "type"]].to_numpy())
+    for name, rows in _COLUMNS.groupby("table", sort=False)
 }
+SPANS = SIDE_TABLES.pop("spans")
 
 
 class SideTables(Mapping):

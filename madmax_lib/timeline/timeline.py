@@ -21,7 +21,7 @@ import pandas as pd
 
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, joined
+from madmax_lib.timeline.side_tables import SIDE_TABLES, SPANS, SideTables, joined
 
 _Tables = TypeVar("_Tables", pd.DataFrame, tuple)
 
@@ -29,23 +29,6 @@ KINDS = ("compute", "comm", "memcpy", "other", "memory", "idle", "cpu", "annotat
 # a device (or, on CPU-only traces, a worker thread) is at work
 BUSY_KINDS = ("compute", "comm", "memcpy", "other")
 
-SPANS = {
-    "rank": "int32",  # global rank
-    # device stream >= 0; host threads are -1, -2, ... (meta.provenance["threads"] names
-    # them)
-    "stream": "int32",
-    # one of KINDS; memory: allocator event, idle: a stream that waits for an event
-    "kind": "category",
-    "name": "category",
-    "start_ns": "int64",
-    "dur_ns": "int64",
-    "step": "int32",  # training step, -1 outside of any
-    "correlation": "int64",  # joins a launch with its kernel, -1 without
-    # operator id (External id in Kineto, index in a simulation), -1 without
-    "op": "int64",
-    "group": "category",  # process group of a collective, missing otherwise
-    "size_bytes": "float64",  # bytes moved, NaN where unknown
-}
 # row numbers of spans: target waits for source
 _EDGES = {"source": "int64", "target": "int64", "why": "category"}
 _INTEGERS = [column for column, dtype in SPANS.items() if dtype.startswith("int")]

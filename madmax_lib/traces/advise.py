@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.base import format_bytes, format_s
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import Timeline, breakdown, exposed_s, with_origin
@@ -25,27 +26,7 @@ _WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
 # of the best bus bandwidth of the same group: below, a call is ruled by its latency
 _SLOW = 0.5
 
-_REMEDY = {
-    "exposed communication": "overlap it with compute (prefetch, buckets, a stream of its "
-    "own), send less, or use a faster link",
-    "waiting for peers": "read the traces of all ranks: they tell who is late, and why",
-    "straggler rank": "look at this rank: data loading, uneven work, a slow or throttled "
-    "device",
-    "small messages": "make buckets larger or fuse calls, so that the link and not the "
-    "latency rules",
-    "launch-bound": "fuse kernels, compile, or capture a CUDA graph",
-    "late start": "look for a module that is loaded, a copy that blocks, another process, "
-    "unrecorded streams",
-    "host wait": "remove synchronisation (.item(), .cpu(), prints) and feed data ahead of "
-    "the step",
-    "short gaps": "fuse the small kernels of this stream or capture a CUDA graph",
-    "pipeline bubble": "use more micro-batches, an interleaved or a zero-bubble schedule, "
-    "stages of equal work",
-    "other idle": "look for events, for streams that wait for each other, and for ranks "
-    "that wait outside of calls",
-    "exposed copies": "pin host memory, copy with non_blocking=True on a stream of its "
-    "own, keep data on the device",
-}
+_REMEDY = catalog.table("remedies").set_index("cause")["remedy"]
 
 
 def advise(timeline: Timeline) -> pd.DataFrame:

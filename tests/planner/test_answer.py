@@ -212,9 +212,9 @@ def test_probabilities_follow_the_gap():
 def test_reasons_and_limits_name_the_parts():
     seconds = pd.DataFrame(
         {
-            "work_s": [8.0, 8.0, 8.0],
-            "bubble_s": [0.0, 2.0, 2.0],
-            "tp_s": [1.0, 1.0, 0.0],
+            "compute": [8.0, 8.0, 8.0],
+            "pipeline bubble": [0.0, 2.0, 2.0],
+            "tp communication": [1.0, 1.0, 0.0],
         }
     )
     assert _reasons(seconds) == [

@@ -324,7 +324,16 @@ def test_peak_is_the_fullest_moment():
 
 def test_context_and_fragmentation_lie_beside_what_is_allocated():
     whole = memory(LLAMA, mm.Plan.parse("dp2.tp2"))
-    assert set(whole["component"]) == set(PHASES) and (whole["size_bytes"] >= 0).all()
+    of_offload = {
+        "gradients on their way",
+        "checkpoints on their way",
+        "chunk tails",
+        "staging",
+    }
+    assert (
+        set(whole["component"]) == set(PHASES) - of_offload
+        and (whole["size_bytes"] >= 0).all()
+    )
     of = whole["component"].isin(["context", "fragmentation"])
     beside = peak_bytes(whole) - peak_bytes(whole, allocated=True)
     assert beside == pytest.approx(whole.loc[of, "size_bytes"].sum())

@@ -27,23 +27,12 @@ from madmax_lib.simulator import (
     step_energy,
 )
 from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.fits import gpt_shape
+from madmax_lib.simulator.offload.fits import SIZE_METHODS, gpt_shape
 from madmax_lib.simulator.offload.hosts import rates
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
 from madmax_lib.simulator.offload.placement import split_of
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
-# of the study: plan, share of the states off the device (None: the fastest that fits)
-_METHODS = {
-    "DDP": ("z0", None),
-    "ZeRO-1": ("z1", None),
-    "ZeRO-2": ("z2", None),
-    "ZeRO-3": ("z3", None),
-    "ZeRO-Offload": ("z2.offload-optimizer", None),
-    "ZeRO-3 Offload": ("z3.offload-all", 1.0),
-    "Gemini, static": ("z3.offload-chunks", 1.0),
-    "Gemini, dynamic": ("z3.offload-chunks", None),
-}
 _SHAPES = "studies/hetero_models"
 _MACHINES = ("clusters", "devices", "hosts", "links", "parameters.json")
 _RULES = "predicted by the simulator"
@@ -82,15 +71,16 @@ def methods_table(
     """
     rows = []
     for model in map(shape, models or read_table(_SHAPES)["name"]):
-        for method, (text, share) in _METHODS.items():
-            plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{text}")
+        for way in SIZE_METHODS.dropna().itertuples():
+            plan = Plan.parse(f"dp{cluster.world_size}.mb{micro_batch}.full.{way.plan}")
+            policy = Policy(share=1.0 if way.static else None)
             row = {
                 "model": model.name,
                 "parameters": model.parameters,
-                "method": method,
+                "method": way.study,
                 "plan": str(plan),
             }
-            rows.append(row | _outcome(model, cluster, plan, Policy(share=share)))
+            rows.append(row | _outcome(model, cluster, plan, policy))
     return with_origin(pd.DataFrame(rows), _SHAPES, *_MACHINES, rules=_RULES)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
 
@@ -30,24 +31,11 @@ _MULTIPLES = (  # a field and the fields whose product divides it
     ("hidden_size", "num_attention_heads"),
     ("num_attention_heads", "tensor_parallel_size"),
 )
-_COLUMNS = (  # the name in `Sizes`, in vTrain's ground-truth tables, in a configuration
-    ("global_batch", "global batch", "global_batch_size"),
-    ("micro_batch", "micro batch", "micro_batch_size"),
-    ("hidden", "hidden size", "hidden_size"),
-    ("heads", "attention heads", "num_attention_heads"),
-    ("layers", "# layers", "num_layers"),
-    ("sequence", "sequence length", "max_length"),
-    ("tp", "tensor parallelism", "tensor_parallel_size"),
-    ("dp", "data parallelism", "data_parallel_size"),
-    ("pp", "pipeline parallelism", "pipeline_parallel_size"),
-)
-TABLE = {name: column for name, column, _ in _COLUMNS}
-_ALIASES = {column: field for _, column, field in _COLUMNS} | {
-    "# GPUs": "num_gpus",
-    # as seed 000's table names them
-    "inter_node_bandwidth_gbps": "inter_node_bandwidth",
-    "intra_node_bandwidth_gbs": "intra_node_bandwidth",
-}
+# the name in `Sizes`, in vTrain's ground-truth tables, in a configuration; those without
+# the first as seed 000's table names them
+_COLUMNS = pd.read_csv(catalog.data_file("papers/vtrain/columns.csv"))
+TABLE = dict(_COLUMNS[["name", "column"]].dropna().to_numpy())
+_ALIASES = dict(_COLUMNS[["column", "field"]].to_numpy())
 
 
 @dataclass(frozen=True)
@@ -341,7 +329,7 @@ def _fill_in(config):
 
 
 def _check(config):
-    for name in ("node_size", "vocab_size", *(field for _, _, field in _COLUMNS[:6])):
+    for name in ("node_size", "vocab_size", *_COLUMNS["field"][:6]):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
     for field, *parts in _MULTIPLES:

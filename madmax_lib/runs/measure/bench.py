@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from madmax_lib.catalog import data_file
 from madmax_lib.runs.measure.peak_rates import (
     TORCH_DTYPES,
     device_name,
@@ -46,20 +47,8 @@ _SIZES = {
 # Tokens, hidden, ffn: on a GPU GPT-2 Large with 8 x 1,024 tokens, then Llama 8B; a list
 # begins with what is timed in any size.
 _BLOCKS = {
-    "cuda": [
-        (8192, 1280, 5120),
-        (8192, 4096, 14336),
-        (2048, 1024, 4096),
-        (512, 8192, 28672),
-        (32768, 1280, 5120),
-    ],
-    "cpu": [
-        (256, 256, 1024),
-        (512, 512, 2048),
-        (256, 1024, 4096),
-        (2048, 1024, 4096),
-        (8192, 1280, 5120),
-    ],
+    device: list(rows.drop(columns="device").itertuples(index=False, name=None))
+    for device, rows in pd.read_csv(data_file("bench_blocks.csv")).groupby("device")
 }
 _COPY_BYTES = [2**28, 2**22, 2**25, 2**16, 2**19, 2**30]
 _PARAMETERS = [2**20, 2**18, 2**22, 2**25, 2**27]  # of AdamW, 16 bytes of states each

@@ -39,21 +39,9 @@ from madmax_lib.simulator.memory.states import (
     width_of,
 )
 
-PHASES = {
-    "weights": "always",
-    "gradients": "always",
-    "gradients of one pass": "step",
-    "optimizer": "always",
-    "buckets": "always",
-    "activations": "pass",
-    "gathered weights": "pass",
-    "logits": "loss",
-    "casts until the loss": "loss",
-    "block at work": "backward",
-    "optimizer temporaries": "step",
-    "context": "always",
-    "fragmentation": "always",
-}
+# when a component is there: always, or in the phase that may set the peak
+PHASES = pd.read_csv(catalog.data_file("components.csv"), index_col="component")
+PHASES = PHASES["phase"].to_dict()
 _LOGIT_GRADIENT = 4  # fp32
 # The three below are round; with them the 37 published peaks of whole devices (BLOOM,
 # torchtitan) have little bias.
@@ -423,13 +411,11 @@ def _process(case):
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 
-def by_phase(
-    sizes: Iterable[tuple[str, np.ndarray]], phases: dict[str, str] = PHASES
-) -> dict[str, np.ndarray]:
+def by_phase(sizes: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Sums of (component, bytes) over the components of each phase."""
-    sums = dict.fromkeys(phases.values(), 0.0)
+    sums = dict.fromkeys(PHASES.values(), 0.0)
     for name, size in sizes:
-        sums[phases[name]] = sums[phases[name]] + size
+        sums[PHASES[name]] = sums[PHASES[name]] + size
     return sums
 
 

@@ -50,20 +50,9 @@ _ROUNDS = 3
 _HOST_RESERVED = (
     0.05  # of host memory, for the system and the processes; a round number
 )
-# method: its plan, beside dp and recompute
-_SIZE_METHODS = {
-    "ddp": "z0",
-    "zero-1": "z1",
-    "zero-2": "z2",
-    "zero-3": "z3",
-    "zero-offload": "z2.offload-optimizer",
-    "zero-3-offload": "z3.offload-all",
-    "zero-infinity": "z3.offload-nvme",
-    "chunks": "z3.offload-chunks",
-    "chunks-static": "z3.offload-chunks",
-}
-# all that may leave the device does
-_STATIC = ("zero-3-offload", "zero-infinity", "chunks-static")
+# by method: its plan, beside dp and recompute; static: all that may leave the device
+# does; study: its name in the study of notebook 55
+SIZE_METHODS = pd.read_csv(catalog.data_file("size_methods.csv"), index_col="method")
 _WIDTHS = (
     512,
     768,
@@ -333,13 +322,14 @@ def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
     Raises ValueError for an unknown method, or one whose smallest model does not fit.
     See also: mm.fits, mm.memory.
     """
-    if method not in list(_SIZE_METHODS):
+    if method not in SIZE_METHODS.index.tolist():
         raise ValueError(
-            f"method={short_repr(method)} is not one of {', '.join(_SIZE_METHODS)}"
+            f"method={short_repr(method)} is not one of {', '.join(SIZE_METHODS.index)}"
         )
     cluster = catalog.cluster(cluster)
-    plan = Plan.parse(f"dp{cluster.world_size}.full.{_SIZE_METHODS[method]}")
-    policy = Policy(share=1.0 if method in _STATIC else None)
+    way = SIZE_METHODS.loc[method]
+    plan = Plan.parse(f"dp{cluster.world_size}.full.{way.plan}")
+    policy = Policy(share=1.0 if way.static else None)
     room = room_bytes(cluster, plan)
 
     def holds(width, layers):

@@ -30,7 +30,6 @@ from madmax_lib.base.fields import (
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
-    PHASES,
     by_phase,
     held_layers,
     moment_peak,
@@ -43,12 +42,6 @@ from madmax_lib.simulator.memory.states import (
 )
 
 PLACES = ("device", "host", "nvme")
-_PHASES = PHASES | {
-    "gradients on their way": "backward",
-    "checkpoints on their way": "backward",
-    "chunk tails": "always",
-    "staging": "always",
-}
 # components that offload leaves as they are
 _AS_WITHOUT = (
     "buckets",
@@ -272,7 +265,7 @@ def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
     on_device = [
         (name, size) for (name, where), size in sizes.items() if where == "device"
     ]
-    return moment_peak(by_phase(on_device, _PHASES))
+    return moment_peak(by_phase(on_device))
 
 
 def peaks_by_place(

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import Timeline, with_origin
@@ -133,13 +135,7 @@ def _solve(pairs, ranks):
 
 def components(a: np.ndarray, b: np.ndarray, count: int) -> np.ndarray:
     """Lowest member (count,) of the connected set of each node, for edges a - b."""
-    lowest = np.arange(count)
-    while len(a):
-        # Labels spread along the edges until none falls any more.
-        low = np.minimum(lowest[a], lowest[b])
-        before = lowest.copy()
-        np.minimum.at(lowest, a, low)
-        np.minimum.at(lowest, b, low)
-        if (lowest == before).all():
-            break
-    return lowest
+    edges = coo_array((np.ones(len(a)), (a, b)), shape=(count, count))
+    _, which = connected_components(edges, directed=False)
+    _, lowest = np.unique(which, return_index=True)
+    return lowest[which]

@@ -30,17 +30,6 @@ _ARITHMETIC = {
     "bfloat16": "bf16",
     "char": "int8",
 }
-# attention with heads before tokens, and with tokens before heads
-_HEADS_FIRST = [
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-]
-_TOKENS_FIRST = ["_flash_attention", "_efficient_attention", "_flash_attn"]
-_ATTENTION = [*_HEADS_FIRST, *(f"{name}_forward" for name in _TOKENS_FIRST)]
-_ATTENTION += [f"{name}_backward" for name in _HEADS_FIRST + _TOKENS_FIRST]
 # a third input of others is the output, given as out=
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
 _SERVES = r"paged_attention|unified_attention|mha_batch_prefill"
@@ -378,16 +367,14 @@ def _like_first(_, call):
     return nan, call.bytes() + call.like(first)
 
 
-# the rule of each operator: (name, inputs) -> (FLOPs, bytes)
+# rules by the words of the table: (name, inputs) -> (FLOPs, bytes)
 _Rule = Callable[[str, _Inputs], tuple[float, float]]
-_PRODUCTS: dict[str, _Rule] = {
-    "linear": _matrices,
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
-    "convolution_backward": _convolution_backward,
-    **dict.fromkeys(_ATTENTION, _attention),
-    **dict.fromkeys(("embedding", "index_select", "embedding_dense_backward"), _rows),
-}
-_MOVES: dict[str, _Rule] = {
+_RULES: dict[str, _Rule] = {
+    "matrix product": _matrices,
+    "grouped product": _grouped,
+    "convolution backward": _convolution_backward,
+    "attention": _attention,
+    "rows": _rows,
     "broadcast": _elements,
     "broadcast to bool": partial(_elements, out_size=1),
     "like first": _like_first,
@@ -409,15 +396,15 @@ def _places():
 
 @cache
 def _rules():
-    """Rules by operator: of products and rows as above, of others as the rows of
-    `data/operator_bytes.csv` say what they move.
+    """Rules by operator: those of matrices and convolutions by the places of their inputs,
+    of others by `data/operator_bytes.csv`.
     """
     table = catalog.table("operator_bytes")
     moves = dict(zip(table["operator"], table["moves"], strict=True))
-    rules = {operator: _MOVES[what] for operator, what in moves.items()}
+    rules = {operator: _RULES[what] for operator, what in moves.items()}
     # In place, such as add_: the inputs are read, the first is written.
     pointwise = [name for name, what in moves.items() if what.startswith("broadcast")]
     rules |= {f"{name}_": _like_first for name in pointwise}
     for operator, places in _places().items():
         rules[operator] = _matrices if "first" in places else _convolution
-    return rules | _PRODUCTS
+    return rules

@@ -20,7 +20,7 @@ from madmax_lib.view.words import COLORS, LABELS, shorten
 SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8")
 SERIES += ("#c44e52", "#937860", "#c49a2c", "#2f9c95")
 # of memory, the same colour everywhere; neighbours differ in lightness
-COMPONENTS = pd.read_csv(data_file("view/components.csv"), index_col="component")
+COMPONENTS = pd.read_csv(data_file("components.csv"), index_col="component")
 COMPONENTS = COMPONENTS["color"].to_dict()
 OTHER = "#6b6b6b"  # components that have no colour of their own
 GREY = "#b9b9b9"

@@ -18,6 +18,7 @@ from pandas.api.types import union_categoricals
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.read.nesting import Nest
+from madmax_lib.traces.tables import busy_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.view.words import COLORS, LABELS, lanes
 
@@ -39,7 +40,7 @@ def columns(
         raise ValueError("nothing to show: give at least one timeline")
     if len(titles) != len(timelines):
         raise ValueError(f"{len(titles)} titles for {len(timelines)} timelines")
-    if not all(len(busy_spans(timeline)) for timeline in timelines):
+    if not all(len(busy_spans(timeline.spans)) for timeline in timelines):
         raise ValueError("nothing to show: no span of kind " + ", ".join(BUSY_KINDS))
     rows = []
     spans = []
@@ -88,11 +89,6 @@ def columns(
     return about, b"".join([*data, codes.tobytes()])
 
 
-def busy_spans(timeline: Timeline) -> pd.DataFrame:
-    """The spans in which a device, or a thread that stands for one, is at work."""
-    return timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-
-
 class _Placed(NamedTuple):
     """Rows of a timeline from the top, and its spans."""
 
@@ -103,7 +99,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(timeline, hosts):
-    busy = busy_spans(timeline)
+    busy = busy_spans(timeline.spans)
     rows = lanes(busy, timeline.meta)[["rank", "stream", "label"]].assign(level=-1)
     spans = busy.assign(level=-1, at=busy.index)
     if hosts:

@@ -24,8 +24,9 @@ from matplotlib import pyplot as plt
 from madmax_lib.base import format_s
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import Timeline, breakdown_between
+from madmax_lib.traces.tables import busy_spans
 from madmax_lib.view.drawing import lanes
-from madmax_lib.view.explore.canvas import busy_spans, columns
+from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.notebooks.environment import shell
 from madmax_lib.view.plots.breakdown import plot_timeline
 
@@ -130,7 +131,7 @@ class TimelineView:
         """The static picture: one step of each timeline, one above the other over one
         axis.
         """
-        rows = [len(lanes(busy_spans(timeline))) for timeline in self.timelines]
+        rows = [len(lanes(busy_spans(timeline.spans))) for timeline in self.timelines]
         shape = {
             "figsize": (9, 1.2 * len(rows) + 0.22 * sum(rows)),
             "height_ratios": rows,

@@ -17,6 +17,7 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import Timeline
 from madmax_lib.traces.operators.memory import peak
+from madmax_lib.traces.tables import busy_spans
 from madmax_lib.traces.waits.step_times import steady_state
 from madmax_lib.view.notebooks.page import page, paragraph
 from madmax_lib.view.report import views
@@ -118,9 +119,9 @@ def _trace(timeline):
     """The canvas with its spans: device and host, of as many ranks and steps as a page
     can hold.
     """
-    from madmax_lib.view.explore.canvas import busy_spans, columns  # late: a wing
+    from madmax_lib.view.explore.canvas import columns  # late: a wing
 
-    if not len(busy_spans(timeline)):
+    if not len(busy_spans(timeline.spans)):
         return ""
     drawn = _part(timeline)
     about, data = columns([drawn], [""], hosts=True)
