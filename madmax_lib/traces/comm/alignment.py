@@ -135,7 +135,8 @@ def _solve(pairs, ranks):
 
 def components(a: np.ndarray, b: np.ndarray, count: int) -> np.ndarray:
     """Lowest member (count,) of the connected set of each node, for edges a - b."""
-    edges = coo_array((np.ones(len(a)), (a, b)), shape=(count, count))
+    ones = np.ones(len(a))
+    edges = coo_array((ones, (a, b)), shape=(count, count))
     _, which = connected_components(edges, directed=False)
     _, lowest = np.unique(which, return_index=True)
     return lowest[which]
