@@ -84,6 +84,7 @@ class Hardware(_Classified):
     gemm_alone: Number
     wide_alone: Number
     memory: Number  # bytes/s of the device's memory
+    convolution: Number  # bytes/s of causal convolutions alone
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
     node: Number  # devices on one fast link
@@ -217,6 +218,7 @@ def _hardware(case: Case):
         gemm_alone=products_alone(device, case.dtype),
         wide_alone=products_alone(device, wide_dtype),
         memory=device.memory_bandwidth_bytes_per_s,
+        convolution=convolutions_alone(device),
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
         node=cluster.devices_per_node,
@@ -246,6 +248,16 @@ def products_alone(device: Device, dtype: str) -> float:
         return device.peak(dtype)
     alone = kernel_rates(device, "gemm", dtype).rates
     return float(np.exp(np.mean([np.log(rate.flops_per_s) for rate in alone])))
+
+
+def convolutions_alone(device: Device) -> float:
+    """Bytes/s of large causal convolutions alone, by measured kernels; that of memory
+    on a CPU.
+    """
+    if device.family == "cpu":
+        return device.memory_bandwidth_bytes_per_s
+    alone = kernel_rates(device, "convolution").rates
+    return float(np.exp(np.mean([np.log(rate.bytes_per_s) for rate in alone])))
 
 
 def _link_class(link: Link):
