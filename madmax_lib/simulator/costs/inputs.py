@@ -211,6 +211,9 @@ def _hardware(case: Case):
     if case.dtype == "fp32" and device.family == "other":
         bits = 32  # before Ampere without tensor cores
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
+    convolution = device.memory_bandwidth_bytes_per_s
+    if device.family != "cpu":
+        convolution = _mean_rate(device, "convolution", "bf16", "bytes_per_s")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
@@ -218,7 +221,7 @@ def _hardware(case: Case):
         gemm_alone=products_alone(device, case.dtype),
         wide_alone=products_alone(device, wide_dtype),
         memory=device.memory_bandwidth_bytes_per_s,
-        convolution=convolutions_alone(device),
+        convolution=convolution,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
         node=cluster.devices_per_node,
@@ -246,18 +249,12 @@ def products_alone(device: Device, dtype: str) -> float:
     on_cuda_cores = dtype == "fp32" and device.family == "other"
     if device.family == "cpu" or on_cuda_cores:
         return device.peak(dtype)
-    alone = kernel_rates(device, "gemm", dtype).rates
-    return float(np.exp(np.mean([np.log(rate.flops_per_s) for rate in alone])))
+    return _mean_rate(device, "gemm", dtype, "flops_per_s")
 
 
-def convolutions_alone(device: Device) -> float:
-    """Bytes/s of large causal convolutions alone, by measured kernels; that of memory
-    on a CPU.
-    """
-    if device.family == "cpu":
-        return device.memory_bandwidth_bytes_per_s
-    alone = kernel_rates(device, "convolution").rates
-    return float(np.exp(np.mean([np.log(rate.bytes_per_s) for rate in alone])))
+def _mean_rate(device, operation, dtype, name):
+    rates = kernel_rates(device, operation, dtype).rates
+    return float(np.exp(np.mean([np.log(getattr(rate, name)) for rate in rates])))
 
 
 def _link_class(link: Link):
