@@ -173,7 +173,7 @@ def test_scans_of_a_device_left_out_are_priced_by_its_family(scans, device):
     facts = fit_rates(kept)
     mine = rest[rest["device"] == device]
     errors = kernel_errors(mine, facts[facts["device"] != device]).abs()
-    assert errors.groupby(mine["operation"]).median().max() < 0.3
+    assert errors.groupby(mine["operation"]).median().max() < 0.12
 
 
 def test_bus_factors():

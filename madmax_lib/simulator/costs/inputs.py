@@ -24,6 +24,9 @@ from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
+# of memory's rate: what large convolutions reach at most (H100 and L40S, measured)
+_CONVOLVED = 0.68
+
 
 @dataclass(frozen=True)
 class ClassColumn:
@@ -213,7 +216,8 @@ def _hardware(case: Case):
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
     convolution = device.memory_bandwidth_bytes_per_s
     if device.family != "cpu":
-        convolution = _mean_rate(device, "convolution", "bf16", "bytes_per_s")
+        alone = _mean_rate(device, "convolution", "bf16", "bytes_per_s")
+        convolution = min(_CONVOLVED * convolution, alone)
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
