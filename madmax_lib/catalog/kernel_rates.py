@@ -29,6 +29,9 @@ Number = float | np.ndarray
 OPERANDS = {"fp8_block": "fp8"}
 # the format whose shares one without rows has; others have those of bf16
 _LIKE = {"mxfp8": "fp8"}
+# What these move passes through the multiprocessors: an H200 is as fast as an H100, and
+# devices left out are priced best so.
+_BY_SMS = ("attention", "convolution")
 # of a device without links to its peers: PCIe 4.0 x16, as `data/links.csv` has it
 _PCIE_BYTES_PER_S = 31.5e9
 
@@ -220,9 +223,7 @@ def _kernel_rate(row: pd.Series, device: Device, dtype: str):
     peak = device.peak_flops[OPERANDS.get(dtype, dtype)]
     reference_peak = reference.peak_flops[OPERANDS.get(row["dtype"], row["dtype"])]
     scale = device.memory_bandwidth_bytes_per_s / reference.memory_bandwidth_bytes_per_s
-    if row["operation"] == "attention" and device.sms and reference.sms:
-        # What it moves passes through the multiprocessors: an H200 is as fast as an
-        # H100, and devices left out are priced best so.
+    if row["operation"] in _BY_SMS and device.sms and reference.sms:
         scale = device.sms / reference.sms
     return KernelRate(
         latency_s=row["latency_s"],

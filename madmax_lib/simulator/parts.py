@@ -20,6 +20,7 @@ from madmax_lib.simulator.rates.compute import attention_flops
 # ones reload operands more often (by the A100's and L40S' measured products)
 _TILES = ((128, 256, 1.0), (128, 128, 1.06), (64, 64, 1.3))
 _QUERIES = 128  # of a block in FlashAttention-2 [arXiv 2307.08691]
+_CHUNK = 64  # tokens that kernels of the gated delta rule multiply at once
 
 
 def product_s(
@@ -76,19 +77,28 @@ def attention_s(
 def kernel_s(
     device: str | Device,
     operation: str,
-    flops: Number,
-    size_bytes: Number,
+    flops: Number = 0.0,
+    size_bytes: Number = 0.0,
     dtype: str = "bf16",
+    **shape: Number,
 ) -> Number:
     """Seconds of another kernel, moe among them, that computes and moves so much.
 
     operation: of `data/kernel_rates.csv`. moe: the products of the experts that a
     device holds, 6 FLOPs per routed token, channel of hidden and of the expert's width;
-    bytes of their weights and of what the products read and write.
+    bytes of their weights and of what the products read and write. convolution: the
+    causal one of a state-space layer, forward. delta_rule: the gated one of linear
+    attention, forward; of a shape in place of FLOPs and bytes, `batch`, `sequence`,
+    `heads` of values, `kv_heads` of keys and queries, `head_dim` [arXiv 2412.06464].
+
+    >>> shape = {"batch": 1, "sequence": 8192, "heads": 32, "kv_heads": 16}
+    >>> f"{kernel_s('h100', 'delta_rule', **shape, head_dim=128):.2g}"
+    '0.00039'
     """
     prices = kernel_rates(device, operation, dtype)
-    shape = {"flops": np.asarray(flops), "size_bytes": np.asarray(size_bytes)}
-    return prices.seconds(work_of(operation, shape, dtype, 0))
+    shape |= {"flops": flops, "size_bytes": size_bytes}
+    arrays = {name: np.asarray(value) for name, value in shape.items()}
+    return prices.seconds(work_of(operation, arrays, dtype, prices.wave_sms))
 
 
 def collective_s(
@@ -117,12 +127,15 @@ def work_of(
     """Work of calls on a device with so many multiprocessors (0: not known).
 
     shape: arrays by name: m, n, k of gemm; batch, sequence, heads, kv_heads and
-    head_dim of attention, causal unless it says not; else flops and size_bytes.
+    head_dim of attention, causal unless it says not, and of delta_rule; else flops and
+    size_bytes.
     """
     if operation == "gemm":
         return _product(shape, dtype, sms)
     if operation == "attention":
         return _attention(shape, sms)
+    if operation == "delta_rule":
+        return _delta_rule(shape, sms)
     return KernelWork(shape["flops"], 1.0, 0.0, apart_bytes=shape["size_bytes"])
 
 
@@ -168,4 +181,26 @@ def _attention(shape, sms):
         depth=channels,
         moved_bytes=0.0,
         apart_bytes=BYTES["bf16"] * values,
+    )
+
+
+def _delta_rule(shape: Mapping[str, Number], sms: int):
+    channels = shape["head_dim"]
+    sequence = shape["sequence"]
+    # The chunks of a sequence's head wait for each other's state on one
+    # multiprocessor, so that chains run in whole waves:
+    #   t = ceil(chains / sms) sequence FLOPs per token / (rate / sms)
+    chains = shape["batch"] * shape["heads"]
+    in_waves = np.ceil(chains / sms) * sms if sms else chains
+    # Three products with the state; scores of queries and keys, both, the inverse's
+    # two, and values within a chunk [arXiv 2412.06464, section 3.3]
+    flops = 6.0 * channels**2 + 10 * _CHUNK * channels
+    heads = shape["heads"] + shape["kv_heads"]  # keys and queries, values and result
+    values = 2 * shape["batch"] * sequence * heads * channels
+    return KernelWork(
+        area=chains * flops,
+        depth=sequence,
+        moved_bytes=0.0,
+        apart_bytes=BYTES["bf16"] * values,
+        tiled_area=in_waves * flops,
     )

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
+from madmax_lib import catalog
 from madmax_lib.base.collectives import bus_factor
 from madmax_lib.calibration import fit_rates, held_out, kernel_errors, read_kernels
 from madmax_lib.calibration.kernels.fit import main
@@ -135,6 +136,44 @@ def test_a_device_left_out_is_priced_by_others(measured):
         errors = kernel_errors(mine, facts[facts["device"] != device])
         missed += [row for row in goals(errors, mine) if row[2] > 2 * row[3]]
     assert not missed
+
+
+@pytest.fixture(scope="module")
+def scans():
+    folder = local_or_skip("kernels")
+    names = ("gated_delta_net", "mamba2")
+    table = read_kernels(folder / f"{name}.parquet" for name in names)
+    out = held_out(table)
+    return table[~out], table[out]
+
+
+def test_scans_left_out_are_priced(scans):
+    """To 2 to 5 %; L40S, whose caches hold small ones and whose delta rule is Triton's,
+    to 19 %. Roofs of the data sheet are off by a factor of 1.3 to 8.
+    """
+    kept, rest = scans
+    assert set(rest["operation"]) == {"convolution", "delta_rule"}
+    assert "a100-80" not in set(rest["device"]), "8 TB/s through a memory of 2"
+    facts = fit_rates(kept)
+    errors = kernel_errors(rest, facts).abs()
+    roofs = facts.assign(latency_s=0.0, issue_s=0.0, lost_depth=0.0, in_waves=0.0)
+    for at, fact in facts.iterrows():
+        device = catalog.device(fact["device"])
+        roofs.loc[at, "flops_per_s"] = device.peak_flops["bf16"]
+        roofs.loc[at, "bytes_per_s"] = device.memory_bandwidth_bytes_per_s
+    on_paper = kernel_errors(rest, roofs).abs()
+    for (_, device), part in errors.groupby([rest["operation"], rest["device"]]):
+        assert part.median() < (0.2 if device == "l40s" else 0.06)
+        assert on_paper[part.index].median() > (0.25 if device == "l40s" else 0.4)
+
+
+@pytest.mark.parametrize("device", ["h100-80", "b200"])
+def test_scans_of_a_device_left_out_are_priced_by_its_family(scans, device):
+    kept, rest = scans
+    facts = fit_rates(kept)
+    mine = rest[rest["device"] == device]
+    errors = kernel_errors(mine, facts[facts["device"] != device]).abs()
+    assert errors.groupby(mine["operation"]).median().max() < 0.12
 
 
 def test_bus_factors():

@@ -17,8 +17,10 @@ from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.events.engine import run
+from madmax_lib.simulator.layers.ops import pointwise, precision
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     bounds,
@@ -349,3 +351,13 @@ def test_every_chunk_of_a_stage_costs_its_switches():
         for plan in plans
     )
     assert 0 < (three - one) / 2 == pytest.approx((twelve - one) / 11)
+
+
+@pytest.mark.parametrize(("device", "share"), [("dgx-h100", 0.67), ("dgx-a100", 0.68)])
+def test_convolutions_of_mixers_take_their_measured_rate(device, share):
+    """Of memory's rate; on A100, of which no row is kept, the most of all."""
+    case = Case("mamba2-2.7b", device, Plans(dp=8), 64)
+    prices = Prices(Steps.of(case), shipped())
+    moved = pointwise("convolution", 1e9, 1e9, precision("bf16"), kind="convolution")
+    memory = case.cluster.device.memory_bandwidth_bytes_per_s
+    assert prices.op_s(moved) == pytest.approx(4e9 / (share * memory), rel=0.01)

@@ -23,6 +23,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def test_every_device_of_the_catalog_has_prices(name):
     prices = [product_s(name, 4096, 4096, 4096, dtype) for dtype in ("bf16", "fp8")]
     prices += [attention_s(name, **SHAPE), kernel_s(name, "moe", 1e12, 1e9)]
+    prices += [
+        kernel_s(name, "convolution", 0, 1e9),
+        kernel_s(name, "delta_rule", **SHAPE),
+    ]
     prices += [collective_s(kind, 1e8, name, 8) for kind in (*COLLECTIVES, "dispatch")]
     assert np.isfinite(prices).all() and min(prices) > 0
     device = catalog.device(name)
@@ -65,6 +69,16 @@ def test_collectives_of_nothing_take_nothing_and_grow_with_ranks(kind):
     assert (np.diff(table[-1, 7:]) > 0).all()
     # at most 900 GB/s each way, with sums in the switches half of the wires' bytes
     assert table[-1, 7] > 1e9 / 900e9 * 7 / 8
+
+
+def test_chains_of_a_delta_rule_run_in_waves_over_the_multiprocessors():
+    """A sequence's head stays on one: 2 and 132 of them take as long, 133 twice."""
+    shape = SHAPE | {"heads": np.array([2, 132, 133]), "kv_heads": 1}
+    seconds = kernel_s("h100", "delta_rule", **shape)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.2)  # more bytes
+    assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.15)
+    shorter_s = kernel_s("h100", "delta_rule", **(shape | {"sequence": 4096}))
+    assert (shorter_s / seconds < 0.55).all()
 
 
 def test_arrays_broadcast_as_single_calls():

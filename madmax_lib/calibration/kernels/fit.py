@@ -7,10 +7,12 @@ fits tables (CSV or Parquet, files or folders), prints the errors on rows that a
 leaves out by their hash, and writes the facts. Named `kernel_rates.csv` in the folder
 MADMAX_CATALOG, they take the place of ours. A table has a row per measured call:
 
-  operation   gemm, attention, moe or another kernel, or a collective of one node
+  operation   gemm, attention, delta_rule, moe or another kernel, or a collective of
+              one node
   device, dtype, seconds, source   source is optional
   m, n, k     of a gemm
-  batch, sequence, heads, kv_heads, head_dim   of attention, forward and causal
+  batch, sequence, heads, kv_heads, head_dim   of attention, forward and causal, and
+              of the gated delta rule
   ranks, size_bytes   of a collective: the whole buffer, as nccl-tests count
   flops, size_bytes   of another kernel: what it computes and moves
 
@@ -133,7 +135,7 @@ def _kernel_facts(rows):
         lost_depth=float(np.ndim(work.depth) > 0),
     )
     forms = [ideal]
-    if operation == "gemm":
+    if operation in ("gemm", "delta_rule"):
         forms = [replace(ideal, in_waves=in_waves) for in_waves in (False, True)]
     # a launch before the kernel, or one that ends in the kernel's shadow
     forms += [replace(form, latency_s=0.0, issue_s=1.0) for form in forms]

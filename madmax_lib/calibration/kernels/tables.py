@@ -20,12 +20,21 @@ _NAMES = {
     **{"gemm_dtype": "dtype", "moe_dtype": "dtype", "nccl_dtype": "dtype"},
     **{"batch_size": "batch", "isl": "sequence", "num_heads": "heads"},
     **{"num_key_value_heads": "kv_heads", "num_gpus": "ranks"},
+    # of state-space layers: a group is a head of keys
+    **{"seq_len": "sequence", "num_v_heads": "heads", "nheads": "heads"},
+    **{"num_k_heads": "kv_heads", "n_groups": "kv_heads"},
+    **{"head_v_dim": "head_dim", "head_k_dim": "state", "d_state": "state"},
 }
 _OPERATIONS = {"context_attention": "attention", "alltoall": "all_to_all"}
+_SCANS = {"causal_conv1d_fn": "convolution", "chunk_gated_delta_rule": "delta_rule"}
+# tokens of a sequence: shorter ones are those of serving
+_SHORTEST = 128
 # NCCL 2.26: what is older belongs to trainings of years ago
 _NCCL = 26
 # whose collectives in that table are a thousand times too slow
 _DOUBTFUL_LINKS = ("l40s",)
+# whose convolutions there move 8 TB/s through a memory of 2
+_DOUBTFUL_SCANS = ("a100-80",)
 # wider ones run in kernels of their own
 _WIDEST_HEAD = 256
 _DEEPEP_SMS = 20
@@ -90,6 +99,8 @@ def _aiconfigurator(table):
         return table.assign(dtype="bf16")
     if kind == "normal":
         return _deepep(table)
+    if "d_conv" in table:
+        return _scans(table)
     if "message_size" in table:
         minor = table["source"].str.extract(r"nccl 2\.(\d+)")[0].astype(int)
         trusted = ~table["device"].isin(_DOUBTFUL_LINKS)
@@ -119,6 +130,23 @@ def _deepep(table):
         part = part.assign(size_bytes=values * element_bytes, seconds=time_us * 1e-6)
         parts.append(part)
     return pd.concat(parts)
+
+
+def _scans(table):
+    """Gated delta rules, and the causal convolutions before them and Mamba-2's scans."""
+    kernel = table["kernel_source"].str.extract(f"({'|'.join(_SCANS)})")[0]
+    table = table.assign(operation=kernel.map(_SCANS), dtype="bf16")
+    trained = table["operation"].notna() & (table["phase"] == "context")
+    trained &= ~table["device"].isin(_DOUBTFUL_SCANS)
+    table = table[trained & (table["sequence"] >= _SHORTEST)]
+    # keys and queries (or B and C) and values pass the convolution
+    keys = 2 * table["kv_heads"] * table["state"]
+    channels = keys + table["heads"] * table["head_dim"]
+    elements = table["num_tokens"] * channels
+    return table.assign(
+        flops=2.0 * table["d_conv"] * elements,
+        size_bytes=2.0 * BYTES["bf16"] * elements,
+    )
 
 
 def _moe(table):

@@ -24,6 +24,9 @@ from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 
+# of memory's rate: what large convolutions reach at most (H100 and L40S, measured)
+_CONVOLVED = 0.68
+
 
 @dataclass(frozen=True)
 class ClassColumn:
@@ -84,6 +87,7 @@ class Hardware(_Classified):
     gemm_alone: Number
     wide_alone: Number
     memory: Number  # bytes/s of the device's memory
+    convolution: Number  # bytes/s of causal convolutions alone
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
     node: Number  # devices on one fast link
@@ -210,6 +214,10 @@ def _hardware(case: Case):
     if case.dtype == "fp32" and device.family == "other":
         bits = 32  # before Ampere without tensor cores
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
+    convolution = device.memory_bandwidth_bytes_per_s
+    if device.family != "cpu":
+        alone = _mean_rate(device, "convolution", "bf16", "bytes_per_s")
+        convolution = min(_CONVOLVED * convolution, alone)
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
@@ -217,6 +225,7 @@ def _hardware(case: Case):
         gemm_alone=products_alone(device, case.dtype),
         wide_alone=products_alone(device, wide_dtype),
         memory=device.memory_bandwidth_bytes_per_s,
+        convolution=convolution,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
         node=cluster.devices_per_node,
@@ -244,8 +253,12 @@ def products_alone(device: Device, dtype: str) -> float:
     on_cuda_cores = dtype == "fp32" and device.family == "other"
     if device.family == "cpu" or on_cuda_cores:
         return device.peak(dtype)
-    alone = kernel_rates(device, "gemm", dtype).rates
-    return float(np.exp(np.mean([np.log(rate.flops_per_s) for rate in alone])))
+    return _mean_rate(device, "gemm", dtype, "flops_per_s")
+
+
+def _mean_rate(device, operation, dtype, name):
+    rates = kernel_rates(device, operation, dtype).rates
+    return float(np.exp(np.mean([np.log(getattr(rate, name)) for rate in rates])))
 
 
 def _link_class(link: Link):

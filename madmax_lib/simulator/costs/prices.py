@@ -133,6 +133,9 @@ class Prices(LinkPrices, Overlap):
             return misfit(head_dim) * op.flops / self.flops["scores"]
         if op.kind == "lookup":
             return op.traffic_bytes / self.memory
+        if op.kind == "convolution":
+            reached = self.machine.convolution * self.parameters.memory_efficiency
+            return op.traffic_bytes / reached
         cause = "experts" if op.experts else "core" if op.core else ""
         return op.traffic_bytes * self._pointwise[cause]
 

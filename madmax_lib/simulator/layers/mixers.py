@@ -5,6 +5,7 @@ Tensor parallelism splits the channels of a mixer, Mamba-2's with its heads and 
 groups [Megatron-Core]. A scan is its products, where it has some, and the traffic of
 its kernels: they read and write their operands once, and Mamba-2's the scores and
 states of chunks in fp32 [arXiv 2405.21060, section 6; kernels of state-spaces/mamba].
+The convolution before it has the rate of measured ones; no scan of Mamba was measured.
 """
 
 from dataclasses import replace
@@ -50,7 +51,7 @@ def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     state = model.mixer_state
     channels = tokens * inner
     first += [
-        pointwise("convolution", channels, channels, width),
+        _convolution(channels, width),
         linear("mixer x", tokens, rank + 2 * state, inner, width),
     ]
     # x, dt and gate, and B and C of each token, are read; the result is written
@@ -70,6 +71,10 @@ def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
     return [replace(block, reverse=block.back) for block in blocks]
 
 
+def _convolution(elements, width):
+    return pointwise("convolution", elements, elements, width, kind="convolution")
+
+
 def _mamba2_scan(work, inner):
     """Convolution, scan and gated norm of Mamba-2 on `inner` channels."""
     model = work.shape.model
@@ -82,7 +87,7 @@ def _mamba2_scan(work, inner):
     # one product of the same FLOPs: (tokens, k) by (k, inner)
     shape = (1.0, tokens, inner, flops / (2 * tokens * inner))
     return [
-        pointwise("convolution", convolved, convolved, width),
+        _convolution(convolved, width),
         Op("scan products", "gemm", flops, shape=shape, wide=True),
         pointwise("scan", convolved + kept_chunks, tokens * inner + kept_chunks, width),
         pointwise("gated norm", 2 * tokens * inner, tokens * inner, width),
