@@ -195,6 +195,7 @@ FACTS += [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*is not in software.csv")
 def test_no_row_is_so_odd_that_a_table_fails(table):
     """2,000 published rows with one to three fields that hold anything: a time in its
     interval, or a reason.
