@@ -4,8 +4,10 @@ Everything is SI: bytes, FLOP/s, bytes/s, W. A link's bandwidth is per device an
 way.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 
 from madmax_lib.base.fields import (
     check_fields,
@@ -19,23 +21,9 @@ from madmax_lib.catalog.refusals import refuse
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8")
 _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
-_SPELLINGS = {  # of torch, numpy and people
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-}
-# what stands for a dtype where a device lacks it, nearest first
-_WIDER = {
-    "tf32": ("fp32",),
-    **dict.fromkeys(("fp16", "bf16", "fp8"), ("bf16", "fp16", "fp32")),
-    **dict.fromkeys(("mxfp8", "nvfp4"), ("fp8", "bf16", "fp16", "fp32")),
-}
+# spellings of torch, numpy and people; and what stands for a dtype where a device lacks
+# it, nearest first
+_NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_text())
 # less than a megabyte of memory is a number in GB where bytes are wanted
 _LEAST_MEMORY = 1e6
 
@@ -91,7 +79,7 @@ class Device:
         """The dtype, or what stands for it where the device lacks it: fp16 for bf16.
         ValueError if nothing does.
         """
-        for choice in (dtype_named(dtype), *_WIDER.get(dtype, ())):
+        for choice in (dtype_named(dtype), *_NAMES["wider"].get(dtype, ())):
             if choice in self.peak_flops:
                 return choice
         raise ValueError(
@@ -247,7 +235,7 @@ def dtype_named(name: object) -> str:
     ('bf16', 'fp8', 'bf16')
     """
     text = str(name).removeprefix("torch.").lower()
-    key = _SPELLINGS.get(text, text)
+    key = _NAMES["spellings"].get(text, text)
     if key not in DTYPES:
         raise ValueError(f"dtype={short_repr(name)} is not one of {', '.join(DTYPES)}")
     return key

@@ -35,21 +35,8 @@ from madmax_lib.catalog.models import (
 )
 from madmax_lib.catalog.software import STRANGER, Software
 
-_UNITS = {  # SI value of one
-    "": 1.0,
-    "W": 1.0,
-    "USD/h": 1.0,
-    "TFLOP/s": 1e12,
-    "MiB": 2.0**20,
-    "GiB": 2.0**30,
-    "GB": 1e9,
-    "TB": 1e12,
-    "GB/s": 1e9,
-    "TB/s": 1e12,
-    "Gbit/s": 0.125e9,
-    "us": 1e-6,
-    "ms": 1e-3,
-}
+# SI value of one
+_UNITS = json.loads((files("madmax_lib") / "data" / "units.json").read_text())
 # units of one quantity, of which a user's table may have any
 _INTERCHANGEABLE = (
     {"MiB", "GiB", "GB", "TB"},

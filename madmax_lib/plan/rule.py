@@ -1,5 +1,6 @@
 """A rule of the book, the judgement of one plan, and what each field of a plan may hold."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -8,22 +9,12 @@ from numbers import Real
 import numpy as np
 
 from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog.software import OVERLAPS
+from madmax_lib.catalog.tables import data_file
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]
 _DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _COUNTS = ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers")
-_FLAGS = ("overlap_gather", "reduce_fp32", "embedding_as_layer", "head_as_layer")
-_CHOICES = {
-    "zero": (0, 1, 2, 3),
-    "context": ("ring", "ulysses"),
-    "attention": ("flash", "unfused"),
-    "recompute": ("none", "selective", "full"),
-    "schedule": ("gpipe", "1f1b", "zero-bubble"),
-    "offload": (None, "optimizer", "all", "chunks", "nvme"),
-    **dict.fromkeys((*OVERLAPS, "sequence_parallel"), (None, False, True)),
-    **dict.fromkeys((*ZERO_PLUS, *_FLAGS), (False, True)),
-}
+_CHOICES = json.loads(data_file("plan_choices.json").read_text())
 _LEAST_POSITIVE = 5e-324  # the smallest number above 0
 
 

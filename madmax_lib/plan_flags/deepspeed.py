@@ -5,7 +5,7 @@ beside them.
 import math
 
 from madmax_lib.base.fields import require_int
-from madmax_lib.plan_flags.keys import Keys
+from madmax_lib.plan_flags.keys import WORDS, Keys
 from madmax_lib.plan_flags.megatron import megatron
 from madmax_lib.plan_flags.text import Source
 
@@ -14,15 +14,8 @@ ONE_BUCKET = 1e12
 _USUAL_BUCKET = 5e8  # elements: DeepSpeed's reduce_bucket_size
 _ZERO = "zero_optimization."
 _SIZES = "parallelism_config.parallelism_config_"
-# of FSDP 1, in the order of its numbers: zero, and whether it shards inside a node
-_STRATEGIES = {
-    "full_shard": (3, False),
-    "shard_grad_op": (2, False),
-    "no_shard": (0, False),
-    "hybrid_shard": (3, True),
-    "hybrid_shard_zero2": (2, True),
-}
-_STRATEGIES |= dict(zip("12345", _STRATEGIES.values(), strict=True))
+# of FSDP 1, by name and number: zero, and whether it shards inside a node
+_STRATEGIES = WORDS["sharding_strategies"]
 
 
 def deepspeed(

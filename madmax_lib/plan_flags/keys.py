@@ -9,20 +9,16 @@ above; empty says nothing about the plan, where the value is one of `values` (if
 are any; after `!` none of them), and is refused with the note otherwise.
 """
 
+import json
 import re
 from functools import lru_cache
 
 from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog import table
+from madmax_lib.catalog import data_file, table
 from madmax_lib.plan_flags.text import Source, scalar
 
-FRAMEWORKS = {  # and their other names
-    "torchtitan": ("titan",),
-    "megatron-lm": ("megatron", "megatron-core", "mcore"),
-    "megatron-bridge": ("bridge", "nemo"),
-    "deepspeed": (),
-    "accelerate": ("fsdp", "fsdp2", "huggingface"),
-}
+WORDS = json.loads(data_file("plan_flags/words.json").read_text())
+FRAMEWORKS = WORDS["frameworks"]  # and their other names
 
 
 def framework_named(name: str) -> str:

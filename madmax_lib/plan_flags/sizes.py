@@ -7,6 +7,7 @@ as harmless.
 
 from madmax_lib import catalog
 from madmax_lib.catalog import Transformer
+from madmax_lib.plan_flags.keys import WORDS
 
 MADE_UP = {  # until data is given
     "mock-data": True,
@@ -14,11 +15,7 @@ MADE_UP = {  # until data is given
     "train-iters": 20,
     "lr": 1e-4,
 }
-_TITAN = {  # module, config function
-    **{f"llama3-{n}": ("llama3", f"llama3_{n}") for n in ("8b", "70b", "405b")},
-    "deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b"),
-    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
-}
+_TITAN = WORDS["torchtitan_configs"]  # module, config function
 # keys of Bridge that are not the flag with underscores
 _BRIDGE = {"swiglu": "gated_linear_unit", "num-experts": "num_moe_experts"}
 # Bridge works them out from others

@@ -11,7 +11,7 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.deepspeed import ONE_BUCKET
-from madmax_lib.plan_flags.keys import FRAMEWORKS, rows_of
+from madmax_lib.plan_flags.keys import FRAMEWORKS, WORDS, rows_of
 from madmax_lib.plan_flags.sizes import (
     MADE_UP,
     bridge_sizes,
@@ -178,24 +178,9 @@ def _words(flags):
 
 
 # what a recipe of Bridge could have set otherwise
-_RECIPE = {
-    "pipeline-model-parallel-size": 1,
-    "context-parallel-size": 1,
-    "expert-model-parallel-size": 1,
-    "sequence-parallel": False,
-    "use-distributed-optimizer": False,
-    "overlap-grad-reduce": False,
-    "overlap-param-gather": False,
-    "use-megatron-fsdp": False,
-    "num-virtual-stages-per-pipeline-rank": None,
-    "pipeline-model-parallel-layout": None,
-    "recompute-granularity": None,
-}
+_RECIPE = WORDS["bridge_recipe"]
 # classes of sections that are objects
-_TARGETS = {
-    "mixed_precision": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
-    "peft": "megatron.bridge.peft.lora.LoRA",
-}
+_TARGETS = WORDS["bridge_targets"]
 
 
 def _bridge(plan, run):

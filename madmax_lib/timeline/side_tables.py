@@ -13,10 +13,13 @@ from importlib.resources import files
 import numpy as np
 import pandas as pd
 
-# spans, and beside them calls: collectives and point-to-point transfers whose row carries
-# metadata, on the host or on the device; memory: allocator events; operators (cpu_op),
-# all of them, and annotations that tell shapes (gloo's); counters: samples of a device's
-# power, clocks, active SMs, traffic; syncs: what a stream or a host thread waited for
+# spans, and beside them:
+# calls: collectives and point-to-point transfers whose row carries metadata, on the host
+# or on the device
+# memory: allocator events
+# operators: cpu_op, all of them, and annotations that tell shapes (gloo's)
+# counters: samples of a device's power, clocks, active SMs, traffic
+# syncs: what a stream or a host thread waited for
 _COLUMNS = pd.read_csv(files("madmax_lib") / "data" / "timeline_columns.csv")
 SIDE_TABLES = {  # types by column by table
     name: dict(rows[["column", "type"]].to_numpy())

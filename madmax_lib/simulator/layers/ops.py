@@ -9,23 +9,17 @@ arrays: all formulas broadcast over NumPy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-BYTES = {  # of an element
-    "fp64": 8,
-    "fp32": 4,
-    "tf32": 4,
-    "fp16": 2,
-    "bf16": 2,
-    "fp8": 1,
-    "mxfp8": 1,
-    "int8": 1,
-    "nvfp4": 0.5,
-}
+from madmax_lib.catalog import data_file
+
+# of an element
+BYTES = json.loads(data_file("dtype_bytes.json").read_text())
 # five products instead of two: the scores are computed again [arXiv 2205.14135,
 # appendix B]
 _FLASH_BACKWARD = 2.5

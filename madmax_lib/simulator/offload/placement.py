@@ -15,6 +15,7 @@ own. The four lists (16-bit weights, fp32 weights, two moments) are cut alike; g
 take the place of the 16-bit weights: 14 bytes a parameter.
 """
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -27,6 +28,7 @@ from madmax_lib.base.fields import (
     require_type,
     short_repr,
 )
+from madmax_lib.catalog import data_file
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
@@ -80,12 +82,8 @@ class Method:
 # [estimate_zero3_model_states_mem_needs_all_cold].
 # chunks: gradients take the place of weights [arXiv 2108.05818]. nvme: 20 [arXiv
 # 2104.07857, section 3]
-METHODS = {
-    "optimizer": Method(gradients=2, optimizer=12, moves_weights=False),
-    "all": Method(gradients=4, optimizer=12, buffer=1.5),
-    "chunks": Method(gradients=0, optimizer=12),
-    "nvme": Method(gradients=2, optimizer=16, to="nvme", checkpoints=True),
-}
+_METHODS = json.loads(data_file("offload_methods.json").read_text())
+METHODS = {name: Method(**fields) for name, fields in _METHODS.items()}
 
 
 @dataclass(frozen=True)
