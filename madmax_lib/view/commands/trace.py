@@ -141,20 +141,22 @@ def _gate(a, b, threshold):
     result = traces.gate(a, b, threshold)
     table = result.table
     slower = table["quantity"][table["verdict"] == "slower"]
-    about = {"passed": result.passed, "gate": threshold, "slower": list(slower)}
+    about = {"verdict": result.verdict, "passed": result.passed, "gate": threshold}
+    about |= {"slower": list(slower), "note": result.too_few}
     columns = ["operation", "kind", "rank", "difference_s", "ratio"]
     explanation = result.explanation[columns]
     ranks = explanation["rank"].astype(object).where(explanation["rank"] >= 0, "all")
     about["explanation"] = explanation.assign(rank=ranks).to_dict("records")
     # quantities of the step alone, which have no kind; of operations the table says it
     unclear = (table["verdict"] == "cannot tell") & (table["kind"] == "")
-    about["cannot_tell_below"] = dict(
-        table[unclear].set_index("quantity")["detectable"]
-    )
+    unclear = table[unclear].set_index("quantity")
+    about["measured_ratio"] = dict(unclear["ratio"])
+    about["cannot_tell_below"] = dict(unclear["detectable"])
     # all operations changed alike: the machine rather than the program
     if result.host_factor != 1:
         about["alike"] = result.host_factor
-    return Answer(table, about, passed=result.passed)
+    unknown = result.verdict == "cannot tell"
+    return Answer(table, about, passed=None if unknown else result.passed)
 
 
 def _stragglers(options):
