@@ -55,7 +55,22 @@ def _breakdown(options):
     # without ProfilerStep marks a recording is one long step
     if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
-    return Answer(traces.breakdown(timeline), about)
+    table = traces.breakdown(timeline, steps=True)
+    return Answer(table, about | _per_step(table))
+
+
+def _per_step(table):
+    """Headline of a breakdown by parts: a step, and the work outside of all, in s per
+    rank.
+    """
+    recorded = table[table["part"] == "steps"]
+    times = recorded[["total_s", "compute_s", "exposed_comm_s", "idle_s"]]
+    about = {"per_step": dict(times.div(recorded["steps"], axis=0).mean())}
+    for part, rows in table.groupby("part"):
+        if part != "steps":
+            work_s = (rows["total_s"] - rows["idle_s"]).sum() / len(recorded)
+            about[f"work_{part}_steps_s"] = work_s
+    return about
 
 
 def _share(text):
@@ -257,4 +272,5 @@ def _report(options):
         "steps": len(steps),
         "advice": causes.to_dict("records"),
     }
-    return Answer(traces.breakdown(timeline), about)
+    table = traces.breakdown(timeline, steps=True)
+    return Answer(table, about | _per_step(table))

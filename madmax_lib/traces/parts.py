@@ -1,0 +1,95 @@
+"""Breakdown of a recording in parts: its steps, and what ran before and after them."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pandas as pd
+
+from madmax_lib.base.units import NS_PER_S
+from madmax_lib.timeline import accounting
+from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.traces.tables import busy_spans, ends_ns
+from madmax_lib.traces.waits.step_times import lacks_step_marks, step_periods
+
+_PARTS = ["steps", "before", "after"]
+
+
+def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
+    """Time of each rank in seconds, one row per rank; with `steps`, one per part of it.
+
+    total_s: first start to last end of device work; of a measured timeline on the rank
+    itself, as HTA counts, of a simulated one on all its ranks, so that a pipeline stage
+    is idle before its first and after its last work.
+    compute_s, comm_s, memory_s: union of those spans. non_compute_s: busy but not
+    computing. exposed_comm_s: communication that no compute hides. idle_s: total -
+    busy. overlap: share of communication under compute, 0..1, NaN without.
+
+    steps: also part, and steps, the number of those in it. First the part steps of each
+    rank: from the begin of the first step on the device to the end of the last, of the
+    steps that all ranks have. Then before and after: what the device did outside, such
+    as work launched before the recording. The parts of a rank add up to its row without
+    `steps`.
+    See also: mm.plot_timeline, mm.compare, mm.traces.steps, mm.traces.by_group,
+    mm.traces.idle, mm.traces.advise.
+    """
+    table = accounting.breakdown(timeline)
+    if not steps:
+        return table
+    edges = _edges(timeline)
+    simulated = timeline.meta.source == "simulated"
+    if simulated or lacks_step_marks(timeline) or not len(edges):
+        # nothing tells what is outside of a step
+        table = table.assign(part="steps", steps=len(timeline.steps))
+    else:
+        table = _parts(timeline, edges)
+    names = ["rank", "part", "steps"]
+    return table[[*names, *table.columns.difference(names, sort=False)]]
+
+
+def _edges(timeline: Timeline):
+    """begin_ns, end_ns and steps by rank, of the steps that all ranks with work have."""
+    periods = step_periods(timeline)
+    ranks = periods.groupby("step")["rank"].transform("nunique")
+    shared = periods[ranks == periods["rank"].nunique()]
+    # of ranks that share no step each is as it was recorded
+    by_rank = (shared if len(shared) else periods).groupby("rank")
+    return by_rank.agg(
+        begin_ns=("begin_ns", "min"), end_ns=("end_ns", "max"), steps=("step", "size")
+    )
+
+
+def _parts(timeline: Timeline, edges: pd.DataFrame):
+    """`breakdown` of each part of each rank."""
+    busy = busy_spans(timeline.spans)
+    pieces = []
+    rows = []
+    for rank, spans in busy.groupby("rank"):
+        start_ns = spans["start_ns"]
+        end_ns = ends_ns(spans)
+        # a rank without steps has everything before them
+        cuts_ns = [start_ns.min(), end_ns.max(), end_ns.max(), end_ns.max()]
+        count = 0
+        if rank in edges.index:
+            *cuts_ns[1:3], count = edges.loc[rank].tolist()
+        for part, (low_ns, high_ns) in zip(
+            ["before", "steps", "after"], pairwise(cuts_ns), strict=True
+        ):
+            # spans that reach over a cut count on both sides up to it
+            begin_ns = start_ns.clip(low_ns, high_ns)
+            dur_ns = end_ns.clip(low_ns, high_ns) - begin_ns
+            # each part becomes a rank of one breakdown
+            piece = spans.assign(start_ns=begin_ns, dur_ns=dur_ns, rank=len(rows))
+            pieces.append(piece[dur_ns > 0])
+            rows.append((rank, part, count if part == "steps" else 0, high_ns - low_ns))
+    meta = replace(timeline.meta, represents={n: [n] for n in range(len(rows))})
+    spans = pd.concat(pieces, ignore_index=True).astype({"rank": "int32"})
+    table = accounting.rank_breakdown(Timeline(spans, meta))
+    of_part = pd.DataFrame(rows, columns=["rank", "part", "steps", "window_ns"])
+    table[["rank", "part", "steps"]] = of_part[["rank", "part", "steps"]]
+    window_s = of_part["window_ns"] / NS_PER_S
+    table["idle_s"] += window_s - table["total_s"]
+    table["total_s"] = window_s
+    table = table[(window_s > 0) | (table["part"] == "steps")]
+    order = table["part"].map(_PARTS.index)
+    table = table.loc[order.sort_values(kind="stable").index]
+    return with_origin(table.reset_index(drop=True), timeline)
