@@ -85,17 +85,10 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     An end beyond the last device work means there. Raises ValueError if start_s is not
     before end_s.
     """
-    if not start_s < end_s:
-        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    window_start_ns, window_end_ns = window_ns(timeline, start_s, end_s)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     start_ns = spans["start_ns"]
     end_ns = start_ns + spans["dur_ns"]
-    zero_ns = start_ns.min()
-    last_ns = end_ns.max()
-    window_start_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
-    window_end_ns = last_ns
-    if math.isfinite(end_s):
-        window_end_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
     # spans that reach over an edge of the window count up to it
     inside = (end_ns > window_start_ns) & (start_ns < window_end_ns)
     begin_ns = start_ns[inside].clip(lower=window_start_ns)
@@ -103,6 +96,21 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     clipped = spans[inside].assign(start_ns=begin_ns, dur_ns=dur_ns)
     table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
     return _in_window(table, (window_end_ns - window_start_ns) / NS_PER_S)
+
+
+def window_ns(timeline: Timeline, start_s: float, end_s: float) -> tuple[int, int]:
+    """Start and end of a window in s after the first device work, an end beyond the
+    last of it being there. Raises ValueError if start_s is not before end_s.
+    """
+    if not start_s < end_s:
+        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    zero_ns = spans["start_ns"].min()
+    last_ns = (spans["start_ns"] + spans["dur_ns"]).max()
+    low_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
+    if math.isfinite(end_s):
+        last_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
+    return low_ns, last_ns
 
 
 def exposed_by_collective(

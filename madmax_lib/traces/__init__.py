@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         operators as operators,
     )
     from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
-    from madmax_lib.traces.parts import breakdown as breakdown
+    from madmax_lib.traces.parts import breakdown as breakdown, window as window
     from madmax_lib.traces.read.kineto import read_trace as read_trace
     from madmax_lib.traces.stragglers import *
     from madmax_lib.traces.waits.batches import batches as batches

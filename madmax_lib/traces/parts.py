@@ -1,4 +1,6 @@
-"""Breakdown of a recording in parts: its steps, and what ran before and after them."""
+"""Parts of a recording: a window of time, and the breakdown of its steps and of what
+ran before and after them.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,8 +9,11 @@ import pandas as pd
 
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline import accounting
-from madmax_lib.timeline.timeline import Timeline, with_origin
+from madmax_lib.timeline.accounting import window_ns
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.traces.read.steps import assign_steps
 from madmax_lib.traces.tables import busy_spans, ends_ns
+from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import lacks_step_marks, step_periods
 
 _PARTS = ["steps", "before", "after"]
@@ -44,6 +49,42 @@ def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
         table = _parts(timeline, edges)
     names = ["rank", "part", "steps"]
     return table[[*names, *table.columns.difference(names, sort=False)]]
+
+
+def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
+    """The part of a timeline from start_s to end_s after its first device work; spans
+    that reach over an edge are cut there.
+
+    Host rows begin with the first launch of what is kept, if that is earlier. Raises
+    ValueError if nothing runs in between.
+    """
+    spans = timeline.spans
+    low_ns, high_ns = window_ns(timeline, start_s, end_s)
+    start_ns = spans["start_ns"]
+    end_ns = ends_ns(spans)
+    inside = (end_ns > low_ns) & (start_ns < high_ns)
+    work = device_work(timeline)
+    work = work[inside.to_numpy()[work["row"]] & (work["launch_row"] >= 0)]
+    # a host that runs ahead has launched the first work long before
+    first_ns = work.groupby("rank")["launch_ns"].min().clip(upper=low_ns)
+    begins_ns = {rank: first_ns.get(rank, low_ns) for rank in timeline.ranks}
+    edge_ns = spans["rank"].map(begins_ns).where(spans["stream"] < 0, low_ns)
+    keep = (end_ns > edge_ns) & (start_ns < high_ns)
+    if not (keep & spans["kind"].isin(BUSY_KINDS)).any():
+        raise ValueError(f"nothing runs between {start_s} and {end_s} s")
+    part = timeline.where(keep.to_numpy())
+    begin_ns = start_ns.clip(lower=edge_ns)[keep]
+    times = {
+        "start_ns": begin_ns,
+        "dur_ns": end_ns[keep].clip(upper=high_ns) - begin_ns,
+    }
+    cut = {name: each.to_numpy() for name, each in times.items()}
+    spans = part.spans.assign(**cut)
+    if timeline.meta.source == "measured":
+        # what began before the window now begins in another step
+        for _, of_rank in spans.groupby("rank"):
+            spans.loc[of_rank.index, "step"] = assign_steps(of_rank)
+    return replace(part, spans=spans)
 
 
 def _edges(timeline: Timeline):

@@ -6,6 +6,9 @@ import pytest
 from support import make_timeline
 
 import madmax_lib as mm
+from madmax_lib.__main__ import main
+from madmax_lib.timeline.accounting import breakdown_between
+from madmax_lib.traces import window
 
 MS = 1_000_000
 SECONDS = [
@@ -92,3 +95,55 @@ def test_parts_add_up_to_the_whole(name):
     assert np.abs(summed - whole).max().max() < 1e-12
     assert (parts["part"].iloc[: len(timeline.ranks)] == "steps").all()
     assert list(parts["rank"].iloc[: len(timeline.ranks)]) == timeline.ranks
+
+
+@pytest.mark.parametrize("name", ["gpt-ddp", "dlrm-8xv100", "vit-h100"])
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.6), (0.5, 0.55), (0.4, np.inf)])
+def test_a_window_that_is_written_reads_back(name, low, high, tmp_path):
+    timeline = mm.read_trace(mm.dataset(name))
+    total_s = mm.breakdown(timeline)["total_s"].max()
+    part = window(timeline, low * total_s, high * total_s)
+    mm.export_trace(part, tmp_path)
+    back = mm.breakdown(mm.read_trace(tmp_path))
+    expected = breakdown_between(timeline, low * total_s, high * total_s)
+    parts = [column for column in SECONDS if column not in ("total_s", "idle_s")]
+    pd.testing.assert_frame_equal(back[["rank", *parts]], expected[["rank", *parts]])
+    pd.testing.assert_frame_equal(back, mm.breakdown(part))
+
+
+def test_a_window_keeps_the_launches_of_its_kernels():
+    """The host is 20 ms ahead: the launch of what runs at 25 ms is at 2 ms."""
+    rows = [
+        (0, -1, "annotation", "ProfilerStep#5", 0, 4 * MS, -1, 5),
+        (0, -1, "cpu", "cudaLaunchKernel", 1 * MS, 1, 8, 5),
+        (0, -1, "cpu", "cudaLaunchKernel", 2 * MS, 1, 9, 5),
+        (0, 7, "compute", "a", 10 * MS, 10 * MS, 8, 5),
+        (0, 7, "compute", "b", 20 * MS, 10 * MS, 9, 5),
+    ]
+    part = window(make_timeline(rows), 0.012, 0.016)
+    spans = part.spans
+    assert spans["name"].tolist() == ["ProfilerStep#5", "cudaLaunchKernel", "b"]
+    assert spans["start_ns"].tolist() == [2 * MS, 2 * MS, 22 * MS]
+    assert spans["dur_ns"].tolist() == [2 * MS, 1, 4 * MS]
+    assert set(spans["step"]) == {5}
+
+
+def test_windows_and_steps_are_cut_in_the_shell(tmp_path, capsys):
+    trace = str(mm.dataset("gpt-ddp"))
+    timeline = mm.read_trace(trace)
+    assert main(["cut", trace, "--steps", "11:20", "-o", str(tmp_path / "a")]) == 0
+    assert main(["cut", trace, "--to", "0.02", "-o", str(tmp_path / "b")]) == 0
+    steps, head = (mm.read_trace(tmp_path / name) for name in "ab")
+    assert steps.steps == [11] and steps.ranks == head.ranks == [0, 1]
+    expected = mm.breakdown(timeline.select(steps=[11]))
+    pd.testing.assert_frame_equal(mm.breakdown(steps), expected)
+    assert mm.breakdown(head)["total_s"].max() == pytest.approx(0.02)
+    capsys.readouterr()
+    wrong = {"--steps 3:5": "none of these steps", "": "cut needs --steps, or --from"}
+    wrong |= {
+        "--from 5": "nothing runs between 5.0 and",
+        "--from 0 --steps 3": "cut needs",
+    }
+    for words, said in wrong.items():
+        assert main(["cut", trace, *words.split(), "-o", str(tmp_path / "c")]) == 2
+        assert said in capsys.readouterr().err

@@ -24,8 +24,16 @@ _MOST_OPERATIONS = 3  # that differ most
 
 def add(commands) -> None:
     """Add these commands."""
-    for answer in (_breakdown, _compare, _stragglers, _flight, _snapshot, _report):
-        add_command(commands, answer, share=_share)
+    for answer in (
+        _breakdown,
+        _cut,
+        _compare,
+        _stragglers,
+        _flight,
+        _snapshot,
+        _report,
+    ):
+        add_command(commands, answer, share=_share, steps=_steps)
 
 
 def read(paths: list[str]) -> Timeline:
@@ -57,6 +65,34 @@ def _breakdown(options):
         about["note"] = "no step marks: the whole recording counts as one step"
     table = traces.breakdown(timeline, steps=True)
     return Answer(table, about | _per_step(table))
+
+
+def _steps(text):
+    first, _, last = text.partition(":")
+    try:
+        return range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a range such as 3:5") from None
+
+
+def _cut(options):
+    start_s = vars(options)["from"]
+    has_times = start_s is not None or options.to is not None
+    if has_times == bool(options.steps):
+        raise ValueError("cut needs --steps, or --from and --to")
+    timeline = read(options.traces)
+    if has_times:
+        end_s = math.inf if options.to is None else options.to
+        part = traces.window(timeline, start_s or 0.0, end_s)
+    else:
+        steps = [step for step in timeline.steps if step in options.steps]
+        if not steps:
+            raise ValueError(f"none of these steps; the trace has {timeline.steps}")
+        part = timeline.select(steps=steps)
+    paths = traces.export_trace(part, options.output)
+    about = _ranks(part) | {"steps": len(part.steps), "spans": len(part)}
+    about["files"] = [str(path) for path in paths]
+    return Answer(traces.breakdown(part), about)
 
 
 def _per_step(table):
