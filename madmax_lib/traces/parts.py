@@ -3,7 +3,6 @@ ran before and after them.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pandas as pd
 
@@ -95,42 +94,48 @@ def _edges(timeline: Timeline):
     # of ranks that share no step each is as it was recorded
     by_rank = (shared if len(shared) else periods).groupby("rank")
     return by_rank.agg(
-        begin_ns=("begin_ns", "min"), end_ns=("end_ns", "max"), steps=("step", "size")
+        begin_ns=("begin_ns", "min"),
+        end_ns=("end_ns", "max"),
+        steps=("step", "size"),
     )
 
 
 def _parts(timeline: Timeline, edges: pd.DataFrame):
     """`breakdown` of each part of each rank."""
-    busy = busy_spans(timeline.spans)
     pieces = []
     rows = []
-    for rank, spans in busy.groupby("rank"):
+    for rank, spans in busy_spans(timeline.spans).groupby("rank"):
         start_ns = spans["start_ns"]
         end_ns = ends_ns(spans)
         # a rank without steps has everything before them
-        cuts_ns = [start_ns.min(), end_ns.max(), end_ns.max(), end_ns.max()]
         count = 0
+        first_ns = start_ns.min()
+        begin_ns = last_ns = stop_ns = end_ns.max()
         if rank in edges.index:
-            *cuts_ns[1:3], count = edges.loc[rank].tolist()
-        for part, (low_ns, high_ns) in zip(
-            ["before", "steps", "after"], pairwise(cuts_ns), strict=True
-        ):
+            begin_ns, stop_ns, count = edges.loc[rank].tolist()
+        windows_ns = {
+            "before": (first_ns, begin_ns),
+            "steps": (begin_ns, stop_ns),
+            "after": (stop_ns, last_ns),
+        }
+        for part, (low_ns, high_ns) in windows_ns.items():
             # spans that reach over a cut count on both sides up to it
-            begin_ns = start_ns.clip(low_ns, high_ns)
-            dur_ns = end_ns.clip(low_ns, high_ns) - begin_ns
+            cut_ns = start_ns.clip(low_ns, high_ns)
+            dur_ns = end_ns.clip(low_ns, high_ns) - cut_ns
             # each part becomes a rank of one breakdown
-            piece = spans.assign(start_ns=begin_ns, dur_ns=dur_ns, rank=len(rows))
+            piece = spans.assign(start_ns=cut_ns, dur_ns=dur_ns, rank=len(rows))
             pieces.append(piece[dur_ns > 0])
-            rows.append((rank, part, count if part == "steps" else 0, high_ns - low_ns))
-    meta = replace(timeline.meta, represents={n: [n] for n in range(len(rows))})
+            row = {"rank": rank, "part": part}
+            row["steps"] = count if part == "steps" else 0
+            row["total_s"] = (high_ns - low_ns) / NS_PER_S
+            rows.append(row)
     spans = pd.concat(pieces, ignore_index=True).astype({"rank": "int32"})
+    numbers = {number: [number] for number in range(len(rows))}
+    meta = replace(timeline.meta, represents=numbers)
     table = accounting.rank_breakdown(Timeline(spans, meta))
-    of_part = pd.DataFrame(rows, columns=["rank", "part", "steps", "window_ns"])
-    table[["rank", "part", "steps"]] = of_part[["rank", "part", "steps"]]
-    window_s = of_part["window_ns"] / NS_PER_S
-    table["idle_s"] += window_s - table["total_s"]
-    table["total_s"] = window_s
-    table = table[(window_s > 0) | (table["part"] == "steps")]
-    order = table["part"].map(_PARTS.index)
-    table = table.loc[order.sort_values(kind="stable").index]
-    return with_origin(table.reset_index(drop=True), timeline)
+    of_part = pd.DataFrame(rows)
+    table["idle_s"] += of_part["total_s"] - table["total_s"]
+    table[list(of_part)] = of_part
+    table = table[(table["part"] == "steps") | (table["total_s"] > 0)]
+    order = table["part"].map(_PARTS.index).sort_values(kind="stable")
+    return with_origin(table.loc[order.index].reset_index(drop=True), timeline)
