@@ -66,15 +66,18 @@ def rank_breakdown(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     rank = spans["rank"].to_numpy()
     times = _intervals(spans)
-    # rows of each kind first: few of millions of spans are busy, and each rank then
-    # looks through those alone
-    of_kind = {name: np.flatnonzero(spans["kind"] == name) for name in BUSY_KINDS}
+    kind = spans["kind"].to_numpy()
+    # few of millions of spans are busy, and each rank then looks through those alone
+    busy = np.flatnonzero(spans["kind"].isin(BUSY_KINDS))
     rows = []
     for number in timeline.ranks:
-        of_rank = {name: times[at[rank[at] == number]] for name, at in of_kind.items()}
-        rows.append({"rank": number, **_rank_breakdown(of_rank)})
+        at = busy[rank[busy] == number]
+        # HTA takes all in the order of the file, and then each kind by start
+        by_start = at[np.argsort(times[at, 0])]
+        of_kind = {name: times[by_start[kind[by_start] == name]] for name in BUSY_KINDS}
+        rows.append({"rank": number, **_rank_breakdown(times[at], of_kind)})
     # the columns also where there are no ranks
-    nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
+    nothing = _rank_breakdown(EMPTY, dict.fromkeys(BUSY_KINDS, EMPTY))
     return with_origin(pd.DataFrame(rows, columns=["rank", *nothing]), timeline)
 
 
@@ -211,9 +214,8 @@ def _in_window(table: pd.DataFrame, window_s: float):
     return table.assign(idle_s=idle_s, total_s=window_s)
 
 
-def _rank_breakdown(times: dict[str, np.ndarray]):
-    """One row of `breakdown` from the intervals of each busy kind."""
-    all_kinds = np.concatenate(list(times.values()))
+def _rank_breakdown(all_kinds: np.ndarray, times: dict[str, np.ndarray]):
+    """One row of `breakdown` from the intervals of all that is busy, and of each kind."""
     span_ns = _window_ns(all_kinds)
     busy_ns = total(all_kinds)
     compute_ns = total(times["compute"])
