@@ -52,8 +52,9 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     unknown), nodes (intra or inter: on one machine or several, "" if unknown; only of
     traces that name their machines), size_bytes (message by the field's convention, see
     `call_metadata`), sequence, source_rank, target_rank (-1 if unknown). start_s: from
-    the first span of the timeline. duration_s, exposed_s (not under compute of its rank). longest_s: more
-    than this the transfer cannot take, NaN where nothing bounds it, see `bounds`.
+    the first span of the timeline. duration_s, exposed_s (not under compute of its
+    rank). longest_s: more than this the transfer cannot take, NaN where nothing bounds
+    it, see `bounds`.
     algorithm_bytes_per_s and bus_bytes_per_s, NaN where the size is unknown or the
     duration 0. call: the same number for the same call on several ranks, -1 where there
     is only one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a
