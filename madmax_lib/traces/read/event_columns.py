@@ -196,8 +196,10 @@ def _with_annotation(args: Args):
         inner = next((each for each in every if each.collective is not None), inner)
     fields = {name: getattr(inner, name) for name in inner.__struct_fields__}
     blank = type(inner)()
-    told = {name: each for name, each in fields.items() if each != getattr(blank, name)}
-    return msgspec.structs.replace(args, **told)
+    stated = {
+        name: each for name, each in fields.items() if each != getattr(blank, name)
+    }
+    return msgspec.structs.replace(args, **stated)
 
 
 def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
