@@ -23,6 +23,7 @@ _OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
 _NO_STREAM = 2**31 - 1  # thread of waits for a whole device
 _LINES = 4000  # events of a block of text
 _BYTES = 2  # wire type of texts and messages
+_EVENTS = {8, 10, 11, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
 _STAGES = {  # category of Kineto, by name of a render stage
@@ -107,8 +108,9 @@ class _Packets:
         self.clocks: dict[tuple[int, int], list[int]] = {}
         self.tracks: dict[int, Message] = {}
         self.marks: list[tuple[int, _Slice]] = []  # type and slice, in file order
-        self.stages: list[tuple[int, Message, dict]] = []
-        self.counters: list[tuple[int, Message, dict]] = []
+        # start, duration and text of device rows and counters: of a message nothing is
+        # kept, whose many small parts Python would search for garbage again and again
+        self.rows: list[tuple[int, int | None, str]] = []
 
     def read(self, data: bytes):
         """Take the packets of a Trace, or of a compressed part of one."""
@@ -118,28 +120,37 @@ class _Packets:
 
     def _packet(self, packet: Message):
         sequence = _first(packet, 10, 0)
+        if not packet.keys() <= _EVENTS:
+            self._state(packet, sequence)
+        if not packet.keys() & {11, 52, 53}:
+            return
+        names = self.interned[sequence]
+        ts_ns = self._time_ns(packet, sequence)
+        self.times.append(ts_ns)
+        for event in packet.get(11, []):
+            self._track_event(_message(event), ts_ns, sequence)
+        for event in packet.get(53, []):
+            stage = _once(event)
+            text = _line(_stage_row(stage, names))
+            self.rows.append((ts_ns, _first(stage, 2, 0), text))
+        for event in packet.get(52, []):
+            self.rows += [(ts_ns, None, line) for line in _counters(event, names)]
+
+    def _state(self, packet: Message, sequence: int):
+        """Take what a packet says about others."""
         if _first(packet, 13, 0) & 1 or _first(packet, 41, 0):
             self.interned.pop(sequence, None)
-        names = self.interned[sequence]
         if defaults := packet.get(59):
             self.defaults[sequence] = _message(defaults[0])
         for snapshot in packet.get(6, []):
             self._snapshot(_message(snapshot), sequence)
         for table in packet.get(12, []):
-            _intern(_message(table), names)
+            _intern(_message(table), self.interned[sequence])
         for descriptor in packet.get(60, []):
             track = _message(descriptor)
             self.tracks[_first(track, 1, 0)] = track
         for part in packet.get(50, []):
             self.read(zlib.decompress(part))
-        if not packet.keys() & {11, 52, 53}:
-            return
-        ts_ns = self._time_ns(packet, sequence)
-        self.times.append(ts_ns)
-        for event in packet.get(11, []):
-            self._track_event(_message(event), ts_ns, sequence)
-        self.stages += [(ts_ns, _once(e), names) for e in packet.get(53, [])]
-        self.counters += [(ts_ns, _message(e), names) for e in packet.get(52, [])]
 
     def _snapshot(self, snapshot: Message, sequence: int):
         clocks = [_message(clock) for clock in snapshot.get(1, [])]
@@ -188,12 +199,10 @@ class _Packets:
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
         for begin, end_ns in _pairs(self.marks):
-            row = self._row(begin)
-            yield _line(row, begin.ts_ns - base_ns, end_ns - begin.ts_ns)
-        for ts_ns, stage, names in self.stages:
-            yield _stage_line(stage, names, ts_ns - base_ns)
-        for ts_ns, event, names in self.counters:
-            yield from _counter_lines(event, names, ts_ns - base_ns)
+            text = _line(self._row(begin))
+            yield _timed(text, begin.ts_ns - base_ns, end_ns - begin.ts_ns)
+        for ts_ns, dur_ns, text in self.rows:
+            yield _timed(text, ts_ns - base_ns, dur_ns)
 
     def _row(self, row: _Slice):
         """Row of a slice; its name tells its category on a stream of a GPU where none
@@ -241,7 +250,7 @@ def _pairs(marks: list[tuple[int, _Slice]]):
             yield open_rows[row.track].pop(), ts_ns
 
 
-def _stage_line(stage: Message, names: dict, ts_ns: int):
+def _stage_row(stage: Message, names: dict):
     """A row of the device."""
     kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
     name = names["kernel"].get(_first(stage, 19, 0), kind)
@@ -254,11 +263,12 @@ def _stage_line(stage: Message, names: dict, ts_ns: int):
     values = {_ARGS.get(key, key): value for key, value in extra.items()}
     args = json.dumps(values | {"stream": stream})[1:-1]
     tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    row = _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
-    return _line(row, ts_ns, _first(stage, 2, 0))
+    return _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
 
 
-def _counter_lines(event: Message, names: dict, ts_ns: int):
+def _counters(data: bytes, names: dict):
+    """Texts of the counters of an event."""
+    event = _once(data)
     inline = {"specs": _specs(_message(_first(event, 1, b""))), "gpu": 0}
     described = names["counter"].get(_first(event, 4, 0), inline)
     gpu = _first(event, 3, described["gpu"])
@@ -267,14 +277,18 @@ def _counter_lines(event: Message, names: dict, ts_ns: int):
         value = _first(counter, 2, None)
         value = _double(_first(counter, 3, b"")) if value is None else value
         text = f'"ph": "C", "name": {_json(name)}, "pid": "GPU {gpu} Counters"'
-        yield f'{{{text}, "ts": {_us(ts_ns)}, "args": {{"": {value}}}}}'
+        yield f'{text}, "args": {{"": {value}}}'
 
 
-def _line(row: _Row, ts_ns: int, dur_ns: int):
+def _line(row: _Row):
     text = f'"ph": "X", "cat": {_json(row.category)}, "name": {_json(row.name)}'
-    times = f'"ts": {_us(ts_ns)}, "dur": {_us(max(dur_ns, 0))}'
-    thread = f'"pid": {row.pid}, "tid": {row.tid}'
-    return f'{{{text}, {thread}, {times}, "args": {{{row.args}}}}}'
+    return f'{text}, "pid": {row.pid}, "tid": {row.tid}, "args": {{{row.args}}}'
+
+
+def _timed(text: str, ts_ns: int, dur_ns: int | None):
+    """A line with its times; a counter has no duration."""
+    dur = "" if dur_ns is None else f', "dur": {_us(max(dur_ns, 0))}'
+    return f'{{{text}, "ts": {_us(ts_ns)}{dur}}}'
 
 
 def _us(ns: int):
@@ -342,8 +356,33 @@ def _double(data: bytes):
 def _once(data: bytes) -> Message:
     """Values of a message's fields, in order."""
     values: Message = {}
-    for field, value in _fields(data):
-        values.setdefault(field, []).append(value)
+    at = 0
+    end = len(data)
+    # as `_fields`, without its calls for the short numbers that most are
+    while at < end:
+        key = data[at]
+        at += 1
+        if key > 127:
+            key, at = _varint(data, at - 1)
+        wire = key & 7
+        if wire in (0, _BYTES):
+            value = data[at]
+            at += 1
+            if value > 127:
+                value, at = _varint(data, at - 1)
+        else:
+            value = {1: 8, 5: 4}.get(wire, end)
+        if wire:
+            begin = at
+            at += value
+            if at > end:
+                raise IndexError("a cut or unknown field")
+            value = data[begin:at]
+        field = key >> 3
+        if field in values:
+            values[field].append(value)
+        else:
+            values[field] = [value]
     return values
 
 
