@@ -22,6 +22,7 @@ _END = 2
 _OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
 _NO_STREAM = 2**31 - 1  # thread of waits for a whole device
 _LINES = 4000  # events of a block of text
+_MOST_NOTES = 1 << 15  # whose text is kept
 _BYTES = 2  # wire type of texts and messages
 _EVENTS = {8, 10, 11, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
@@ -45,16 +46,6 @@ _UNLABELLED = {  # slices of a GPU's streams; others are kernels
 _ARGS = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 Message = dict[int, list]
-
-
-class _Slice(NamedTuple):
-    """A row of a thread or a stream; args is JSON text."""
-
-    track: int
-    ts_ns: int
-    name: str
-    category: str
-    args: str
 
 
 class _Row(NamedTuple):
@@ -107,9 +98,10 @@ class _Packets:
         self.defaults: dict[int, Message] = {}  # of packets, by sequence
         self.clocks: dict[tuple[int, int], list[int]] = {}
         self.tracks: dict[int, Message] = {}
-        self.marks: list[tuple[int, _Slice]] = []  # type and slice, in file order
-        # start, duration and text of device rows and counters: of a message nothing is
-        # kept, whose many small parts Python would search for garbage again and again
+        # type, track, time, name, category and args of slices: plain tuples of plain
+        # values are no garbage to look for, as are texts
+        self.marks: list[tuple] = []
+        # start, duration and text of device rows and counters
         self.rows: list[tuple[int, int | None, str]] = []
 
     def read(self, data: bytes):
@@ -192,62 +184,68 @@ class _Packets:
         name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
         category = names["category"].get(_first(event, 3, 0), "")
         category = _text(event, 22, category)
-        notes = [_note(note, names) for note in event.get(4, [])]
-        args = ", ".join(f"{key}: {value}" for key, value in notes)
-        self.marks.append((kind, _Slice(track, ts_ns, name, category, args)))
+        notes = names["noted"]
+        if len(notes) > _MOST_NOTES:
+            notes.clear()
+        texts = []
+        for note in event.get(4, []):
+            if note not in notes:
+                notes[note] = ": ".join(_note(note, names))
+            texts.append(notes[note])
+        self.marks.append((kind, track, ts_ns, name, category, ", ".join(texts)))
 
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
-        for begin, end_ns in _pairs(self.marks):
-            text = _line(self._row(begin))
-            yield _timed(text, begin.ts_ns - base_ns, end_ns - begin.ts_ns)
+        for (_, track, ts_ns, *texts), end_ns in _pairs(self.marks):
+            text = _line(self._row(track, *texts))
+            yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
         for ts_ns, dur_ns, text in self.rows:
             yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _row(self, row: _Slice):
+    def _row(self, number: int, name: str, category: str, args: str):
         """Row of a slice; its name tells its category on a stream of a GPU where none
         is written.
         """
-        track = self.tracks.get(row.track, {})
+        track = self.tracks.get(number, {})
         parent = self.tracks.get(_first(track, 5, 0), {})
         thread = _message(_first(track, 4, b""))
         process = _message(_first(track, 3, _first(parent, 3, b"")))
         pid = _first(thread, 1, _first(process, 1, 0))
-        tid = _first(thread, 2, row.track)
+        tid = _first(thread, 2, number)
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
         on_gpu = _text(process, 6, "").startswith("GPU ")
-        unlabelled = _UNLABELLED.get(row.name, "kernel") if on_gpu else "cpu_op"
-        return _Row(row.category or unlabelled, row.name, pid, tid, row.args)
+        unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
+        return _Row(category or unlabelled, name, pid, tid, args)
 
 
-def _pairs(marks: list[tuple[int, _Slice]]):
+def _pairs(marks: list[tuple]):
     """Slices and their ends, in the order of their beginnings.
 
     A block of beginnings and an equally long one of ends on the same tracks belong
     together in order, as cuspy writes them; else the last that began on a track ends.
     """
     blocks = [
-        (kind, [each for _, each in rows])
-        for kind, rows in groupby(marks, key=lambda mark: mark[0])
+        (kind, list(rows)) for kind, rows in groupby(marks, key=lambda mark: mark[0])
     ]
     loose = []
     number = 0
     while number < len(blocks):
         kind, rows = blocks[number]
         ends = blocks[number + 1][1] if number + 1 < len(blocks) else []
-        together = [row.track for row in rows] == [end.track for end in ends]
+        together = [track for _, track, *_ in rows] == [track for _, track, *_ in ends]
         if kind == _BEGIN and together:
-            yield from zip(rows, [end.ts_ns for end in ends], strict=True)
+            yield from zip(rows, [ts_ns for _, _, ts_ns, *_ in ends], strict=True)
             number += 2
             continue
-        loose += [(row.ts_ns, kind == _BEGIN, row) for row in rows]
+        loose += [(row[2], kind == _BEGIN, row) for row in rows]
         number += 1
     open_rows = defaultdict(list)
     for ts_ns, begins, row in sorted(loose, key=lambda mark: mark[:2]):
+        track = row[1]
         if begins:
-            open_rows[row.track].append(row)
-        elif open_rows[row.track]:
-            yield open_rows[row.track].pop(), ts_ns
+            open_rows[track].append(row)
+        elif open_rows[track]:
+            yield open_rows[track].pop(), ts_ns
 
 
 def _stage_row(stage: Message, names: dict):
@@ -297,6 +295,7 @@ def _us(ns: int):
 
 def _intern(data: Message, names: dict):
     """Enter the tables of a packet into those of its sequence."""
+    names["noted"].clear()  # texts of notes by their bytes
     for field, table in _TABLES.items():
         for entry in map(_message, data.get(field, [])):
             names[table][_first(entry, 1, 0)] = _text(entry, 2, "")
@@ -387,7 +386,7 @@ def _once(data: bytes) -> Message:
 
 
 # annotations and ends of slices repeat, packets do not
-_message = lru_cache(maxsize=1 << 15)(_once)
+_message = lru_cache(maxsize=1 << 12)(_once)
 _json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
 
 
