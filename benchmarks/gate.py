@@ -246,7 +246,7 @@ def cases(
                 source,
                 share,
                 how,
-                not found.passed,
+                found.verdict == "fail",
                 unclear,
                 named,
                 step["detectable"],

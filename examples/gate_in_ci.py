@@ -2,7 +2,7 @@
 `madmax compare --gate` in Python.
 
 BEFORE and AFTER: traces of the same training, each a file, a directory or a pattern.
-Exit status: 0 passed, 1 slower.
+Exit status: 0 passed, 1 slower, 3 cannot tell.
 """
 
 import sys
@@ -17,9 +17,9 @@ def main(before: str, after: str) -> int:
     """Print the verdict, and the operations behind it."""
     result = gate(mm.read_trace(before), mm.read_trace(after), SHARE)
     print(result)
-    if not result.passed:
+    if result.verdict == "fail":
         print(result.explanation.to_string(index=False))
-    return 0 if result.passed else 1
+    return {"pass": 0, "fail": 1, "cannot tell": 3}[result.verdict]
 
 
 if __name__ == "__main__":

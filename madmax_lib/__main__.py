@@ -3,18 +3,15 @@ workbench without a notebook.
 """
 
 import argparse
+import gc
 import os
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 from madmax_lib import __version__
-from madmax_lib.view.commands import (
-    commands as runs_commands,
-    run as run_commands,
-    step as step_commands,
-    trace as trace_commands,
-)
+from madmax_lib.view.commands import commands as runs_commands
 from madmax_lib.view.commands.answers import add_parser, envelope
 
 
@@ -22,7 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on standard error
     and status 2.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+        # what a command makes lives to its end: to look for garbage in it costs a tenth
+        # of the time of a short one
+        gc.set_threshold(100_000)
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
@@ -95,8 +96,10 @@ def _parser(words):
 
     add_parser(commands, "site", _site)
     add_parser(commands, "mcp", mcp)
-    for module in (trace_commands, step_commands, run_commands):
-        module.add(commands)
+    for name in ("trace", "step", "run"):
+        # a command does without what the others import
+        if not {*words[:1]} & {*commands.choices}:
+            import_module(f"madmax_lib.view.commands.{name}").add(commands)
     runs_commands.add(commands, words[:1])
     if not words or words[0] in ("paper", "-h", "--help"):
         from madmax_lib.papers import command as paper_command  # the top floor

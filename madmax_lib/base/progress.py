@@ -11,10 +11,13 @@ def bar(items=None, *, show: bool = True, **options):
 
     show: False turns it off. options: those of tqdm, such as total, desc and unit.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm's advice on widgets
-        from tqdm.auto import tqdm
     # the standard error of a notebook is no terminal, but shows widgets
-    has_viewer = sys.stderr.isatty() or "ipykernel" in sys.modules
-    disable = not (show and has_viewer)
+    in_notebook = "ipykernel" in sys.modules
+    from tqdm import tqdm
+
+    if in_notebook:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tqdm's advice on widgets
+            from tqdm.auto import tqdm  # takes asyncio along
+    disable = not (show and (in_notebook or sys.stderr.isatty()))
     return tqdm(items, delay=1, leave=False, disable=disable, **options)

@@ -180,8 +180,9 @@ def _recompute(keys):
     """
     prefix = "activation_checkpoint."
     stated = {key.split(".")[1] for key in keys.values if key.startswith(prefix)}
-    has_spec = any(key.startswith("model_spec") for key in keys.values)
-    is_old = keys.form != "flags" and not has_spec
+    # dumps of 2025 are whole, and have the section job
+    has_job = any(key.startswith("job.") for key in keys.values)
+    is_old = keys.form == "toml" or has_job
     for name in stated:
         keys.get(prefix + name)
     if "mode" in stated or is_old:

@@ -66,15 +66,18 @@ def rank_breakdown(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     rank = spans["rank"].to_numpy()
     times = _intervals(spans)
-    # rows of each kind first: few of millions of spans are busy, and each rank then
-    # looks through those alone
-    of_kind = {name: np.flatnonzero(spans["kind"] == name) for name in BUSY_KINDS}
+    kind = spans["kind"].to_numpy()
+    # few of millions of spans are busy, and each rank then looks through those alone
+    busy = np.flatnonzero(spans["kind"].isin(BUSY_KINDS))
     rows = []
     for number in timeline.ranks:
-        of_rank = {name: times[at[rank[at] == number]] for name, at in of_kind.items()}
-        rows.append({"rank": number, **_rank_breakdown(of_rank)})
+        at = busy[rank[busy] == number]
+        # HTA takes all in the order of the file, and then each kind by start
+        by_start = at[np.argsort(times[at, 0])]
+        of_kind = {name: times[by_start[kind[by_start] == name]] for name in BUSY_KINDS}
+        rows.append({"rank": number, **_rank_breakdown(times[at], of_kind)})
     # the columns also where there are no ranks
-    nothing = _rank_breakdown(dict.fromkeys(BUSY_KINDS, EMPTY))
+    nothing = _rank_breakdown(EMPTY, dict.fromkeys(BUSY_KINDS, EMPTY))
     return with_origin(pd.DataFrame(rows, columns=["rank", *nothing]), timeline)
 
 
@@ -85,17 +88,10 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     An end beyond the last device work means there. Raises ValueError if start_s is not
     before end_s.
     """
-    if not start_s < end_s:
-        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    window_start_ns, window_end_ns = window_ns(timeline, start_s, end_s)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
     start_ns = spans["start_ns"]
     end_ns = start_ns + spans["dur_ns"]
-    zero_ns = start_ns.min()
-    last_ns = end_ns.max()
-    window_start_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
-    window_end_ns = last_ns
-    if math.isfinite(end_s):
-        window_end_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
     # spans that reach over an edge of the window count up to it
     inside = (end_ns > window_start_ns) & (start_ns < window_end_ns)
     begin_ns = start_ns[inside].clip(lower=window_start_ns)
@@ -103,6 +99,21 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     clipped = spans[inside].assign(start_ns=begin_ns, dur_ns=dur_ns)
     table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
     return _in_window(table, (window_end_ns - window_start_ns) / NS_PER_S)
+
+
+def window_ns(timeline: Timeline, start_s: float, end_s: float) -> tuple[int, int]:
+    """Start and end of a window in s after the first device work, an end beyond the
+    last of it being there. Raises ValueError if start_s is not before end_s.
+    """
+    if not start_s < end_s:
+        raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
+    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    zero_ns = spans["start_ns"].min()
+    last_ns = (spans["start_ns"] + spans["dur_ns"]).max()
+    low_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
+    if math.isfinite(end_s):
+        last_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
+    return low_ns, last_ns
 
 
 def exposed_by_collective(
@@ -203,9 +214,8 @@ def _in_window(table: pd.DataFrame, window_s: float):
     return table.assign(idle_s=idle_s, total_s=window_s)
 
 
-def _rank_breakdown(times: dict[str, np.ndarray]):
-    """One row of `breakdown` from the intervals of each busy kind."""
-    all_kinds = np.concatenate(list(times.values()))
+def _rank_breakdown(all_kinds: np.ndarray, times: dict[str, np.ndarray]):
+    """One row of `breakdown` from the intervals of all that is busy, and of each kind."""
     span_ns = _window_ns(all_kinds)
     busy_ns = total(all_kinds)
     compute_ns = total(times["compute"])

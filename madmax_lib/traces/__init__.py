@@ -10,10 +10,7 @@ if TYPE_CHECKING:
     # of a trace and a simulation together: they stand above both, and are found here
     from madmax_lib.calibration.job.another_plan import another_plan as another_plan
     from madmax_lib.calibration.job.case_of import case_of as case_of
-    from madmax_lib.timeline.accounting import (
-        breakdown as breakdown,
-        top_kernels as top_kernels,
-    )
+    from madmax_lib.timeline.accounting import top_kernels as top_kernels
     from madmax_lib.traces import hta as hta
     from madmax_lib.traces.advise import advise as advise
     from madmax_lib.traces.comm.alignment import (
@@ -63,6 +60,7 @@ if TYPE_CHECKING:
         operators as operators,
     )
     from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as roofline
+    from madmax_lib.traces.parts import breakdown as breakdown, window as window
     from madmax_lib.traces.read.kineto import read_trace as read_trace
     from madmax_lib.traces.stragglers import *
     from madmax_lib.traces.waits.batches import batches as batches

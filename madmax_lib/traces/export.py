@@ -162,6 +162,7 @@ def _document(timeline, base_ns, info, parts):
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
         "baseTimeNanoseconds": base_ns,
+        "host_name": meta.provenance.get("hosts", {}).get(str(info.get("rank")), ""),
         "traceName": f"{meta.source} rank {info['rank']}"
         if info
         else f"{meta.source}, all ranks",

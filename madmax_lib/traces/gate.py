@@ -14,6 +14,7 @@ common factor, and that may be all: a quantity has to be slower than the operati
 in the median, beyond their spread around it. Holm's method [1979], weighted, keeps the
 chance of any false alarm below 5 %. A quantity is slower if it surely grew, and not
 surely by less than 4/5 of the threshold, so that what grows by the threshold is found.
+The recordings pass only if that much is known of the step itself.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ _WEIGHTS = {
 }  # of the level; the operations share the rest
 _NORMAL = 1.349  # standard deviations between the quartiles of a normal distribution
 _MORE = "give several recordings of each, five or more in all"
-# of each side; recordings of both sides for the spread between them
+# of a recording for a verdict; recordings of both sides for the spread between them
 _LEAST_STEPS = 4
 _LEAST_RUNS = 5
 # of the spread of the steps; of the threshold; of that, of a step
@@ -63,8 +64,11 @@ _SEVERAL = 4
 class GateResult:
     """Verdict of `gate`.
 
-    passed: whether no quantity is slower. Quantities of which nobody can tell do not
-        fail it.
+    verdict: fail, if a quantity is slower; cannot tell, if the noise, or too few steps,
+        hide whether the step is; else pass, whatever is unknown of its parts.
+    passed: whether the verdict is pass.
+    too_few: empty, or which recording has fewer than four steps that count: its times
+        are measured and not judged.
     table: quantity (step_s, exposed_comm_s, peak_bytes, or an operation), kind, unit
         (of a and b: s per step and rank, or bytes), a, b, ratio (b / a), low, high (its
         90 % interval), p (that it did not grow, adjusted for all quantities),
@@ -80,17 +84,24 @@ class GateResult:
         apart.
     """
 
-    passed: bool
+    verdict: str
     table: pd.DataFrame = field(repr=False)
     explanation: pd.DataFrame = field(repr=False)
     threshold: float = 0.03
     host_factor: float = 1.0
+    too_few: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the step is known not to be slower, and no quantity is."""
+        return self.verdict == "pass"
 
     def __repr__(self):
         verdict = self.table["verdict"]
         slower = self.table[verdict == "slower"]
         unclear = self.table[verdict == "cannot tell"]
-        lines = [f"{'passed' if self.passed else 'failed'} at {self.threshold:.3g}"]
+        lines = [f"{self.verdict} at {self.threshold:.3g}"]
+        lines += [self.too_few] if self.too_few else []
         for row in slower.itertuples():
             ends = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
             lines.append(f"{row.quantity}: {row.ratio - 1:+.1%} ({ends})")
@@ -100,9 +111,12 @@ class GateResult:
             lines.append(f"  {row.operation}{rank}: {grew_ms:+.3g} ms")
         operations = unclear["kind"].isin(BUSY_KINDS)
         for row in unclear[~operations].itertuples():
+            least = "nothing shows"
+            if np.isfinite(row.detectable):
+                least = f"{row.detectable:.1%} is the least that shows"
             lines.append(
-                f"{row.quantity}: cannot tell at {self.threshold:.3g}, in this noise "
-                f"{row.detectable:.1%} is the least that shows"
+                f"{row.quantity}: cannot tell at {self.threshold:.3g}, measured "
+                f"{row.ratio - 1:+.1%}, {least}"
             )
         lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
         if abs(self.host_factor - 1) > self.threshold:
@@ -124,8 +138,8 @@ def gate(
     a, b: recordings of the same training, or lists of them: with five or more in all
     the spread between recordings is known. threshold: smallest growth that matters,
     0.03 for 3 %; a growth that is surely smaller passes. Raises ValueError for a
-    threshold outside of 0..10, for timelines with fewer than four steps that count, of
-    other ranks than the rest, or of files that were not read whole.
+    threshold outside of 0..10, for timelines without a step that counts, of other ranks
+    than the rest, or of files that were not read whole.
     """
     if not 0 < require_number("threshold", threshold) < 10:
         raise ValueError(
@@ -140,6 +154,14 @@ def gate(
         sides.append([_Recording(one) for one in timelines])
     _check_whole([one.timeline for side in sides for one in side])
     table, factor = _tested(sides, threshold)
+    every = [one for side in sides for one in side]
+    too_few = next(filter(None, (one.too_few for one in every)), "")
+    if too_few:
+        table.loc[table["kind"] != "memory", "verdict"] = "cannot tell"
+    of_step = table["verdict"][table["quantity"] == "step_s"].item()
+    verdict = "cannot tell" if of_step == "cannot tell" else "pass"
+    if (table["verdict"] == "slower").any():
+        verdict = "fail"
     order = {"slower": 0, "cannot tell": 1, "minor": 2, "fine": 3}
     table = table.assign(severity=table["verdict"].map(order), growth=-table["ratio"])
     table = table.sort_values(["severity", "growth"], ignore_index=True)
@@ -150,11 +172,12 @@ def gate(
         for number, one in enumerate(side, 1)
     }
     return GateResult(
-        passed=not (table["verdict"] == "slower").any(),
+        verdict=verdict,
         table=with_origin(table, {"files": files}),
         explanation=with_origin(_explained(*sides), {"files": files}),
         threshold=threshold,
         host_factor=factor,
+        too_few=too_few,
     )
 
 
@@ -182,6 +205,7 @@ class _Recording:
 
     values: (steps, quantities) s, mean over ranks. operations: (rank, step) x (kind,
     operation) s. peak_bytes: NaN where the recording has no events of an allocator.
+    too_few: why its steps are not judged, else empty.
     """
 
     def __init__(self, timeline):
@@ -197,8 +221,11 @@ class _Recording:
         step_s = counted["period_s" if has_pace else "wall_s"]
         by_step = counted.assign(step_s=step_s).groupby("step")
         values = by_step[["step_s", "exposed_comm_s"]].mean().dropna()
+        self.too_few = ""
         if len(values) < _LEAST_STEPS:
-            raise ValueError(_too_few_steps(timeline, len(values)))
+            self.too_few = _too_few_steps(timeline, len(values))
+        if not len(values):
+            raise ValueError(self.too_few)
         self.operations = _operations(timeline, list(values.index))
         per_step = self.operations.groupby("step").mean()
         # An operation of one name in two kinds counts once.
@@ -220,8 +247,9 @@ class _Recording:
         rows = rows.reshape(_DRAWS, -1)[:, :count]
         with np.errstate(divide="ignore", invalid="ignore"):
             # blocks of b among n steps vary less than they should, by 1 - b / n
-            correction = np.sqrt(count / (count - block))
+            correction = np.sqrt(np.divide(count, count - block))
             low, high = np.quantile(values, [0.25, 0.75], axis=0)
+            # of a lone step inf x 0: how sure it is is not known
             return _Location(
                 middle=np.log(_middle(values[None])[0]),
                 error=np.log(_middle(values[rows])).std(axis=0) * correction,
@@ -314,7 +342,7 @@ def _tested(sides, threshold):
             "ratio": np.exp(growth),
             "low": np.exp(least - width),
             "high": np.exp(most + width),
-            "p": _holm(np.where(error > 0, chance, exact), weights),
+            "p": _holm(np.where(error == 0, exact, chance), weights),
             "detectable": np.expm1(shows + abs(compared.shared)),
         }
     )

@@ -185,7 +185,7 @@ def _of_rank(rank, rows, facts, files):
         "types": "",
         "inputs": "",
         "strides": "",
-        "sequence": forward[1][operator].fillna(-1).to_numpy(),
+        "sequence": pd.to_numeric(forward[1][operator]).fillna(-1).to_numpy(),
         "forward_thread": -1,
     }
     # one value for all rows where the ranges do not tell

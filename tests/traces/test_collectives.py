@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -478,3 +479,37 @@ def test_a_recorded_exchange_of_experts_is_even():
     assert found[found["source_rank"] == 0]["size_bytes"].nunique() == 1
     assert list(found.attrs["imbalance"].values())[0]["worst"] == 1.0
     assert not len(exchanges(told(f"7 comm: {AR} 0+5")))
+
+
+HOSTS = {"0": "a", "1": "a", "2": "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes"),
+    [
+        ({"group": "tp", "ranks": "[0, 1]", "group_size": 2}, "intra"),
+        ({"group": "dp", "ranks": "[1, 2]", "group_size": 2}, "inter"),
+        ({"group": "dp", "ranks": "[0, 1, 3]", "group_size": 3}, ""),  # no trace of 3
+        ({"group": "all", "ranks": "[0, 1, ..., 63]", "group_size": 64}, ""),
+        ({"collective": "send", "source_rank": 1, "target_rank": 2}, "inter"),
+        ({"collective": "send", "source_rank": 0, "target_rank": 1}, "intra"),
+    ],
+)
+def test_hosts_tell_traffic_between_machines(fields, nodes):
+    record = {"collective": "all_reduce", **fields}
+    timeline = told(f"7 comm: {AR} 0+5", {0: record})
+    assert "nodes" not in calls(timeline)
+    meta = dataclasses.replace(timeline.meta, provenance={"hosts": HOSTS})
+    named = dataclasses.replace(timeline, meta=meta)
+    assert (
+        calls(named)["nodes"].tolist() == by_group(named)["nodes"].tolist() == [nodes]
+    )
+
+
+def test_a_machine_is_named_by_its_trace_and_its_export(tmp_path):
+    path = local_or_skip("traces/cpu-gloo-torch2.13/ddp-rank1.json.gz")
+    timeline = read_trace(path)
+    assert timeline.meta.provenance["hosts"] == {"1": "vm"}
+    mm.export_trace(timeline, tmp_path)
+    again = read_trace(tmp_path)
+    assert again.meta.provenance["hosts"] == {"1": "vm"}

@@ -114,10 +114,10 @@ def test_what_surely_grew_less_than_the_threshold_passes():
     assert verdicts(gate(a, b, 0.005))["step_s"] == "slower"
 
 
-def test_noise_is_said_and_does_not_fail():
+def test_noise_is_said_and_neither_passes_nor_fails():
     result = gate(recording(1, noise=0.3), recording(2, noise=0.3))
     row = row_of(result)
-    assert result.passed and row["verdict"] == "cannot tell"
+    assert result.verdict == row["verdict"] == "cannot tell" and not result.passed
     assert row["detectable"] > 0.03
     assert "step_s: cannot tell at 0.03" in repr(result)
 
@@ -141,7 +141,8 @@ def test_an_operation_may_have_two_kinds_and_be_absent_from_most_steps():
     sides = [concat_spans(recording(seed), make_timeline(rows)) for seed in (1, 2)]
     result = gate(*sides)
     quantities = result.table["quantity"]
-    assert result.passed and "mm" in set(quantities) and quantities.is_unique
+    assert result.verdict != "fail" and "mm" in set(quantities)
+    assert quantities.is_unique
 
 
 def test_warm_up_does_not_count():
@@ -161,10 +162,27 @@ def test_quiet_recordings_raise_no_alarm_and_show_slow_downs():
 def test_several_recordings_show_how_far_runs_are_apart():
     shifts = list(enumerate((0.95, 1.0, 1.05)))
     a, b = ([recording(at + n, shift=s) for n, s in shifts] for at in (10, 20))
-    assert not gate(a[0], b[2]).passed and gate(a, b).passed
-    assert verdicts(gate(a, b))["step_s"] == "cannot tell"
+    assert gate(a[0], b[2]).verdict == "fail"
+    assert gate(a, b).verdict == verdicts(gate(a, b))["step_s"] == "cannot tell"
     slower = [recording(30 + n, shift=1.4 * shift) for n, shift in shifts]
-    assert not gate(a, slower).passed
+    assert gate(a, slower).verdict == "fail"
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_few_steps_are_measured_and_not_judged(steps):
+    """As torch's customary `schedule(active=3)` records them."""
+    slower = recording(2, steps=steps, factor={"aten::softmax": 1.5})
+    for sides in ((recording(1, steps=steps), slower), (recording(1), slower)):
+        result = gate(*sides)
+        row = row_of(result)
+        assert result.verdict == "cannot tell" and not result.passed
+        assert row["ratio"] == pytest.approx(55 / 50, rel=0.02)
+        # of the last step a device shows no period; one period shows no spread
+        shows = {2: np.inf, 3: 0.3, 4: 0.1}
+        assert not row["detectable"] > shows[steps]
+        assert set(result.table["verdict"]) == {"cannot tell"}
+        assert f"{steps - 1} steps that are neither warm-up nor" in result.too_few
+        assert "measured +" in repr(result) and result.too_few in repr(result)
 
 
 @pytest.mark.parametrize("shift", [0.5, 0.9, 1.0, 1.1, 2.0])
@@ -174,7 +192,8 @@ def test_a_host_that_is_slow_in_all_operations_alike_may_be_busy(shift):
     """
     a, b = recording(1, host=True), recording(2, host=True, shift=shift)
     result = gate(a, b)
-    assert result.passed and result.host_factor == pytest.approx(shift, rel=0.01)
+    assert result.verdict == ("cannot tell" if shift > 1 else "pass")
+    assert result.host_factor == pytest.approx(shift, rel=0.01)
     row = row_of(result)
     assert row["low"] < min(1, shift) and max(1, shift) < row["high"]
     assert row["verdict"] == ("cannot tell" if shift > 1 else "fine")
@@ -196,7 +215,7 @@ def test_too_few_operations_do_not_show_what_a_host_does_to_all():
     result = gate(
         *(s.where((s.spans["name"] != "aten::gelu").to_numpy()) for s in sides)
     )
-    assert result.passed and verdicts(result)["step_s"] == "cannot tell"
+    assert result.verdict == verdicts(result)["step_s"] == "cannot tell"
     assert result.host_factor > 1.3
 
 
@@ -225,7 +244,7 @@ def test_holm_with_equal_weights_is_holm(seed):
 
 FIVE = {"steps": 5}
 REFUSED = [
-    ({"steps": 3}, None, 0.03, "timeline: 2 steps neither warm-up nor cut"),
+    ({"steps": 0}, None, 0.03, "timeline: 0 steps neither warm-up nor cut"),
     (FIVE, "main", 0.03, "b='main' Timeline"),
     (FIVE, FIVE, 0, "threshold=0 is not a share above 0"),
     (FIVE, FIVE, "3%", "threshold='3%' must be a number"),
@@ -264,5 +283,6 @@ def test_a_file_that_ended_early_is_not_judged(tmp_path):
             "rank1.json.gz: truncated gzip; a gate needs whole recordings"
         ):
             gate(*sides)
-    # the file of rank 0 is whole
-    assert gate(whole.select(ranks=[0]), cut.select(ranks=[0])).passed
+    # the file of rank 0 is whole; its steps are too noisy to pass, also beside themselves
+    result = gate(whole.select(ranks=[0]), cut.select(ranks=[0]))
+    assert result.verdict == "cannot tell" and not result.too_few

@@ -2,6 +2,7 @@
 and where it is wrong.
 """
 
+import json
 import sys
 
 import numpy as np
@@ -61,6 +62,44 @@ def test_a_rank_without_gpu_does_not_hide_the_others():
         table.loc[(table["rank"] == 0), "error"].abs().max() <= 1e-4
         and len(table) == 10
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_that_rounding_turns_around_count_as_in_hta(seed, tmp_path):
+    """Kernels below 1 us end before they begin once HTA has rounded; it sorts by start
+    alone, so that the order of the file decides what one beside another counts.
+    """
+    draw = np.random.default_rng(seed)
+    rows = []
+    names = {
+        "gemm": "kernel",
+        "ncclDevKernel_AllReduce": "kernel",
+        "Memcpy": "gpu_memcpy",
+    }
+    for stream, (name, category) in enumerate(names.items(), 7):
+        short = draw.random(300) < 0.3
+        dur = np.where(short, draw.exponential(0.5, 300), draw.exponential(6.0, 300))
+        start = 1e6 + np.cumsum(draw.exponential(1.0, 300) + np.r_[0.0, dur[:-1]])
+        for ts, length in zip(
+            start.round(3).tolist(), dur.round(3).tolist(), strict=True
+        ):
+            args = {"stream": stream, "device": 0, "correlation": len(rows) + 1}
+            row = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream}
+            rows.append(row | {"ts": ts, "dur": length, "args": args})
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 0.05}
+    launches = [
+        launch
+        | {"pid": 1, "tid": 1, "ts": 999000.5 + number / 10}
+        | {"args": {"correlation": number}}
+        for number in range(1, len(rows) + 1)
+    ]
+    order = draw.permutation(len(rows)) if seed % 2 else range(len(rows))
+    events = launches + [rows[at] for at in order]
+    content = {"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": events}
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(content))
+    table = hta.beside_hta(path)
+    assert table.loc[table["quantity"] != "overlap", "error"].abs().max() < 1e-12
 
 
 def test_cpu_traces_give_empty_tables_and_say_so():

@@ -404,12 +404,14 @@ def test_absent_sources_are_named(tmp_path):
 
 LAUNCH, HOST = op("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), op("aten::mm", 0, 9)
 NAMELESS = row("k", 0, 9) | {"cat": None}
+COUNTER = {"ph": "C", "name": "queue", "pid": 1, "tid": 0, "ts": 1, "args": {"n": 2}}
 SILENT = [
     ([LAUNCH, HOST], {}, "no row of a device is recorded"),
     ([HOST], B200, "no row of a device, NVIDIA B200, is"),
     ([HOST, NAMELESS], {}, "host's; 1 rows without a category are left out"),
     ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing is at work"),
     ([LAUNCH], {}, "no row of a device is recorded: nothing is at work"),
+    ([COUNTER, COUNTER], {}, "none of its 2 events is of a known kind: nothing is at"),
 ]
 
 

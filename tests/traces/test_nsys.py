@@ -97,6 +97,21 @@ def two_ranks():
     }
 
 
+@pytest.mark.parametrize(
+    "text", ["aten::mm, op_id = 9", "aten::mm, op_id = 9, sizes = [[4, 8]]", None]
+)
+def test_ranges_without_sequence_or_text_are_read_without_a_word(export, text):
+    """pandas' warnings are errors here."""
+    rows = two_ranks()
+    rows["NVTX_EVENTS"] = [
+        (85, 95, 59, text, None, process + 5) for process in _PROCESS
+    ]
+    with pytest.warns(TraceWarning, match="it names none"):
+        timeline = read_trace(export(**rows))
+    operators = timeline.side_tables["operators"]
+    assert operators["sequence"].tolist() == ([] if text is None else [-1, -1])
+
+
 def test_a_real_export_gives_its_reference_sums(tmp_path):
     path = tmp_path / "two_gpus.sqlite"
     path.write_bytes(

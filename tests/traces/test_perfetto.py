@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.traces import counters
+from madmax_lib.traces import calls, counters
 from madmax_lib.traces.read.events import NotATrace, TraceWarning
 from tests.support import local_or_skip
 
@@ -73,6 +73,28 @@ def test_a_replayed_graph():
     )
     # the writer cut two kernels at the next start, JSON keeps them
     assert (rows(of_json)["dur_ns"] != rows(of_packets)["dur_ns"]).sum() == 2
+
+
+def test_collectives_of_a_graph_are_told_by_its_annotations():
+    """JSON text in JSON here, extra data there; what is no such text is left alone."""
+    told = [
+        calls(each)[["collective", "group", "group_size", "dtype", "size_bytes"]]
+        for each in both("cuspy-graphs/rank0")
+    ]
+    pd.testing.assert_frame_equal(*told)
+    assert (told[0]["size_bytes"] > 0).all() and set(told[0]["group"]) == {"0 [0]"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1]", '{"Seq": 1}', "[{", 5, [{"a": 1}]])
+def test_an_annotation_that_is_no_list_of_them_says_nothing(text, tmp_path):
+    args = {"stream": 7, "device": 0, "bytes": 8, "annotation": text}
+    row = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "ts": 1}
+    events = [row | {"dur": 1, "pid": 0, "tid": 7, "args": args}]
+    content = {"traceEvents": events, "distributedInfo": {"rank": 0}}
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(content))
+    spans = mm.read_trace(path).spans
+    assert spans["size_bytes"].tolist() == [8] and spans["stream"].tolist() == [7]
 
 
 def test_energy_is_power_times_the_time_at_work():

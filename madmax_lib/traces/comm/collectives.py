@@ -27,7 +27,7 @@ from madmax_lib.timeline.accounting import (
     exposed_ns,
 )
 from madmax_lib.traces.comm.bounds import longest_transfer_s
-from madmax_lib.traces.comm.call_metadata import call_metadata
+from madmax_lib.traces.comm.call_metadata import call_metadata, members
 from madmax_lib.traces.tables import ratio
 
 _TELLS = (
@@ -49,10 +49,12 @@ def calls(timeline: Timeline) -> pd.DataFrame:
 
     row: its number in the spans. rank, stream, step. collective (as kinds.COLLECTIVES,
     and send, recv), group with its ranks ("" if unknown), group_size, dtype ("" if
-    unknown), size_bytes (message by the field's convention, see `call_metadata`),
-    sequence, source_rank, target_rank (-1 if unknown). start_s: from the first span of
-    the timeline. duration_s, exposed_s (not under compute of its rank). longest_s: more
-    than this the transfer cannot take, NaN where nothing bounds it, see `bounds`.
+    unknown), nodes (intra or inter: on one machine or several, "" if unknown; only of
+    traces that name their machines), size_bytes (message by the field's convention, see
+    `call_metadata`), sequence, source_rank, target_rank (-1 if unknown). start_s: from
+    the first span of the timeline. duration_s, exposed_s (not under compute of its
+    rank). longest_s: more than this the transfer cannot take, NaN where nothing bounds
+    it, see `bounds`.
     algorithm_bytes_per_s and bus_bytes_per_s, NaN where the size is unknown or the
     duration 0. call: the same number for the same call on several ranks, -1 where there
     is only one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a
@@ -83,7 +85,32 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     several = len(timeline.ranks) > 2
     unnamed = bool(several and is_matched and (table["group"] == "").all())
     unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
+    if "hosts" in timeline.meta.provenance:
+        table.insert(table.columns.get_loc("dtype"), "nodes", _nodes(timeline, table))
     return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
+
+
+def _nodes(timeline, table):
+    """Whether each call (n,) stays on one machine or not, "" where that is not known."""
+    hosts = timeline.meta.provenance["hosts"]
+
+    def between(ranks, size):
+        names = {hosts.get(str(rank), "") for rank in ranks}
+        if len(names - {""}) > 1:
+            return "inter"
+        return "intra" if "" not in names and len(ranks) >= size else ""
+
+    of_group = {
+        group: between(members(group) or set(part["rank"]), part["group_size"].max())
+        for group, part in table.groupby("group")
+    }
+    ends = zip(table["source_rank"], table["target_rank"], strict=True)
+    of_pair = [between(pair, 2) if min(pair) >= 0 else "" for pair in ends]
+    return (
+        table["group"]
+        .map(of_group)
+        .mask(np.array(of_pair, dtype=object) != "", of_pair)
+    )
 
 
 @cached_per_timeline
@@ -149,7 +176,7 @@ def waiting(timeline: Timeline) -> pd.DataFrame:
 def by_group(timeline: Timeline) -> pd.DataFrame:
     """One row per process group and collective, over all ranks, longest total first.
 
-    group, collective, group_size, dtype (several joined by a comma), ranks (seen),
+    group, collective, group_size, dtype and nodes (several joined by a comma), ranks (seen),
     count (spans), calls (what several ranks did together counts once), size_bytes (of
     all calls, NaN if one is unknown). total_s, mean_s, min_s, max_s of the spans,
     exposed_s in all. transfer_s: sum over the calls of the shortest time among the
@@ -170,12 +197,11 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     spans = table.groupby(["group", "collective"], sort=False)
     each = _distinct_calls(table).groupby(["group", "collective"], sort=False)
     sums = each[["transfer_s", "sized_s", "sent_bytes", "bus_bytes"]].sum()
+    texts = spans[[name for name in ("dtype", "nodes") if name in table]]
     result = pd.DataFrame(
         {
             "group_size": spans["group_size"].max(),
-            "dtype": spans["dtype"].agg(
-                lambda dtypes: ", ".join(sorted(set(dtypes) - {""}))
-            ),
+            **texts.agg(lambda values: ", ".join(sorted(set(values) - {""}))),
             "ranks": spans["rank"].nunique(),
             "count": spans.size(),
             "calls": each.size(),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from madmax_lib.traces.read.chrome import decode_pieces
@@ -177,12 +178,28 @@ def complete(events: list[Event]) -> list[Event]:
         if event.cat is None and args is not None and args.connection is not None:
             event.cat = "runtime" if args.task is None else "kernel"
             event.args = type(args)(correlation=args.connection)
+        elif args is not None and args.annotation is not None:
+            event.args = _with_annotation(args)
     # "Trace" are the profiler's own marks of when it recorded
     return [
         event
         for event in lasting
         if event.cat is not None and event.cat != "Trace" and event.ph in ("X", None)
     ]
+
+
+def _with_annotation(args: Args):
+    """Args with what a list of annotations tells of a collective."""
+    inner = _NO_ARGS
+    with contextlib.suppress(msgspec.DecodeError, TypeError):
+        every = msgspec.json.decode(args.annotation, type=list[type(args)])
+        inner = next((each for each in every if each.collective is not None), inner)
+    fields = {name: getattr(inner, name) for name in inner.__struct_fields__}
+    blank = type(inner)()
+    stated = {
+        name: each for name, each in fields.items() if each != getattr(blank, name)
+    }
+    return msgspec.structs.replace(args, **stated)
 
 
 def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):

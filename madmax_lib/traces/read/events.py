@@ -74,6 +74,8 @@ class Args(msgspec.Struct, frozen=True, gc=False, rename=_KEYS):
     # this and the next: of Ascend's profiler, whose events have no category
     connection: Any = None
     task: Any = None
+    # JSON text that a kernel of a CUDA graph was captured with, as cuspy writes it
+    annotation: Any = None
 
 
 class _Fields(msgspec.Struct, gc=False):

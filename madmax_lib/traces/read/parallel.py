@@ -12,7 +12,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, wait
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -69,8 +68,8 @@ def read_all(
 
 
 def _whose_process_died(results: dict):
-    # dask's error by name, because dask is not imported here
-    deaths = {BrokenProcessPool.__name__, _LostError.__name__, "KilledWorker"}
+    # by name: what they come from is imported where it is used
+    deaths = {"BrokenProcessPool", _LostError.__name__, "KilledWorker"}
     return [
         path
         for path, result in results.items()

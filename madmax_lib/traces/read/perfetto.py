@@ -22,7 +22,9 @@ _END = 2
 _OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
 _NO_STREAM = 2**31 - 1  # thread of waits for a whole device
 _LINES = 4000  # events of a block of text
+_MOST_NOTES = 1 << 15  # whose text is kept
 _BYTES = 2  # wire type of texts and messages
+_EVENTS = {8, 10, 11, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
 _STAGES = {  # category of Kineto, by name of a render stage
@@ -44,16 +46,6 @@ _UNLABELLED = {  # slices of a GPU's streams; others are kernels
 _ARGS = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 Message = dict[int, list]
-
-
-class _Slice(NamedTuple):
-    """A row of a thread or a stream; args is JSON text."""
-
-    track: int
-    ts_ns: int
-    name: str
-    category: str
-    args: str
 
 
 class _Row(NamedTuple):
@@ -106,9 +98,11 @@ class _Packets:
         self.defaults: dict[int, Message] = {}  # of packets, by sequence
         self.clocks: dict[tuple[int, int], list[int]] = {}
         self.tracks: dict[int, Message] = {}
-        self.marks: list[tuple[int, _Slice]] = []  # type and slice, in file order
-        self.stages: list[tuple[int, Message, dict]] = []
-        self.counters: list[tuple[int, Message, dict]] = []
+        # type, track, time, name, category and args of slices: plain tuples of plain
+        # values are no garbage to look for, as are texts
+        self.marks: list[tuple] = []
+        # start, duration and text of device rows and counters
+        self.rows: list[tuple[int, int | None, str]] = []
 
     def read(self, data: bytes):
         """Take the packets of a Trace, or of a compressed part of one."""
@@ -118,28 +112,37 @@ class _Packets:
 
     def _packet(self, packet: Message):
         sequence = _first(packet, 10, 0)
+        if not packet.keys() <= _EVENTS:
+            self._state(packet, sequence)
+        if not packet.keys() & {11, 52, 53}:
+            return
+        names = self.interned[sequence]
+        ts_ns = self._time_ns(packet, sequence)
+        self.times.append(ts_ns)
+        for event in packet.get(11, []):
+            self._track_event(_message(event), ts_ns, sequence)
+        for event in packet.get(53, []):
+            stage = _once(event)
+            text = _line(_stage_row(stage, names))
+            self.rows.append((ts_ns, _first(stage, 2, 0), text))
+        for event in packet.get(52, []):
+            self.rows += [(ts_ns, None, line) for line in _counters(event, names)]
+
+    def _state(self, packet: Message, sequence: int):
+        """Take what a packet says about others."""
         if _first(packet, 13, 0) & 1 or _first(packet, 41, 0):
             self.interned.pop(sequence, None)
-        names = self.interned[sequence]
         if defaults := packet.get(59):
             self.defaults[sequence] = _message(defaults[0])
         for snapshot in packet.get(6, []):
             self._snapshot(_message(snapshot), sequence)
         for table in packet.get(12, []):
-            _intern(_message(table), names)
+            _intern(_message(table), self.interned[sequence])
         for descriptor in packet.get(60, []):
             track = _message(descriptor)
             self.tracks[_first(track, 1, 0)] = track
         for part in packet.get(50, []):
             self.read(zlib.decompress(part))
-        if not packet.keys() & {11, 52, 53}:
-            return
-        ts_ns = self._time_ns(packet, sequence)
-        self.times.append(ts_ns)
-        for event in packet.get(11, []):
-            self._track_event(_message(event), ts_ns, sequence)
-        self.stages += [(ts_ns, _once(e), names) for e in packet.get(53, [])]
-        self.counters += [(ts_ns, _message(e), names) for e in packet.get(52, [])]
 
     def _snapshot(self, snapshot: Message, sequence: int):
         clocks = [_message(clock) for clock in snapshot.get(1, [])]
@@ -181,67 +184,71 @@ class _Packets:
         name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
         category = names["category"].get(_first(event, 3, 0), "")
         category = _text(event, 22, category)
-        notes = [_note(note, names) for note in event.get(4, [])]
-        args = ", ".join(f"{key}: {value}" for key, value in notes)
-        self.marks.append((kind, _Slice(track, ts_ns, name, category, args)))
+        notes = names["noted"]
+        if len(notes) > _MOST_NOTES:
+            notes.clear()
+        texts = []
+        for note in event.get(4, []):
+            if note not in notes:
+                notes[note] = ": ".join(_note(note, names))
+            texts.append(notes[note])
+        self.marks.append((kind, track, ts_ns, name, category, ", ".join(texts)))
 
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
-        for begin, end_ns in _pairs(self.marks):
-            row = self._row(begin)
-            yield _line(row, begin.ts_ns - base_ns, end_ns - begin.ts_ns)
-        for ts_ns, stage, names in self.stages:
-            yield _stage_line(stage, names, ts_ns - base_ns)
-        for ts_ns, event, names in self.counters:
-            yield from _counter_lines(event, names, ts_ns - base_ns)
+        for (_, track, ts_ns, *texts), end_ns in _pairs(self.marks):
+            text = _line(self._row(track, *texts))
+            yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
+        for ts_ns, dur_ns, text in self.rows:
+            yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _row(self, row: _Slice):
+    def _row(self, number: int, name: str, category: str, args: str):
         """Row of a slice; its name tells its category on a stream of a GPU where none
         is written.
         """
-        track = self.tracks.get(row.track, {})
+        track = self.tracks.get(number, {})
         parent = self.tracks.get(_first(track, 5, 0), {})
         thread = _message(_first(track, 4, b""))
         process = _message(_first(track, 3, _first(parent, 3, b"")))
         pid = _first(thread, 1, _first(process, 1, 0))
-        tid = _first(thread, 2, row.track)
+        tid = _first(thread, 2, number)
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
         on_gpu = _text(process, 6, "").startswith("GPU ")
-        unlabelled = _UNLABELLED.get(row.name, "kernel") if on_gpu else "cpu_op"
-        return _Row(row.category or unlabelled, row.name, pid, tid, row.args)
+        unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
+        return _Row(category or unlabelled, name, pid, tid, args)
 
 
-def _pairs(marks: list[tuple[int, _Slice]]):
+def _pairs(marks: list[tuple]):
     """Slices and their ends, in the order of their beginnings.
 
     A block of beginnings and an equally long one of ends on the same tracks belong
     together in order, as cuspy writes them; else the last that began on a track ends.
     """
     blocks = [
-        (kind, [each for _, each in rows])
-        for kind, rows in groupby(marks, key=lambda mark: mark[0])
+        (kind, list(rows)) for kind, rows in groupby(marks, key=lambda mark: mark[0])
     ]
     loose = []
     number = 0
     while number < len(blocks):
         kind, rows = blocks[number]
         ends = blocks[number + 1][1] if number + 1 < len(blocks) else []
-        together = [row.track for row in rows] == [end.track for end in ends]
+        together = [track for _, track, *_ in rows] == [track for _, track, *_ in ends]
         if kind == _BEGIN and together:
-            yield from zip(rows, [end.ts_ns for end in ends], strict=True)
+            yield from zip(rows, [ts_ns for _, _, ts_ns, *_ in ends], strict=True)
             number += 2
             continue
-        loose += [(row.ts_ns, kind == _BEGIN, row) for row in rows]
+        loose += [(row[2], kind == _BEGIN, row) for row in rows]
         number += 1
     open_rows = defaultdict(list)
     for ts_ns, begins, row in sorted(loose, key=lambda mark: mark[:2]):
+        track = row[1]
         if begins:
-            open_rows[row.track].append(row)
-        elif open_rows[row.track]:
-            yield open_rows[row.track].pop(), ts_ns
+            open_rows[track].append(row)
+        elif open_rows[track]:
+            yield open_rows[track].pop(), ts_ns
 
 
-def _stage_line(stage: Message, names: dict, ts_ns: int):
+def _stage_row(stage: Message, names: dict):
     """A row of the device."""
     kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
     name = names["kernel"].get(_first(stage, 19, 0), kind)
@@ -254,11 +261,12 @@ def _stage_line(stage: Message, names: dict, ts_ns: int):
     values = {_ARGS.get(key, key): value for key, value in extra.items()}
     args = json.dumps(values | {"stream": stream})[1:-1]
     tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    row = _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
-    return _line(row, ts_ns, _first(stage, 2, 0))
+    return _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
 
 
-def _counter_lines(event: Message, names: dict, ts_ns: int):
+def _counters(data: bytes, names: dict):
+    """Texts of the counters of an event."""
+    event = _once(data)
     inline = {"specs": _specs(_message(_first(event, 1, b""))), "gpu": 0}
     described = names["counter"].get(_first(event, 4, 0), inline)
     gpu = _first(event, 3, described["gpu"])
@@ -267,14 +275,18 @@ def _counter_lines(event: Message, names: dict, ts_ns: int):
         value = _first(counter, 2, None)
         value = _double(_first(counter, 3, b"")) if value is None else value
         text = f'"ph": "C", "name": {_json(name)}, "pid": "GPU {gpu} Counters"'
-        yield f'{{{text}, "ts": {_us(ts_ns)}, "args": {{"": {value}}}}}'
+        yield f'{text}, "args": {{"": {value}}}'
 
 
-def _line(row: _Row, ts_ns: int, dur_ns: int):
+def _line(row: _Row):
     text = f'"ph": "X", "cat": {_json(row.category)}, "name": {_json(row.name)}'
-    times = f'"ts": {_us(ts_ns)}, "dur": {_us(max(dur_ns, 0))}'
-    thread = f'"pid": {row.pid}, "tid": {row.tid}'
-    return f'{{{text}, {thread}, {times}, "args": {{{row.args}}}}}'
+    return f'{text}, "pid": {row.pid}, "tid": {row.tid}, "args": {{{row.args}}}'
+
+
+def _timed(text: str, ts_ns: int, dur_ns: int | None):
+    """A line with its times; a counter has no duration."""
+    dur = "" if dur_ns is None else f', "dur": {_us(max(dur_ns, 0))}'
+    return f'{{{text}, "ts": {_us(ts_ns)}{dur}}}'
 
 
 def _us(ns: int):
@@ -283,6 +295,7 @@ def _us(ns: int):
 
 def _intern(data: Message, names: dict):
     """Enter the tables of a packet into those of its sequence."""
+    names["noted"].clear()  # texts of notes by their bytes
     for field, table in _TABLES.items():
         for entry in map(_message, data.get(field, [])):
             names[table][_first(entry, 1, 0)] = _text(entry, 2, "")
@@ -342,13 +355,38 @@ def _double(data: bytes):
 def _once(data: bytes) -> Message:
     """Values of a message's fields, in order."""
     values: Message = {}
-    for field, value in _fields(data):
-        values.setdefault(field, []).append(value)
+    at = 0
+    end = len(data)
+    # as `_fields`, without its calls for the short numbers that most are
+    while at < end:
+        key = data[at]
+        at += 1
+        if key > 127:
+            key, at = _varint(data, at - 1)
+        wire = key & 7
+        if wire in (0, _BYTES):
+            value = data[at]
+            at += 1
+            if value > 127:
+                value, at = _varint(data, at - 1)
+        else:
+            value = {1: 8, 5: 4}.get(wire, end)
+        if wire:
+            begin = at
+            at += value
+            if at > end:
+                raise IndexError("a cut or unknown field")
+            value = data[begin:at]
+        field = key >> 3
+        if field in values:
+            values[field].append(value)
+        else:
+            values[field] = [value]
     return values
 
 
 # annotations and ends of slices repeat, packets do not
-_message = lru_cache(maxsize=1 << 15)(_once)
+_message = lru_cache(maxsize=1 << 12)(_once)
 _json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
 
 

@@ -21,6 +21,7 @@ class Provenance(TypedDict, total=False):
     files: dict[str, dict[str, str]]  # by rank: name and sha256 of its file
     threads: dict[str, list[str]]  # by rank: "pid 7 tid 9" of streams -1, -2, ...
     warnings: dict[str, list[str]]  # by rank: what is missing, damaged or ambiguous
+    hosts: dict[str, str]  # by rank: name of its machine
     damaged: dict[str, str]  # by rank: why its file ends early
     collectives: dict[str, str]  # by name of a span: what a user's table says it is
     unread: dict[str, str]  # by name of a file that was left out: the reason

@@ -60,6 +60,8 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None):
         "rules": "hta" if hta else "exact",
         "threads": {str(rank): threads},
     }
+    if host := trace.envelope.get("host_name"):
+        provenance["hosts"] = {str(rank): str(host)}
     if trace.damage:
         provenance["damaged"] = {str(rank): trace.damage}
     if user_kinds:
@@ -189,8 +191,11 @@ def _warn_of_absence(
     launches = any(re.search("runtime|driver", category) for category in categories)
     device = _device_name(trace)
     if not ((busy | annotated).any() or launches or device):
-        if len(columns) or left_out:
-            trace.warn(f"no row of a known category: nothing is at work{left_out}")
+        absent = "no row of a known category"
+        if not (len(columns) or left_out):  # counters, marks, names of processes
+            absent = f"none of its {trace.events} events is of a known kind"
+        if len(columns) or SOURCE_KEY not in trace.envelope:  # an export may be empty
+            trace.warn(f"{absent}: nothing is at work{left_out}")
     elif not (busy & (stream >= 0)).any() and (launches or device or left_out):
         times = "all times are the host's" if busy.any() else "nothing is at work"
         name = f", {device}," if device else ""

@@ -5,7 +5,7 @@ table, four formats.
 
 schema    1; another number when a key changes its meaning or goes
 command   the command, and version: of the package
-status    the exit status: 0 fine, 1 a gate or verdict failed, 2 bad input
+status    the exit status: 0 fine, 1 a gate or verdict failed, 2 bad input, 3 cannot tell
 error     null, or with status 2 the line that says what is wrong
 inputs    what was read: name and sha256 of each file; of what the catalog names, name and null
 summary   the headline values of the command, by name
@@ -63,7 +63,13 @@ class Answer:
     # headline values by name, units in the names; texts, numbers, or lists and dicts
     summary: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[str] = ()  # inputs that are no trace files: models of the catalog
-    passed: bool = True  # False where a verdict or a gate failed: the exit status is 1
+    # False where a verdict or a gate failed, None where nobody can tell
+    passed: bool | None = True
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 fine, 1 failed, 3 cannot tell."""
+        return 3 if self.passed is None else int(not self.passed)
 
 
 @cache
@@ -143,7 +149,7 @@ def envelope(
     if isinstance(answer, Exception):
         head |= {"status": 2, "error": str(answer)}
     else:
-        head |= {"status": int(not answer.passed), "error": None}
+        head |= {"status": answer.status, "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
         lists["inputs"] = list(
             _inputs(answer.table.attrs.get("provenance", {}).get("files", {}))
@@ -185,7 +191,7 @@ def _print_answer(command, answer, options):
             is_markdown = options.format == "markdown"
             text = _written(result, options.all, markdown=is_markdown)
         print(text)
-        return int(not result.passed)
+        return result.status
     with warnings.catch_warnings(record=True, action="default") as caught:
         try:
             result = answer(options)
@@ -201,7 +207,7 @@ def _print_answer(command, answer, options):
     )
     if isinstance(result, Exception):
         raise result
-    return int(not result.passed)
+    return result.status
 
 
 def _inputs(files, side=""):

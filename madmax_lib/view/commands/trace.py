@@ -24,8 +24,16 @@ _MOST_OPERATIONS = 3  # that differ most
 
 def add(commands) -> None:
     """Add these commands."""
-    for answer in (_breakdown, _compare, _stragglers, _flight, _snapshot, _report):
-        add_command(commands, answer, share=_share)
+    for answer in (
+        _breakdown,
+        _cut,
+        _compare,
+        _stragglers,
+        _flight,
+        _snapshot,
+        _report,
+    ):
+        add_command(commands, answer, share=_share, steps=_steps)
 
 
 def read(paths: list[str]) -> Timeline:
@@ -55,7 +63,50 @@ def _breakdown(options):
     # without ProfilerStep marks a recording is one long step
     if lacks_step_marks(timeline):
         about["note"] = "no step marks: the whole recording counts as one step"
-    return Answer(traces.breakdown(timeline), about)
+    table = traces.breakdown(timeline, steps=True)
+    return Answer(table, about | _per_step(table))
+
+
+def _steps(text):
+    first, _, last = text.partition(":")
+    try:
+        return range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a range such as 3:5") from None
+
+
+def _cut(options):
+    start_s = vars(options)["from"]
+    has_times = start_s is not None or options.to is not None
+    if has_times == bool(options.steps):
+        raise ValueError("cut needs --steps, or --from and --to")
+    timeline = read(options.traces)
+    if has_times:
+        end_s = math.inf if options.to is None else options.to
+        part = traces.window(timeline, start_s or 0.0, end_s)
+    else:
+        steps = [step for step in timeline.steps if step in options.steps]
+        if not steps:
+            raise ValueError(f"none of these steps; the trace has {timeline.steps}")
+        part = timeline.select(steps=steps)
+    paths = traces.export_trace(part, options.output)
+    about = _ranks(part) | {"steps": len(part.steps), "spans": len(part)}
+    about["files"] = [str(path) for path in paths]
+    return Answer(traces.breakdown(part), about)
+
+
+def _per_step(table):
+    """Headline of a breakdown by parts: a step, and the work outside of all, in s per
+    rank.
+    """
+    recorded = table[table["part"] == "steps"]
+    times = recorded[["total_s", "compute_s", "exposed_comm_s", "idle_s"]]
+    about = {"per_step": dict(times.div(recorded["steps"], axis=0).mean())}
+    for part, rows in table.groupby("part"):
+        if part != "steps":
+            work_s = (rows["total_s"] - rows["idle_s"]).sum() / len(recorded)
+            about[f"work_{part}_steps_s"] = work_s
+    return about
 
 
 def _share(text):
@@ -141,20 +192,22 @@ def _gate(a, b, threshold):
     result = traces.gate(a, b, threshold)
     table = result.table
     slower = table["quantity"][table["verdict"] == "slower"]
-    about = {"passed": result.passed, "gate": threshold, "slower": list(slower)}
+    about = {"verdict": result.verdict, "passed": result.passed, "gate": threshold}
+    about |= {"slower": list(slower), "note": result.too_few}
     columns = ["operation", "kind", "rank", "difference_s", "ratio"]
     explanation = result.explanation[columns]
     ranks = explanation["rank"].astype(object).where(explanation["rank"] >= 0, "all")
     about["explanation"] = explanation.assign(rank=ranks).to_dict("records")
     # quantities of the step alone, which have no kind; of operations the table says it
     unclear = (table["verdict"] == "cannot tell") & (table["kind"] == "")
-    about["cannot_tell_below"] = dict(
-        table[unclear].set_index("quantity")["detectable"]
-    )
+    unclear = table[unclear].set_index("quantity")
+    about["measured_ratio"] = dict(unclear["ratio"])
+    about["cannot_tell_below"] = dict(unclear["detectable"])
     # all operations changed alike: the machine rather than the program
     if result.host_factor != 1:
         about["alike"] = result.host_factor
-    return Answer(table, about, passed=result.passed)
+    unknown = result.verdict == "cannot tell"
+    return Answer(table, about, passed=None if unknown else result.passed)
 
 
 def _stragglers(options):
@@ -255,4 +308,5 @@ def _report(options):
         "steps": len(steps),
         "advice": causes.to_dict("records"),
     }
-    return Answer(traces.breakdown(timeline), about)
+    table = traces.breakdown(timeline, steps=True)
+    return Answer(table, about | _per_step(table))
