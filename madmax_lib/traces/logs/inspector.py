@@ -6,7 +6,7 @@ a rank of the communicator, and a process may have several. Keys decide, not the
 v4.0 to v4.4 and its forks (NCCL plugins/profiler/inspector; v4.3 is NCCL PR 2359).
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

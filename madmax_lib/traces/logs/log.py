@@ -46,6 +46,8 @@ class Log:
     pace_s: np.ndarray  # (steps,) from end to end of steps, of the job; NaN unknown
     tags: np.ndarray  # (steps,) what makes a step special, such as "gc"; "" for none
     phases: dict[str, Phase]
+    # (processes, steps) the pace of each, where the log has their clocks
+    own_pace_s: np.ndarray | None = None
     # whether the processes take every step together, so that the others wait for one
     together: bool = False
     sizes: pd.DataFrame | None = None  # of collectives: bus bandwidth by size
@@ -84,6 +86,14 @@ class Log:
         """The files, as a provenance of tables has them."""
         files = dict.fromkeys(self.units["file"])
         return {"files": {name: {"name": Path(name).name} for name in files}}
+
+
+def middle_of(values: np.ndarray) -> np.ndarray:
+    """(steps,) median over processes (processes, steps), NaN where none has a value."""
+    result = np.full(values.shape[1], np.nan)
+    some = np.isfinite(values).any(axis=0)
+    result[some] = np.nanmedian(values[:, some], axis=0)
+    return result
 
 
 def numbered_steps(log: Log, phase: Phase) -> np.ndarray:

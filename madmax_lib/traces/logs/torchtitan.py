@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from isal import igzip
 
-from madmax_lib.traces.logs.log import Log, Phase
+from madmax_lib.traces.logs.log import Log, Phase, middle_of
 
 _BLOCK_BYTES = 1 << 22
 _NESTED = 4000  # lines of a file that tell which phase is inside of which
@@ -70,7 +70,7 @@ def blocks(path: Path) -> Iterator[bytes]:
     with (igzip.open if is_gzip else open)(path, "rb") as file:
         try:
             while data := file.read(_BLOCK_BYTES):
-                whole, newline, tail = (rest + data).rpartition(b"\n")
+                whole, _, tail = (rest + data).rpartition(b"\n")
                 yield whole
                 rest = tail
         except EOFError:  # a compressed file that ends early
@@ -136,7 +136,8 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
         source="torchtitan",
         units=table,
         steps=steps,
-        pace_s=_middle(pace_s),
+        pace_s=middle_of(pace_s),
+        own_pace_s=pace_s,
         tags=tags,
         phases={
             name: Phase(values, steps, group, parents.get(name, ""))
@@ -145,14 +146,6 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
         together=set(sources) == {"training"},
         notes=tuple(_notes(files, table)),
     )
-
-
-def _middle(pace_s):
-    """(steps,) median over processes, NaN where none has one."""
-    result = np.full(pace_s.shape[1], np.nan)
-    some = np.isfinite(pace_s).any(axis=0)
-    result[some] = np.nanmedian(pace_s[:, some], axis=0)
-    return result
 
 
 def _notes(files, table):
