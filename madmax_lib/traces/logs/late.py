@@ -55,7 +55,7 @@ class _Late:
     kind: str = "late"
 
 
-def findings(log: Log) -> pd.DataFrame:
+def find_late(log: Log) -> pd.DataFrame:
     """Ranks, hosts and phases that are late, and changes of the pace, worst first.
 
     rank, host, phase: None where it does not apply. since_step. cost_share: of the
@@ -68,22 +68,33 @@ def findings(log: Log) -> pd.DataFrame:
     for late in _all_late(log):
         share = _cost_share(log, late)
         rank, host = _named(log, late.members)
-        steps = _counted(log, log.phases[late.phase]).steps
-        row = [rank, host, late.phase, int(steps[late.first]), share]
+        steps = log.phases[late.phase].steps
+        since = _counted(log, log.phases[late.phase]).steps[late.first]
+        since = int(since if late.first else steps.min())
+        row = [rank, host, late.phase, since, share]
         kind = late.kind if log.together or late.kind != "late" else "slow"
         row += [kind, late.excess_s, late.confidence]
         (rows if share >= _SMALLEST else hidden).append(row)
     rows += _of_the_job(log, rows)
     table = pd.DataFrame(rows, columns=COLUMNS).astype({"rank": object})
     table = table.sort_values("cost_share", ascending=False, ignore_index=True)
-    names = [f"{rank if rank is not None else host} in {phase}" for rank, host, phase, *_ in hidden]
+    names = [
+        f"{rank if rank is not None else host} in {phase}"
+        for rank, host, phase, *_ in hidden
+    ]
     return with_origin(table, {**log.origin}, hidden=names)
 
 
 def _counted(log, phase):
     """The phase in the steps that count."""
     keep = numbered_steps(log, phase)
-    return Phase(phase.seconds[:, keep], phase.steps[keep], phase.group, phase.parent, phase.waits)
+    return Phase(
+        phase.seconds[:, keep],
+        phase.steps[keep],
+        phase.group,
+        phase.parent,
+        phase.waits,
+    )
 
 
 def _all_late(log) -> Iterator[_Late]:
@@ -107,7 +118,11 @@ def _all_late(log) -> Iterator[_Late]:
             and set(other.members) == set(late.members)
         ]
         parent = log.phases[late.phase].parent
-        around = [o for o in every if o.phase == parent and set(o.members) == set(late.members)]
+        around = [
+            o
+            for o in every
+            if o.phase == parent and set(o.members) == set(late.members)
+        ]
         # named is the inner one where it explains most of the outer
         if any(other.excess_s > 0.7 * late.excess_s for other in inside):
             continue
@@ -124,8 +139,11 @@ def _of_group(log, name, phase, members, tests):
     scale_s = float(np.nanmedian(seconds))
     excess = sign * seconds
     excess -= _lower_median(excess)
-    edges = block_edges(seconds.shape[1], max(min(seconds.shape[1] // _STEPS, _BLOCKS), 1))
-    blocks = np.stack([_medians(excess[:, low:high]) for low, high in zip(edges, edges[1:])], 1)
+    edges = block_edges(
+        seconds.shape[1], max(min(seconds.shape[1] // _STEPS, _BLOCKS), 1)
+    )
+    parts = np.split(excess, edges[1:-1], axis=1)
+    blocks = np.stack([_medians(part) for part in parts], axis=1)
     natural = _Natural(scale_s, phase.waits, tests)
     noise = _block_noise(excess, seconds.shape[1] / blocks.shape[1])
     hosts = log.units["host"].to_numpy()[members]
@@ -152,7 +170,9 @@ def _of_group(log, name, phase, members, tests):
         if first:
             of_step = np.nanmedian(excess[rows], axis=0)
             first = exact_start(np.nan_to_num(of_step), edges, first)
-        yield _Late(name, members[rows], first, found.excess_s, found.confidence, found.kind)
+        yield _Late(
+            name, members[rows], first, found.excess_s, found.confidence, found.kind
+        )
 
 
 def _lower_median(values):
@@ -272,7 +292,10 @@ class _Natural:
         jump = after - before
         if count >= _MANY:
             jump = jump - np.median(jump, axis=0)
-        wander_s = np.full(len(firsts), self._floor_s(many=True) if self.waits else _APART["wander"] * self.scale_s)
+        wander_s = np.full(
+            len(firsts),
+            self._floor_s(many=True) if self.waits else _APART["wander"] * self.scale_s,
+        )
         if count >= _MANY:
             wander_s = np.maximum(wander_s, _NORMAL * np.median(np.abs(jump), axis=0))
         else:
@@ -337,9 +360,12 @@ def _cost_share(log, late):
     cost_s = np.nan_to_num(np.maximum(own - others, 0.0))
     if not np.isfinite(pace_s).any():
         pace_s = own
-    elif log.together and log.own_pace_s is not None:
-        if not _pace_follows(own, cost_s > 0, pace_s):
-            return 0.0
+    elif (
+        log.together
+        and log.own_pace_s is not None
+        and not _pace_follows(own, cost_s > 0, pace_s)
+    ):
+        return 0.0
     whole_s = np.nanmedian(pace_s)
     return float((whole_s - np.nanmedian(pace_s - cost_s)) / whole_s)
 
@@ -361,7 +387,9 @@ def _work(log, late, phase):
         if len(other.steps) != len(log.phases[late.phase].steps):
             continue
         part = np.nan_to_num(_counted(log, other).seconds[:, late.first :])
-        shorter_s = np.median(np.median(part[rest], axis=0) - part[late.members].max(axis=0))
+        shorter_s = np.median(
+            np.median(part[rest], axis=0) - part[late.members].max(axis=0)
+        )
         if name == top or shorter_s < late.excess_s / 2:
             work += part
     return work[late.members].max(axis=0), work[rest].max(axis=0)
@@ -392,7 +420,9 @@ def _pace_follows(own, costs, pace_s):
         return False
     apart = [values - np.median(values) for values in sums]
     limits = [3 * _NORMAL * np.median(np.abs(values)) for values in apart]
-    work, pace = (np.clip(v, -most, most) for v, most in zip(apart, limits, strict=True))
+    work, pace = (
+        np.clip(v, -most, most) for v, most in zip(apart, limits, strict=True)
+    )
     slope = work @ pace / max(work @ work, 1e-30)
     return slope > _FOLLOWS * costs.mean()
 
@@ -407,7 +437,8 @@ def _of_the_job(log, rows):
         explained = [
             row
             for row in rows
-            if row[4] > one.share / 2 and abs(np.searchsorted(steps, row[3]) - one.at) <= near
+            if row[4] > one.share / 2
+            and abs(np.searchsorted(steps, row[3]) - one.at) <= near
         ]
         if explained:
             continue
@@ -415,7 +446,16 @@ def _of_the_job(log, rows):
         # what the host's spans do not show has no phase
         name = phase if grown_s > one.share * np.median(log.pace_s[known]) / 2 else None
         excess_s = one.share * float(np.median(log.pace_s[known][: max(one.at, 1)]))
-        yield [None, None, name, since, one.share / (1 + one.share), one.kind, excess_s, one.confidence]
+        yield [
+            None,
+            None,
+            name,
+            since,
+            one.share / (1 + one.share),
+            one.kind,
+            excess_s,
+            one.confidence,
+        ]
 
 
 def _grown(log, known, at):

@@ -176,10 +176,9 @@ def _rows(text: str, pattern: re.Pattern) -> Iterator[dict]:
         step = int(numbers.pop("step", number))
         steps.append((match.start(), step))
         (unit, value), *_ = numbers.items()
+        seconds = value * _UNITS.get(unit, 1.0)
         if unit == "per_s":
             seconds = 1 / value if value else np.nan
-        else:
-            seconds = value * _UNITS[unit]
         row = {"step": step, "seconds": seconds}
         row |= {name: groups[name] for name in ("host", "phase") if groups.get(name)}
         rank = groups.get("rank")

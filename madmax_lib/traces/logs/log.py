@@ -88,6 +88,33 @@ class Log:
         return {"files": {name: {"name": Path(name).name} for name in files}}
 
 
+def step_table(log: Log) -> pd.DataFrame:
+    """Times of phases over the steps that count: phase (step: the pace of the job),
+    ranks, steps, median_s, p10_s, p90_s, slowest_rank (by its median), slowest_s.
+
+    Of collectives their bus bandwidth by size, as `bus_bandwidth` has it.
+    """
+    if log.sizes is not None:
+        return with_origin(log.sizes, log.origin)
+    rows = []
+    if len(times_s := log.step_s):
+        low, middle, high = np.quantile(times_s, [0.1, 0.5, 0.9])
+        row = {"phase": "step", "ranks": len(log.units), "steps": len(times_s)}
+        rows.append(row | {"median_s": middle, "p10_s": low, "p90_s": high})
+    for name, phase in log.phases.items():
+        values = phase.seconds[:, numbered_steps(log, phase)]
+        some = np.isfinite(values).any(axis=1)
+        if name == "step" or not some.any():
+            continue
+        low, middle, high = np.nanquantile(values[some], [0.1, 0.5, 0.9])
+        medians = np.nanmedian(values[some], axis=1)
+        row = {"phase": name, "ranks": int(some.sum()), "steps": values.shape[1]}
+        row |= {"median_s": middle, "p10_s": low, "p90_s": high}
+        row["slowest_rank"] = log.units["rank"].to_numpy()[some][medians.argmax()]
+        rows.append(row | {"slowest_s": medians.max()})
+    return with_origin(pd.DataFrame(rows), log.origin)
+
+
 def middle_of(values: np.ndarray) -> np.ndarray:
     """(steps,) median over processes (processes, steps), NaN where none has a value."""
     result = np.full(values.shape[1], np.nan)

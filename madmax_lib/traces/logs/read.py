@@ -9,6 +9,8 @@ from madmax_lib.traces.logs.lines import read_columns, read_lines
 from madmax_lib.traces.logs.log import Log
 from madmax_lib.traces.logs.summaries import read_traceml
 from madmax_lib.traces.logs.torchtitan import blocks, read_torchtitan
+from madmax_lib.traces.read.files import iterations
+from madmax_lib.traces.read.readers import TRACE_SUFFIXES
 
 # what a folder is searched for; a file that is named may be called anything
 _SUFFIXES = (".jsonl", ".log", ".csv", ".txt", ".out", ".json", ".gz")
@@ -21,6 +23,35 @@ _READERS: dict[str, Callable[[Sequence[Path]], Log]] = {
     "lines": read_lines,
 }
 _HEAD_LINES = 20
+_HEAD_BYTES = 1 << 16
+_UNREADABLE = 8  # letters of a text that are none, at most
+
+
+def find_log(
+    paths: Sequence[str | Path], pattern: str | None = None, column: str | None = None
+) -> Log | None:
+    """The log of some paths, None if they are those of traces: a folder that has both
+    is one of traces, unless its logs are of a kind that names ranks.
+    """
+    paths = [Path(path) for path in paths]
+    if not (pattern or column):
+        if not all(path.exists() for path in paths):
+            return None  # a pattern, or what the reader of traces will miss
+        kinds = set(log_files(paths).values())
+        if not kinds & {"torchtitan", "inspector", "traceml"}:
+            inside = [
+                f
+                for path in paths
+                for f in (path.iterdir() if path.is_dir() else [path])
+            ]
+            is_trace = any(
+                file.suffix in TRACE_SUFFIXES and not _kind(file)
+                for file in inside
+                if file.is_file()
+            )
+            if is_trace or not kinds or any(iterations(path) for path in paths):
+                return None
+    return read_log(paths, pattern, column)
 
 
 def read_log(
@@ -69,10 +100,12 @@ def log_files(path: str | Path | Sequence[str | Path]) -> dict[Path, str]:
 
 def _kind(path):
     """Kind of a file by its first lines; empty for a trace, or what is none."""
-    head = next(blocks(path)).decode(errors="replace").lstrip()
-    if head[:1] not in ("{", "["):
-        is_table = path.name.removesuffix(".gz").endswith(".csv")
-        return "columns" if is_table else "lines" if "\0" not in head[:4096] else ""
+    name = path.name.removesuffix(".gz")
+    head = next(blocks(path, _HEAD_BYTES)).decode(errors="replace").lstrip()
+    if not head or "\0" in head or head.count("\ufffd") > _UNREADABLE:
+        return ""
+    if head[0] not in "{[":
+        return "columns" if name.endswith(".csv") else "lines"
     for line in head.splitlines()[:_HEAD_LINES]:
         try:
             keys = json.loads(line)
@@ -86,4 +119,4 @@ def _kind(path):
             return "columns"
     if '"step_time"' in head and '"primary_diagnosis"' in head:
         return "traceml"
-    return "" if path.suffix == ".json" or '"traceEvents"' in head else "lines"
+    return "" if name.endswith(".json") or '"traceEvents"' in head else "lines"

@@ -62,14 +62,14 @@ class _File:
     later: list = field(default_factory=list)  # files of later starts
 
 
-def blocks(path: Path) -> Iterator[bytes]:
+def blocks(path: Path, size_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
     """Whole lines of a file, some MB at a time; compressed or not."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     rest = b""
     with (igzip.open if is_gzip else open)(path, "rb") as file:
         try:
-            while data := file.read(_BLOCK_BYTES):
+            while data := file.read(size_bytes):
                 whole, _, tail = (rest + data).rpartition(b"\n")
                 yield whole
                 rest = tail

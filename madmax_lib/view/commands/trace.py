@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
+from madmax_lib.view.commands import log as logs
 from madmax_lib.view.commands.answers import Answer, add_command
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
 _MOST_OPERATIONS = 3  # that differ most
+_LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
 def add(commands) -> None:
     """Add these commands."""
-    for answer in (_breakdown, _compare, _stragglers, _flight, _snapshot, _report):
+    answers = (_breakdown, _compare, _stragglers, _steps, _flight, _snapshot, _report)
+    for answer in answers:
         add_command(commands, answer, share=_share)
 
 
@@ -121,6 +124,9 @@ def _compare(options):
             "compare needs two: A and B, each a file, a directory, a pattern in "
             "quotes or a baseline"
         )
+    pair = _log_pair(first, others) if options.gate is not None else None
+    if pair:
+        return logs.gate(*pair, options.gate)
     a = _recordings([first])
     b = _recordings(others)
     # a gate has repeats on both sides, a comparison one recording each
@@ -135,6 +141,15 @@ def _compare(options):
         table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
     return Answer(table, {"most": most.to_dict("records")})
+
+
+def _log_pair(first, others):
+    """Two logs where both paths are of logs, else None."""
+    from madmax_lib.traces.logs.read import find_log
+
+    a = find_log([first]) if len(others) == 1 else None
+    b = a and find_log(others)
+    return (a, b) if b else None
 
 
 def _gate(a, b, threshold):
@@ -157,9 +172,32 @@ def _gate(a, b, threshold):
     return Answer(table, about, passed=result.passed)
 
 
+def _steps(options):
+    if log := logs.log_of(options):
+        return logs.steps(log)
+    timeline = read(options.traces)
+    return Answer(traces.step_summary(timeline), _ranks(timeline))
+
+
+def _late_ranks(table, timeline, steps):
+    """Ranks of a trace that are last beyond chance, as `stragglers` of a log says it."""
+    import pandas as pd
+
+    columns = ["rank", "host", "phase", "since_step", "cost_share", "kind"]
+    late = table[table["rank"].isin(table.attrs["often_last"])]
+    # others wait at once: the mean over them is what the step would be shorter
+    waiting = max(len(table) - 1, 1) * traces.breakdown(timeline)["total_s"].median()
+    share = late["exposed_cost_s"] / waiting
+    late = late.assign(host=None, phase=None, since_step=min(steps, default=None))
+    late = late.assign(cost_share=share, kind="late")[share >= _LEAST_COST]
+    return pd.DataFrame(late, columns=columns)
+
+
 def _stragglers(options):
     from madmax_lib.traces.waits.step_times import steady_state
 
+    if log := logs.log_of(options):
+        return logs.stragglers(log)
     recording = read(options.traces)
     timeline, steps = steady_state(recording)
     table = traces.stragglers(timeline)
@@ -168,8 +206,9 @@ def _stragglers(options):
     about["last_beyond_chance"] = often_last or "no rank"
     not_counted = [step for step in recording.steps if step not in steps]
     about["not_counted"] = [f"step {step}" for step in not_counted]
+    late = _late_ranks(table, timeline, steps)
     if not steps:
-        return Answer(table, about)
+        return Answer(table, about, findings=late)
     replay = traces.what_if_no_stragglers(timeline)
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
@@ -180,7 +219,7 @@ def _stragglers(options):
             "what a replay leaves out (launch gaps, work of other steps) rules this "
             "step: no slowdown follows from it, go by cost_s"
         )
-        return Answer(table, about)
+        return Answer(table, about, findings=late)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
     # a repair of nothing has no share
     if replay.costs:
@@ -189,7 +228,7 @@ def _stragglers(options):
     about["slowdown_by_kind"] = dict(replay.by_kind)
     # beside the rank: the column to look at
     table.insert(1, "slowdown", table["rank"].map(replay.by_rank))
-    return Answer(table, about)
+    return Answer(table, about, findings=late)
 
 
 def _flight(options):
@@ -235,6 +274,8 @@ def _report(options):
     if output.is_dir():
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
+    if log := logs.log_of(options):
+        return logs.report(log, output, Path(options.traces[0]).resolve().name)
     recording = read(options.traces)
     first, *more = options.traces
     title = Path(first).resolve().name
