@@ -35,8 +35,10 @@ _MANY = 8  # members that show by themselves how much equals differ
 _APART = {"few": 0.008, "many": 0.003, "waits": 0.05, "wander": 0.003}
 _NORMAL = 1.4826
 _SMALLEST = 0.002  # share of the step that is worth a word
+_LARGE = 0.01  # excess, as a share of the step, that is worth one whatever it costs
 _NO_WAIT = 0.01  # of the work: what no span holds, such as copies
 _WINDOW = 8  # steps
+_RARELY = 0.2  # of the steps
 _FOLLOWS = 0.5  # of the slope that the pace would have if all steps waited for it
 _WHOLE = ("step", "train_step")
 # phases in which a host waits for its device or for others
@@ -65,16 +67,19 @@ def find_late(log: Log) -> pd.DataFrame:
     """
     hidden = []
     rows = []
-    for late in _all_late(log):
-        share = _cost_share(log, late)
+    every = list(_all_late(log))
+    taken = np.unique(np.concatenate([late.members for late in every] or [[]]))
+    for late in every:
+        cost = _cost(log, late, taken)
         rank, host = _named(log, late.members)
         steps = log.phases[late.phase].steps
         since = _counted(log, log.phases[late.phase]).steps[late.first]
         since = int(since if late.first else steps.min())
-        row = [rank, host, late.phase, since, share]
+        row = [rank, host, late.phase, since, cost.share]
         kind = late.kind if log.together or late.kind != "late" else "slow"
         row += [kind, late.excess_s, late.confidence]
-        (rows if share >= _SMALLEST else hidden).append(row)
+        shows = cost.share >= _SMALLEST or cost.excess_share >= _LARGE
+        (rows if shows and not cost.is_hidden else hidden).append(row)
     rows += _of_the_job(log, rows)
     table = pd.DataFrame(rows, columns=COLUMNS).astype({"rank": object})
     table = table.sort_values("cost_share", ascending=False, ignore_index=True)
@@ -343,56 +348,66 @@ def _named(log, members):
     return None, unit["host"]
 
 
-def _cost_share(log, late):
-    """Share of the step that would not be there if its members were like the others."""
+@dataclass(frozen=True)
+class _Cost:
+    """Cost of late members."""
+
+    share: float  # of the step, that would not be there if they were like the others
+    excess_share: float  # of the step, that they work longer than others
+    is_hidden: bool = False  # whether the pace does not show their work
+
+
+def _cost(log, late, taken):
+    """What late members cost. taken: rows of all that are late."""
     phase = _counted(log, log.phases[late.phase])
     if phase.waits:
         # what the others waited, of their time in all collectives of a round
         whole_s = sum(np.nanmedian(one.seconds) for one in log.phases.values())
-        return late.excess_s / whole_s
+        return _Cost(late.excess_s / whole_s, late.excess_s / whole_s)
     pace_s = log.pace_s[None, log.counted]
     if log.own_pace_s is not None:
         pace_s = log.own_pace_s[late.members][:, log.counted]
     pace_s = middle_of(pace_s[:, late.first :])
-    own, others = _work(log, late, phase)
-    # cost = max(0, work of the late - most work of the others), as the pace is that of
-    # the slowest
-    cost_s = np.nan_to_num(np.maximum(own - others, 0.0))
-    if not np.isfinite(pace_s).any():
-        pace_s = own
-    elif (
-        log.together
-        and log.own_pace_s is not None
-        and not _pace_follows(own, cost_s > 0, pace_s)
-    ):
-        return 0.0
+    work = _work(log, late, phase)
+    own = work[late.members].max(axis=0)
+    same = np.flatnonzero(phase.group == phase.group[late.members[0]])
+    rest = np.setdiff1d(same, taken)
+    others = work[rest if len(rest) else same].max(axis=0)
+    # The pace is that of the slowest: cost = max(0, own work - most work of the others)
+    cost_s = np.maximum(own - others, 0.0)
+    has_pace = np.isfinite(pace_s).any()
+    pace_s = pace_s if has_pace else own
     whole_s = np.nanmedian(pace_s)
-    return float((whole_s - np.nanmedian(pace_s - cost_s)) / whole_s)
+    share = float((whole_s - np.nanmedian(pace_s - cost_s)) / whole_s)
+    is_hidden = False
+    if log.together and has_pace and log.own_pace_s is not None:
+        # all wait for what is on no host, such as their device
+        idle_s = np.nanmedian(pace_s - work[same].max(axis=0))
+        is_hidden = idle_s > _NO_WAIT * whole_s and not _pace_follows(
+            own, np.mean(cost_s > 0), pace_s
+        )
+    return _Cost(share, late.excess_s / whole_s, is_hidden)
 
 
 def _work(log, late, phase):
-    """Work of the late members and of the busiest other (steps,), from the beginning.
+    """Work of all processes (processes, steps) since the members are late.
 
     Phases in which the late are as much shorter hold the waiting of the others.
     """
     group = phase.group
-    same = np.flatnonzero(group == group[late.members[0]])
-    rest = np.setdiff1d(same, late.members)
+    rest = np.setdiff1d(np.flatnonzero(group == group[late.members[0]]), late.members)
     top = _outermost(log, late.phase)
     work = np.zeros((len(group), phase.seconds.shape[1] - late.first), np.float32)
     for name, other in log.phases.items():
-        parent = log.phases[name].parent
-        if name != top and (name in _WAITING or parent not in ("", *_WHOLE)):
-            continue
-        if len(other.steps) != len(log.phases[late.phase].steps):
+        is_part = name not in _WAITING and other.parent in ("", *_WHOLE)
+        if name != top and not (is_part and len(other.steps) == len(log.steps)):
             continue
         part = np.nan_to_num(_counted(log, other).seconds[:, late.first :])
-        shorter_s = np.median(
-            np.median(part[rest], axis=0) - part[late.members].max(axis=0)
-        )
+        of_late = part[late.members].max(axis=0)
+        shorter_s = np.median(np.median(part[rest], axis=0) - of_late)
         if name == top or shorter_s < late.excess_s / 2:
             work += part
-    return work[late.members].max(axis=0), work[rest].max(axis=0)
+    return work
 
 
 def _outermost(log, name):
@@ -403,28 +418,23 @@ def _outermost(log, name):
 
 
 def _pace_follows(own, costs, pace_s):
-    """Whether the pace of the late moves with their work, where it should: they wait
-    for nobody. Where the device is slower, waiting for it fills up what varies.
+    """Whether the pace of the late moves with their work, in the share `costs` of the
+    steps that wait for it. Waiting for a slower device fills up what varies.
     """
     known = np.isfinite(pace_s)
-    waits_s = np.median((pace_s - own)[known]) if known.any() else 0.0
-    if costs.mean() == 0 or waits_s < _NO_WAIT * np.median(own):
-        return bool(costs.mean())
-    # the device may be a step behind: sums of some steps are compared
     count = known.sum() // _WINDOW
-    sums = [
-        values[known][: count * _WINDOW].reshape(count, _WINDOW).sum(axis=1)
-        for values in (own, pace_s)
-    ]
     if count < _EDGE:
         return False
-    apart = [values - np.median(values) for values in sums]
-    limits = [3 * _NORMAL * np.median(np.abs(values)) for values in apart]
-    work, pace = (
-        np.clip(v, -most, most) for v, most in zip(apart, limits, strict=True)
-    )
+    # the device may be a step behind: sums of some steps are compared
+    apart = []
+    for values in (own, pace_s):
+        sums = values[known][: count * _WINDOW].reshape(count, _WINDOW).sum(axis=1)
+        sums = sums - np.median(sums)
+        most = 3 * _NORMAL * np.median(np.abs(sums))
+        apart.append(np.clip(sums, -most, most))
+    work, pace = apart
     slope = work @ pace / max(work @ work, 1e-30)
-    return slope > _FOLLOWS * costs.mean()
+    return slope > _FOLLOWS * max(costs, _RARELY)
 
 
 def _of_the_job(log, rows):
