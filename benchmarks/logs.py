@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy.signal import lfilter
 
-from madmax_lib.traces import Log, Phase, find_late, read_log
+from madmax_lib.traces import Log, find_late, read_log
 
 STEP_S = 0.43
 PARTS = {"fetching_batch": 0.01, "fwd_bwd": 0.93, "optim": 0.05}
@@ -52,17 +52,14 @@ def made(ranks, steps, seed, apart=0.005, slow=None):
     own_pace = pace + rng.normal(0, 0.004, work.shape).astype(np.float32)
     own_pace[work == pace] = np.broadcast_to(pace, work.shape)[work == pace]
     hosts = [f"node{rank // 8:03}" for rank in range(ranks)]
-    units = pd.DataFrame({"rank": range(ranks), "host": hosts, "group": "training"})
-    numbers = np.arange(1, steps + 1)
-    group = np.zeros(ranks, int)
+    units = pd.DataFrame({"rank": range(ranks), "host": hosts})
     log = Log(
         source="made",
         units=units.assign(file="made"),
-        steps=numbers,
-        pace_s=np.median(own_pace, axis=0),
+        steps=np.arange(1, steps + 1),
         own_pace_s=own_pace,
         tags=np.full(steps, "", dtype=object),
-        phases={name: Phase(part, numbers, group) for name, part in phases.items()},
+        phases={("", name): part for name, part in phases.items()},
         together=True,
     )
     return log, row
@@ -94,7 +91,9 @@ def scale(ranks=1024, steps=10_000):
     table = find_late(log)
     seconds = time.process_time() - begin
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{ranks} ranks x {steps} steps: {seconds:.1f} CPU s, {memory:.2f} GiB at most")
+    print(
+        f"{ranks} ranks x {steps} steps: {seconds:.1f} CPU s, {memory:.2f} GiB at most"
+    )
     print(table.to_string(), "\nslow rank", row)
 
 
@@ -137,7 +136,9 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--slow", type=float, default=0.03)
-    parser.add_argument("--apart", type=float, nargs="*", default=[0.003, 0.005, 0.0065])
+    parser.add_argument(
+        "--apart", type=float, nargs="*", default=[0.003, 0.005, 0.0065]
+    )
     options = parser.parse_args()
     if options.seeds:
         detection(options)

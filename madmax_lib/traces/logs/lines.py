@@ -1,195 +1,142 @@
-"""Step times of console logs by a regular expression, and of tables by a column.
+"""Step times of consoles by a regular expression, of tables by a column, and of
+traceml's final summary, which has means by rank.
 
 A pattern names what it finds: step, one of s, ms, us or per_s (a rate), and optionally
 rank, host and phase; a single group without a name is seconds. Known writers are rows
-of `data/log_lines.csv`.
+of `data/log_lines.csv`. Summary: traceml-ai 0.5.0, reporting/SCHEMA.md, schema 1.9.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from madmax_lib.catalog import tables
-from madmax_lib.traces.logs.log import Log, Phase
+from madmax_lib.traces.logs.log import PACE, Log, assembled
 from madmax_lib.traces.logs.torchtitan import blocks
 from madmax_lib.traces.read.files import rank_in_name
 
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PREFIX = re.compile(r"^\s*(?:\[(?:rank|default)(\d+)\]:?|(\d+): )", re.M)
-# `--timing-log-option all` of Megatron: a timer, then a line per rank
-_TIMER = re.compile(r"^ *([\w-]+) ?\.*:\n((?: +rank +\d+: [\d.]+\n?)+)", re.M)
-_RANK_TIME = re.compile(r"rank +(\d+): ([\d.]+)")
 _HEAD = 1 << 20  # letters that tell the writer
-_STEPS = ("step", "iteration", "iter", "global_step", "_step", "train/global_step")
-_TIMES = ("step_s", "total_s", "duration_s", "step_time", "iteration-time", "time_s")
-_TIMES += ("iteration_time", "iter_time", "train_step_timing", "time", "duration")
-_CLOCKS = ("_runtime", "_timestamp", "wall_time")  # of which differences are steps
+_STEP = re.compile(r"_?step|iter(ation)?|global_step")
+_TIME = re.compile(
+    r"(total|duration|time|(step|iter\w*)([_-]?tim\w+)?)([_ (].*|_?[mu]?s\)?)?"
+)
+_OLDEST = (1, 7)  # schema of traceml; earlier ones have other names
 
 
 def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     """The log of a console, or of one per rank. Raises ValueError where nothing in it
     is a step.
     """
+    known = tables.table("log_lines").set_index("writer")
+    patterns = {"pattern": pattern} if pattern else dict(known["pattern"])
     parts = []
-    source = "console"
     for path in paths:
         text = b"\n".join(blocks(path)).decode(errors="replace")
         text = _COLOURS.sub("", text).replace("\r", "\n")
-        source, found = ("pattern", re.compile(pattern)) if pattern else _writer(text)
-        if found:
-            rows = pd.DataFrame(_rows(text, found))
-            parts.append(rows.assign(file=str(path)))
-    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        # the writer with most lines at the head
+        writer = max(
+            patterns, key=lambda one: len(re.findall(patterns[one], text[:_HEAD]))
+        )
+        matches = re.finditer(patterns[writer], text)
+        rows = [match.groupdict() or {"s": match[1]} for match in matches]
+        parts.append(pd.DataFrame(rows).assign(file=str(path)))
+    table = pd.concat(parts, ignore_index=True)
     if table.empty:
         raise ValueError(
             f"{paths[0]}: no line has a step time that is known; give a pattern with "
             r"groups, such as 'step (?P<step>\d+) .* (?P<ms>[\d.]+) ms'"
         )
-    # a rate per step without the batch: relative times
-    notes = ("times are of a sample or token: only their changes count",)
-    is_rate = source in ("DeepSpeed", "torchtitan")
-    return of_rows(table, source, notes if is_rate else ())
+    seconds = pd.Series(index=table.index, dtype=float)
+    for name in table.columns.intersection([*_UNITS, "per_s"]):
+        value = table[name].str.replace(",", "").astype(float)
+        seconds = seconds.fillna(value * _UNITS[name] if name in _UNITS else 1 / value)
+    note = "" if pattern else known["note"][writer]
+    return of_rows(table.assign(seconds=seconds), writer, note)
 
 
 def read_columns(paths: Sequence[Path], column: str | None = None) -> Log:
-    """The log of tables, CSV or a JSON object per line, by the names of their columns.
+    """The log of CSV tables by the names of their columns: step, the time, and where
+    they have them rank, host and phase.
 
     column: that of the time; its unit is its ending, seconds without one. Raises
     ValueError where there is none.
     """
-    parts = []
-    for path in paths:
-        kind = pd.read_json if ".json" in path.suffixes else pd.read_csv
-        how = {"lines": True} if ".json" in "".join(path.suffixes) else {}
-        parts.append(kind(path, **how).assign(file=str(path)))
-    return of_columns(pd.concat(parts, ignore_index=True), column)
+    table = pd.concat([pd.read_csv(path).assign(file=str(path)) for path in paths])
+    step = next(filter(_STEP.fullmatch, table), None)
+    times = [name for name in table if _TIME.fullmatch(name) and name != step]
+    name = next(iter([column] * bool(column) or times), None)
+    if name not in table:
+        names = ", ".join(table.columns.drop("file"))
+        raise ValueError(f"{paths[0]}: no column of step times in {names}")
+    unit = re.split(r"[_( ]", name.rstrip(")"))[-1]
+    seconds = table[name] * _UNITS.get(unit, 1.0)
+    return of_rows(
+        table.rename(columns={step: "step"}).assign(seconds=seconds), "table"
+    )
 
 
-def of_columns(table: pd.DataFrame, column: str | None = None) -> Log:
-    """The log of a table that has a column of times, or a clock, and one of steps."""
-    name = column or next((name for name in map(_named(table), _TIMES) if name), None)
-    step = next((name for name in _STEPS if name in table), None)
-    number = table[step] if step else table.groupby("file").cumcount() + 1
-    table = table.assign(step=number).dropna(subset=["step"])
-    if name is None or name not in table:
-        clock = next((name for name in _CLOCKS if name in table), None)
-        if clock is None or column:
-            names = ", ".join(map(str, table.columns))
-            raise ValueError(
-                f"{table['file'].iloc[0]}: no column of step times in {names}"
-            )
-        of_file = table.groupby("file")
-        seconds = of_file[clock].diff() / of_file["step"].diff()
-    else:
-        unit = re.split(r"[_(/. ]", name.rstrip(")"))[-1]
-        seconds = table[name] * _UNITS.get(unit, 1.0)
-    return of_rows(table.assign(seconds=seconds), "table", ())
-
-
-def of_rows(table: pd.DataFrame, source: str, notes: tuple[str, ...]) -> Log:
-    """The log of rows: step, seconds, file, and where they have them rank, host, phase."""
-    table = table[np.isfinite(table["seconds"])]
-    if "rank" not in table:
-        by_file = {name: rank_in_name(Path(name)) for name in table["file"].unique()}
-        ranks = dict.fromkeys(by_file.values())
-        # files of one process are its starts; with a rank in each name they are ranks
-        told = len(ranks) == len(by_file) and None not in ranks
-        table = table.assign(rank=table["file"].map(by_file) if told else 0)
-    blank = {name: "" for name in ("host", "phase") if name not in table}
-    table = table.assign(**blank)
-    keys = pd.MultiIndex.from_frame(table[["rank", "host"]])
-    unit, units = pd.factorize(keys, sort=True)
-    units = units.to_frame(index=False, name=keys.names)
-    file = table["file"].groupby(unit).last()
-    units = units.assign(group="", file=file.to_numpy())
-    at, steps = pd.factorize(table["step"].to_numpy().astype(np.int64), sort=True)
-    phases = {}
-    for name, rows in table.groupby(table["phase"].replace("", "step")).indices.items():
-        seconds = np.full((len(units), len(steps)), np.nan, np.float32)
+def of_rows(table: pd.DataFrame, source: str, note: str = "") -> Log:
+    """The log of rows: seconds, file, and where they have them step, rank, host, phase."""
+    ranks = table["file"].map(
+        {f: rank_in_name(Path(f)) or 0 for f in set(table["file"])}
+    )
+    blank = {"rank": ranks, "host": "", "phase": "step"}
+    blank["step"] = table.groupby("file").cumcount() + 1
+    table = table.assign(
+        **{name: value for name, value in blank.items() if name not in table}
+    )
+    table = table.dropna(subset=["seconds", "step"])
+    table = table.astype({"step": float, "rank": int}).astype({"step": int})
+    units = []
+    frames = []
+    for (rank, host), part in table.groupby(["rank", "host"]):
         # in order of the file: a step that a restart repeats has its later time
-        seconds[unit[rows], at[rows]] = table["seconds"].to_numpy()[rows]
-        phases[name] = Phase(seconds, steps, np.zeros(len(units), int))
-    tags = np.full(len(steps), "", dtype=object)
-    first = at[np.diff(table["step"], prepend=np.inf) < 0]
-    if len(units) == 1:
-        tags[first] = "start"
-    tags[0] = "start"
-    return Log(
-        source=source,
-        units=units,
-        steps=steps,
-        pace_s=_pace_s(phases),
-        tags=tags,
-        phases=phases,
-        together=len(units) > 1,
-        notes=notes,
+        frame = part.groupby(["step", "phase"])["seconds"].last().unstack()
+        pace_s = frame["step"] if "step" in frame else frame.sum(axis=1)
+        frame.columns = [("", name) for name in frame]
+        frame[PACE] = pace_s
+        frame.attrs["tags"] = {table["step"].min(): "start"}
+        frames.append(frame)
+        units.append((rank, host, part["file"].iloc[-1]))
+    return assembled(source, units, frames, notes=(note,) * bool(note))
+
+
+def read_traceml(paths: Sequence[Path]) -> Log:
+    """The log of a summary. Raises ValueError for schemas before 1.7, and for one
+    without times of steps.
+    """
+    path = paths[-1]
+    summary = json.loads(path.read_text())
+    version = str(summary.get("schema_version", 0))
+    groups = (summary.get("step_time") or {}).get("groups")
+    if tuple(map(int, version.split("."))) < _OLDEST or not groups:
+        raise ValueError(
+            f"{path}: schema {version} of traceml, or no step_time; read is 1.7"
+        )
+    table = pd.json_normalize(list(groups["rows"].values()))
+    table.columns = [name.rpartition(".")[2].removesuffix("_ms") for name in table]
+    table = table.rename(
+        columns={"global_rank": "rank", "hostname": "host", "step_time": "step"}
     )
-
-
-def _pace_s(phases):
-    """(steps,) the slowest rank's step, or that of all where steps are timed whole."""
-    parts = [phase.seconds for name, phase in phases.items() if name != "step"]
-    seconds = (
-        phases["step"].seconds if "step" in phases else sum(map(np.nan_to_num, parts))
+    phases = [
+        "step",
+        "input_wait",
+        "h2d",
+        "compute",
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+    table = table.melt(
+        ["rank", "host"], table.columns.intersection(phases), "phase", "seconds"
     )
-    some = np.isfinite(seconds).any(axis=0)
-    pace_s = np.full(seconds.shape[1], np.nan)
-    pace_s[some] = np.nanmax(seconds[:, some], axis=0)
-    return pace_s
-
-
-def _named(table):
-    """What finds a column by the beginning of its name."""
-    names = [str(name) for name in table.columns]
-    return lambda begin: next((name for name in names if name.startswith(begin)), None)
-
-
-@lru_cache
-def _patterns():
-    rows = tables.table("log_lines").itertuples()
-    return [(row.writer, re.compile(row.pattern)) for row in rows]
-
-
-def _writer(text):
-    """Name and pattern of the writer with most lines at the head of a text."""
-    counts = [sum(1 for _ in one.finditer(text[:_HEAD])) for _, one in _patterns()]
-    best = int(np.argmax(counts))
-    return _patterns()[best] if counts[best] else ("console", None)
-
-
-def _rows(text: str, pattern: re.Pattern) -> Iterator[dict]:
-    """A row per step that a pattern finds, and per rank of a timer of Megatron."""
-    has_ranks = bool(_PREFIX.search(text[:_HEAD]))
-    steps = []
-    for number, match in enumerate(pattern.finditer(text), 1):
-        groups = match.groupdict() or {"s": match[1]}
-        numbers = {
-            name: float(groups[name].replace(",", ""))
-            for name in ("step", *_UNITS, "per_s")
-            if groups.get(name)
-        }
-        step = int(numbers.pop("step", number))
-        steps.append((match.start(), step))
-        (unit, value), *_ = numbers.items()
-        seconds = value * _UNITS.get(unit, 1.0)
-        if unit == "per_s":
-            seconds = 1 / value if value else np.nan
-        row = {"step": step, "seconds": seconds}
-        row |= {name: groups[name] for name in ("host", "phase") if groups.get(name)}
-        rank = groups.get("rank")
-        if rank is None and has_ranks:
-            line = text.rfind("\n", 0, match.start()) + 1
-            prefix = _PREFIX.match(text, line)
-            rank = prefix and (prefix[1] or prefix[2])
-        yield row | ({"rank": int(rank)} if rank is not None else {})
-    for match in _TIMER.finditer(text):
-        # the iteration's own line stands before those of its timers
-        before = [step for at, step in steps if at < match.start()]
-        for rank, value in _RANK_TIME.findall(match[2]):
-            row = {"rank": int(rank), "phase": match[1], "seconds": float(value) / 1e3}
-            yield row | {"step": before[-1] if before else 0}
+    seconds = table["seconds"].astype(float) / 1e3
+    note = "means by rank: no series, so nothing is known of since when"
+    return of_rows(
+        table.assign(step=0, file=str(path), seconds=seconds), "traceml", note
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
+from madmax_lib.traces.logs.read import find_log
 from madmax_lib.view.commands import log as logs
 from madmax_lib.view.commands.answers import Answer, add_command
 
@@ -124,9 +125,10 @@ def _compare(options):
             "compare needs two: A and B, each a file, a directory, a pattern in "
             "quotes or a baseline"
         )
-    pair = _log_pair(first, others) if options.gate is not None else None
-    if pair:
-        return logs.gate(*pair, options.gate)
+    if options.gate is not None:
+        pair = [find_log([path]) for path in options.traces]
+        if None not in pair and len(pair) == 2:
+            return logs.gate(*pair, options.gate)
     a = _recordings([first])
     b = _recordings(others)
     # a gate has repeats on both sides, a comparison one recording each
@@ -141,15 +143,6 @@ def _compare(options):
         table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
     return Answer(table, {"most": most.to_dict("records")})
-
-
-def _log_pair(first, others):
-    """Two logs where both paths are of logs, else None."""
-    from madmax_lib.traces.logs.read import find_log
-
-    a = find_log([first]) if len(others) == 1 else None
-    b = a and find_log(others)
-    return (a, b) if b else None
 
 
 def _gate(a, b, threshold):
@@ -173,30 +166,32 @@ def _gate(a, b, threshold):
 
 
 def _steps(options):
-    if log := logs.log_of(options):
+    if log := _log(options):
         return logs.steps(log)
     timeline = read(options.traces)
     return Answer(traces.step_summary(timeline), _ranks(timeline))
 
 
-def _late_ranks(table, timeline, steps):
-    """Ranks of a trace that are last beyond chance, as `stragglers` of a log says it."""
-    import pandas as pd
+def _log(options):
+    """The log that a command is about, None where its paths are of traces."""
+    return find_log(options.traces, options.pattern, options.column)
 
-    columns = ["rank", "host", "phase", "since_step", "cost_share", "kind"]
+
+def _late_ranks(table, timeline, steps):
+    """Ranks of a trace that are last beyond chance, as findings of logs have them."""
     late = table[table["rank"].isin(table.attrs["often_last"])]
-    # others wait at once: the mean over them is what the step would be shorter
-    waiting = max(len(table) - 1, 1) * traces.breakdown(timeline)["total_s"].median()
-    share = late["exposed_cost_s"] / waiting
+    # the others wait at once: their mean is what the step would be shorter
+    waiting_s = (len(table) - 1) * traces.breakdown(timeline)["total_s"].median()
     late = late.assign(host=None, phase=None, since_step=min(steps, default=None))
-    late = late.assign(cost_share=share, kind="late")[share >= _LEAST_COST]
-    return pd.DataFrame(late, columns=columns)
+    late = late.assign(cost_share=late["exposed_cost_s"] / waiting_s, kind="late")
+    columns = ["rank", "host", "phase", "since_step", "cost_share", "kind"]
+    return late.loc[late["cost_share"] >= _LEAST_COST, columns]
 
 
 def _stragglers(options):
     from madmax_lib.traces.waits.step_times import steady_state
 
-    if log := logs.log_of(options):
+    if log := _log(options):
         return logs.stragglers(log)
     recording = read(options.traces)
     timeline, steps = steady_state(recording)
@@ -274,7 +269,7 @@ def _report(options):
     if output.is_dir():
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
-    if log := logs.log_of(options):
+    if log := _log(options):
         return logs.report(log, output, Path(options.traces[0]).resolve().name)
     recording = read(options.traces)
     first, *more = options.traces
