@@ -37,10 +37,9 @@ def changes(values: np.ndarray) -> list[Change]:
         return []
     logs = np.log(values)
     edges = block_edges(len(values))
-    medians = np.array([np.median(part) for part in np.split(logs, edges[1:-1])])
     result = [
         replace(one, at=exact_start(logs, edges, one.at), share=np.expm1(one.share))
-        for one in _split(medians, 0)
+        for one in _split(block_medians(logs), 0)
         if one.share > _SMALLEST[one.kind]
     ]
     return sorted(result, key=lambda one: -one.share)
@@ -53,6 +52,12 @@ def block_edges(count: int, size: int = 1) -> np.ndarray:
     [0, 3, 6, 10]
     """
     return np.linspace(0, count, max(min(count // size, BLOCKS), 1) + 1).astype(int)
+
+
+def block_medians(values: np.ndarray) -> np.ndarray:
+    """(blocks,) medians of the blocks of values (n,)."""
+    parts = np.split(values, block_edges(len(values))[1:-1])
+    return np.array([np.median(part) for part in parts])
 
 
 def exact_start(values: np.ndarray, edges: np.ndarray, block: int) -> int:
@@ -74,34 +79,29 @@ def best_fit(series: np.ndarray) -> Change | None:
     from scipy.stats import t as student
 
     count = len(series)
-    splits = np.arange(EDGE, count - EDGE + 1)
-    if len(splits) < 2:
+    if count < 2 * EDGE + 1:
         return None
-    total = series.cumsum()
-    before = total[splits - 1] / splits
-    jump = (total[-1] - total[splits - 1]) / (count - splits) - before
-    # variance of a difference of two means, in that of a value
-    variance = 1 / splits + 1 / (count - splits)
-    best = np.argmax(np.abs(jump) / np.sqrt(variance))
-    at = splits[best]
-    step = np.where(np.arange(count) < at, before[best], before[best] + jump[best])
-    place = np.arange(count) - (count - 1) / 2
-    slope = place @ series / (place @ place)
-    fits = {"change": step, "drift": series.mean() + slope * place}
-    rests = {kind: series - fit for kind, fit in fits.items()}
-    kind = min(rests, key=lambda kind: rests[kind] @ rests[kind])
-    rest = rests[kind]
-    growth = {"change": jump[best], "drift": slope * (count - 1)}[kind]
-    spread = {"change": variance[best], "drift": 12 / count}[kind]
+    splits = np.arange(EDGE, count - EDGE + 1)
+    place = np.arange(count)
+    # (splits + 1, count) every step up by one, and the line up by one, around 0
+    shapes = np.vstack([place >= splits[:, None], place / (count - 1)])
+    shapes = shapes - shapes.mean(axis=1, keepdims=True)
+    # least squares: growth g = s.y / s.s leaves y.y - (s.y)^2 / s.s
+    weight = (shapes**2).sum(axis=1)
+    growth = shapes @ series / weight
+    best = int(np.argmax(growth**2 * weight))
+    rest = series - series.mean() - growth[best] * shapes[best]
     # Neighbours that are alike say less: variance x (1 + r) / (1 - r), r their
     # correlation, as of an AR(1) process.
     alike = np.clip(rest[1:] @ rest[:-1] / max(rest @ rest, 1e-30), 0.0, 0.95)
-    error = np.sqrt(rest @ rest / (count - 2) * spread * (1 + alike) / (1 - alike))
+    variance = rest @ rest / (count - 2) / weight[best] * (1 + alike) / (1 - alike)
+    size = abs(growth[best]) / np.sqrt(variance + 1e-24)
     # any of the splits may look like one
-    chance = 2 * len(splits) * student.sf(abs(growth) / max(error, 1e-12), count - 2)
+    chance = 2 * len(splits) * student.sf(size, count - 2)
     if chance > _LEVEL:
         return None
-    return Change(kind, at if kind == "change" else 0, float(growth), 1 - chance)
+    at = int(splits[best]) if best < len(splits) else 0
+    return Change("change" if at else "drift", at, float(growth[best]), 1 - chance)
 
 
 def _split(series, begin) -> Iterator[Change]:

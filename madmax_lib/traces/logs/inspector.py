@@ -22,8 +22,19 @@ _NO_STEPS = (
     "collectives have no steps: since_step counts calls of a kind, and cost_share is of "
     "the time in all collectives"
 )
-_COLUMNS = ["host", "pid", "id", "comm", "rank", "ranks", "nodes"]
-_COLUMNS += ["collective", "call", "size_bytes", "seconds"]
+_COLUMNS = {
+    "hostname": "host",
+    "pid": "pid",
+    "id": "id",
+    "comm_name": "comm",
+    "rank": "rank",
+    "n_ranks": "ranks",
+    "nnodes": "nodes",
+    "coll": "collective",
+    "coll_sn": "call",
+    "coll_msg_size_bytes": "size_bytes",
+    "coll_exec_time_us": "us",
+}
 _PROCESS = ["host", "pid"]
 
 
@@ -44,7 +55,8 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     rows = [row for path in paths for row in _records(path, lost)]
     if not rows:
         raise ValueError(f"{paths[0]}: no record of a collective in this log")
-    records = pd.DataFrame(rows, columns=_COLUMNS)
+    records = pd.DataFrame(rows, columns=_COLUMNS).rename(columns=_COLUMNS)
+    records["seconds"] = records["us"].astype(float) / 1e6
     members = records[[*_PROCESS, "id", "rank", "ranks"]].drop_duplicates()
     # GPUs of one process are told apart by the order of their ranks
     place = members.groupby([*_PROCESS, "id"])["rank"].rank().astype(int)
@@ -59,9 +71,10 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     ]
     of_gpu = of_gpu.sort_values("gpu").assign(file=str(paths[0].parent))
     return assembled(
-        "NCCL Inspector",
         list(of_gpu[["rank", "host", "file"]].itertuples(index=False, name=None)),
         frames,
+        {},
+        source="NCCL Inspector",
         together=True,
         waits=True,
         sizes=bus_bandwidth(records),
@@ -111,12 +124,7 @@ def _records(path, lost):
             if record.dump_stats:
                 lost["announced records are not there"] += due
                 due = 0 if perf else record.dump_stats.get("coll_records", 0)
-            if not (perf and header and perf.get("coll_exec_time_us")):
-                continue
-            due -= due > 0
-            names = ("id", "comm_name", "rank", "n_ranks", "nnodes")
-            context = [metadata.get("hostname", ""), metadata.get("pid", 0)]
-            context += [header.get(name, 0) for name in names]
-            call = perf["coll"], perf["coll_sn"], perf["coll_msg_size_bytes"]
-            yield (*context, *call, perf["coll_exec_time_us"] / 1e6)
+            if perf and header and perf.get("coll_exec_time_us"):
+                due -= due > 0
+                yield metadata | header | perf
     lost["announced records are not there"] += due

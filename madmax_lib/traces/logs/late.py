@@ -95,11 +95,13 @@ def _of_phase(log, key) -> Iterator[Finding]:
     members = np.flatnonzero(np.isfinite(seconds).any(axis=1))
     if len(members) < 2:
         return
-    seconds = seconds[members]
+    # who lacks a step is like the others in it
+    missing = np.isnan(seconds)
+    seconds = np.where(missing, np.nan_to_num(middle_of(seconds)), seconds)[members]
     # of a collective the late rank's time is the shortest
     own = -seconds if log.waits else seconds
-    excess = np.nan_to_num(own - _lower_median(own))
-    scale_s = np.nanmedian(seconds)
+    excess = own - _lower_median(own)
+    scale_s = np.median(seconds)
     edges = block_edges(excess.shape[1], _STEPS)
     parts = np.split(excess, edges[1:-1], axis=1)
     blocks = np.stack([np.median(part, axis=1) for part in parts], axis=1)
@@ -123,12 +125,12 @@ def _of_phase(log, key) -> Iterator[Finding]:
     for one in _beyond(blocks, noise_s, ranks, scale_s, log):
         late += [one] * (one.rows[0] not in taken)
     rest = np.delete(seconds, [row for one in late for row in one.rows], axis=0)
-    busiest = np.nan_to_num(rest).max(axis=0, initial=0.0)
+    busiest = rest.max(axis=0, initial=0.0)
     for one in late:
         since = 0
         if one.block:
             since = exact_start(np.median(excess[one.rows], axis=0), edges, one.block)
-        own = np.nan_to_num(seconds[one.rows]).max(axis=0)
+        own = seconds[one.rows].max(axis=0)
         cost_s = np.maximum(own - busiest, 0.0)[since:]
         unit = log.units.iloc[members[one.rows[0]]]
         yield Finding(
@@ -145,10 +147,7 @@ def _of_phase(log, key) -> Iterator[Finding]:
 
 def _lower_median(values):
     """(n,) lower median over members (members, n): where half are late, of the others."""
-    ordered = np.sort(values, axis=0)  # what is missing comes last
-    count = np.isfinite(ordered).sum(axis=0)
-    middle = np.maximum(count - 1, 0) // 2
-    return np.take_along_axis(ordered, middle[None], axis=0)[0]
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
 
 
 def _beyond(blocks, noise_s, groups, scale_s, log) -> Iterator[_Late]:
@@ -166,18 +165,19 @@ def _beyond(blocks, noise_s, groups, scale_s, log) -> Iterator[_Late]:
     count, length = blocks.shape
     # beginnings: always, and each block that is far enough from both ends
     firsts = np.append(0, np.arange(EDGE, length - EDGE + 1))
-    total = np.cumsum(np.pad(blocks, ((0, 0), (1, 0))), axis=1)
-    before = total[:, firsts] / np.maximum(firsts, 1)
-    jump = (total[:, -1:] - total[:, firsts]) / (length - firsts) - before
+    # (beginnings, blocks) weights of the mean after less the mean before
+    after = np.arange(length) >= firsts[:, None]
+    weights = after / (length - firsts)[:, None]
+    weights = weights - ~after / np.maximum(firsts, 1)[:, None]
+    jump = blocks @ weights.T
     jump = jump - _lower_median(jump)
     apart = np.where(firsts > 0, _WANDER, _WAITS if log.waits else _APART) * scale_s
     if count >= _MANY:
         # what members show of themselves, beside what is assumed
         seen = _NORMAL * np.median(np.abs(jump), axis=0)
         apart = np.sqrt((count * seen**2 + _MANY / 2 * apart**2) / (count + _MANY / 2))
-    # variance of a mean, and of a difference of two
-    sampling = 1 / (length - firsts) + (firsts > 0) / np.maximum(firsts, 1)
-    score = jump / np.hypot(apart, noise_s[:, None] * np.sqrt(sampling))
+    sampling = noise_s[:, None] * np.linalg.norm(weights, axis=1)
+    score = jump / np.hypot(apart, sampling)
     # half of the level is for lateness from the start, half for all other beginnings
     tests = 2 * count * np.where(firsts > 0, len(firsts) - 1, 1)
     # a median deviation is worth 37 % of its values [Huber 1981]

@@ -25,7 +25,7 @@ _STEP = re.compile(r"_?step|iter(ation)?|global_step")
 _TIME = re.compile(
     r"(total|duration|time|(step|iter\w*)([_-]?tim\w+)?)([_ (].*|_?[mu]?s\)?)?"
 )
-_OLDEST = (1, 7)  # schema of traceml; earlier ones have other names
+_SCHEMAS = r"1\.(7|8|9|\d\d)"  # of traceml; earlier ones have other names
 
 
 def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
@@ -100,10 +100,10 @@ def of_rows(table: pd.DataFrame, source: str, note: str = "") -> Log:
         pace_s = frame["step"] if "step" in frame else frame.sum(axis=1)
         frame.columns = [("", name) for name in frame]
         frame[PACE] = pace_s
-        frame.attrs["tags"] = {table["step"].min(): "start"}
         frames.append(frame)
         units.append((rank, host, part["file"].iloc[-1]))
-    return assembled(source, units, frames, notes=(note,) * bool(note))
+    start = {table["step"].min(): "start"}
+    return assembled(units, frames, start, source=source, notes=(note,) * bool(note))
 
 
 def read_traceml(paths: Sequence[Path]) -> Log:
@@ -112,13 +112,10 @@ def read_traceml(paths: Sequence[Path]) -> Log:
     """
     path = paths[-1]
     summary = json.loads(path.read_text())
-    version = str(summary.get("schema_version", 0))
-    groups = (summary.get("step_time") or {}).get("groups")
-    if tuple(map(int, version.split("."))) < _OLDEST or not groups:
-        raise ValueError(
-            f"{path}: schema {version} of traceml, or no step_time; read is 1.7"
-        )
-    table = pd.json_normalize(list(groups["rows"].values()))
+    version = str(summary.get("schema_version"))
+    if not re.fullmatch(_SCHEMAS, version) or not summary.get("step_time"):
+        raise ValueError(f"{path}: schema {version} of traceml, or no step_time in it")
+    table = pd.json_normalize([*summary["step_time"]["groups"]["rows"].values()])
     table.columns = [name.rpartition(".")[2].removesuffix("_ms") for name in table]
     table = table.rename(
         columns={"global_rank": "rank", "hostname": "host", "step_time": "step"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+_BARE = ("phase", "count")  # columns without a unit
 PACE = ("", "pace")  # column of a process's frame: from end to end of its steps
 
 
@@ -20,13 +21,13 @@ class Log:
     >>> read_log("structured_logs").phases["training", "fwd_bwd"]  # doctest: +SKIP
     """
 
-    source: str  # the program that wrote it
     units: pd.DataFrame  # a row per process: rank, host, file
     steps: np.ndarray  # (steps,) their numbers, ascending
     tags: np.ndarray  # (steps,) what makes a step special, such as "gc"; "" for none
     # (processes, steps) s by group of processes that are alike, and name; NaN elsewhere
     phases: dict[tuple[str, str], np.ndarray]
     own_pace_s: np.ndarray  # (processes, steps) from end to end of steps, or as logged
+    source: str = ""  # the program that wrote it
     # whether the processes take every step together, so that the others wait for one
     together: bool = False
     # whether a phase ends for all at once, so that the late one's is the shortest
@@ -52,17 +53,14 @@ class Log:
 
 
 def assembled(
-    source: str, units: Sequence[tuple], frames: Sequence[pd.DataFrame], **more
+    units: Sequence[tuple], frames: Sequence[pd.DataFrame], tags: dict[int, str], **more
 ) -> Log:
     """A log of a frame per process.
 
     units: rank, host and file of each. frames: a row per step, a column per (group,
-    phase) in s, and PACE; `.attrs["tags"]` by step. more: fields of the log.
+    phase) in s, and PACE. tags: by step. more: fields of the log.
     """
     steps = np.unique(np.concatenate([frame.index for frame in frames]))
-    tags = pd.Series("", index=steps, dtype=object)
-    for frame in frames:
-        tags.update(pd.Series(frame.attrs.get("tags", {}), dtype=object))
     aligned = [frame.reindex(steps) for frame in frames]
     missing = np.full(len(steps), np.nan)
     phases = {
@@ -70,23 +68,26 @@ def assembled(
         for key in dict.fromkeys([PACE, *(key for frame in frames for key in frame)])
     }
     table = pd.DataFrame(units, columns=["rank", "host", "file"])
+    named = np.array([tags.get(step, "") for step in steps.tolist()], dtype=object)
     pace_s = phases.pop(PACE)
-    return Log(source, table, steps, tags.to_numpy(), phases, pace_s, **more)
+    return Log(table, steps, named, phases, pace_s, **more)
 
 
 def step_table(log: Log) -> pd.DataFrame:
-    """Times over ranks and steps that count: phase (pace: of the job), times (how many),
-    p10_s, median_s, p90_s; of collectives bus bandwidth by size.
+    """Times over ranks and steps that count: phase (pace: of the job), count, mean_s,
+    std_s, min_s, p25_s, median_s, p75_s, max_s; of collectives bandwidth by size.
     """
     if log.sizes is not None:
         return log.sizes
-    rows = []
-    for (_, name), seconds in ({PACE: log.pace_s[None]} | log.phases).items():
-        times_s = seconds[:, log.counted]
-        times_s = times_s[np.isfinite(times_s)]
-        if len(times_s):
-            rows.append([name, len(times_s), *np.quantile(times_s, [0.1, 0.5, 0.9])])
-    return pd.DataFrame(rows, columns=["phase", "times", "p10_s", "median_s", "p90_s"])
+    tables = {PACE: log.pace_s[None]} | log.phases
+    times = {
+        name: pd.Series(part[:, log.counted].ravel()).describe()
+        for (_, name), part in tables.items()
+    }
+    table = pd.DataFrame(times).T.rename_axis("phase").reset_index()
+    quartiles = {"25%": "p25", "50%": "median", "75%": "p75"}
+    table = table.rename(columns=quartiles)
+    return table.rename(columns=lambda name: name + "_s" * (name not in _BARE))
 
 
 def middle_of(values: np.ndarray) -> np.ndarray:

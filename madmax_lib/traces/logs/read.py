@@ -12,16 +12,15 @@ from madmax_lib.traces.logs.torchtitan import blocks, read_torchtitan
 # what a folder is searched for; a file that is named may be called anything
 _SUFFIXES = (".jsonl", ".log", ".csv", ".txt", ".out", ".json", ".gz")
 _HEAD_BYTES = 1 << 16
-# Kinds, those that say most first, and what the head of a file of each has.
+# Kinds, those that say most first: their reader, and what the head of a file of it has
 _KINDS = {
-    "torchtitan": re.compile('"log_type_name":'),
-    "inspector": re.compile('"coll_'),
-    "traceml": re.compile('"primary_diagnosis":'),
-    "columns": re.compile(r"\A[^\n{}\[\]:]*,[^\n{}\[\]:]*\n"),
+    "torchtitan": (read_torchtitan, '"log_type_name":'),
+    "inspector": (read_inspector, '"coll_'),
+    "traceml": (read_traceml, '"primary_diagnosis":'),
+    "columns": (read_columns, r"\A[^\n{}\[\]:]*,[^\n{}\[\]:]*\n"),
     # neither a Chrome trace or another JSON, nor a binary file
-    "lines": re.compile(r'\A(?!\s*[{\[]\s*["{\n]|\0|.\0|[^\n]*\ufffd)'),
+    "lines": (read_lines, r'\A(?!\s*[{\[]\s*["{\n]|\0|.\0|[^\n]*\ufffd)'),
 }
-_READERS = (read_torchtitan, read_inspector, read_traceml, read_columns, read_lines)
 _TRACE = re.compile(r"\.(json|pftrace|sqlite)(\.gz)?$")
 
 
@@ -43,9 +42,7 @@ def read_log(
     kind, files = next(iter(kinds.items()))
     if pattern:
         return read_lines(files, pattern)
-    if column:
-        return read_columns(kinds.get("columns", files), column)
-    return dict(zip(_KINDS, _READERS, strict=True))[kind](files)
+    return read_columns(files, column) if column else _KINDS[kind][0](files)
 
 
 def log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
@@ -60,8 +57,8 @@ def log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
         for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if file == root or (file.suffix in _SUFFIXES and file.is_file()):
                 head = next(blocks(file, _HEAD_BYTES)).decode(errors="replace")
-                kind = next((kind for kind in kinds if _KINDS[kind].search(head)), None)
-                kinds.get(kind, []).append(file)
+                marks = (k for k, (_, mark) in _KINDS.items() if re.search(mark, head))
+                kinds.get(next(marks, ""), []).append(file)
     return {kind: files for kind, files in kinds.items() if files}
 
 

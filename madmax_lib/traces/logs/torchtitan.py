@@ -73,8 +73,8 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
     source and rank that ran at the same time are two. Raises ValueError where no file
     has the end of a step.
     """
-    files = sorted(map(_read, paths), key=lambda frame: frame.attrs["first_us"])
-    files = [frame for frame in files if len(frame)]
+    files = [frame for frame in map(_read, paths) if len(frame)]
+    files.sort(key=lambda frame: frame.attrs["first_us"])
     if not files:
         raise ValueError(f"{paths[0]}: no step has ended in this log")
     processes = defaultdict(list)
@@ -87,9 +87,8 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
         )
         if before is not None:
             same[:] = [other for other in same if other is not before]
-            tags = before.attrs["tags"] | about["tags"]
             frame = pd.concat([before[before.index < frame.index[0]], frame])
-            frame.attrs = about | {"tags": tags}
+            frame.attrs = about
         same.append(frame)
     frames = [frame for _, same in sorted(processes.items()) for frame in same]
     every = [frame.attrs for frame in frames]
@@ -100,10 +99,14 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
     for frame in files:
         for what, count in frame.attrs["lost"].items():
             notes.append(f"{frame.attrs['file']}: {count} {what}")
+    tags = {}
+    for frame in files:
+        tags |= frame.attrs["tags"]
     return assembled(
-        "torchtitan",
         [(about["rank"], about["host"], about["file"]) for about in every],
         frames,
+        tags,
+        source="torchtitan",
         together={about["source"] for about in every} == {"training"},
         notes=tuple(notes),
     )
@@ -113,7 +116,6 @@ def _read(path):
     """Frame of a file: seconds of phases by step."""
     rows = []
     tags = {}
-    times_us = [0]
     first = _Line("", "")
     lost: Counter = Counter()
     for lines in decoded(path, _Line, lost):
@@ -128,7 +130,6 @@ def _read(path):
         tags |= {
             line.step: "+".join(line.step_tags) for line in lines if line.step_tags
         }
-        times_us += [line.time_us for line in (*lines[:1], *lines[-1:])]
         first = first if first.source or not lines else lines[0]
     table = pd.DataFrame(rows, columns=["step", "phase", "ms", "us"])
     frame = table.groupby(["step", "phase"])["ms"].sum().unstack() / 1e3
@@ -136,9 +137,8 @@ def _read(path):
     ends_us = table.groupby("step")["us"].max()
     follows = ends_us.index.to_series().diff() == 1
     frame[PACE] = ends_us.diff().where(follows) / 1e6
-    if len(frame):
-        tags[frame.index[0]] = "start"
+    tags |= {step: "start" for step in frame.index[:1]}
     frame.attrs = {"rank": first.rank, "source": first.source, "host": first.host_name}
     frame.attrs |= {"file": str(path), "tags": tags, "lost": lost}
-    frame.attrs |= {"first_us": min(times_us[1:], default=0), "last_us": max(times_us)}
+    frame.attrs |= {"first_us": table["us"].min(), "last_us": table["us"].max()}
     return frame

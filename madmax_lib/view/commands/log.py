@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from madmax_lib import traces
 from madmax_lib.base.atomic import write_text
-from madmax_lib.traces.logs.compare import compare_logs
-from madmax_lib.traces.logs.late import find_late
-from madmax_lib.traces.logs.log import step_table
 from madmax_lib.view.commands.answers import Answer
 from madmax_lib.view.notebooks.page import page
 
@@ -25,7 +23,7 @@ _LEAST_STEPS = 12  # below it nobody can tell who is late
 
 def stragglers(log: Log) -> Answer:
     """Who is late in a log."""
-    table = find_late(log)
+    table = traces.find_late(log)
     about = {"source": log.source, "ranks": len(log.units)}
     about["steps"] = int(log.counted.sum())
     if len(log.step_s):
@@ -39,12 +37,12 @@ def stragglers(log: Log) -> Answer:
 
 def steps(log: Log) -> Answer:
     """Times of phases of a log, or bandwidth of its collectives."""
-    return Answer(step_table(log), stragglers(log).summary)
+    return Answer(traces.step_table(log), stragglers(log).summary)
 
 
 def gate(a: Log, b: Log, threshold: float) -> Answer:
     """Whether the steps of a log are slower than those of another."""
-    table = compare_logs(a, b, threshold)
+    table = traces.compare_logs(a, b, threshold)
     verdicts = {"slower": ("fail", False), "fine": ("pass", True)}
     verdict, passed = verdicts.get(table["verdict"].item(), ("cannot tell", None))
     return Answer(table, {"verdict": verdict, "passed": passed is True}, passed=passed)
@@ -54,6 +52,8 @@ def report(log: Log, output: Path, title: str) -> Answer:
     """A page about a log: who is late, and times of phases."""
     answer = stragglers(log)
     parts = [f"<h1>{html.escape(title)}</h1>", *map(html.escape, log.notes)]
-    parts += [table.to_html(index=False) for table in (answer.table, step_table(log))]
+    parts += [
+        table.to_html(index=False) for table in (answer.table, traces.step_table(log))
+    ]
     write_text(output, page(f"Log report: {title}", "\n<p>".join(parts)))
     return Answer(answer.table, {"page": str(output)} | answer.summary)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
-from madmax_lib.traces.logs.read import find_log
 from madmax_lib.view.commands import log as logs
 from madmax_lib.view.commands.answers import Answer, add_command
 
@@ -126,7 +125,7 @@ def _compare(options):
             "quotes or a baseline"
         )
     if options.gate is not None:
-        pair = [find_log([path]) for path in options.traces]
+        pair = [traces.find_log([path]) for path in options.traces]
         if None not in pair and len(pair) == 2:
             return logs.gate(*pair, options.gate)
     a = _recordings([first])
@@ -174,7 +173,7 @@ def _steps(options):
 
 def _log(options):
     """The log that a command is about, None where its paths are of traces."""
-    return find_log(options.traces, options.pattern, options.column)
+    return traces.find_log(options.traces, options.pattern, options.column)
 
 
 def _late_ranks(table, timeline, steps):
