@@ -62,18 +62,13 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     place = members.groupby([*_PROCESS, "id"])["rank"].rank().astype(int)
     members["gpu"] = members.assign(place=place).groupby([*_PROCESS, "place"]).ngroup()
     of_gpu = members.sort_values("ranks").drop_duplicates("gpu", keep="last")
-    records = records.merge(members).sort_values("gpu")
+    records = records.merge(members)
     size = records["collective"] + " " + records["size_bytes"].astype(str)
     records["phase"] = list(zip(records["id"], size, strict=True))
-    frames = [
-        part.pivot_table("seconds", "call", "phase", "last")
-        for _, part in records.groupby("gpu")
-    ]
     of_gpu = of_gpu.sort_values("gpu").assign(file=str(paths[0].parent))
     return assembled(
-        list(of_gpu[["rank", "host", "file"]].itertuples(index=False, name=None)),
-        frames,
-        {},
+        records.pivot_table("seconds", ["gpu", "call"], "phase", "last"),
+        of_gpu[["rank", "host", "file"]].reset_index(drop=True),
         source="NCCL Inspector",
         together=True,
         waits=True,

@@ -92,18 +92,20 @@ def of_rows(table: pd.DataFrame, source: str, note: str = "") -> Log:
     )
     table = table.dropna(subset=["seconds", "step"])
     table = table.astype({"step": float, "rank": int}).astype({"step": int})
-    units = []
-    frames = []
-    for (rank, host), part in table.groupby(["rank", "host"]):
-        # in order of the file: a step that a restart repeats has its later time
-        frame = part.groupby(["step", "phase"])["seconds"].last().unstack()
-        pace_s = frame["step"] if "step" in frame else frame.sum(axis=1)
-        frame.columns = [("", name) for name in frame]
-        frame[PACE] = pace_s
-        frames.append(frame)
-        units.append((rank, host, part["file"].iloc[-1]))
-    start = {table["step"].min(): "start"}
-    return assembled(units, frames, start, source=source, notes=(note,) * bool(note))
+    processes = table.groupby(["rank", "host"])
+    # in order of the file: a step that a restart repeats has its later time
+    keys = [processes.ngroup(), "step", "phase"]
+    wide = table.groupby(keys)["seconds"].last().unstack()
+    pace_s = wide["step"] if "step" in wide else wide.sum(axis=1)
+    wide.columns = [("", name) for name in wide]
+    wide[PACE] = pace_s
+    return assembled(
+        wide,
+        processes["file"].last().reset_index(),
+        tags={table["step"].min(): "start"},
+        source=source,
+        notes=(note,) * bool(note),
+    )
 
 
 def read_traceml(paths: Sequence[Path]) -> Log:

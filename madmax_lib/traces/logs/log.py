@@ -4,13 +4,11 @@ Only matrices are kept, a row per process and a column per step, in float32: the
 a day would not fit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-_BARE = ("phase", "count")  # columns without a unit
 PACE = ("", "pace")  # column of a process's frame: from end to end of its steps
 
 
@@ -52,47 +50,35 @@ class Log:
         return self.pace_s[self.counted & np.isfinite(self.pace_s)]
 
 
-def assembled(
-    units: Sequence[tuple], frames: Sequence[pd.DataFrame], tags: dict[int, str], **more
-) -> Log:
-    """A log of a frame per process.
+def assembled(table: pd.DataFrame, units: pd.DataFrame, **more) -> Log:
+    """A log of a table: a row per process and step, a column per (group, phase) in s,
+    and PACE.
 
-    units: rank, host and file of each. frames: a row per step, a column per (group,
-    phase) in s, and PACE. tags: by step. more: fields of the log.
+    units: as in the log, by the first level of the rows. more: fields of the log, tags
+    by step.
     """
-    steps = np.unique(np.concatenate([frame.index for frame in frames]))
-    aligned = [frame.reindex(steps) for frame in frames]
-    missing = np.full(len(steps), np.nan)
-    phases = {
-        key: np.array([one.get(key, missing) for one in aligned], np.float32)
-        for key in dict.fromkeys([PACE, *(key for frame in frames for key in frame)])
-    }
-    table = pd.DataFrame(units, columns=["rank", "host", "file"])
+    table = table.astype(np.float32)
+    phases = {key: table[key].unstack().to_numpy() for key in table}
+    steps = table.index.unique(1).sort_values().to_numpy()
+    tags = more.pop("tags", {})
     named = np.array([tags.get(step, "") for step in steps.tolist()], dtype=object)
-    pace_s = phases.pop(PACE)
-    return Log(table, steps, named, phases, pace_s, **more)
+    pace_s = phases.pop(PACE, np.full((1, len(steps)), np.nan))
+    return Log(units, steps, named, phases, pace_s, **more)
 
 
 def step_table(log: Log) -> pd.DataFrame:
-    """Times over ranks and steps that count: phase (pace: of the job), count, mean_s,
-    std_s, min_s, p25_s, median_s, p75_s, max_s; of collectives bandwidth by size.
+    """Times over ranks and steps that count: phase (pace: of the job), count, p10_s,
+    median_s, p90_s; of collectives bus bandwidth by size.
     """
     if log.sizes is not None:
         return log.sizes
-    tables = {PACE: log.pace_s[None]} | log.phases
-    times = {
-        name: pd.Series(part[:, log.counted].ravel()).describe()
-        for (_, name), part in tables.items()
-    }
-    table = pd.DataFrame(times).T.rename_axis("phase").reset_index()
-    quartiles = {"25%": "p25", "50%": "median", "75%": "p75"}
-    table = table.rename(columns=quartiles)
-    return table.rename(columns=lambda name: name + "_s" * (name not in _BARE))
+    rows = []
+    for (_, name), seconds in ({PACE: log.pace_s[None]} | log.phases).items():
+        times_s = pd.Series(seconds[:, log.counted].ravel()).dropna()
+        rows.append([name, len(times_s), *times_s.quantile([0.1, 0.5, 0.9])])
+    return pd.DataFrame(rows, columns=["phase", "count", "p10_s", "median_s", "p90_s"])
 
 
 def middle_of(values: np.ndarray) -> np.ndarray:
     """(steps,) median over processes (processes, steps), NaN where none has a value."""
-    result = np.full(values.shape[1], np.nan)
-    some = np.isfinite(values).any(axis=0)
-    result[some] = np.nanmedian(values[:, some], axis=0)
-    return result
+    return pd.DataFrame(values).median().to_numpy()

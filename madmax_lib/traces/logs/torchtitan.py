@@ -91,23 +91,21 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
             frame.attrs = about
         same.append(frame)
     frames = [frame for _, same in sorted(processes.items()) for frame in same]
-    every = [frame.attrs for frame in frames]
-    ranks = {about["rank"] for about in every}
+    units = pd.DataFrame([frame.attrs for frame in frames])
     notes = [_HIDDEN]
-    if missing := set(range(max(ranks))) - ranks:
+    if missing := set(range(units["rank"].max())) - {*units["rank"]}:
         notes.append(f"no file of rank {', '.join(map(str, sorted(missing)[:8]))}")
-    for frame in files:
-        for what, count in frame.attrs["lost"].items():
-            notes.append(f"{frame.attrs['file']}: {count} {what}")
     tags = {}
     for frame in files:
         tags |= frame.attrs["tags"]
+        for what, count in frame.attrs["lost"].items():
+            notes.append(f"{frame.attrs['file']}: {count} {what}")
     return assembled(
-        [(about["rank"], about["host"], about["file"]) for about in every],
-        frames,
-        tags,
+        pd.concat(dict(enumerate(frames))),
+        units[["rank", "host", "file"]],
+        tags=tags,
         source="torchtitan",
-        together={about["source"] for about in every} == {"training"},
+        together={*units["source"]} == {"training"},
         notes=tuple(notes),
     )
 
@@ -133,11 +131,12 @@ def _read(path):
         first = first if first.source or not lines else lines[0]
     table = pd.DataFrame(rows, columns=["step", "phase", "ms", "us"])
     frame = table.groupby(["step", "phase"])["ms"].sum().unstack() / 1e3
+    frame = frame.astype("float32")
     frame.columns = [(first.source, name.removesuffix("_end")) for name in frame]
     ends_us = table.groupby("step")["us"].max()
     follows = ends_us.index.to_series().diff() == 1
     frame[PACE] = ends_us.diff().where(follows) / 1e6
-    tags |= {step: "start" for step in frame.index[:1]}
+    tags |= dict.fromkeys(frame.index[:1], "start")
     frame.attrs = {"rank": first.rank, "source": first.source, "host": first.host_name}
     frame.attrs |= {"file": str(path), "tags": tags, "lost": lost}
     frame.attrs |= {"first_us": table["us"].min(), "last_us": table["us"].max()}

@@ -167,11 +167,8 @@ def envelope(
         lists["rows"] = answer.table.rename(columns=str).to_dict("records")
     short = _short(lists, tokens(_json(summary)), complete)
     left_out = {name: len(rows) - len(short[name]) for name, rows in lists.items()}
-    result = {}
-    if getattr(answer, "findings", None) is None:
-        del left_out["findings"]
-    else:
-        result["findings"] = short["findings"]
+    has_result = getattr(answer, "findings", None) is not None
+    result = {"findings": short["findings"]} if has_result else {}
     # in the order of reading: what was read, the headline, the table, the rest
     body = {"inputs": short["inputs"], "summary": summary, "result": result}
     body["rows"] = short["rows"]
