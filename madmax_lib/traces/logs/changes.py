@@ -54,10 +54,10 @@ def block_edges(count: int, size: int = 1) -> np.ndarray:
     return np.linspace(0, count, max(min(count // size, BLOCKS), 1) + 1).astype(int)
 
 
-def block_medians(values: np.ndarray) -> np.ndarray:
-    """(blocks,) medians of the blocks of values (n,)."""
-    parts = np.split(values, block_edges(len(values))[1:-1])
-    return np.array([np.median(part) for part in parts])
+def block_medians(values: np.ndarray, size: int = 1) -> np.ndarray:
+    """(..., blocks) medians of the blocks of values (..., n)."""
+    parts = np.split(values, block_edges(values.shape[-1], size)[1:-1], axis=-1)
+    return np.stack([np.median(part, axis=-1) for part in parts], axis=-1)
 
 
 def exact_start(values: np.ndarray, edges: np.ndarray, block: int) -> int:

@@ -79,7 +79,7 @@ def read_inspector(paths: Sequence[Path]) -> Log:
 
 def bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
     """Bandwidth of collectives by size: comm, collective, size_bytes, ranks, nodes,
-    records, median_s, algorithm_bytes_per_s and bus_bytes_per_s (means over records).
+    records, median_s and bus_bytes_per_s (mean over records).
 
     records: a row per call and rank, with comm, collective, size_bytes, ranks, nodes,
     seconds. NaN for kinds without a factor.
@@ -96,12 +96,11 @@ def bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
     algorithm = (
         records["size_bytes"] * np.where(shares, ranks, 1.0) / records["seconds"]
     )
-    rates = records.assign(algorithm=algorithm, bus=algorithm * factor)
+    rates = records.assign(bus=algorithm * factor)
     keys = ["comm", "collective", "size_bytes", "ranks", "nodes"]
     table = rates.groupby(keys).agg(
         records=("seconds", "size"),
         median_s=("seconds", "median"),
-        algorithm_bytes_per_s=("algorithm", "mean"),
         bus_bytes_per_s=("bus", "mean"),
     )
     return table.reset_index()

@@ -8,7 +8,6 @@ as far as the pace of the job shows it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from madmax_lib.traces.logs.changes import (
     EDGE,
     best_fit,
     block_edges,
+    block_medians,
     changes,
     exact_start,
 )
@@ -29,7 +29,9 @@ _STEPS = 8  # of a block at least
 # By how much healthy ranks differ, relative to the phase: in their medians, over a
 # day, in collectives. In a sample it is 0.7 % of fwd_bwd [torchtitan 0.3.0]. What is
 # assumed counts as so many members, and rules where there are fewer than these.
-_APART, _WANDER, _WAITS = 0.008, 0.006, 0.05
+_APART = 0.008
+_WANDER = 0.006
+_WAITS = 0.05
 _MANY = 8
 _NORMAL = 1.4826  # standard deviations in a median deviation
 # share of the step that is worth a word: cost, and excess whatever it costs
@@ -54,17 +56,6 @@ class Finding(NamedTuple):
     confidence: float
 
 
-@dataclass(frozen=True)
-class _Late:
-    """Members of a phase that are late together: a rank, or those of a host."""
-
-    rows: np.ndarray  # of the members
-    block: int  # since which
-    excess_s: float
-    confidence: float
-    kind: str
-
-
 def find_late(log: Log) -> pd.DataFrame:
     """Ranks, hosts and phases that are late, and changes of the pace, worst first.
 
@@ -80,9 +71,9 @@ def find_late(log: Log) -> pd.DataFrame:
         # of phases one inside of the other the longer, which comes last
         rows = list({row[:2]: row for row in rows}.values())
     hidden = [
-        f"{row.phase} of {row.host or row.rank}" for row in rows if not row.cost_share
+        f"{row.phase} of {row.host or row.rank}" for row in rows if row.cost_share < 0
     ]
-    rows = [row for row in rows if row.cost_share]
+    rows = [row for row in rows if row.cost_share >= 0]
     rows += _of_all(log, rows)
     table = pd.DataFrame(rows, columns=Finding._fields).astype({"rank": object})
     table = table.sort_values("cost_share", ascending=False, ignore_index=True)
@@ -90,7 +81,7 @@ def find_late(log: Log) -> pd.DataFrame:
 
 
 def _of_phase(log, key) -> Iterator[Finding]:
-    """Findings of late ranks and hosts in a phase. cost_share: 0 if hidden."""
+    """Findings of late ranks and hosts in a phase. cost_share: -1 if hidden."""
     seconds = log.phases[key][:, log.counted]
     members = np.flatnonzero(np.isfinite(seconds).any(axis=1))
     if len(members) < 2:
@@ -103,45 +94,35 @@ def _of_phase(log, key) -> Iterator[Finding]:
     excess = own - _lower_median(own)
     scale_s = np.median(seconds)
     edges = block_edges(excess.shape[1], _STEPS)
-    parts = np.split(excess, edges[1:-1], axis=1)
-    blocks = np.stack([np.median(part, axis=1) for part in parts], axis=1)
-    # standard deviation of a block's median, from differences of steps, which are
-    # sqrt(2) times as far apart: sigma x sqrt(pi / 2 n)
-    apart = np.median(np.abs(np.diff(excess, axis=1, prepend=excess[:, :1])), axis=1)
-    noise_s = _NORMAL / 2 * apart * np.sqrt(np.pi * len(parts) / excess.shape[1])
+    blocks = block_medians(excess, _STEPS)
     hosts = log.units["host"].to_numpy()[members]
-    names = dict.fromkeys(hosts)
-    groups = [np.flatnonzero(hosts == name) for name in names if len(names) > 1]
+    groups = [np.flatnonzero(hosts == name) for name in dict.fromkeys(hosts)]
     late = [
-        one
-        for one in _beyond(blocks, noise_s, groups, scale_s, log)
-        # a host is late if most of its ranks are, and it has several
-        if len(one.rows) > 1
-        and np.mean(blocks[one.rows, one.block :].mean(axis=1) > one.excess_s / 2)
-        > 2 / 3
+        (rows, one)
+        for rows, one in _beyond(excess, blocks, groups, scale_s, log)
+        # a host is late if it has several ranks, and most of them are
+        if len(rows) > 1
+        and np.sort(blocks[rows, one.since_step :].mean(axis=1))[len(rows) // 3]
+        > one.excess_s / 2
     ]
-    taken = {row for one in late for row in one.rows}
-    ranks = [np.array([row]) for row in range(len(members))]
-    for one in _beyond(blocks, noise_s, ranks, scale_s, log):
-        late += [one] * (one.rows[0] not in taken)
-    rest = np.delete(seconds, [row for one in late for row in one.rows], axis=0)
+    taken = {row for rows, _ in late for row in rows}
+    ranks = [np.array([row]) for row in range(len(members)) if row not in taken]
+    late += _beyond(excess, blocks, ranks, scale_s, log)
+    rest = np.delete(seconds, [row for rows, _ in late for row in rows], axis=0)
     busiest = rest.max(axis=0, initial=0.0)
-    for one in late:
+    for rows, one in late:
         since = 0
-        if one.block:
-            since = exact_start(np.median(excess[one.rows], axis=0), edges, one.block)
-        own = seconds[one.rows].max(axis=0)
-        cost_s = np.maximum(own - busiest, 0.0)[since:]
-        unit = log.units.iloc[members[one.rows[0]]]
-        yield Finding(
-            unit["rank"] if len(one.rows) == 1 else None,
-            unit["host"] if len(one.rows) > 1 else None,
-            key[1],
-            log.steps[log.counted][since] if since else log.steps[0],
-            _cost_share(log, members[one.rows], one.excess_s, cost_s),
-            one.kind,
-            one.excess_s,
-            one.confidence,
+        if one.since_step:
+            of_step = np.median(excess[rows], axis=0)
+            since = exact_start(of_step, edges, one.since_step)
+        cost_s = np.maximum(seconds[rows].max(axis=0) - busiest, 0.0)[since:]
+        unit = log.units.iloc[members[rows[0]]]
+        yield one._replace(
+            rank=unit["rank"] if len(rows) == 1 else None,
+            host=unit["host"] if len(rows) > 1 else None,
+            phase=key[1],
+            since_step=log.steps[log.counted][since] if since else log.steps[0],
+            cost_share=_cost_share(log, members[rows], one.excess_s, cost_s),
         )
 
 
@@ -150,17 +131,22 @@ def _lower_median(values):
     return np.sort(values, axis=0)[(len(values) - 1) // 2]
 
 
-def _beyond(blocks, noise_s, groups, scale_s, log) -> Iterator[_Late]:
-    """Groups of members whose excess (members, blocks) is beyond what equals differ by.
+def _beyond(excess, blocks, groups, scale_s, log):
+    """Groups of members whose excess (members, steps) is beyond what equals differ by:
+    their rows, and a Finding whose since_step is a block.
 
-    noise_s: (members,) of a block; scale_s: length of the phase.
+    blocks: (members, blocks) medians of it; scale_s: length of the phase.
     """
-    from scipy.stats import t as student
+    from scipy.stats import norm
 
     if len(groups) < 2:
         return
+    # standard deviation of a block's median, from differences of steps, which are
+    # sqrt(2) times as far apart: sigma x sqrt(pi / 2 n)
+    apart_s = np.median(np.abs(np.diff(excess, prepend=excess[:, :1])), axis=1)
+    noise_s = np.array([apart_s[rows].mean() for rows in groups])
+    noise_s *= _NORMAL / 2 * np.sqrt(np.pi * blocks.shape[1] / excess.shape[1])
     blocks = np.stack([np.median(blocks[rows], axis=0) for rows in groups])
-    noise_s = np.array([noise_s[rows].mean() for rows in groups])
     blocks = blocks - _lower_median(blocks)
     count, length = blocks.shape
     # beginnings: always, and each block that is far enough from both ends
@@ -178,12 +164,11 @@ def _beyond(blocks, noise_s, groups, scale_s, log) -> Iterator[_Late]:
         apart = np.sqrt((count * seen**2 + _MANY / 2 * apart**2) / (count + _MANY / 2))
     sampling = noise_s[:, None] * np.linalg.norm(weights, axis=1)
     score = jump / np.hypot(apart, sampling)
-    # half of the level is for lateness from the start, half for all other beginnings
-    tests = 2 * count * np.where(firsts > 0, len(firsts) - 1, 1)
-    # a median deviation is worth 37 % of its values [Huber 1981]
-    chance = student.sf(score, 0.37 * count + 4 * _MANY) * tests * len(log.phases)
+    # most of the level is for lateness from the start, the rest for other beginnings
+    tests = count * len(log.phases) * np.where(firsts > 0, 5 * len(firsts), 1.25)
+    chance = norm.logsf(score) + np.log(tests)  # its logarithm
     best = chance.argmin(axis=1)
-    for row in np.flatnonzero(chance.min(axis=1) < _LEVEL):
+    for row in np.flatnonzero(chance.min(axis=1) < np.log(_LEVEL)):
         first = firsts[best[row]]
         excess_s = float(np.median(blocks[row, first:]))
         # one that catches up is as good as the others
@@ -193,11 +178,15 @@ def _beyond(blocks, noise_s, groups, scale_s, log) -> Iterator[_Late]:
         kind = "late" if log.together else "slow"
         if fit and fit.kind == "drift" and fit.share > excess_s / 2:
             kind = "drift"
-        yield _Late(groups[row], first, excess_s, 1 - chance[row].min(), kind)
+        confidence = -np.expm1(chance[row].min())
+        yield (
+            groups[row],
+            Finding(None, None, None, first, 0.0, kind, excess_s, confidence),
+        )
 
 
 def _cost_share(log, rows, excess_s, cost_s):
-    """Share of the step that would not be there without the late; 0 if hidden.
+    """Share of the step that would not be there without the late; -1 if hidden.
 
     cost_s: (n,) how much longer they take than the slowest other, in the last n steps.
     """
@@ -211,7 +200,7 @@ def _cost_share(log, rows, excess_s, cost_s):
     pace_s = np.where(np.isfinite(pace_s), pace_s, whole_s)
     share = 1 - np.median(pace_s - cost_s) / whole_s
     is_worth = share >= _SMALLEST or excess_s >= _LARGE * whole_s
-    return float(share) * (is_worth and not _is_hidden(log, rows, since, pace_s))
+    return share if is_worth and not _is_hidden(log, rows, since, pace_s) else -1.0
 
 
 def _is_hidden(log, rows, since, pace_s):

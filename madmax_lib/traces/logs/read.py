@@ -70,10 +70,11 @@ def find_log(
     """
     paths = [Path(path) for path in paths]
     # what is not there is a pattern, or what the reader of traces will miss
-    kinds = log_files(paths) if all(path.exists() for path in paths) else {}
-    inside = [file for path in paths for file in (path, *path.rglob("*"))]
-    has_traces = any(_TRACE.search(file.name) for file in inside)
-    is_log = kinds.keys() & {"torchtitan", "inspector", "traceml"}
-    if kinds and (is_log or pattern or column or not has_traces):
+    if not all(path.exists() for path in paths):
+        return None
+    inside = [file.name for path in paths for file in (path, *path.rglob("*"))]
+    kinds = log_files(paths).keys()
+    if kinds - {"columns", "lines"} or pattern or column:
         return read_log(paths, pattern, column)
-    return None
+    has_traces = any(map(_TRACE.search, inside))
+    return read_log(paths) if kinds and not has_traces else None

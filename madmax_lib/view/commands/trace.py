@@ -178,13 +178,14 @@ def _log(options):
 
 def _late_ranks(table, timeline, steps):
     """Ranks of a trace that are last beyond chance, as findings of logs have them."""
-    late = table[table["rank"].isin(table.attrs["often_last"])]
     # the others wait at once: their mean is what the step would be shorter
     waiting_s = (len(table) - 1) * traces.breakdown(timeline)["total_s"].median()
-    late = late.assign(host=None, phase=None, since_step=min(steps, default=None))
-    late = late.assign(cost_share=late["exposed_cost_s"] / waiting_s, kind="late")
-    columns = ["rank", "host", "phase", "since_step", "cost_share", "kind"]
-    return late.loc[late["cost_share"] >= _LEAST_COST, columns]
+    share = table["exposed_cost_s"] / waiting_s
+    late = table[["rank"]].assign(
+        host=None, phase=None, since_step=min(steps, default=None)
+    )
+    is_late = table["rank"].isin(table.attrs["often_last"]) & (share >= _LEAST_COST)
+    return late.assign(cost_share=share, kind="late")[is_late]
 
 
 def _stragglers(options):
