@@ -26,19 +26,16 @@ def compare_logs(a: Log, b: Log, threshold: float = 0.03) -> pd.DataFrame:
 
     if not 0 < require_number("threshold", threshold) < 10:
         raise ValueError(f"threshold={threshold} is not a share above 0, such as 0.03")
-    sides = [block_medians(np.log(log.step_s)) for log in (b, a)]
-    after, before = map(np.mean, sides)
-    growth = after - before
-    interval = ttest_ind(*sides, equal_var=False).confidence_interval(0.9)
-    width = (interval.high - interval.low) / 2 + _RUNS_APART
+    after, before = (block_medians(np.log(log.step_s)) for log in (b, a))
+    growth = after.mean() - before.mean()
+    interval = ttest_ind(after, before, equal_var=False).confidence_interval(0.9)
+    width = interval.high - growth + _RUNS_APART
     limit = np.log1p(threshold)
-    verdict = "cannot tell"
-    if sum(map(len, sides)) >= _LEAST and growth > max(width, 0.8 * limit):
-        verdict = "slower"
-    elif sum(map(len, sides)) >= _LEAST and growth + width < limit:
-        verdict = "fine"
-    logs = [before, after, growth, growth - width, growth + width]
-    names = ["a", "b", "ratio", "low", "high"]
-    row = {"quantity": "step_s", **dict(zip(names, np.exp(logs), strict=True))}
-    detectable = np.expm1(_POWER * width)
-    return pd.DataFrame([{**row, "detectable": detectable, "verdict": verdict}])
+    # a growth of about the threshold is to be found: it has to be surely above 0
+    is_slower = growth > max(width, 0.8 * limit)
+    verdict = "slower" if is_slower else "fine" if growth + width < limit else ""
+    enough = len(after) + len(before) >= _LEAST
+    row = {"quantity": "step_s", "a": np.exp(before.mean()), "b": np.exp(after.mean())}
+    row |= {"ratio": np.exp(growth), "low": np.exp(growth - width)}
+    row |= {"high": np.exp(growth + width), "detectable": np.expm1(_POWER * width)}
+    return pd.DataFrame([row | {"verdict": (enough and verdict) or "cannot tell"}])

@@ -44,7 +44,6 @@ class _Record(msgspec.Struct, gc=False):
     header: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     coll_perf: dict[str, Any] | None = None
-    dump_stats: dict[str, Any] | None = None
 
 
 def read_inspector(paths: Sequence[Path]) -> Log:
@@ -57,23 +56,24 @@ def read_inspector(paths: Sequence[Path]) -> Log:
         raise ValueError(f"{paths[0]}: no record of a collective in this log")
     records = pd.DataFrame(rows, columns=_COLUMNS).rename(columns=_COLUMNS)
     records["seconds"] = records["us"].astype(float) / 1e6
-    members = records[[*_PROCESS, "id", "rank", "ranks"]].drop_duplicates()
-    # GPUs of one process are told apart by the order of their ranks
-    place = members.groupby([*_PROCESS, "id"])["rank"].rank().astype(int)
-    members["gpu"] = members.assign(place=place).groupby([*_PROCESS, "place"]).ngroup()
-    of_gpu = members.sort_values("ranks").drop_duplicates("gpu", keep="last")
-    records = records.merge(members)
     size = records["collective"] + " " + records["size_bytes"].astype(str)
     records["phase"] = list(zip(records["id"], size, strict=True))
-    of_gpu = of_gpu.sort_values("gpu").assign(file=str(paths[0].parent))
+    # GPUs of one process are told apart by the order of their ranks
+    ranks = records.groupby([*_PROCESS, "id"])["rank"]
+    records["gpu"] = (
+        records.assign(place=ranks.rank("dense")).groupby([*_PROCESS, "place"]).ngroup()
+    )
+    # a GPU has the rank of its largest communicator
+    largest = records.sort_values("ranks").groupby("gpu").last()
+    largest["file"] = str(paths[0].parent)
     return assembled(
         records.pivot_table("seconds", ["gpu", "call"], "phase", "last"),
-        of_gpu[["rank", "host", "file"]].reset_index(drop=True),
+        largest[["rank", "host", "file"]],
         source="NCCL Inspector",
         together=True,
         waits=True,
         sizes=bus_bandwidth(records),
-        notes=(_NO_STEPS, *(f"{n} {what}" for what, n in lost.items() if n)),
+        notes=(_NO_STEPS, *(f"{n} {what}" for what, n in lost.items())),
     )
 
 
@@ -84,41 +84,34 @@ def bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
     records: a row per call and rank, with comm, collective, size_bytes, ranks, nodes,
     seconds. NaN for kinds without a factor.
     """
-    # Bytes per time, by Inspector's convention, which is that of nccl-tests:
-    #   all-reduce                  S / t,    bus = 2 (n - 1) / n of it
-    #   all-gather, reduce-scatter  n S / t,  bus =   (n - 1) / n of it (S: one share)
-    ranks = records["ranks"].astype(float)
+    # Bytes per time on the bus, by the convention of nccl-tests, which Inspector has:
+    #   all-reduce 2 (n - 1) / n x S / t;  all-gather, reduce-scatter of n shares S:
+    #   (n - 1) / n x n S / t
+    ranks = records["ranks"]
     kind = records["collective"]
-    shares = kind.isin(["AllGather", "ReduceScatter"])
-    factor = {"AllReduce": 2.0, "AllGather": 1.0, "ReduceScatter": 1.0}
-    factor = kind.map(factor) * (ranks - 1) / ranks
-    factor = factor.fillna(1.0).where(kind != "AlltoAll")
-    algorithm = (
-        records["size_bytes"] * np.where(shares, ranks, 1.0) / records["seconds"]
-    )
-    rates = records.assign(bus=algorithm * factor)
+    is_shared = kind.isin(["AllGather", "ReduceScatter"])
+    factors = [2 * (ranks - 1) / ranks, ranks - 1, np.nan]
+    kinds = [kind == "AllReduce", is_shared, kind == "AlltoAll"]
+    bus = records["size_bytes"] * np.select(kinds, factors, 1.0) / records["seconds"]
     keys = ["comm", "collective", "size_bytes", "ranks", "nodes"]
-    table = rates.groupby(keys).agg(
-        records=("seconds", "size"),
-        median_s=("seconds", "median"),
-        bus_bytes_per_s=("bus", "mean"),
+    table = (
+        records.assign(bus=bus)
+        .groupby(keys)
+        .agg(
+            records=("seconds", "size"),
+            median_s=("seconds", "median"),
+            bus_bytes_per_s=("bus", "mean"),
+        )
     )
     return table.reset_index()
 
 
 def _records(path, lost):
-    """Rows of a file; what is left out is counted in `lost`."""
-    header = metadata = {}
-    due = 0  # records that the last marker has announced
+    """Rows of a file; lines that are none are counted in `lost`."""
+    context = {}
     for records in decoded(path, _Record, lost):
         for record in records:
-            header = record.header or header
-            metadata = record.metadata or metadata
-            perf = record.coll_perf
-            if record.dump_stats:
-                lost["announced records are not there"] += due
-                due = 0 if perf else record.dump_stats.get("coll_records", 0)
-            if perf and header and perf.get("coll_exec_time_us"):
-                due -= due > 0
-                yield metadata | header | perf
-    lost["announced records are not there"] += due
+            if record.header:
+                context = record.header | (record.metadata or {})
+            if context and record.coll_perf:
+                yield context | record.coll_perf

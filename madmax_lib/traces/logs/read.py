@@ -50,31 +50,32 @@ def log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
     inspector, traceml, columns, lines.
     """
     kinds = {kind: [] for kind in _KINDS}
-    for one in path if isinstance(path, (list, tuple)) else [path]:
-        root = Path(one).expanduser()
+    for root in map(Path, path if isinstance(path, (list, tuple)) else [path]):
         if not root.exists():
             raise FileNotFoundError(f"{root}: no such file or directory")
-        for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if file == root or (file.suffix in _SUFFIXES and file.is_file()):
-                head = next(blocks(file, _HEAD_BYTES)).decode(errors="replace")
-                marks = (k for k, (_, mark) in _KINDS.items() if re.search(mark, head))
-                kinds.get(next(marks, ""), []).append(file)
+        inside = (file for file in sorted(root.rglob("*")) if file.suffix in _SUFFIXES)
+        for file in filter(Path.is_file, inside if root.is_dir() else [root]):
+            head = next(blocks(file, _HEAD_BYTES)).decode(errors="replace")
+            for kind, (_, mark) in _KINDS.items():
+                if re.search(mark, head):
+                    kinds[kind].append(file)
+                    break
     return {kind: files for kind, files in kinds.items() if files}
 
 
 def find_log(
-    paths: Sequence[str | Path], pattern: str | None = None, column: str | None = None
+    paths: Sequence[str], pattern: str | None = None, column: str | None = None
 ) -> Log | None:
     """The log of some paths, None if they are those of traces: consoles and tables
     beside traces are no logs of their own.
     """
-    paths = [Path(path) for path in paths]
     # what is not there is a pattern, or what the reader of traces will miss
-    if not all(path.exists() for path in paths):
+    if not all(Path(path).exists() for path in paths):
         return None
-    inside = [file.name for path in paths for file in (path, *path.rglob("*"))]
     kinds = log_files(paths).keys()
-    if kinds - {"columns", "lines"} or pattern or column:
+    is_log = kinds - {"columns", "lines"} or pattern or column
+    inside = [file for path in paths for file in (path, *Path(path).rglob("*"))]
+    has_traces = any(_TRACE.search(str(file)) for file in inside)
+    if is_log or (kinds and not has_traces):
         return read_log(paths, pattern, column)
-    has_traces = any(map(_TRACE.search, inside))
-    return read_log(paths) if kinds and not has_traces else None
+    return None
