@@ -27,6 +27,7 @@ KEYS = [
     "error",
     "inputs",
     "summary",
+    "result",
     "rows",
     "left_out",
     "warnings",

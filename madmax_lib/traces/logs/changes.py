@@ -28,7 +28,7 @@ class Change:
 
 
 def changes(values: np.ndarray) -> list[Change]:
-    """Where a series (n,) of positive times becomes slower, the largest first.
+    """Changes of a series (n,) of positive times that make it slower, the largest first.
 
     >>> [(one.kind, one.at) for one in changes(np.repeat([1.0, 1.1], 50))]
     [('change', 50)]
@@ -37,11 +37,11 @@ def changes(values: np.ndarray) -> list[Change]:
         return []
     logs = np.log(values)
     edges = block_edges(len(values))
-    result = [
-        replace(one, at=exact_start(logs, edges, one.at), share=np.expm1(one.share))
-        for one in _split(block_medians(logs), 0)
-        if one.share > _SMALLEST[one.kind]
-    ]
+    result = []
+    for one in _split(block_medians(logs), 0):
+        if one.share > _SMALLEST[one.kind]:
+            at = exact_start(logs, edges, one.at)
+            result.append(replace(one, at=at, share=np.expm1(one.share)))
     return sorted(result, key=lambda one: -one.share)
 
 
@@ -81,9 +81,9 @@ def best_fit(series: np.ndarray) -> Change | None:
     if count < 2 * EDGE + 1:
         return None
     splits = np.arange(EDGE, count - EDGE + 1)
-    place = np.arange(count)
+    index = np.arange(count)
     # (splits + 1, count) every step up by one, and the line up by one, around 0
-    shapes = np.vstack([place >= splits[:, None], place / (count - 1)])
+    shapes = np.vstack([index >= splits[:, None], index / (count - 1)])
     shapes = shapes - shapes.mean(axis=1, keepdims=True)
     # least squares: growth g = s.y / s.s leaves y.y - (s.y)^2 / s.s
     weight = (shapes**2).sum(axis=1)
@@ -92,8 +92,10 @@ def best_fit(series: np.ndarray) -> Change | None:
     rest = series - series.mean() - growth[best] * shapes[best]
     # Neighbours that are alike say less: variance x (1 + r) / (1 - r), r their
     # correlation, as of an AR(1) process.
-    alike = np.clip(rest[1:] @ rest[:-1] / max(rest @ rest, 1e-30), 0.0, 0.95)
-    variance = rest @ rest / (count - 2) / weight[best] * (1 + alike) / (1 - alike)
+    correlation = np.clip(rest[1:] @ rest[:-1] / max(rest @ rest, 1e-30), 0.0, 0.95)
+    variance = (
+        rest @ rest / (count - 2) / weight[best] * (1 + correlation) / (1 - correlation)
+    )
     size = abs(growth[best]) / np.sqrt(variance + 1e-24)
     # any of the splits may look like one
     chance = 2 * len(splits) * student.sf(size, count - 2)

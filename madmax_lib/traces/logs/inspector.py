@@ -72,12 +72,12 @@ def read_inspector(paths: Sequence[Path]) -> Log:
         source="NCCL Inspector",
         together=True,
         waits=True,
-        sizes=bus_bandwidth(records),
+        sizes=_bus_bandwidth(records),
         notes=(_NO_STEPS, *(f"{n} {what}" for what, n in lost.items())),
     )
 
 
-def bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
+def _bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
     """Bandwidth of collectives by size: comm, collective, size_bytes, ranks, nodes,
     records, median_s and bus_bytes_per_s (mean over records).
 

@@ -43,7 +43,7 @@ _NO_WAIT = 0.01  # of the step: what no span holds, such as copies
 _WINDOW = 8  # steps
 
 
-class Finding(NamedTuple):
+class LateFinding(NamedTuple):
     """A row of `find_late`."""
 
     rank: int | None
@@ -75,12 +75,12 @@ def find_late(log: Log) -> pd.DataFrame:
     ]
     rows = [row for row in rows if row.cost_share >= 0]
     rows += _of_all(log, rows)
-    table = pd.DataFrame(rows, columns=Finding._fields).astype({"rank": object})
+    table = pd.DataFrame(rows, columns=LateFinding._fields).astype({"rank": object})
     table = table.sort_values("cost_share", ascending=False, ignore_index=True)
     return with_origin(table, {}, hidden=hidden)
 
 
-def _of_phase(log, key) -> Iterator[Finding]:
+def _of_phase(log, key) -> Iterator[LateFinding]:
     """Findings of late ranks and hosts in a phase. cost_share: -1 if hidden."""
     seconds = log.phases[key][:, log.counted]
     members = np.flatnonzero(np.isfinite(seconds).any(axis=1))
@@ -90,8 +90,8 @@ def _of_phase(log, key) -> Iterator[Finding]:
     missing = np.isnan(seconds)
     seconds = np.where(missing, np.nan_to_num(middle_of(seconds)), seconds)[members]
     # of a collective the late rank's time is the shortest
-    own = -seconds if log.waits else seconds
-    excess = own - _lower_median(own)
+    lateness = -seconds if log.waits else seconds
+    excess = lateness - _lower_median(lateness)
     scale_s = np.median(seconds)
     edges = block_edges(excess.shape[1], _STEPS)
     blocks = block_medians(excess, _STEPS)
@@ -105,8 +105,8 @@ def _of_phase(log, key) -> Iterator[Finding]:
         and np.sort(blocks[rows, one.since_step :].mean(axis=1))[len(rows) // 3]
         > one.excess_s / 2
     ]
-    taken = {row for rows, _ in late for row in rows}
-    ranks = [np.array([row]) for row in range(len(members)) if row not in taken]
+    named = {row for rows, _ in late for row in rows}
+    ranks = [np.array([row]) for row in range(len(members)) if row not in named]
     late += _beyond(excess, blocks, ranks, scale_s, log)
     rest = np.delete(seconds, [row for rows, _ in late for row in rows], axis=0)
     busiest = rest.max(axis=0, initial=0.0)
@@ -133,7 +133,7 @@ def _lower_median(values):
 
 def _beyond(excess, blocks, groups, scale_s, log):
     """Groups of members whose excess (members, steps) is beyond what equals differ by:
-    their rows, and a Finding whose since_step is a block.
+    their rows, and a LateFinding whose since_step is a block.
 
     blocks: (members, blocks) medians of it; scale_s: length of the phase.
     """
@@ -142,9 +142,9 @@ def _beyond(excess, blocks, groups, scale_s, log):
     if len(groups) < 2:
         return
     # standard deviation of a block's median, from differences of steps, which are
-    # sqrt(2) times as far apart: sigma x sqrt(pi / 2 n)
-    apart_s = np.median(np.abs(np.diff(excess, prepend=excess[:, :1])), axis=1)
-    noise_s = np.array([apart_s[rows].mean() for rows in groups])
+    # sqrt(2) times as far spread_s: sigma x sqrt(pi / 2 n)
+    changes_s = np.median(np.abs(np.diff(excess, prepend=excess[:, :1])), axis=1)
+    noise_s = np.array([changes_s[rows].mean() for rows in groups])
     noise_s *= _NORMAL / 2 * np.sqrt(np.pi * blocks.shape[1] / excess.shape[1])
     blocks = np.stack([np.median(blocks[rows], axis=0) for rows in groups])
     blocks = blocks - _lower_median(blocks)
@@ -157,13 +157,16 @@ def _beyond(excess, blocks, groups, scale_s, log):
     weights = weights - ~after / np.maximum(firsts, 1)[:, None]
     jump = blocks @ weights.T
     jump = jump - _lower_median(jump)
-    apart = np.where(firsts > 0, _WANDER, _WAITS if log.waits else _APART) * scale_s
+    spread_s = np.where(firsts > 0, _WANDER, _WAITS if log.waits else _APART) * scale_s
     if count >= _MANY:
         # what members show of themselves, beside what is assumed
         seen = _NORMAL * np.median(np.abs(jump), axis=0)
-        apart = np.sqrt((count * seen**2 + _MANY / 2 * apart**2) / (count + _MANY / 2))
-    sampling = noise_s[:, None] * np.linalg.norm(weights, axis=1)
-    score = jump / np.hypot(apart, sampling)
+        spread_s = np.sqrt(
+            (count * seen**2 + _MANY / 2 * spread_s**2) / (count + _MANY / 2)
+        )
+    # (members, beginnings)
+    sampling = np.outer(noise_s, np.linalg.norm(weights, axis=1))
+    score = jump / np.hypot(spread_s, sampling)
     # most of the level is for lateness from the start, the rest for other beginnings
     tests = count * len(log.phases) * np.where(firsts > 0, 5 * len(firsts), 1.25)
     chance = norm.logsf(score) + np.log(tests)  # its logarithm
@@ -181,7 +184,7 @@ def _beyond(excess, blocks, groups, scale_s, log):
         confidence = -np.expm1(chance[row].min())
         yield (
             groups[row],
-            Finding(None, None, None, first, 0.0, kind, excess_s, confidence),
+            LateFinding(None, None, None, first, 0.0, kind, excess_s, confidence),
         )
 
 
@@ -219,16 +222,16 @@ def _is_hidden(log, rows, since, pace_s):
         return False
     # Waiting fills up what varies, so that the pace does not follow the work; the
     # device may be a step behind, so sums of some steps are compared.
-    own = work[rows].max(axis=0)
-    sums = [part[:count].reshape(-1, _WINDOW).sum(axis=1) for part in (pace_s, own)]
+    busy = work[rows].max(axis=0)
+    sums = [part[:count].reshape(-1, _WINDOW).sum(axis=1) for part in (pace_s, busy)]
     return theilslopes(*sums).slope < _FOLLOWS
 
 
-def _of_all(log, rows) -> Iterator[Finding]:
+def _of_all(log, rows) -> Iterator[LateFinding]:
     """Changes and drifts of the pace that no late rank explains."""
-    known = np.isfinite(log.pace_s) & log.counted
-    pace_s = log.pace_s[known]
-    steps = log.steps[known]
+    has_pace = np.isfinite(log.pace_s) & log.counted
+    pace_s = log.pace_s[has_pace]
+    steps = log.steps[has_pace]
     for one in changes(pace_s):
         since = steps[one.at]
         # a rank that drifts makes the job drift; a change begins where its cause does
@@ -246,11 +249,11 @@ def _of_all(log, rows) -> Iterator[Finding]:
         # what the host's spans do not show has no phase
         grown_s = {None: excess_s / 2}
         for (_, name), part in log.phases.items():
-            middle = middle_of(part[:, known])
+            middle = middle_of(part[:, has_pace])
             if name not in _WAITING and np.isfinite(middle).all():
                 grown_s[name] = np.median(middle[cut:]) - np.median(middle[:cut])
         phase = max(grown_s, key=grown_s.get)
         share = one.share / (1 + one.share)
-        yield Finding(
+        yield LateFinding(
             None, None, phase, since, share, one.kind, excess_s, one.confidence
         )

@@ -32,8 +32,8 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     """The log of a console, or of one per rank. Raises ValueError where nothing in it
     is a step.
     """
-    known = tables.table("log_lines").set_index("writer")
-    patterns = {"pattern": pattern} if pattern else dict(known["pattern"])
+    writers = tables.table("log_lines").set_index("writer")
+    patterns = {"pattern": pattern} if pattern else dict(writers["pattern"])
     parts = []
     for path in paths:
         text = b"\n".join(blocks(path)).decode(errors="replace")
@@ -55,7 +55,7 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     for name in table.columns.intersection([*_UNITS, "per_s"]):
         value = table[name].str.replace(",", "").astype(float)
         seconds = seconds.fillna(value * _UNITS[name] if name in _UNITS else 1 / value)
-    note = "" if pattern else known["note"][writer]
+    note = "" if pattern else writers["note"][writer]
     return of_rows(table.assign(seconds=seconds), writer, note)
 
 

@@ -14,7 +14,7 @@ PACE = ("", "pace")  # column of a process's frame: from end to end of its steps
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says of the steps of a job.
+    """Steps of a job, as a log has them.
 
     >>> read_log("structured_logs").phases["training", "fwd_bwd"]  # doctest: +SKIP
     """

@@ -36,7 +36,7 @@ def read_log(
     expression for console lines, as `lines` says. column: the time in a table. Raises
     FileNotFoundError, and ValueError for what is no log. See also: mm.read_trace.
     """
-    kinds = log_files(path)
+    kinds = _log_files(path)
     if not kinds:
         raise ValueError(f"{path}: no log here that can be read")
     kind, files = next(iter(kinds.items()))
@@ -45,7 +45,7 @@ def read_log(
     return read_columns(files, column) if column else _KINDS[kind][0](files)
 
 
-def log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
+def _log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
     """Files of logs by their kind, the kind that says most first: torchtitan,
     inspector, traceml, columns, lines.
     """
@@ -55,7 +55,7 @@ def log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
             raise FileNotFoundError(f"{root}: no such file or directory")
         inside = (file for file in sorted(root.rglob("*")) if file.suffix in _SUFFIXES)
         for file in filter(Path.is_file, inside if root.is_dir() else [root]):
-            head = next(blocks(file, _HEAD_BYTES)).decode(errors="replace")
+            head = next(filter(None, blocks(file, _HEAD_BYTES)), b"").decode(errors="replace")
             for kind, (_, mark) in _KINDS.items():
                 if re.search(mark, head):
                     kinds[kind].append(file)
@@ -72,7 +72,7 @@ def find_log(
     # what is not there is a pattern, or what the reader of traces will miss
     if not all(Path(path).exists() for path in paths):
         return None
-    kinds = log_files(paths).keys()
+    kinds = _log_files(paths).keys()
     is_log = kinds - {"columns", "lines"} or pattern or column
     inside = [file for path in paths for file in (path, *Path(path).rglob("*"))]
     has_traces = any(_TRACE.search(str(file)) for file in inside)

@@ -24,7 +24,7 @@ _HIDDEN = (
 
 
 class _Line(msgspec.Struct, gc=False):
-    """What is read of a line."""
+    """Fields of a line that are read."""
 
     log_type: str
     log_type_name: str
@@ -45,8 +45,8 @@ def blocks(path: Path, size_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
     with reader(path, "rb") as file:
         try:
             while data := file.read(size_bytes):
-                whole, _, rest = (rest + data).rpartition(b"\n")
-                yield whole
+                lines, _, rest = (rest + data).rpartition(b"\n")
+                yield lines
         except EOFError:  # a compressed file that ends early
             pass
     yield rest

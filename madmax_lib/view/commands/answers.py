@@ -166,9 +166,10 @@ def envelope(
             lists["findings"] = answer.findings.to_dict("records")
         lists["rows"] = answer.table.rename(columns=str).to_dict("records")
     short = _short(lists, tokens(_json(summary)), complete)
-    left_out = {name: len(rows) - len(short[name]) for name, rows in lists.items()}
-    has_result = getattr(answer, "findings", None) is not None
-    result = {"findings": short["findings"]} if has_result else {}
+    findings = short.pop("findings")
+    is_asked = getattr(answer, "findings", None) is not None
+    result = {"findings": findings} if is_asked else {}
+    left_out = {name: len(lists[name]) - len(short[name]) for name in short}
     # in the order of reading: what was read, the headline, the table, the rest
     body = {"inputs": short["inputs"], "summary": summary, "result": result}
     body["rows"] = short["rows"]
