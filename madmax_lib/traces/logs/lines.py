@@ -25,6 +25,10 @@ _STEP = re.compile(r"_?step|iter(ation)?|global_step")
 _TIME = re.compile(
     r"(total|duration|time|(step|iter\w*)([_-]?tim\w+)?)([_ (].*|_?[mu]?s\)?)?"
 )
+# of its columns what is around their names, some names, and phases
+_AROUND = r"^\w+\.|_ms$"
+_NAMES = {"global_rank": "rank", "hostname": "host", "step_time": "step"}
+_PHASES = "^(step|input_wait|h2d|compute|forward|backward|optimizer)$"
 _SCHEMAS = r"1\.(7|8|9|\d\d)"  # of traceml; earlier ones have other names
 
 
@@ -39,9 +43,10 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
         text = b"\n".join(blocks(path)).decode(errors="replace")
         text = _COLOURS.sub("", text).replace("\r", "\n")
         # the writer with most lines at the head
-        writer = max(
-            patterns, key=lambda one: len(re.findall(patterns[one], text[:_HEAD]))
-        )
+        counts = {
+            name: len(re.findall(one, text[:_HEAD])) for name, one in patterns.items()
+        }
+        writer = max(counts, key=counts.get)
         matches = re.finditer(patterns[writer], text)
         rows = [match.groupdict() or {"s": match[1]} for match in matches]
         parts.append(pd.DataFrame(rows).assign(file=str(path)))
@@ -54,7 +59,9 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     seconds = pd.Series(index=table.index, dtype=float)
     for name in table.columns.intersection([*_UNITS, "per_s"]):
         value = table[name].str.replace(",", "").astype(float)
-        seconds = seconds.fillna(value * _UNITS[name] if name in _UNITS else 1 / value)
+        # of a rate the inverse
+        value = value * _UNITS[name] if name in _UNITS else 1 / value
+        seconds = seconds.fillna(value)
     note = "" if pattern else writers["note"][writer]
     return of_rows(table.assign(seconds=seconds), writer, note)
 
@@ -69,15 +76,14 @@ def read_columns(paths: Sequence[Path], column: str | None = None) -> Log:
     table = pd.concat([pd.read_csv(path).assign(file=str(path)) for path in paths])
     step = next(filter(_STEP.fullmatch, table), None)
     times = [name for name in table if _TIME.fullmatch(name) and name != step]
-    name = next(iter([column] * bool(column) or times), None)
+    name = column or next(iter(times), None)
     if name not in table:
         names = ", ".join(table.columns.drop("file"))
         raise ValueError(f"{paths[0]}: no column of step times in {names}")
     unit = re.split(r"[_( ]", name.rstrip(")"))[-1]
     seconds = table[name] * _UNITS.get(unit, 1.0)
-    return of_rows(
-        table.rename(columns={step: "step"}).assign(seconds=seconds), "table"
-    )
+    table = table.rename(columns={step: "step"})
+    return of_rows(table.assign(seconds=seconds), "table")
 
 
 def of_rows(table: pd.DataFrame, source: str, note: str = "") -> Log:
@@ -118,24 +124,9 @@ def read_traceml(paths: Sequence[Path]) -> Log:
     if not re.fullmatch(_SCHEMAS, version) or not summary.get("step_time"):
         raise ValueError(f"{path}: schema {version} of traceml, or no step_time in it")
     table = pd.json_normalize([*summary["step_time"]["groups"]["rows"].values()])
-    table.columns = [name.rpartition(".")[2].removesuffix("_ms") for name in table]
-    table = table.rename(
-        columns={"global_rank": "rank", "hostname": "host", "step_time": "step"}
-    )
-    phases = [
-        "step",
-        "input_wait",
-        "h2d",
-        "compute",
-        "forward",
-        "backward",
-        "optimizer",
-    ]
-    table = table.melt(
-        ["rank", "host"], table.columns.intersection(phases), "phase", "seconds"
-    )
-    seconds = table["seconds"].astype(float) / 1e3
-    note = "means by rank: no series, so nothing is known of since when"
-    return of_rows(
-        table.assign(step=0, file=str(path), seconds=seconds), "traceml", note
-    )
+    table.columns = table.columns.str.replace(_AROUND, "", regex=True)
+    table = table.rename(columns=_NAMES)
+    phases = table.filter(regex=_PHASES).columns
+    table = table.melt(["rank", "host"], phases, "phase", "ms").astype({"ms": float})
+    table = table.assign(step=0, file=str(path), seconds=table["ms"] / 1e3)
+    return of_rows(table, "traceml", "means by rank: nothing is known of since when")

@@ -55,7 +55,9 @@ def _log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]
             raise FileNotFoundError(f"{root}: no such file or directory")
         inside = (file for file in sorted(root.rglob("*")) if file.suffix in _SUFFIXES)
         for file in filter(Path.is_file, inside if root.is_dir() else [root]):
-            head = next(filter(None, blocks(file, _HEAD_BYTES)), b"").decode(errors="replace")
+            head = next(filter(None, blocks(file, _HEAD_BYTES)), b"").decode(
+                errors="replace"
+            )
             for kind, (_, mark) in _KINDS.items():
                 if re.search(mark, head):
                     kinds[kind].append(file)

@@ -8,8 +8,6 @@ import html
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from madmax_lib import traces
 from madmax_lib.base.atomic import write_text
 from madmax_lib.view.commands.answers import Answer
@@ -25,14 +23,12 @@ def stragglers(log: Log) -> Answer:
     """Who is late in a log."""
     table = traces.find_late(log)
     about = {"source": log.source, "ranks": len(log.units)}
-    about["steps"] = int(log.counted.sum())
-    if len(log.step_s):
-        about["step_s"] = float(np.median(log.step_s))
-    about |= {"hidden": table.attrs["hidden"], "notes": list(log.notes)}
+    about |= {"steps": int(log.counted.sum()), "hidden": table.attrs["hidden"]}
+    about["notes"] = list(log.notes)
     # means by rank have no steps
     enough = len(table) or about["steps"] >= _LEAST_STEPS or len(log.steps) == 1
     findings = table.drop(columns=["excess_s", "confidence"])
-    return Answer(table, about, passed=bool(enough) or None, findings=findings)
+    return Answer(table, about, passed=True if enough else None, findings=findings)
 
 
 def steps(log: Log) -> Answer:
@@ -51,9 +47,8 @@ def gate(a: Log, b: Log, threshold: float) -> Answer:
 def report(log: Log, output: Path, title: str) -> Answer:
     """A page about a log: who is late, and times of phases."""
     answer = stragglers(log)
-    parts = [f"<h1>{html.escape(title)}</h1>", *map(html.escape, log.notes)]
-    parts += [
-        table.to_html(index=False) for table in (answer.table, traces.step_table(log))
-    ]
-    write_text(output, page(f"Log report: {title}", "\n<p>".join(parts)))
+    tables = answer.table, traces.step_table(log)
+    body = html.escape(title).join(["<h1>", "</h1>"])
+    body += "<p>".join(table.to_html(index=False) for table in tables)
+    write_text(output, page(title, body))
     return Answer(answer.table, {"page": str(output)} | answer.summary)
