@@ -9,6 +9,7 @@ status    the exit status: 0 fine, 1 a gate or verdict failed, 2 bad input, 3 ca
 error     null, or with status 2 the line that says what is wrong
 inputs    what was read: name and sha256 of each file; of what the catalog names, name and null
 summary   the headline values of the command, by name
+result    findings: who is late, worst first, of commands that look for it
 rows      the table, one object a row, keys in the order of the columns
 left_out  how many inputs, rows and warnings were left out to stay short; `--all` prints them
 warnings  what the terminal would show as warnings
@@ -43,7 +44,7 @@ _ROWS = 40  # that a terminal shows
 _LETTERS = 100  # of a text in a row; texts outside of rows may have four times as many
 _DIGITS = 6
 # lists of an envelope in the order in which they get their share of the tokens left
-_SHARES = {"inputs": 0.25, "warnings": 0.33, "rows": 1.0}
+_SHARES = {"inputs": 0.25, "warnings": 0.33, "findings": 0.6, "rows": 1.0}
 _PIECES = re.compile(r"\d{1,3}|[A-Za-z]{1,6}|[^\sA-Za-z0-9]")
 _FORMATS = {
     "json": "one envelope, at most 2,000 tokens",
@@ -65,6 +66,8 @@ class Answer:
     names: Sequence[str] = ()  # inputs that are no trace files: models of the catalog
     # False where a verdict or a gate failed, None where nobody can tell
     passed: bool | None = True
+    # of who is late, worst first; None for commands that look for nobody
+    findings: pd.DataFrame | None = None
 
     @property
     def status(self) -> int:
@@ -144,7 +147,7 @@ def envelope(
     from madmax_lib import __version__
 
     head = {"schema": _SCHEMA, "command": command, "version": __version__}
-    lists = {"inputs": [], "rows": [], "warnings": list(caught)}
+    lists = {"inputs": [], "findings": [], "rows": [], "warnings": list(caught)}
     summary = {}
     if isinstance(answer, Exception):
         head |= {"status": 2, "error": str(answer)}
@@ -159,11 +162,17 @@ def envelope(
             if (path := Path(name)).is_file():
                 sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             lists["inputs"].append({"name": name, "sha256": sha256})
+        if answer.findings is not None:
+            lists["findings"] = answer.findings.to_dict("records")
         lists["rows"] = answer.table.rename(columns=str).to_dict("records")
     short = _short(lists, tokens(_json(summary)), complete)
-    left_out = {name: len(rows) - len(short[name]) for name, rows in lists.items()}
+    findings = short.pop("findings")
+    is_asked = getattr(answer, "findings", None) is not None
+    result = {"findings": findings} if is_asked else {}
+    left_out = {name: len(lists[name]) - len(short[name]) for name in short}
     # in the order of reading: what was read, the headline, the table, the rest
-    body = {"inputs": short["inputs"], "summary": summary, "rows": short["rows"]}
+    body = {"inputs": short["inputs"], "summary": summary, "result": result}
+    body["rows"] = short["rows"]
     return _json(head | body | {"left_out": left_out, "warnings": short["warnings"]})
 
 

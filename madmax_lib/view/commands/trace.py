@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
+from madmax_lib.view.commands import log as logs
 from madmax_lib.view.commands.answers import Answer, add_command
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
 _MOST_OPERATIONS = 3  # that differ most
+_LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
 def add(commands) -> None:
@@ -29,11 +31,12 @@ def add(commands) -> None:
         _cut,
         _compare,
         _stragglers,
+        _steps,
         _flight,
         _snapshot,
         _report,
     ):
-        add_command(commands, answer, share=_share, steps=_steps)
+        add_command(commands, answer, share=_share, steps=_span)
 
 
 def read(paths: list[str]) -> Timeline:
@@ -67,7 +70,7 @@ def _breakdown(options):
     return Answer(table, about | _per_step(table))
 
 
-def _steps(text):
+def _span(text):
     first, _, last = text.partition(":")
     try:
         return range(int(first), int(last or first) + 1)
@@ -172,6 +175,10 @@ def _compare(options):
             "compare needs two: A and B, each a file, a directory, a pattern in "
             "quotes or a baseline"
         )
+    if options.gate is not None:
+        pair = [traces.find_log([path]) for path in options.traces]
+        if None not in pair and len(pair) == 2:
+            return logs.gate(*pair, options.gate)
     a = _recordings([first])
     b = _recordings(others)
     # a gate has repeats on both sides, a comparison one recording each
@@ -210,9 +217,35 @@ def _gate(a, b, threshold):
     return Answer(table, about, passed=None if unknown else result.passed)
 
 
+def _steps(options):
+    if log := _log(options):
+        return logs.steps(log)
+    timeline = read(options.traces)
+    return Answer(traces.step_summary(timeline), _ranks(timeline))
+
+
+def _log(options):
+    """The log that a command is about, None where its paths are of traces."""
+    return traces.find_log(options.traces, options.pattern, options.column)
+
+
+def _late_ranks(table, timeline, steps):
+    """Ranks of a trace that are last beyond chance, as findings of logs have them."""
+    # the others wait at once: their mean is what the step would be shorter
+    waiting_s = (len(table) - 1) * traces.breakdown(timeline)["total_s"].median()
+    share = table["exposed_cost_s"] / waiting_s
+    late = table[["rank"]].assign(
+        host=None, phase=None, since_step=min(steps, default=None)
+    )
+    is_late = table["rank"].isin(table.attrs["often_last"]) & (share >= _LEAST_COST)
+    return late.assign(cost_share=share, kind="late")[is_late]
+
+
 def _stragglers(options):
     from madmax_lib.traces.waits.step_times import steady_state
 
+    if log := _log(options):
+        return logs.stragglers(log)
     recording = read(options.traces)
     timeline, steps = steady_state(recording)
     table = traces.stragglers(timeline)
@@ -221,8 +254,9 @@ def _stragglers(options):
     about["last_beyond_chance"] = often_last or "no rank"
     not_counted = [step for step in recording.steps if step not in steps]
     about["not_counted"] = [f"step {step}" for step in not_counted]
+    late = _late_ranks(table, timeline, steps)
     if not steps:
-        return Answer(table, about)
+        return Answer(table, about, findings=late)
     replay = traces.what_if_no_stragglers(timeline)
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
@@ -233,7 +267,7 @@ def _stragglers(options):
             "what a replay leaves out (launch gaps, work of other steps) rules this "
             "step: no slowdown follows from it, go by cost_s"
         )
-        return Answer(table, about)
+        return Answer(table, about, findings=late)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
     # a repair of nothing has no share
     if replay.costs:
@@ -242,7 +276,7 @@ def _stragglers(options):
     about["slowdown_by_kind"] = dict(replay.by_kind)
     # beside the rank: the column to look at
     table.insert(1, "slowdown", table["rank"].map(replay.by_rank))
-    return Answer(table, about)
+    return Answer(table, about, findings=late)
 
 
 def _flight(options):
@@ -288,6 +322,8 @@ def _report(options):
     if output.is_dir():
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
+    if log := _log(options):
+        return logs.report(log, output, Path(options.traces[0]).resolve().name)
     recording = read(options.traces)
     first, *more = options.traces
     title = Path(first).resolve().name
