@@ -129,7 +129,11 @@ def _compare(options):
     if options.gate is not None:
         pair = [traces.find_log([path]) for path in options.traces]
         if None not in pair and len(pair) == 2:
-            return _log_gate(*pair, options.gate)
+            table = traces.compare_logs(*pair, options.gate)
+            verdict = table["verdict"].item()
+            passed = {"slower": False, "fine": True}.get(verdict)
+            about = {"verdict": verdict, "passed": passed is True}
+            return Answer(table, about, passed=passed)
     a = _recordings([first])
     b = _recordings(others)
     # a gate has repeats on both sides, a comparison one recording each
@@ -176,13 +180,6 @@ def _steps(options):
         return Answer(traces.step_table(log), about)
     timeline = read(options.traces)
     return Answer(traces.step_summary(timeline), _ranks(timeline))
-
-
-def _log_gate(a, b, threshold):
-    table = traces.compare_logs(a, b, threshold)
-    verdict = table["verdict"].item()
-    passed = {"slower": False, "fine": True}.get(verdict)
-    return Answer(table, {"verdict": verdict, "passed": passed is True}, passed=passed)
 
 
 def _late(log):
