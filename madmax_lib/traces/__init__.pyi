@@ -38,6 +38,7 @@ from madmax_lib.traces.forensics.read_snapshots import (
 from madmax_lib.traces.forensics.snapshots import *
 from madmax_lib.traces.gate import gate as gate
 from madmax_lib.traces.logs.compare import compare_logs as compare_logs
+from madmax_lib.traces.logs.history import history as history
 from madmax_lib.traces.logs.late import find_late as find_late
 from madmax_lib.traces.logs.log import Log as Log, step_table as step_table
 from madmax_lib.traces.logs.read import find_log as find_log, read_log as read_log
