@@ -4,10 +4,4 @@ doors of rooms.
 
 from madmax_lib.base.doors import open_room
 
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from madmax_lib.base.intervals import *
-    from madmax_lib.base.units import *
-
 __all__ = open_room(__name__)

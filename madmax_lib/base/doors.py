@@ -1,9 +1,9 @@
 """Doors of rooms: a package names its public calls without loading what is behind them.
 
-The `__init__` of a room imports them under `TYPE_CHECKING`, as
-`from module import name as name`, or `import *` where all that a module makes public is
-a call of the room: editors and type checkers follow these lines, and `open_room` reads
-them from the source, so that a name is loaded when it is first used.
+The stub of a room, `__init__.pyi`, imports them as `from module import name as name`,
+or `import *` where all that a module makes public is a call of the room: editors and
+type checkers follow these lines, and `open_room` reads them, so that a name is loaded
+when it is first used [as `lazy_loader.attach_stub`, scientific-python.org/specs/spec-0001].
 """
 
 import ast
@@ -60,7 +60,8 @@ def open_room(name: str) -> list[str]:
     """
     room = sys.modules[name]
     calls = {}
-    for node in ast.walk(ast.parse(Path(room.__file__).read_text())):
+    stub = Path(room.__file__).with_suffix(".pyi")
+    for node in ast.walk(ast.parse(stub.read_text())):
         if not isinstance(node, ast.ImportFrom):
             continue
         inside = node.module.startswith(f"{name}.")

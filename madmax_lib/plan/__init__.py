@@ -4,11 +4,4 @@ the one book of rules.
 
 from madmax_lib.base.doors import open_room
 
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from madmax_lib.plan.case import Case as Case
-    from madmax_lib.plan.columns import Plans as Plans
-    from madmax_lib.plan.plan import Plan as Plan
-
 __all__ = open_room(__name__)

@@ -9,10 +9,4 @@ Accelerate; `write(plan, framework)` gives such a text. What each key means stan
 
 from madmax_lib.base.doors import open_room
 
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from madmax_lib.plan_flags.read import *
-    from madmax_lib.plan_flags.write import write as write
-
 __all__ = open_room(__name__)

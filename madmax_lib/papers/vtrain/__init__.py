@@ -4,29 +4,4 @@ corrected, and its case studies.
 
 from madmax_lib.base.doors import open_room
 
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from madmax_lib.papers.vtrain import (
-        formulas as formulas,
-        plots as plots,
-        studies as studies,
-    )
-    from madmax_lib.papers.vtrain.comm import (
-        RINGS as RINGS,
-        Nccl as Nccl,
-        communication_s as communication_s,
-        load_nccl as load_nccl,
-    )
-    from madmax_lib.papers.vtrain.config import (
-        Config as Config,
-        VTrainRules as VTrainRules,
-        load_config as load_config,
-    )
-    from madmax_lib.papers.vtrain.fit import fit as fit, predict as predict
-    from madmax_lib.papers.vtrain.graph import (
-        iteration_s as iteration_s,
-        timeline as timeline,
-    )
-
 __all__ = open_room(__name__)

@@ -102,7 +102,12 @@ def best_fit(series: np.ndarray) -> Change | None:
     if chance > _LEVEL:
         return None
     at = int(splits[best]) if best < len(splits) else 0
-    return Change("change" if at else "drift", at, float(growth[best]), 1 - chance)
+    return Change(
+        kind="change" if at else "drift",
+        at=at,
+        share=float(growth[best]),
+        confidence=1 - chance,
+    )
 
 
 def _split(series, begin) -> Iterator[Change]:

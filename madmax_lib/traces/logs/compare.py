@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_number
 from madmax_lib.traces.logs.changes import block_medians
 from madmax_lib.traces.logs.log import Log
 
@@ -24,7 +23,7 @@ def compare_logs(a: Log, b: Log, threshold: float = 0.03) -> pd.DataFrame:
     """
     from scipy.stats import ttest_ind
 
-    if not 0 < require_number("threshold", threshold) < 10:
+    if not 0 < threshold < 10:
         raise ValueError(f"threshold={threshold} is not a share above 0, such as 0.03")
     after, before = (block_medians(np.log(log.step_s)) for log in (b, a))
     growth = after.mean() - before.mean()

@@ -22,20 +22,7 @@ _NO_STEPS = (
     "collectives have no steps: since_step counts calls of a kind, and cost_share is of "
     "the time in all collectives"
 )
-_COLUMNS = {
-    "hostname": "host",
-    "pid": "pid",
-    "id": "id",
-    "comm_name": "comm",
-    "rank": "rank",
-    "n_ranks": "ranks",
-    "nnodes": "nodes",
-    "coll": "collective",
-    "coll_sn": "call",
-    "coll_msg_size_bytes": "size_bytes",
-    "coll_exec_time_us": "us",
-}
-_PROCESS = ["host", "pid"]
+_PROCESS = ["hostname", "pid"]
 
 
 class _Record(msgspec.Struct, gc=False):
@@ -54,9 +41,9 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     rows = [row for path in paths for row in _records(path, lost)]
     if not rows:
         raise ValueError(f"{paths[0]}: no record of a collective in this log")
-    records = pd.DataFrame(rows, columns=_COLUMNS).rename(columns=_COLUMNS)
-    records["seconds"] = records["us"].astype(float) / 1e6
-    size = records["collective"] + " " + records["size_bytes"].astype(str)
+    records = pd.DataFrame(rows).query("coll_exec_time_us > 0")
+    records["seconds"] = records["coll_exec_time_us"].astype(float) / 1e6
+    size = records["coll"] + " " + records["coll_msg_size_bytes"].astype(str)
     records["phase"] = list(zip(records["id"], size, strict=True))
     # GPUs of one process are told apart by the order of their ranks
     ranks = records.groupby([*_PROCESS, "id"])["rank"]
@@ -64,10 +51,10 @@ def read_inspector(paths: Sequence[Path]) -> Log:
         records.assign(place=ranks.rank("dense")).groupby([*_PROCESS, "place"]).ngroup()
     )
     # a GPU has the rank of its largest communicator
-    largest = records.sort_values("ranks").groupby("gpu").last()
-    largest["file"] = str(paths[0].parent)
+    largest = records.sort_values("n_ranks").groupby("gpu").last()
+    largest = largest.assign(host=largest["hostname"], file=str(paths[0].parent))
     return assembled(
-        records.pivot_table("seconds", ["gpu", "call"], "phase", "last"),
+        records.pivot_table("seconds", ["gpu", "coll_sn"], "phase", "last"),
         largest[["rank", "host", "file"]],
         source="NCCL Inspector",
         together=True,
@@ -77,33 +64,25 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     )
 
 
-def _bus_bandwidth(records: pd.DataFrame) -> pd.DataFrame:
-    """Bandwidth of collectives by size: comm, collective, size_bytes, ranks, nodes,
-    records, median_s and bus_bytes_per_s (mean over records).
-
-    records: a row per call and rank, with comm, collective, size_bytes, ranks, nodes,
-    seconds. NaN for kinds without a factor.
+def _bus_bandwidth(records):
+    """Bandwidth by size, in Inspector's words: comm_name, coll, coll_msg_size_bytes,
+    n_ranks, nnodes, records, median_s, bus_bytes_per_s (mean; NaN without a factor).
     """
     # Bytes per time on the bus, by the convention of nccl-tests, which Inspector has:
     #   all-reduce 2 (n - 1) / n x S / t;  all-gather, reduce-scatter of n shares S:
     #   (n - 1) / n x n S / t
-    ranks = records["ranks"]
-    kind = records["collective"]
-    is_shared = kind.isin(["AllGather", "ReduceScatter"])
+    ranks = records["n_ranks"]
+    kind = records["coll"]
     factors = [2 * (ranks - 1) / ranks, ranks - 1, np.nan]
+    is_shared = kind.isin(["AllGather", "ReduceScatter"])
     kinds = [kind == "AllReduce", is_shared, kind == "AlltoAll"]
-    bus = records["size_bytes"] * np.select(kinds, factors, 1.0) / records["seconds"]
-    keys = ["comm", "collective", "size_bytes", "ranks", "nodes"]
-    table = (
-        records.assign(bus=bus)
-        .groupby(keys)
-        .agg(
-            records=("seconds", "size"),
-            median_s=("seconds", "median"),
-            bus_bytes_per_s=("bus", "mean"),
-        )
-    )
-    return table.reset_index()
+    bytes_per_s = records["coll_msg_size_bytes"] / records["seconds"]
+    table = records.assign(bus=np.select(kinds, factors, 1.0) * bytes_per_s)
+    keys = ["comm_name", "coll", "coll_msg_size_bytes", "n_ranks", "nnodes"]
+    of_size = table.groupby(keys)
+    columns = {"records": of_size.size(), "median_s": of_size["seconds"].median()}
+    columns["bus_bytes_per_s"] = of_size["bus"].mean()
+    return pd.DataFrame(columns).reset_index()
 
 
 def _records(path, lost):
@@ -114,4 +93,5 @@ def _records(path, lost):
             if record.header:
                 context = record.header | (record.metadata or {})
             if context and record.coll_perf:
-                yield context | record.coll_perf
+                # names of communicators came with NCCL 2.30
+                yield {"comm_name": "unknown"} | context | record.coll_perf

@@ -130,8 +130,7 @@ def _read(path):
         }
         first = first if first.source or not lines else lines[0]
     table = pd.DataFrame(rows, columns=["step", "phase", "ms", "us"])
-    frame = table.groupby(["step", "phase"])["ms"].sum().unstack() / 1e3
-    frame = frame.astype("float32")
+    frame = table.pivot_table("ms", "step", "phase", "sum").astype("float32") / 1e3
     frame.columns = [(first.source, name.removesuffix("_end")) for name in frame]
     ends_us = table.groupby("step")["us"].max()
     follows = ends_us.index.to_series().diff() == 1

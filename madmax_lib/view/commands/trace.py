@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
-from madmax_lib.view.commands import log as logs
+from madmax_lib.base.atomic import write_text
 from madmax_lib.view.commands.answers import Answer, add_command
+from madmax_lib.view.notebooks.page import page
 
 if TYPE_CHECKING:
     from madmax_lib.timeline.timeline import Timeline
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
 _MOST_OPERATIONS = 3  # that differ most
+_LEAST_STEPS = 12  # of a log, below which nobody can tell who is late
 _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
@@ -32,6 +34,7 @@ def add(commands) -> None:
         _compare,
         _stragglers,
         _steps,
+        _history,
         _flight,
         _snapshot,
         _report,
@@ -178,7 +181,11 @@ def _compare(options):
     if options.gate is not None:
         pair = [traces.find_log([path]) for path in options.traces]
         if None not in pair and len(pair) == 2:
-            return logs.gate(*pair, options.gate)
+            table = traces.compare_logs(*pair, options.gate)
+            verdict = table["verdict"].item()
+            passed = {"slower": False, "fine": True}.get(verdict)
+            about = {"verdict": verdict, "passed": passed is True}
+            return Answer(table, about, passed=passed)
     a = _recordings([first])
     b = _recordings(others)
     # a gate has repeats on both sides, a comparison one recording each
@@ -219,14 +226,35 @@ def _gate(a, b, threshold):
 
 def _steps(options):
     if log := _log(options):
-        return logs.steps(log)
+        about = {
+            "source": log.source,
+            "ranks": len(log.units),
+            "notes": list(log.notes),
+        }
+        return Answer(traces.step_table(log), about)
     timeline = read(options.traces)
     return Answer(traces.step_summary(timeline), _ranks(timeline))
+
+
+def _late(log):
+    table = traces.find_late(log)
+    steps = int(log.counted.sum())
+    about = {"source": log.source, "ranks": len(log.units), "steps": steps}
+    about |= {"hidden": table.attrs["hidden"], "notes": list(log.notes)}
+    # means by rank are of one step
+    enough = len(table) or steps >= _LEAST_STEPS or len(log.steps) == 1
+    findings = table.drop(columns=["excess_s", "confidence"])
+    return Answer(table, about, passed=True if enough else None, findings=findings)
 
 
 def _log(options):
     """The log that a command is about, None where its paths are of traces."""
     return traces.find_log(options.traces, options.pattern, options.column)
+
+
+def _history(options):
+    table = traces.history(options.runs)
+    return Answer(table, table.attrs)
 
 
 def _late_ranks(table, timeline, steps):
@@ -245,7 +273,7 @@ def _stragglers(options):
     from madmax_lib.traces.waits.step_times import steady_state
 
     if log := _log(options):
-        return logs.stragglers(log)
+        return _late(log)
     recording = read(options.traces)
     timeline, steps = steady_state(recording)
     table = traces.stragglers(timeline)
@@ -323,7 +351,10 @@ def _report(options):
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
     if log := _log(options):
-        return logs.report(log, output, Path(options.traces[0]).resolve().name)
+        tables = (traces.find_late(log), traces.step_table(log))
+        text = "<p>".join(table.to_html(index=False) for table in tables)
+        write_text(output, page(Path(options.traces[0]).resolve().name, text))
+        return Answer(tables[0], {"page": str(output)})
     recording = read(options.traces)
     first, *more = options.traces
     title = Path(first).resolve().name

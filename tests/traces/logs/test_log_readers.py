@@ -54,7 +54,8 @@ def test_bus_bandwidth_is_inspectors(folder):
     sizes = read_log(root / "inspector" / folder).sizes
     for row in key["by_collective"]:
         same = sizes[
-            (sizes["collective"] == row["coll"]) & (sizes["size_bytes"] == row["bytes"])
+            (sizes["coll"] == row["coll"])
+            & (sizes["coll_msg_size_bytes"] == row["bytes"])
         ]
         assert same["bus_bytes_per_s"].item() == pytest.approx(
             row["mean_busbw_gbs"] * 1e9, rel=1e-3

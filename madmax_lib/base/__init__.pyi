@@ -1,0 +1,2 @@
+from madmax_lib.base.intervals import *
+from madmax_lib.base.units import *

@@ -1,0 +1,56 @@
+from madmax_lib.calibration import fit as fit
+from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
+from madmax_lib.calibration.job.another_plan import another_plan as another_plan
+from madmax_lib.calibration.job.case_of import case_of as case_of
+from madmax_lib.calibration.judge.identifiability import (
+    constants_of as constants_of,
+    determined_by as determined_by,
+    leverage as leverage,
+    strongest_pairs as strongest_pairs,
+)
+from madmax_lib.calibration.judge.validate import *
+from madmax_lib.calibration.kernels.fit import (
+    fit_rates as fit_rates,
+    held_out as held_out,
+    kernel_errors as kernel_errors,
+)
+from madmax_lib.calibration.kernels.tables import read_kernels as read_kernels
+from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
+from madmax_lib.calibration.machine.compared import (
+    compared as compared,
+    predicted as predicted,
+)
+from madmax_lib.calibration.machine.machine import (
+    Machine as Machine,
+    machine as machine,
+)
+from madmax_lib.calibration.published.link_logs import (
+    read_link_log as read_link_log,
+)
+from madmax_lib.calibration.published.rows import (
+    read_rows as read_rows,
+    to_steps as to_steps,
+)
+from madmax_lib.calibration.published.run_rows import run_rows as run_rows
+from madmax_lib.calibration.trace import (
+    fit_timeline as fit_timeline,
+    kernel_seconds as kernel_seconds,
+)
+from madmax_lib.calibration.verdict.accuracy import *
+from madmax_lib.calibration.verdict.accuracy import confusion as confusion
+from madmax_lib.calibration.verdict.expect import (
+    expect as expect,
+    verdicts as verdicts,
+)
+from madmax_lib.calibration.verdict.overlap import (
+    overlap_errors as overlap_errors,
+    overlap_facts as overlap_facts,
+)
+from madmax_lib.calibration.verdict.strangers import (
+    generation_of as generation_of,
+    new_rows as new_rows,
+    spread_of_both as spread_of_both,
+    strange_rows as strange_rows,
+    unknown_rows as unknown_rows,
+)
+from madmax_lib.calibration.verdict.vision import vision_errors as vision_errors

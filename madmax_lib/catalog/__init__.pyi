@@ -1,0 +1,20 @@
+from madmax_lib.catalog.datasets import (
+    PROJECT as PROJECT,
+    SHIPPED as SHIPPED,
+    dataset as dataset,
+    local_data as local_data,
+)
+from madmax_lib.catalog.hardware import (
+    Cluster as Cluster,
+    Device as Device,
+    Host as Host,
+    Link as Link,
+)
+from madmax_lib.catalog.listing import clusters as clusters, devices as devices
+from madmax_lib.catalog.models import (
+    DLRM as DLRM,
+    Model as Model,
+    Transformer as Transformer,
+)
+from madmax_lib.catalog.software import Software as Software
+from madmax_lib.catalog.tables import *

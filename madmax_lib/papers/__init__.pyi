@@ -1,0 +1,6 @@
+from madmax_lib.papers import (
+    madmax as madmax,
+    metis as metis,
+    studies as studies,
+    vtrain as vtrain,
+)

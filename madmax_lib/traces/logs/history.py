@@ -1,0 +1,62 @@
+"""A series of runs: which turned slower first, and what differs in their contracts."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.timeline.timeline import with_origin
+from madmax_lib.traces.logs.changes import best_fit
+from madmax_lib.traces.logs.read import read_log
+
+# what an entry of a contract is about, by its name; others are of the method
+_ABOUT = {
+    "machine": r"device|gpu|driver|host|node|cpu|nccl|cuda|rocm|kernel|clock|power",
+    "code": r"version|commit|git|torch|python|package|library|image",
+    "method": "",
+}
+
+
+def history(directory: str | Path) -> pd.DataFrame:
+    """Runs of a folder in order of their names: run, steps, step_s (median).
+
+    `.attrs`: first_slow (the first run of the slower ones, "" if none is), growth,
+    confidence, differs: what all runs from there have otherwise than all before, from
+    JSON files beside their logs (name, before, after, about: machine, method, code).
+    """
+    rows = []
+    contracts = []
+    for run in sorted(Path(directory).iterdir()):
+        try:
+            times_s = read_log(run).step_s
+        except ValueError:  # no log
+            continue
+        rows.append([run.name, len(times_s), np.median(times_s)])
+        files = {file.stem: json.loads(file.read_text()) for file in run.glob("*.json")}
+        contracts.append(pd.json_normalize([files]).astype(str))
+    table = pd.DataFrame(rows, columns=["run", "steps", "step_s"])
+    one = best_fit(np.log(table["step_s"].to_numpy(float)))
+    is_slower = one is not None and one.share > 0 and one.at > 0
+    if not is_slower:
+        return with_origin(table, {}, first_slow="", differs=[])
+    every = pd.concat(contracts)
+    before = every[: one.at]
+    after = every[one.at :]
+    # what is one thing before and another after; the results of a run always differ
+    is_one = (before.nunique() == 1) & (after.nunique() == 1)
+    differs = pd.DataFrame({"before": before.iloc[0], "after": after.iloc[0]})
+    differs = differs[is_one & (differs["before"] != differs["after"])]
+    differs["about"] = [
+        next(about for about, words in _ABOUT.items() if re.search(words, name))
+        for name in differs.index
+    ]
+    return with_origin(
+        table,
+        {},
+        first_slow=table["run"][one.at],
+        growth=np.expm1(one.share),
+        confidence=one.confidence,
+        differs=differs.rename_axis("name").reset_index().to_dict("records"),
+    )

@@ -1,0 +1,42 @@
+"""Which run of a series turned slower, and what differs in its contract."""
+
+import json
+
+import numpy as np
+import pandas as pd
+
+from madmax_lib.__main__ import main
+from madmax_lib.traces import history
+
+
+def series(folder, slow_from):
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        run = folder / f"run{number:02}"
+        run.mkdir()
+        is_slow = number >= slow_from
+        times = (1.05 if is_slow else 1.0) * rng.normal(1, 0.01, 60)
+        table = pd.DataFrame({"step": range(60), "total_s": times})
+        table.to_csv(run / "steps.csv", index=False)
+        env = {"device": "H100", "driver": "570" if is_slow else "560", "torch": "2.13"}
+        (run / "env.json").write_text(json.dumps(env))
+        (run / "spec.json").write_text(json.dumps({"strategy": "dp2", "seed": number}))
+    return folder
+
+
+def test_the_first_slow_run_and_what_differs(tmp_path, capsys):
+    folder = series(tmp_path, 12)
+    table = history(folder)
+    assert len(table) == 20 and table.attrs["first_slow"] == "run12"
+    assert abs(table.attrs["growth"] - 0.05) < 0.01
+    differs = [
+        {"name": "env.driver", "before": "560", "after": "570", "about": "machine"}
+    ]
+    assert table.attrs["differs"] == differs
+    assert main(["history", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["differs"] == differs
+
+
+def test_no_run_is_slower(tmp_path):
+    attrs = history(series(tmp_path, 20)).attrs
+    assert attrs["first_slow"] == "" and attrs["differs"] == []
