@@ -2,6 +2,7 @@
 `kernels.fit`.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,17 +15,8 @@ from madmax_lib.catalog.kernel_rates import OPERANDS
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.rates.compute import distinct_bins
 
-# aiconfigurator's columns
-_NAMES = {
-    **{"gpu": "device", "op_name": "operation", "library": "source"},
-    **{"gemm_dtype": "dtype", "moe_dtype": "dtype", "nccl_dtype": "dtype"},
-    **{"batch_size": "batch", "isl": "sequence", "num_heads": "heads"},
-    **{"num_key_value_heads": "kv_heads", "num_gpus": "ranks"},
-    # of state-space layers: a group is a head of keys
-    **{"seq_len": "sequence", "num_v_heads": "heads", "nheads": "heads"},
-    **{"num_k_heads": "kv_heads", "n_groups": "kv_heads"},
-    **{"head_v_dim": "head_dim", "head_k_dim": "state", "d_state": "state"},
-}
+# aiconfigurator's columns; of state-space layers a group is a head of keys
+_NAMES = json.loads(catalog.data_file("kernel_columns.json").read_text())
 _OPERATIONS = {"context_attention": "attention", "alltoall": "all_to_all"}
 _SCANS = {"causal_conv1d_fn": "convolution", "chunk_gated_delta_rule": "delta_rule"}
 # tokens of a sequence: shorter ones are those of serving

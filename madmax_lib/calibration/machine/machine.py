@@ -29,20 +29,7 @@ from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS
 
 # where a fit of a machine begins whose devices are processes on a CPU
-_CPU = {
-    "gemm_efficiency": 0.8,
-    "attention_efficiency": 0.3,
-    "gemm_bytes": 0.5,
-    "weight_bytes": 4.0,
-    "pointwise_factor": 2.0,
-    "optimizer_factor": 1.0,
-    "launch_s": 1.5e-5,
-    "step_s": 4e-3,
-    "comm_launch_s": 1e-3,
-    "moe_pointwise": 3.0,
-    "moe_launch_s": 5e-4,
-    "alone": 0.9,
-}
+_CPU = json.loads(catalog.data_file("cpu_constants.json").read_text())
 # standard deviations of the logarithms of constants: of CPUs, which no shipped row
 # shows, and of other machines
 _WIDE = 0.7

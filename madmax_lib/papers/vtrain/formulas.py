@@ -6,13 +6,14 @@ collectives stay vTrain's. Five numbers are fitted to the times of whole steps, 
 shapes that were left out can be predicted, and models that nobody has profiled.
 """
 
+import json
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from madmax_lib.catalog import Device, device
+from madmax_lib.catalog import Device, data_file, device
 from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import (
     RELEASED,
@@ -27,13 +28,7 @@ from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
 
-_BOUNDS = {
-    "gemm_efficiency": (0.4, 0.9),
-    "traffic": (0.5, 8.0),
-    "floor_s": (1e-4, 1e-2),
-    "update_traffic": (0.8, 3.0),
-    "unaligned": (1.0, 8.0),
-}
+_BOUNDS = json.loads(data_file("papers/vtrain/bounds.json").read_text())
 _SCALE = 0.05  # log residual at which soft-L1 turns from square to absolute
 # per logit, forward and backward: 16-bit logits and gradient, fp32 copies of both in
 # the loss

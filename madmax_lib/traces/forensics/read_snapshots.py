@@ -6,6 +6,7 @@ million of them would need a gigabyte otherwise. Stacks are told apart by the id
 of their frames, which the file shares.
 """
 
+import json
 import re
 import warnings
 from collections import defaultdict
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.traces.forensics.block_sizes import ACTIONS, Replay, replay
 from madmax_lib.traces.forensics.frames import Stacks
 from madmax_lib.traces.forensics.plain_pickles import load_plain
@@ -25,29 +27,15 @@ from madmax_lib.traces.read.cache import content_sha256
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
 
+_COLUMNS = json.loads(catalog.data_file("snapshot_columns.json").read_text())
 # columns by the keys of an event, and what stands for a key that an old torch lacks
-_KEYS = {
-    "action": ("action", ""),
-    "address": ("addr", None),
-    "size_bytes": ("size", 0),
-    "stream": ("stream", 0),
-    "time_us": ("time_us", -1),
-    "frames": ("frames", None),
-}
+_KEYS = _COLUMNS["keys"]
+_TYPES = _COLUMNS["types"]
 _OTHER = len(ACTIONS) - 1
 _CODES = defaultdict(
     lambda: _OTHER, {action: code for code, action in enumerate(ACTIONS)}
 )
 _SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".pickle.xz", ".pkl.xz")
-_TYPES = {
-    "action": "int8",
-    "address": "int64",
-    "size_bytes": "int64",
-    "stream": "int64",
-    "time_us": "int64",
-    "stack": "int32",
-    "metadata": "int32",
-}
 _BLOCKS = [
     "device",
     "segment",

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
+from madmax_lib import catalog
 from madmax_lib.timeline.kinds import COLLECTIVES, POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline.timeline import SPANS, Timeline
@@ -58,30 +59,7 @@ _DEVICES = {
 
 
 # keys of an event's args, by the field of _FullArgs
-_KEYS = {
-    "group_size": "Group size",
-    "in_splits": "In split size",
-    "out_splits": "Out split size",
-    "sequence_in_group": "Seq",
-    "source_rank": "Src Rank",
-    "target_rank": "Dst Rank",
-    "address": "Addr",
-    "allocated": "Bytes",
-    "total_allocated": "Total Allocated",
-    "total_reserved": "Total Reserved",
-    "value": "",
-    "device_type": "Device Type",
-    "device_id": "Device Id",
-    "shapes": "Input Dims",
-    "types": "Input type",
-    "strides": "Input Strides",
-    "inputs": "Concrete Inputs",
-    "sequence": "Sequence number",
-    "forward_thread": "Fwd thread id",
-    "sync_kind": "cuda_sync_kind",
-    "waits_for_stream": "wait_on_stream",
-    "waits_for_correlation": "wait_on_cuda_event_record_corr_id",
-}
+_KEYS = json.loads(catalog.data_file("trace_args.json").read_text())
 # fields of _FullArgs by table and column, where they are called otherwise
 _FIELDS = {
     ("calls", "ranks"): "group_ranks",

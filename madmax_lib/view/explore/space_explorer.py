@@ -4,12 +4,14 @@ Every filter is a search of the smaller space, so the front is exact under it; a
 shows the plan's numbers and timeline as the explorer of one step does.
 """
 
+import json
 from dataclasses import replace
 from functools import cached_property
 
 import pandas as pd
 from matplotlib import pyplot as plt
 
+from madmax_lib.catalog import data_file
 from madmax_lib.planner import Space, search
 from madmax_lib.view.explore.explorer import message_html
 from madmax_lib.view.explore.step_explorer import StepExplorer, WorkloadExplorer
@@ -19,13 +21,7 @@ from madmax_lib.view.plots.plans import plot_front
 
 _ANY = "any"
 # fields of a plan that can be held, with the values that are offered
-_FILTERS = {
-    "tp": (1, 2, 4, 8),
-    "pp": (1, 2, 4, 8, 16),
-    "zero": (0, 1, 2, 3),
-    "micro_batch": (1, 2, 4, 8),
-    "recompute": ("none", "selective", "full"),
-}
+_FILTERS = json.loads(data_file("view/filters.json").read_text())
 _MOST_PLANS = 200  # of the fastest plans, beside the front
 
 
