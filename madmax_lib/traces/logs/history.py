@@ -36,6 +36,8 @@ def history(directory: str | Path) -> pd.DataFrame:
         rows.append([run.name, len(times_s), np.median(times_s)])
         files = {file.stem: json.loads(file.read_text()) for file in run.glob("*.json")}
         contracts.append(pd.json_normalize([files]).astype(str))
+    if not rows:
+        raise ValueError(f"{directory}: no folder here holds the log of a run")
     table = pd.DataFrame(rows, columns=["run", "steps", "step_s"])
     one = best_fit(np.log(table["step_s"].to_numpy(float)))
     is_slower = one is not None and one.share > 0 and one.at > 0

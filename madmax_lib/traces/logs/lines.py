@@ -36,6 +36,10 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     """The log of a console, or of one per rank. Raises ValueError where nothing in it
     is a step.
     """
+    try:
+        has_groups = re.compile(pattern or "()").groups
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r}: {error}") from None
     writers = tables.table("log_lines").set_index("writer")
     patterns = {"pattern": pattern} if pattern else dict(writers["pattern"])
     parts = []
@@ -48,10 +52,12 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
         }
         writer = max(counts, key=counts.get)
         matches = re.finditer(patterns[writer], text)
-        rows = [match.groupdict() or {"s": match[1]} for match in matches]
+        rows = [
+            match.groupdict() or {"s": match[has_groups and 1]} for match in matches
+        ]
         parts.append(pd.DataFrame(rows).assign(file=str(path)))
     table = pd.concat(parts, ignore_index=True)
-    if table.empty:
+    if table.empty or not has_groups:
         raise ValueError(
             f"{paths[0]}: no line has a step time that is known; give a pattern with "
             r"groups, such as 'step (?P<step>\d+) .* (?P<ms>[\d.]+) ms'"
@@ -97,6 +103,10 @@ def of_rows(table: pd.DataFrame, source: str, note: str = "") -> Log:
         **{name: value for name, value in blank.items() if name not in table}
     )
     table = table.dropna(subset=["seconds", "step"])
+    if table.empty:
+        raise ValueError(
+            f"{ranks.index.size} rows of {source}, and none has a step time"
+        )
     table = table.astype({"step": float, "rank": int}).astype({"step": int})
     processes = table.groupby(["rank", "host"])
     # in order of the file: a step that a restart repeats has its later time

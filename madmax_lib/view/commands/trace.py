@@ -28,17 +28,13 @@ _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 def add(commands) -> None:
     """Add these commands."""
-    for answer in (
-        _breakdown,
-        _cut,
-        _compare,
-        _stragglers,
-        _steps,
-        _history,
-        _flight,
-        _snapshot,
-        _report,
-    ):
+
+    def history(options):
+        table = traces.history(options.runs)
+        return Answer(table, table.attrs)
+
+    answers = (_breakdown, _cut, _compare, _stragglers, _steps, history, _flight)
+    for answer in (*answers, _snapshot, _report):
         add_command(commands, answer, share=_share, steps=_span)
 
 
@@ -250,11 +246,6 @@ def _late(log):
 def _log(options):
     """The log that a command is about, None where its paths are of traces."""
     return traces.find_log(options.traces, options.pattern, options.column)
-
-
-def _history(options):
-    table = traces.history(options.runs)
-    return Answer(table, table.attrs)
 
 
 def _late_ranks(table, timeline, steps):

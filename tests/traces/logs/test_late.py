@@ -38,15 +38,34 @@ def test_a_slow_rank_is_named_with_phase_step_and_cost(
     assert worst["cost_share"] == pytest.approx(share, abs=0.015)
 
 
-def test_a_slow_host_is_one_finding(tmp_path):
+@pytest.mark.parametrize("ranks", [8, 12])
+def test_a_slow_host_is_one_finding(tmp_path, ranks):
     def extra(name, rank, step):
-        return 0.02 if name == "fwd_bwd" and rank >= 4 else 0.0
+        return 0.02 if name == "fwd_bwd" and 4 <= rank < 8 else 0.0
 
-    table = find_late(read_log(write_job(tmp_path, ranks=12, extra=extra)))
-    assert list(table["host"]) == ["node01"] or set(table["host"]) <= {
-        "node01",
-        "node02",
-    }
+    (row,) = find_late(
+        read_log(write_job(tmp_path, ranks=ranks, extra=extra))
+    ).itertuples()
+    assert (row.rank, row.host, row.phase) == (None, "node01", "fwd_bwd")
+    assert row.cost_share == pytest.approx(0.02 / 0.43, abs=0.01)
+
+
+def test_all_ranks_slower_in_one_phase_is_a_change_of_it(tmp_path):
+    def extra(name, rank, step):
+        return 0.02 if name == "fetching_batch" and step > 180 else 0.0
+
+    (row,) = find_late(read_log(write_job(tmp_path, extra=extra))).itertuples()
+    assert (row.rank, row.phase, row.kind) == (None, "fetching_batch", "change")
+    assert abs(row.since_step - 181) <= 2
+
+
+def test_two_slow_ranks_are_both_named(tmp_path):
+    def extra(name, rank, step):
+        return 0.03 if name == "fwd_bwd" and rank in (1, 6) else 0.0
+
+    table = find_late(read_log(write_job(tmp_path, extra=extra)))
+    assert set(table["rank"]) == {1, 6}
+    assert table["cost_share"].to_numpy() == pytest.approx(0.065, abs=0.015)
 
 
 def test_a_rank_that_becomes_slower_drifts(tmp_path):

@@ -40,6 +40,9 @@ def test_a_pattern_and_a_column_give_the_time(tmp_path):
     assert log.phases["", "step"][1, 3] == pytest.approx(0.103)
     with pytest.raises(ValueError, match="no line has a step time that is known"):
         read_log(path)
+    for bad in ("(", "took", r"it=(?P<step>\d+)"):
+        with pytest.raises(ValueError, match=r"pattern|no line has|none has"):
+            read_log(path, pattern=bad)
     table = tmp_path / "steps.csv"
     pd.DataFrame({"iteration": [1, 2, 3], "mine_ms": [5.0, 6, 7]}).to_csv(table)
     assert read_log(table, column="mine_ms").step_s == pytest.approx([0.006, 0.007])
