@@ -1,7 +1,3 @@
 from madmax_lib.papers.metis import plots as plots, studies as studies
-from madmax_lib.papers.metis.defects import (
-    DEFECTS as DEFECTS,
-    defect_table as defect_table,
-)
 from madmax_lib.papers.metis.generate import *
 from madmax_lib.papers.metis.walk import *

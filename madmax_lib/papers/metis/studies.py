@@ -11,11 +11,9 @@ from itertools import pairwise
 
 import pandas as pd
 
-from madmax_lib.papers.metis.defects import DEFECTS, first_listed
 from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.walk import MetisResult, search
 from madmax_lib.papers.origin import read_table
-from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import Node
 
 # The release leaves the order of GPU types undefined; the best cost follows from it.
@@ -136,48 +134,16 @@ def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.Da
     optimizer_ms, cost_ms, node_order.
     """
     rows = []
-    for profile in first_listed(_profiles(layers)):
+    distinct = {}
+    for profile in _profiles(layers).table.values():
+        distinct.setdefault((profile.optimizer_ms, profile.batch_generator_ms), profile)
+    for profile in distinct.values():
         name = profile.name.removeprefix("DeviceType.")
         best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
         rows.append((name, profile.optimizer_ms, best_ms))
     table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms"])
     table["node_order"] = f"{node_order[0]} first"
     return table.sort_values("cost_ms", ignore_index=True)
-
-
-def defect_choices(plans: pd.DataFrame, layers: int, gpus: int) -> pd.DataFrame:
-    """Plan of Metis that looks best with one defect alone, and what it really costs.
-
-    Columns: defect, what, chosen (text), believed_ms (with the defect), correct_ms
-    (without; infinite where a GPU lacks memory) and best_correct_ms (of the best plan
-    in the list). Memory counts for E6 only, by the profiles' own table.
-    """
-    profiles = _profiles(layers)
-    listed = profiles.named(None)  # the first in sorted order
-    rows = []
-    for name, cost in DEFECTS.items():
-        problem = hetero.problem(
-            profiles=profiles,
-            cluster=nodes_of(gpus),
-            global_batch=_BATCH,
-            memory_factor=float(name == "E6"),
-        )
-        table = pd.DataFrame(
-            {
-                "believed_ms": 1e3 * cost(plan, problem, listed).total_s(),
-                "correct_ms": hetero.cost(plan, problem),
-            }
-            for _, plan in plans.iterrows()
-        )
-        chosen = table["believed_ms"].argmin()
-        row = {
-            "defect": name,
-            "what": cost.what,
-            "chosen": _plan_text(plans.iloc[chosen]),
-            **table.iloc[chosen],
-        }
-        rows.append(row | {"best_correct_ms": table["correct_ms"].min()})
-    return pd.DataFrame(rows)
 
 
 @lru_cache

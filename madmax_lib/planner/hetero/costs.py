@@ -105,18 +105,13 @@ class PlanCost:
             for number, ranks in enumerate(pairwise(starts))
         ]
 
-    @property
-    def charged_stages(self) -> list[PlacedStage]:
-        """Stages that the terms count: all."""
-        return self.stages
-
     def total_s(self) -> float:
         """Sum of the terms; infinite where a GPU lacks memory."""
         return float(sum(self.terms().values())) if self.fits() else math.inf
 
     def terms(self) -> dict[str, float]:
         """Terms of the cost in seconds, see the head of the module."""
-        stages = self.charged_stages
+        stages = self.stages
         batches = self.plan.batches
         times_s = [self.stage_s(stage) for stage in stages]
         # activations go to the next stage, their gradients come back
@@ -211,10 +206,6 @@ class PlanCost:
         if any(end <= start for start, end in pairwise(cuts)):
             raise ValueError(f"layer_partition {cuts} has a stage without layers")
 
-    def replica_types(self, types: np.ndarray) -> np.ndarray:
-        """Types whose speed counts, of the (dp, tp) types of a stage: all."""
-        return types
-
     def whole_optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the whole model on one GPU of the slowest type of a stage."""
         return max(
@@ -244,7 +235,7 @@ class PlanCost:
 
     def sends_s(self) -> list[float]:
         """Time of each stage to send to the next one; the last has none."""
-        neighbours = pairwise(self.charged_stages)
+        neighbours = pairwise(self.stages)
         return [*starmap(self.send_s, neighbours), 0.0]
 
     def send_s(self, stage: PlacedStage, after: PlacedStage) -> float:
@@ -289,7 +280,6 @@ class PlanCost:
         layers = slice(*plan.layer_partition[number : number + 2])
         # (dp, tp): a replica is a row of consecutive ranks
         types = self.fleet.type_of(np.arange(start, end)).reshape(dp, tp)
-        types = self.replica_types(types)
         micro_batch = self.rules.global_batch // plan.batches
         samples = shares(micro_batch, self.speeds(types, tp, recompute))
         return PlacedStage(start, end, dp, tp, recompute, layers, types, samples)
