@@ -111,12 +111,11 @@ class GateResult:
             lines.append(f"  {row.operation}{rank}: {grew_ms:+.3g} ms")
         operations = unclear["kind"].isin(BUSY_KINDS)
         for row in unclear[~operations].itertuples():
-            least = "nothing shows"
-            if np.isfinite(row.detectable):
-                least = f"{row.detectable:.1%} is the least that shows"
+            is_known = np.isfinite(row.detectable)
+            share = f"{row.detectable:.1%}" if is_known else "an unknown growth"
             lines.append(
                 f"{row.quantity}: cannot tell at {self.threshold:.3g}, measured "
-                f"{row.ratio - 1:+.1%}, {least}"
+                f"{row.ratio - 1:+.1%}, {share} is the least that shows"
             )
         lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
         if abs(self.host_factor - 1) > self.threshold:
@@ -152,9 +151,9 @@ def gate(
             raise ValueError(f"{name} is an empty list, not a recording")
         timelines = [require_type(name, one, Timeline) for one in timelines]
         sides.append([_Recording(one) for one in timelines])
-    _check_whole([one.timeline for side in sides for one in side])
-    table, factor = _tested(sides, threshold)
     every = [one for side in sides for one in side]
+    _check_whole([one.timeline for one in every])
+    table, factor = _tested(sides, threshold)
     too_few = next(filter(None, (one.too_few for one in every)), "")
     if too_few:
         table.loc[table["kind"] != "memory", "verdict"] = "cannot tell"

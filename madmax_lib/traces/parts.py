@@ -15,8 +15,6 @@ from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import lacks_step_marks, step_periods
 
-_PARTS = ["steps", "before", "after"]
-
 
 def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank; with `steps`, one per part of it.
@@ -39,15 +37,17 @@ def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
     table = accounting.breakdown(timeline)
     if not steps:
         return table
-    edges = _edges(timeline)
-    simulated = timeline.meta.source == "simulated"
-    if simulated or lacks_step_marks(timeline) or not len(edges):
-        # nothing tells what is outside of a step
+    periods = step_periods(timeline)
+    ranks = periods.groupby("step")["rank"].transform("nunique")
+    # of the steps that all ranks with work have
+    shared = periods[ranks == periods["rank"].nunique()].groupby("rank")
+    # in a simulation nothing is outside, else nothing may tell what is
+    is_whole = timeline.meta.source == "simulated" or lacks_step_marks(timeline)
+    if is_whole or not len(shared):
         table = table.assign(part="steps", steps=len(timeline.steps))
     else:
-        table = _parts(timeline, edges)
-    names = ["rank", "part", "steps"]
-    return table[[*names, *table.columns.difference(names, sort=False)]]
+        table = _parts(timeline, shared)
+    return table.set_index(["rank", "part", "steps"]).reset_index()
 
 
 def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
@@ -61,24 +61,20 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     low_ns, high_ns = window_ns(timeline, start_s, end_s)
     start_ns = spans["start_ns"]
     end_ns = ends_ns(spans)
-    inside = (end_ns > low_ns) & (start_ns < high_ns)
     work = device_work(timeline)
-    work = work[inside.to_numpy()[work["row"]] & (work["launch_row"] >= 0)]
+    inside = (ends_ns(work) > low_ns) & (work["start_ns"] < high_ns)
+    launched = work[inside & (work["launch_row"] >= 0)]
     # a host that runs ahead has launched the first work long before
-    first_ns = work.groupby("rank")["launch_ns"].min().clip(upper=low_ns)
+    first_ns = launched.groupby("rank")["launch_ns"].min().clip(upper=low_ns)
     begins_ns = {rank: first_ns.get(rank, low_ns) for rank in timeline.ranks}
     edge_ns = spans["rank"].map(begins_ns).where(spans["stream"] < 0, low_ns)
     keep = (end_ns > edge_ns) & (start_ns < high_ns)
     if not (keep & spans["kind"].isin(BUSY_KINDS)).any():
         raise ValueError(f"nothing runs between {start_s} and {end_s} s")
     part = timeline.where(keep.to_numpy())
-    begin_ns = start_ns.clip(lower=edge_ns)[keep]
-    times = {
-        "start_ns": begin_ns,
-        "dur_ns": end_ns[keep].clip(upper=high_ns) - begin_ns,
-    }
-    cut = {name: each.to_numpy() for name, each in times.items()}
-    spans = part.spans.assign(**cut)
+    begin_ns = start_ns.clip(lower=edge_ns)[keep].to_numpy()
+    stop_ns = end_ns.clip(upper=high_ns)[keep].to_numpy()
+    spans = part.spans.assign(start_ns=begin_ns, dur_ns=stop_ns - begin_ns)
     if timeline.meta.source == "measured":
         # what began before the window now begins in another step
         for _, of_rank in spans.groupby("rank"):
@@ -86,56 +82,35 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     return replace(part, spans=spans)
 
 
-def _edges(timeline: Timeline):
-    """begin_ns, end_ns and steps by rank, of the steps that all ranks with work have."""
-    periods = step_periods(timeline)
-    ranks = periods.groupby("step")["rank"].transform("nunique")
-    shared = periods[ranks == periods["rank"].nunique()]
-    # of ranks that share no step each is as it was recorded
-    by_rank = (shared if len(shared) else periods).groupby("rank")
-    return by_rank.agg(
-        begin_ns=("begin_ns", "min"),
-        end_ns=("end_ns", "max"),
-        steps=("step", "size"),
-    )
-
-
-def _parts(timeline: Timeline, edges: pd.DataFrame):
-    """`breakdown` of each part of each rank."""
-    pieces = []
-    rows = []
-    for rank, spans in busy_spans(timeline.spans).groupby("rank"):
-        start_ns = spans["start_ns"]
-        end_ns = ends_ns(spans)
-        # a rank without steps has everything before them
-        count = 0
-        first_ns = start_ns.min()
-        begin_ns = last_ns = stop_ns = end_ns.max()
-        if rank in edges.index:
-            begin_ns, stop_ns, count = edges.loc[rank].tolist()
-        windows_ns = {
-            "before": (first_ns, begin_ns),
-            "steps": (begin_ns, stop_ns),
-            "after": (stop_ns, last_ns),
-        }
-        for part, (low_ns, high_ns) in windows_ns.items():
-            # spans that reach over a cut count on both sides up to it
-            cut_ns = start_ns.clip(low_ns, high_ns)
-            dur_ns = end_ns.clip(low_ns, high_ns) - cut_ns
-            # each part becomes a rank of one breakdown
-            piece = spans.assign(start_ns=cut_ns, dur_ns=dur_ns, rank=len(rows))
-            pieces.append(piece[dur_ns > 0])
-            row = {"rank": rank, "part": part}
-            row["steps"] = count if part == "steps" else 0
-            row["total_s"] = (high_ns - low_ns) / NS_PER_S
-            rows.append(row)
-    spans = pd.concat(pieces, ignore_index=True).astype({"rank": "int32"})
-    numbers = {number: [number] for number in range(len(rows))}
-    meta = replace(timeline.meta, represents=numbers)
-    table = accounting.rank_breakdown(Timeline(spans, meta))
-    of_part = pd.DataFrame(rows)
-    table["idle_s"] += of_part["total_s"] - table["total_s"]
-    table[list(of_part)] = of_part
-    table = table[(table["part"] == "steps") | (table["total_s"] > 0)]
-    order = table["part"].map(_PARTS.index).sort_values(kind="stable")
-    return with_origin(table.loc[order.index].reset_index(drop=True), timeline)
+def _parts(timeline: Timeline, periods):
+    """`breakdown` of each part of each rank; periods: of its steps, by rank."""
+    spans = busy_spans(timeline.spans)
+    rank = spans["rank"]
+    end_ns = ends_ns(spans)
+    last_ns = end_ns.groupby(rank).max().to_dict()
+    # a rank without steps has everything before them
+    begin_ns = last_ns | periods["begin_ns"].min().to_dict()
+    stop_ns = last_ns | periods["end_ns"].max().to_dict()
+    first_ns = spans["start_ns"].groupby(rank).min().to_dict()
+    windows_ns = {
+        "steps": (begin_ns, stop_ns),
+        "before": (first_ns, begin_ns),
+        "after": (stop_ns, last_ns),
+    }
+    tables = []
+    for part, (low_ns, high_ns) in windows_ns.items():
+        # spans that reach over a cut count on both sides up to it
+        low, high = rank.map(low_ns), rank.map(high_ns)
+        cut_ns = spans["start_ns"].clip(low, high)
+        piece = spans.assign(start_ns=cut_ns, dur_ns=end_ns.clip(low, high) - cut_ns)
+        piece = piece[piece["dur_ns"] > 0].reset_index(drop=True)
+        table = accounting.rank_breakdown(Timeline(piece, timeline.meta))
+        table["part"] = part
+        counts = periods.size() if part == "steps" else {}
+        table["steps"] = table["rank"].map(counts).fillna(0).astype(int)
+        lengths_ns = table["rank"].map(high_ns) - table["rank"].map(low_ns)
+        window_s = lengths_ns.fillna(0) / NS_PER_S
+        table["idle_s"] += window_s - table["total_s"]
+        table["total_s"] = window_s
+        tables.append(table[(window_s > 0) | (part == "steps")])
+    return with_origin(pd.concat(tables, ignore_index=True), timeline)

@@ -93,24 +93,23 @@ def calls(timeline: Timeline) -> pd.DataFrame:
 def _nodes(timeline, table):
     """Whether each call (n,) stays on one machine or not, "" where that is not known."""
     hosts = timeline.meta.provenance["hosts"]
-
-    def between(ranks, size):
+    source = table["source_rank"]
+    target = table["target_rank"]
+    # a message is between two ranks, whatever the group
+    pair = "[" + source.astype(str) + ", " + target.astype(str) + "]"
+    who = table["group"].mask((source >= 0) & (target >= 0), pair)
+    nodes = {}
+    for name, part in table.groupby(who):
+        # all ranks of the group, or those that have a trace
+        in_group = members(name)
+        ranks = in_group or part["rank"].unique()
         names = {hosts.get(str(rank), "") for rank in ranks}
+        nodes[name] = ""
         if len(names - {""}) > 1:
-            return "inter"
-        return "intra" if "" not in names and len(ranks) >= size else ""
-
-    of_group = {
-        group: between(members(group) or set(part["rank"]), part["group_size"].max())
-        for group, part in table.groupby("group")
-    }
-    ends = zip(table["source_rank"], table["target_rank"], strict=True)
-    of_pair = [between(pair, 2) if min(pair) >= 0 else "" for pair in ends]
-    return (
-        table["group"]
-        .map(of_group)
-        .mask(np.array(of_pair, dtype=object) != "", of_pair)
-    )
+            nodes[name] = "inter"
+        elif in_group or len(ranks) >= part["group_size"].max():
+            nodes[name] = "" if "" in names else "intra"
+    return who.map(nodes)
 
 
 @cached_per_timeline

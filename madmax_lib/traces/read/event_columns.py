@@ -190,16 +190,16 @@ def complete(events: list[Event]) -> list[Event]:
 
 def _with_annotation(args: Args):
     """Args with what a list of annotations tells of a collective."""
-    inner = _NO_ARGS
     with contextlib.suppress(msgspec.DecodeError, TypeError):
-        every = msgspec.json.decode(args.annotation, type=list[type(args)])
-        inner = next((each for each in every if each.collective is not None), inner)
-    fields = {name: getattr(inner, name) for name in inner.__struct_fields__}
-    blank = type(inner)()
-    stated = {
-        name: each for name, each in fields.items() if each != getattr(blank, name)
-    }
-    return msgspec.structs.replace(args, **stated)
+        for inner in msgspec.json.decode(args.annotation, type=list[type(args)]):
+            if inner.collective is not None:
+                return msgspec.structs.replace(
+                    inner,
+                    stream=args.stream,
+                    correlation=args.correlation,
+                    size_bytes=args.size_bytes,
+                )
+    return args
 
 
 def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):

@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
 
-from madmax_lib.traces.read.events import NotATrace, RawTrace
+from madmax_lib.traces.read.events import SOURCE_KEY, NotATrace, RawTrace
 
 _BEGIN = 1  # types of track events
 _END = 2
@@ -23,11 +22,12 @@ _OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
 _NO_STREAM = 2**31 - 1  # thread of waits for a whole device
 _LINES = 4000  # events of a block of text
 _MOST_NOTES = 1 << 15  # whose text is kept
+_PACKET = 10  # first byte of one: field 1, of bytes
 _BYTES = 2  # wire type of texts and messages
-_EVENTS = {8, 10, 11, 52, 53, 58}  # fields of packets that say nothing about others
+_EVENTS = {8, 10, 11, 13, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
-_STAGES = {  # category of Kineto, by name of a render stage
+STAGES = {  # category of Kineto, by name of a render stage
     "Kernel": "kernel",
     "Memcpy": "gpu_memcpy",
     "Memset": "gpu_memset",
@@ -43,19 +43,9 @@ _UNLABELLED = {  # slices of a GPU's streams; others are kernels
     "Stream Sync": "cuda_sync",
     "Context Sync": "cuda_sync",
 }
-_ARGS = {"device id": "device", "context id": "context", "stream id": "stream"}
+_NAMES = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 Message = dict[int, list]
-
-
-class _Row(NamedTuple):
-    """A line of the Chrome trace without its times."""
-
-    category: str
-    name: str
-    pid: int
-    tid: int
-    args: str  # members of a JSON object
 
 
 def is_perfetto(text: bytes) -> bool:
@@ -77,7 +67,11 @@ def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
     if not (trace.times or trace.tracks):
         raise NotATrace(f"{raw.path}: not a profiler trace (no packets of Perfetto)")
     base_ns = min(trace.times, default=0) // 1000 * 1000
-    yield json.dumps({"baseTimeNanoseconds": base_ns, "traceEvents": []})[:-2].encode()
+    # an export keeps the keys beside its events as the name of a track
+    names = (_text(track, 2, "") for track in trace.tracks.values())
+    envelope = json.loads(next((name for name in names if SOURCE_KEY in name), "{}"))
+    keys = {**envelope, "baseTimeNanoseconds": base_ns, "traceEvents": []}
+    yield json.dumps(keys)[:-2].encode()
     separator = ""
     lines = []
     for line in trace.lines(base_ns):
@@ -106,13 +100,20 @@ class _Packets:
 
     def read(self, data: bytes):
         """Take the packets of a Trace, or of a compressed part of one."""
-        for field, packet in _fields(data):
-            if field == 1:
-                self._packet(_once(packet))
+        at = 0
+        while at < len(data):
+            if data[at] != _PACKET:
+                raise IndexError("a field that is no packet")
+            length, at = _varint(data, at + 1)
+            packet = data[at : at + length]
+            if len(packet) < length:
+                raise IndexError("a cut packet")
+            self._packet(_once(packet))
+            at += length
 
     def _packet(self, packet: Message):
         sequence = _first(packet, 10, 0)
-        if not packet.keys() <= _EVENTS:
+        if not packet.keys() <= _EVENTS or _first(packet, 13, 0) & 1:
             self._state(packet, sequence)
         if not packet.keys() & {11, 52, 53}:
             return
@@ -123,8 +124,7 @@ class _Packets:
             self._track_event(_message(event), ts_ns, sequence)
         for event in packet.get(53, []):
             stage = _once(event)
-            text = _line(_stage_row(stage, names))
-            self.rows.append((ts_ns, _first(stage, 2, 0), text))
+            self.rows.append((ts_ns, _first(stage, 2, 0), _stage_line(stage, names)))
         for event in packet.get(52, []):
             self.rows += [(ts_ns, None, line) for line in _counters(event, names)]
 
@@ -197,12 +197,12 @@ class _Packets:
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
         for (_, track, ts_ns, *texts), end_ns in _pairs(self.marks):
-            text = _line(self._row(track, *texts))
+            text = self._line(track, *texts)
             yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
         for ts_ns, dur_ns, text in self.rows:
             yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _row(self, number: int, name: str, category: str, args: str):
+    def _line(self, number: int, name: str, category: str, args: str):
         """Row of a slice; its name tells its category on a stream of a GPU where none
         is written.
         """
@@ -215,7 +215,7 @@ class _Packets:
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
         on_gpu = _text(process, 6, "").startswith("GPU ")
         unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
-        return _Row(category or unlabelled, name, pid, tid, args)
+        return _line(category or unlabelled, name, (pid, tid), args)
 
 
 def _pairs(marks: list[tuple]):
@@ -248,7 +248,7 @@ def _pairs(marks: list[tuple]):
             yield open_rows[track].pop(), ts_ns
 
 
-def _stage_row(stage: Message, names: dict):
+def _stage_line(stage: Message, names: dict):
     """A row of the device."""
     kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
     name = names["kernel"].get(_first(stage, 19, 0), kind)
@@ -258,10 +258,10 @@ def _stage_row(stage: Message, names: dict):
     # a lane that names no stream is of the stream in extra_data
     lane = names["stage"].get(_first(stage, 13, 0), "0").split()[-1]
     stream = extra.get("stream id", lane)
-    values = {_ARGS.get(key, key): value for key, value in extra.items()}
+    values = {_NAMES.get(key, key): value for key, value in extra.items()}
     args = json.dumps(values | {"stream": stream})[1:-1]
     tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    return _Row(_STAGES.get(kind, "kernel"), name, _first(stage, 11, 0), tid, args)
+    return _line(STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
 
 
 def _counters(data: bytes, names: dict):
@@ -278,9 +278,10 @@ def _counters(data: bytes, names: dict):
         yield f'{text}, "args": {{"": {value}}}'
 
 
-def _line(row: _Row):
-    text = f'"ph": "X", "cat": {_json(row.category)}, "name": {_json(row.name)}'
-    return f'{text}, "pid": {row.pid}, "tid": {row.tid}, "args": {{{row.args}}}'
+def _line(category: str, name: str, thread: tuple[int, int], args: str):
+    """A line of the Chrome trace without its times; args: members of a JSON object."""
+    text = f'"ph": "X", "cat": {_json(category)}, "name": {_json(name)}'
+    return f'{text}, "pid": {thread[0]}, "tid": {thread[1]}, "args": {{{args}}}'
 
 
 def _timed(text: str, ts_ns: int, dur_ns: int | None):
@@ -357,7 +358,7 @@ def _once(data: bytes) -> Message:
     values: Message = {}
     at = 0
     end = len(data)
-    # as `_fields`, without its calls for the short numbers that most are
+    # most numbers are short and need no call
     while at < end:
         key = data[at]
         at += 1
@@ -388,26 +389,6 @@ def _once(data: bytes) -> Message:
 # annotations and ends of slices repeat, packets do not
 _message = lru_cache(maxsize=1 << 12)(_once)
 _json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
-
-
-def _fields(data: bytes):
-    """Number and value of each field: an integer, or bytes."""
-    at = 0
-    end = len(data)
-    while at < end:
-        key, at = _varint(data, at)
-        wire = key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-        else:
-            length = {1: 8, 5: 4}.get(wire)
-            if wire == _BYTES:
-                length, at = _varint(data, at)
-            if length is None or at + length > end:
-                raise IndexError("a cut or unknown field")
-            value = data[at : at + length]
-            at += length
-        yield key >> 3, value
 
 
 def _varint(data: bytes, at: int):

@@ -191,11 +191,10 @@ def _warn_of_absence(
     launches = any(re.search("runtime|driver", category) for category in categories)
     device = _device_name(trace)
     if not ((busy | annotated).any() or launches or device):
-        absent = "no row of a known category"
-        if not (len(columns) or left_out):  # counters, marks, names of processes
-            absent = f"none of its {trace.events} events is of a known kind"
-        if len(columns) or SOURCE_KEY not in trace.envelope:  # an export may be empty
-            trace.warn(f"{absent}: nothing is at work{left_out}")
+        if len(columns) or left_out:
+            trace.warn(f"no row of a known category: nothing is at work{left_out}")
+        elif SOURCE_KEY not in trace.envelope:  # an export may be empty
+            trace.warn(f"none of its {trace.events} events is of a known kind")
     elif not (busy & (stream >= 0)).any() and (launches or device or left_out):
         times = "all times are the host's" if busy.any() else "nothing is at work"
         name = f", {device}," if device else ""
