@@ -241,8 +241,9 @@ def _of_all(log, rows) -> Iterator[LateFinding]:
             continue
         cut = one.at or len(steps) // 2
         excess_s = one.share * np.median(pace_s[:cut])
-        # what the host's spans do not show has no phase
-        grown_s = {None: excess_s / 2}
+        # what the host's spans do not show has no phase; halves of a drift are half of
+        # its growth apart
+        grown_s = {None: excess_s / (2 if one.at else 4)}
         for (_, name), part in log.phases.items():
             middle = middle_of(part[:, has_pace])
             if name not in _WAITING and np.isfinite(middle).all():
