@@ -62,9 +62,11 @@ def block_medians(values: np.ndarray, size: int = 1) -> np.ndarray:
 
 def exact_start(values: np.ndarray, edges: np.ndarray, block: int) -> int:
     """First value of a step up that begins at a block or in one of its neighbours."""
+    if not block:
+        return 0
     low = edges[max(block - 2, 0)]
     near = values[low : edges[block : block + 3][-1]]
-    middle = near.mean() if block else np.inf
+    middle = near.mean()
     # The split with most values on their side of the middle: the sum of signs falls
     # before it and rises after it, and one slow step counts as much as any other.
     return int(low + np.where(near > middle, 1, -1).cumsum().argmin() + 1)

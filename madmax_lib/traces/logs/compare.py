@@ -34,7 +34,8 @@ def compare_logs(a: Log, b: Log, threshold: float = 0.03) -> pd.DataFrame:
     is_slower = growth > max(width, 0.8 * limit)
     verdict = "slower" if is_slower else "fine" if growth + width < limit else ""
     enough = len(after) + len(before) >= _LEAST
-    row = {"quantity": "step_s", "a": np.exp(before.mean()), "b": np.exp(after.mean())}
-    row |= {"ratio": np.exp(growth), "low": np.exp(growth - width)}
-    row |= {"high": np.exp(growth + width), "detectable": np.expm1(_POWER * width)}
-    return pd.DataFrame([row | {"verdict": (enough and verdict) or "cannot tell"}])
+    values = {"a": before.mean(), "b": after.mean(), "ratio": growth}
+    values |= {"low": growth - width, "high": growth + width}
+    more = {"detectable": np.expm1(_POWER * width), "quantity": "step_s"}
+    verdict = (enough and verdict) or "cannot tell"
+    return np.exp(pd.DataFrame([values])).assign(**more, verdict=verdict)

@@ -111,17 +111,14 @@ def _of_phase(log, key) -> Iterator[LateFinding]:
     rest = np.delete(seconds, [row for rows, _ in late for row in rows], axis=0)
     busiest = rest.max(axis=0, initial=0.0)
     for rows, one in late:
-        since = 0
-        if one.since_step:
-            of_step = np.median(excess[rows], axis=0)
-            since = exact_start(of_step, edges, one.since_step)
+        since = exact_start(np.median(excess[rows], axis=0), edges, one.since_step)
         cost_s = np.maximum(seconds[rows].max(axis=0) - busiest, 0.0)[since:]
         unit = log.units.iloc[members[rows[0]]]
         yield one._replace(
             rank=unit["rank"] if len(rows) == 1 else None,
             host=unit["host"] if len(rows) > 1 else None,
             phase=key[1],
-            since_step=log.steps[log.counted][since] if since else log.steps[0],
+            since_step=log.steps[log.counted][since],
             cost_share=_cost_share(log, members[rows], one.excess_s, cost_s),
         )
 
@@ -139,8 +136,6 @@ def _beyond(excess, blocks, groups, scale_s, log):
     """
     from scipy.stats import norm
 
-    if len(groups) < 2:
-        return
     # standard deviation of a block's median, from differences of steps, which are
     # sqrt(2) times as far spread_s: sigma x sqrt(pi / 2 n)
     changes_s = np.median(np.abs(np.diff(excess, prepend=excess[:, :1])), axis=1)
@@ -246,8 +241,9 @@ def _of_all(log, rows) -> Iterator[LateFinding]:
             continue
         cut = one.at or len(steps) // 2
         excess_s = one.share * np.median(pace_s[:cut])
-        # what the host's spans do not show has no phase
-        grown_s = {None: excess_s / 2}
+        # what the host's spans do not show has no phase; halves of a drift are half of
+        # its growth apart
+        grown_s = {None: excess_s / (2 if one.at else 4)}
         for (_, name), part in log.phases.items():
             middle = middle_of(part[:, has_pace])
             if name not in _WAITING and np.isfinite(middle).all():

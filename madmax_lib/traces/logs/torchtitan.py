@@ -128,7 +128,7 @@ def _read(path):
         tags |= {
             line.step: "+".join(line.step_tags) for line in lines if line.step_tags
         }
-        first = first if first.source or not lines else lines[0]
+        first = (*lines[:1], first)[0]
     table = pd.DataFrame(rows, columns=["step", "phase", "ms", "us"])
     frame = table.pivot_table("ms", "step", "phase", "sum").astype("float32") / 1e3
     frame.columns = [(first.source, name.removesuffix("_end")) for name in frame]

@@ -172,7 +172,8 @@ def _compare(options):
             table = traces.compare_logs(*pair, options.gate)
             verdict = table["verdict"].item()
             passed = {"slower": False, "fine": True}.get(verdict)
-            about = {"verdict": verdict, "passed": passed is True}
+            words = {False: "fail", True: "pass", None: verdict}
+            about = {"verdict": words[passed], "passed": passed is True}
             return Answer(table, about, passed=passed)
     a = _recordings([first])
     b = _recordings(others)

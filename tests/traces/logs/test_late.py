@@ -1,6 +1,7 @@
 """Who is late in logs with planted facts, and that nobody is where nothing is planted."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,25 @@ def test_all_ranks_slower_in_one_phase_is_a_change_of_it(tmp_path):
     (row,) = find_late(read_log(write_job(tmp_path, extra=extra))).itertuples()
     assert (row.rank, row.phase, row.kind) == (None, "fetching_batch", "change")
     assert abs(row.since_step - 181) <= 2
+
+
+def test_a_job_that_drifts_names_the_phase(tmp_path):
+    def extra(name, rank, step):
+        return 0.03 * step / 600 if name == "fwd_bwd" else 0.0
+
+    job = write_job(tmp_path, ranks=2, steps=600, extra=extra)
+    (row,) = find_late(read_log(job)).itertuples()
+    assert (row.rank, row.phase, row.kind) == (None, "fwd_bwd", "drift")
+
+
+def test_who_waits_inside_of_a_phase_is_not_late(tmp_path):
+    log = read_log(write_job(tmp_path))
+    phases = {key: seconds.copy() for key, seconds in log.phases.items()}
+    phases["training", "fetching_batch"][3] += 0.015
+    phases["training", "fwd_bwd"][np.arange(8) != 3] += 0.015
+    pace_s = log.own_pace_s + np.float32(0.015)
+    (row,) = find_late(replace(log, phases=phases, own_pace_s=pace_s)).itertuples()
+    assert (row.rank, row.phase) == (3, "fetching_batch")
 
 
 def test_two_slow_ranks_are_both_named(tmp_path):

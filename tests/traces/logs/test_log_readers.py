@@ -132,7 +132,7 @@ def test_commands_answer_from_logs(tmp_path, capsys):
         "rank": 3,
         "host": None,
         "phase": "fwd_bwd",
-        "since_step": 1,
+        "since_step": 2,
         "kind": "late",
     }
     assert (status, finding) == (0, same) and cost == pytest.approx(0.06, abs=0.015)
