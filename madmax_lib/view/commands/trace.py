@@ -195,8 +195,8 @@ def _gate(a, b, threshold):
     result = traces.gate(a, b, threshold)
     table = result.table
     slower = table["quantity"][table["verdict"] == "slower"]
-    about = {"verdict": result.verdict, "passed": result.passed, "gate": threshold}
-    about |= {"slower": list(slower), "note": result.too_few}
+    about = {"verdict": result.verdict, "slower": list(slower), "note": result.too_few}
+    about |= {"passed": result.passed, "gate": threshold}
     columns = ["operation", "kind", "rank", "difference_s", "ratio"]
     explanation = result.explanation[columns]
     ranks = explanation["rank"].astype(object).where(explanation["rank"] >= 0, "all")
