@@ -111,6 +111,12 @@ def test_a_plan_that_says_no_micro_batch_keeps_their_number(text, plan, batch):
     assert answer.case.plan == Plan.parse(plan)
 
 
+def test_more_processes_on_a_cpu_are_taken_to_have_cores():
+    said = "each is taken to have cores of its own"
+    assert said in repr(another_plan(recorded("gpt-ddp"), "dp4", global_batch=32))
+    assert said not in repr(another_plan(recorded("gpt-ddp"), "tp2"))
+
+
 def test_what_both_ends_sum_over_tp_is_no_pointwise_work():
     """Gloo over a slow link: pointwise work takes what was measured, and not the time
     of the sums over it that the embedding and the loss wait for."""

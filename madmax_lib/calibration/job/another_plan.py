@@ -121,6 +121,9 @@ def another_plan(
     prior = np.log(new_row["high_s"] / new_row["step_s"])
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
+    crowded = ["more ranks than traced: each is taken to have cores of its own"]
+    if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
+        crowded = []
     simulated = _priced(simulate, new, parameters)
     # all spans take longer by one factor, so that the step lasts step_s
     times_ns = simulated.spans[["start_ns", "dur_ns"]]
@@ -137,7 +140,7 @@ def another_plan(
         memory_bytes=float(new_row["memory_bytes"]),
         timeline=simulated,
         machine=Machine(case.cluster, parameters, case.dtype),
-        notes=tuple(parameters.provenance["notes"]),
+        notes=(*parameters.provenance["notes"], *crowded),
     )
 
 
