@@ -29,8 +29,9 @@ def history(directory: str | Path) -> pd.DataFrame:
     rows = []
     contracts = []
     for run in sorted(Path(directory).iterdir()):
+        table = run / "steps.csv"  # of `madmax train`
         try:
-            times_s = read_log(run).step_s
+            times_s = read_log(table if table.exists() else run).step_s
         except ValueError:  # no log
             continue
         rows.append([run.name, len(times_s), np.median(times_s)])

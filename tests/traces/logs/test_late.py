@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from madmax_lib.traces import find_late, read_log
+from madmax_lib.catalog.datasets import PROJECT
+from madmax_lib.traces import find_late, history, read_log
 from madmax_lib.traces.logs.changes import changes
 from tests.support import local_or_skip
 from tests.traces.logs.made_logs import FWD_S, inspector_line, write_job
@@ -183,3 +185,12 @@ def test_a_drift_is_no_change_and_single_slow_steps_are_neither():
     assert changes(values) == []
     (drift,) = changes(values + np.linspace(0, 0.05, 2000))
     assert drift.kind == "drift" and drift.share == pytest.approx(0.05, abs=0.01)
+
+
+def test_history_reads_what_train_wrote():
+    folder = PROJECT / "traces" / "runs" / "llm"
+    table = history(folder).set_index("run")
+    # the first step of a start is not counted
+    times_s = pd.read_csv(folder / "moe-tiny_dp1" / "steps.csv")["total_s"][1:]
+    assert table.at["moe-tiny_dp1", "steps"] == len(times_s) and len(table) == 11
+    assert table.at["moe-tiny_dp1", "step_s"] == pytest.approx(times_s.median())
