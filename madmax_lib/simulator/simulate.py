@@ -229,7 +229,7 @@ def _with_members(group, rank, plan, groups):
     the plan.
     """
     plain = ("tp", "dp", "pp") if plan.cp == 1 else ()
-    texts = group.astype(object).where(group.notna(), "").to_numpy()
+    texts = group.astype(object).where(group.notna(), "").to_numpy(copy=True)
     for (kind, member), rows in rank.groupby(
         [group, rank], observed=True
     ).indices.items():
