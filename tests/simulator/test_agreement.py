@@ -19,6 +19,7 @@ from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.events.engine import run
 from madmax_lib.simulator.memory.memory import held_layers
@@ -99,10 +100,20 @@ def seed_of_commit():
     return int(result.stdout.strip()[:6] or "0", 16)
 
 
+def is_legal(case):
+    try:
+        enforce(rules_of(case), case.plan, case)
+    except ValueError:
+        return False
+    return True
+
+
 def differences(kind, count, seed=0, changed=replace, models=MODELS):
     """Table of cases with (laid out / closed form - 1), the largest first."""
     rows = []
     for case in map(changed, drawn_cases(kind, count, seed, models=models)):
+        if not is_legal(case):  # as changed
+            continue
         difference = laid_out_s(case) / closed_s(case) - 1
         where = f"{case.cluster.name} x{case.cluster.nodes} {case.software.name}"
         run = str(case.plan), case.global_batch, where

@@ -292,3 +292,11 @@ def test_what_cannot_be_laid_out_is_refused(plan, rule):
 def test_a_model_without_a_sequence_is_refused():
     with refused("no sequence of its own & sequence="):
         laid_out("dp8", 8, replace(TINY, sequence=0))
+
+
+@pytest.mark.skipif(pd.__version__ >= "3", reason="pandas 3 always copies on write")
+def test_frames_are_not_written_to_through_what_they_show():
+    """As in pandas 3: groups of cp have names of their own, which once were written."""
+    with pd.option_context("mode.copy_on_write", True):
+        step = mm.simulate("gpt2", "dgx-a100", "dp2.tp2.cp2", global_batch=4)
+    assert step.spans["group"].notna().any()

@@ -186,7 +186,7 @@ def pauses(
     if not len(lane):
         return np.full((2, len(from_ns)), -1)
     waits = lane["name"].str.contains(_PAUSES).to_numpy()
-    waits |= spans.loc[lane["row"], "kind"].eq("annotation").to_numpy()
+    waits = waits | spans.loc[lane["row"], "kind"].eq("annotation").to_numpy()
     end = lane["end_ns"].to_numpy()
     at = np.searchsorted(lane["start_ns"], from_ns, side="left") - 1
     # The last slice that began covers the stretch, or ended before it began.
