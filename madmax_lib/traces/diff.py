@@ -293,7 +293,8 @@ def _joined(left, right, level, matched):
     sides = [side.groupby(["kind", level]) for side in (left, right)]
     classes = [side["class"].first() for side in sides]
     sums = [side[["count", "total_s"]].sum().astype(float) for side in sides]
-    table = sums[0].join(sums[1], how="outer", lsuffix="_a", rsuffix="_b").fillna(0.0)
+    table = sums[0].add_suffix("_a").join(sums[1].add_suffix("_b"), how="outer")
+    table = table.fillna(0.0)
     table["class"] = classes[0].combine_first(classes[1])
     table = table.reset_index(names=["kind", "name"]).assign(matched=matched)
     return table.rename(columns={"total_s_a": "total_a_s", "total_s_b": "total_b_s"})

@@ -395,10 +395,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_errors_are_one_line_and_leave_nothing(tmp_path, message):
-    timeline = make_timeline(lanes(BAD[message]))
-    if "step" in message:
-        timeline = with_columns(timeline, step=[3, 5, 3])
     with pytest.raises(ValueError, match=message) as error:
+        # pandas 3 refuses texts that are no Unicode itself
+        timeline = make_timeline(lanes(BAD[message]))
+        if "step" in message:
+            timeline = with_columns(timeline, step=[3, 5, 3])
         export_trace(timeline, tmp_path)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 

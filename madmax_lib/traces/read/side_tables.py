@@ -138,7 +138,7 @@ def recorded_args(side_tables: SideTables) -> pd.Series:
                 for value in values
                 if value not in ("", -1)
             }
-            text += table[column].astype(object).map(written).fillna("").to_numpy()
+            text += table[column].map(written).astype(object).fillna("").to_numpy()
         parts.append(text)
     return pd.concat(parts).groupby(level=0).sum()
 
