@@ -10,8 +10,9 @@ from madmax_lib import catalog
 from madmax_lib.base.fields import require_type
 from madmax_lib.catalog import Cluster, Model, Software, Transformer
 from madmax_lib.plan import Case, Plan
-from madmax_lib.simulator import Parameters, Policy, estimate, fits
-from madmax_lib.simulator.offload.placement import PLACES
+from madmax_lib.simulator import Parameters, estimate
+from madmax_lib.simulator.offload.fits import fits
+from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns
