@@ -11,8 +11,6 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.catalog import Cluster, Model, Software, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, estimate
-from madmax_lib.simulator.offload.fits import fits
-from madmax_lib.simulator.offload.placement import PLACES, Policy
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
 
 EXPOSED = list(COMMUNICATION)  # as an index of columns
@@ -35,6 +33,8 @@ def variants(
     The other arguments are those of `estimate` and `fits`. Raises ValueError, as the
     plan does, for one that cannot be laid out.
     """
+    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+
     shape = {
         "global_batch": global_batch,
         "sequence": sequence,
@@ -106,6 +106,9 @@ def _outcome(case):
     """Bytes that a device, the host of a node and its drives hold, and the step if that
     fits.
     """
+    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+    from madmax_lib.simulator.offload.placement import PLACES, Policy
+
     run = {"global_batch": case.global_batch, "dtype": case.dtype}
     run["policy"] = Policy(share=1.0 if case.plan.offload else None)
     placement = fits(case.model, case.cluster, case.plan, **run)
