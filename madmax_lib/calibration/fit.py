@@ -8,6 +8,7 @@ weighs less.
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,11 @@ def update(
         more = len(refused) - 1
         others = f" ({more} more rows cannot be used)" if more else ""
         raise ValueError(f"row {refused.index[0]}: {reason}{others}")
+    if any(
+        case.dtype == "fp32" and "tf32" in case.cluster.device.peak_flops
+        for case in rows["case"]
+    ):
+        warnings.warn("fp32 rows: state tf32 where torch was allowed it", stacklevel=2)
     steps = to_steps(rows)
     measured_s = rows["measured_s"].to_numpy(float)
     predicted_s = step_s(steps, begin)

@@ -2,6 +2,7 @@
 shrink, and nothing gets worse.
 """
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -307,3 +308,14 @@ def test_rows_that_scatter_widen_the_intervals(stack):
     noisy = few.assign(measured_s=few["measured_s"] * np.array([0.7, 1.4, 1, 0.8, 1.3]))
     sizes = [update(rows).residuals["stranger"] for rows in (few, noisy)]
     assert sizes[0] == shipped().residuals["stranger"] < sizes[1]
+
+
+@pytest.mark.parametrize(("gpu", "warns"), [("a100-80", True), ("v100", False)])
+def test_rows_in_fp32_may_be_in_tf32(gpu, warns):
+    rows = pd.DataFrame({"model": "gpt2", "gpu": gpu, "precision": "fp32"}, [0, 1])
+    rows = rows.assign(n_gpus=8, global_batch=[64, 128], software="torchtitan")
+    rows = rows.assign(iteration_time_s=[1.0, 2.0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update(rows)
+    assert any("tf32" in str(one.message) for one in caught) == warns
