@@ -46,7 +46,7 @@ def foretold(name: str, folder: Path) -> dict[str, object]:
         run.spec.strategy,
         global_batch=run.spec.global_batch,
     )
-    # a profiled step is longer than others, on CPUs by up to half
+    # a profiled step is longer than others, by up to 12 % here
     traced_s = float(mm.traces.steps(mm.read_trace(folder / name))["total_s"].median())
     return {
         "run": name,
