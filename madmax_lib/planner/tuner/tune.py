@@ -1,5 +1,5 @@
-"""Trials of a few plans, one after another or side by side on dask workers: which one is
-the fastest in truth.
+"""Trials of a few plans, one after another or side by side on workers: which one is the
+fastest in truth.
 
 `tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any
 callable, or a run of `mm.launch`.
@@ -17,6 +17,7 @@ from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Software, Transformer
 from madmax_lib.plan import Plan
+from madmax_lib.planner.executors import first_ended, submitter, workers_of
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
@@ -59,10 +60,10 @@ def tune(
     run, whose strategy becomes each of the plans; the runs are kept in directory, and a
     plan takes the median of its steps. Then the plans, if none are given, are the best
     that can run.
-    trials: with those of an earlier call that the file `state` keeps. client: of dask,
-    whose workers try one plan each at a time. The other arguments are those of `Tuner`.
-    Interrupted, it returns what was learnt so far. Raises ValueError for wrong
-    arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
+    trials: with those of an earlier call that the file `state` keeps. client: any
+    executor, as of `mm.search`, whose workers try one plan each at a time. The other
+    arguments are those of `Tuner`. Interrupted, it returns what was learnt so far.
+    Raises ValueError for wrong arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
 
     >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
     >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}
@@ -146,25 +147,17 @@ def _on_workers(tuner, launch, todo, client):
     """Trials, as many at once as there are workers; the next plan is asked for when the
     result of one is in.
     """
-    from distributed import as_completed
-
-    def submit():
-        # pure=False: a second trial of a plan is a trial, not a cached result
-        future = client.submit(_trial, launch, tuner.ask(), pure=False)
-        futures.add(future)
-        return future
-
-    futures = set()
-    # the first worker may come later
-    workers = max(len(client.scheduler_info()["workers"]), 1)
-    running = as_completed([submit() for _ in range(min(todo, workers))])
-    todo -= len(futures)
+    submit = submitter(client)
+    workers = workers_of(client)
+    running = set()
     try:
-        for future in running:
-            futures.remove(future)
-            yield future.result()
-            if todo > 0:
-                running.add(submit())
+        while todo or running:
+            while todo and len(running) < workers:
+                running.add(submit(_trial, launch, tuner.ask()))
                 todo -= 1
+            for future in first_ended(running):
+                running.remove(future)
+                yield future.result()
     finally:
-        client.cancel(list(futures))
+        for future in running:
+            future.cancel()
