@@ -5,22 +5,24 @@ fastest in truth.
 callable, or a run of `mm.launch`.
 """
 
-import math
 import subprocess
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Software, Transformer
-from madmax_lib.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.executors import first_ended, submitter, workers_of
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
+from madmax_lib.planner.tuner.jobs import Jobs, WaitingError
 from madmax_lib.planner.tuner.tuner import Tuner
 from madmax_lib.runs import RunSpec
 from madmax_lib.runs.launch import gpu_count, launch as start
@@ -30,7 +32,7 @@ from madmax_lib.simulator import Parameters
 __all__ = ["Tuner", "tune"]
 
 # of a trial; other exceptions are mistakes
-_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)
+_FAILURES = (RuntimeError, OSError, subprocess.SubprocessError)
 _TOP = 500  # plans of a search of which those are taken that a run can have
 
 
@@ -58,8 +60,8 @@ def tune(
     launch: takes a Plan and returns the seconds of a step, or None if it fails; a
     RuntimeError, MemoryError or OSError counts as a failure too. Or the `RunSpec` of a
     run, whose strategy becomes each of the plans; the runs are kept in directory, and a
-    plan takes the median of its steps. Then the plans, if none are given, are the best
-    that can run.
+    plan takes the median of its steps; the plans, if none are given, are the best that
+    can run. Or `Jobs` for torchrun, Slurm or Kubernetes.
     trials: with those of an earlier call that the file `state` keeps. client: any
     executor, as of `mm.search`, whose workers try one plan each at a time. The other
     arguments are those of `Tuner`. Interrupted, it returns what was learnt so far.
@@ -83,6 +85,9 @@ def tune(
             raise ValueError("directory='' names no folder for the runs")
         launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
+    elif isinstance(launch, Jobs):
+        step = (global_batch, sequence, dtype, software)
+        launch = replace(launch, case=Case.of_step(model, cluster, Plan(), *step))
     elif not callable(launch):
         raise ValueError(
             f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"
@@ -95,11 +100,13 @@ def tune(
         results = _on_workers(tuner, launch, todo, client)
     with bar(total=todo, desc="tuning", unit="trial", show=progress) as done:
         try:
-            for plan, step_s in results:
-                tuner.tell(plan, step_s)
+            for plan, step_s, reason in results:
+                tuner.tell(plan, step_s, reason)
                 done.update()
         except KeyboardInterrupt:
             pass
+        except WaitingError as waiting:
+            warnings.warn(str(waiting), stacklevel=2)
     return tuner
 
 
@@ -135,12 +142,20 @@ class _Run:
         return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
+class _Trial(NamedTuple):
+    plan: Plan
+    step_s: float | None = None  # None if it failed
+    reason: str = ""  # of the failure
+
+
 def _trial(launch, plan):
-    """The plan and its seconds, NaN or None if it failed."""
+    """Trial of a plan, with the reason of a failure."""
     try:
-        return plan, launch(plan)
-    except _FAILURES:
-        return plan, math.nan
+        return _Trial(plan, launch(plan))
+    except MemoryError as error:
+        return _Trial(plan, reason=f"out of memory: {error}")
+    except _FAILURES as error:
+        return _Trial(plan, reason=str(error) or type(error).__name__)
 
 
 def _on_workers(tuner, launch, todo, client):
