@@ -3,7 +3,6 @@ from madmax_lib.calibration.published.run_rows import (
     trace_breakdowns as trace_breakdowns,
 )
 from madmax_lib.view.explore.live import Live as Live
-from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
 from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
 from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
 from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplorer
