@@ -1,3 +1,3 @@
-"""The tuner, at a public path: see `madmax_lib.planner.tuner.tune`."""
+"""The tuner, at a public path: see `madmax_lib.planner.tuner.tuner`."""
 
-from madmax_lib.planner.tuner.tune import *
+from madmax_lib.planner.tuner.tuner import *

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.simulator.offload.hosts import ADAM_BYTES
+from madmax_lib.simulator.offload.placement import ADAM_BYTES
 from madmax_lib.view.drawing import (
     COLORS,
     DASHED,

@@ -1,7 +1,7 @@
 from madmax_lib.planner.hetero.costs import PlanCost as PlanCost
+from madmax_lib.planner.hetero.fleets import *
 from madmax_lib.planner.hetero.nodes import *
 from madmax_lib.planner.hetero.planned import *
-from madmax_lib.planner.hetero.problem import *
 from madmax_lib.planner.hetero.profiles import (
     Profiles as Profiles,
     load_profiles as load_profiles,

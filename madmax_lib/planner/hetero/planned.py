@@ -18,8 +18,8 @@ import pandas as pd
 from madmax_lib.base.atomic import write_text
 from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
+from madmax_lib.planner.hetero.fleets import HeteroProblem, problem_from
 from madmax_lib.planner.hetero.prices import MB_BYTES
-from madmax_lib.planner.hetero.problem import HeteroProblem, problem_from
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator.events.engine import Program, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order

@@ -18,10 +18,9 @@ import pandas as pd
 from madmax_lib.base.fields import is_whole, require_number, require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.hetero.costs import PlanCost
-from madmax_lib.planner.hetero.fleets import fleets
+from madmax_lib.planner.hetero.fleets import HeteroProblem, fleets, problem_from
 from madmax_lib.planner.hetero.planned import Planned
 from madmax_lib.planner.hetero.prices import MB_BYTES
-from madmax_lib.planner.hetero.problem import HeteroProblem, problem_from
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.planner.hetero.fleets import Fleet
-from madmax_lib.planner.hetero.problem import HeteroProblem
+from madmax_lib.planner.hetero.fleets import Fleet, HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
 
