@@ -4,13 +4,13 @@ from madmax_lib.calibration.job.another_plan import (
     another_plan as another_plan,
     case_of as case_of,
 )
-from madmax_lib.calibration.judge.identifiability import (
+from madmax_lib.calibration.judge.intervals import *
+from madmax_lib.calibration.judge.intervals import (
     constants_of as constants_of,
     determined_by as determined_by,
     leverage as leverage,
     strongest_pairs as strongest_pairs,
 )
-from madmax_lib.calibration.judge.intervals import *
 from madmax_lib.calibration.kernels.fit import (
     fit_rates as fit_rates,
     held_out as held_out,

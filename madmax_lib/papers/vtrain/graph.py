@@ -21,9 +21,8 @@ from madmax_lib.papers.vtrain.config import (
     send_s,
     tensor_s,
 )
-from madmax_lib.simulator.events.engine import Program, run, to_timeline
+from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
 

@@ -6,6 +6,5 @@ from madmax_lib.planner.hetero.profiles import (
     Profiles as Profiles,
     load_profiles as load_profiles,
 )
-from madmax_lib.planner.hetero.solve import *
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan as HeteroPlan
 from madmax_lib.planner.hetero.stated import predict as predict
