@@ -20,7 +20,7 @@ from madmax_lib.catalog.listing import (
 from madmax_lib.catalog.tables import cluster as cluster, model as model
 from madmax_lib.plan.plan import Plan as Plan
 from madmax_lib.planner.search import search as search
-from madmax_lib.planner.tuner.tuner import tune as tune
+from madmax_lib.planner.tuner.tune import tune as tune
 from madmax_lib.runs.launch import launch as launch
 from madmax_lib.runs.spec import RunSpec as RunSpec
 from madmax_lib.simulator.estimate import estimate as estimate

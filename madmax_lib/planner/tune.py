@@ -1,3 +1,3 @@
-"""The tuner, at a public path: see `madmax_lib.planner.tuner.tuner`."""
+"""The tuner, at a public path: see `madmax_lib.planner.tuner.tune`."""
 
-from madmax_lib.planner.tuner.tuner import *
+from madmax_lib.planner.tuner.tune import *

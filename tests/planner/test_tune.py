@@ -410,7 +410,7 @@ def test_runs_are_launched_with_the_micro_batch_of_the_plan(tmp_path, monkeypatc
     """The median of the steps counts; a run that ran out of memory is a failure. The
     plans are those that can run.
     """
-    module, specs = importlib.import_module("madmax_lib.planner.tuner.tuner"), []
+    module, specs = importlib.import_module("madmax_lib.planner.tuner.tune"), []
 
     def start(spec, directory, check):
         specs.append(spec)

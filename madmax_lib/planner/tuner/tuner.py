@@ -5,19 +5,12 @@ simulator knows.
 teach about other plans is in
 `surrogate`: the plan asked for has the best chance to be within 5 % of the best one and
 to beat what was measured.
-
-Trials of a few plans, one after another or side by side on dask workers: which one is
-the fastest in truth.
-
-`tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any
-callable, or a run of `mm.launch`.
 """
 
 import hashlib
 import json
 import math
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
@@ -26,23 +19,16 @@ import pandas as pd
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
-from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Software, Transformer
 from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
-from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
-from madmax_lib.runs import RunSpec
-from madmax_lib.runs.launch import gpu_count, launch as start
-from madmax_lib.runs.read import read_json
 from madmax_lib.simulator import Parameters, estimate, shipped, usable_bytes
 from madmax_lib.simulator.rates.parameters import constants_of
 from madmax_lib.simulator.steady.step_time import PARTS
-
-__all__ = ["Tuner", "tune"]
 
 _TOP = 500  # plans of a search to choose from
 # log of room over need, of a plan whose states leave the device until it fits
@@ -388,144 +374,3 @@ def _read(path, digest):
     if file_digest != digest:
         raise ValueError(f"{path} keeps the tuning of another case; give another file")
     return trials
-
-
-# of a trial; other exceptions are mistakes
-_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)
-
-
-def tune(
-    model: Transformer | str,
-    cluster: Cluster | str,
-    *,
-    global_batch: int,
-    launch: Callable[[Plan], float | None] | RunSpec,
-    trials: int = 10,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    plans: Iterable[Plan | str] | pd.DataFrame | None = None,
-    software: str | Software | None = None,
-    parameters: Parameters | None = None,
-    seed: int = 0,
-    state: str | Path | None = None,
-    directory: str | Path | None = None,
-    client=None,
-    progress: bool = True,
-) -> Tuner:
-    """Measure plans until there are so many trials, and return the `Tuner`: its best,
-    trials and table.
-
-    launch: takes a Plan and returns the seconds of a step, or None if it fails; a
-    RuntimeError, MemoryError or OSError counts as a failure too. Or the `RunSpec` of a
-    run, whose strategy becomes each of the plans; the runs are kept in directory, and a
-    plan takes the median of its steps. Then the plans, if none are given, are the best
-    that can run.
-    trials: with those of an earlier call that the file `state` keeps. client: of dask,
-    whose workers try one plan each at a time. The other arguments are those of `Tuner`.
-    Interrupted, it returns what was learnt so far. Raises ValueError for wrong
-    arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
-
-    >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
-    >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}
-    >>> str(tune("gpt2-large", "dgx-a100", launch=lambda plan: seconds[str(plan)], **case).best)
-    'dp8.z1'
-    """
-    trials = require_int("trials", trials, 1)
-    case = {
-        "global_batch": global_batch,
-        "sequence": sequence,
-        "dtype": dtype,
-        "software": software,
-        "parameters": parameters,
-    }
-    if isinstance(launch, RunSpec):
-        if not str(require_type("directory", directory, str | Path)):
-            raise ValueError("directory='' names no folder for the runs")
-        launch = _Run(launch, Path(directory))
-        plans = launch.plans(model, cluster, case) if plans is None else plans
-    elif not callable(launch):
-        raise ValueError(
-            f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"
-        )
-    tuner = Tuner(model, cluster, plans=plans, seed=seed, state=state, **case)
-    todo = max(min(trials - len(tuner.trials), tuner.left), 0)
-    if client is None:
-        results = (_trial(launch, tuner.ask()) for _ in range(todo))
-    else:
-        results = _on_workers(tuner, launch, todo, client)
-    with bar(total=todo, desc="tuning", unit="trial", show=progress) as done:
-        try:
-            for plan, step_s in results:
-                tuner.tell(plan, step_s)
-                done.update()
-        except KeyboardInterrupt:
-            pass
-    return tuner
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A trial that is a run."""
-
-    spec: RunSpec
-    directory: Path
-
-    def __call__(self, plan):
-        # a strategy without mb leaves it open
-        text = str(plan) if plan.micro_batch > 1 else f"{plan}.mb1"
-        spec = replace(self.spec, strategy=text, ranks=None)
-        directory = start(spec, self.directory / spec.name, check=False)
-        summary = read_json(directory / "summary.json")
-        return summary["step_s"]["median"] if summary["status"] == "completed" else None
-
-    def plans(self, model, cluster, case):
-        """The best plans of a search that can run."""
-        space = replace(
-            Space.quick(),
-            hybrid=(),
-            overlap_gather=(False,),
-            # patches of an image are not split over ranks
-            sequence_parallel=(not self.spec.shapes.image,),
-        )
-        gpus = gpu_count() if self.spec.device != "cpu" else 0
-        spec = replace(self.spec, ranks=None)
-        table = search(
-            model, cluster, top=_TOP, space=space, progress=False, **case
-        ).table
-        return [text for text in table["plan"] if runnable(spec, text, gpus)]
-
-
-def _trial(launch, plan):
-    """The plan and its seconds, NaN or None if it failed."""
-    try:
-        return plan, launch(plan)
-    except _FAILURES:
-        return plan, math.nan
-
-
-def _on_workers(tuner, launch, todo, client):
-    """Trials, as many at once as there are workers; the next plan is asked for when the
-    result of one is in.
-    """
-    from distributed import as_completed
-
-    def submit():
-        # pure=False: a second trial of a plan is a trial, not a cached result
-        future = client.submit(_trial, launch, tuner.ask(), pure=False)
-        futures.add(future)
-        return future
-
-    futures = set()
-    # the first worker may come later
-    workers = max(len(client.scheduler_info()["workers"]), 1)
-    running = as_completed([submit() for _ in range(min(todo, workers))])
-    todo -= len(futures)
-    try:
-        for future in running:
-            futures.remove(future)
-            yield future.result()
-            if todo > 0:
-                running.add(submit())
-                todo -= 1
-    finally:
-        client.cancel(list(futures))
