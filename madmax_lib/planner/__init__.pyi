@@ -10,5 +10,5 @@ from madmax_lib.planner.money.compare import *
 from madmax_lib.planner.money.goodput import *
 from madmax_lib.planner.search import search as search
 from madmax_lib.planner.space import Space as Space, plan_of as plan_of
-from madmax_lib.planner.tuner.tuner import *
+from madmax_lib.planner.tuner.tune import *
 from madmax_lib.planner.tuner.tuner import Tuner as Tuner

@@ -31,7 +31,6 @@ from madmax_lib.calibration.published.rows import (
 from madmax_lib.calibration.verdict.explain import (
     Outlook,
     causes,
-    neighbours,
     parts_of,
     timed_s,
 )
@@ -63,7 +62,7 @@ class Expectation:
     """A measured step beside what was to be expected of it.
 
         run = mm.expect("llama3-8b", "dgx-h100", "dp8.z3", global_batch=16, step_s=4.1)
-        print(run)  # the verdict, what it could be, what to try
+        print(run)  # the verdict, and what it could be
 
     verdict: one of `VERDICTS`; reason: why, in a sentence.
     step_s: seconds of a step as measured; predicted_s, low_s, high_s: and as predicted,
@@ -76,8 +75,6 @@ class Expectation:
     explanations: table of part, cause, step_s if so, and explains (of the gap in log
         time, 1 is all), with a trace also the part's predicted_s and measured_s; those
         come first whose part is off.
-    tries: neighbour plans that fit and are faster: change, plan, step_s and gain
-        (predicted over step_s, best first).
     case: the run.
     """
 
@@ -91,7 +88,6 @@ class Expectation:
     floor_s: float
     parts: pd.DataFrame
     explanations: pd.DataFrame
-    tries: pd.DataFrame
     case: Case
 
     @cached_property
@@ -108,12 +104,6 @@ class Expectation:
             lines.append(
                 f"could be: {first['cause']} ({first['part']}), then "
                 f"{first['step_s']:.4g} s"
-            )
-        if len(self.tries):
-            first = self.tries.iloc[0]
-            lines.append(
-                f"to try: {first['change']}, {first['gain']:.2f} x faster "
-                f"({first['plan']})"
             )
         return "\n".join(lines)
 
@@ -221,7 +211,6 @@ def expect(
         floor_s=floor_s,
         parts=parts_of(outlook, measured_s, timeline),
         explanations=causes(outlook, measured_s, source, timeline),
-        tries=neighbours(outlook),
         case=case,
     )
 
