@@ -195,8 +195,7 @@ def as_json(planned: Planned) -> dict:
 
     stages: ranks with the types of their GPUs, degrees, layers (first, end), samples of
     a micro-batch that each replica takes, and `plan`, the text of the stage's own
-    `Plan`. plan: of the whole, for `Plan.parse` and `simulate`, where all stages are
-    alike; else None. Ranks count GPUs in the order of node_sequence.
+    `Plan`. Ranks count GPUs in the order of node_sequence.
     """
     plan = planned.plan
     fleet = planned.costs.fleet
@@ -228,7 +227,6 @@ def as_json(planned: Planned) -> dict:
         "cost_ms": planned.cost_ms,
         "node_sequence": list(plan.node_sequence),
         "world_size": fleet.size,
-        "plan": _plan_text(planned),
         "stages": stages,
     }
 
@@ -315,41 +313,6 @@ def _add_passes(program, planned):
             end = ("other", "end of pass", sync_s)
             last[number] = program.op(Stream.COMPUTE, *end, rank=rank)
     return last
-
-
-def _plan_text(planned):
-    """Text of the one `Plan` that says the same, None if there is none.
-
-    There is one for GPUs of one type, stages of the same degrees and recompute, equal
-    shares of a micro-batch, and stages of as many layers, the first and last excepted.
-    Embedding and head are no layers of a Plan.
-    """
-    stages = planned.costs.stages
-    first = stages[0]
-    layers = [stage.layer_count for stage in stages]
-    layers[0] -= 1  # the embedding
-    layers[-1] -= 1  # the head
-    inner = set(layers[1:-1]) or {max(layers)}
-    kinds = {
-        (*stage.distinct_types, stage.dp, stage.tp, stage.recompute) for stage in stages
-    }
-    shares = {samples for stage in stages for samples in stage.samples}
-    if any(len(one) > 1 for one in (kinds, shares, inner, first.distinct_types)):
-        return None
-    if min(layers) < 1:
-        return None
-    # 0 is a Plan's word for as many layers as the inner stages have
-    usual = len(stages) == 1
-    plan = Plan(
-        dp=first.dp,
-        tp=first.tp,
-        pp=len(stages),
-        micro_batch=shares.pop(),
-        recompute=first.recompute,
-        first_layers=0 if usual or layers[0] in inner else layers[0],
-        last_layers=0 if usual or layers[-1] in inner else layers[-1],
-    )
-    return str(plan)
 
 
 _EVERY_SIZE = 32  # GPUs up to which groups of every size are tried
