@@ -132,6 +132,7 @@ def test_what_is_predicted_comes_true(world):
     assert found.provenance["judged"]["runs"] == len(results) and found.provenance[
         "notes"
     ] == ["vit pp: failed, no luck"]
+    assert "vit pp: failed, no luck" in (folder / "page.html").read_text()
     rows = mm.calibration.predict(pd.read_csv(folder / "rows.csv"), found.parameters)
     assert rows["supported"].all() and len(rows) == len(results) + len(
         _planned_runs("fitted")

@@ -15,6 +15,7 @@ from support import CPU_CONSTANTS
 import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.calibration import fit, predict, run_rows
+from madmax_lib.calibration.machine import machine_page
 from madmax_lib.calibration.machine.calibrate import calibrate
 from madmax_lib.calibration.machine.machine import (
     Machine,
@@ -401,3 +402,32 @@ def test_a_row_of_a_run_without_a_machine_says_what_is_missing(runs):
     )
     with pytest.raises(FileNotFoundError, match="no run directories here"):
         run_rows(PROJECT / "tests")
+
+
+def test_a_page_shows_every_run(saved):
+    folder, made = saved
+    names = [
+        f"{which}_{of}"
+        for which in ("predicted", "measured")
+        for of in ("s", "compute", "exposed_comm", "overlap")
+    ]
+    results = pd.DataFrame(
+        0.4,
+        index=["gpt dp", "vit <z3>"],
+        columns=[*names, "predicted_bytes", "measured_bytes"],
+    )
+    results.assign(error=[0.02, -0.1]).to_csv(folder / "results.csv", index_label="run")
+    parts = [
+        f"{which}_{of}_s"
+        for which in ("predicted", "measured")
+        for of in ("step", "gemm", "attention", "optimizer")
+    ]
+    pd.DataFrame(0.1, index=["wide dp"], columns=parts).to_csv(
+        folder / "parts.csv", index_label="run"
+    )
+    text = machine_page.write_page(folder, made).read_text()
+    assert (
+        "within 6.0% (median), 10.0% at worst" in text
+        and "vit &lt;z3&gt;" in text
+        and "<z3>" not in text
+    )

@@ -314,7 +314,7 @@ def test_the_rows_of_the_page_calibrate(words, tmp_path, capsys):
     rows = pd.read_csv(tmp_path / "my_runs.csv")
     errors = pd.read_csv(tmp_path / "mine" / "results.csv")["error"]
     assert len(errors) == len(rows) and errors.abs().max() < 0.15
-    assert "Further runs" in (tmp_path / "mine" / "page.html").read_text()
+    assert "predicted / measured" in (tmp_path / "mine" / "page.html").read_text()
     capsys.readouterr()
     asked = ["llama2-7b", f"{tmp_path}/mine/machine.json", "dp32.z1"]
     assert __main__.main(["estimate", *asked, "--global-batch", "512", "--json"]) == 0

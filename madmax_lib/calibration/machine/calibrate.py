@@ -4,7 +4,7 @@ the error.
 Stages: devices (products and memory), links (collectives), a few short traced runs, a
 fit to them, predictions of further runs, and only then those runs. Each leaves files in
 the directory, so that a calibration that was stopped goes on; runs are made as long as
-the minutes last. A stage that cannot run here is a note of the machine.
+the minutes last. A stage that cannot run here is a line of the page.
 
 The runs stand in `data/calibration_runs.json`. Fitted: models of unlike shape, in
 layouts that tell compute, its launches and its neighbours apart. Predicted, the most
@@ -38,6 +38,7 @@ from madmax_lib.calibration.machine.machine import (
     link_rates,
     parts_of,
 )
+from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.run_rows import run_row
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.catalog.models import Cluster, Device, Link
@@ -149,12 +150,12 @@ class _Calibration:
     device: str  # cpu or cuda
     ranks: int
     until_s: float  # of time.monotonic, when no further run is begun
-    notes: list[str] = field(default_factory=list)  # of the machine
+    notes: list[str] = field(default_factory=list)  # lines of the page
     run_s: float = _FIRST_RUN_S  # of the last runs, each
 
     @contextmanager
     def stage(self, name: str):
-        """A part whose failure is a note, and the next one goes on."""
+        """A part whose failure is a line of the page, and the next one goes on."""
         try:
             yield
         except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -413,6 +414,7 @@ class _Calibration:
         rows = {name: run_row(run, path) for name, run in (fitted | judged).items()}
         table = pd.DataFrame.from_dict(rows, orient="index")
         table.to_csv(self.directory / "rows.csv", index=False)
+        write_page(self.directory, machine)
         return machine
 
 
@@ -432,7 +434,7 @@ def calibrate(
     is begun. device: cpu, cuda, or auto for CUDA where it is present. ranks: processes,
     all GPUs or two, and one a host, if 0. The directory gets machine.json, kernels.csv,
     links.csv, runs/ with traces, rows.csv, parts.csv, predictions.csv (written before
-    those runs are made) and results.csv; a calibration that was stopped
+    those runs are made), results.csv and page.html; a calibration that was stopped
     there goes on. Raises ValueError for settings that do not fit together or another
     calibration in the directory, OSError where hosts cannot be made. See also:
     mm.machine, mm.simulate, mm.calibration.predict.

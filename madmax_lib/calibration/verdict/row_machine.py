@@ -1,4 +1,4 @@
-"""Calibration by rows that somebody measured: constants of an own stack, and
+"""Calibration by rows that somebody measured: constants of an own stack, and a page of
 how well each row is foretold by the others.
 """
 
@@ -11,10 +11,11 @@ import pandas as pd
 from madmax_lib.calibration.fit import update
 from madmax_lib.calibration.judge.intervals import predict
 from madmax_lib.calibration.machine.machine import Machine
+from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.rows import read_rows, to_table
 from madmax_lib.simulator.rates.parameters import shipped
 
-_MOVED = 0.01  # relative change of a constant that is named
+_MOVED = 0.01  # relative change of a constant that the page shows
 
 
 def calibrate_rows(
@@ -60,6 +61,7 @@ def calibrate_rows(
         columns.to_csv(directory / f"{name}.csv", float_format="%.6g")
     machine = _machine(cases, parameters)
     machine.save(directory / "machine.json")
+    write_page(directory, machine)
     return machine
 
 

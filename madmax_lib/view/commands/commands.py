@@ -221,7 +221,6 @@ def _calibrate(options):
         machine = calibrate_rows(options.rows, options.output, options.like)
     else:
         machine = calibrate(options.output, **asked)
-    _write_page(options.output, machine)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
@@ -233,30 +232,6 @@ def _calibrate(options):
     page = f"all of it: {options.output / 'page.html'}"
     print("\n".join([text, "", *machine.provenance["notes"], page]))
     return 0
-
-
-def _write_page(directory, machine):
-    """Write page.html: runs that the fit had not seen, those of the fit, constants."""
-    import pandas as pd
-
-    from madmax_lib.base.atomic import write_text
-    from madmax_lib.view.notebooks.page import page, paragraph
-
-    facts = machine.provenance
-    constants = pd.Series(machine.parameters.constants, name="value").to_frame()
-    intervals = pd.DataFrame(machine.parameters.intervals, index=["low", "high"]).T
-    tables = {
-        "Further runs": pd.read_csv(directory / "results.csv", index_col="run"),
-        "Runs of the fit": pd.read_csv(directory / "parts.csv", index_col="run"),
-        "Constants": constants.join(intervals).loc[
-            [*facts.get("moved", machine.parameters.fitted)]
-        ],
-    }
-    body = "".join(map(paragraph, facts.get("notes", ())))
-    for title, table in tables.items():
-        rows = table.to_html(border=0, float_format="{:.4g}".format, na_rep="-")
-        body += f"<h2>{title}</h2>{rows}"
-    write_text(directory / "page.html", page(machine.cluster.name, body))
 
 
 def _calibrate_trace(options):
