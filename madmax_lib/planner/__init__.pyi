@@ -1,8 +1,8 @@
 from madmax_lib.planner import hetero as hetero
 from madmax_lib.planner.answer import SearchResult as SearchResult
 from madmax_lib.planner.layouts import layouts as layouts
-from madmax_lib.planner.money.campaign import campaign as campaign
-from madmax_lib.planner.money.codesign import (
+from madmax_lib.planner.money.campaign import (
+    campaign as campaign,
     codesign as codesign,
     training as training,
 )

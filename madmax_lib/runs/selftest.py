@@ -150,9 +150,7 @@ def _meter():
     gpus = gpu_count()
     source = meter("auto", "cuda" if gpus else "cpu", gpus)
     if source.read is None:
-        raise Missing(
-            "no power: GPUs need nvidia-ml-py, CPUs a RAPL counter that may be read"
-        )
+        raise Missing("no power: GPUs need nvidia-ml-py")
     reading = source.read()
     if isnan(reading.power_w):
         raise RuntimeError(f"{source.name} tells no power")

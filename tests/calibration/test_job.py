@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from support import local_or_skip, make_timeline
 
-from madmax_lib.calibration.job.another_plan import another_plan
-from madmax_lib.calibration.job.case_of import case_of
+from madmax_lib.calibration.job.another_plan import another_plan, case_of
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.plan.plan import Plan

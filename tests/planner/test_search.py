@@ -24,7 +24,7 @@ from madmax_lib.planner import (
     training,
 )
 from madmax_lib.planner.evaluate import _OBJECTIVES
-from madmax_lib.planner.money.codesign import _RESOURCES, scaled
+from madmax_lib.planner.money.campaign import _RESOURCES, scaled
 from madmax_lib.simulator import peak_bytes, usable_bytes
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import shipped

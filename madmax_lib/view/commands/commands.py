@@ -238,8 +238,7 @@ def _calibrate_trace(options):
     """The job of a trace, corrected by the options, and its machine."""
     from dataclasses import replace
 
-    from madmax_lib.calibration.job.another_plan import another_plan
-    from madmax_lib.calibration.job.case_of import case_of
+    from madmax_lib.calibration.job.another_plan import another_plan, case_of
     from madmax_lib.plan.plan import Plan
     from madmax_lib.view.commands.trace import read
 

@@ -58,7 +58,6 @@ def _expect(options):
     about["software"] = used(run_of(options)["software"], cluster)
     # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
-    about["tries"] = result.tries.head(3).to_dict("records")
     about["nearest"] = result.nearest[_NEAREST].to_dict("records")
     table = result.explanations
     if timeline is not None:  # then the parts of the step say more
