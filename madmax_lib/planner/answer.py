@@ -1,4 +1,5 @@
-"""The best plans of a search, ten different ones with what speaks for and against each.
+"""The best plans of a search, ten different ones with what speaks for and against each,
+and a hint.
 
 A predicted step is as sure as its interval, but plans of one model on one machine under
 one software err together: what the constants leave open moves them alike, as far as
@@ -9,6 +10,7 @@ is.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
+from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.power import device_energy_j
@@ -137,6 +140,13 @@ class SearchResult:
             "Megatron-Core; launched_s: as its first stack"
         )
 
+    @cached_property
+    def hint(self) -> str:
+        """Another batch or number of devices, where these are the problem; else empty.
+        Takes a few small searches.
+        """
+        return hint(self.problem, self.different) if self.complete else ""
+
     def _lines(self):
         case = self.problem.case
         counts = self.dropped.set_index("rule")["count"]
@@ -171,6 +181,8 @@ class SearchResult:
                 f"{row.saves_low:.0%} to {row.saves_high:.0%})"
             )
         lines.append(f"software: {self.software}")
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
         return [*lines, _configured_for(best.stacks)]
 
     def __repr__(self):

@@ -232,6 +232,22 @@ def test_reasons_and_limits_name_the_parts():
     assert _reasons(seconds[:1]) == ["no other way to split it fits"]
 
 
+def test_a_hint_where_batch_or_devices_are_the_problem(found):
+    assert found.hint == "" or "2x" not in found.hint
+    for nodes, batch, words in (
+        (4, 250, "batch 256 would be"),
+        (3, 100, "batch|devices"),
+    ):
+        odd = mm.search(
+            MODEL,
+            mm.cluster("dgx-h100", nodes=nodes),
+            batch,
+            space=Space.quick(),
+            progress=False,
+        )
+        assert pd.Series([odd.hint]).str.contains(words).all(), odd.hint
+
+
 def test_what_is_shown(found):
     lines = repr(found).splitlines()
     assert (

@@ -108,7 +108,7 @@ def _search(options):
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
     result = planner.search(**_priced(options), **asked, like=recipe)
-    names = ("best", "software", "evaluated", "feasible")
+    names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
