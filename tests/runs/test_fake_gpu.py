@@ -16,14 +16,18 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from madmax_lib.plan import Plan  # noqa: E402
 from madmax_lib.runs import RunSpec, read_run, train  # noqa: E402
 from madmax_lib.runs.launch import prepare  # noqa: E402
 from madmax_lib.runs.measure import bench, links, phases  # noqa: E402
 from madmax_lib.runs.model import network  # noqa: E402
 from madmax_lib.runs.model.layers import Attention  # noqa: E402
-from madmax_lib.runs.parallel import mesh  # noqa: E402
+from madmax_lib.runs.parallel import data_parallel, mesh  # noqa: E402
+from madmax_lib.runs.parallel.trainer import parallelize  # noqa: E402
 
 if torch.cuda.is_available():
     pytest.skip("a real GPU takes these paths itself", allow_module_level=True)
@@ -250,8 +254,40 @@ def test_heads_share_keys_where_flash_attention_reads_them(
 
 
 def test_a_mesh_of_one_gpu_needs_no_other_rank(gpu):
-    from madmax_lib.plan import Plan
-
     with OnHost(gpu):
         one = mesh.build(Plan(), "cuda")
     assert one.dense.device_type == "cuda" and one.size("fsdp") == 1
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "dp2.z1", "cp2"])
+def test_a_layout_of_copies_takes_a_step(gpu, strategy):
+    """FSDP2 and DTensors ask where memory really is: test_parallel.py has these."""
+    spec = RunSpec("gpt-tiny", strategy, 2, global_batch=8, dtype="bf16", device="cuda",
+                   sizes={"layers": 2})  # fmt: skip
+    c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with OnHost(gpu):
+        trainer = parallelize(
+            "gpt-tiny", spec.plan, spec, device="cuda", sizes=spec.sizes
+        )
+        tokens = torch.zeros(8 // spec.plan.dp, spec.shapes.sequence, dtype=torch.long)
+        result = trainer.step({"tokens": tokens, "targets": tokens})
+    assert str(trainer.device) == "cuda:0" and not result["overflow"]
+    assert gpu.count("event") == 2 * 4 and gpu[-1] == "synchronize"
+
+
+def test_what_is_offloaded_lies_in_pinned_memory(gpu, monkeypatch):
+    """A copy from a GPU to other memory would wait."""
+    policies = []
+    monkeypatch.setattr(
+        data_parallel,
+        "fully_shard",
+        lambda _, **options: policies.append(options["offload_policy"]),
+    )
+    plan = Plan.parse("dp1.z3.offload-all")
+    for device in ("cuda", "cpu"):
+        with OnHost(gpu):
+            one = data_parallel.DataParallel(
+                plan, mesh.build(plan, device), torch.float32
+            )
+        one.wrap_unit(torch.nn.Linear(2, 2))
+    assert [policy.pin_memory for policy in policies] == [True, False]
