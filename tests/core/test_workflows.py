@@ -12,6 +12,11 @@ import yaml
 from madmax_lib.catalog.datasets import PROJECT
 
 ACTION = yaml.safe_load((PROJECT / "action" / "action.yml").read_text())
+REPOSITORY = re.search(
+    r'^Repository = "https://github.com/(.+)"',
+    (PROJECT / "pyproject.toml").read_text(),
+    re.M,
+)[1]
 STEPS = {step.get("name"): step for step in ACTION["runs"]["steps"]}
 WORKFLOWS = sorted((PROJECT / ".github" / "workflows").glob("*.yml"))
 
@@ -60,6 +65,9 @@ def test_the_action_installs_the_version_it_lies_in():
     install = STEPS["install"]["run"].rsplit(maxsplit=1)[1].strip('"')
     folder = install.replace("$GITHUB_ACTION_PATH", str(PROJECT / "action"))
     assert Path(folder).samefile(PROJECT)
+    uses = f"uses: {REPOSITORY}/action@main"
+    for page in ("action/action.yml", "docs/did-my-change-make-it-slower.md"):
+        assert uses in (PROJECT / page).read_text()
     # what a user writes reaches the shell through its environment only
     assert not any("${{" in step.get("run", "") for step in STEPS.values())
 

@@ -79,7 +79,9 @@ def test_deepspeed_reads_its_configuration(monkeypatch, text, dtype):
         "deepspeed.runtime.config", reason="deepspeed is not installed"
     )
     plan = Plan.parse(text)
-    ranks = type("Ranks", (), {"get_rank": lambda: 0, "get_world_size": lambda: plan.dp})
+    ranks = type(
+        "Ranks", (), {"get_rank": lambda: 0, "get_world_size": lambda: plan.dp}
+    )
     monkeypatch.setattr(theirs, "dist", ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     settings = Settings(dtype=dtype, global_batch=16)
