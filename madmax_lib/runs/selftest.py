@@ -83,7 +83,7 @@ def _torch():
     one.
     """
     if not find_spec("torch"):
-        raise Missing("is not installed: training runs [run]")
+        raise Missing("is not installed: pip install 'madmax-workbench[run]'")
     import torch
 
     version = torch.__version__
