@@ -28,6 +28,7 @@ from madmax_lib.traces.read.files import (
 )
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
+from madmax_lib.traces.read.pattern import cut_by_pattern
 from madmax_lib.traces.read.readers import Reader, reader_of
 from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
@@ -54,8 +55,9 @@ def read_trace(
     per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0.
     kinds: CSV with rows to put before `data/kernel_kinds.csv`. client: a
     dask.distributed client whose workers see the same files; without one, large sets
-    are read in local processes. Nothing is ever written beside the input; what was read
-    is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
+    are read in local processes. Steps that nothing marks are found by what recurs
+    (`pattern`), with a TraceWarning. Nothing is ever written beside the input; what was
+    read is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
     that fails costs its own rank, with a TraceWarning and in
     `meta.provenance["unread"]`. Raises FileNotFoundError, and ValueError with file and
     reason for what is no trace, or of another job (`jobs`). See also: mm.breakdown,
@@ -66,7 +68,7 @@ def read_trace(
     # the first file of another format decides; files of two formats are refused
     reader = next(filter(None, map(reader_of, paths)), None)
     if reader:
-        return _read_others(reader, paths, hta_compatible, kinds)
+        return cut_by_pattern(_read_others(reader, paths, hta_compatible, kinds))
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     folder = None if listed else Path(source).expanduser()
@@ -93,8 +95,8 @@ def read_trace(
         of_rank = hta_rows(of_rank)
     joined = concat(list(of_rank.values()))
     if unread:
-        return _with_provenance(joined, joined.side_tables, unread=unread)
-    return joined
+        joined = _with_provenance(joined, joined.side_tables, unread=unread)
+    return joined if hta_compatible else cut_by_pattern(joined)
 
 
 def _read_others(

@@ -25,6 +25,7 @@ class Provenance(TypedDict, total=False):
     damaged: dict[str, str]  # by rank: why its file ends early
     collectives: dict[str, str]  # by name of a span: what a user's table says it is
     unread: dict[str, str]  # by name of a file that was left out: the reason
+    steps: str  # how many were found by their pattern; absent where steps are marked
 
 
 class Reader(NamedTuple):

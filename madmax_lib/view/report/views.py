@@ -14,7 +14,7 @@ import pandas as pd
 from madmax_lib import traces
 from madmax_lib.base import format_bytes, format_s
 from madmax_lib.timeline import Timeline, breakdown
-from madmax_lib.traces.waits.step_times import steady_state
+from madmax_lib.traces.waits.step_times import steady_state, step_note
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
 from madmax_lib.view.words import percent, plural
@@ -31,7 +31,6 @@ _QUANTILES = {
     0.9: "90 %",
     1.0: "most",
 }
-_UNMARKED = "no step marks: the whole recording counts as one step"
 
 
 def recording_summary(timeline: Timeline, recording: Timeline) -> str:
@@ -45,8 +44,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     missing = world_size - sum(map(len, timeline.meta.represents.values()))
     if missing > 0:
         ranks += f" ({missing} of {world_size} ranks have no trace here)"
-    marked = recording.steps != [0]
-    steps_text = plural(len(recording.steps), "step") if marked else _UNMARKED
+    steps_text = step_note(recording) or plural(len(recording.steps), "step")
     device = timeline.meta.device or "no device named"
     summary = f"{ranks}, {steps_text}, {len(recording):,} spans, {device}."
     whole_s, steady_s = (
