@@ -19,6 +19,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,6 @@ import madmax_lib as mm
 from madmax_lib.catalog import datasets
 from madmax_lib.runs import measure_links, testbed
 from madmax_lib.traces import steps, what_if
-from madmax_lib.traces.read.pattern import cut_by_pattern
 
 NETWORKS = {
     "1gbit": 1e9,
@@ -255,7 +255,9 @@ def _told(timeline: mm.Timeline):
     for mask in (hidden, hidden | label & names.str.contains("(?i)optimi[sz]er")):
         bare = timeline.where(~mask.to_numpy())
         bare = replace(bare, spans=bare.spans.assign(step=0))
-        found.append(cut_by_pattern(bare))
+        with tempfile.TemporaryDirectory() as folder:
+            mm.export_trace(bare, Path(folder))
+            found.append(mm.read_trace(folder))
     period_s, marked_s = (
         steps(each)["period_s"].median() for each in (found[0], timeline)
     )

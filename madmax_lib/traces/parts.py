@@ -43,7 +43,8 @@ def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
     shared = periods[ranks == periods["rank"].nunique()].groupby("rank")
     # in a simulation nothing is outside, else nothing may tell what is
     is_whole = timeline.steps == [0] and step_note(timeline)
-    if timeline.meta.source == "simulated" or is_whole or not len(shared):
+    is_whole = is_whole or timeline.meta.source == "simulated"
+    if is_whole or not len(shared):
         table = table.assign(part="steps", steps=len(timeline.steps))
     else:
         table = _parts(timeline, shared)
@@ -76,7 +77,8 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     stop_ns = end_ns.clip(upper=high_ns)[keep].to_numpy()
     spans = part.spans.assign(start_ns=begin_ns, dur_ns=stop_ns - begin_ns)
     # steps that were found by their pattern stay: a window may hold too few
-    if timeline.meta.source == "measured" and "steps" not in timeline.meta.provenance:
+    source = timeline.meta.source
+    if source == "measured" and "steps" not in timeline.meta.provenance:
         # what began before the window now begins in another step
         for _, of_rank in spans.groupby("rank"):
             spans.loc[of_rank.index, "step"] = assign_steps(of_rank)

@@ -50,7 +50,8 @@ def read_trace(
     Systems (`nsys`).
 
     source: a file (plain or gzip, whatever its name), a pattern such as
-    runs/*/rank*.json, a directory, or a list of them. Of a directory all traces, or
+    runs/*/rank*.json, a directory, a zip or tar archive, or a list of them. Of a
+    directory all traces, those of its folders rank_0, rank_1, ..., TensorBoard's last, or
     those of the newest `iteration_N` folder in torchtitan's layout; of several cycles
     per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0.
     kinds: CSV with rows to put before `data/kernel_kinds.csv`. client: a
@@ -72,7 +73,8 @@ def read_trace(
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     folder = None if listed else Path(source).expanduser()
-    in_folder = folder is not None and folder.is_dir()
+    # or in an archive
+    in_folder = folder is not None and folder.exists() and paths != [folder]
     timelines, failures = _read_files(paths, read, client)
     iteration_folders = in_folder and iterations(folder)
     if not timelines and iteration_folders:

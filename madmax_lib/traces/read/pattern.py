@@ -118,8 +118,8 @@ def _recurring(names: np.ndarray):
     base = int(names.max(initial=0)) + 1
     count = max(len(names) - _GRAM + 1, 0)
     grams = sum(
-        base**place * names[place : place + count].astype(np.int64)
-        for place in range(_GRAM)
+        base**digit * names[digit : digit + count].astype(np.int64)
+        for digit in range(_GRAM)
     )
     at = pd.DataFrame({"gram": grams, "at": np.arange(count)})
     by_gram = at.groupby("gram")["at"]
@@ -138,8 +138,9 @@ def _recurring(names: np.ndarray):
         & (table["least"] >= (1 - _SLACK) * table["gap"])
         & (np.maximum(table["most"], ends) <= (1 + _SLACK) * table["gap"])
     ]
-    for _, alike in sorted(regular.groupby("times"), reverse=True):
-        yield at.loc[at["gram"] == alike["first"].idxmin(), "at"].to_numpy()
+    for _, grams_of_step in sorted(regular.groupby("times"), reverse=True):
+        anchor = grams_of_step["first"].idxmin()
+        yield at.loc[at["gram"] == anchor, "at"].to_numpy()
 
 
 def _begins_ns(spans, rows, positions):

@@ -126,7 +126,7 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
 
 
 def step_note(timeline: Timeline) -> str:
-    """What to say of the steps of a recording in which nothing marks them, else ""."""
+    """Words on the steps of a recording in which nothing marks them, else ""."""
     if timeline.meta.source != "measured":
         return ""
     if timeline.steps == [0] and not steps(timeline)["annotated"].any():

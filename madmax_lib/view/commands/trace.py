@@ -65,9 +65,11 @@ def _ranks(timeline):
 def _breakdown(options):
     timeline = read(options.traces)
     about = _ranks(timeline)
-    about |= {"steps": len(timeline.steps), "device": timeline.meta.device}
+    about["steps"] = len(timeline.steps)
+    about["device"] = timeline.meta.device
     table = traces.breakdown(timeline, steps=True)
-    return Answer(table, about | _per_step(table))
+    about |= _per_step(table)
+    return Answer(table, about)
 
 
 def _span(text):
