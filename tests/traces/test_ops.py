@@ -23,7 +23,7 @@ from madmax_lib.traces.operators import ops, roofline
 from madmax_lib.traces.read.events import TraceWarning
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*no (rank in distributedInfo|step marks)"),
+    pytest.mark.filterwarnings("ignore:.*no (rank in distributedInfo|step marks|modules)"),
     # in HTA
     pytest.mark.filterwarnings(
         "ignore:Downcasting behavior in `replace`:FutureWarning"

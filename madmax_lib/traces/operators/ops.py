@@ -7,6 +7,7 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 """
 
 import re
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ import pandas as pd
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
+from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
@@ -71,8 +73,8 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
 
 
 def modules(timeline: Timeline) -> pd.DataFrame:
-    """Work of each nn.Module on each rank, longest own device time first; empty without
-    module spans (with_stack).
+    """Work of each nn.Module on each rank, longest own device time first; empty, with a
+    TraceWarning, without module spans.
 
     module: name as recorded, type: its class, inside: the module around its first call.
     count: calls. host_s, device_s,
@@ -85,6 +87,9 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     calls, work = operator_calls(timeline)
     is_module = spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)
+    if not is_module.any():
+        text = "no modules are recorded: profile with with_stack=True"
+        warnings.warn(text, TraceWarning, stacklevel=2)
     nest = Nest(spans, np.flatnonzero(is_module))
     # Without a device the operators themselves are the work; else the kernels are.
     host_ns = calls["self_device_ns"].mask(calls["on_device"], 0)

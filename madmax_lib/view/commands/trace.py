@@ -50,13 +50,12 @@ def _ranks(timeline):
     """Number of ranks that have a trace, of those of the job that have none, and a word
     on steps that nothing marks.
     """
+    from madmax_lib.traces.tables import unseen_ranks
     from madmax_lib.traces.waits.step_times import step_note
 
     about = {"ranks": len(timeline.ranks)}
-    # a rank stands for others where a simulation drew one of several alike
-    present = sum(map(len, timeline.meta.represents.values()))
-    if timeline.meta.world_size > present:
-        about["ranks_without_trace"] = timeline.meta.world_size - present
+    if unseen := unseen_ranks(timeline):
+        about["missing"] = unseen[0]
     if note := step_note(timeline):
         about["note"] = note
     return about
@@ -357,7 +356,7 @@ def _report(options):
     causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {
         "page": str(path),
-        "ranks": len(recording.ranks),
+        **_ranks(recording),
         "spans": len(recording),
         "steps": len(steps),
         "advice": causes.to_dict("records"),

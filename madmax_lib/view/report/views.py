@@ -373,7 +373,8 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
 
 def module_view(detail: Timeline, timeline: Timeline) -> str:
     """Modules as the model names them; they need with_stack or with_modules."""
-    rows = traces.modules(detail)
+    with warnings.catch_warnings(action="ignore"):
+        rows = traces.modules(detail)
     if not len(rows):
         return ""
     columns = ["rank"] if len(detail.ranks) > 1 else []
