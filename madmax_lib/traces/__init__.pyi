@@ -59,7 +59,6 @@ from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as rooflin
 from madmax_lib.traces.parts import breakdown as breakdown, window as window
 from madmax_lib.traces.read.kineto import read_trace as read_trace
 from madmax_lib.traces.stragglers import *
-from madmax_lib.traces.waits.batches import batches as batches
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
     launch_floor as launch_floor,

@@ -197,21 +197,9 @@ def step_view(timeline: Timeline) -> str:
         paragraph(input_text if waiting_share > 0 else ""),
         paragraph(note),
         bars([(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]),
-        table(_phases(timeline)),
         table(by_step[columns], most=100),
     ]
     return section("Steps", *parts)
-
-
-def _phases(timeline):
-    """The batches of an engine that serves, by phase."""
-    every = traces.batches(timeline)
-    # the last batch has no next one, and so no period
-    period_s = every["period_s"].fillna(every["wall_s"])
-    by_phase = every.assign(period_s=period_s).groupby("phase", as_index=False)
-    quantities = ["requests", "tokens", "period_s", "device_s", "tokens_per_s"]
-    medians = {name: (name, "median") for name in quantities}
-    return by_phase.agg(batches=("step", "size"), **medians)
 
 
 def distributed(timeline: Timeline) -> str:
