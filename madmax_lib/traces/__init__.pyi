@@ -14,7 +14,6 @@ from madmax_lib.traces.comm.collectives import (
     exposed_by_collective as exposed_by_collective,
     waiting as waiting,
 )
-from madmax_lib.traces.comm.exchanges import exchanges as exchanges
 from madmax_lib.traces.counters import counters as counters
 from madmax_lib.traces.critical_path import (
     critical_path as critical_path,
@@ -61,7 +60,6 @@ from madmax_lib.traces.read.kineto import read_trace as read_trace
 from madmax_lib.traces.stragglers import *
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
-    launch_floor as launch_floor,
     launches as launches,
     queue_length as queue_length,
     queue_series as queue_series,

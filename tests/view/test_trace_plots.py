@@ -34,9 +34,6 @@ PLOTS = {
     launch.plot_queue: mm.traces.queue_series,
     launch.plot_idle: mm.traces.idle,
     launch.plot_steps: mm.traces.steps,
-    launch.plot_launch_floor: lambda timeline: mm.traces.launch_floor(
-        timeline, 5e-6, [1.0, 10.0]
-    ),
     path.plot_path_share: lambda timeline: mm.traces.path_share(
         mm.traces.critical_path(timeline)
     ),
@@ -54,7 +51,7 @@ NO_AREAS = [
     launch.plot_launches,
     launch.plot_queue,
 ]
-NO_AREAS += [launch.plot_launch_floor, comm.plot_clock_offsets, comm.plot_workers]
+NO_AREAS += [comm.plot_clock_offsets, comm.plot_workers]
 
 
 def workers(timeline):

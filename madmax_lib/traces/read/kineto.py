@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.side_tables import SideTables
@@ -34,9 +33,6 @@ from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
 
-if TYPE_CHECKING:
-    from distributed import Client
-
 
 def read_trace(
     source: str | Path | Sequence[str | Path],
@@ -44,7 +40,6 @@ def read_trace(
     hta_compatible: bool = False,
     iteration: int | None = None,
     kinds: str | Path | None = None,
-    client: Client | None = None,
 ) -> Timeline:
     """Read traces of one or many ranks: the profiler's, or SQLite exports of Nsight
     Systems (`nsys`).
@@ -54,9 +49,8 @@ def read_trace(
     directory all traces, those of its folders rank_0, rank_1, ..., TensorBoard's last, or
     those of the newest `iteration_N` folder in torchtitan's layout; of several cycles
     per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0.
-    kinds: CSV with rows to put before `data/kernel_kinds.csv`. client: a
-    dask.distributed client whose workers see the same files; without one, large sets
-    are read in local processes. Steps that nothing marks are found by what recurs
+    kinds: CSV with rows to put before `data/kernel_kinds.csv`. Large sets are read in
+    local processes. Steps that nothing marks are found by what recurs
     (`pattern`), with a TraceWarning. Nothing is ever written beside the input; what was
     read is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
     that fails costs its own rank, with a TraceWarning and in
@@ -75,12 +69,12 @@ def read_trace(
     folder = None if listed else Path(source).expanduser()
     # or in an archive
     in_folder = folder is not None and folder.exists() and paths != [folder]
-    timelines, failures = _read_files(paths, read, client)
+    timelines, failures = _read_files(paths, read)
     iteration_folders = in_folder and iterations(folder)
     if not timelines and iteration_folders:
         # what lay beside torchtitan's iteration folders was configuration, no trace
         newest = iteration_folder(folder, iteration)
-        timelines, failures = _read_files(find_traces(newest), read, client)
+        timelines, failures = _read_files(find_traces(newest), read)
     if failures and not (in_folder and timelines):
         raise next(iter(failures.values()))
     # `iteration` numbers either folders or cycles of the profiler
@@ -120,11 +114,11 @@ def _read_others(
     return reader.load()(own_paths, kinds)
 
 
-def _read_files(paths: list[Path], read, client):
+def _read_files(paths: list[Path], read):
     """Timeline of each file, and what is wrong with the others."""
     timelines = {}
     failures = {}
-    for path, result in read_all(read, paths, client).items():
+    for path, result in read_all(read, paths).items():
         kind = failures if isinstance(result, Exception) else timelines
         kind[path] = result
     return timelines, failures

@@ -63,11 +63,13 @@ def _ranks(timeline):
 
 def _breakdown(options):
     timeline = read(options.traces)
-    about = _ranks(timeline)
-    about["steps"] = len(timeline.steps)
-    about["device"] = timeline.meta.device
     table = traces.breakdown(timeline, steps=True)
-    about |= _per_step(table)
+    about = {
+        **_ranks(timeline),
+        "steps": len(timeline.steps),
+        "device": timeline.meta.device,
+        **_per_step(table),
+    }
     return Answer(table, about)
 
 

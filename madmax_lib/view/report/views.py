@@ -235,12 +235,6 @@ def distributed(timeline: Timeline) -> str:
         paragraph(note),
         table(worst),
     ]
-    # who sends how much to whom: of a group in which all get the same there is no line
-    for group, imbalance in traces.exchanges(timeline).attrs["imbalance"].items():
-        mean = f"the rank that gets most gets {imbalance['mean']:.3g} times the mean"
-        if imbalance["worst"] > 1:
-            at_worst = f"{mean}, {imbalance['worst']:.3g} at worst"
-            parts.append(paragraph(f"All-to-all in {group}: {at_worst}."))
     return section("Distributed", *parts)
 
 
