@@ -1,7 +1,6 @@
 # of a trace and a simulation together: they stand above both, and are found here
 from madmax_lib.calibration.job.another_plan import another_plan as another_plan
 from madmax_lib.calibration.job.case_of import case_of as case_of
-from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise
 from madmax_lib.traces.comm.alignment import (
@@ -49,7 +48,6 @@ from madmax_lib.traces.operators.memory import (
     peak as peak,
 )
 from madmax_lib.traces.operators.ops import (
-    kernel_types as kernel_types,
     kernels as kernels,
     modules as modules,
     operators as operators,
@@ -61,9 +59,6 @@ from madmax_lib.traces.stragglers import *
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
     launches as launches,
-    queue_length as queue_length,
-    queue_series as queue_series,
-    short_kernels as short_kernels,
 )
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (
