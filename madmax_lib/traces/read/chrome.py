@@ -25,6 +25,7 @@ from madmax_lib.traces.read.events import (
     NotATrace,
     OtherContent,
     RawTrace,
+    uncollected,
 )
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
@@ -171,7 +172,8 @@ def _text_blocks(trace: RawTrace):
             blocks = _unpack(trace, _PACKED[magic](file))
         first = next(blocks, b"")
         if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
-            yield from chrome_text(trace, b"".join((first, *blocks)))
+            with uncollected():
+                yield from chrome_text(trace, b"".join((first, *blocks)))
         else:
             yield first
             yield from blocks
