@@ -22,7 +22,6 @@ PLOTS = {
     operators.plot_operators: mm.traces.operators,
     operators.plot_modules: mm.traces.modules,
     operators.plot_roofline: mm.traces.roofline,
-    operators.plot_kernel_types: mm.traces.kernel_types,
     operators.plot_mfu: lambda timeline: mm.traces.mfu(timeline, flops_per_step=1e3),
     comm.plot_groups: mm.traces.by_group,
     comm.plot_bandwidth: mm.traces.calls,
@@ -126,6 +125,7 @@ def test_what_is_simulated_is_hatched(plot):
     )
 
 
+@pytest.mark.filterwarnings("ignore:no modules are recorded")
 @pytest.mark.parametrize("plot", PLOTS)
 def test_a_picture_of_nothing_is_no_error(plot):
     ax = plot(PLOTS[plot](make_timeline([])))
