@@ -3,7 +3,6 @@ from madmax_lib.calibration.job.another_plan import (
     another_plan as another_plan,
     case_of as case_of,
 )
-from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise
 from madmax_lib.traces.comm.alignment import (
@@ -16,7 +15,6 @@ from madmax_lib.traces.comm.collectives import (
     exposed_by_collective as exposed_by_collective,
     waiting as waiting,
 )
-from madmax_lib.traces.comm.exchanges import exchanges as exchanges
 from madmax_lib.traces.counters import counters as counters
 from madmax_lib.traces.critical_path import (
     critical_path as critical_path,
@@ -52,7 +50,6 @@ from madmax_lib.traces.operators.memory import (
     peak as peak,
 )
 from madmax_lib.traces.operators.ops import (
-    kernel_types as kernel_types,
     kernels as kernels,
     modules as modules,
     operators as operators,
@@ -61,14 +58,9 @@ from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as rooflin
 from madmax_lib.traces.parts import breakdown as breakdown, window as window
 from madmax_lib.traces.read.kineto import read_trace as read_trace
 from madmax_lib.traces.stragglers import *
-from madmax_lib.traces.waits.batches import batches as batches
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
-    launch_floor as launch_floor,
     launches as launches,
-    queue_length as queue_length,
-    queue_series as queue_series,
-    short_kernels as short_kernels,
 )
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (

@@ -47,7 +47,7 @@ OTHERS = {
         {"quick": False, "model": "gpt-tiny", "strategies": "dp1 dp2", "lora_rank": 4, "download": True},
     ],
     "20_overlap": [{"trace": f"{SETS}/gpt-fsdp", "step": 10}],
-    "21_kernels_and_launch": [{"trace": f"{SETS}/gpt-ddp", "launch_us": 2.0}],
+    "21_kernels_and_launch": [{"trace": f"{SETS}/gpt-ddp"}],
     "22_collectives_and_stragglers": [{"trace": f"{SETS}/vit-ddp", "model": "llama-7b", "plan": "dp4.tp2"}],
     "23_memory_timeline": [{"trace": f"{SETS}/gpt-memory", "device": "cpu", "model": "gpt2", "plan": "dp2", "global_batch": 8, "dtype": "bf16"}],
     "24_diff_and_critical_path": [{"first": "vit-ddp", "second": "vit-fsdp", "operations": 6, "step": 10}],

@@ -7,17 +7,17 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 """
 
 import re
-from collections.abc import Sequence
-from functools import partial
+import warnings
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
-from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
+from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
+from madmax_lib.traces.tables import largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
 
 OUTSIDE = "outside of operators"
@@ -71,8 +71,8 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
 
 
 def modules(timeline: Timeline) -> pd.DataFrame:
-    """Work of each nn.Module on each rank, longest own device time first; empty without
-    module spans (with_stack).
+    """Work of each nn.Module on each rank, longest own device time first; empty, with a
+    TraceWarning, without module spans.
 
     module: name as recorded, type: its class, inside: the module around its first call.
     count: calls. host_s, device_s,
@@ -85,6 +85,9 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     calls, work = operator_calls(timeline)
     is_module = spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)
+    if not is_module.any():
+        text = "no modules are recorded: profile with with_stack=True"
+        warnings.warn(text, TraceWarning, stacklevel=2)
     nest = Nest(spans, np.flatnonzero(is_module))
     # Without a device the operators themselves are the work; else the kernels are.
     host_ns = calls["self_device_ns"].mask(calls["on_device"], 0)
@@ -148,41 +151,6 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
     return with_origin(largest_first(table, "total_s", "rank", "name"), timeline)
 
 
-def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
-    """Busy time of each rank by the kinds that run at the same moment: rank, kinds,
-    total_s, share (of busy, 0..1).
-
-    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to
-    the busy time. Kinds that are not asked for count as idle, as HTA's kernel breakdown
-    leaves out copies by default.
-    """
-    rows = []
-    for rank in timeline.ranks:
-        spans = timeline.spans[timeline.spans["rank"] == rank]
-        stretches = [covered(spans[spans["kind"] == kind]) for kind in kinds]
-        # (2m,) starts, then ends of the m covered stretches of each kind
-        times = np.concatenate([each.T.ravel() for each in stretches])
-        # Each kind is a bit of the state: added where a stretch starts, taken off at
-        # its end. Stretches of one kind are disjoint, so the sum is the set of kinds
-        # that run.
-        changes = [
-            np.repeat([1 << bit, -(1 << bit)], len(each))
-            for bit, each in enumerate(stretches)
-        ]
-        change = np.concatenate(changes)
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(change[order])[:-1]
-        lasting = np.diff(times[order])
-        for state in range(1, 1 << len(kinds)):
-            if (time_ns := lasting[running == state].sum()) > 0:
-                together = [kind for bit, kind in enumerate(kinds) if state >> bit & 1]
-                rows.append((rank, " + ".join(together), time_ns / NS_PER_S))
-    table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
-    of_rank = table.groupby("rank")["total_s"].transform("sum")
-    table["share"] = ratio(table["total_s"], of_rank)
-    return with_origin(table, timeline)
-
-
 @cached_per_timeline
 def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One row per call of an operator, and `device_work` with the call that each is
@@ -235,9 +203,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
-    named = table.assign(name=calls["name"])
-    costs = operator_costs(named)
-    costs.update(served_attention(named, partial(_batches, spans, calls)))
+    costs = operator_costs(table.assign(name=calls["name"]))
     # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
@@ -250,23 +216,6 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=call)
-
-
-def _batches(spans, calls, rows):
-    """Name of the annotation of a server's batch around the calls in some rows (n,), ""
-    without.
-    """
-    calls = calls.iloc[rows]
-    batches = spans[
-        (spans["kind"] == "annotation")
-        & (spans["stream"] < 0)
-        & spans["name"].str.startswith("execute_")
-    ]
-    # Batches are marked on one thread and run on others: all are taken for one.
-    at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
-    inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
-    names = batches["name"].iloc[at.rows].astype(object).tolist()
-    return [names[number] if number >= 0 else "" for number in inside]
 
 
 def _counted(nest, costs):

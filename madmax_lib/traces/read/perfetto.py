@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 
-from madmax_lib.traces.read.events import SOURCE_KEY, NotATrace, RawTrace
+from madmax_lib.traces.read.events import NotATrace, RawTrace
 
 _BEGIN = 1  # types of track events
 _END = 2
@@ -27,7 +27,7 @@ _BYTES = 2  # wire type of texts and messages
 _EVENTS = {8, 10, 11, 13, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
-STAGES = {  # category of Kineto, by name of a render stage
+_STAGES = {  # category of Kineto, by name of a render stage
     "Kernel": "kernel",
     "Memcpy": "gpu_memcpy",
     "Memset": "gpu_memset",
@@ -67,10 +67,7 @@ def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
     if not (trace.times or trace.tracks):
         raise NotATrace(f"{raw.path}: not a profiler trace (no packets of Perfetto)")
     base_ns = min(trace.times, default=0) // 1000 * 1000
-    # an export keeps the keys beside its events as the name of a track
-    names = (_text(track, 2, "") for track in trace.tracks.values())
-    envelope = json.loads(next((name for name in names if SOURCE_KEY in name), "{}"))
-    keys = {**envelope, "baseTimeNanoseconds": base_ns, "traceEvents": []}
+    keys = {"baseTimeNanoseconds": base_ns, "traceEvents": []}
     yield json.dumps(keys)[:-2].encode()
     separator = ""
     lines = []
@@ -176,10 +173,14 @@ class _Packets:
 
     def _track_event(self, event: Message, ts_ns: int, sequence: int):
         names = self.interned[sequence]
-        default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
-        track = _first(event, 11, _first(default, 11, 0))
+        if 11 not in event:  # the track of its sequence
+            default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
+            event = default | event
+        track = _first(event, 11, 0)
         kind = _first(event, 9, 0)
-        if kind not in (_BEGIN, _END):
+        if kind == _END:  # which names nothing
+            self.marks.append((kind, track, ts_ns, "", "", ""))
+        if kind != _BEGIN:
             return
         name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
         category = names["category"].get(_first(event, 3, 0), "")
@@ -196,16 +197,18 @@ class _Packets:
 
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
-        for (_, track, ts_ns, *texts), end_ns in _pairs(self.marks):
-            text = self._line(track, *texts)
+        thread_of = lru_cache(self._thread)  # few threads have many slices
+        for (_, track, ts_ns, name, category, args), end_ns in _pairs(self.marks):
+            thread, on_gpu = thread_of(track)
+            # a name tells its category on a stream of a GPU where none is written
+            unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
+            text = _line(category or unlabelled, name, thread, args)
             yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
         for ts_ns, dur_ns, text in self.rows:
             yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _line(self, number: int, name: str, category: str, args: str):
-        """Row of a slice; its name tells its category on a stream of a GPU where none
-        is written.
-        """
+    def _thread(self, number: int):
+        """(pid, tid) of a track, and whether it is a stream of a GPU."""
         track = self.tracks.get(number, {})
         parent = self.tracks.get(_first(track, 5, 0), {})
         thread = _message(_first(track, 4, b""))
@@ -213,9 +216,7 @@ class _Packets:
         pid = _first(thread, 1, _first(process, 1, 0))
         tid = _first(thread, 2, number)
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
-        on_gpu = _text(process, 6, "").startswith("GPU ")
-        unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
-        return _line(category or unlabelled, name, (pid, tid), args)
+        return (pid, tid), _text(process, 6, "").startswith("GPU ")
 
 
 def _pairs(marks: list[tuple]):
@@ -261,7 +262,7 @@ def _stage_line(stage: Message, names: dict):
     values = {_NAMES.get(key, key): value for key, value in extra.items()}
     args = json.dumps(values | {"stream": stream})[1:-1]
     tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    return _line(STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
+    return _line(_STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
 
 
 def _counters(data: bytes, names: dict):

@@ -47,26 +47,30 @@ def read(paths: list[str]) -> Timeline:
 
 
 def _ranks(timeline):
-    """Number of ranks that have a trace, and of those of the job that have none."""
+    """Number of ranks that have a trace, of those of the job that have none, and a word
+    on steps that nothing marks.
+    """
+    from madmax_lib.traces.tables import unseen_ranks
+    from madmax_lib.traces.waits.step_times import step_note
+
     about = {"ranks": len(timeline.ranks)}
-    # a rank stands for others where a simulation drew one of several alike
-    present = sum(map(len, timeline.meta.represents.values()))
-    if timeline.meta.world_size > present:
-        about["ranks_without_trace"] = timeline.meta.world_size - present
+    if unseen := unseen_ranks(timeline):
+        about["missing"] = unseen[0]
+    if note := step_note(timeline):
+        about["note"] = note
     return about
 
 
 def _breakdown(options):
-    from madmax_lib.traces.waits.step_times import lacks_step_marks
-
     timeline = read(options.traces)
-    about = _ranks(timeline)
-    about |= {"steps": len(timeline.steps), "device": timeline.meta.device}
-    # without ProfilerStep marks a recording is one long step
-    if lacks_step_marks(timeline):
-        about["note"] = "no step marks: the whole recording counts as one step"
     table = traces.breakdown(timeline, steps=True)
-    return Answer(table, about | _per_step(table))
+    about = {
+        **_ranks(timeline),
+        "steps": len(timeline.steps),
+        "device": timeline.meta.device,
+        **_per_step(table),
+    }
+    return Answer(table, about)
 
 
 def _span(text):
@@ -354,7 +358,7 @@ def _report(options):
     causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {
         "page": str(path),
-        "ranks": len(recording.ranks),
+        **_ranks(recording),
         "spans": len(recording),
         "steps": len(steps),
         "advice": causes.to_dict("records"),

@@ -8,14 +8,11 @@ from matplotlib.colors import LogNorm
 from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
-    SERIES,
     bar_chart,
     empty,
     finish,
-    lines,
     new_axes,
     row_label,
-    thinned,
 )
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
@@ -95,48 +92,6 @@ def _launch_counts(table):
             "gpu_s": gpus_s[gpu_bins],
             "count": counts[delay_bins, gpu_bins].astype(int),
         }
-    )
-
-
-def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Launches that wait, over time, for each stream of the first rank of
-    `queue_series`.
-    """
-    if not len(series):
-        return empty(ax, series, "No queue: no launches in this trace")
-    ax = ax or new_axes(height=2.6)
-    # one rank is enough to see whether the host is ahead
-    rank = series["rank"].min()
-    first = series[series["rank"] == rank]
-    first = first.assign(time_s=first["time_s"] - first["time_s"].min())
-    streams = [thinned(part, "length") for _, part in first.groupby("stream")]
-    # the longest queues, as many as there are colours
-    streams.sort(key=lambda part: -part["length"].max())
-    data = pd.concat(streams[: len(SERIES)], ignore_index=True)
-    numbers = data["stream"].unique()
-    lines(
-        ax,
-        data,
-        "time_s",
-        "length",
-        by="stream",
-        styles=dict(zip(numbers, SERIES, strict=False)),
-        labels={number: f"stream {number}" for number in numbers},
-        units=(1e-3, 1),
-        linewidth=1,
-        drawstyle="steps-post",
-    )
-    longest = data["length"].max()
-    return finish(
-        ax,
-        data,
-        f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
-        x="time [ms]",
-        y="launches waiting",
-        where="beside",
-        xlim=(0, None),
-        ylim=(0, None),
-        origin=series,
     )
 
 
@@ -231,36 +186,3 @@ def _steps_title(counted, steps):
     ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
     left_out = steps - len(counted)
     return f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
-
-
-def plot_launch_floor(
-    table: pd.DataFrame, ax: Axes | None = None, *, launch_s: float | None = None
-) -> Axes:
-    """Step time over device speed, with and without the cost of launches, mean over the
-    ranks, of `launch_floor`.
-    """
-    if not len(table):
-        return empty(ax, table, "No computation in this trace")
-    mean = table.groupby("speedup")[["step_s", "free_s", "share"]].mean().reset_index()
-    ax = ax or new_axes(height=2.9, width=5.2)
-    label = "every computation costs a launch"
-    label += f" of {format_s(launch_s)}" if launch_s else ""
-    speed = mean["speedup"]
-    step_ms = mean["step_s"] * 1e3
-    free_ms = mean["free_s"] * 1e3
-    color = COLORS["compute"]
-    ax.plot(speed, step_ms, color=color, marker="o", markersize=3, label=label)
-    ax.plot(speed, free_ms, color=color, linestyle="--", label="launches are free")
-    # the area between is what launches cost
-    ax.fill_between(speed, free_ms, step_ms, color=COLORS["idle"], alpha=0.6)
-    share = mean["share"]
-    return finish(
-        ax,
-        mean,
-        f"Launches are {share.min():.0%} to {share.max():.0%} of a step",
-        x="device speed, relative to the traced one",
-        y="computation in a step [ms]",
-        where="lower left",
-        xscale="log",
-        yscale="log",
-    )
