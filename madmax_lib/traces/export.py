@@ -1,5 +1,5 @@
 """A Timeline as a profiler trace again, for Perfetto and for HTA: one Chrome-trace JSON
-file per rank.
+file per rank, or Perfetto's packets.
 
 Rows are chosen in `export_rows`, names in `kernel_names`; here they become text.
 Format: Kineto, 2024.
@@ -19,6 +19,7 @@ from isal import igzip
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.traces.export_packets import packets
 from madmax_lib.traces.export_rows import rank_table
 from madmax_lib.traces.read.events import FAR_NS, SOURCE_KEY
 from madmax_lib.traces.read.kernel_names import original_name
@@ -56,6 +57,9 @@ def export_trace(
     as it does of the original. Waits (kind idle) carry no stream, because HTA would
     count them as kernels.
 
+    A directory that ends in .pftrace or .pftrace.gz is the name of a file of Perfetto's
+    packets, with `_rank{r}` in it where there are several; they read back alike.
+
     merged: one picture for Perfetto instead, `merged.json.gz` with a process per rank
     and the original names, without launches; `read_trace` does not split it again.
     Raises ValueError for spans that such a file cannot tell apart (work on host threads
@@ -66,8 +70,9 @@ def export_trace(
     """
     require_type("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()
+    stem, is_packed, ending = directory.name.partition(".pftrace")
     # Before any work: a long timeline takes minutes to write.
-    if directory.exists() and not directory.is_dir():
+    if directory.exists() and not directory.is_dir() and not is_packed:
         raise NotADirectoryError(f"{directory}: is not a directory")
     _check(timeline.spans)
     tables = {rank: rank_table(timeline, rank, merged) for rank in timeline.ranks}
@@ -79,12 +84,22 @@ def export_trace(
             f"rank{rank}": _rank_text(timeline, rank, tables[rank], base_ns)
             for rank in tables
         }
-    paths = [directory / f"{name}.json.gz" for name in texts]
+    if not is_packed:
+        paths = [directory / f"{name}.json.gz" for name in texts]
+    else:
+        stems = [f"{stem}_{name}" for name in texts] if len(texts) > 1 else [stem]
+        paths = [directory.with_name(f"{each}.pftrace{ending}") for each in stems]
     with ExitStack() as stack:  # renames when every file is complete
         for path, text in zip(paths, texts.values(), strict=True):
             raw = stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
-            packed = igzip.IGzipFile("", "wb", fileobj=raw, mtime=0)
-            stack.enter_context(packed).writelines(map(str.encode, text))
+            if path.suffix == ".gz":
+                raw = stack.enter_context(
+                    igzip.IGzipFile("", "wb", fileobj=raw, mtime=0)
+                )
+            pieces = map(str.encode, text)
+            if is_packed:
+                pieces = packets(msgspec.json.decode(b"".join(pieces)))
+            raw.writelines(pieces)
     return paths
 
 

@@ -165,3 +165,37 @@ def test_a_kernel_recorded_too_long_ends_where_the_next_begins():
     # programmatic dependent launches overlap, and are left alone
     launched = mm.read_trace(folder / "pdl.json")
     assert mm.breakdown(launched)["compute_s"].iloc[0] == pytest.approx(140e-6)
+
+
+@pytest.mark.parametrize("ending", [".pftrace", ".pftrace.gz"])
+@pytest.mark.parametrize("name", ["vit-h100", "gpt-ddp", "dlrm-8xv100", "simulated"])
+def test_what_is_written_as_packets_reads_back(name, ending, tmp_path):
+    if name == "simulated":
+        timeline = mm.simulate("gpt2-large", "dgx-a100", "dp2.tp2.pp2", global_batch=8)
+    else:
+        timeline = mm.read_trace(mm.dataset(name))
+    paths = mm.export_trace(timeline, tmp_path / f"step{ending}")
+    stems = [f"step_rank{rank}" for rank in timeline.ranks]
+    stems = stems if len(stems) > 1 else ["step"]
+    assert [path.name for path in paths] == [f"{stem}{ending}" for stem in stems]
+    again = mm.read_trace(paths)
+    of_json = mm.read_trace(mm.export_trace(timeline, tmp_path / "json"))
+    ordered = [rows(each).drop(columns="stream") for each in (of_json, again)]
+    pd.testing.assert_frame_equal(*ordered)
+    pd.testing.assert_frame_equal(mm.breakdown(of_json), mm.breakdown(again))
+    assert again.meta.source == timeline.meta.source
+    assert again.meta.world_size == timeline.meta.world_size
+    assert len(again.side_tables["operators"]) == len(of_json.side_tables["operators"])
+    mm.export_trace(timeline, tmp_path / f"step{ending}")  # over what is there
+
+
+def test_packets_are_read_by_perfetto_s_own_protos(tmp_path):
+    """Each row is a slice that ends or a render stage, with its args."""
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    timeline = mm.read_trace(mm.dataset("vit-h100"))
+    (path,) = mm.export_trace(timeline, tmp_path / "step.pftrace")
+    trace = protos.Trace.FromString(path.read_bytes())
+    stages = [p for p in trace.packet if p.HasField("gpu_render_stage_event")]
+    events = [p.track_event.type for p in trace.packet if p.HasField("track_event")]
+    assert events.count(1) == events.count(2)
+    assert len(stages) + events.count(1) == len(timeline)

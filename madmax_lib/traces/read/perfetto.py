@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 
-from madmax_lib.traces.read.events import NotATrace, RawTrace
+from madmax_lib.traces.read.events import SOURCE_KEY, NotATrace, RawTrace
 
 _BEGIN = 1  # types of track events
 _END = 2
@@ -27,7 +27,7 @@ _BYTES = 2  # wire type of texts and messages
 _EVENTS = {8, 10, 11, 13, 52, 53, 58}  # fields of packets that say nothing about others
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
-_STAGES = {  # category of Kineto, by name of a render stage
+STAGES = {  # category of Kineto, by name of a render stage
     "Kernel": "kernel",
     "Memcpy": "gpu_memcpy",
     "Memset": "gpu_memset",
@@ -67,7 +67,10 @@ def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
     if not (trace.times or trace.tracks):
         raise NotATrace(f"{raw.path}: not a profiler trace (no packets of Perfetto)")
     base_ns = min(trace.times, default=0) // 1000 * 1000
-    keys = {"baseTimeNanoseconds": base_ns, "traceEvents": []}
+    # an export keeps the keys beside its events as the name of a track
+    names = (_text(track, 2, "") for track in trace.tracks.values())
+    envelope = json.loads(next((name for name in names if SOURCE_KEY in name), "{}"))
+    keys = {**envelope, "baseTimeNanoseconds": base_ns, "traceEvents": []}
     yield json.dumps(keys)[:-2].encode()
     separator = ""
     lines = []
@@ -262,7 +265,7 @@ def _stage_line(stage: Message, names: dict):
     values = {_NAMES.get(key, key): value for key, value in extra.items()}
     args = json.dumps(values | {"stream": stream})[1:-1]
     tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    return _line(_STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
+    return _line(STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
 
 
 def _counters(data: bytes, names: dict):
