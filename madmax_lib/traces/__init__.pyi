@@ -3,6 +3,7 @@ from madmax_lib.calibration.job.another_plan import (
     another_plan as another_plan,
     case_of as case_of,
 )
+from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise
 from madmax_lib.traces.comm.alignment import (
@@ -50,6 +51,7 @@ from madmax_lib.traces.operators.memory import (
     peak as peak,
 )
 from madmax_lib.traces.operators.ops import (
+    kernel_types as kernel_types,
     kernels as kernels,
     modules as modules,
     operators as operators,
@@ -61,6 +63,9 @@ from madmax_lib.traces.stragglers import *
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
     launches as launches,
+    queue_length as queue_length,
+    queue_series as queue_series,
+    short_kernels as short_kernels,
 )
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (

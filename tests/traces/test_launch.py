@@ -27,12 +27,15 @@ from madmax_lib.traces import (
     idle,
     launch_bound,
     launches,
+    queue_length,
+    queue_series,
+    short_kernels,
 )
 from madmax_lib.traces.read.kineto import TraceWarning
 from madmax_lib.traces.waits.idle import _CAUSES
 
 US = 1000
-ANALYSES = [launches, launch_bound, idle]
+ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
 
 
 def timeline_of(drawn: str, step=0) -> Timeline:
@@ -99,11 +102,58 @@ def test_a_graph_is_launched_once():
         1        15          1
     """
     shows(launches(timeline_of(GRAPH)), expected)
+    queue = queue_length(timeline_of(GRAPH))
+    shows(queue, "stream  count  max  min\n7  6  2  0")
 
 
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
     drawn = "-1 cpu: later 6+1 #1, cudaLaunchKernel 0+2 #1\n7 compute: gemm 8+2 #1"
     shows(launches(timeline_of(drawn)), "launch  delay_s us\ncudaLaunchKernel  6")
+
+
+def test_short_kernels_by_name():
+    drawn = """
+        -1 cpu: cudaLaunchKernel 0+5 #1, cudaLaunchKernel 10+5 #2, cudaLaunchKernel 20+5 #3
+        7 compute: gemm 6+2 #1, gemm 16+9 #2, equal 30+5 #3
+    """
+    table = short_kernels(timeline_of(drawn)).set_index("name")
+    assert table.loc["gemm", ["count", "short", "share"]].tolist() == [2, 1, 0.5]
+    assert us(table.loc["gemm", ["cpu_s", "gpu_s"]]) == [5, 2]
+    assert table.loc["equal", "short"] == 0
+
+
+def test_queue_counts_launches_until_their_kernel_starts():
+    """Lengths 1 2 1 0 1 0 1 0 at 0 8 ... : the second launch comes while the first
+    kernel runs.
+    """
+    series = queue_series(four())
+    assert us(series["time_s"]) == [0, 5, 8, 25, 40, 50, 100, 104]
+    assert series["length"].tolist() == [1, 0] * 4
+    calls = ", ".join(f"l {i}+1 #{i}" for i in range(4))
+    kernels = ", ".join(f"gemm {10 + 10 * i}+10 #{i}" for i in range(4))
+    ahead = timeline_of(f"-1 cpu: {calls}\n7 compute: {kernels}")
+    table = queue_length(ahead, capacity=3)
+    length = pd.Series([1, 2, 3, 4, 3, 2, 1, 0])
+    assert table.iloc[0, 2:10].tolist() == pytest.approx(length.describe().tolist())
+    shows(table, "full_s us  full_share\n18  18/40")  # 2 to 20 us
+
+
+def test_ties_never_make_a_queue_negative():
+    drawn = "7 compute: k 3+1 #1, k 2+1 #2\n-1 cpu: l 3+0 #1, l 5+0 #2"
+    length = queue_series(timeline_of(drawn))["length"]
+    assert length.min() == 0 and length.iloc[-1] == 0
+
+
+@pytest.mark.parametrize(("capacity", "blocked_us"), [(5, [29]), (6, [0])])
+def test_blocked_is_what_launches_into_a_full_queue_take_longer(capacity, blocked_us):
+    drawn = """
+        -1 cpu: l 0+1 #0, l 2+1 #1, l 4+1 #2, l 6+1 #3, l 8+30 #4, l 40+1 #5
+        7 compute: k 50+1 #0, k 51+1 #1, k 52+1 #2, k 53+1 #3, k 54+1 #4, k 55+1 #5
+    """
+    timeline = timeline_of(drawn)
+    assert us(queue_length(timeline, capacity=capacity)["blocked_s"]) == blocked_us
+    with refused_line("capacity=0"):
+        queue_length(timeline, capacity=0)
 
 
 def test_idle_by_cause():
@@ -194,6 +244,8 @@ def test_parts_sum_to_the_whole(seed):
         assert part["idle_s"].sum() == pytest.approx(idle_s)
         assert part["share"].sum() == pytest.approx(1)
     assert len(launches(timeline)) == 60
+    ends = queue_series(timeline).groupby("stream")["length"].agg(["min", "last"])
+    assert (ends == 0).all(axis=None)
 
 
 @pytest.mark.parametrize("drawn", ["", "-1 cpu: l 0+5 #1, l 9+5", "vit-ddp"])
@@ -210,7 +262,7 @@ def test_a_simulated_step_has_idle_time_but_no_launches():
     plan = mm.Plan(dp=4, tp=1, pp=2, micro_batch=1)
     cluster = mm.cluster("dgx-a100", nodes=1)
     step = mm.simulate(mm.model("gpt2-large"), cluster, plan, global_batch=8)
-    assert not len(launches(step))
+    assert not len(launches(step)) and not len(queue_length(step))
     causes = idle(step)
     assert causes.attrs["source"] == "simulated"
     assert causes.loc[causes["cause"] == "host_wait", "idle_s"].sum() == 0
@@ -250,6 +302,11 @@ def launches_of_hta(analysis) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
+def queue_of_hta(analysis) -> pd.DataFrame:
+    table = analysis.get_queue_length_summary(ranks=sorted(analysis.t.traces))
+    return table.droplevel(0, axis="columns").reset_index()
+
+
 KNOWN = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync")  # fmt: skip
 LAUNCH_COLUMNS = {"cpu_s": "cpu_duration", "gpu_s": "gpu_duration"}
 LAUNCH_COLUMNS |= {"delay_s": "launch_delay"}
@@ -281,6 +338,23 @@ def test_idle_equals_htas(name):
     assert set(table["cause"]) == set(_CAUSES)
 
 
+@pytest.mark.parametrize("name", RIGHT)
+def test_queue_equals_htas(name):
+    """The same lengths wherever the time is not that of another change; there HTA's
+    order is left to the sorting.
+    """
+    analysis, timeline = both(name)
+    theirs, ours = queue_of_hta(analysis), queue_length(timeline, capacity=1024)
+    columns = ["stream", "count", "max"]
+    assert ours[columns].to_numpy().tolist() == theirs[columns].to_numpy().tolist()
+    np.testing.assert_allclose(ours["mean"], theirs["mean"], rtol=0.02)
+    rank = timeline.ranks[0]
+    series = analysis.get_queue_length_time_series(ranks=[rank])[rank]
+    last = series.groupby(["stream", "ts"])["queue_length"].last()
+    mine = queue_series(timeline).groupby(["stream", "time_s"])["length"].last()
+    assert last.to_numpy().tolist() == mine.to_numpy().tolist()
+
+
 @pytest.mark.filterwarnings("ignore:.*taken as rank 0:UserWarning")
 def test_amd_launches_on_stream_0_are_found():
     """HTA 0.5.0 knows no hip name here, so its table is empty; every kernel of stream 0
@@ -292,6 +366,19 @@ def test_amd_launches_on_stream_0_are_found():
     calls = {"hipLaunchKernel", "hipMemcpyWithStream", "hipExtModuleLaunchKernel"}
     assert set(table["launch"]) == calls
     assert (table["since_launch_s"] > 0).all() and set(table["step"]) == {1}
+
+
+def test_amd_queue_holds_every_launch_call():
+    """HTA's list lacks hipExtLaunchKernel, which starts all of RCCL's kernels: it loses
+    stream 4.
+    """
+    analysis, timeline = both("mi300x")
+    theirs, queue = queue_of_hta(analysis), queue_length(timeline).set_index("stream")
+    assert theirs["stream"].tolist() == [0]
+    assert queue["count"].to_dict() == {0: theirs["count"].iloc[0], 4: 24}
+    busiest = queue.loc[0]
+    assert busiest["max"] > 1022
+    assert busiest["blocked_s"] < 0.03 * busiest["full_s"]
 
 
 AMD = "traces/tracelens-samples/profile_trace_rank_0.json.gz"

@@ -30,6 +30,7 @@ PLOTS = {
     comm.plot_workers: lambda timeline: workers(timeline),
     comm.plot_clock_offsets: mm.traces.clock_offsets,
     launch.plot_launches: mm.traces.launches,
+    launch.plot_queue: mm.traces.queue_series,
     launch.plot_idle: mm.traces.idle,
     launch.plot_steps: mm.traces.steps,
     path.plot_path_share: lambda timeline: mm.traces.path_share(
@@ -47,6 +48,7 @@ NO_AREAS = [
     operators.plot_modules,
     operators.plot_roofline,
     launch.plot_launches,
+    launch.plot_queue,
 ]
 NO_AREAS += [comm.plot_clock_offsets, comm.plot_workers]
 

@@ -22,7 +22,7 @@ from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.traces.read.values import dtype_bytes, recorded_dtype
 
-_TEXTS = ("collective", "dtype", "group", "ranks")
+_TEXTS = ("collective", "dtype", "group", "ranks", "in_splits", "out_splits")
 _NUMBERS = (
     "in_elements",
     "out_elements",
@@ -42,7 +42,8 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     unknown. size_bytes: the message by the field's convention, NaN where unknown: the
     buffer of an all-reduce, the larger side of an all-gather, reduce-scatter,
     all-to-all or gather. group_size. sequence, source_rank, target_rank: -1 where
-    unknown.
+    unknown. in_splits and out_splits: rows to and from each member of an uneven
+    all-to-all, as text.
     """
     spans = timeline.spans.iloc[row].reset_index(drop=True)
     table = _recorded(timeline, row, spans)

@@ -105,3 +105,117 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         table[[*columns, "since_launch_s", "kernels", "row", "launch_row"]],
         timeline,
     )
+
+
+def short_kernels(timeline: Timeline) -> pd.DataFrame:
+    """Kernels that run shorter than the host call that launches them, by rank and name;
+    the most frequent first.
+
+    rank, name, count (launches), short (those with gpu_s < cpu_s), share (short /
+    count, 0..1), cpu_s and gpu_s (sums over the short ones). Many of them keep a device
+    waiting however fast it is: fuse them or capture a graph.
+    """
+    table = launches(timeline)
+    short = table["gpu_s"] < table["cpu_s"]
+    table = table.assign(
+        short=short,
+        cpu_s=table["cpu_s"].where(short, 0.0),
+        gpu_s=table["gpu_s"].where(short, 0.0),
+    )
+    sums = table.groupby(["rank", "name"]).agg(
+        count=("name", "size"),
+        short=("short", "sum"),
+        share=("short", "mean"),
+        cpu_s=("cpu_s", "sum"),
+        gpu_s=("gpu_s", "sum"),
+    )
+    result = sums.reset_index().sort_values(
+        ["short", "count", "rank", "name"],
+        ascending=[False, False, True, True],
+        ignore_index=True,
+    )
+    return with_origin(result, timeline)
+
+
+def queue_series(timeline: Timeline) -> pd.DataFrame:
+    """Launches that wait for the device, each time their number changes: rank, stream,
+    time_s, length.
+
+    time_s counts from the first span of the timeline. A launch enters the queue of its
+    stream when its host call starts and leaves it when its first kernel starts; the
+    kernel that runs is not in the queue. At equal times launches come first, so no
+    length is negative (HTA leaves the order of ties to the sorting).
+    """
+    queue = _queue(timeline)
+    zero_ns = timeline.spans["start_ns"].min() if len(queue) else 0
+    table = queue.assign(time_s=(queue["time_ns"] - zero_ns) / NS_PER_S)
+    return with_origin(table[["rank", "stream", "time_s", "length"]], timeline)
+
+
+def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
+    """Queue of each rank and stream, over its changes as HTA counts it, and how often
+    the host ran into its end.
+
+    rank, stream, count (changes), mean, std, min, p25, p50, p75, max; full_s: time with
+    at least `capacity` launches waiting; full_share: of the time from the rank's first
+    to its last span start; blocked_s: host time of launches into a full queue beyond
+    their median duration. On NVIDIA launches get slow once 1,022 wait behind the
+    running kernel, so HTA's limit of 1,024 is not reached; on AMD more are waiting and
+    no call gets slower. Raises ValueError for a capacity below 1.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity} is not at least 1")
+    spans = timeline.spans
+    queue = _queue(timeline)
+    rows = []
+    for (rank, stream), part in queue.groupby(["rank", "stream"]):
+        full = (part["length"] >= capacity).to_numpy()
+        time_ns = part["time_ns"].to_numpy()
+        # A length lasts until the next change; the last one has no duration.
+        full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()
+        begins_ns = spans.loc[spans["rank"] == rank, "start_ns"]
+        # A launch into a full queue blocks: what it takes beyond the usual is waiting.
+        beyond_ns = part["cpu_ns"] - part.loc[part["enters"], "cpu_ns"].median()
+        blocked_ns = beyond_ns[full & part["enters"]].clip(lower=0).sum()
+        share = full_ns / max(begins_ns.max() - begins_ns.min(), 1)
+        rows.append(
+            (
+                rank,
+                stream,
+                *part["length"].describe(),
+                full_ns / NS_PER_S,
+                share,
+                blocked_ns / NS_PER_S,
+            )
+        )
+    lengths = ["count", "mean", "std", "min", "p25", "p50", "p75", "max"]
+    columns = ["rank", "stream", *lengths, "full_s", "full_share", "blocked_s"]
+    table = pd.DataFrame(rows, columns=columns).astype(
+        dict.fromkeys(("count", "min", "max"), "int64")
+    )
+    return with_origin(table, timeline)
+
+
+def _queue(timeline):
+    """rank, stream, time_ns, length, enters and cpu_ns (of a launch that enters), by
+    rank, stream and time.
+    """
+    work = device_work(timeline)
+    work = work[work["launch_row"] >= 0].sort_values(
+        ["launch_row", "start_ns"], kind="stable"
+    )
+    work = work.drop_duplicates("launch_row")
+    cpu_ns = timeline.spans["dur_ns"].to_numpy()[work["launch_row"]]
+    keys = work[["rank", "stream"]]
+    enter = keys.assign(time_ns=work["launch_ns"], enters=True, cpu_ns=cpu_ns)
+    # A launch cannot leave the queue before it enters; clocks may disagree.
+    leave_ns = np.maximum(work["start_ns"], work["launch_ns"])
+    queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
+    # At equal times launches come first, so that no length is negative.
+    queue = queue.assign(change=np.where(queue["enters"], 1, -1))
+    queue = queue.sort_values(
+        ["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False]
+    )
+    return queue.assign(
+        length=queue.groupby(["rank", "stream"])["change"].cumsum()
+    ).reset_index(drop=True)

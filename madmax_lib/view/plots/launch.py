@@ -8,11 +8,15 @@ from matplotlib.colors import LogNorm
 from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
+    SERIES,
     bar_chart,
     empty,
     finish,
+    legend,
+    lines,
     new_axes,
     row_label,
+    thinned,
 )
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
@@ -92,6 +96,48 @@ def _launch_counts(table):
             "gpu_s": gpus_s[gpu_bins],
             "count": counts[delay_bins, gpu_bins].astype(int),
         }
+    )
+
+
+def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Launches that wait, over time, for each stream of the first rank of
+    `queue_series`.
+    """
+    if not len(series):
+        return empty(ax, series, "No queue: no launches in this trace")
+    ax = ax or new_axes(height=2.6)
+    # one rank is enough to see whether the host is ahead
+    rank = series["rank"].min()
+    first = series[series["rank"] == rank]
+    first = first.assign(time_s=first["time_s"] - first["time_s"].min())
+    streams = [thinned(part, "length") for _, part in first.groupby("stream")]
+    # the longest queues, as many as there are colours
+    streams.sort(key=lambda part: -part["length"].max())
+    data = pd.concat(streams[: len(SERIES)], ignore_index=True)
+    numbers = data["stream"].unique()
+    lines(
+        ax,
+        data,
+        "time_s",
+        "length",
+        by="stream",
+        styles=dict(zip(numbers, SERIES, strict=False)),
+        labels={number: f"stream {number}" for number in numbers},
+        units=(1e-3, 1),
+        linewidth=1,
+        drawstyle="steps-post",
+    )
+    legend(ax, where="beside")
+    longest = data["length"].max()
+    return finish(
+        ax,
+        data,
+        f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
+        x="time [ms]",
+        y="launches waiting",
+        xlim=(0, None),
+        ylim=(0, None),
+        origin=series,
     )
 
 

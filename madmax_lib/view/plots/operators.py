@@ -7,11 +7,14 @@ import re
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.operators.roofline import products
 from madmax_lib.view.drawing import (
+    COLORS,
+    LABELS,
     SERIES,
     bar_chart,
     empty,
@@ -216,6 +219,40 @@ def _number(ax, rows):
         va="top",
         fontsize=6.5,
         linespacing=1.25,
+    )
+
+
+def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
+    if not len(table):
+        return empty(ax, table, "Nothing ran")
+    busy_s = table.pivot_table(
+        index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False
+    )
+    # the longest first, next to the axis
+    busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
+    key = {}
+    for text in busy_s:
+        kinds = text.split(" + ")
+        color = to_hex(np.mean([to_rgb(COLORS[kind]) for kind in kinds], axis=0))
+        # side by side with compute, communication is hidden: its colour elsewhere
+        hidden = kinds == ["compute", "comm"]
+        label = " + ".join(LABELS[kind] for kind in kinds)
+        key[label] = COLORS["hidden"] if hidden else color
+    labels = list(key)
+    share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
+    way = "side by side" if " + " in labels[0] else "alone"
+    parts_ms = busy_s.set_axis(labels, axis=1) * 1e3
+    return bar_chart(
+        ax,
+        table,
+        parts_ms,
+        f"{share:.0%} of the busy time is {labels[0]} {way}",
+        x="busy time [ms]",
+        rows=rank_labels(busy_s.index),
+        key=key,
+        columns=3,
+        fill=key,
     )
 
 
