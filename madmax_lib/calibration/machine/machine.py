@@ -99,7 +99,7 @@ class Machine:
         """How well runs that the fit had not seen were predicted, in sentences."""
         about = self.provenance.get("judged", {})
         if not about.get("runs"):
-            return "No further run was made."
+            return "No further run was made: its errors are not known."
         median, worst = about["median_error"], about["worst_error"]
         text = (
             f"Steps of {about['runs']} further runs were predicted within {median:.1%} "

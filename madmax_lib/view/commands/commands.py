@@ -210,26 +210,25 @@ def _calibrate(options):
 
     from madmax_lib.calibration.machine.calibrate import calibrate
 
-    names = ("hosts", "network", "minutes", "device", "ranks")
-    values = {name: getattr(options, name) for name in names}
     if options.trace:
         return _calibrate_trace(options)
-    # what is left out keeps the default of `calibrate`
-    asked = {name: value for name, value in values.items() if value is not None}
     if options.rows:
         from madmax_lib.calibration.verdict.row_machine import calibrate_rows
 
         machine = calibrate_rows(options.rows, options.output, options.like)
     else:
-        machine = calibrate(options.output, **asked)
+        names = ("hosts", "minutes", "device", "ranks")
+        asked = {name: getattr(options, name) for name in names}
+        machine = calibrate(options.output, network=options.network or "", **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
         return 0
     columns = [name for name in _RESULTS if name in results]
     text = results[columns].to_string(index=False, float_format="{:.3f}".format)
+    lines = [text, ""] if len(results) else []
     page = f"all of it: {options.output / 'page.html'}"
-    print("\n".join([text, "", machine.verdict, *machine.provenance["notes"], page]))
+    print("\n".join([*lines, machine.verdict, *machine.provenance["notes"], page]))
     return 0
 
 
@@ -249,7 +248,9 @@ def _calibrate_trace(options):
         return 3
     plan = Plan.parse(options.plan or job.case.plan)
     case = replace(job.case, plan=plan, model=options.model or job.case.model)
-    answer = another_plan(timeline, options.to or plan, case=case)
+    answer = another_plan(
+        timeline, options.to or plan, case=case, global_batch=options.global_batch
+    )
     options.output.mkdir(parents=True, exist_ok=True)
     answer.machine.save(options.output / "machine.json")
     print(json.dumps(_records(answer.kinds.reset_index())) if options.json else answer)
