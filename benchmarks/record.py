@@ -38,7 +38,7 @@ print("cpu", (time.process_time() - before_s) / {STEPS}, loss.item().hex())
 COUNTING = """
 import sys, timeit
 from pathlib import Path
-from madmax_lib.runs.record import Recorder
+from madmax_lib.runs import Recorder
 if sys.argv[1] == "with":
     Recorder(Path("."), print, warmup=10**9).watch()
 import torch

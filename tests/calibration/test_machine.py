@@ -435,7 +435,7 @@ def test_a_page_shows_every_run(saved):
         "within 6.0% (median), 10.0% at worst" in text
         and "vit &lt;z3&gt;" in text
         and "<z3>" not in text
-        and "yes" in text
+        and "<td>False</td>" in text
         and "holds up is not modelled" in " ".join(text.split())
     )
 

@@ -96,14 +96,14 @@ class Machine:
 
     @property
     def verdict(self) -> str:
-        """How well runs that the fit had not seen were predicted, in sentences."""
+        """Sentences on how well runs that the fit had not seen were predicted."""
         about = self.provenance.get("judged", {})
         if not about.get("runs"):
             return "No further run was made: its errors are not known."
-        median, worst = about["median_error"], about["worst_error"]
+        median = about["median_error"]
         text = (
             f"Steps of {about['runs']} further runs were predicted within {median:.1%} "
-            f"(median), {worst:.1%} at worst."
+            f"(median), {about['worst_error']:.1%} at worst."
         )
         if (wider := about.get("wider", 1.0)) > 1:
             text += (

@@ -83,8 +83,8 @@ def write_page(directory: Path, machine: Machine) -> Path:
 
 
 def _results(results: pd.DataFrame):
-    """Predicted / measured, side by side."""
-    table = pd.DataFrame(index=results.index)
+    """Predicted / measured, side by side; inside: whether the interval held it."""
+    table = results.filter(["inside"])
     for title, (name, factor, text) in _QUANTITIES.items():
         if f"measured_{name}" not in results:
             continue
@@ -94,8 +94,6 @@ def _results(results: pd.DataFrame):
         )
         table[f"{title}: predicted / measured"] = predicted + " / " + measured
     table["error of the step"] = results["error"].map("{:+.1%}".format)
-    if "inside" in results:
-        table["inside its interval"] = results["inside"].map({True: "yes", False: "no"})
     return table
 
 

@@ -364,9 +364,10 @@ def _report(options):
     # the page has warm-up too, the advice is about the steady steps
     timeline, steps = steady_state(recording)
     causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
-    about = {"overlap": summary_line(recording), "page": str(path)}
+    about = {"page": str(path)}
     if options.baseline:
         about["baseline"] = str(recording.save(options.baseline))
+        about["overlap"] = summary_line(recording)
     about |= _ranks(recording) | {
         "spans": len(recording),
         "steps": len(steps),
