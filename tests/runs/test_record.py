@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.runs.record import Recorder
@@ -217,3 +218,17 @@ def test_steps_are_counted_by_the_outer_call_of_the_first_optimizer(tmp_path):
     del outer
     step(second), step(inner), step(second)
     assert recorder.steps_done == 3
+
+
+@pytest.mark.slow
+def test_a_recording_on_one_rank_leads_to_more(tmp_path, capsys):
+    record(tmp_path, "--ranks", 1, "--steps", 3, SCRIPTS / "ddp.py")
+    traces = str(tmp_path / "recorded")
+    # a group of one rank calls collectives too
+    assert len(mm.traces.calls(mm.read_trace(traces)))
+    words = ["--to", "dp4.z3", "--global-batch", "16", "--json"]
+    mine = str(tmp_path / "mine")
+    assert main(["calibrate", "--trace", traces, *words, "-o", mine]) == 0
+    *_, answer = capsys.readouterr().out.splitlines()
+    parts = {row["index"]: row for row in json.loads(answer)}
+    assert parts["fsdp_s"]["new_s"] > 0 == parts["fsdp_s"]["measured_s"]

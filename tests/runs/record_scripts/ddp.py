@@ -12,16 +12,20 @@ def main():
     rank = dist.get_rank()
     device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(256, 64), torch.randint(0, 8, (256,)))
+    data = TensorDataset(torch.randint(0, 64, (128, 17)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
-    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
-    model = DDP(net)
+    layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    net = nn.Sequential(nn.Embedding(64, 32), encoder, nn.Linear(32, 64))
+    model = DDP(net.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for x, y in loader:
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        for (tokens,) in loader:
+            x, y = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+            logits = model(x)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
