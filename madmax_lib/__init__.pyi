@@ -37,7 +37,6 @@ from madmax_lib.traces.diff import compare as compare
 from madmax_lib.traces.export import export_trace as export_trace
 from madmax_lib.traces.parts import breakdown as breakdown
 from madmax_lib.traces.read.kineto import read_trace as read_trace
-from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
 from madmax_lib.view.explore.widgets import view_timeline as view_timeline
 from madmax_lib.view.notebooks.setup import (
     save_figure as save_figure,

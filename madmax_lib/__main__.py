@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from madmax_lib import __version__
+from madmax_lib.base.extras import with_extra
 from madmax_lib.view.commands import commands as runs_commands
 from madmax_lib.view.commands.answers import add_parser, envelope
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, ImportError) as error:
-        print(f"madmax: {error}", file=sys.stderr)
+        print(f"madmax: {with_extra(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)

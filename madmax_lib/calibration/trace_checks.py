@@ -13,7 +13,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.calibration.judge.identifiability import constants_of
+from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.timeline.kinds import POINT_TO_POINT

@@ -1,6 +1,8 @@
 # of a trace and a simulation together: they stand above both, and are found here
-from madmax_lib.calibration.job.another_plan import another_plan as another_plan
-from madmax_lib.calibration.job.case_of import case_of as case_of
+from madmax_lib.calibration.job.another_plan import (
+    another_plan as another_plan,
+    case_of as case_of,
+)
 from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise

@@ -44,6 +44,8 @@ WINGS = [  # folders and files that can be taken off, as CONTRIBUTING lists them
     "planner/tuner",
     "planner/tune.py",
     "planner/money",
+    "planner/changes.py",
+    "planner/beats.py",
     "view/explore",
     "view/report",
     "view/commands/mcp_server.py",

@@ -89,6 +89,24 @@ def test_commands_print_what_is_shown(project, name):
         )
 
 
+SHAPES = re.findall(
+    r"^\| [^|]+ \| `(madmax [^|]+)` \| ([^|]+) \| ([^|]+) \|$",
+    PAGES["what-can-a-coding-agent-ask"].read_text(),
+    re.M,
+)
+
+
+@pytest.mark.parametrize(("command", "summary", "rows"), SHAPES)
+def test_the_keys_an_agent_is_told_of_are_there(project, command, summary, rows):
+    answer = json.loads(prints(f"{command} --json")[0])
+    assert answer["status"] < 2 and len(SHAPES) == 6
+    for keys, part in ((summary, answer["summary"]), (rows, answer["rows"][0])):
+        assert set(re.findall(r"`(\w+)`", keys)) <= set(part)
+    findings = answer["result"].get("findings", [])
+    keys = ["rank", "host", "phase", "since_step", "cost_share", "kind"]
+    assert all(list(one) == keys for one in findings)
+
+
 @pytest.mark.parametrize("name", [*having("sh"), *having("yaml")])
 def test_commands_parse(name):
     lines = "".join(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.calibration.fit import update
-from madmax_lib.calibration.judge.validate import predict
+from madmax_lib.calibration.judge.intervals import predict
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.rows import read_rows, to_table

@@ -40,13 +40,15 @@ def read_all(
     """Result of `read` for each path, or the exception that it raised, in order of the
     paths.
 
-    read: a function that can be pickled. client: a dask.distributed client whose
-    workers see the same files.
+    read: a function that can be pickled. client: a dask client, or another executor
+    of `concurrent.futures`, whose workers see the same files.
     """
     workers = len(paths) if client is not None else _local_workers(paths)
     if workers <= 1:
         return {path: _outcome(read, path) for path in _progress(paths, len(paths))}
     if client is not None:
+        if not hasattr(client, "get_executor"):  # not dask
+            return _gather(client, read, paths)
         executor = client.get_executor(retries=_RETRIES, pure=False)
         results = _gather(executor, read, paths, client)
         # dask blames every task of a worker that dies, and may lose one

@@ -34,6 +34,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from madmax_lib.base.extras import with_extra
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -150,7 +152,7 @@ def envelope(
     lists = {"inputs": [], "findings": [], "rows": [], "warnings": list(caught)}
     summary = {}
     if isinstance(answer, Exception):
-        head |= {"status": 2, "error": str(answer)}
+        head |= {"status": 2, "error": str(with_extra(answer))}
     else:
         head |= {"status": answer.status, "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)

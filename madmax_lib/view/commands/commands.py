@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError, BooleanOptionalAction
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from madmax_lib.view.commands.answers import add_parser
+from madmax_lib.view.commands.answers import Answer, add_parser, envelope
 from madmax_lib.view.commands.record import record
 
 # others are given as JSON
@@ -236,16 +236,19 @@ def _calibrate_trace(options):
     """The job of a trace, corrected by the options, and its machine."""
     from dataclasses import replace
 
-    from madmax_lib.calibration.job.another_plan import another_plan
-    from madmax_lib.calibration.job.case_of import case_of
+    from madmax_lib.calibration.job.another_plan import another_plan, case_of
     from madmax_lib.plan.plan import Plan
     from madmax_lib.view.commands.trace import read
 
     timeline = read(options.trace)
     job = case_of(timeline, options.cluster)
-    print(f"{job}\n")
     if job.case is None:
-        return 3
+        summary = {"verdict": "cannot tell", "note": str(job).splitlines()[0]}
+        unknown = Answer(job.facts, summary, passed=None)
+        print(envelope("calibrate", unknown) if options.json else job)
+        return unknown.status
+    if not options.json:
+        print(f"{job}\n")
     plan = Plan.parse(options.plan or job.case.plan)
     case = replace(job.case, plan=plan, model=options.model or job.case.model)
     answer = another_plan(

@@ -21,8 +21,8 @@ _COLUMNS = (
     "hides"
 )
 # columns of a search that are worth a terminal; the table has more
-_SEARCHED = ("plan", "stacks", "launched_s", "step_s", "low_s", "high_s")
-_SEARCHED += ("probability", "why", "limit")
+_SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
+_SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
 _SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
 
 
@@ -121,14 +121,21 @@ def _estimate(options):
 
 
 def _search(options):
+    # what is no stack that one's own is built on is a recipe
+    recipe = None
+    if options.like not in set(catalog.table("software")["name"]):
+        recipe = options.like
+        options.like = None
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
-    result = planner.search(**_priced(options), **asked)
+    result = planner.search(**_priced(options), **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
+    if recipe:
+        best = result.beats
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:

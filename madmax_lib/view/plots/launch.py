@@ -12,7 +12,6 @@ from madmax_lib.view.drawing import (
     bar_chart,
     empty,
     finish,
-    legend,
     lines,
     new_axes,
     row_label,
@@ -127,7 +126,6 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         linewidth=1,
         drawstyle="steps-post",
     )
-    legend(ax, where="beside")
     longest = data["length"].max()
     return finish(
         ax,
@@ -135,6 +133,7 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
         x="time [ms]",
         y="launches waiting",
+        where="beside",
         xlim=(0, None),
         ylim=(0, None),
         origin=series,
@@ -254,7 +253,6 @@ def plot_launch_floor(
     ax.plot(speed, free_ms, color=color, linestyle="--", label="launches are free")
     # the area between is what launches cost
     ax.fill_between(speed, free_ms, step_ms, color=COLORS["idle"], alpha=0.6)
-    legend(ax, where="lower left")
     share = mean["share"]
     return finish(
         ax,
@@ -262,6 +260,7 @@ def plot_launch_floor(
         f"Launches are {share.min():.0%} to {share.max():.0%} of a step",
         x="device speed, relative to the traced one",
         y="computation in a step [ms]",
+        where="lower left",
         xscale="log",
         yscale="log",
     )
