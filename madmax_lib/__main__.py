@@ -22,13 +22,17 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:
         arguments = sys.argv[1:]
+    # a script that is recorded keeps Python's ways with garbage and warnings
+    is_recorded = arguments[:1] == ["record"]
+    if not is_recorded:
         # what a command makes lives to its end: to look for garbage in it costs a tenth
         # of the time of a short one
         gc.set_threshold(100_000)
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = _shown_once()
+            if not is_recorded:
+                warnings.showwarning = _shown_once()
             status = options.command(options)
             sys.stdout.flush()
             return status

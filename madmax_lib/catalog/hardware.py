@@ -221,8 +221,8 @@ def part_of_machine(
     if nodes > machine.nodes == 1:
         raise ValueError(
             f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
-            "network; calibrate over two hosts, or replace(mm.machine(...).cluster, "
-            "nodes=..., inter=Link(name, bytes/s))"
+            "network; calibrate over two hosts, or state it: --network 25gbit, in Python "
+            "replace(mm.machine(...).cluster, nodes=..., inter=mm.Link(name, bytes/s))"
         )
     return replace(machine, devices_per_node=used, nodes=nodes)
 

@@ -151,6 +151,7 @@ STANDS_FOR = {
     "path/to/traces": "vit-ddp",
     "A": "gpt-before",
     "B": "gpt-after",
+    "recorded": "gpt-ddp",
 }
 OWN = re.compile(r"mine|my_|traces/ |snapshot|flight|site|--hosts")
 
@@ -171,6 +172,8 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_pages_at_its_defaults(line):
     words = []
+    script = PROJECT / "tests" / "runs" / "record_scripts" / "plain.py"
+    Path("train.py").write_text(script.read_text())
     line = line.replace("history DIR", f"history {SETS}/runs/llm")
     line = line.replace("--steps 3:5", "--steps 10:11")  # those of the stand-in
     for word in shlex.split(line)[1:]:

@@ -59,7 +59,7 @@ def calibrate_rows(
     for name, columns in {"results": results, "parts": parts}.items():
         columns.index = pd.Index(names, name="run")
         columns.to_csv(directory / f"{name}.csv", float_format="%.6g")
-    machine = _machine(cases, parameters)
+    machine = _machine(cases, parameters).judged(results)
     machine.save(directory / "machine.json")
     write_page(directory, machine)
     return machine

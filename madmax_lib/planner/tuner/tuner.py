@@ -157,7 +157,11 @@ class Tuner:
             "sha256": self._digest,
             # JSON has no NaN
             "told": [
-                [text, None if math.isnan(seconds) else seconds, *filter(None, [reason])]
+                [
+                    text,
+                    None if math.isnan(seconds) else seconds,
+                    *filter(None, [reason]),
+                ]
                 for text, seconds, reason in self._results
             ],
         }

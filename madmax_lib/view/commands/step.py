@@ -3,11 +3,13 @@ that nobody has run.
 """
 
 from argparse import Namespace
+from dataclasses import replace
 
 from madmax_lib import catalog, planner, simulator
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.hardware import Cluster
+from madmax_lib.catalog.hardware import Cluster, Link, node_extent
 from madmax_lib.catalog.software import Software
+from madmax_lib.runs.testbed import bits_per_s
 from madmax_lib.view.commands.answers import Answer, add_command
 
 # options of every training, by the names that estimates take
@@ -48,7 +50,17 @@ def run_of(options: Namespace) -> dict:
 
 def _step(options):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
-    cluster = catalog.cluster(options.cluster, options.nodes, options.devices)
+    extent = (options.nodes, options.devices)
+    if not options.network:
+        cluster = catalog.cluster(options.cluster, *extent)
+        return {"model": options.model, "cluster": cluster, **run_of(options)}
+    cluster = catalog.cluster(options.cluster)
+    used, nodes = node_extent(
+        cluster.name, (cluster.devices_per_node, cluster.nodes), *extent
+    )
+    # the devices of a node share its port
+    link = Link("ethernet", bits_per_s(options.network) / 8 / used)
+    cluster = replace(cluster, inter=link, devices_per_node=used, nodes=nodes)
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
@@ -96,6 +108,15 @@ def _estimate(options):
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
     about |= {"global_batch": options.global_batch, "devices": cluster.world_size}
     about["software"] = used(step["software"], cluster)
+    if options.network:
+        about["assumed"] = (
+            f"{options.network} a node of {cluster.devices_per_node} device(s), over "
+            "which no collective was timed: its latency is a guess"
+        )
+    if options.cluster.endswith(".json"):
+        from madmax_lib.calibration.machine.machine import machine
+
+        about["calibration"] = machine(options.cluster).verdict
     return Answer(table, about, inputs(options))
 
 
