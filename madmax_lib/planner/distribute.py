@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.atomic import replacing
+from madmax_lib.base.executors import as_they_end
 from madmax_lib.base.fields import require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.evaluate import (
@@ -23,7 +24,6 @@ from madmax_lib.planner.evaluate import (
     evaluate,
     merged,
 )
-from madmax_lib.planner.executors import as_they_end
 from madmax_lib.planner.space import Degrees
 
 _PARTS = 64  # enough to keep a cluster busy, few enough to merge in no time

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base.executors import submitter
 from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Transformer
 from madmax_lib.catalog.software import STACKS, Software
@@ -18,7 +19,6 @@ from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import SearchResult, described, different
 from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import SearchProblem
-from madmax_lib.planner.executors import submitter
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.memory.memory import plans_peak_bytes

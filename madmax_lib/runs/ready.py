@@ -127,7 +127,7 @@ def summary_line(timeline) -> str:
     import madmax_lib as mm
 
     steps = timeline.steps
-    is_unmarked = mm.traces.lacks_step_marks(timeline)
+    note = mm.traces.step_note(timeline)
     if steps:
         timeline = timeline.select(steps=steps)
     with warnings.catch_warnings(record=True) as reasons:
@@ -143,8 +143,8 @@ def summary_line(timeline) -> str:
     count = max(len(steps), 1)
     times = f"{count} steps" if count > 1 else "a step"
     times += f" of {format_s(total_s / count)}"
-    if is_unmarked:
-        times += " (no step marks: the whole recording counts as one step)"
+    if note:
+        times += f" ({note})"
     ranks = timeline.ranks
     who = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
     idle = f"{row['idle_s'] / total_s:.0%} idle"

@@ -70,7 +70,7 @@ from madmax_lib.traces.waits.launch import (
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (
     input_wait as input_wait,
-    lacks_step_marks as lacks_step_marks,
+    step_note as step_note,
     step_summary as step_summary,
     steps as steps,
 )

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -49,6 +50,14 @@ def place(request, monkeypatch):
     if request.param == "processes":
         monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 1)
         monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def test_any_executor_reads(tmp_path):
+    paths = files(tmp_path, "a", "bad", "c")
+    with ThreadPoolExecutor(2) as client:
+        results = parallel.read_all(length_or_fail, paths, client)
+    assert list(results) == paths and results[paths[2]] == 3
+    assert isinstance(results[paths[1]], ValueError)
 
 
 def test_results_come_in_the_order_of_the_files_and_failures_beside_them(

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base.executors import first_ended, submitter, workers_of
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Software, Transformer
 from madmax_lib.plan import Case, Plan
-from madmax_lib.planner.executors import first_ended, submitter, workers_of
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space

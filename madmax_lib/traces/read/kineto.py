@@ -40,6 +40,7 @@ def read_trace(
     hta_compatible: bool = False,
     iteration: int | None = None,
     kinds: str | Path | None = None,
+    client=None,
 ) -> Timeline:
     """Read traces of one or many ranks: the profiler's, or SQLite exports of Nsight
     Systems (`nsys`).
@@ -50,8 +51,9 @@ def read_trace(
     those of the newest `iteration_N` folder in torchtitan's layout; of several cycles
     per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0.
     kinds: CSV with rows to put before `data/kernel_kinds.csv`. Large sets are read in
-    local processes. Steps that nothing marks are found by what recurs
-    (`pattern`), with a TraceWarning. Nothing is ever written beside the input; what was
+    local processes, or by the workers of client, any executor that sees the same files.
+    Steps that nothing marks are found by what recurs (`pattern`), with a TraceWarning.
+    Nothing is ever written beside the input; what was
     read is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
     that fails costs its own rank, with a TraceWarning and in
     `meta.provenance["unread"]`. Raises FileNotFoundError, and ValueError with file and
@@ -69,12 +71,12 @@ def read_trace(
     folder = None if listed else Path(source).expanduser()
     # or in an archive
     in_folder = folder is not None and folder.exists() and paths != [folder]
-    timelines, failures = _read_files(paths, read)
+    timelines, failures = _read_files(paths, read, client)
     iteration_folders = in_folder and iterations(folder)
     if not timelines and iteration_folders:
         # what lay beside torchtitan's iteration folders was configuration, no trace
         newest = iteration_folder(folder, iteration)
-        timelines, failures = _read_files(find_traces(newest), read)
+        timelines, failures = _read_files(find_traces(newest), read, client)
     if failures and not (in_folder and timelines):
         raise next(iter(failures.values()))
     # `iteration` numbers either folders or cycles of the profiler
@@ -114,11 +116,11 @@ def _read_others(
     return reader.load()(own_paths, kinds)
 
 
-def _read_files(paths: list[Path], read):
+def _read_files(paths: list[Path], read, client):
     """Timeline of each file, and what is wrong with the others."""
     timelines = {}
     failures = {}
-    for path, result in read_all(read, paths).items():
+    for path, result in read_all(read, paths, client).items():
         kind = failures if isinstance(result, Exception) else timelines
         kind[path] = result
     return timelines, failures

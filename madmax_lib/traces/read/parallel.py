@@ -1,4 +1,4 @@
-"""Traces of many ranks read at once, in local processes.
+"""Traces of many ranks read at once, in local processes or by an executor.
 
 A pool is bounded by cores and memory. A file that fails, or whose process dies, costs
 its own rank only.
@@ -11,9 +11,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from madmax_lib.base.executors import as_they_end
 from madmax_lib.base.progress import bar
 
 Result = TypeVar("Result")
@@ -26,13 +28,18 @@ _RETRIES = 2  # of a file whose process died
 
 
 def read_all(
-    read: Callable[[Path], Result], paths: Sequence[Path]
+    read: Callable[[Path], Result], paths: Sequence[Path], client=None
 ) -> dict[Path, Result | Exception]:
     """Result of `read` for each path, or the exception that it raised, in order of the
     paths.
 
-    read: a function that can be pickled.
+    read: a function that can be pickled. client: an executor whose workers see the
+    same files.
     """
+    if client is not None:
+        files = dict(zip(paths, paths, strict=True))
+        results = dict(as_they_end(client, partial(_outcome, read), files))
+        return {path: results[path] for path in paths}
     workers = _local_workers(paths)
     if workers <= 1:
         return {path: _outcome(read, path) for path in _progress(paths, len(paths))}

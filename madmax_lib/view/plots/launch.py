@@ -12,7 +12,6 @@ from madmax_lib.view.drawing import (
     bar_chart,
     empty,
     finish,
-    legend,
     lines,
     new_axes,
     row_label,
@@ -127,7 +126,6 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         linewidth=1,
         drawstyle="steps-post",
     )
-    legend(ax, where="beside")
     longest = data["length"].max()
     return finish(
         ax,
@@ -135,6 +133,7 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
         x="time [ms]",
         y="launches waiting",
+        where="beside",
         xlim=(0, None),
         ylim=(0, None),
         origin=series,

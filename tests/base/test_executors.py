@@ -9,8 +9,8 @@ import loky
 import pytest
 
 import madmax_lib as mm
+from madmax_lib.base.executors import as_they_end, submitter, workers_of
 from madmax_lib.planner import Space
-from madmax_lib.planner.executors import as_they_end, submitter, workers_of
 
 
 class Job:
