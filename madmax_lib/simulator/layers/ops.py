@@ -67,7 +67,7 @@ class Op:
     """Forward work of one device on one micro-batch."""
 
     name: str
-    kind: str  # gemm, attention, pointwise, convolution or lookup
+    kind: str  # gemm, attention, pointwise, convolution, delta_rule or lookup
     flops: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
