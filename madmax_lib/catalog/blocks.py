@@ -157,14 +157,14 @@ def _check_combinations(model):
         raise ValueError(
             f"{model.name}: blocks have {' and '.join(sorted(mixers))}, whose sizes differ"
         )
-    if heads := model.mixer_heads:
-        # a head has equal channels, a group equal heads
-        if model.mixer_channels % heads or heads % (model.mixer_groups or heads):
-            sizes = f"mixer_heads={heads} and mixer_groups={model.mixer_groups}"
-            raise ValueError(
-                f"{model.name}: {sizes} must divide mixer_channels={model.mixer_channels} "
-                "and the heads"
-            )
+    # a head has equal channels, a group equal heads
+    heads = model.mixer_heads or 1
+    if model.mixer_channels % heads or heads % (model.mixer_groups or heads):
+        sizes = f"mixer_heads={heads} and mixer_groups={model.mixer_groups}"
+        raise ValueError(
+            f"{model.name}: {sizes} must divide mixer_channels={model.mixer_channels} "
+            "and the heads"
+        )
     is_decoder = [layer.has_cross_attention for layer in model.layer_kinds]
     if is_decoder != sorted(is_decoder):
         raise ValueError(

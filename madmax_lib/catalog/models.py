@@ -52,11 +52,34 @@ class LayerFormulas:
         """Parameters that choose the experts of a token."""
         return (self.hidden + self.router_bias) * self.experts
 
-    def mlp_parameters(self, width):
-        """Parameters of a feed-forward block of that width."""
+    @property
+    def expert_inputs(self):
+        """Channels that experts see: the model's, or those of a latent."""
+        return self.expert_latent + self.hidden * (self.expert_latent == 0)
+
+    @property
+    def latent_parameters(self):
+        """Parameters of the products into the latent of experts and out of it."""
+        return 2 * self.hidden * self.expert_latent
+
+    @property
+    def expert_parameters(self):
+        """Parameters of a routed expert."""
+        return self.mlp_parameters(self.expert_ffn, self.expert_inputs)
+
+    @property
+    def shared_parameters(self):
+        """Parameters of the shared experts of a layer."""
+        return self.shared_experts * self.mlp_parameters(self.expert_ffn)
+
+    def mlp_parameters(self, width, inputs=None):
+        """Parameters of a feed-forward block of that width, on the model's channels or
+        so many inputs.
+        """
         matrices = 2 + self.gated
-        biases = (matrices - 1) * width + self.hidden
-        return matrices * self.hidden * width + self.mlp_bias * biases
+        inputs = self.hidden if inputs is None else inputs
+        biases = (matrices - 1) * width + inputs
+        return matrices * inputs * width + self.mlp_bias * biases
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,8 @@ class Transformer(LayerFormulas):
     active_experts: int = 0  # of them, used by a token
     shared_experts: int = 0  # beside them, used by all tokens
     expert_ffn: int = 0  # inner channels of an expert; 0: ffn
+    # channels of the latent that routed experts work in [Nemotron 3]; 0: hidden
+    expert_latent: int = 0
     dense_layers: int = 0  # first layers that are no mixtures
     moe_every: int = 0  # after them every layer of this number is a mixture; 0: all
     routed_nodes: int = 0  # nodes that a token is sent to at most; 0: any
@@ -102,6 +127,11 @@ class Transformer(LayerFormulas):
     kv_lora_rank: int = 0
     rope_head_dim: int = 0  # further channels per head that carry positions
     v_head_dim: int = 0  # channels of values per head; 0: head_dim
+    attention_gate: bool = False  # queries bring a gate of attention's output
+    # of an indexer that chooses the `window` tokens that a layer attends to
+    # [DeepSeek-V3.2, arXiv 2512.02556]
+    index_heads: int = 0
+    index_dim: int = 0  # channels of its head
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
@@ -135,6 +165,10 @@ class Transformer(LayerFormulas):
         for name in ("q_lora_rank", "rope_head_dim"):
             if getattr(self, name) and not self.kv_lora_rank:
                 refuse(self, name, "belongs to a kv_lora_rank above zero")
+        if self.index_heads and not (self.index_dim and self.window):
+            refuse(
+                self, "index_heads", "belong to an index_dim and a window above zero"
+            )
         if not self.head_dim and self.hidden % self.heads:
             refuse(self, "hidden", f"is not a multiple of heads={self.heads}")
         self._set_if_zero("kv_heads", self.heads)
@@ -211,6 +245,7 @@ class Transformer(LayerFormulas):
         projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
         if not self.kv_lora_rank:
             keys = self.kv_heads * self.head_dim  # as many channels as values
+            queries += self.attention_gate * projection.inputs
             return Matrix("qkv", self.hidden, queries + 2 * keys), projection
         # Latent attention: queries may, keys and values do come from a latent
         # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
@@ -227,6 +262,12 @@ class Transformer(LayerFormulas):
             Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
             Matrix("kv_up", latent, keys_values),
         ]
+        if self.index_heads:  # keys and weights of heads too
+            index = self.index_heads * self.index_dim
+            matrices += [
+                Matrix("index_q", rank or self.hidden, index),
+                Matrix("index", self.hidden, self.index_dim + self.index_heads),
+            ]
         return *matrices, projection
 
     @property
@@ -236,6 +277,7 @@ class Transformer(LayerFormulas):
         qkv = queries + 2 * self.kv_heads * self.head_dim
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
+        norms += 2 * self.index_dim  # of the indexer's keys, with a bias
         sinks = self.sinks * self.heads
         products = sum(matrix.parameters for matrix in self.attention_matrices)
         return products + bias + norms + sinks + self.other_layer_parameters
@@ -253,8 +295,9 @@ class Transformer(LayerFormulas):
     @property
     def moe_parameters(self) -> int:
         """Parameters of the router and all experts of one MoE layer."""
-        experts = self.experts + self.shared_experts
-        return self.router_parameters + experts * self.mlp_parameters(self.expert_ffn)
+        experts = self.experts * self.expert_parameters
+        always = self.router_parameters + self.latent_parameters
+        return always + self.shared_parameters + experts
 
     @property
     def embedding_parameters(self) -> int:
@@ -304,8 +347,7 @@ class Transformer(LayerFormulas):
         ones.
         """
         experts = self.experts - self.active_experts
-        idle = experts * self.mlp_parameters(self.expert_ffn)
-        return self.parameters - self.moe_layers * idle
+        return self.parameters - self.moe_layers * experts * self.expert_parameters
 
     def decoder_tokens(self, sequence: float) -> float:
         """Tokens that the head sees in a sample of `sequence` tokens: behind an encoder
@@ -353,7 +395,10 @@ class Transformer(LayerFormulas):
         `keys`.
         """
         products = sum(matrix.parameters for matrix in self.attention_matrices)
-        return 2 * tokens * products + 4 * tokens * keys * self.core_width
+        scores = 4 * keys * self.core_width
+        if self.index_heads:  # the indexer scores all keys, once
+            scores += 2 * tokens * self.index_heads * self.index_dim
+        return tokens * (2 * products + scores)
 
     def _token_flops(self, block, tokens):
         """FLOPs per token of a block in which tokens do not attend to each other."""
@@ -363,9 +408,11 @@ class Transformer(LayerFormulas):
         matrices = 2 + self.gated
         if block == BlockKind.FEED_FORWARD:
             return 2 * matrices * self.hidden * self.ffn
-        used = self.active_experts + self.shared_experts
-        experts = used * matrices * self.hidden * self.expert_ffn
-        return 2 * (experts + self.hidden * self.experts)  # the router scores all
+        inner = matrices * self.expert_ffn
+        routed = self.active_experts * self.expert_inputs * inner
+        shared = self.shared_experts * self.hidden * inner
+        always = self.hidden * self.experts + self.latent_parameters  # all are scored
+        return 2 * (routed + shared + always)
 
 
 @dataclass(frozen=True)

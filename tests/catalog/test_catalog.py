@@ -367,7 +367,7 @@ def test_a_catalog_without_its_folder_is_refused(tmp_path, monkeypatch):
     ("text", "rule"),
     cells("""
     { | config.json & not JSON
-    {"model_type": "rnn"} | model_type 'rnn' & not one of gpt2, vit, dinov2
+    {"model_type": "rnn"} | model_type 'rnn' is not read; nearest by name
     {"model_type": "llama"} | config.json & 'num_hidden_layers' is missing
     """),
 )

@@ -164,8 +164,7 @@ OTHER_KEYS = {"d_model": 512, "num_layers": 6, "d_ff": 2048}
     bart | an encoder with biases, positions and norms of its own
     zamba2 | layers that share weights
     falcon_h1 | state-space and attention side by side in a layer
-    qwen3_next | linear attention or convolutions
-    nobody | is not one of gpt2, vit, dinov2, bert
+    deepseek_v4 | hyper-connections & the nearest that is read is deepseek_v32
     """),
 )
 @pytest.mark.parametrize(
@@ -194,8 +193,8 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
         DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & no size
         DeepSeek-V3 | v_head_dim | 0 | =0 & no size
         Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & no text of M
-        Nemotron-3-Nano | moe_latent_size | 8 | experts of a latent
-        granite-4.0-h-tiny | shared_intermediate_size | 700 | =700 & multiple
+        Nemotron-3-Nano | moe_shared_expert_intermediate_size | 8 | width 8 & multiple
+        granite-4.0-h-tiny | shared_intermediate_size | 700 | width 700 & multiple
         Jamba-v0.1 | attn_layer_period | 0 | =0 & whole number above zero
         mamba2-2.7b | n_groups | 7 | mixer_groups=7 & divide
         t5-small | num_layers | six | layers='six' & whole number
@@ -205,11 +204,27 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
     ],
 )
 def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, rule):
-    named = (
-        () if key in ("moe_latent_size", "n_groups") else (key.removeprefix("num_"),)
-    )
+    named = () if "shared" in key or key == "n_groups" else (key.removeprefix("num_"),)
     with refused(rule, *named):
         read(name, **{key: value})
+
+
+def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
+    with pytest.warns(UserWarning, match="'nobody' is not known and read as Llama's"):
+        model = read("nobody", **MINE)
+    assert (
+        model.parameters == read("llama", max_position_embeddings=8, **MINE).parameters
+    )
+    with refused("'ssm_width' is no key of Llama's & nearest by name: gemma4"):
+        read("gemma_4", ssm_width=3, **MINE)
+    with refused("no model has 1000000000 channels"):
+        read("gpt2", n_embd=10**9, n_layer=2, n_head=2, n_positions=8, vocab_size=9)
+
+
+def test_an_adapter_is_named(read):
+    with refused("an adapter (LORA) of meta-llama/Llama-3.1-8B & lora_rank"):
+        base = {"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+        read(None, peft_type="LORA", r=16, **base)
 
 
 def test_a_list_is_no_configuration(tmp_path):

@@ -268,6 +268,10 @@ def _core(work, windowed, causal):
             causal=causal & (shape.image == 0) & (shape.predicted_share == 1),
             window=shape.window if windowed else 0,
         )
+        if any_nonzero(shape.index_heads):
+            # one product a score, where attention has two
+            index_width = shape.index_heads * shape.index_dim / plan.tp / 2
+            flops = flops + attention_flops(tokens, work.sequence, index_width)
         read = tokens * shape.qkv_channels / plan.tp
         written = tokens * heads * shape.v_head_dim
         ops.append(

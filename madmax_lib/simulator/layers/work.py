@@ -56,9 +56,13 @@ class Shape(LayerFormulas):
     active_experts: Number
     shared_experts: Number
     expert_ffn: Number
+    expert_latent: Number  # channels that routed experts work in, 0 for all
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
     mixture_share: Number  # of the layers: those that are mixtures
+    attention_gate: Number
+    index_heads: Number  # of the indexer that chooses the tokens of the window
+    index_dim: Number
     window: Number  # tokens a layer attends to
     windowed_share: Number  # of the layers: those that attend to a window only
     full_every: Number  # every such layer attends to all
@@ -224,12 +228,13 @@ class Work:
         inner: Number,
         prefix: str = "",
         count: Number = 1,
+        inputs: Number | None = None,
         **flags,
     ) -> list[Op]:
         """Products and activation of a feed-forward block of `inner` channels; `count`
-        equal ones share the tokens.
+        equal ones share the tokens. inputs: of the products, the model's if None.
         """
-        hidden = self.shape.hidden
+        hidden = self.shape.hidden if inputs is None else inputs
         width = self.width
         first = (
             1 + self.shape.gated

@@ -106,11 +106,8 @@ def stage_parameters(
     """Parameters of a stage that holds so many layers of each kind, words of their
     blocks.
     """
-    expert = model.mlp_parameters(model.expert_ffn) / p.tp
-    experts = model.experts * expert * p.expert_spread / p.ep
-    all_experts = model.experts + model.shared_experts
-    router = model.moe_parameters
-    router = router - all_experts * model.mlp_parameters(model.expert_ffn)
+    experts = model.experts * model.expert_parameters / p.tp * p.expert_spread / p.ep
+    router = model.router_parameters + model.latent_parameters
     # a pipeline holds the table twice
     table = 0 if model.image else model.vocab * model.hidden
     tied = np.where(p.pp > 1, table, 0)
@@ -126,7 +123,7 @@ def stage_parameters(
         layer = len(word) * model.norm_parameters
         for letter in word:
             layer = layer + (
-                router + model.shared_experts * expert
+                router + model.shared_parameters / p.tp
                 if letter == "E"
                 else model.block_parameters(letter) / p.tp
             )
