@@ -21,6 +21,7 @@ from madmax_lib.catalog.hugging_face_stacks import (
     size_of,
     stacked,
 )
+from madmax_lib.catalog.hugging_face_towers import tower_fields
 from madmax_lib.catalog.models import Transformer
 
 # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783,
@@ -55,6 +56,8 @@ _SIZES = {
     "ffn": "intermediate_size d_ff",
     "vocab": "vocab_size",
 }
+# keys of a whole model that its text part has too
+_SHARED = ("tie_word_embeddings",)
 # channels that no model has: a slip of the pen
 _WIDEST = 2**20
 # kind of those that are not known and have no keys but those of Llama's
@@ -92,9 +95,10 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         )
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
-    config = _trained_part(path, config)
+    config, seen = _trained_part(path, config)
     try:
-        return Transformer(name, **_fields(config, rows, str(path)))
+        fields = _fields(config, rows, str(path))
+        return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
 
@@ -104,18 +108,36 @@ class _UnmodelledError(ValueError):
 
 
 def _trained_part(path, config):
-    """The image part of SigLIP, the text part of others that have several."""
+    """The image part of SigLIP, the text part of others that have several; and the
+    configuration of what sees.
+    """
     kind = config.get("model_type")
-    if kind == "siglip" and isinstance(config.get("vision_config"), dict):
-        part = config["vision_config"] | {"model_type": "siglip_vision_model"}
-        left_out = "the image part alone is read, without the text beside it"
-    elif isinstance(config.get("text_config"), dict):
-        part = {"model_type": kind, **config["text_config"]}
-        left_out = "the text part alone is read, without what sees or hears"
-    else:
-        return config
-    warnings.warn(f"{path}: {left_out}", stacklevel=4)  # at the user's mm.model
-    return part
+    seen = config.get("vision_config")
+    if kind == "siglip" and isinstance(seen, dict):
+        part = seen | {"model_type": "siglip_vision_model"}
+        message = f"{path}: the image part alone is read, without the text beside it"
+        warnings.warn(message, stacklevel=4)  # at the user's mm.model
+        return part, None
+    text = config.get("text_config")
+    if not isinstance(text, dict) and not isinstance(seen, dict):
+        return config, None
+    shared = {name: config[name] for name in _SHARED if name in config}
+    part = {"model_type": kind, **shared, **text} if isinstance(text, dict) else config
+    return part, {"model_type": f"{kind}_vision", **(seen or {})}
+
+
+def _seen(path, config, hidden):
+    """Fields of a tower, of one image a sample, with a warning that says so."""
+    if config is None:
+        return {}
+    is_said = len(config) > 1
+    result = tower_fields(config["model_type"], config, hidden) if is_said else {}
+    message = "the text part alone is read, without what sees or hears"
+    if result:
+        edge = result["tower"].image
+        message = f"with one image of {edge} pixels a sample; replace(model, images=0) has none"
+    warnings.warn(f"{path}: {message}", stacklevel=5)  # at the user's mm.model
+    return result
 
 
 def _fields(config, rows, where):

@@ -146,6 +146,12 @@ class Transformer(LayerFormulas):
     blocks: str = ""
     # tokens of the decoder behind an encoder, whose layers have a block x
     decoder_sequence: int = 0
+    # what sees, and the parameters between it and the decoder, whose `sequence` holds
+    # a token for each merged patch of each image
+    tower: "Transformer | None" = None
+    images: float = 1.0  # of a sample, where there is a tower
+    merged_patches: int = 1  # that become one token
+    projector_parameters: int = 0
     mixer_channels: int = 0  # inner ones of state-space mixers
     mixer_state: int = 0  # numbers per channel
     mixer_heads: int = 0  # of Mamba-2
@@ -302,14 +308,16 @@ class Transformer(LayerFormulas):
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token table, or of patch projection and class token, of
-        learned positions, and of what stands beside.
+        learned positions, of what stands beside, and of a tower.
         """
         table = self.vocab * self.hidden
         if self.image:
             projection = 3 * self.patch**2 * self.hidden + self.hidden  # three colours
             table = projection + self.hidden  # the class token
         positions = self.sequence * self.hidden if self.positions == "learned" else 0
-        return table + positions + self.other_parameters
+        seen = self.tower.parameters if self.tower else 0
+        seen += self.projector_parameters
+        return table + positions + self.other_parameters + seen
 
     @property
     def head_parameters(self) -> int:
@@ -370,7 +378,22 @@ class Transformer(LayerFormulas):
             predicted = self.predicted_share * self.decoder_tokens(s)
             ends = 2 * predicted * self.hidden * self.vocab
         layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
-        return samples * (layers + ends)
+        return samples * (layers + ends + self.images * self._image_flops)
+
+    @property
+    def image_tokens(self) -> float:
+        """Tokens of a sample that stand for its images."""
+        return (
+            self.images * self.tower.sequence / self.merged_patches if self.tower else 0
+        )
+
+    @cached_property
+    def _image_flops(self):
+        """FLOPs of tower and projector for an image."""
+        if not self.tower:
+            return 0.0
+        tokens = self.tower.sequence / self.merged_patches
+        return self.tower.forward_flops() + 2 * tokens * self.projector_parameters
 
     def _layer_flops(self, layer, sequence):
         blocks = self.layer_kinds[layer]

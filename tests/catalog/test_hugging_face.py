@@ -3,12 +3,15 @@ and what is refused.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulator.test_agreement import closed_s, laid_out_s
 from support import cells, refused, rows_beside
 
 from madmax_lib import catalog
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.estimate import estimate
 
 # name: (configuration, parameters). [Model cards and safetensors; for stacks of several
@@ -16,6 +19,7 @@ from madmax_lib.simulator.estimate import estimate
 # stands apart in their checkpoints, those of transformers 4.]
 ROWS = rows_beside(__file__, "configurations")
 PUBLISHED = {name: (config, parameters) for name, config, parameters in ROWS}
+SEEING = [name for name, config, _ in ROWS if "vision_config" in config]
 FIELDS = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
@@ -24,6 +28,9 @@ FIELDS = {
     "vocab_size": "vocab",
     "num_key_value_heads": "kv_heads",
 }
+
+
+SERVERS = catalog.cluster("dgx-h100", 4)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def read(tmp_path):
     return model
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SEEING])
 def test_parameters_are_those_published(read, name):
     config, parameters = PUBLISHED[name]
     model = read(name)
@@ -58,6 +65,30 @@ def test_parameters_are_those_published(read, name):
     sequence = None if model.image or model.sequence else 4096
     table = estimate(model, cluster, "dp32.z3", global_batch=32, sequence=sequence)
     assert table["step_s"].item() > 0
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_of_images_and_text_have_a_tower(read, name):
+    """Its work stands in the first stage, alike in both forms of a step."""
+    with pytest.warns(UserWarning, match="with one image of [0-9]+ pixels a sample"):
+        model = read(name)
+    assert model.parameters == PUBLISHED[name][1]
+    plan = Plan(dp=16, tp=2, zero=1)
+    cases = {
+        images: Case(replace(model, images=images), SERVERS, plan, 32, 4096)
+        for images in (0.0, 1.0, 4.0)
+    }
+    steps = {images: closed_s(case) for images, case in cases.items()}
+    assert steps[0] < steps[1] < steps[4]
+    assert laid_out_s(cases[4]) == pytest.approx(steps[4], rel=0.01)
+    weights = model.tower.parameters + model.projector_parameters
+    flops = [case.model.forward_flops(1, 4096) for case in cases.values()]
+    # scores and values of all layers, and 2 FLOPs per weight and patch, but that merged
+    # patches share the projector's
+    patches = model.tower.sequence
+    scores = 4 * patches**2 * model.tower.hidden * model.tower.layers
+    share = (flops[1] - flops[0] - scores) / (2 * patches * weights)
+    assert 0.7 < share < 1
 
 
 # As in the repositories of state-spaces, whose vocabulary is padded.

@@ -168,6 +168,18 @@ def attention(name: str, flops, read, written, width: Precision) -> Op:
     return replace(op, flops=flops)
 
 
+def scaled(op: Op, times: float | np.ndarray) -> Op:
+    """An op in place of so many equal ones."""
+    count, *sizes = op.shape or (1.0,)
+    return replace(
+        op,
+        flops=times * op.flops,
+        read_bytes=times * op.read_bytes,
+        written_bytes=times * op.written_bytes,
+        shape=(times * count, *sizes) if sizes else (),
+    )
+
+
 def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The ops of an op's backward pass: (gradients of inputs, gradients of weights), dgrad
     and wgrad.

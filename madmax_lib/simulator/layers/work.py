@@ -76,7 +76,11 @@ class Shape(LayerFormulas):
     head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
     routed_nodes: Number  # that a token is sent to at most, 0 for any
+    images: Number = 0  # of a sample, that a tower sees
+    merged_patches: Number = 1  # that become one token
+    projector_parameters: Number = 0
     model: Transformer | None = None  # the model, where it says its layers' blocks
+    tower: Transformer | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:
@@ -92,6 +96,7 @@ class Shape(LayerFormulas):
             "outputs": model.classes if model.image else model.vocab,
             "table_parameters": model.vocab * model.hidden,
             "model": model if model.blocks else None,
+            "tower": model.tower,
         }
         names = {field.name for field in fields(cls)} - derived.keys()
         return cls(**derived, **{name: getattr(model, name) for name in names})
@@ -101,14 +106,14 @@ class Shape(LayerFormulas):
         """Columns of shape (n,), one entry per model; a matrix that a model lacks has no
         inputs there.
 
-        Raises ValueError for a stack of blocks, which no columns say.
+        Raises ValueError for a stack of blocks and for a tower, which no columns say.
         """
-        for model in filter(None, (shape.model for shape in shapes)):
+        for model in filter(None, (shape.model or shape.tower for shape in shapes)):
             raise ValueError(
-                f"{model.name}: layers with blocks={model.blocks!r} are priced "
-                "alone, not in a table"
+                f"{model.name}: layers with blocks={model.blocks!r}, or a tower, are "
+                "priced alone, not in a table"
             )
-        names = {field.name for field in fields(cls)} - {"matrices", "model"}
+        names = {field.name for field in fields(cls)} - {"matrices", "model", "tower"}
         columns = {
             name: np.array([getattr(shape, name) for shape in shapes], float)
             for name in names

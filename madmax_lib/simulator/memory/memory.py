@@ -19,6 +19,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
+from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.columns import take_product
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
@@ -302,8 +303,12 @@ def _tensor_bytes(
         layer = layer_bytes(case, word, software)
         stored = stored + count * layer.stored
         at_work = np.maximum(at_work, np.where(count > 0, layer.at_work, 0.0))
-    # masks of the embedding
+    # masks of the embedding, and what a tower before it keeps
     masks = dropout_bytes(model, software) * tokens * model.hidden / layer.shards
+    if tower := model.tower:
+        seen = replace(case, model=tower, sequence=tower.sequence)
+        seen_layers = tower.layers * model.images
+        masks = masks + seen_layers * layer_bytes(seen, Blocks("*-"), software).stored
     masks = masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches)
     masks = np.where(stage == 0, masks, 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine
