@@ -369,16 +369,36 @@ class Transformer(LayerFormulas):
         """FLOPs of the forward pass, attention to all tokens or a window; the backward
         pass takes twice as many.
         """
+        return samples * sum(self.flops_by_term(sequence).values())
+
+    def flops_by_term(
+        self, sequence: int | None = None, *, windows: bool = True
+    ) -> dict[str, float]:
+        """FLOPs of the forward pass of a sample by what takes them.
+
+        windows: layers with a window attend to no more.
+        """
         s = sequence or self.sequence
+        terms = Counter()
         # 2 FLOPs per multiply-add: (T, k) by (k, n) takes 2 T k n
         if self.image:
-            patches = 2 * (s - 1) * 3 * self.patch**2 * self.hidden
-            ends = patches + 2 * self.hidden * self.classes
+            terms["patches"] += 2 * (s - 1) * 3 * self.patch**2 * self.hidden
+            terms["head"] += 2 * self.hidden * self.classes
         else:
             predicted = self.predicted_share * self.decoder_tokens(s)
-            ends = 2 * predicted * self.hidden * self.vocab
-        layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
-        return samples * (layers + ends + self.images * self._image_flops)
+            terms["head"] += 2 * predicted * self.hidden * self.vocab
+        for layer, blocks in enumerate(self.layer_kinds):
+            is_decoder = blocks.has_cross_attention
+            tokens = self.decoder_tokens(s) if is_decoder else s
+            window = self.layer_window(layer) if windows else 0
+            keys = min(window or tokens, tokens)
+            for block in blocks.kinds:
+                self._add_block(terms, block, tokens, s if block == "x" else keys)
+        if tower := self.tower:
+            tokens = tower.sequence / self.merged_patches
+            projected = 2 * tokens * self.projector_parameters
+            terms["tower"] += self.images * (tower.forward_flops() + projected)
+        return dict(terms)
 
     @property
     def image_tokens(self) -> float:
@@ -387,55 +407,33 @@ class Transformer(LayerFormulas):
             self.images * self.tower.sequence / self.merged_patches if self.tower else 0
         )
 
-    @cached_property
-    def _image_flops(self):
-        """FLOPs of tower and projector for an image."""
-        if not self.tower:
-            return 0.0
-        tokens = self.tower.sequence / self.merged_patches
-        return self.tower.forward_flops() + 2 * tokens * self.projector_parameters
-
-    def _layer_flops(self, layer, sequence):
-        blocks = self.layer_kinds[layer]
-        is_decoder = blocks.has_cross_attention
-        tokens = self.decoder_tokens(sequence) if is_decoder else sequence
-        keys = min(self.layer_window(layer) or tokens, tokens)
-        flops = 0.0
-        for block in blocks.kinds:
-            if block == BlockKind.CROSS_ATTENTION:
-                flops += self._attention_flops(tokens, sequence)
-                # keys and values come from the encoder's tokens: project these instead
-                keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)
-                flops += 2 * (sequence - tokens) * self.hidden * keys_values
-            elif block == BlockKind.ATTENTION:
-                flops += self._attention_flops(tokens, keys)
-            else:
-                flops += tokens * self._token_flops(block, tokens)
-        return flops
-
-    def _attention_flops(self, tokens, keys):
-        """FLOPs of products, scores and weighted values of tokens that each attend to
-        `keys`.
-        """
-        products = sum(matrix.parameters for matrix in self.attention_matrices)
-        scores = 4 * keys * self.core_width
-        if self.index_heads:  # the indexer scores all keys, once
-            scores += 2 * tokens * self.index_heads * self.index_dim
-        return tokens * (2 * products + scores)
-
-    def _token_flops(self, block, tokens):
-        """FLOPs per token of a block in which tokens do not attend to each other."""
+    def _add_block(self, terms, block, tokens, keys):
+        """Add the FLOPs of a block for tokens that each attend to `keys`."""
+        if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
+            products = sum(matrix.parameters for matrix in self.attention_matrices)
+            terms["projections"] += 2 * tokens * products
+            terms["scores"] += 4 * tokens * keys * self.core_width
+            # the indexer scores all keys, once
+            index = 2 * self.index_heads * self.index_dim
+            terms["index"] += tokens * tokens * index
+        if block == BlockKind.CROSS_ATTENTION:
+            # keys and values come from the encoder's tokens: project these instead
+            keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)
+            terms["projections"] += 2 * (keys - tokens) * self.hidden * keys_values
         if block.is_mixer:
             weights = sum(matrix.parameters for matrix in mixer_matrices(self, block))
-            return 2 * weights + scan_flops(self, block, tokens)
-        matrices = 2 + self.gated
+            terms["mixers"] += 2 * tokens * weights
+            terms["scan"] += tokens * scan_flops(self, block, tokens)
+        twice = 2 * tokens * (2 + self.gated)  # two matrices, and that of a gate
         if block == BlockKind.FEED_FORWARD:
-            return 2 * matrices * self.hidden * self.ffn
-        inner = matrices * self.expert_ffn
-        routed = self.active_experts * self.expert_inputs * inner
-        shared = self.shared_experts * self.hidden * inner
-        always = self.hidden * self.experts + self.latent_parameters  # all are scored
-        return 2 * (routed + shared + always)
+            terms["feed-forward"] += twice * self.hidden * self.ffn
+        if block == BlockKind.EXPERTS:
+            routed = self.active_experts * self.expert_inputs
+            shared = self.shared_experts * self.hidden
+            terms["experts"] += twice * routed * self.expert_ffn
+            terms["shared experts"] += twice * shared * self.expert_ffn
+            terms["router"] += 2 * tokens * self.hidden * self.experts  # scores all
+            terms["latent"] += 2 * tokens * self.latent_parameters
 
 
 @dataclass(frozen=True)
