@@ -105,6 +105,11 @@ def flops(
         "states": row["states"] * mixers * states,
         "softmax": row["softmax"] * pairs * shape.heads,
     }
-    passes = row["passes"]
-    counts = {term: float(passes * value) for term, value in terms.items() if value}
+    # recompute repeats layers, not the head
+    passes = {"head": min(row["passes"], 3)}
+    counts = {
+        term: float(passes.get(term, row["passes"]) * value)
+        for term, value in terms.items()
+        if value
+    }
     return Flops(shape.name, convention, sequence, counts, row["said"], row["source"])
