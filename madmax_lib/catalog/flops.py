@@ -26,7 +26,7 @@ class Flops:
     convention: str
     sequence: int  # tokens of the sample
     terms: dict[str, float]  # FLOPs by what takes them
-    said: str  # what the convention counts
+    rule: str  # what the convention counts
     source: str
 
     def __float__(self) -> float:
@@ -51,8 +51,8 @@ class Flops:
 
 
 def conventions() -> pd.DataFrame:
-    """The conventions: convention, what it counts (said), source."""
-    return table("flops_conventions")[["convention", "said", "source"]]
+    """The conventions: convention, what it counts (rule), source."""
+    return table("flops_conventions")[["convention", "rule", "source"]]
 
 
 def flops(
@@ -88,8 +88,8 @@ def flops(
     )
     in_use = 2 * sequence * shape.active_parameters
     in_use -= 0 if shape.tied else embedding
-    counted = ("scores", "index", "scan", "tower", "patches")
-    products = sum(value for term, value in own.items() if term not in counted)
+    apart = ("scores", "index", "scan", "tower", "patches")
+    products = sum(value for term, value in own.items() if term not in apart)
     states = sequence * shape.mixer_channels * shape.mixer_state
     mixers = sum(kind.is_mixer for layer in shape.layer_kinds for kind in layer.kinds)
     pairs = own.get("scores", 0) / (4 * shape.core_width)  # of queries and keys
@@ -112,4 +112,4 @@ def flops(
         for term, value in terms.items()
         if value
     }
-    return Flops(shape.name, convention, sequence, counts, row["said"], row["source"])
+    return Flops(shape.name, convention, sequence, counts, row["rule"], row["source"])

@@ -203,9 +203,9 @@ def _guessed(config, by_kind, where):
     kind = config.get("model_type", "")
     shaped = by_kind[_LLAMA_SHAPED]
     harmless = set(shaped["harmless"][0].split())
-    known = harmless.union(*(key.split() for key, _ in shaped.values()))
+    of_llama = harmless.union(*(key.split() for key, _ in shaped.values()))
     needed = {names.split()[0] for names in _SIZES.values()}
-    others = [key for key in config if key not in known]
+    others = [key for key in config if key not in of_llama]
     if needed <= config.keys() and not others:
         warnings.warn(
             f"{where}: model_type {kind!r} is not known and read as Llama's: gated "

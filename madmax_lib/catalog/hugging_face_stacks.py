@@ -180,6 +180,7 @@ def _linear(config, shape, letter):
         types = [(layer + 1) % every == 0 for layer in range(count)]
     first = ["*" if word in _FULL else letter for word in types]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
+    width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
     # the gate of a shared expert stands in every layer
     gate = shape.get("other_layer_parameters", 0)
     return {
@@ -188,7 +189,8 @@ def _linear(config, shape, letter):
         ],
         "dense_layers": 0,
         "moe_every": 0,
-        "mixer_channels": shape["mixer_heads"] * shape["head_dim"],
+        "mixer_channels": shape["mixer_heads"] * width,
+        "mixer_state": shape.get("mixer_state", width),
         "other_mixer_parameters": gate,
     }
 
@@ -197,12 +199,6 @@ def _delta_net(config, shape):
     width = size_of(config, "linear_value_head_dim", 128)
     channels = {"mixer_channels": shape["mixer_heads"] * width}
     return _linear(config, shape, "G") | channels
-
-
-def _lightning(config, shape):
-    width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
-    sizes = {"head_dim": width, "mixer_state": width}
-    return _linear(config, shape | sizes, "L") | sizes
 
 
 def _kimi(config, shape):
@@ -275,6 +271,6 @@ STACKED = {
     "qwen3_next": _delta_net,
     "qwen3_5_text": _delta_net,
     "qwen3_5_moe_text": _delta_net,
-    "minimax": _lightning,
+    "minimax": partial(_linear, letter="L"),
     "kimi_linear": _kimi,
 }
