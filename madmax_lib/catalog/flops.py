@@ -80,7 +80,7 @@ def flops(
         names = ", ".join(rows.index)
         raise ValueError(f"convention={convention!r} is not one of {names}")
     row = rows.loc[convention]
-    own = shape.flops_by_term(sequence, windows=row["windows"] > 0)
+    forward = shape.flops_by_term(sequence, windows=row["windows"] > 0)
     # tables and vectors by 2 FLOPs per parameter and token, as products have them
     embedding = 2 * sequence * shape.vocab * shape.hidden
     has_table = row["embedding"] == "always" or (
@@ -88,16 +88,16 @@ def flops(
     )
     in_use = 2 * sequence * shape.active_parameters
     in_use -= 0 if shape.tied else embedding
-    apart = ("scores", "index", "scan", "tower", "patches")
-    products = sum(value for term, value in own.items() if term not in apart)
+    summed = ("scores", "index", "scan", "tower", "patches")
+    products = sum(value for term, value in forward.items() if term not in summed)
     states = sequence * shape.mixer_channels * shape.mixer_state
     mixers = sum(kind.is_mixer for layer in shape.layer_kinds for kind in layer.kinds)
-    pairs = own.get("scores", 0) / (4 * shape.core_width)  # of queries and keys
+    pairs = forward.get("scores", 0) / (4 * shape.core_width)  # of queries and keys
     factors = {"scores": "scores", "index": "scores"}
     factors |= dict.fromkeys(("router", "tower", "scan"))
     terms = {
         term: value * (row[factors[term] or term] if term in factors else 1)
-        for term, value in own.items()
+        for term, value in forward.items()
     }
     terms |= {
         "embedding": embedding * has_table,

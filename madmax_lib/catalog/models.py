@@ -109,7 +109,7 @@ class Transformer(LayerFormulas):
     mlp_bias: bool = True  # of the feed-forward products
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
-    # which attend both ways [BERT, arXiv 1810.04805]
+    # which attend both ways [BERT, arXiv 1810.04805]; 2: of each the next two
     predicted_share: float = 1.0
     experts: int = 0  # of a mixture layer
     active_experts: int = 0  # of them, used by a token

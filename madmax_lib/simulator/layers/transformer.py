@@ -302,7 +302,7 @@ def _core(work, windowed, causal):
             tokens,
             work.sequence,
             shape.core_width / plan.tp,
-            causal=causal & (shape.image == 0) & (shape.predicted_share == 1),
+            causal=causal & (shape.image == 0) & (shape.predicted_share >= 1),
             window=shape.window if windowed else 0,
         )
         if any_nonzero(shape.index_heads):

@@ -79,7 +79,8 @@ def memory(
     None. global_batch: samples per step, which limits the micro-batches a stage can
     hold; as many as the pipeline wants if None. software: that trains, a name of
     `data/software.csv` or one of your own; `default_software` if None. imbalance: of
-    experts, as in `Case`.
+    experts, as in `Case`. optimizer: adam, momentum, sgd or muon, which leaves tables and
+    head to Adam.
     fused_loss: cross entropy without fp32 logits, as the software has it if None.
     trainable: share of the parameters with gradients. cluster: that the plan fills, for
     what its processes hold beside the step; any GPUs if None. phase: when the bytes are

@@ -19,6 +19,7 @@ USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 _MOMENTS = {
     "adam": 2,
     "momentum": 1,
+    "muon": 1,  # but for tables and head, which Adam updates
     "sgd": 0,
 }  # numbers of the optimizer's state per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
@@ -157,6 +158,8 @@ def state_bytes(
     """
     moments = _choice("optimizer", optimizer, _MOMENTS) * software.moment_bytes
     parameters = count.dense + count.experts
+    if optimizer == "muon":
+        moments = moments * (1 + count.ends / np.maximum(parameters, 1))
     trainable = np.where(
         p.lora_rank > 0,
         p.lora_rank * count.adapted / np.maximum(parameters, 1),
