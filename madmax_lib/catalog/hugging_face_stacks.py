@@ -272,5 +272,6 @@ STACKED = {
     "qwen3_5_text": _delta_net,
     "qwen3_5_moe_text": _delta_net,
     "minimax": partial(_linear, letter="L"),
+    "minimax_text_01": partial(_linear, letter="L"),
     "kimi_linear": _kimi,
 }
