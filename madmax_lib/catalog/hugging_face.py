@@ -181,6 +181,8 @@ def _fields(config, rows, where):
                 f"mlp_layer_types: dense layers {dense} are not the first ones"
             )
         shape["dense_layers"] = len(dense)
+    if config.get("n_group") == 1:  # one group of all experts limits nothing
+        shape["routed_nodes"] = 0
     shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]

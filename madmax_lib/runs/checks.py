@@ -29,6 +29,7 @@ _NOT_BUILT = (
     "attention_gate",
     "expert_latent",
     "index_heads",
+    "tower",
 )
 _NOT_ON_DEEPSPEED = (
     "compile",

@@ -252,6 +252,12 @@ def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
         read("gpt2", n_embd=10**9, n_layer=2, n_head=2, n_positions=8, vocab_size=9)
 
 
+@pytest.mark.parametrize(("groups", "nodes"), [(8, 4), (1, 0)])
+def test_one_group_of_all_experts_limits_no_nodes(read, groups, nodes):
+    model = read("DeepSeek-V3", n_group=groups, topk_group=4)
+    assert model.routed_nodes == nodes
+
+
 def test_an_adapter_is_named(read):
     with refused("an adapter (LORA) of meta-llama/Llama-3.1-8B & lora_rank"):
         base = {"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
