@@ -111,6 +111,7 @@ def _trained_part(path, config):
     """The image part of SigLIP, the text part of others that have several; and the
     configuration of what sees.
     """
+    config = config.get("thinker_config") or config  # of an omni model
     kind = config.get("model_type")
     seen = config.get("vision_config")
     if kind == "siglip" and isinstance(seen, dict):
@@ -136,7 +137,7 @@ def _seen(path, config, hidden):
     if result:
         edge = result["tower"].image
         message = f"with one image of {edge} pixels a sample; replace(model, images=0) has none"
-    warnings.warn(f"{path}: {message}", stacklevel=5)  # at the user's mm.model
+    warnings.warn(f"{path}: {message}", stacklevel=4)  # at the user's mm.model
     return result
 
 
@@ -212,7 +213,7 @@ def _guessed(config, by_kind, where):
         warnings.warn(
             f"{where}: model_type {kind!r} is not known and read as Llama's: gated "
             "feed-forward parts, RMS norms, no biases",
-            stacklevel=6,  # at the user's mm.model
+            stacklevel=5,  # at the user's mm.model
         )
         return _LLAMA_SHAPED
     near = get_close_matches(str(kind), by_kind, cutoff=0.3) or ["llama"]

@@ -153,6 +153,15 @@ def of_text(read, kind, config):
         return read(kind, text_config=config)
 
 
+def test_of_an_omni_model_the_text_of_the_thinker_is_read(read):
+    name = "qwen3-30b-a3b"
+    text = PUBLISHED[name][0] | {"model_type": "qwen3_omni_moe_text"}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    with pytest.warns(UserWarning, match="the text part alone is read"):
+        model = read("qwen3_omni_moe", thinker_config=thinker)
+    assert model.parameters == PUBLISHED[name][1]
+
+
 def test_of_images_and_text_the_text_is_read(read):
     model = of_text(read, "gemma3", GEMMA | {"sliding_window": 1024})
     assert model.parameters == 3_880_263_168
@@ -241,8 +250,10 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
 
 
 def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
-    with pytest.warns(UserWarning, match="'nobody' is not known and read as Llama's"):
+    said = "'nobody' is not known and read as Llama's"
+    with pytest.warns(UserWarning, match=said) as caught:
         model = read("nobody", **MINE)
+    assert caught[0].filename == __file__  # the line that asked
     assert (
         model.parameters == read("llama", max_position_embeddings=8, **MINE).parameters
     )
