@@ -24,7 +24,6 @@ STACKS = [
     "mamba2-2.7b",
     "jamba-1.5-large",
     "nemotron-h-8b",
-    "qwen3-next-80b-a3b",
     "kimi-linear-48b-a3b",
     "minimax-text-01",
 ]  # layers of several kinds
