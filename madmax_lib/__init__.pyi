@@ -11,6 +11,7 @@ from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
 from madmax_lib.calibration.machine.machine import machine as machine
 from madmax_lib.calibration.verdict.expect import expect as expect
 from madmax_lib.catalog.datasets import dataset as dataset
+from madmax_lib.catalog.flops import flops as flops
 from madmax_lib.catalog.hardware import Link as Link
 from madmax_lib.catalog.listing import (
     clusters as clusters,

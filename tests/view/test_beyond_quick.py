@@ -62,6 +62,7 @@ OTHERS = {
          "others": "dp8.tp2.z1 dp16.z3", "sharded": "", "mixture": "", "routed": "dp8.tp2.z1"},
     ],
     "42_memory": [{"model": "gpt2-large", "cluster": "dgx-h100", "nodes": 2, "plan": "dp16.z1.mb4", "global_batch": 128, "offloaded": "dp16.z2.mb4.offload-optimizer", "share": 0.5}],
+    "43_flops": [{"model": "qwen3-30b-a3b", "sequence": 4096, "tokens_per_s": 8826.0, "device": "h200", "dtype": "bf16"}],
     "50_madmax": [{"samples": 1e8, "timeline_model": "DLRM-B", "timeline_strategy": "fsdp", "prefetch_model": "GPT-3"}],
     "51_vtrain": [{"days": 10.0, "split": 3}],
     "52_metis": [{"example_layers": 8, "example_gpus": 16}],
