@@ -110,6 +110,15 @@ def decode_pieces(
         _read_rest(trace, blocks, piece.rest or b"")
 
 
+def packets_of(trace: RawTrace) -> bytes:
+    """Bytes of a file of Perfetto's packets, uncompressed; none of another."""
+    with contextlib.closing(_file_blocks(trace)) as blocks:
+        first = next(blocks, b"")
+        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
+            return b"".join((first, *blocks))
+    return b""
+
+
 def _at_least(blocks: Iterator[bytes], length: int):
     """The next block, or as many as have a length together; fewer at the end, and
     nothing after it.
@@ -159,9 +168,16 @@ def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes):
 
 
 def _text_blocks(trace: RawTrace):
-    """Uncompressed text in blocks, whatever the file is called; a broken stream ends
-    early and says so.
-    """
+    """Text of a Chrome trace in blocks, whatever the file is called."""
+    if data := packets_of(trace):
+        with uncollected():
+            yield from chrome_text(trace, data)
+    else:
+        yield from _file_blocks(trace)
+
+
+def _file_blocks(trace: RawTrace):
+    """Uncompressed file in blocks; a broken stream ends early and says so."""
     with open(trace.path, "rb") as file:
         magic = file.read(2)
         file.seek(0)
@@ -170,13 +186,7 @@ def _text_blocks(trace: RawTrace):
             blocks = _inflate(trace, file)
         elif magic in _PACKED:
             blocks = _unpack(trace, _PACKED[magic](file))
-        first = next(blocks, b"")
-        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
-            with uncollected():
-                yield from chrome_text(trace, b"".join((first, *blocks)))
-        else:
-            yield first
-            yield from blocks
+        yield from blocks
 
 
 def _unpack(trace: RawTrace, stream):

@@ -13,10 +13,13 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+import pandas as pd
 
-from madmax_lib.traces.read.chrome import decode_pieces
-from madmax_lib.traces.read.events import Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.chrome import decode_pieces, packets_of
+from madmax_lib.traces.read.events import FAR_NS, Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.perfetto import read_rows
 from madmax_lib.traces.read.values import (
+    Codes,
     NeedsDecimal,
     dtype_bytes,
     floats,
@@ -29,36 +32,8 @@ Result = TypeVar("Result")
 
 _BATCH = 4000  # events whose columns are made at once
 _NO_ARGS = Args()
-
-
-class Codes(dict):
-    """Numbers values in order of appearance."""
-
-    def __missing__(self, key):
-        code = self[key] = len(self)
-        return code
-
-    def of(self, values: list) -> np.ndarray:
-        """Codes (n,) int32 of values; what cannot be a key counts as its text."""
-        try:
-            return np.fromiter(
-                map(self.__getitem__, values), dtype=np.int32, count=len(values)
-            )
-        except TypeError:  # a name or thread that is a list
-            return np.array([self[_key(value)] for value in values], dtype=np.int32)
-
-    def number(self, value) -> int:
-        """Code of a value that may not be there, then -1."""
-        return self.get(_key(value), -1)
-
-
-def _key(value):
-    """A value that can be a key, or its text."""
-    try:
-        hash(value)
-    except TypeError:
-        return tuple(map(_key, value)) if isinstance(value, tuple) else str(value)
-    return value
+# keys of packets' notes that become columns as they are
+_NUMBERS = ("stream", "correlation", "external id", "External Id", "External id")
 
 
 @dataclass
@@ -121,6 +96,10 @@ def with_exact_times(
 
 
 def _gather(trace: RawTrace, exact: bool, hta: bool):
+    if data := packets_of(trace):
+        return _of_packets(trace, data, hta)
+    if data := packets_of(trace):
+        return _of_packets(trace, data, hta)
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     # bytes that grow: arrays of each piece would keep its memory in use
@@ -152,6 +131,64 @@ def _gather(trace: RawTrace, exact: bool, hta: bool):
         threads=list(codes["thread"]),
         groups=list(codes["group"]),
         group_rank=group_rank,
+    )
+
+
+def _of_packets(trace: RawTrace, data: bytes, hta: bool):
+    """Columns of a file of packets, whose rows are arrays already."""
+    packets = read_rows(trace, data, Args.__struct_encode_fields__)
+    count = len(packets.start_ns)
+    numbers = {key: np.full(count, -1) for key in _NUMBERS}
+    others = defaultdict(dict)
+    for key, rows, values in packets.notes:
+        if key in _NUMBERS:
+            numbers[key][rows] = integers(values)
+            continue
+        for row, value in zip(rows.tolist(), values, strict=True):
+            others[row][key] = value
+    noted = sorted(others)
+    args = msgspec.convert([others[row] for row in noted], list[Args])
+    args = [_with_annotation(each) if each.annotation else each for each in args]
+    size_bytes, group = np.full(count, np.nan), np.zeros(count, dtype=np.int32)
+    groups = Codes()
+    groups.of([""])
+    size_bytes[noted], group[noted] = _notes(args, groups)
+    ranks = (_global_rank(each) for each in args)
+    op = numbers["external id"]
+    for key in ("External Id", "External id"):
+        op = np.where(numbers[key] == -1, op, numbers[key])
+    columns = {
+        "start_ns": packets.start_ns,
+        "dur_ns": packets.dur_ns,
+        "stream": _streams(numbers["stream"]),
+        "correlation": numbers["correlation"],
+        "op": op,
+        "size_bytes": size_bytes,
+        "name": packets.name,
+        "category": packets.category,
+        "thread": packets.thread,
+        "group": group,
+    }
+    if hta:
+        columns["ts_us"] = packets.start_ns / 1000
+        columns["dur_us"] = packets.dur_ns / 1000
+        columns["whole_us"] = np.zeros(count, dtype=bool)
+    sound = np.maximum(packets.start_ns, packets.dur_ns) < FAR_NS
+    trace.events -= count - sound.sum()
+    trace.skipped += count - sound.sum()
+    sound &= packets.category != packets.texts[b"Trace"]
+    columns = {key: values[sound] for key, values in columns.items()}
+    columns["name"], names = pd.factorize(columns["name"])
+    columns["category"], categories = pd.factorize(columns["category"])
+    columns["thread"], threads = pd.factorize(columns["thread"])
+    texts = packets.texts.of_code
+    return EventColumns(
+        **columns,
+        names=_distinct([texts[code] for code in names], columns["name"]),
+        categories=[texts[code].strip().lower() for code in categories],
+        threads=[packets.threads[code] for code in threads],
+        groups=list(groups),
+        group_rank=next((rank for rank in ranks if rank is not None), None),
     )
 
 
@@ -216,7 +253,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
     piece = {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "stream": _streams([a.stream for a in args]),
+        "stream": _streams(integers([a.stream for a in args])),
         "correlation": integers([a.correlation for a in args]),
         "op": _external_ids(args),
         "size_bytes": size_bytes,
@@ -231,11 +268,10 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
     return piece
 
 
-def _streams(values: list):
+def _streams(streams: np.ndarray):
     """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
     bits.
     """
-    streams = integers(values)
     lower_bits = streams % 2**31
     small = np.where(streams < 2**31, np.maximum(streams, -1), lower_bits)
     return small.astype(np.int32)

@@ -1,7 +1,8 @@
-"""Perfetto's packets (`.pftrace`, as torch's cuspy writes them) as the text of a Chrome
-trace, so that one reader knows what rows mean.
+"""Perfetto's packets (`.pftrace`, as torch's cuspy writes them) as columns, and as the
+text of a Chrome trace.
 
 Slices of threads become host rows, render stages the device's, counter events counters.
+What packets say about those after them is read packet by packet, rows all at once.
 Format: protobuf, google/perfetto protos/perfetto/trace; numbers of fields stand beside
 their names here.
 """
@@ -9,22 +10,42 @@ their names here.
 import json
 import struct
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import groupby
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+import pandas as pd
 
 from madmax_lib.traces.read.events import SOURCE_KEY, NotATrace, RawTrace
+from madmax_lib.traces.read.values import Codes
+from madmax_lib.traces.read.wire import (
+    BYTES,
+    FIXED,
+    PADDING,
+    Broken,
+    Message,
+    Messages,
+    fields,
+    first,
+    signed,
+    varint,
+)
 
 _BEGIN = 1  # types of track events
 _END = 2
 _OWN_CLOCKS = 64  # numbers of clocks from here on belong to one sequence
 _NO_STREAM = 2**31 - 1  # thread of waits for a whole device
 _LINES = 4000  # events of a block of text
-_MOST_NOTES = 1 << 15  # whose text is kept
 _PACKET = 10  # first byte of one: field 1, of bytes
-_BYTES = 2  # wire type of texts and messages
-_EVENTS = {8, 10, 11, 13, 52, 53, 58}  # fields of packets that say nothing about others
+_STATE = (6, 12, 41, 59, 60)  # fields of packets that say something about others
+_NOTE = (1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 17)  # fields of debug annotations
+# of values that are no integer and no text: number and wire type
+_ODD = ((2, 0), (5, FIXED), (11, BYTES), (12, BYTES))
+_EVENTS = (8, 10, 11, 13, 50, 52, 53, 58)  # the others that are read
 # interned tables of a sequence, by field of InternedData; iid is field 1, the text 2
 _TABLES = {1: "category", 2: "name", 3: "note", 29: "text", 24: "stage"}
 STAGES = {  # category of Kineto, by name of a render stage
@@ -45,367 +66,497 @@ _UNLABELLED = {  # slices of a GPU's streams; others are kernels
 }
 _NAMES = {"device id": "device", "context id": "context", "stream id": "stream"}
 
-Message = dict[int, list]
-
 
 def is_perfetto(text: bytes) -> bool:
     """Whether a file begins with a packet: field 1, length-delimited, of a Trace."""
     return text[:1] == b"\n" and text.lstrip()[:1] not in (b"{", b"[", b"")
 
 
-def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
-    """Text of a Chrome trace with the events of a file's packets, in blocks.
+@dataclass
+class PacketRows:
+    """Slices and render stages of a file as arrays (n,), in the order of a Chrome
+    trace.
+    """
+
+    start_ns: np.ndarray  # int64, from the file's own zero
+    dur_ns: np.ndarray  # int64
+    category: np.ndarray  # code, index of texts, as is the name
+    name: np.ndarray
+    thread: np.ndarray  # code, index of threads
+    texts: "Texts"
+    threads: list[tuple[int, int]]  # pid, tid
+    notes: list[tuple[str, np.ndarray, list]]  # key, rows that have it, their values
+    samples: list[tuple]  # ns, name and value of counters
+
+
+def read_rows(
+    raw: RawTrace, data: bytes, keys: tuple[str, ...] | None = None
+) -> PacketRows:
+    """Rows of a file of packets, which fill `raw`; keys: notes to keep, or all of them
+    and the counters.
 
     Raises NotATrace for bytes that are no packets, and for times of a clock that no
     snapshot explains.
     """
-    trace = _Packets(str(raw.path))
-    try:
-        trace.read(data)
-    except (IndexError, UnicodeDecodeError, zlib.error):
-        raw.damage = raw.damage or "truncated packets"  # what came before is kept
-    if not (trace.times or trace.tracks):
-        raise NotATrace(f"{raw.path}: not a profiler trace (no packets of Perfetto)")
-    base_ns = min(trace.times, default=0) // 1000 * 1000
-    # an export keeps the keys beside its events as the name of a track
-    names = (_text(track, 2, "") for track in trace.tracks.values())
-    envelope = json.loads(next((name for name in names if SOURCE_KEY in name), "{}"))
-    keys = {**envelope, "baseTimeNanoseconds": base_ns, "traceEvents": []}
-    yield json.dumps(keys)[:-2].encode()
-    separator = ""
-    lines = []
-    for line in trace.lines(base_ns):
-        lines.append(line)
-        if len(lines) == _LINES:
-            yield (separator + ",\n".join(lines)).encode()
-            separator, lines = ",\n", []
-    yield ((separator if lines else "") + ",\n".join(lines) + "]}").encode()
+    data, bounds = _bounds(raw, data)
+    while True:
+        try:
+            packet = np.arange(bounds.shape[1])
+            packets = Messages(data, bounds, packet, (*_STATE, *_EVENTS))
+            if not len(packets.all(50)):
+                return _Packets(raw, packets).rows(keys)
+            data, bounds = _bounds(raw, _unpacked(raw, packets))
+        except Broken as broken:  # what came before is kept
+            raw.damage = raw.damage or "truncated packets"
+            bounds = bounds[:, : broken.packet]
+
+
+def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
+    """Text of a Chrome trace with the rows and counters of a file, in blocks.
+
+    Raises as `read_rows` does.
+    """
+    rows = read_rows(raw, data)
+    yield msgspec.json.encode(raw.envelope | {"traceEvents": []})[:-2]
+    args = [{} for _ in range(len(rows.start_ns))]
+    for key, rows_with, values in rows.notes:
+        for row, value in zip(rows_with.tolist(), values, strict=True):
+            args[row][key] = value
+    columns = (rows.category, rows.name, rows.thread, rows.start_ns, rows.dur_ns)
+    lines = [
+        {"cat": rows.texts.of_code[category], "name": rows.texts.of_code[name], "args": args[row]}
+        | dict(zip(("pid", "tid"), rows.threads[thread], strict=True))
+        | {"ph": "X", "ts": _us(ts_ns), "dur": _us(dur_ns)}
+        for row, (category, name, thread, ts_ns, dur_ns) in enumerate(
+            zip(*map(np.ndarray.tolist, columns), strict=True)
+        )
+    ]
+    lines += [
+        {"ph": "C", "name": name, "ts": _us(ts_ns), "args": {"": value}}
+        for ts_ns, name, value in rows.samples
+    ]
+    separator = b""
+    for low in range(0, len(lines), _LINES):
+        yield separator + msgspec.json.encode(lines[low : low + _LINES])[1:-1]
+        separator = b","
+    yield b"]}"
+
+
+def _us(ns: int):
+    """Microseconds with all their decimals."""
+    return msgspec.Raw(b"%d.%03d" % divmod(ns, 1000))
+
+
+def _bounds(raw: RawTrace, data: bytes):
+    """Bytes of a file, those of compressed packets as they were, and (2, packets) the
+    first byte of each and the one after its last.
+    """
+    size = len(data)
+    data += PADDING
+    begins, ends = array("q"), array("q")
+    at = 0
+    while at < size and data[at] == _PACKET:
+        length, begin = data[at + 1], at + 2
+        if length > 127:
+            length, begin = varint(data, at + 1)
+        at = begin + length
+        begins.append(begin)
+        ends.append(at)
+    if at != size:
+        raw.damage = raw.damage or "truncated packets"
+    bounds = np.array([begins, ends], dtype=np.int64)
+    return data, bounds[:, : np.searchsorted(bounds[1], size, "right")]
+
+
+def _unpacked(raw: RawTrace, packets: Messages):
+    """Bytes of a file with compressed packets in their places."""
+    parts = []
+    done = 0
+    ends = packets.bounds[1]
+    for field in packets.all(50):
+        number = packets.owner[field]
+        parts.append(packets.data[done : ends[number - 1] if number else 0])
+        try:
+            parts.append(zlib.decompress(*packets.texts([field])))
+        except zlib.error:
+            raw.damage = raw.damage or "truncated packets"
+            return b"".join(parts)
+        done = ends[number]
+    return b"".join((*parts, packets.data[done : ends[-1]]))
+
+
+class Texts(Codes):
+    """Numbers the bytes of texts; `of_code` has them decoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_code = []
+        self.of([b""])  # code 0: no text
+
+    def __missing__(self, key):
+        self.of_code.append(key.decode(errors="replace"))
+        return super().__missing__(key)
+
+    def map(self, codes: np.ndarray, function):
+        """What a function makes of the text of each code."""
+        if not len(codes):
+            return codes
+        used = np.flatnonzero(np.bincount(codes, minlength=len(self)))
+        values = np.array([function(self.of_code[code]) for code in used])
+        return values[np.searchsorted(used, codes)]
+
+
+class _Told:
+    """Numbers that packets tell, of a sequence and a number of its own, to those after
+    them.
+    """
+
+    def __init__(self):
+        self.rows: list[tuple[int, int, int]] = []
+
+    def add(self, sequence: int, number: int, packet: int, value: int):
+        self.rows.append((sequence << 32 | number, packet, value))
+
+    def find(self, sequence, number, packet, since=0):
+        """(n,) what the last packets up to some say, since others; -1 where none does."""
+        if not self.rows:
+            return np.full(len(packet), -1)
+        key, told, value = np.array(self.rows).T
+        keys, place = np.unique(key, return_inverse=True)
+        # packets by key and number in one array that is sorted
+        order = np.lexsort((told, place))
+        sought = sequence << 32 | number
+        after = np.searchsorted(keys, sought) << 32 | packet
+        row = np.searchsorted((place << 32 | told)[order], after, "right") - 1
+        row = order[row]
+        good = (key[row] == sought) & (told[row] <= packet) & (told[row] >= since)
+        return np.where(good, value[row], -1)
 
 
 class _Packets:
-    """State of a file while its packets are read in order."""
+    """Packets of a file: what they say about others, and the rows of the others."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.times: list[int] = []
-        self.interned = defaultdict(lambda: defaultdict(dict))  # by sequence
-        self.defaults: dict[int, Message] = {}  # of packets, by sequence
-        self.clocks: dict[tuple[int, int], list[int]] = {}
+    def __init__(self, raw: RawTrace, packets: Messages):
+        self.raw = raw
+        self.packets = packets
+        self.texts = Texts()
+        self.threads = Codes()
+        self.notes = []
+        self.time_ns = np.zeros(len(packets), dtype=np.int64)
+        self.told: dict[str, _Told] = defaultdict(_Told)
+        self.clocks: list[list[int]] = []
+        self.specs: list[dict[int, bytes]] = []  # names of counters by number
         self.tracks: dict[int, Message] = {}
-        # type, track, time, name, category and args of slices: plain tuples of plain
-        # values are no garbage to look for, as are texts
-        self.marks: list[tuple] = []
-        # start, duration and text of device rows and counters
-        self.rows: list[tuple[int, int | None, str]] = []
+        self.sequence = packets.numbers(10)
+        says = packets.owner[np.isin(packets.key >> 3, _STATE)]
+        resets = np.flatnonzero(packets.numbers(13) & 1)
+        for number in np.union1d(says, resets).tolist():
+            try:
+                self._state(number, fields(packets.bytes_of(number)))
+            except IndexError:
+                raise Broken(number) from None
 
-    def read(self, data: bytes):
-        """Take the packets of a Trace, or of a compressed part of one."""
-        at = 0
-        while at < len(data):
-            if data[at] != _PACKET:
-                raise IndexError("a field that is no packet")
-            length, at = _varint(data, at + 1)
-            packet = data[at : at + length]
-            if len(packet) < length:
-                raise IndexError("a cut packet")
-            self._packet(_once(packet))
-            at += length
-
-    def _packet(self, packet: Message):
-        sequence = _first(packet, 10, 0)
-        if not packet.keys() <= _EVENTS or _first(packet, 13, 0) & 1:
-            self._state(packet, sequence)
-        if not packet.keys() & {11, 52, 53}:
-            return
-        names = self.interned[sequence]
-        ts_ns = self._time_ns(packet, sequence)
-        self.times.append(ts_ns)
-        for event in packet.get(11, []):
-            self._track_event(_message(event), ts_ns, sequence)
-        for event in packet.get(53, []):
-            stage = _once(event)
-            self.rows.append((ts_ns, _first(stage, 2, 0), _stage_line(stage, names)))
-        for event in packet.get(52, []):
-            self.rows += [(ts_ns, None, line) for line in _counters(event, names)]
-
-    def _state(self, packet: Message, sequence: int):
+    def _state(self, number: int, packet: Message):
         """Take what a packet says about others."""
-        if _first(packet, 13, 0) & 1 or _first(packet, 41, 0):
-            self.interned.pop(sequence, None)
-        if defaults := packet.get(59):
-            self.defaults[sequence] = _message(defaults[0])
-        for snapshot in packet.get(6, []):
-            self._snapshot(_message(snapshot), sequence)
-        for table in packet.get(12, []):
-            _intern(_message(table), self.interned[sequence])
-        for descriptor in packet.get(60, []):
-            track = _message(descriptor)
-            self.tracks[_first(track, 1, 0)] = track
-        for part in packet.get(50, []):
-            self.read(zlib.decompress(part))
+        sequence = first(packet, 10, 0)
+        if first(packet, 13, 0) & 1 or first(packet, 41, 0):
+            self.told["reset"].add(sequence, 0, number, number)
+        for default in map(fields, packet.get(59, [])[:1]):
+            clock = first(default, 58, 6)
+            self.told["default clock"].add(sequence, 0, number, clock)
+            track = first(fields(first(default, 11, b"")), 11, 0)
+            self.told["default track"].add(sequence, 0, number, signed(track))
+        for snapshot in map(fields, packet.get(6, [])):
+            self._snapshot(snapshot, sequence, number)
+        for table in map(fields, packet.get(12, [])):
+            self._intern(table, sequence, number)
+        for track in map(fields, packet.get(60, [])):
+            self.tracks[signed(first(track, 1, 0))] = track
 
-    def _snapshot(self, snapshot: Message, sequence: int):
-        clocks = [_message(clock) for clock in snapshot.get(1, [])]
-        primary = _first(snapshot, 2, 6)
-        at = {_first(clock, 1, 0): _first(clock, 2, 0) for clock in clocks}
+    def _snapshot(self, snapshot: Message, sequence: int, number: int):
+        clocks = [fields(clock) for clock in snapshot.get(1, [])]
+        primary = first(snapshot, 2, 6)
+        at = {first(clock, 1, 0): first(clock, 2, 0) for clock in clocks}
         for clock in clocks:
-            number = _first(clock, 1, 0)
-            if number >= _OWN_CLOCKS and primary in at:
-                unit_ns, steps = _first(clock, 4, 1), _first(clock, 3, 0)
+            own = first(clock, 1, 0)
+            if own >= _OWN_CLOCKS and primary in at:
+                self.told["clock"].add(sequence, own, number, len(self.clocks))
+                unit_ns, steps = first(clock, 4, 1), first(clock, 3, 0)
                 # [value that the clock had, ns at it, ns of a unit, is_incremental]
-                self.clocks[sequence, number] = [
-                    0 if steps else at[number],
-                    at[primary],
-                    unit_ns,
-                    steps,
-                ]
+                zero = 0 if steps else at[own]
+                self.clocks.append([zero, at[primary], unit_ns, steps])
 
-    def _time_ns(self, packet: Message, sequence: int):
-        value = _first(packet, 8, 0)
-        default = _first(self.defaults.get(sequence, {}), 58, 6)
-        number = _first(packet, 58, default)
-        if number < _OWN_CLOCKS:
+    def _intern(self, table: Message, sequence: int, number: int):
+        def tell(name, entry, value):
+            self.told[name].add(sequence, first(entry, 1, 0), number, value)
+
+        for field, name in _TABLES.items():
+            for entry in map(fields, table.get(field, [])):
+                tell(name, entry, self.texts[first(entry, 2, b"")])
+        for entry in map(fields, table.get(1000, [])):
+            # the demangled name, else the other
+            name = first(entry, 3, first(entry, 2, b""))
+            tell("kernel", entry, self.texts[name])
+        for entry in map(fields, table.get(47, [])):
+            tell("counter", entry, len(self.specs))
+            self.specs.append(_specs(first(entry, 2, b"")))
+
+    def rows(self, keys: tuple[str, ...] | None) -> PacketRows:
+        """Slices in the order of `_pairs`, then render stages; see `read_rows`."""
+        packets = self.packets
+        happens = np.unique(packets.owner[np.isin(packets.key >> 3, (11, 52, 53))])
+        if not (len(happens) or self.tracks):
+            text = f"{self.raw.path}: not a profiler trace (no packets of Perfetto)"
+            raise NotATrace(text)
+        self.time_ns[happens] = self._times_ns(happens)
+        base_ns = 0
+        if len(happens):
+            base_ns = int(self.time_ns[happens].min()) // 1000 * 1000
+        slices = self._slices(keys)
+        stages = self._stages(keys, slices.shape[1])
+        columns = np.hstack([slices, stages])
+        columns[0] -= base_ns
+        counters = packets.inside(52, (1, 2, 4))
+        # an export keeps the keys beside its events as the name of a track
+        names = (first(track, 2, b"") for track in self.tracks.values())
+        told = next((name for name in names if SOURCE_KEY.encode() in name), b"{}")
+        self.raw.envelope = json.loads(told) | {"baseTimeNanoseconds": base_ns}
+        self.raw.events = columns.shape[1] + len(counters.all(2))
+        return PacketRows(
+            *columns,
+            texts=self.texts,
+            threads=list(self.threads),
+            notes=self.notes,
+            samples=[] if keys else list(self._samples(counters, base_ns)),
+        )
+
+    def _times_ns(self, number: np.ndarray):
+        """Time (n,) of some packets."""
+        sequence = self.sequence[number]
+        value = self.packets.numbers(8)[number]
+        default = self.told["default clock"].find(sequence, 0, number)
+        default = np.where(default < 0, 6, default)
+        clock = np.full(len(self.packets), -1)
+        clock[number] = default
+        clock = self.packets.numbers(58, clock)[number]
+        own = clock >= _OWN_CLOCKS
+        if not own.any():
             return value
-        clock = self.clocks.get((sequence, number))
-        if clock is None:
-            raise NotATrace(f"{self.path}: no snapshot explains clock {number}")
-        ts_ns = clock[1] + (value - clock[0]) * clock[2]
-        if clock[3]:  # each time counts from the one before it
-            clock[1] = ts_ns
-        return ts_ns
+        row = self.told["clock"].find(sequence[own], clock[own], number[own])
+        if (row < 0).any():
+            unknown = clock[own][row < 0][0]
+            text = f"{self.raw.path}: no snapshot explains clock {unknown}"
+            raise NotATrace(text)
+        zero, at_ns, unit_ns, steps = np.array(self.clocks)[row].T
+        since_ns = (value[own] - zero) * unit_ns
+        # each time counts from the one before it
+        summed_ns = pd.Series(since_ns).groupby(row).cumsum()
+        value[own] = at_ns + np.where(steps, summed_ns, since_ns)
+        return value
 
-    def _track_event(self, event: Message, ts_ns: int, sequence: int):
-        names = self.interned[sequence]
-        if 11 not in event:  # the track of its sequence
-            default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
-            event = default | event
-        track = _first(event, 11, 0)
-        kind = _first(event, 9, 0)
-        if kind == _END:  # which names nothing
-            self.marks.append((kind, track, ts_ns, "", "", ""))
-        if kind != _BEGIN:
-            return
-        name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
-        category = names["category"].get(_first(event, 3, 0), "")
-        category = _text(event, 22, category)
-        notes = names["noted"]
-        if len(notes) > _MOST_NOTES:
-            notes.clear()
-        texts = []
-        for note in event.get(4, []):
-            if note not in notes:
-                notes[note] = ": ".join(_note(note, names))
-            texts.append(notes[note])
-        self.marks.append((kind, track, ts_ns, name, category, ", ".join(texts)))
+    def _slices(self, keys: tuple[str, ...] | None):
+        """(5, n) start, duration, category, name and thread of slices."""
+        events = self.packets.inside(11, (3, 4, 9, 10, 11, 22, 23))
+        sequence = self.sequence[events.packet]
+        default = self.told["default track"].find(sequence, 0, events.packet)
+        track = events.numbers(11, np.where(default == -1, 0, default))
+        kind = events.numbers(9)
+        marks = np.flatnonzero((kind == _BEGIN) | (kind == _END))
+        time_ns = self.time_ns[events.packet]
+        begins, ends = _pairs(kind[marks], track[marks], time_ns[marks])
+        begins, ends = marks[begins], marks[ends]
+        start_ns = time_ns[begins]
+        dur_ns = np.maximum(time_ns[ends] - start_ns, 0)
+        slices = events.take(begins)
+        number, tracks = pd.factorize(track[begins])
+        of_track = [self._thread(each) for each in tracks.tolist()]
+        thread = self.threads.of([thread for thread, _ in of_track])[number]
+        on_gpu = np.array([gpu for _, gpu in of_track], dtype=bool)[number]
+        name = np.maximum(self._named(slices, 23, 10, "name"), 0)
+        category = self._named(slices, 22, 3, "category")
+        # a name tells its category on a stream of a GPU where none is written
+        of_name = self.texts.map(
+            name, lambda text: self.texts[_UNLABELLED.get(text, "kernel").encode()]
+        )
+        unlabelled = np.where(on_gpu, of_name, self.texts[b"cpu_op"])
+        category = np.where(category > 0, category, unlabelled)
+        notes = slices.inside(4, _NOTE)
+        for key, some in self._by_key(self._named(notes, 10, 1, "note"), keys):
+            values = self._values(notes.take(some))
+            self.notes.append((key, notes.outer[some], values))
+        return np.stack([start_ns, dur_ns, category, name, thread])
 
-    def lines(self, base_ns: int) -> Iterator[str]:
-        """The events as lines of JSON."""
-        thread_of = lru_cache(self._thread)  # few threads have many slices
-        for (_, track, ts_ns, name, category, args), end_ns in _pairs(self.marks):
-            thread, on_gpu = thread_of(track)
-            # a name tells its category on a stream of a GPU where none is written
-            unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
-            text = _line(category or unlabelled, name, thread, args)
-            yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
-        for ts_ns, dur_ns, text in self.rows:
-            yield _timed(text, ts_ns - base_ns, dur_ns)
+    def _stages(self, keys: tuple[str, ...] | None, before: int):
+        """(5, n) columns of render stages, which have some rows before them."""
+        stages = self.packets.inside(53, (2, 6, 11, 13, 14, 17, 19, 20))
+        kind = self._interned(stages, 14, "stage")
+        kind = np.where(kind < 0, self.texts[b"Kernel"], kind)
+        kernel = self._interned(stages, 19, "kernel")
+        name = self._named(stages, 17, 20, "name")
+        name = np.where(name < 0, np.where(kernel < 0, kind, kernel), name)
+        category = self.texts.map(
+            kind, lambda text: self.texts[STAGES.get(text, "kernel").encode()]
+        )
+        # a lane that names no stream is of the stream in extra data
+        lane = self._interned(stages, 13, "stage")
+        lane = np.where(lane < 0, self.texts[b"0"], lane)
+        stream = self.texts.map(lane, lambda text: text.split()[-1]).tolist()
+        extra = stages.inside(6, (1, 2))
+        key = self.texts.of(extra.texts(extra.first(1, BYTES)))
+        for name_of, some in self._by_key(key, keys and (*keys, *_NAMES)):
+            rows = extra.outer[some]
+            of_key = extra.take(some)
+            texts = [text.decode() for text in of_key.texts(of_key.first(2, BYTES))]
+            if name_of == "stream id":
+                for row, text in zip(rows.tolist(), texts, strict=True):
+                    stream[row] = text
+            elif name_of != "stream":
+                self.notes.append((_NAMES.get(name_of, name_of), rows + before, texts))
+        self.notes.append(("stream", np.arange(len(stages)) + before, stream))
+        numbers = {text: int(text) for text in set(stream) if text.isdecimal()}
+        queue = stages.numbers(13).tolist()
+        tid = [
+            numbers.get(text, other) for text, other in zip(stream, queue, strict=True)
+        ]
+        gpu = stages.numbers(11).tolist()
+        thread = self.threads.of(list(zip(gpu, tid, strict=True)))
+        start_ns = self.time_ns[stages.packet]
+        dur_ns = np.maximum(stages.numbers(2), 0)
+        return np.stack([start_ns, dur_ns, category, name, thread])
+
+    def _interned(self, messages: Messages, number: int, table: str):
+        """Codes (n,) that a field has in a table of its sequence, -1 for none."""
+        packet = messages.packet
+        sequence = self.sequence[packet]
+        since = self.told["reset"].find(sequence, 0, packet)
+        return self.told[table].find(sequence, messages.numbers(number), packet, since)
+
+    def _named(self, messages: Messages, inline: int, number: int, table: str):
+        """Codes (n,) of texts, inline or in a table; -1 for none."""
+        codes = self._interned(messages, number, table)
+        field = messages.first(inline, BYTES)
+        own = field >= 0
+        codes[own] = self.texts.of(messages.texts(field[own]))
+        return codes
+
+    def _by_key(self, codes: np.ndarray, keys: tuple[str, ...] | None):
+        """Texts that keys allow, and where their codes are."""
+        for code in np.unique(codes).tolist():
+            key = self.texts.of_code[max(code, 0)]
+            if keys is None or key in keys:
+                yield key, np.flatnonzero(codes == code)
+
+    def _values(self, notes: Messages):
+        """Values of debug annotations."""
+        values = notes.numbers(4, notes.numbers(3, notes.numbers(7))).tolist()
+        codes = self._named(notes, 6, 17, "text").tolist()
+        for row, code in enumerate(codes):
+            if code >= 0:
+                values[row] = self.texts.of_code[code]
+        # what holds others or no integer, one by one
+        odd = [notes.first(field, wire) >= 0 for field, wire in _ODD]
+        for row in np.flatnonzero(np.any(odd, axis=0)).tolist():
+            names = partial(self._name_at, int(notes.packet[row]))
+            values[row] = _value(fields(notes.bytes_of(row)), names)
+        return values
+
+    def _name_at(self, packet: int, table: str, number: int):
+        """A text of a table, "" for none."""
+        at = np.array([packet])
+        sequence = self.sequence[at]
+        since = self.told["reset"].find(sequence, 0, at)
+        (code,) = self.told[table].find(sequence, number, at, since)
+        return self.texts.of_code[max(code, 0)]
+
+    def _samples(self, counters: Messages, base_ns: int):
+        """Time, name and value of each counter."""
+        described = self._interned(counters, 4, "counter").tolist()
+        samples = counters.inside(2, (1, 2, 3))
+        inline = counters.texts(counters.first(1, BYTES))
+        time_ns = (self.time_ns[samples.packet] - base_ns).tolist()
+        for row, outer in enumerate(samples.outer.tolist()):
+            number = described[outer]
+            specs = _specs(inline[outer]) if number < 0 else self.specs[number]
+            sample = fields(samples.bytes_of(row))
+            value = first(sample, 2, None)
+            value = _double(first(sample, 3, b"")) if value is None else value
+            name = specs.get(first(sample, 1, 0), b"").decode(errors="replace")
+            yield time_ns[row], name, value
 
     def _thread(self, number: int):
         """(pid, tid) of a track, and whether it is a stream of a GPU."""
         track = self.tracks.get(number, {})
-        parent = self.tracks.get(_first(track, 5, 0), {})
-        thread = _message(_first(track, 4, b""))
-        process = _message(_first(track, 3, _first(parent, 3, b"")))
-        pid = _first(thread, 1, _first(process, 1, 0))
-        tid = _first(thread, 2, number)
+        parent = self.tracks.get(signed(first(track, 5, 0)), {})
+        thread = fields(first(track, 4, b""))
+        process = fields(first(track, 3, first(parent, 3, b"")))
+        pid = first(thread, 1, first(process, 1, 0))
+        tid = first(thread, 2, number % 2**64)
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
-        return (pid, tid), _text(process, 6, "").startswith("GPU ")
+        return (pid, tid), first(process, 6, b"").startswith(b"GPU ")
 
 
-def _pairs(marks: list[tuple]):
-    """Slices and their ends, in the order of their beginnings.
+def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
+    """Beginnings of slices and their ends.
 
     A block of beginnings and an equally long one of ends on the same tracks belong
     together in order, as cuspy writes them; else the last that began on a track ends.
     """
-    blocks = [
-        (kind, list(rows)) for kind, rows in groupby(marks, key=lambda mark: mark[0])
-    ]
-    loose = []
-    number = 0
-    while number < len(blocks):
-        kind, rows = blocks[number]
-        ends = blocks[number + 1][1] if number + 1 < len(blocks) else []
-        together = [track for _, track, *_ in rows] == [track for _, track, *_ in ends]
-        if kind == _BEGIN and together:
-            yield from zip(rows, [ts_ns for _, _, ts_ns, *_ in ends], strict=True)
-            number += 2
-            continue
-        loose += [(row[2], kind == _BEGIN, row) for row in rows]
-        number += 1
+    # (blocks,) marks of one kind that follow each other
+    block_begin = np.flatnonzero(np.diff(kind, prepend=0))
+    length = np.diff(block_begin, append=len(kind))
+    block = np.repeat(np.arange(len(length)), length)
+    # (marks,) the one as many further on as the block is long
+    partner = np.minimum(np.arange(len(kind)) + length[block], len(kind) - 1)
+    differ = np.bincount(block, track != track[partner], minlength=len(length))
+    paired = (kind[block_begin] == _BEGIN) & (differ == 0)
+    paired &= length == np.append(length[1:], 0)
+    begins = np.flatnonzero(paired[block])
+    ends = partner[begins]
+    loose = np.setdiff1d(np.arange(len(kind)), np.append(begins, ends))
+    order = loose[np.lexsort((kind[loose] == _BEGIN, time_ns[loose]))]
+    pairs = []
     open_rows = defaultdict(list)
-    for ts_ns, begins, row in sorted(loose, key=lambda mark: mark[:2]):
-        track = row[1]
-        if begins:
-            open_rows[track].append(row)
-        elif open_rows[track]:
-            yield open_rows[track].pop(), ts_ns
+    for mark, of_track, begin in zip(
+        order.tolist(), track[order].tolist(), kind[order] == _BEGIN, strict=True
+    ):
+        if begin:
+            open_rows[of_track].append(mark)
+        elif open_rows[of_track]:
+            pairs.append((open_rows[of_track].pop(), mark))
+    more = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return np.append(begins, more[:, 0]), np.append(ends, more[:, 1])
 
 
-def _stage_line(stage: Message, names: dict):
-    """A row of the device."""
-    kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
-    name = names["kernel"].get(_first(stage, 19, 0), kind)
-    name = _text(stage, 17, names["name"].get(_first(stage, 20, 0), name))
-    pairs = (_message(extra) for extra in stage.get(6, []))
-    extra = {_text(pair, 1, ""): _text(pair, 2, "") for pair in pairs}
-    # a lane that names no stream is of the stream in extra_data
-    lane = names["stage"].get(_first(stage, 13, 0), "0").split()[-1]
-    stream = extra.get("stream id", lane)
-    values = {_NAMES.get(key, key): value for key, value in extra.items()}
-    args = json.dumps(values | {"stream": stream})[1:-1]
-    tid = int(stream) if stream.isdigit() else _first(stage, 13, 0)
-    return _line(STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
-
-
-def _counters(data: bytes, names: dict):
-    """Texts of the counters of an event."""
-    event = _once(data)
-    inline = {"specs": _specs(_message(_first(event, 1, b""))), "gpu": 0}
-    described = names["counter"].get(_first(event, 4, 0), inline)
-    gpu = _first(event, 3, described["gpu"])
-    for counter in map(_message, event.get(2, [])):
-        name = described["specs"].get(_first(counter, 1, 0), "")
-        value = _first(counter, 2, None)
-        value = _double(_first(counter, 3, b"")) if value is None else value
-        text = f'"ph": "C", "name": {_json(name)}, "pid": "GPU {gpu} Counters"'
-        yield f'{text}, "args": {{"": {value}}}'
-
-
-def _line(category: str, name: str, thread: tuple[int, int], args: str):
-    """A line of the Chrome trace without its times; args: members of a JSON object."""
-    text = f'"ph": "X", "cat": {_json(category)}, "name": {_json(name)}'
-    return f'{text}, "pid": {thread[0]}, "tid": {thread[1]}, "args": {{{args}}}'
-
-
-def _timed(text: str, ts_ns: int, dur_ns: int | None):
-    """A line with its times; a counter has no duration."""
-    dur = "" if dur_ns is None else f', "dur": {_us(max(dur_ns, 0))}'
-    return f'{{{text}, "ts": {_us(ts_ns)}{dur}}}'
-
-
-def _us(ns: int):
-    return f"{ns // 1000}.{ns % 1000:03d}"
-
-
-def _intern(data: Message, names: dict):
-    """Enter the tables of a packet into those of its sequence."""
-    names["noted"].clear()  # texts of notes by their bytes
-    for field, table in _TABLES.items():
-        for entry in map(_message, data.get(field, [])):
-            names[table][_first(entry, 1, 0)] = _text(entry, 2, "")
-    for entry in map(_message, data.get(1000, [])):
-        # the demangled name, else the other
-        names["kernel"][_first(entry, 1, 0)] = _text(entry, 3, _text(entry, 2, ""))
-    for entry in map(_message, data.get(47, [])):
-        specs = _specs(_message(_first(entry, 2, b"")))
-        gpu = _first(entry, 3, 0)
-        names["counter"][_first(entry, 1, 0)] = {"specs": specs, "gpu": gpu}
-
-
-def _specs(descriptor: Message):
+def _specs(descriptor: bytes):
     """Names of counters by number."""
-    specs = map(_message, descriptor.get(1, []))
-    return {_first(spec, 1, 0): _text(spec, 2, "") for spec in specs}
+    specs = map(fields, fields(descriptor).get(1, []))
+    return {first(spec, 1, 0): first(spec, 2, b"") for spec in specs}
 
 
-def _note(data: bytes, names: dict):
-    """Key and value of a debug annotation, as JSON."""
-    note = _message(data)
-    key = _text(note, 10, names["note"].get(_first(note, 1, 0), ""))
-    return _json(key), _value(note, names)
-
-
-def _value(note: Message, names: dict):
+def _value(note: Message, name_of):
+    """Value of a debug annotation; name_of: text of a table and number."""
     if 12 in note:
-        values = (_value(_message(each), names) for each in note[12])
-        return f"[{', '.join(values)}]"
+        return [_value(fields(each), name_of) for each in note[12]]
     if 11 in note:
-        pairs = (_note(each, names) for each in note[11])
-        return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
+        entries = map(fields, note[11])
+        return {_key(entry, name_of): _value(entry, name_of) for entry in entries}
     if 6 in note or 17 in note:
-        return _json(_text(note, 6, names["text"].get(_first(note, 17, 0), "")))
+        text = name_of("text", first(note, 17, 0))
+        return note[6][0].decode(errors="replace") if 6 in note else text
     if 5 in note:
-        return json.dumps(_double(note[5][0]))
-    if 4 in note:  # int64: two's complement
-        value = note[4][0]
-        return str(value - 2**64 if value >= 2**63 else value)
+        return _double(note[5][0])
+    if 4 in note:
+        return signed(note[4][0])
     if 2 in note:
-        return "true" if note[2][0] else "false"
-    return str(_first(note, 3, _first(note, 7, 0)))
+        return bool(note[2][0])
+    return first(note, 3, first(note, 7, 0))
 
 
-def _first(message: Message, field: int, default):
-    return message[field][0] if field in message else default
-
-
-def _text(message: Message, field: int, default: str):
-    return message[field][0].decode() if field in message else default
+def _key(entry: Message, name_of):
+    if 10 in entry:
+        return entry[10][0].decode(errors="replace")
+    return name_of("note", first(entry, 1, 0))
 
 
 def _double(data: bytes):
     return struct.unpack("<d", data)[0] if data else 0.0
-
-
-def _once(data: bytes) -> Message:
-    """Values of a message's fields, in order."""
-    values: Message = {}
-    at = 0
-    end = len(data)
-    # most numbers are short and need no call
-    while at < end:
-        key = data[at]
-        at += 1
-        if key > 127:
-            key, at = _varint(data, at - 1)
-        wire = key & 7
-        if wire in (0, _BYTES):
-            value = data[at]
-            at += 1
-            if value > 127:
-                value, at = _varint(data, at - 1)
-        else:
-            value = {1: 8, 5: 4}.get(wire, end)
-        if wire:
-            begin = at
-            at += value
-            if at > end:
-                raise IndexError("a cut or unknown field")
-            value = data[begin:at]
-        field = key >> 3
-        if field in values:
-            values[field].append(value)
-        else:
-            values[field] = [value]
-    return values
-
-
-# annotations and ends of slices repeat, packets do not
-_message = lru_cache(maxsize=1 << 12)(_once)
-_json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
-
-
-def _varint(data: bytes, at: int):
-    value = data[at]
-    at += 1
-    if value < 128:
-        return value, at
-    value &= 127
-    shift = 7
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7

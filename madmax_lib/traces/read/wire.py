@@ -1,0 +1,201 @@
+"""Protobuf's wire format: the fields of one message as a dict, of all messages of a
+kind at once as arrays.
+
+A field is a key (its number, and how its value ends) and a value. Messages are walked
+side by side: the first field of each, then the second, as long as any has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+
+import numpy as np
+
+FIXED = 1  # wire type of eight bytes
+BYTES = 2  # of texts and messages
+PADDING = bytes(32)  # behind a file, for what reaches beyond its end
+# bytes of a value by wire type; numbers and lengths say where they end
+_SIZES = np.array([0, 8, 0, 0, 0, 4, 0, 0])
+_KNOWN = np.array([1, 1, 1, 0, 0, 1, 0, 0], dtype=bool)
+_ABREAST = 1 << 15  # messages whose arrays stay in the processor's cache
+
+Message = dict[int, list]
+
+
+class Broken(ValueError):
+    """A message that is cut, in a packet by its number."""
+
+    def __init__(self, packet: int):
+        super().__init__("a cut message")
+        self.packet = packet
+
+
+class Messages:
+    """Messages of one kind in the packets of a file, with the fields of some numbers.
+
+    bounds: (2, n), first byte and the one after the last. packet: (n,), whose part they
+    are. outer: (n,), number of the message that each is inside of.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        bounds: np.ndarray,
+        packet: np.ndarray,
+        numbers: Iterable[int],
+        outer: np.ndarray | None = None,
+    ):
+        self.data = data
+        self.bounds = bounds
+        self.packet = packet
+        self.outer = outer
+        numbers = list(numbers)
+        parts = []
+        for low in range(0, len(packet), _ABREAST):
+            owner = np.arange(low, min(low + _ABREAST, len(packet)))
+            parts.append(self._walk(owner, *bounds[:, owner], numbers))
+        # the last one stands for a field that is not there, as number -1
+        parts.append(np.array([[-1], [-1], [0], [0]]))
+        # (fields,) message, key, number or length, first byte
+        self.owner, self.key, self.value, self.begin = np.hstack(parts)
+
+    def _walk(self, owner, at, end, numbers):
+        data = np.frombuffer(self.data, dtype=np.uint8)
+        parts = [np.zeros((4, 0), dtype=np.int64)]
+        while (going := at < end).any():
+            owner, at, end = owner[going], at[going], end[going]
+            key, at = _varints(data, at)
+            value, behind = _varints(data, at)
+            wire = key & 7
+            size = np.where(wire == BYTES, value, _SIZES[wire])
+            at = np.where(_SIZES[wire] > 0, at, behind)
+            # a length may be any number, so that a sum could overflow
+            cut = (size < 0) | (size > end - at) | ~_KNOWN[wire]
+            if cut.any():
+                raise Broken(int(self.packet[owner[cut]].min()))
+            mine = np.isin(key >> 3, numbers)
+            parts.append(np.stack([owner, key, value, at])[:, mine])
+            at += size
+        fields = np.hstack(parts)
+        return fields[:, np.argsort(fields[0], kind="stable")]
+
+    def __len__(self):
+        return len(self.packet)
+
+    def all(self, number: int, wire: int = BYTES) -> np.ndarray:
+        """Fields of a number."""
+        return np.flatnonzero(self.key == number << 3 | wire)
+
+    def first(self, number: int, wire: int = 0) -> np.ndarray:
+        """(n,) first field of a number in each message, -1 for none."""
+        fields = self.all(number, wire)[::-1]
+        first = np.full(len(self), -1)
+        first[self.owner[fields]] = fields  # of several the last one stays
+        return first
+
+    def numbers(self, number: int, default: int | np.ndarray = 0) -> np.ndarray:
+        """(n,) values of a field."""
+        first = self.first(number)
+        return np.where(first < 0, default, self.value[first])
+
+    def texts(self, fields: np.ndarray) -> list[bytes]:
+        """Bytes of some fields, b"" for -1."""
+        begin = self.begin[fields]
+        end = begin + self.value[fields]
+        data = self.data
+        return [
+            data[low:high]
+            for low, high in zip(begin.tolist(), end.tolist(), strict=True)
+        ]
+
+    def bytes_of(self, message: int) -> bytes:
+        """The bytes of a message."""
+        low, high = self.bounds[:, message].tolist()
+        return self.data[low:high]
+
+    def take(self, messages: np.ndarray) -> Messages:
+        """Some of the messages, in that order."""
+        taken = copy(self)
+        taken.bounds = self.bounds[:, messages]
+        taken.packet = self.packet[messages]
+        taken.outer = None if self.outer is None else self.outer[messages]
+        # (n + 1,) new number of a message, -1 for what is not taken or none
+        number = np.full(len(self) + 1, -1)
+        number[messages] = np.arange(len(messages))
+        owner = number[self.owner]
+        stays = owner >= 0
+        stays[-1] = True  # the field that is not there
+        fields = (owner, self.key, self.value, self.begin)
+        taken.owner, taken.key, taken.value, taken.begin = (f[stays] for f in fields)
+        return taken
+
+    def inside(self, number: int, numbers: Iterable[int]) -> Messages:
+        """Messages that a field holds."""
+        fields = self.all(number)
+        bounds = np.stack([self.begin[fields], self.begin[fields] + self.value[fields]])
+        outer = self.owner[fields]
+        return Messages(self.data, bounds, self.packet[outer], numbers, outer)
+
+
+def _varints(data: np.ndarray, at: np.ndarray):
+    """Numbers (n,) that begin at some bytes, and the bytes (n,) after them."""
+    value = data[at].astype(np.int64)
+    at = at + 1
+    long = np.flatnonzero(value > 127)
+    value[long] &= 127
+    # ten bytes at most; each has seven bits, the lowest first, and whether one follows
+    for shift in range(7, 70, 7):
+        if not len(long):
+            break
+        byte = data[at[long]].astype(np.int64)
+        value[long] |= (byte & 127) << shift
+        at[long] += 1
+        long = long[byte > 127]
+    return value, at
+
+
+def fields(data: bytes) -> Message:
+    """Values of a message's fields, in their order; IndexError for one that is cut."""
+    values: Message = {}
+    at = 0
+    end = len(data)
+    while at < end:
+        key, at = varint(data, at)
+        wire = key & 7
+        if not _KNOWN[wire]:
+            raise IndexError("an unknown field")
+        value = int(_SIZES[wire])
+        if not value:
+            value, at = varint(data, at)
+        if wire:
+            begin = at
+            at += value
+            if at > end:
+                raise IndexError("a cut field")
+            value = data[begin:at]
+        values.setdefault(key >> 3, []).append(value)
+    return values
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number that begins at a byte, and the byte after it."""
+    value = 0
+    shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def signed(value: int) -> int:
+    """A number of 64 bits as its two's complement."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def first(message: Message, number: int, default):
+    """First value of a field."""
+    return message[number][0] if number in message else default
