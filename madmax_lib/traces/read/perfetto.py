@@ -32,7 +32,7 @@ from madmax_lib.traces.read.wire import (
     fields,
     first,
     signed,
-    varint,
+    varints,
 )
 
 _BEGIN = 1  # types of track events
@@ -153,19 +153,29 @@ def _bounds(raw: RawTrace, data: bytes):
     """
     size = len(data)
     data += PADDING
-    begins, ends = array("q"), array("q")
+    ends = array("q")
     at = 0
     while at < size and data[at] == _PACKET:
-        length, begin = data[at + 1], at + 2
-        if length > 127:
-            length, begin = varint(data, at + 1)
-        at = begin + length
-        begins.append(begin)
+        # a length as `varint` reads it; a call takes as long as all else here
+        at += 1
+        byte = data[at]
+        length = byte & 127
+        shift = 7
+        while byte > 127:
+            at += 1
+            byte = data[at]
+            length |= (byte & 127) << shift
+            shift += 7
+        at += length + 1
+        if at > size:
+            break
         ends.append(at)
     if at != size:
         raw.damage = raw.damage or "truncated packets"
-    bounds = np.array([begins, ends], dtype=np.int64)
-    return data, bounds[:, : np.searchsorted(bounds[1], size, "right")]
+    ends = np.array(ends, dtype=np.int64)
+    bytes_ = np.frombuffer(data, dtype=np.uint8)
+    _, begins = varints(bytes_, np.append(0, ends[:-1]) + 1)
+    return data, np.stack([begins[: len(ends)], ends])
 
 
 def _unpacked(raw: RawTrace, packets: Messages):
@@ -304,7 +314,8 @@ class _Packets:
     def rows(self, keys: tuple[str, ...] | None) -> PacketRows:
         """Slices in the order of `_pairs`, then render stages; see `read_rows`."""
         packets = self.packets
-        happens = np.unique(packets.owner[np.isin(packets.key >> 3, (11, 52, 53))])
+        fields_of = [packets.first(number, BYTES) for number in (11, 52, 53)]
+        happens = np.flatnonzero(np.max(fields_of, axis=0) >= 0)
         if not (len(happens) or self.tracks):
             text = f"{self.raw.path}: not a profiler trace (no packets of Perfetto)"
             raise NotATrace(text)
@@ -441,7 +452,8 @@ class _Packets:
 
     def _by_key(self, codes: np.ndarray, keys: tuple[str, ...] | None):
         """Texts that keys allow, and where their codes are."""
-        for code in np.unique(codes).tolist():
+        # (codes + 1,) number of each, the first is none
+        for code in np.flatnonzero(np.bincount(codes + 1)) - 1:
             key = self.texts.of_code[max(code, 0)]
             if keys is None or key in keys:
                 yield key, np.flatnonzero(codes == code)
@@ -512,7 +524,9 @@ def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
     paired &= length == np.append(length[1:], 0)
     begins = np.flatnonzero(paired[block])
     ends = partner[begins]
-    loose = np.setdiff1d(np.arange(len(kind)), np.append(begins, ends))
+    is_loose = np.ones(len(kind), dtype=bool)
+    is_loose[begins] = is_loose[ends] = False
+    loose = np.flatnonzero(is_loose)
     order = loose[np.lexsort((kind[loose] == _BEGIN, time_ns[loose]))]
     pairs = []
     open_rows = defaultdict(list)

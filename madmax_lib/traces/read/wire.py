@@ -15,10 +15,10 @@ import numpy as np
 FIXED = 1  # wire type of eight bytes
 BYTES = 2  # of texts and messages
 PADDING = bytes(32)  # behind a file, for what reaches beyond its end
-# bytes of a value by wire type; numbers and lengths say where they end
-_SIZES = np.array([0, 8, 0, 0, 0, 4, 0, 0])
-_KNOWN = np.array([1, 1, 1, 0, 0, 1, 0, 0], dtype=bool)
-_ABREAST = 1 << 15  # messages whose arrays stay in the processor's cache
+# bytes of a value by wire type, -1 for an unknown type; numbers and lengths say where
+# they end
+_SIZES = np.array([0, 8, 0, -1, -1, 4, -1, -1])
+_ABREAST = 1 << 14  # messages whose arrays stay in the processor's cache
 
 Message = dict[int, list]
 
@@ -50,46 +50,51 @@ class Messages:
         self.bounds = bounds
         self.packet = packet
         self.outer = outer
-        numbers = list(numbers)
+        # (keys,) which are kept; all beyond the last are not
+        kept = np.zeros(8 * max(numbers) + 9, dtype=bool)
+        for number in numbers:
+            kept[8 * number : 8 * number + 8] = True
         parts = []
         for low in range(0, len(packet), _ABREAST):
             owner = np.arange(low, min(low + _ABREAST, len(packet)))
-            parts.append(self._walk(owner, *bounds[:, owner], numbers))
+            parts.append(self._walk(owner, *bounds[:, owner], kept))
         # the last one stands for a field that is not there, as number -1
         parts.append(np.array([[-1], [-1], [0], [0]]))
         # (fields,) message, key, number or length, first byte
         self.owner, self.key, self.value, self.begin = np.hstack(parts)
 
-    def _walk(self, owner, at, end, numbers):
+    def _walk(self, owner, at, end, kept):
         data = np.frombuffer(self.data, dtype=np.uint8)
         parts = [np.zeros((4, 0), dtype=np.int64)]
-        while (going := at < end).any():
+        while len(going := np.flatnonzero(at < end)):
             owner, at, end = owner[going], at[going], end[going]
-            key, at = _varints(data, at)
-            value, behind = _varints(data, at)
+            key, at = varints(data, at)
+            value, behind = varints(data, at)
             wire = key & 7
             size = np.where(wire == BYTES, value, _SIZES[wire])
-            at = np.where(_SIZES[wire] > 0, at, behind)
+            # types 1 and 5 have no length
+            at = np.where(wire & 3 == 1, at, behind)
             # a length may be any number, so that a sum could overflow
-            cut = (size < 0) | (size > end - at) | ~_KNOWN[wire]
+            cut = (size < 0) | (size > end - at)
             if cut.any():
                 raise Broken(int(self.packet[owner[cut]].min()))
-            mine = np.isin(key >> 3, numbers)
-            parts.append(np.stack([owner, key, value, at])[:, mine])
+            mine = np.flatnonzero(kept.take(key, mode="clip"))
+            parts.append(np.stack([owner[mine], key[mine], value[mine], at[mine]]))
             at += size
-        fields = np.hstack(parts)
-        return fields[:, np.argsort(fields[0], kind="stable")]
+        return np.hstack(parts)
 
     def __len__(self):
         return len(self.packet)
 
     def all(self, number: int, wire: int = BYTES) -> np.ndarray:
-        """Fields of a number."""
-        return np.flatnonzero(self.key == number << 3 | wire)
+        """Fields of a number, by message."""
+        fields = np.flatnonzero(self.key == number << 3 | wire)
+        return fields[np.argsort(self.owner[fields], kind="stable")]
 
     def first(self, number: int, wire: int = 0) -> np.ndarray:
         """(n,) first field of a number in each message, -1 for none."""
-        fields = self.all(number, wire)[::-1]
+        # later fields of a message stand behind earlier ones
+        fields = np.flatnonzero(self.key == number << 3 | wire)[::-1]
         first = np.full(len(self), -1)
         first[self.owner[fields]] = fields  # of several the last one stays
         return first
@@ -138,7 +143,7 @@ class Messages:
         return Messages(self.data, bounds, self.packet[outer], numbers, outer)
 
 
-def _varints(data: np.ndarray, at: np.ndarray):
+def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers (n,) that begin at some bytes, and the bytes (n,) after them."""
     value = data[at].astype(np.int64)
     at = at + 1
@@ -163,9 +168,9 @@ def fields(data: bytes) -> Message:
     while at < end:
         key, at = varint(data, at)
         wire = key & 7
-        if not _KNOWN[wire]:
-            raise IndexError("an unknown field")
         value = int(_SIZES[wire])
+        if value < 0:
+            raise IndexError("an unknown field")
         if not value:
             value, at = varint(data, at)
         if wire:
