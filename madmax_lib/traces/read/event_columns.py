@@ -146,7 +146,11 @@ def _of_packets(trace: RawTrace, data: bytes, hta: bool):
             continue
         for row, value in zip(rows.tolist(), values, strict=True):
             others[row][key] = value
-    noted = sorted(others)
+    sound = np.maximum(packets.start_ns, packets.dur_ns) < FAR_NS
+    trace.events -= count - sound.sum()
+    trace.skipped += count - sound.sum()
+    sound &= packets.category != packets.texts[b"Trace"]
+    noted = [row for row in sorted(others) if sound[row]]
     args = msgspec.convert([others[row] for row in noted], list[Args])
     args = [_with_annotation(each) if each.annotation else each for each in args]
     size_bytes, group = np.full(count, np.nan), np.zeros(count, dtype=np.int32)
@@ -173,10 +177,6 @@ def _of_packets(trace: RawTrace, data: bytes, hta: bool):
         columns["ts_us"] = packets.start_ns / 1000
         columns["dur_us"] = packets.dur_ns / 1000
         columns["whole_us"] = np.zeros(count, dtype=bool)
-    sound = np.maximum(packets.start_ns, packets.dur_ns) < FAR_NS
-    trace.events -= count - sound.sum()
-    trace.skipped += count - sound.sum()
-    sound &= packets.category != packets.texts[b"Trace"]
     columns = {key: values[sound] for key, values in columns.items()}
     columns["name"], names = pd.factorize(columns["name"])
     columns["category"], categories = pd.factorize(columns["category"])

@@ -31,6 +31,7 @@ from madmax_lib.traces.read.wire import (
     Messages,
     fields,
     first,
+    inner,
     signed,
     varints,
 )
@@ -124,7 +125,11 @@ def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
             args[row][key] = value
     columns = (rows.category, rows.name, rows.thread, rows.start_ns, rows.dur_ns)
     lines = [
-        {"cat": rows.texts.of_code[category], "name": rows.texts.of_code[name], "args": args[row]}
+        {
+            "cat": rows.texts.of_code[category],
+            "name": rows.texts.of_code[name],
+            "args": args[row],
+        }
         | dict(zip(("pid", "tid"), rows.threads[thread], strict=True))
         | {"ph": "X", "ts": _us(ts_ns), "dur": _us(dur_ns)}
         for row, (category, name, thread, ts_ns, dur_ns) in enumerate(
@@ -261,30 +266,27 @@ class _Packets:
         says = packets.owner[np.isin(packets.key >> 3, _STATE)]
         resets = np.flatnonzero(packets.numbers(13) & 1)
         for number in np.union1d(says, resets).tolist():
-            try:
-                self._state(number, fields(packets.bytes_of(number)))
-            except IndexError:
-                raise Broken(number) from None
+            self._state(number, fields(packets.bytes_of(number)))
 
     def _state(self, number: int, packet: Message):
         """Take what a packet says about others."""
         sequence = first(packet, 10, 0)
         if first(packet, 13, 0) & 1 or first(packet, 41, 0):
             self.told["reset"].add(sequence, 0, number, number)
-        for default in map(fields, packet.get(59, [])[:1]):
+        for default in inner(packet, 59)[:1]:
             clock = first(default, 58, 6)
             self.told["default clock"].add(sequence, 0, number, clock)
             track = first(fields(first(default, 11, b"")), 11, 0)
             self.told["default track"].add(sequence, 0, number, signed(track))
-        for snapshot in map(fields, packet.get(6, [])):
+        for snapshot in inner(packet, 6):
             self._snapshot(snapshot, sequence, number)
-        for table in map(fields, packet.get(12, [])):
+        for table in inner(packet, 12):
             self._intern(table, sequence, number)
-        for track in map(fields, packet.get(60, [])):
+        for track in inner(packet, 60):
             self.tracks[signed(first(track, 1, 0))] = track
 
     def _snapshot(self, snapshot: Message, sequence: int, number: int):
-        clocks = [fields(clock) for clock in snapshot.get(1, [])]
+        clocks = inner(snapshot, 1)
         primary = first(snapshot, 2, 6)
         at = {first(clock, 1, 0): first(clock, 2, 0) for clock in clocks}
         for clock in clocks:
@@ -301,13 +303,13 @@ class _Packets:
             self.told[name].add(sequence, first(entry, 1, 0), number, value)
 
         for field, name in _TABLES.items():
-            for entry in map(fields, table.get(field, [])):
+            for entry in inner(table, field):
                 tell(name, entry, self.texts[first(entry, 2, b"")])
-        for entry in map(fields, table.get(1000, [])):
+        for entry in inner(table, 1000):
             # the demangled name, else the other
             name = first(entry, 3, first(entry, 2, b""))
             tell("kernel", entry, self.texts[name])
-        for entry in map(fields, table.get(47, [])):
+        for entry in inner(table, 47):
             tell("counter", entry, len(self.specs))
             self.specs.append(_specs(first(entry, 2, b"")))
 
@@ -411,13 +413,16 @@ class _Packets:
         # a lane that names no stream is of the stream in extra data
         lane = self._interned(stages, 13, "stage")
         lane = np.where(lane < 0, self.texts[b"0"], lane)
-        stream = self.texts.map(lane, lambda text: text.split()[-1]).tolist()
+        stream = self.texts.map(lane, lambda text: f"0 {text}".split()[-1]).tolist()
         extra = stages.inside(6, (1, 2))
         key = self.texts.of(extra.texts(extra.first(1, BYTES)))
         for name_of, some in self._by_key(key, keys and (*keys, *_NAMES)):
             rows = extra.outer[some]
             of_key = extra.take(some)
-            texts = [text.decode() for text in of_key.texts(of_key.first(2, BYTES))]
+            texts = [
+                text.decode(errors="replace")
+                for text in of_key.texts(of_key.first(2, BYTES))
+            ]
             if name_of == "stream id":
                 for row, text in zip(rows.tolist(), texts, strict=True):
                     stream[row] = text
@@ -461,10 +466,10 @@ class _Packets:
     def _values(self, notes: Messages):
         """Values of debug annotations."""
         values = notes.numbers(4, notes.numbers(3, notes.numbers(7))).tolist()
-        codes = self._named(notes, 6, 17, "text").tolist()
-        for row, code in enumerate(codes):
-            if code >= 0:
-                values[row] = self.texts.of_code[code]
+        codes = self._named(notes, 6, 17, "text")
+        for row in np.flatnonzero((codes >= 0) | (notes.first(17) >= 0)).tolist():
+            # code 0 where no table has the text
+            values[row] = self.texts.of_code[max(codes[row], 0)]
         # what holds others or no integer, one by one
         odd = [notes.first(field, wire) >= 0 for field, wire in _ODD]
         for row in np.flatnonzero(np.any(odd, axis=0)).tolist():
@@ -490,8 +495,7 @@ class _Packets:
             number = described[outer]
             specs = _specs(inline[outer]) if number < 0 else self.specs[number]
             sample = fields(samples.bytes_of(row))
-            value = first(sample, 2, None)
-            value = _double(first(sample, 3, b"")) if value is None else value
+            value = first(sample, 2, 0) if 2 in sample else _double(sample, 3)
             name = specs.get(first(sample, 1, 0), b"").decode(errors="replace")
             yield time_ns[row], name, value
 
@@ -543,34 +547,35 @@ def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
 
 def _specs(descriptor: bytes):
     """Names of counters by number."""
-    specs = map(fields, fields(descriptor).get(1, []))
+    specs = inner(fields(descriptor), 1)
     return {first(spec, 1, 0): first(spec, 2, b"") for spec in specs}
 
 
 def _value(note: Message, name_of):
     """Value of a debug annotation; name_of: text of a table and number."""
     if 12 in note:
-        return [_value(fields(each), name_of) for each in note[12]]
+        return [_value(each, name_of) for each in inner(note, 12)]
     if 11 in note:
-        entries = map(fields, note[11])
+        entries = inner(note, 11)
         return {_key(entry, name_of): _value(entry, name_of) for entry in entries}
     if 6 in note or 17 in note:
         text = name_of("text", first(note, 17, 0))
-        return note[6][0].decode(errors="replace") if 6 in note else text
+        return first(note, 6, b"").decode(errors="replace") if 6 in note else text
     if 5 in note:
-        return _double(note[5][0])
+        return _double(note, 5)
     if 4 in note:
-        return signed(note[4][0])
+        return signed(first(note, 4, 0))
     if 2 in note:
-        return bool(note[2][0])
+        return bool(first(note, 2, 0))
     return first(note, 3, first(note, 7, 0))
 
 
 def _key(entry: Message, name_of):
     if 10 in entry:
-        return entry[10][0].decode(errors="replace")
+        return first(entry, 10, b"").decode(errors="replace")
     return name_of("note", first(entry, 1, 0))
 
 
-def _double(data: bytes):
-    return struct.unpack("<d", data)[0] if data else 0.0
+def _double(message: Message, number: int):
+    data = first(message, number, b"")
+    return struct.unpack("<d", data)[0] if len(data) == 8 else 0.0

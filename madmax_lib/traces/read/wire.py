@@ -7,6 +7,7 @@ side by side: the first field of each, then the second, as long as any has more.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from copy import copy
 
@@ -161,25 +162,23 @@ def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fields(data: bytes) -> Message:
-    """Values of a message's fields, in their order; IndexError for one that is cut."""
+    """Values of a message's fields, in their order, up to one that is cut."""
     values: Message = {}
     at = 0
-    end = len(data)
-    while at < end:
-        key, at = varint(data, at)
-        wire = key & 7
-        value = int(_SIZES[wire])
-        if value < 0:
-            raise IndexError("an unknown field")
-        if not value:
-            value, at = varint(data, at)
-        if wire:
-            begin = at
-            at += value
-            if at > end:
-                raise IndexError("a cut field")
-            value = data[begin:at]
-        values.setdefault(key >> 3, []).append(value)
+    with contextlib.suppress(IndexError):
+        while at < len(data):
+            key, at = varint(data, at)
+            wire = key & 7
+            value = int(_SIZES[wire])
+            if not value:
+                value, at = varint(data, at)
+            if wire:
+                begin = at
+                at += value
+                if value < 0 or at > len(data):
+                    break
+                value = data[begin:at]
+            values.setdefault(key >> 3, []).append(value)
     return values
 
 
@@ -202,5 +201,12 @@ def signed(value: int) -> int:
 
 
 def first(message: Message, number: int, default):
-    """First value of a field."""
-    return message[number][0] if number in message else default
+    """First value of a field, if it is of the default's type."""
+    value = message.get(number, (default,))[0]
+    return value if isinstance(value, type(default)) else default
+
+
+def inner(message: Message, number: int) -> list[Message]:
+    """Messages that a field holds."""
+    values = message.get(number, [])
+    return [fields(value) for value in values if isinstance(value, bytes)]
