@@ -16,7 +16,14 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.traces.read.chrome import decode_pieces, packets_of
-from madmax_lib.traces.read.events import FAR_NS, Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.events import (
+    FAR_NS,
+    Args,
+    Event,
+    NotATrace,
+    RawTrace,
+    uncollected,
+)
 from madmax_lib.traces.read.perfetto import read_rows
 from madmax_lib.traces.read.values import (
     Codes,
@@ -97,9 +104,11 @@ def with_exact_times(
 
 def _gather(trace: RawTrace, exact: bool, hta: bool):
     if data := packets_of(trace):
-        return _of_packets(trace, data, hta)
+        with uncollected():
+            return _of_packets(trace, data, hta)
     if data := packets_of(trace):
-        return _of_packets(trace, data, hta)
+        with uncollected():
+            return _of_packets(trace, data, hta)
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     # bytes that grow: arrays of each piece would keep its memory in use
