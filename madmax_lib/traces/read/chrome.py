@@ -25,7 +25,6 @@ from madmax_lib.traces.read.events import (
     NotATrace,
     OtherContent,
     RawTrace,
-    uncollected,
 )
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
@@ -76,7 +75,9 @@ def decode_pieces(
     number = EXACT if exact else None
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
-    with contextlib.closing(_text_blocks(trace)) as blocks:
+    packets = packets_of(trace)
+    text_blocks = chrome_text(trace, packets) if packets else _file_blocks(trace)
+    with contextlib.closing(text_blocks) as blocks:
         text = _find_events(trace, blocks)
         piece = Decoded([])
         wanted_bytes = 0
@@ -165,15 +166,6 @@ def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes):
         text = text[-_OVERLAP:] + block
     trace.skipped += 1
     return text[start.end() :]
-
-
-def _text_blocks(trace: RawTrace):
-    """Text of a Chrome trace in blocks, whatever the file is called."""
-    if data := packets_of(trace):
-        with uncollected():
-            yield from chrome_text(trace, data)
-    else:
-        yield from _file_blocks(trace)
 
 
 def _file_blocks(trace: RawTrace):

@@ -213,7 +213,7 @@ class Texts(Codes):
         return super().__missing__(key)
 
     def map(self, codes: np.ndarray, function):
-        """What a function makes of the text of each code."""
+        """Values (n,) that a function makes of the text of each code."""
         if not len(codes):
             return codes
         used = np.flatnonzero(np.bincount(codes, minlength=len(self)))
@@ -236,15 +236,21 @@ class _Told:
         """(n,) what the last packets up to some say, since others; -1 where none does."""
         if not self.rows:
             return np.full(len(packet), -1)
-        key, told, value = np.array(self.rows).T
-        keys, place = np.unique(key, return_inverse=True)
+        key, since_packet, value = np.array(self.rows).T
+        keys, key_code = np.unique(key, return_inverse=True)
         # packets by key and number in one array that is sorted
-        order = np.lexsort((told, place))
+        order = np.lexsort((since_packet, key_code))
         sought = sequence << 32 | number
         after = np.searchsorted(keys, sought) << 32 | packet
-        row = np.searchsorted((place << 32 | told)[order], after, "right") - 1
+        row = (
+            np.searchsorted((key_code << 32 | since_packet)[order], after, "right") - 1
+        )
         row = order[row]
-        good = (key[row] == sought) & (told[row] <= packet) & (told[row] >= since)
+        good = (
+            (key[row] == sought)
+            & (since_packet[row] <= packet)
+            & (since_packet[row] >= since)
+        )
         return np.where(good, value[row], -1)
 
 
@@ -290,12 +296,12 @@ class _Packets:
         primary = first(snapshot, 2, 6)
         at = {first(clock, 1, 0): first(clock, 2, 0) for clock in clocks}
         for clock in clocks:
-            own = first(clock, 1, 0)
-            if own >= _OWN_CLOCKS and primary in at:
-                self.told["clock"].add(sequence, own, number, len(self.clocks))
+            clock_id = first(clock, 1, 0)
+            if clock_id >= _OWN_CLOCKS and primary in at:
+                self.told["clock"].add(sequence, clock_id, number, len(self.clocks))
                 unit_ns, steps = first(clock, 4, 1), first(clock, 3, 0)
                 # [value that the clock had, ns at it, ns of a unit, is_incremental]
-                zero = 0 if steps else at[own]
+                zero = 0 if steps else at[clock_id]
                 self.clocks.append([zero, at[primary], unit_ns, steps])
 
     def _intern(self, table: Message, sequence: int, number: int):
@@ -332,8 +338,10 @@ class _Packets:
         counters = packets.inside(52, (1, 2, 4))
         # an export keeps the keys beside its events as the name of a track
         names = (first(track, 2, b"") for track in self.tracks.values())
-        told = next((name for name in names if SOURCE_KEY.encode() in name), b"{}")
-        self.raw.envelope = json.loads(told) | {"baseTimeNanoseconds": base_ns}
+        export_keys = next(
+            (name for name in names if SOURCE_KEY.encode() in name), b"{}"
+        )
+        self.raw.envelope = json.loads(export_keys) | {"baseTimeNanoseconds": base_ns}
         self.raw.events = columns.shape[1] + len(counters.all(2))
         return PacketRows(
             *columns,
@@ -352,19 +360,21 @@ class _Packets:
         clock = np.full(len(self.packets), -1)
         clock[number] = default
         clock = self.packets.numbers(58, clock)[number]
-        own = clock >= _OWN_CLOCKS
-        if not own.any():
+        by_snapshot = clock >= _OWN_CLOCKS
+        if not by_snapshot.any():
             return value
-        row = self.told["clock"].find(sequence[own], clock[own], number[own])
+        row = self.told["clock"].find(
+            sequence[by_snapshot], clock[by_snapshot], number[by_snapshot]
+        )
         if (row < 0).any():
-            unknown = clock[own][row < 0][0]
+            unknown = clock[by_snapshot][row < 0][0]
             text = f"{self.raw.path}: no snapshot explains clock {unknown}"
             raise NotATrace(text)
         zero, at_ns, unit_ns, steps = np.array(self.clocks)[row].T
-        since_ns = (value[own] - zero) * unit_ns
+        since_ns = (value[by_snapshot] - zero) * unit_ns
         # each time counts from the one before it
         summed_ns = pd.Series(since_ns).groupby(row).cumsum()
-        value[own] = at_ns + np.where(steps, summed_ns, since_ns)
+        value[by_snapshot] = at_ns + np.where(steps, summed_ns, since_ns)
         return value
 
     def _slices(self, keys: tuple[str, ...] | None):
@@ -451,8 +461,8 @@ class _Packets:
         """Codes (n,) of texts, inline or in a table; -1 for none."""
         codes = self._interned(messages, number, table)
         field = messages.first(inline, BYTES)
-        own = field >= 0
-        codes[own] = self.texts.of(messages.texts(field[own]))
+        is_inline = field >= 0
+        codes[is_inline] = self.texts.of(messages.texts(field[is_inline]))
         return codes
 
     def _by_key(self, codes: np.ndarray, keys: tuple[str, ...] | None):
@@ -541,6 +551,7 @@ def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
             open_rows[of_track].append(mark)
         elif open_rows[of_track]:
             pairs.append((open_rows[of_track].pop(), mark))
+    # (pairs, 2), also where there are none
     more = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return np.append(begins, more[:, 0]), np.append(ends, more[:, 1])
 

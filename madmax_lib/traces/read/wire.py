@@ -52,34 +52,35 @@ class Messages:
         self.packet = packet
         self.outer = outer
         # (keys,) which are kept; all beyond the last are not
-        kept = np.zeros(8 * max(numbers) + 9, dtype=bool)
+        is_wanted = np.zeros(8 * max(numbers) + 9, dtype=bool)
         for number in numbers:
-            kept[8 * number : 8 * number + 8] = True
+            is_wanted[8 * number : 8 * number + 8] = True
         parts = []
         for low in range(0, len(packet), _ABREAST):
             owner = np.arange(low, min(low + _ABREAST, len(packet)))
-            parts.append(self._walk(owner, *bounds[:, owner], kept))
+            parts.append(self._walk(owner, *bounds[:, owner], is_wanted))
         # the last one stands for a field that is not there, as number -1
         parts.append(np.array([[-1], [-1], [0], [0]]))
         # (fields,) message, key, number or length, first byte
         self.owner, self.key, self.value, self.begin = np.hstack(parts)
 
-    def _walk(self, owner, at, end, kept):
+    def _walk(self, owner, at, end, is_wanted):
         data = np.frombuffer(self.data, dtype=np.uint8)
         parts = [np.zeros((4, 0), dtype=np.int64)]
         while len(going := np.flatnonzero(at < end)):
-            owner, at, end = owner[going], at[going], end[going]
+            owner, end = owner[going], end[going]
+            at = at[going]
             key, at = varints(data, at)
-            value, behind = varints(data, at)
+            value, after = varints(data, at)
             wire = key & 7
             size = np.where(wire == BYTES, value, _SIZES[wire])
             # types 1 and 5 have no length
-            at = np.where(wire & 3 == 1, at, behind)
+            at = np.where(wire & 3 == 1, at, after)
             # a length may be any number, so that a sum could overflow
             cut = (size < 0) | (size > end - at)
             if cut.any():
                 raise Broken(int(self.packet[owner[cut]].min()))
-            mine = np.flatnonzero(kept.take(key, mode="clip"))
+            mine = np.flatnonzero(is_wanted.take(key, mode="clip"))
             parts.append(np.stack([owner[mine], key[mine], value[mine], at[mine]]))
             at += size
         return np.hstack(parts)
@@ -122,10 +123,10 @@ class Messages:
 
     def take(self, messages: np.ndarray) -> Messages:
         """Some of the messages, in that order."""
-        taken = copy(self)
-        taken.bounds = self.bounds[:, messages]
-        taken.packet = self.packet[messages]
-        taken.outer = None if self.outer is None else self.outer[messages]
+        subset = copy(self)
+        subset.bounds = self.bounds[:, messages]
+        subset.packet = self.packet[messages]
+        subset.outer = None if self.outer is None else self.outer[messages]
         # (n + 1,) new number of a message, -1 for what is not taken or none
         number = np.full(len(self) + 1, -1)
         number[messages] = np.arange(len(messages))
@@ -133,8 +134,10 @@ class Messages:
         stays = owner >= 0
         stays[-1] = True  # the field that is not there
         fields = (owner, self.key, self.value, self.begin)
-        taken.owner, taken.key, taken.value, taken.begin = (f[stays] for f in fields)
-        return taken
+        subset.owner, subset.key, subset.value, subset.begin = (
+            f[stays] for f in fields
+        )
+        return subset
 
     def inside(self, number: int, numbers: Iterable[int]) -> Messages:
         """Messages that a field holds."""
