@@ -59,7 +59,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; give a config.json of Hugging Face, or a name of "
+            f"{path}: no such file; give a Hugging Face config.json, or a name of "
             "mm.models()"
         )
     try:
@@ -67,9 +67,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{path}: no configuration of a model, which is an object of JSON"
-        )
+        raise ValueError(f"{path}: not a model configuration (a JSON object)")
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
     if isinstance(config.get("ssm_cfg"), dict):
@@ -90,10 +88,10 @@ def _trained_part(path, config):
     kind = config.get("model_type")
     if kind == "siglip" and isinstance(config.get("vision_config"), dict):
         part = config["vision_config"] | {"model_type": "siglip_vision_model"}
-        left_out = "the image part alone is read, without the text beside it"
+        left_out = "only the image part is read, not the text part"
     elif isinstance(config.get("text_config"), dict):
         part = {"model_type": kind, **config["text_config"]}
-        left_out = "the text part alone is read, without what sees or hears"
+        left_out = "only the text part is read, not the vision or audio parts"
     else:
         return config
     warnings.warn(f"{path}: {left_out}", stacklevel=4)  # at the user's mm.model
@@ -147,7 +145,7 @@ def _nearest_call(config):
         text = short_repr(values[0]).strip("'") if values else "..."
         sizes.append(f"{field}={text}")
     return (
-        "describe what comes nearest: "
+        "describe the nearest model: "
         f"madmax_lib.catalog.models.Transformer('mine', {', '.join(sizes)}, "
         "sequence=...)"
     )
@@ -181,7 +179,7 @@ def _value(where, config, key, default):
         # without a default every such model has some of it; 64 bits hold a size
         is_size = 0 <= value < 2**62 and (value != 0 or bool(default))
     if not is_size:
-        raise ValueError(f"{where}: {key}={short_repr(value)} is no size")
+        raise ValueError(f"{where}: {key}={short_repr(value)} is not a size")
     return str(value)
 
 

@@ -130,7 +130,7 @@ def _bamba(config, shape):
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
         raise ValueError(
-            f"attn_layer_indices={short_repr(attention)} is no list of layers"
+            f"attn_layer_indices={short_repr(attention)} is not a list of layers"
         )
     blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}

@@ -62,7 +62,7 @@ def torchtitan(
     plan |= keys.fields()
     if keys.form == "flags":
         keys.notes.append(
-            "partial: what the flags leave out is the config function's, and here "
+            "partial: what the flags omit comes from the config function; here "
             "torchtitan's default"
         )
     return plan, keys

@@ -240,7 +240,7 @@ def _device(spec, ranks, gpus, nodes):
         raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
     if nodes > 1 and not gpus and spec.device == "auto":
         # a login node prepares runs of others, whose GPUs it cannot see
-        say = "say device='cuda' or 'cpu', as this may be none of them"
+        say = "give device='cuda' or 'cpu', as this may not be one of them"
         raise ValueError(f"{nodes} nodes, and no GPU here: {say}")
     present = gpus * nodes
     if device == "cuda" and ranks > present and (gpus or nodes == 1):

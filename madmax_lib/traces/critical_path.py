@@ -236,8 +236,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     """
     if timeline.meta.source == "simulated":
         raise ValueError(
-            "the host of a simulated timeline is not simulated: there are no "
-            "launches to be replayed"
+            "a simulated timeline has no host, and so no launches to replay"
         )
     calls = launches(timeline)
     bound = launch_bound(timeline)
@@ -297,16 +296,16 @@ class _Now:
         if queued:
             limits.append(
                 f"repeated, a step takes {format_s(step_s)}, as recorded "
-                f"{format_s(measured_s)}: a host or rank lives on the lead that it "
-                "had. Replayed once, from there; more steps, or a profile without "
-                "stacks, show which of both lasts"
+                f"{format_s(measured_s)}: a host or rank is using up a "
+                "lead. Replayed once, with that lead; record more steps, or without "
+                "stacks, to see which of the two lasts"
             )
             replay = steps.replay(weight_ns, queued)
             step_s = scale * _mean_s(replay)
         now = cls(measured_s, step_s, scale, queued, weight_ns, replay, limits)
         if not queued and abs(now.error) > _DRAINS:
             limits.append(
-                f"replayed as it is, a step takes {now.error:+.0%} of its measured "
+                f"replayed unchanged, a step is {now.error:+.0%} off the measured "
                 f"{format_s(measured_s)}: the trace does not say what it waits for"
             )
         return now
@@ -355,14 +354,14 @@ def _limits(timeline, steps):
     limits = []
     if steps.alone:
         limits.append(
-            "one step is recorded, from its first event to its last: what the next "
-            "one overlaps is not seen; record three steps or more"
+            "one step is recorded, from its first event to its last: overlap with "
+            "the next one does not show; record three steps or more"
         )
     world = timeline.meta.world_size
     has_comm = (steps.graph.slices["kind"] == "comm").any()
     if has_comm and world > len(timeline.ranks):
         limits.append(
-            f"{len(timeline.ranks)} of {world} ranks: what they wait for the others "
+            f"{len(timeline.ranks)} of {world} ranks: waiting for the others "
             "counts as transfer; read the traces of all ranks"
         )
     return limits
@@ -457,7 +456,7 @@ def _named(names, pattern):
     matching = [name for name in names.unique() if search(name)]
     if not matching:
         raise ValueError(
-            f"faster: {pattern!r} is no kind ({', '.join(PATH_KINDS)}) and in no "
+            f"faster: {pattern!r} is not a kind ({', '.join(PATH_KINDS)}) and in no "
             "name of the step"
         )
     return names.isin(matching).to_numpy()

@@ -161,7 +161,7 @@ def test_a_calibration_keeps_to_its_minutes_and_goes_on(world):
         json.loads((folder / "machine.json").read_text())["provenance"]["notes"],
     )
     assert first >= 4 and (first < 25) == any(
-        "the minutes are over" in note for note in notes
+        "the time limit" in note for note in notes
     )
     kept = pd.read_csv(folder / "predictions.csv", index_col="run").loc[
         "gpt dp", "predicted_s"

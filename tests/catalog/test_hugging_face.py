@@ -118,7 +118,7 @@ SIGLIP = dict(zip(FIELDS, (27, 1152, 16, 4304), strict=False), image_size=384)
 
 
 def of_text(read, kind, config):
-    with pytest.warns(UserWarning, match="the text part alone is read"):
+    with pytest.warns(UserWarning, match="only the text part is read"):
         return read(kind, text_config=config)
 
 
@@ -150,7 +150,7 @@ def test_every_nth_layer_is_a_mixture(read, step, experts, parameters):
 )
 def test_of_siglip_the_images_are_read(read, sizes, parameters):
     """384 pixels are 27 patches of 14 and a rest."""
-    with pytest.warns(UserWarning, match="the image part alone is read"):
+    with pytest.warns(UserWarning, match="only the image part is read"):
         assert read("siglip", vision_config=sizes).parameters == parameters
 
 
@@ -188,11 +188,11 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
         ("granite-4.0-h-tiny", "layer_types", ["conv"] * 40, "'conv' & not modelled"),
         ("gemma-3-1b", "layer_types", FULL + SLIDING * 24 + FULL, "[1, 26] & n-th"),
         *cells("""
-        DeepSeek-V3 | vocab_size | 0 | =0 & no size
-        DeepSeek-V3 | intermediate_size | 0 | =0 & no size
-        DeepSeek-V3 | kv_lora_rank | 0 | =0 & no size
-        DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & no size
-        DeepSeek-V3 | v_head_dim | 0 | =0 & no size
+        DeepSeek-V3 | vocab_size | 0 | =0 & not a size
+        DeepSeek-V3 | intermediate_size | 0 | =0 & not a size
+        DeepSeek-V3 | kv_lora_rank | 0 | =0 & not a size
+        DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & not a size
+        DeepSeek-V3 | v_head_dim | 0 | =0 & not a size
         Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & no text of M
         Nemotron-3-Nano | moe_latent_size | 8 | experts of a latent
         granite-4.0-h-tiny | shared_intermediate_size | 700 | =700 & multiple
@@ -214,7 +214,7 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
 
 def test_a_list_is_no_configuration(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
-    with refused("an object of JSON"):
+    with refused("a JSON object"):
         catalog.model(tmp_path / "config.json")
 
 

@@ -603,7 +603,7 @@ def test_a_problem_or_its_inputs_and_a_plan_in_a_few_lines():
     given = hetero.problem(**TINY)
     for call in (hetero.plan, partial(hetero.cost, PLAN)):
         with pytest.raises(
-            ValueError, match="global_batch stands in the problem that is given"
+            ValueError, match="global_batch is part of the given problem"
         ):
             call(problem=given, global_batch=4)
     lines = repr(planned := hetero.Planned.of(PLAN, given)).splitlines()

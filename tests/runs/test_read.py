@@ -85,7 +85,7 @@ def test_an_mfu_above_1_is_not_read_without_a_word(tmp_path):
     prepare(RunSpec(device="cpu"), tmp_path)
     write_json(tmp_path / "env.json", {"peak_source": "measured"})
     write_json(tmp_path / "summary.json", {"mfu": 2.22})
-    says = "MFU 222% against a peak that is too low, measured"
+    says = "MFU 222%: the peak is too low, measured"
     with pytest.warns(UserWarning, match=says):
         read_run(tmp_path)
 

@@ -68,7 +68,7 @@ def test_a_recorded_run_has_every_view(run):
     ]
     assert titles(page) == [*names, "Work on the host"]
     (median,) = re.findall("<b>([^<]+)</b><span>a step, median", page)
-    assert f"A step takes {median}, in old {median}, medians: +0.0%." in page
+    assert f"The median step takes {median}, and {median} in old: +0.0%." in page
     assert all(
         f'<a href="#{name.lower().replace(" ", "-")}">' in page for name in names
     )

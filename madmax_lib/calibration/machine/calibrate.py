@@ -203,8 +203,8 @@ class _Calibration:
                 resolve(spec)
                 if spec.plan.world_size > self.ranks:
                     raise ValueError(
-                        f"{spec.strategy} needs {spec.plan.world_size} ranks, here are "
-                        f"{self.ranks}"
+                        f"{spec.strategy} needs {spec.plan.world_size} ranks, but "
+                        f"there are {self.ranks}"
                     )
                 specs[run.name] = spec
         return specs
@@ -225,7 +225,9 @@ class _Calibration:
                 together = names[first : first + _TOGETHER]
                 title = ", ".join(together)
                 if self.until_s - time.monotonic() < self.run_s * len(together):
-                    self.notes.append(f"{title}: not run, the minutes are over")
+                    self.notes.append(
+                        f"{title}: skipped: the time limit (--minutes) was reached"
+                    )
                     continue
                 begun_s = time.monotonic()
                 with self.stage(title):
@@ -380,7 +382,7 @@ class _Calibration:
         fitted = self.make_runs(_planned_runs("fitted"))
         if not fitted:
             raise ValueError(
-                f"{self.directory}: no run was completed; {'; '.join(self.notes)}"
+                f"{self.directory}: no run completed; {'; '.join(self.notes)}"
             )
         env = next(iter(fitted.values())).env
         machine = self.fitted_machine(self.timed_machine(kernels, links, env), fitted)

@@ -95,7 +95,7 @@ def machine(directory: str | Path) -> Machine:
     try:
         return Machine(cluster, parameters, content["dtype"], content["provenance"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the file of a machine ({error})") from None
+        raise ValueError(f"{path}: not a machine file ({error})") from None
 
 
 def link_rates(table: pd.DataFrame) -> dict[str, float]:

@@ -79,7 +79,7 @@ def write_page(directory: Path, machine: Machine) -> Path:
 
 def _verdict(results: pd.DataFrame):
     if results.empty:
-        return "No further run was made."
+        return "No further run was done."
     errors = results["error"].abs()
     within = f"{errors.median():.1%} (median), {errors.max():.1%} at worst"
     return f"Steps of {len(errors)} further runs were predicted within {within}."

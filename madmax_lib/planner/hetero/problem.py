@@ -84,8 +84,7 @@ def problem_from(stated: HeteroProblem | None, inputs: dict) -> HeteroProblem:
         return problem(**inputs)
     if inputs:
         raise ValueError(
-            f"{next(iter(inputs))} stands in the problem that is given; give one of "
-            "them"
+            f"{next(iter(inputs))} is part of the given problem; give only one of them"
         )
     return require_type("problem", stated, HeteroProblem)
 

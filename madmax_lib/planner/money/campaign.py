@@ -116,7 +116,7 @@ def campaign(
     True
     """
     if (days is None) == (devices is None):
-        raise ValueError("either days or devices says what is asked for")
+        raise ValueError("give either days or devices")
     if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
@@ -308,7 +308,7 @@ def _first_in_time(job, days, sure, costs):
         )
     raise ValueError(
         f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
-        "batch may be"
+        "batch may help"
     )
 
 
@@ -320,22 +320,21 @@ def _notes(job, best, costs):
     factor = practice()[0]
     goodput = costs["goodput"] or Goodput()
     either = best["days_high"] / best["days"]
-    fastest = "only what it launches"
+    fastest = "only plans it launches"
     if len(job.stacks) > 1:
         stacks = ", ".join(stack.name for stack in job.stacks)
         fastest = f"the fastest of {stacks}"
-    energy = f"no TDP of {device.name} is known"
+    energy = f"the TDP of {device.name} is unknown"
     if device.tdp_w > 0:
         energy = (
-            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
-            "network and cooling"
+            f"devices only (TDP {device.tdp_w:g} W), without hosts, network and cooling"
         )
     return {
         "step": (
             f"{batch:,} samples of {sequence:,} tokens, "
             f"{batch * sequence / 1e6:.3g}M tokens"
         ),
-        "software": f"{best['stacks']}: {fastest}, timed as it overlaps",
+        "software": f"{best['stacks']}: {fastest}, timed with its overlaps",
         "space": (
             "what people usually run (Space.quick()); a search of the whole "
             "space may find a faster plan"
@@ -366,7 +365,7 @@ def _price(cluster, usd_per_hour):
     row = table[(table["name"] == cluster.device.name) & (table["quantity"] == "price")]
     if row.empty:
         return (
-            f"no price of {cluster.device.name} is known; give usd_per_hour "
+            f"no known price for {cluster.device.name}; give usd_per_hour "
             "(--usd-per-hour)"
         )
     price = row.iloc[-1]  # the latest
