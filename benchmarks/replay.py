@@ -11,15 +11,19 @@ table of what is there.
 `python benchmarks/replay.py --as-measured` records nothing: it replays every trace of
 three steps and more that `datasets` finds with nothing changed, beside its measured
 period, and asks made jobs whose truth is known for twice the compute, twice the network
-and none.
+and none. `--unmarked` hides the marks of all steps and asks what the pattern of the
+kernels tells of them.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -27,7 +31,7 @@ import pandas as pd
 import madmax_lib as mm
 from madmax_lib.catalog import datasets
 from madmax_lib.runs import measure_links, testbed
-from madmax_lib.traces import what_if
+from madmax_lib.traces import steps, what_if
 
 NETWORKS = {
     "1gbit": 1e9,
@@ -49,6 +53,11 @@ MORE_RANKS, GROWTH_NETWORK = (
 SPEED = 0.4
 STEPS, UNTRACED = 9, slice(5, None)  # steps 2 to 4 are traced
 AS_MEASURED = ["steps", "measured_s", "step_s", "low_s", "high_s", "replay_error"]
+# labels that mark steps, of any program
+MARK = (
+    r"(?i)ProfilerStep|^execute_|bs="
+    r"|^\W*(?:train(?:ing)?[_ ]?)?(?:step|iter|iteration|batch)[\W_]*\d+"
+)
 WITHIN = 0.03  # of the truth: what a replay should keep to
 WIDTH, DEPTH, BATCH = 512, 8, 256  # of the module of one's own
 
@@ -194,24 +203,65 @@ def as_measured() -> pd.DataFrame:
     """Real traces of three steps and more with nothing changed: the measured period and
     what a replay gives over it, worst first.
     """
+    rows = []
+    for name, timeline in recordings():
+        if len(timeline.steps) >= 3:
+            row = what_if(timeline, {}).iloc[0]
+            rows.append((name, len(timeline.ranks), *row[AS_MEASURED]))
+    table = pd.DataFrame(rows, columns=["trace", "ranks", *AS_MEASURED])
+    order = table["replay_error"].abs().sort_values(ascending=False).index
+    return table.loc[order]
+
+
+def recordings() -> Iterator[tuple[str, mm.Timeline]]:
+    """Name and timeline of each trace that `datasets` finds."""
     paths = [mm.dataset(name) for name in datasets.names() if _is_here(name)]
     known = {path for path in paths if path.is_file()} | {
         file for path in paths if path.is_dir() for file in path.rglob("*.json.gz")
     }
     roots = [datasets.PROJECT, *datasets.places()]
     files = [file for root in roots for file in (root / "traces").rglob("*.json.gz")]
-    rows = []
     for path in [*paths, *sorted(set(files) - known)]:
         try:
-            timeline = mm.read_trace(path)
+            yield path.name, mm.read_trace(path)
         except (OSError, ValueError):
             continue
-        if len(timeline.steps) >= 3:
-            row = what_if(timeline, {}).iloc[0]
-            rows.append((path.name, len(timeline.ranks), *row[AS_MEASURED]))
-    table = pd.DataFrame(rows, columns=["trace", "ranks", *AS_MEASURED])
-    order = table["replay_error"].abs().sort_values(ascending=False).index
-    return table.loc[order]
+
+
+def unmarked() -> pd.DataFrame:
+    """Marked traces without their marks: how many steps the pattern of the kernels tells
+    and its median period over that of the marks, - 1.
+
+    Also of a part of one and of two steps each, where nothing should be found; without
+    labels: the optimizer's are hidden too.
+    """
+    rows = []
+    for name, timeline in recordings():
+        if steps(timeline)["annotated"].any():
+            numbers = timeline.steps
+            parts = [numbers] * (len(numbers) > 2) + [numbers[:1], numbers[1:3][-2:]]
+            for part in filter(None, parts):
+                of_part = timeline.select(steps=part)
+                rows.append((name, len(timeline.ranks), len(part), *_told(of_part)))
+    told = ("found", "period_error", "without_labels")
+    return pd.DataFrame(rows, columns=["trace", "ranks", "steps", *told])
+
+
+def _told(timeline: mm.Timeline):
+    names = timeline.spans["name"].astype(str)
+    label = timeline.spans["kind"] == "annotation"
+    hidden = label & names.str.contains(MARK)
+    found = []
+    for mask in (hidden, hidden | label & names.str.contains("(?i)optimi[sz]er")):
+        bare = timeline.where(~mask.to_numpy())
+        bare = replace(bare, spans=bare.spans.assign(step=0))
+        with tempfile.TemporaryDirectory() as folder:
+            mm.export_trace(bare, Path(folder))
+            found.append(mm.read_trace(folder))
+    period_s, marked_s = (
+        steps(each)["period_s"].median() for each in (found[0], timeline)
+    )
+    return len(found[0].steps), period_s / marked_s - 1, len(found[1].steps)
 
 
 def _is_here(name: str) -> bool:
@@ -285,12 +335,27 @@ def main() -> None:
     parser.add_argument(
         "--as-measured", action="store_true", help="nothing changed, and made jobs"
     )
+    parser.add_argument("--unmarked", action="store_true", help="hide marks of steps")
     parser.add_argument("--record", action="store_true", help="make what is missing")
     parser.add_argument(
         "--minutes", type=float, default=60, help="start no run later than this (60)"
     )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.unmarked:
+        warnings.simplefilter("ignore")
+        table = unmarked()
+        print(table.to_string(index=False, float_format="{:.4f}".format))
+        whole = table["steps"] > 2
+        same = (table["found"] == table["steps"]) & (
+            table["period_error"].abs() <= WITHIN
+        )
+        print(f"{same[whole].mean():.0%} of {whole.sum()} within {WITHIN:.0%}")
+        blind = table["without_labels"] == table["steps"]
+        print(f"{blind[whole].mean():.0%} also without the labels of the optimizer")
+        wrong = (table["found"] > 1)[~whole]
+        print(f"{wrong.sum()} of {len(wrong)} of one or two steps were cut")
+        return
     if options.as_measured:
         warnings.simplefilter("ignore")
         for table, errors in (

@@ -32,7 +32,6 @@ from madmax_lib.calibration import (
     coverage,
     fit,
     folds,
-    generation_of,
     known_rows,
     new_rows,
     predict,
@@ -132,7 +131,8 @@ def contacts():
     by_source = folds(known, by="source")
     unknown = unknown_rows(known, prior)
     sizes = spread_of_both(by_source, unknown)
-    generations = generation_of(known)
+    # families of devices, a device itself where it has none
+    generations = known["family"].where(known["family"] != "other", known["gpu"])
     new_generation = folds(known, by=generations)
     both = folds(known, by=generations, priced=strange_rows())
     # `folds` prices strangers at the prior rate of `bounds`; so does `unknown_rows`

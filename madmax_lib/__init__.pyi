@@ -11,6 +11,8 @@ from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
 from madmax_lib.calibration.machine.machine import machine as machine
 from madmax_lib.calibration.verdict.expect import expect as expect
 from madmax_lib.catalog.datasets import dataset as dataset
+from madmax_lib.catalog.flops import flops as flops
+from madmax_lib.catalog.hardware import Link as Link
 from madmax_lib.catalog.listing import (
     clusters as clusters,
     devices as devices,
@@ -18,6 +20,7 @@ from madmax_lib.catalog.listing import (
     software as software,
 )
 from madmax_lib.catalog.tables import cluster as cluster, model as model
+from madmax_lib.plan.case import Case as Case
 from madmax_lib.plan.plan import Plan as Plan
 from madmax_lib.planner.search import search as search
 from madmax_lib.planner.tuner.tune import tune as tune
@@ -35,7 +38,6 @@ from madmax_lib.traces.diff import compare as compare
 from madmax_lib.traces.export import export_trace as export_trace
 from madmax_lib.traces.parts import breakdown as breakdown
 from madmax_lib.traces.read.kineto import read_trace as read_trace
-from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
 from madmax_lib.view.explore.widgets import view_timeline as view_timeline
 from madmax_lib.view.notebooks.setup import (
     save_figure as save_figure,

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from madmax_lib import __version__
+from madmax_lib.base.extras import with_extra
 from madmax_lib.view.commands import commands as runs_commands
 from madmax_lib.view.commands.answers import add_parser, envelope
 
@@ -21,13 +22,17 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:
         arguments = sys.argv[1:]
+    # a script that is recorded keeps Python's ways with garbage and warnings
+    is_recorded = arguments[:1] == ["record"]
+    if not is_recorded:
         # what a command makes lives to its end: to look for garbage in it costs a tenth
         # of the time of a short one
         gc.set_threshold(100_000)
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
-            warnings.showwarning = _shown_once()
+            if not is_recorded:
+                warnings.showwarning = _shown_once()
             status = options.command(options)
             sys.stdout.flush()
             return status
@@ -36,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, ImportError) as error:
-        print(f"madmax: {error}", file=sys.stderr)
+        print(f"madmax: {with_extra(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)

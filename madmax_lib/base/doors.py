@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from madmax_lib.base.extras import with_extra
+
 # what a module defines without an underscore; to parse all modules would slow the import
 # (a function or class, or a constant)
 _PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)|^([A-Z]\w*)(?:: .+)? = ", re.M)
@@ -29,10 +31,13 @@ class _Room(ModuleType):
         if name not in self._calls:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module = self._calls[name]
-        if module == self.__name__:
-            value = import_module(f"{module}.{name}")
-        else:
-            source = import_module(module)
+        is_inside = module == self.__name__
+        try:
+            value = import_module(f"{module}.{name}" if is_inside else module)
+        except ModuleNotFoundError as error:
+            raise with_extra(error) from None
+        if not is_inside:
+            source = value
             value = getattr(source, name)
             if module == f"{self.__name__}.{name}":
                 # the call hides its module: `import room.name` then finds on the call

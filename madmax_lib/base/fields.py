@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Real
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
@@ -34,8 +34,7 @@ def is_whole(value, least: int = 0) -> bool:
     """
     if not _is_real(value):
         return False
-    without_fraction = isinstance(value, Integral) or float(value).is_integer()
-    return without_fraction and least <= value < _TOO_LARGE
+    return least <= value < _TOO_LARGE and value % 1 == 0
 
 
 def is_number(value, least: float = 0.0) -> bool:

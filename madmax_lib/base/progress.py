@@ -16,8 +16,7 @@ def bar(items=None, *, show: bool = True, **options):
     from tqdm import tqdm
 
     if in_notebook:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tqdm's advice on widgets
+        with warnings.catch_warnings(action="ignore"):  # tqdm's advice on widgets
             from tqdm.auto import tqdm  # takes asyncio along
     disable = not (show and (in_notebook or sys.stderr.isatty()))
     return tqdm(items, delay=1, leave=False, disable=disable, **options)

@@ -15,8 +15,8 @@ def format_s(duration_s: float) -> str:
     """
     prefixes = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
     # the largest unit of which there is a whole one; below a nanosecond, nanoseconds
-    fitting = [prefix for prefix in prefixes if abs(duration_s) >= prefix[0]]
-    factor, unit = fitting[0] if fitting else prefixes[-1]
+    fitting = (prefix for prefix in prefixes if abs(duration_s) >= prefix[0])
+    factor, unit = next(fitting, prefixes[-1])
     return f"{duration_s / factor:.3g} {unit}"
 
 

@@ -1,14 +1,16 @@
 from madmax_lib.calibration import fit as fit
 from madmax_lib.calibration.fit import known_rows as known_rows, usable as usable
-from madmax_lib.calibration.job.another_plan import another_plan as another_plan
-from madmax_lib.calibration.job.case_of import case_of as case_of
-from madmax_lib.calibration.judge.identifiability import (
+from madmax_lib.calibration.job.another_plan import (
+    another_plan as another_plan,
+    case_of as case_of,
+)
+from madmax_lib.calibration.judge.intervals import *
+from madmax_lib.calibration.judge.intervals import (
     constants_of as constants_of,
     determined_by as determined_by,
     leverage as leverage,
     strongest_pairs as strongest_pairs,
 )
-from madmax_lib.calibration.judge.validate import *
 from madmax_lib.calibration.kernels.fit import (
     fit_rates as fit_rates,
     held_out as held_out,
@@ -37,7 +39,6 @@ from madmax_lib.calibration.trace import (
     kernel_seconds as kernel_seconds,
 )
 from madmax_lib.calibration.verdict.accuracy import *
-from madmax_lib.calibration.verdict.accuracy import confusion as confusion
 from madmax_lib.calibration.verdict.expect import (
     expect as expect,
     verdicts as verdicts,
@@ -47,7 +48,6 @@ from madmax_lib.calibration.verdict.overlap import (
     overlap_facts as overlap_facts,
 )
 from madmax_lib.calibration.verdict.strangers import (
-    generation_of as generation_of,
     new_rows as new_rows,
     spread_of_both as spread_of_both,
     strange_rows as strange_rows,

@@ -15,9 +15,9 @@ import numpy as np
 from madmax_lib.calibration.fit import fit, known_rows, usable
 from madmax_lib.calibration.judge.intervals import (
     comparison_widths,
+    folds,
     sensitivities,
 )
-from madmax_lib.calibration.judge.validate import folds
 from madmax_lib.simulator.rates.parameters import Parameters, load, save
 
 # relative differences: where the fit stops, which another machine's arithmetic shifts,

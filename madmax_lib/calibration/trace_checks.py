@@ -13,7 +13,7 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.calibration.judge.identifiability import constants_of
+from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.timeline.kinds import POINT_TO_POINT
@@ -102,7 +102,8 @@ def _check_device(timeline, case):
 def _check_groups(timeline, case):
     """World and sizes of groups against the plan, then what they send."""
     plan = case.plan
-    table = calls(timeline)
+    # DDP of one rank calls collectives too, which move nothing
+    table = calls(timeline).query("group_size != 1")
     measured = timeline.meta.source == "measured"
     world = max(timeline.meta.world_size, len(timeline.ranks))
     # one stage or rank of many may have been traced, but then it has collectives

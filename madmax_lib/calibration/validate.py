@@ -1,3 +1,3 @@
-"""Predictions for measured rows, at the public path of `judge.validate`."""
+"""Predictions for measured rows, at a public path of `judge.intervals`."""
 
-from madmax_lib.calibration.judge.validate import *
+from madmax_lib.calibration.judge.intervals import *

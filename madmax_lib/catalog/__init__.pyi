@@ -4,6 +4,7 @@ from madmax_lib.catalog.datasets import (
     dataset as dataset,
     local_data as local_data,
 )
+from madmax_lib.catalog.flops import conventions as conventions, flops as flops
 from madmax_lib.catalog.hardware import (
     Cluster as Cluster,
     Device as Device,

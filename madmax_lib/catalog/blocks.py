@@ -12,7 +12,7 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    x and m are ours: Megatron-Core has no letter for them.
+    x, m, K and L are ours: Megatron-Core has no letter for them.
     """
 
     # letter, what it is, and the fields of a model that it needs
@@ -37,6 +37,31 @@ class BlockKind(StrEnum):
         "mixer_rank",
         "mixer_conv",
     )
+    DELTA_NET = (
+        "G",
+        "gated delta net [arXiv 2412.06464]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_heads",
+        "mixer_groups",
+        "mixer_conv",
+    )
+    KIMI_DELTA = (
+        "K",
+        "Kimi delta attention [arXiv 2510.26692]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_heads",
+        "mixer_conv",
+    )
+    LIGHTNING = (
+        "L",
+        "lightning attention [arXiv 2501.08313]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_heads",
+        "mixer_groups",
+    )
 
     def __new__(cls, letter: str, label: str, *sizes: str):
         """The letter, which knows its label and the sizes that it needs."""
@@ -48,8 +73,8 @@ class BlockKind(StrEnum):
 
     @property
     def is_mixer(self) -> bool:
-        """Whether it is a state-space mixer."""
-        return self in (BlockKind.MAMBA_1, BlockKind.MAMBA_2)
+        """Whether it carries a state from token to token."""
+        return "mixer_channels" in self.sizes
 
 
 class Blocks(str):
@@ -64,8 +89,8 @@ class Blocks(str):
 
     @property
     def kinds(self) -> list[BlockKind]:
-        """Each letter as a kind of block."""
-        return [BlockKind(letter) for letter in self]
+        """Each letter as a kind of block; blanks part layers."""
+        return [BlockKind(letter) for letter in self.replace(" ", "")]
 
     @property
     def has_attention(self) -> bool:
@@ -83,18 +108,13 @@ class Blocks(str):
         return BlockKind.EXPERTS in self
 
     @property
-    def has_mamba2(self) -> bool:
-        """Whether a block is Mamba-2's mixer."""
-        return BlockKind.MAMBA_2 in self
-
-    @property
     def has_mixer(self) -> bool:
-        """Whether a block is a state-space mixer."""
-        return self.has_mamba2 or BlockKind.MAMBA_1 in self
+        """Whether a block carries a state from token to token."""
+        return any(kind.is_mixer for kind in self.kinds)
 
 
 # fields that describe a stack of usual layers: blocks say it in their own way
-_OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image", "kv_lora_rank")
+_OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image")
 
 
 def check_blocks(model) -> None:
@@ -132,19 +152,19 @@ def _check_combinations(model):
     for field in (*_OF_USUAL_STACKS, *unused):
         if getattr(model, field):
             refuse(model, field, f"does not go with blocks={model.blocks!r}")
-    if blocks.has_mamba2:
-        if BlockKind.MAMBA_1 in blocks:
-            raise ValueError(
-                f"{model.name}: blocks have Mamba-1 and Mamba-2, whose sizes differ"
-            )
-        # a head has equal channels, a group equal heads
-        heads = model.mixer_heads
-        if model.mixer_channels % heads or heads % model.mixer_groups:
-            sizes = f"mixer_heads={heads} and mixer_groups={model.mixer_groups}"
-            raise ValueError(
-                f"{model.name}: {sizes} must divide mixer_channels={model.mixer_channels} "
-                "and the heads"
-            )
+    mixers = {kind.label for kind in blocks.kinds if kind.is_mixer}
+    if len(mixers) > 1:
+        raise ValueError(
+            f"{model.name}: blocks have {' and '.join(sorted(mixers))}, whose sizes differ"
+        )
+    # a head has equal channels, a group equal heads
+    heads = model.mixer_heads or 1
+    if model.mixer_channels % heads or heads % (model.mixer_groups or heads):
+        sizes = f"mixer_heads={heads} and mixer_groups={model.mixer_groups}"
+        raise ValueError(
+            f"{model.name}: {sizes} must divide mixer_channels={model.mixer_channels} "
+            "and the heads"
+        )
     is_decoder = [layer.has_cross_attention for layer in model.layer_kinds]
     if is_decoder != sorted(is_decoder):
         raise ValueError(

@@ -220,9 +220,9 @@ def part_of_machine(
     used, nodes = node_extent(machine.name, usual, nodes, devices)
     if nodes > machine.nodes == 1:
         raise ValueError(
-            f"{machine.name}: nodes={nodes}, but it was calibrated on one host, "
-            "without a network; calibrate over two hosts, or "
-            "replace(mm.machine(...).cluster, nodes=..., inter=Link(name, bytes/s))"
+            f"{machine.name}: nodes={nodes}, but it was calibrated on one host, without "
+            "a network; calibrate over two hosts, or state it: --network 25gbit, in Python "
+            "replace(mm.machine(...).cluster, nodes=..., inter=mm.Link(name, bytes/s))"
         )
     return replace(machine, devices_per_node=used, nodes=nodes)
 

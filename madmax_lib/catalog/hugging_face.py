@@ -8,6 +8,8 @@ refused with the reason.
 
 import json
 import warnings
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import pandas as pd
@@ -19,11 +21,25 @@ from madmax_lib.catalog.hugging_face_stacks import (
     size_of,
     stacked,
 )
+from madmax_lib.catalog.hugging_face_towers import tower_fields
 from madmax_lib.catalog.models import Transformer
 
 # tokens; longer contexts come from a short last phase [Llama 3, arXiv 2407.21783,
 # 3.4.2]
 _LONGEST_TRAINED = 65_536
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Rows of the table that are no fields of a `Transformer`, and become some."""
+
+    more_norms: int = 0  # of a layer, beside its two; below zero: fewer
+    qk_norm_all: bool = False  # norms of all of q and k, not of each head
+    qkv_bias: bool = False  # biases of all products of attention but the last
+    shared_ffn: int = 0  # width of the shared expert, of a multiple of the others'
+    expert_gate: bool = False  # a number per token that scales the shared expert
+
+
 # values of keys with which all layers are of one kind
 _UNIFORM = {
     "decoder_sparse_step": [1],
@@ -40,13 +56,12 @@ _SIZES = {
     "ffn": "intermediate_size d_ff",
     "vocab": "vocab_size",
 }
-_REFUSED = {  # what no stack of blocks says
-    "an encoder with biases, positions and norms of its own": "bart mbart pegasus "
-    "whisper marian",
-    "layers that share weights": "zamba zamba2",
-    "state-space and attention side by side in a layer": "falcon_h1",
-    "linear attention or convolutions": "qwen3_next minimax kimi_linear lfm2",
-}
+# keys of a whole model that its text part has too
+_SHARED = ("tie_word_embeddings",)
+# channels that no model has: a slip of the pen
+_WIDEST = 2**20
+# kind of those that are not known and have no keys but those of Llama's
+_LLAMA_SHAPED = "llama-shaped"
 
 
 def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
@@ -70,11 +85,18 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         raise ValueError(f"{path}: not a model configuration (a JSON object)")
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
+    if "peft_type" in config:
+        base = config.get("base_model_name_or_path")
+        raise ValueError(
+            f"{path}: an adapter ({config['peft_type']}) of {base}; give the "
+            "config.json of that model, and lora_rank to the plan"
+        )
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
-    config = _trained_part(path, config)
+    config, seen = _trained_part(path, config)
     try:
-        return Transformer(name, **_fields(config, rows, str(path)))
+        fields = _fields(config, rows, str(path))
+        return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
 
@@ -84,18 +106,37 @@ class _UnmodelledError(ValueError):
 
 
 def _trained_part(path, config):
-    """The image part of SigLIP, the text part of others that have several."""
+    """The image part of SigLIP, the text part of others that have several; and the
+    configuration of what sees.
+    """
+    config = config.get("thinker_config") or config  # of an omni model
     kind = config.get("model_type")
-    if kind == "siglip" and isinstance(config.get("vision_config"), dict):
-        part = config["vision_config"] | {"model_type": "siglip_vision_model"}
-        left_out = "only the image part is read, not the text part"
-    elif isinstance(config.get("text_config"), dict):
-        part = {"model_type": kind, **config["text_config"]}
-        left_out = "only the text part is read, not the vision or audio parts"
-    else:
-        return config
-    warnings.warn(f"{path}: {left_out}", stacklevel=4)  # at the user's mm.model
-    return part
+    seen = config.get("vision_config")
+    if kind == "siglip" and isinstance(seen, dict):
+        part = seen | {"model_type": "siglip_vision_model"}
+        message = f"{path}: only the image part is read, not the text part"
+        warnings.warn(message, stacklevel=4)  # at the user's mm.model
+        return part, None
+    text = config.get("text_config")
+    if not isinstance(text, dict) and not isinstance(seen, dict):
+        return config, None
+    shared = {name: config[name] for name in _SHARED if name in config}
+    part = {"model_type": kind, **shared, **text} if isinstance(text, dict) else config
+    return part, {"model_type": f"{kind}_vision", **(seen or {})}
+
+
+def _seen(path, config, hidden):
+    """Fields of a tower, of one image a sample, with a warning that says so."""
+    if config is None:
+        return {}
+    is_said = len(config) > 1
+    result = tower_fields(config["model_type"], config, hidden) if is_said else {}
+    message = "only the text part is read, not the vision or audio parts"
+    if result:
+        edge = result["tower"].image
+        message = f"with one image of {edge} pixels a sample; replace(model, images=0) has none"
+    warnings.warn(f"{path}: {message}", stacklevel=4)  # at the user's mm.model
+    return result
 
 
 def _fields(config, rows, where):
@@ -103,12 +144,15 @@ def _fields(config, rows, where):
     kind = config.get("model_type", "")
     by_kind = _keys_by_kind(rows)
     if not isinstance(kind, str) or kind not in by_kind:
-        why = f"model_type {kind!r} is not one of {', '.join(by_kind)}"
-        for reason, kinds in _REFUSED.items():
-            if str(kind) in kinds.split():
-                why = f"{kind} has {reason}, which is not modelled"
-        raise _UnmodelledError(why)
-    keys = by_kind[kind]
+        kind = _guessed(config, by_kind, where)
+    keys = by_kind[kind] | {}
+    keys.pop("harmless", None)
+    if "refused" in keys:
+        nearest, reason = keys["refused"]
+        raise _UnmodelledError(
+            f"{kind} has {reason}, which is not modelled; the nearest that can be read is "
+            f"{nearest}"
+        )
     read = {key for key, _ in keys.values()}
     for key, uniform in _UNIFORM.items():
         if key not in read and config.get(key) not in (None, *uniform):
@@ -116,11 +160,28 @@ def _fields(config, rows, where):
                 f"{key}={config[key]!r}: layers of several kinds are not modelled"
             )
     texts = {field: _value(where, config, *of) for field, of in keys.items()}
+    pattern = texts.get("full_every", "")
+    if pattern.strip("L") == "G":  # local layers and a global one, such as LLLG
+        texts["full_every"] = str(len(pattern))
+    if texts["hidden"].isdecimal() and int(texts["hidden"]) > _WIDEST:
+        raise ValueError(f"{where}: no model has {texts['hidden']} channels")
     if texts.get("mixer_rank") == "auto":
         texts["mixer_rank"] = str(-(-int(texts["hidden"]) // 16))  # rounded up [Mamba]
+    names = {field.name for field in fields(_Terms)} & texts.keys()
+    terms = {name: texts.pop(name) for name in names}
+    terms = _Terms(**parse_fields(_Terms, terms, where))
     shape = parse_fields(Transformer, texts, where)
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
+    if types := config.get("mlp_layer_types"):
+        dense = [layer for layer, name in enumerate(types) if name == "dense"]
+        if dense != [*range(len(dense))]:
+            raise _UnmodelledError(
+                f"mlp_layer_types: dense layers {dense} are not the first ones"
+            )
+        shape["dense_layers"] = len(dense)
+    if config.get("n_group") == 1:  # one group of all experts limits nothing
+        shape["routed_nodes"] = 0
     shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]
@@ -129,10 +190,35 @@ def _fields(config, rows, where):
     every = shape.get("full_every", 0)
     shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
     try:
+        shape |= _of_terms(terms, shape)
         rest = stacked if kind in STACKED else _fields_without_key
         return shape | rest(kind, config, shape)
     except ValueError as error:
         raise _UnmodelledError(str(error)) from None
+
+
+def _guessed(config, by_kind, where):
+    """Kind of a configuration of none that is known: Llama's, with a warning, where it
+    says its sizes, and nothing that is not known to leave these as they are.
+    """
+    kind = config.get("model_type", "")
+    shaped = by_kind[_LLAMA_SHAPED]
+    harmless = set(shaped["harmless"][0].split())
+    of_llama = harmless.union(*(key.split() for key, _ in shaped.values()))
+    needed = {names.split()[0] for names in _SIZES.values()}
+    others = [key for key in config if key not in of_llama]
+    if needed <= config.keys() and not others:
+        warnings.warn(
+            f"{where}: model_type {kind!r} is unknown and read like Llama's: gated "
+            "feed-forward parts, RMS norms, no biases",
+            stacklevel=5,  # at the user's mm.model
+        )
+        return _LLAMA_SHAPED
+    near = get_close_matches(str(kind), by_kind, cutoff=0.3) or ["llama"]
+    why = f", and {others[0]!r} is no key of Llama's" if needed <= config.keys() else ""
+    raise _UnmodelledError(
+        f"model_type {kind!r} is not read{why}; nearest by name: {', '.join(near)}"
+    )
 
 
 def _nearest_call(config):
@@ -170,6 +256,8 @@ def _value(where, config, key, default):
     if not values and not default:
         raise ValueError(f"{where}: field {key!r} is missing")
     value = values[0] if values else default
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        value = value[0]  # one for each layer, all alike
     if isinstance(value, dict) and "id2label" in key:
         return str(len(value))  # classes of an image
     if isinstance(value, bool):
@@ -220,7 +308,6 @@ def _fields_without_key(kind, config, shape):
     transformers].
     """
     hidden = shape["hidden"]
-    heads = require_int("num_attention_heads", shape["heads"], 1)
     has_bias = shape["attention_bias"] == "all"
     if kind == "bert":  # types of tokens and the pooler
         types = size_of(config, "type_vocab_size", 2, least=0)
@@ -236,22 +323,34 @@ def _fields_without_key(kind, config, shape):
         feed_forward = (2 * hidden + 1) * shape["ffn"] + hidden
         pooling = attention + 2 * hidden + feed_forward
         return {"other_parameters": pooling - 2 * hidden}
-    if kind in ("gemma2", "gemma3_text", "gemma3"):
-        # norms after attention and feed-forward part too
-        return {"other_layer_parameters": 2 * hidden}
-    if kind == "olmo2":  # norms of all of q and k, not of each head
-        width = shape.get("head_dim") or hidden // heads
-        return {
-            "other_layer_parameters": (heads + shape.get("kv_heads", heads)) * width
-        }
-    if kind == "glm4_moe" and has_bias:
-        return {"attention_bias": "qkv"}
     if shape.get("kv_lora_rank") and has_bias:
         # biases of the products down to latents and of the last
         latents = shape.get("q_lora_rank", 0) + shape["kv_lora_rank"]
         biases = latents + shape["rope_head_dim"] + hidden
         return {"attention_bias": "none", "other_layer_parameters": biases}
-    return _shared_expert(config, shape) if kind == "qwen2_moe" else {}
+    return {}
+
+
+def _of_terms(terms, shape):
+    """Fields that the terms of a kind become."""
+    hidden = shape["hidden"]
+    heads = require_int("num_attention_heads", shape["heads"], 1)
+    width = shape.get("head_dim") or hidden // heads
+    projected = (heads + (shape.get("kv_heads") or heads)) * width
+    more = (terms.more_norms + terms.expert_gate) * hidden
+    more += terms.qk_norm_all * projected
+    result = {"other_layer_parameters": more} if more else {}
+    if terms.qkv_bias:
+        result["attention_bias"] = "qkv"
+    if shared := terms.shared_ffn * (shape.get("experts", 0) > 0):
+        expert = shape.get("expert_ffn") or shape["ffn"]
+        if shared % expert or shape.get("moe_every", 0) > 1:
+            raise ValueError(
+                f"a shared expert of width {shared}: not a multiple of {expert}, "
+                "the others' width, or only in some layers, is not modelled"
+            )
+        result["shared_experts"] = shared // expert
+    return result
 
 
 def _of_images(kind, config, hidden):
@@ -269,16 +368,3 @@ def _of_images(kind, config, hidden):
         ffn = (ffn * 2 // 3 + 7) // 8 * 8
     fields["other_layer_parameters"] += 2 * hidden
     return fields | {"ffn": ffn, "other_parameters": hidden}
-
-
-def _shared_expert(config, shape):
-    """Fields of Qwen2-MoE's shared expert: as wide as several, with a gate."""
-    key = "shared_expert_intermediate_size"
-    width = size_of(config, key, 5632, least=0)
-    if width % shape["expert_ffn"] or shape["moe_every"] > 1:
-        raise ValueError(
-            f"{key}={width} and moe_intermediate_size={shape['expert_ffn']}: a shared "
-            "expert of no multiple, or of some layers alone, is not modelled"
-        )
-    count = width // shape["expert_ffn"]
-    return {"shared_experts": count, "other_layer_parameters": shape["hidden"]}

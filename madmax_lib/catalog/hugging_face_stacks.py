@@ -10,6 +10,10 @@ from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
 
+# words for attention to all tokens: those of lists of layers, or 1 beside 0
+_FULL = ("full_attention", 1, True)
+# layers of which the last attends to all, where a configuration does not say
+_FULL_EVERY = {"G": 4, "L": 2, "K": 4}
 _LAYER_TYPES = {
     "mamba": "M",
     "linear_attention": "M",
@@ -141,19 +145,11 @@ def _granite(config, shape):
     a multiple of their width.
     """
     types = config.get("layer_types") or config.get("layers_block_type")
-    shared = shape["ffn"]
-    width = shape["expert_ffn"]
-    if shape["experts"] and shared % width:
-        raise ValueError(
-            f"shared_intermediate_size={shared} is no multiple of "
-            f"intermediate_size={width}, an expert's"
-        )
     second = "E" if shape["experts"] else "-"
     first = _letters(types or ["mamba"] * shape["layers"])
     rope = "rope" if config.get("position_embedding_type") == "rope" else "none"
     fields = {
         "blocks": [letter + second for letter in first],
-        "shared_experts": shared // width,
         "positions": rope,
     }
     return fields | _mixer(config, shape, "M", "mamba_")
@@ -170,17 +166,57 @@ def _nemotron(config, shape):
         )
     channels = shape["mixer_heads"] * size_of(config, "mamba_head_dim", 64)
     fields = {"blocks": blocks, **_mixer(config, shape, "M", channels=channels)}
-    if "E" in blocks:
-        key = "moe_shared_expert_intermediate_size"
-        width = shape["expert_ffn"]
-        latent = config.get("moe_latent_size")
-        if latent or not width or size_of(config, key, 7688, least=0) % width:
-            raise ValueError(
-                "experts of a latent, or with a shared one of no multiple of their "
-                "width, are not modelled"
-            )
-        fields["shared_experts"] = size_of(config, key, 7688, least=0) // width
     return fields
+
+
+def _linear(config, shape, letter):
+    """A mixer, or attention in every n-th layer or those of a list, and a feed-forward
+    part or experts.
+    """
+    count = shape["layers"]
+    types = config.get("layer_types") or config.get("attn_type_list")
+    if not types:
+        every = size_of(config, "full_attention_interval", _FULL_EVERY[letter])
+        types = [(layer + 1) % every == 0 for layer in range(count)]
+    first = ["*" if word in _FULL else letter for word in types]
+    dense = shape.get("dense_layers", 0) if shape["experts"] else count
+    width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
+    # the gate of a shared expert stands in every layer
+    gate = shape.get("other_layer_parameters", 0)
+    return {
+        "blocks": [
+            mixer + ("-" if layer < dense else "E") for layer, mixer in enumerate(first)
+        ],
+        "dense_layers": 0,
+        "moe_every": 0,
+        "mixer_channels": shape["mixer_heads"] * width,
+        "mixer_state": shape.get("mixer_state", width),
+        "other_mixer_parameters": gate,
+    }
+
+
+def _delta_net(config, shape):
+    width = size_of(config, "linear_value_head_dim", 128)
+    channels = {"mixer_channels": shape["mixer_heads"] * width}
+    return _linear(config, shape, "G") | channels
+
+
+def _kimi(config, shape):
+    """Lists of layers, counted from 1, and sizes stand in a part of their own."""
+    part = config.get("linear_attn_config") or {}
+    full = part.get("full_attn_layers")
+    if full:
+        types = [layer in full for layer in range(1, shape["layers"] + 1)]
+        config = config | {"layer_types": types}
+    width = size_of(part, "head_dim", size_of(config, "linear_head_dim", 128))
+    heads = size_of(part, "num_heads", size_of(config, "linear_num_heads", 32))
+    conv = size_of(config, "linear_conv_kernel_dim", 4)
+    return _linear(config, shape | {"mixer_heads": heads}, "K") | {
+        "mixer_channels": heads * width,
+        "mixer_heads": heads,
+        "mixer_state": width,
+        "mixer_conv": size_of(part, "short_conv_kernel_size", conv),
+    }
 
 
 def _letters(types):
@@ -232,4 +268,10 @@ STACKED = {
     "bamba": _bamba,
     "granitemoehybrid": _granite,
     "nemotron_h": _nemotron,
+    "qwen3_next": _delta_net,
+    "qwen3_5_text": _delta_net,
+    "qwen3_5_moe_text": _delta_net,
+    "minimax": partial(_linear, letter="L"),
+    "minimax_text_01": partial(_linear, letter="L"),
+    "kimi_linear": _kimi,
 }

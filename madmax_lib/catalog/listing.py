@@ -191,7 +191,7 @@ def _text(column, value):
     if not value > 0:  # NaN too
         return ""
     if column.endswith("flops"):
-        return f"{value / 1e12:,.4g} TFLOP/s"
+        return f"{value / 1e12:,.5g} TFLOP/s"
     if column.endswith("parameters"):
         return f"{value / 1e9:,.4g} B" if value >= 1e9 else f"{value / 1e6:,.4g} M"
     if column.endswith("bytes_per_s"):

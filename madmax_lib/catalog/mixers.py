@@ -1,15 +1,18 @@
-"""Sizes of state-space mixers: Mamba's weights, FLOPs, and what a backward pass needs.
+"""Sizes of mixers, which carry a state from token to token: weights, FLOPs, and what a
+backward pass needs, by the rows of `data/mixers.csv`.
 
-The letters in the formulas: Q tokens of a chunk, N = mixer_state, G = mixer_groups,
-D = mixer_channels, H = mixer_heads [Mamba-2, arXiv 2405.21060; Mamba-1, 2312.00752].
+Each row is a sum of quantities of a model with the factors in its columns, so that
+another mixer is rows. The letters in the formulas: Q tokens of a chunk,
+N = mixer_state, G = mixer_groups, D = mixer_channels, H = mixer_heads.
 """
 
+from functools import cache
+from importlib.resources import files
 from typing import NamedTuple
 
-from madmax_lib.catalog.blocks import BlockKind, Blocks
+import pandas as pd
 
-# tokens that Mamba-2's kernels multiply at once [state-spaces/mamba, Mamba2: chunk_size]
-_CHUNK = 256
+from madmax_lib.catalog.blocks import BlockKind, Blocks
 
 
 class Matrix(NamedTuple):
@@ -25,64 +28,86 @@ class Matrix(NamedTuple):
         return self.inputs * self.outputs
 
 
+@cache
+def _rows(block):
+    """Rows of a mixer by part."""
+    with (files("madmax_lib") / "data" / "mixers.csv").open() as file:
+        rows = pd.read_csv(file).fillna(0).query("block == @block")
+    return {
+        part: part_rows.to_dict("records") for part, part_rows in rows.groupby("part")
+    }
+
+
+def _quantities(model):
+    channels = model.mixer_channels
+    heads = model.mixer_heads
+    return {
+        "hidden": model.hidden,
+        "channels": channels,
+        "groups": model.mixer_groups,
+        "group_state": model.mixer_groups * model.mixer_state,
+        "heads": heads,
+        "state": model.mixer_state,
+        "rank": model.mixer_rank,
+        "head": channels // max(heads, 1),
+        "channel_state": channels * model.mixer_state,
+    }
+
+
+def _sum(model, row):
+    """The quantities of a model, each times its factor in a row."""
+    return sum(int(row[name]) * size for name, size in _quantities(model).items())
+
+
+def _part(model, block, part):
+    return sum(_sum(model, row) for row in _rows(block).get(part, ()))
+
+
+def _chunk(block, sequence):
+    """Tokens that the kernels of a mixer multiply at once; 0: of no chunks."""
+    chunks = [row["chunk"] for row in _rows(block).get("scores", ())]
+    return min(max(chunks, default=0), sequence)
+
+
 def mixer_matrices(model, block: BlockKind) -> tuple[Matrix, ...]:
     """The weights of a mixer's products, the one into it first, the one out last."""
-    inner = model.mixer_channels
-    state = model.mixer_state
-    rank = model.mixer_rank
-    out = Matrix("mixer out", inner, model.hidden)
-    if block == BlockKind.MAMBA_2:
-        # gate and input (2 D), B and C of the groups (2 G N), dt of the heads (H)
-        columns = 2 * inner + 2 * model.mixer_groups * state + model.mixer_heads
-        return Matrix("mixer in", model.hidden, columns), out
-    # B, C and dt, of low rank, come from what the convolution leaves
-    x = Matrix("mixer x", inner, rank + 2 * state)
-    dt = Matrix("mixer dt", rank, inner)
-    matrices = (Matrix("mixer in", model.hidden, 2 * inner), x, dt, out)
-    return matrices
+    sizes = _quantities(model)
+    return tuple(
+        Matrix(row["name"], sizes[row["inputs"]], _sum(model, row))
+        for row in _rows(block)["product"]
+    )
+
+
+def convolved_channels(model, block: BlockKind) -> int:
+    """Channels that the convolution of a mixer sees."""
+    return _part(model, block, "convolved")
 
 
 def mixer_parameters(model, block: BlockKind) -> int:
-    """Parameters of one mixer: weights, convolution, A, D, bias of dt, and Mamba-2's
-    norm of what leaves it.
-    """
-    inner = model.mixer_channels
-    state = model.mixer_state
-    if block == BlockKind.MAMBA_2:
-        convolved = inner + 2 * model.mixer_groups * state
-        # A, D and the bias of dt are one number a head; the norm has D weights
-        vectors = 3 * model.mixer_heads + inner
-    else:
-        convolved = inner
-        vectors = (state + 2) * inner  # A is (D, N)
+    """Parameters of one mixer: weights, convolution, and vectors, such as A and norms."""
     products = sum(matrix.parameters for matrix in mixer_matrices(model, block))
-    convolution = model.mixer_conv * convolved
-    return products + convolution + vectors + model.other_mixer_parameters
+    convolution = model.mixer_conv * convolved_channels(model, block)
+    vectors = _part(model, block, "vectors") + model.other_mixer_parameters
+    return products + convolution + vectors
 
 
 def scan_flops(model, block: BlockKind, sequence: float) -> float:
     """FLOPs per token of the products in a scan, forward; Mamba-1's has none.
 
-    In chunks of Q tokens: scores C B^T of the groups and their product with X,
-    2 Q (G N + D); the states that a chunk leaves, and what it takes from the one
-    before, 4 N D [arXiv 2405.21060, section 6].
+    In chunks of Q tokens those inside a chunk, and those with the states between; of
+    Mamba-2 2 Q (G N + D) + 4 N D [arXiv 2405.21060, section 6].
     """
-    if block == BlockKind.MAMBA_1:
-        return 0.0
-    chunk = min(_CHUNK, sequence)
-    inner = model.mixer_channels
-    state = model.mixer_state
-    return 2 * chunk * (model.mixer_groups * state + inner) + 4 * state * inner
+    inside = _chunk(block, sequence) * _part(model, block, "scores")
+    return float(inside + _part(model, block, "states"))
 
 
-def chunk_elements(model, sequence: float) -> float:
-    """16-bit elements per token of what Mamba-2's kernels keep of chunks in fp32:
-    scores, and states twice.
+def chunk_elements(model, block: BlockKind, sequence: float) -> float:
+    """16-bit elements per token of what kernels keep of chunks: scores, and states of
+    each chunk.
     """
-    chunk = min(_CHUNK, sequence)
-    scores = model.mixer_groups * chunk
-    states = 2 * model.mixer_channels * model.mixer_state / chunk
-    return 2 * (scores + states)  # fp32 is two 16-bit elements
+    chunk = _chunk(block, sequence)
+    scores = chunk * _part(model, block, "kept_scores")
+    return scores + _part(model, block, "kept_states") / max(chunk, 1)
 
 
 def mixer_elements(model, blocks: Blocks) -> int:
@@ -90,11 +115,7 @@ def mixer_elements(model, blocks: Blocks) -> int:
     result, which the norm needs.
 
     Mamba-2's kernels keep what enters the convolution and compute it again; Mamba-1's
-    keep their operands [save_for_backward of mamba_split_conv1d_scan_combined and of
-    selective_scan in state-spaces/mamba].
+    keep their operands.
     """
-    inner = model.mixer_channels
-    state = model.mixer_state
-    if blocks.has_mamba2:
-        return 3 * inner + 2 * model.mixer_groups * state + model.mixer_heads
-    return 4 * inner + model.mixer_rank + 2 * state if blocks.has_mixer else 0
+    kinds = [kind for kind in blocks.kinds if kind.is_mixer]
+    return _part(model, kinds[0], "kept") if kinds else 0

@@ -52,11 +52,34 @@ class LayerFormulas:
         """Parameters that choose the experts of a token."""
         return (self.hidden + self.router_bias) * self.experts
 
-    def mlp_parameters(self, width):
-        """Parameters of a feed-forward block of that width."""
+    @property
+    def expert_inputs(self):
+        """Channels that experts see: the model's, or those of a latent."""
+        return self.expert_latent + self.hidden * (self.expert_latent == 0)
+
+    @property
+    def latent_parameters(self):
+        """Parameters of the products into the latent of experts and out of it."""
+        return 2 * self.hidden * self.expert_latent
+
+    @property
+    def expert_parameters(self):
+        """Parameters of a routed expert."""
+        return self.mlp_parameters(self.expert_ffn, self.expert_inputs)
+
+    @property
+    def shared_parameters(self):
+        """Parameters of the shared experts of a layer."""
+        return self.shared_experts * self.mlp_parameters(self.expert_ffn)
+
+    def mlp_parameters(self, width, inputs=None):
+        """Parameters of a feed-forward block of that width, on the model's channels or
+        so many inputs.
+        """
         matrices = 2 + self.gated
-        biases = (matrices - 1) * width + self.hidden
-        return matrices * self.hidden * width + self.mlp_bias * biases
+        inputs = self.hidden if inputs is None else inputs
+        biases = (matrices - 1) * width + inputs
+        return matrices * inputs * width + self.mlp_bias * biases
 
 
 @dataclass(frozen=True)
@@ -86,12 +109,14 @@ class Transformer(LayerFormulas):
     mlp_bias: bool = True  # of the feed-forward products
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
-    # which attend both ways [BERT, arXiv 1810.04805]
+    # which attend both ways [BERT, arXiv 1810.04805]; 2: of each the next two
     predicted_share: float = 1.0
     experts: int = 0  # of a mixture layer
     active_experts: int = 0  # of them, used by a token
     shared_experts: int = 0  # beside them, used by all tokens
     expert_ffn: int = 0  # inner channels of an expert; 0: ffn
+    # channels of the latent that routed experts work in [Nemotron 3]; 0: hidden
+    expert_latent: int = 0
     dense_layers: int = 0  # first layers that are no mixtures
     moe_every: int = 0  # after them every layer of this number is a mixture; 0: all
     routed_nodes: int = 0  # nodes that a token is sent to at most; 0: any
@@ -102,6 +127,11 @@ class Transformer(LayerFormulas):
     kv_lora_rank: int = 0
     rope_head_dim: int = 0  # further channels per head that carry positions
     v_head_dim: int = 0  # channels of values per head; 0: head_dim
+    attention_gate: bool = False  # queries bring a gate of attention's output
+    # of an indexer that chooses the `window` tokens that a layer attends to
+    # [DeepSeek-V3.2, arXiv 2512.02556]
+    index_heads: int = 0
+    index_dim: int = 0  # channels of its head
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
@@ -116,6 +146,12 @@ class Transformer(LayerFormulas):
     blocks: str = ""
     # tokens of the decoder behind an encoder, whose layers have a block x
     decoder_sequence: int = 0
+    # what sees, and the parameters between it and the decoder, whose `sequence` holds
+    # a token for each merged patch of each image
+    tower: "Transformer | None" = None
+    images: float = 1.0  # of a sample, where there is a tower
+    merged_patches: int = 1  # that become one token
+    projector_parameters: int = 0
     mixer_channels: int = 0  # inner ones of state-space mixers
     mixer_state: int = 0  # numbers per channel
     mixer_heads: int = 0  # of Mamba-2
@@ -135,6 +171,10 @@ class Transformer(LayerFormulas):
         for name in ("q_lora_rank", "rope_head_dim"):
             if getattr(self, name) and not self.kv_lora_rank:
                 refuse(self, name, "belongs to a kv_lora_rank above zero")
+        if self.index_heads and not (self.index_dim and self.window):
+            refuse(
+                self, "index_heads", "belong to an index_dim and a window above zero"
+            )
         if not self.head_dim and self.hidden % self.heads:
             refuse(self, "hidden", f"is not a multiple of heads={self.heads}")
         self._set_if_zero("kv_heads", self.heads)
@@ -211,6 +251,7 @@ class Transformer(LayerFormulas):
         projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
         if not self.kv_lora_rank:
             keys = self.kv_heads * self.head_dim  # as many channels as values
+            queries += self.attention_gate * projection.inputs
             return Matrix("qkv", self.hidden, queries + 2 * keys), projection
         # Latent attention: queries may, keys and values do come from a latent
         # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
@@ -227,6 +268,12 @@ class Transformer(LayerFormulas):
             Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
             Matrix("kv_up", latent, keys_values),
         ]
+        if self.index_heads:  # keys and weights of heads too
+            index = self.index_heads * self.index_dim
+            matrices += [
+                Matrix("index_q", rank or self.hidden, index),
+                Matrix("index", self.hidden, self.index_dim + self.index_heads),
+            ]
         return *matrices, projection
 
     @property
@@ -236,6 +283,7 @@ class Transformer(LayerFormulas):
         qkv = queries + 2 * self.kv_heads * self.head_dim
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
+        norms += 2 * self.index_dim  # of the indexer's keys, with a bias
         sinks = self.sinks * self.heads
         products = sum(matrix.parameters for matrix in self.attention_matrices)
         return products + bias + norms + sinks + self.other_layer_parameters
@@ -253,20 +301,23 @@ class Transformer(LayerFormulas):
     @property
     def moe_parameters(self) -> int:
         """Parameters of the router and all experts of one MoE layer."""
-        experts = self.experts + self.shared_experts
-        return self.router_parameters + experts * self.mlp_parameters(self.expert_ffn)
+        experts = self.experts * self.expert_parameters
+        always = self.router_parameters + self.latent_parameters
+        return always + self.shared_parameters + experts
 
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token table, or of patch projection and class token, of
-        learned positions, and of what stands beside.
+        learned positions, of what stands beside, and of a tower.
         """
         table = self.vocab * self.hidden
         if self.image:
             projection = 3 * self.patch**2 * self.hidden + self.hidden  # three colours
             table = projection + self.hidden  # the class token
         positions = self.sequence * self.hidden if self.positions == "learned" else 0
-        return table + positions + self.other_parameters
+        seen = self.tower.parameters if self.tower else 0
+        seen += self.projector_parameters
+        return table + positions + self.other_parameters + seen
 
     @property
     def head_parameters(self) -> int:
@@ -304,8 +355,7 @@ class Transformer(LayerFormulas):
         ones.
         """
         experts = self.experts - self.active_experts
-        idle = experts * self.mlp_parameters(self.expert_ffn)
-        return self.parameters - self.moe_layers * idle
+        return self.parameters - self.moe_layers * experts * self.expert_parameters
 
     def decoder_tokens(self, sequence: float) -> float:
         """Tokens that the head sees in a sample of `sequence` tokens: behind an encoder
@@ -319,53 +369,71 @@ class Transformer(LayerFormulas):
         """FLOPs of the forward pass, attention to all tokens or a window; the backward
         pass takes twice as many.
         """
+        return samples * sum(self.flops_by_term(sequence).values())
+
+    def flops_by_term(
+        self, sequence: int | None = None, *, windows: bool = True
+    ) -> dict[str, float]:
+        """FLOPs of the forward pass of a sample by what takes them.
+
+        windows: layers with a window attend to no more.
+        """
         s = sequence or self.sequence
+        terms = Counter()
         # 2 FLOPs per multiply-add: (T, k) by (k, n) takes 2 T k n
         if self.image:
-            patches = 2 * (s - 1) * 3 * self.patch**2 * self.hidden
-            ends = patches + 2 * self.hidden * self.classes
+            terms["patches"] += 2 * (s - 1) * 3 * self.patch**2 * self.hidden
+            terms["head"] += 2 * self.hidden * self.classes
         else:
             predicted = self.predicted_share * self.decoder_tokens(s)
-            ends = 2 * predicted * self.hidden * self.vocab
-        layers = sum(self._layer_flops(layer, s) for layer in range(self.layers))
-        return samples * (layers + ends)
+            terms["head"] += 2 * predicted * self.hidden * self.vocab
+        for layer, blocks in enumerate(self.layer_kinds):
+            is_decoder = blocks.has_cross_attention
+            tokens = self.decoder_tokens(s) if is_decoder else s
+            window = self.layer_window(layer) if windows else 0
+            keys = min(window or tokens, tokens)
+            for block in blocks.kinds:
+                self._add_block(terms, block, tokens, s if block == "x" else keys)
+        if tower := self.tower:
+            tokens = tower.sequence / self.merged_patches
+            projected = 2 * tokens * self.projector_parameters
+            terms["tower"] += self.images * (tower.forward_flops() + projected)
+        return dict(terms)
 
-    def _layer_flops(self, layer, sequence):
-        blocks = self.layer_kinds[layer]
-        is_decoder = blocks.has_cross_attention
-        tokens = self.decoder_tokens(sequence) if is_decoder else sequence
-        keys = min(self.layer_window(layer) or tokens, tokens)
-        flops = 0.0
-        for block in blocks.kinds:
-            if block == BlockKind.CROSS_ATTENTION:
-                flops += self._attention_flops(tokens, sequence)
-                # keys and values come from the encoder's tokens: project these instead
-                keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)
-                flops += 2 * (sequence - tokens) * self.hidden * keys_values
-            elif block == BlockKind.ATTENTION:
-                flops += self._attention_flops(tokens, keys)
-            else:
-                flops += tokens * self._token_flops(block, tokens)
-        return flops
+    @property
+    def image_tokens(self) -> float:
+        """Tokens of a sample that stand for its images."""
+        return (
+            self.images * self.tower.sequence / self.merged_patches if self.tower else 0
+        )
 
-    def _attention_flops(self, tokens, keys):
-        """FLOPs of products, scores and weighted values of tokens that each attend to
-        `keys`.
-        """
-        products = sum(matrix.parameters for matrix in self.attention_matrices)
-        return 2 * tokens * products + 4 * tokens * keys * self.core_width
-
-    def _token_flops(self, block, tokens):
-        """FLOPs per token of a block in which tokens do not attend to each other."""
+    def _add_block(self, terms, block, tokens, keys):
+        """Add the FLOPs of a block for tokens that each attend to `keys`."""
+        if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
+            products = sum(matrix.parameters for matrix in self.attention_matrices)
+            terms["projections"] += 2 * tokens * products
+            terms["scores"] += 4 * tokens * keys * self.core_width
+            # the indexer scores all keys, once
+            index = 2 * self.index_heads * self.index_dim
+            terms["index"] += tokens * tokens * index
+        if block == BlockKind.CROSS_ATTENTION:
+            # keys and values come from the encoder's tokens: project these instead
+            keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)
+            terms["projections"] += 2 * (keys - tokens) * self.hidden * keys_values
         if block.is_mixer:
             weights = sum(matrix.parameters for matrix in mixer_matrices(self, block))
-            return 2 * weights + scan_flops(self, block, tokens)
-        matrices = 2 + self.gated
+            terms["mixers"] += 2 * tokens * weights
+            terms["scan"] += tokens * scan_flops(self, block, tokens)
+        twice = 2 * tokens * (2 + self.gated)  # two matrices, and that of a gate
         if block == BlockKind.FEED_FORWARD:
-            return 2 * matrices * self.hidden * self.ffn
-        used = self.active_experts + self.shared_experts
-        experts = used * matrices * self.hidden * self.expert_ffn
-        return 2 * (experts + self.hidden * self.experts)  # the router scores all
+            terms["feed-forward"] += twice * self.hidden * self.ffn
+        if block == BlockKind.EXPERTS:
+            routed = self.active_experts * self.expert_inputs
+            shared = self.shared_experts * self.hidden
+            terms["experts"] += twice * routed * self.expert_ffn
+            terms["shared experts"] += twice * shared * self.expert_ffn
+            terms["router"] += 2 * tokens * self.hidden * self.experts  # scores all
+            terms["latent"] += 2 * tokens * self.latent_parameters
 
 
 @dataclass(frozen=True)

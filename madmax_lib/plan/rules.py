@@ -255,13 +255,13 @@ _TRANSFORMER = (
     ),
     _shape_rule(
         "tp",
-        "the groups of Mamba-2",
-        lambda c: c.model.mixer_groups * c.model.all_blocks.has_mamba2,
+        "the groups of mixers",
+        lambda c: c.model.mixer_groups or c.model.mixer_heads,
         "mixer groups",
     ),
     _shape_rule(
         "tp",
-        "the channels of Mamba-1",
+        "the channels of mixers",
         lambda c: c.model.mixer_channels,
         "mixer channels",
     ),

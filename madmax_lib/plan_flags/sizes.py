@@ -60,7 +60,9 @@ def megatron_sizes(model: Transformer, sequence: int) -> dict:
     }
     if model.experts:
         flags |= _mixture(model)
-    if model.window:
+    if model.index_heads:
+        flags["experimental-attention-variant"] = "dsa"
+    elif model.window:
         # tokens before, tokens after
         flags["window-size"] = f"{model.window},0"
         flags["softmax-type"] = "learnable" if model.sinks else None
@@ -112,7 +114,7 @@ def bridge_sizes(model: Transformer, sequence: int) -> dict:
     # lists, which a command line writes as texts
     if "moe-layer-freq" in flags:
         sizes["moe_layer_freq"] = _mixtures(model)
-    if model.window:
+    if "window-size" in flags:
         sizes["window_size"] = [model.window, 0]
     return sizes
 

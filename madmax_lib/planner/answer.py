@@ -9,7 +9,7 @@ With both, the probability that a plan is the fastest is the share of draws in w
 is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
 from madmax_lib.planner.hint import hint
-from madmax_lib.planner.space import SEARCHED, plan_of
+from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
@@ -73,6 +73,8 @@ class SearchResult:
     seconds: of the search, wall clock.
     dropped: rule, count, of: degrees ("layouts") that no plan was made of, by rule, and
         plans that no stack launches or that do not fit.
+    beats: with `like`, the recipe and what beats it, the best of each number of
+        changes (`planner.beats`).
     problem: what was searched.
     complete: False if interrupted (default True).
     """
@@ -86,6 +88,7 @@ class SearchResult:
     dropped: pd.DataFrame
     problem: SearchProblem
     complete: bool = True
+    beats: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def best(self) -> Plan:
@@ -97,7 +100,8 @@ class SearchResult:
         if require_int("row", row) >= count:
             rule = f"row={row}: the table has {count}" if count else "no plan fits"
             raise ValueError(rule)
-        return plan_of(self.table.iloc[row].to_dict())
+        fixed = fixed_fields(self.problem.case.plan)
+        return plan_of(self.table.iloc[row].to_dict() | fixed)
 
     def configuration(self, row: int = 0, software: str | None = None) -> str:
         """The plan of a row of the table in the words of a stack that launches it, as
@@ -171,6 +175,11 @@ class SearchResult:
             )
             close = _CLOSE if ten["probability"].iloc[0] < 0.5 else ""
             lines.append(f"probability to be the fastest: {chances}{close}")
+        for row in self.beats[1:].drop_duplicates("count").itertuples():
+            lines.append(
+                f"{row.changes}: saves {row.saves:.0%} of the recipe's step (90 %: "
+                f"{row.saves_low:.0%} to {row.saves_high:.0%})"
+            )
         lines.append(f"software: {self.software}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
@@ -206,7 +215,7 @@ def _configured_for(stacks):
     return f"found.configuration() writes it for {framework}"
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """Plans, their steps, and these in parts."""
 
     table: pd.DataFrame
@@ -214,11 +223,12 @@ class _Described(NamedTuple):
     times: Columns
 
 
-def described(problem: SearchProblem, columns: Columns) -> _Described:
+def described(problem: SearchProblem, columns: Columns) -> Described:
     """Plans with their texts, stacks, intervals, MFU, tokens per second and energy."""
     parameters = problem.parameters
     table = pd.DataFrame(columns).drop(columns="position").reset_index(drop=True)
-    plans = Plans.from_table(table[list(SEARCHED)])
+    fixed = fixed_fields(problem.case.plan)
+    plans = replace(Plans.from_table(table[list(SEARCHED)]), **fixed)
     case = replace(problem.case, plan=plans)
     steps = Steps.of(case)
     times = step_time(steps, parameters)
@@ -235,7 +245,9 @@ def described(problem: SearchProblem, columns: Columns) -> _Described:
     if device.tdp_w > 0:
         table["energy_j"] = case.cluster.world_size * device_energy_j(times, device)
     table.insert(0, "stacks", stacks)
-    table.insert(0, "plan", [str(plan_of(row)) for row in table.to_dict("records")])
+    table.insert(
+        0, "plan", [str(plan_of(row | fixed)) for row in table.to_dict("records")]
+    )
     # MFU = model FLOPs / (step x peak of all devices) [PaLM, arXiv 2204.02311, app. B];
     # the backward pass multiplies twice as much as the forward pass, so 3 x forward
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
@@ -244,7 +256,7 @@ def described(problem: SearchProblem, columns: Columns) -> _Described:
     table = table.assign(
         mfu=flops / seconds / peak_flops, tokens_per_s=tokens / seconds
     )
-    return _Described(table, steps, times)
+    return Described(table, steps, times)
 
 
 def _launched_s(case, stacks, problem):
@@ -261,32 +273,37 @@ def _launched_s(case, stacks, problem):
 
 def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     """The first ten of the best plans of each layout, with probability, why and limit."""
-    table, steps, times = described(problem, columns)
-    seconds = pd.DataFrame({name: times[name] for name in PARTS})
-    layers_s = seconds[_LAYER_PARTS].sum(axis=1)
-    # full recompute runs the forward pass twice: of forward, forward and a backward
-    # pass of twice as much, a quarter is repeated
-    seconds["repeated_s"] = layers_s / 4 * (table["recompute"] == "full")
-    seconds["work_s"] = layers_s + seconds["head_s"] - seconds["repeated_s"]
-    seconds = seconds[_WORDS.index].rename(columns=_WORDS)
-    mixture = bool(problem.case.model.experts)
-    chances = _chances(steps, times, problem.parameters, mixture)
-    table = table.drop(columns="ties").assign(probability=chances)
+    plans = described(problem, columns)
+    seconds = parts_in_words(plans)
+    chances = _chances(plans, problem)
+    table = plans.table.drop(columns="ties").assign(probability=chances)
     return table.head(_MOST_DIFFERENT).assign(
         why=_reasons(seconds), limit=_limits(seconds.head(_MOST_DIFFERENT))
     )
 
 
-def _chances(steps, times, parameters, experts):
-    """Probability of each plan to be the fastest; NaN for parameters that know no
-    intervals.
+def parts_in_words(plans: Described) -> pd.DataFrame:
+    """Seconds of each step by what takes them, in words; they add up to the step."""
+    seconds = pd.DataFrame({name: plans.times[name] for name in PARTS})
+    layers_s = seconds[_LAYER_PARTS].sum(axis=1)
+    # full recompute runs the forward pass twice: of forward, forward and a backward
+    # pass of twice as much, a quarter is repeated
+    seconds["repeated_s"] = layers_s / 4 * (plans.table["recompute"] == "full")
+    seconds["work_s"] = layers_s + seconds["head_s"] - seconds["repeated_s"]
+    return seconds[_WORDS.index].rename(columns=_WORDS)
+
+
+def errors_of(plans: Described, problem: SearchProblem) -> np.ndarray:
+    """Covariance (n, n) of log(measured / predicted) of plans on one machine; NaN for
+    parameters that know no intervals.
     """
-    count = len(times["step_s"])
-    width = parameters.residuals.get(f"layouts {'mixture' if experts else 'dense'}")
+    count = len(plans.times["step_s"])
+    kind = "mixture" if problem.case.model.experts else "dense"
+    width = problem.parameters.residuals.get(f"layouts {kind}")
     if width is None:
-        return np.full(count, np.nan)
-    # (n, n) covariance of log seconds that uncertain constants leave
-    shared = shared_errors(steps, times, parameters)
+        return np.full((count, count), np.nan)
+    # what uncertain constants leave
+    shared = shared_errors(plans.steps, plans.times, problem.parameters)
     spread = (width / _SIGMAS) ** 2  # variance of the log ratio of two plans' steps
     # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b): what constants explain of it; half of
     # the rest belongs to each of the two plans
@@ -297,10 +314,19 @@ def _chances(steps, times, parameters, experts):
     rest = spread
     if explained.size:
         rest = max(spread - np.median(explained), _LEAST_OWN * spread)
+    return shared + rest / 2 * np.eye(count)
+
+
+def _chances(plans, problem):
+    """Probability of each plan to be the fastest; NaN where errors are unknown."""
+    count = len(plans.times["step_s"])
+    covariance = errors_of(plans, problem)
+    if np.isnan(covariance).any():
+        return np.full(count, np.nan)
     # correlated errors are the root of their covariance times independent ones
-    root = np.linalg.cholesky(shared + rest / 2 * np.eye(count))
+    root = np.linalg.cholesky(covariance)
     errors = np.random.default_rng(0).standard_normal((_DRAWS, count)) @ root.T
-    fastest = np.argmin(np.log(times["step_s"]) + errors, axis=1)
+    fastest = np.argmin(np.log(plans.times["step_s"]) + errors, axis=1)
     return np.bincount(fastest, minlength=count) / _DRAWS
 
 

@@ -1,19 +1,21 @@
-"""Parts of the space, worked out here or on dask workers, and kept to go on after a stop.
+"""Parts of the space, worked out here or by any executor, and kept to go on after a stop.
 
 A part is a fixed share of the degrees; its result does not depend on who works it out,
 and results are merged by a total order, so a serial search, one on many workers and a
-resumed one end the same. dask starts the part of a worker that dies again.
+resumed one end the same. The part of a worker that dies is done again.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
 from madmax_lib.base.atomic import replacing
+from madmax_lib.base.executors import as_they_end
 from madmax_lib.base.fields import require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.evaluate import (
@@ -25,7 +27,6 @@ from madmax_lib.planner.evaluate import (
 from madmax_lib.planner.space import Degrees
 
 _PARTS = 64  # enough to keep a cluster busy, few enough to merge in no time
-_RETRIES = 3  # of a part whose worker died
 # fields of a PartialResult: tables, stored as rows, and counts, as attributes of a file
 _TABLES = ("table", "front", "layouts")
 _COUNTS = ("unlaunched", "evaluated", "feasible", "least_bytes")
@@ -48,11 +49,12 @@ def run_parts(
     folder = _folder(directory, problem, degrees)
     stored = {number: part for number in parts if (part := _load(folder, number))}
     result = merged(problem, list(stored.values()))
-    todo = [(number, part) for number, part in parts.items() if number not in stored]
+    todo = {number: part for number, part in parts.items() if number not in stored}
+    work = partial(evaluate, problem)
     if client is None:
-        results = ((number, evaluate(problem, part)) for number, part in todo)
+        results = ((number, work(part)) for number, part in todo.items())
     else:
-        results = _on_workers(evaluate, problem, todo, client)
+        results = as_they_end(client, work, todo)
     with bar(
         total=len(parts),
         initial=len(stored),
@@ -68,23 +70,6 @@ def run_parts(
         except KeyboardInterrupt:
             return result, False
     return result, True
-
-
-def _on_workers(work, problem, todo, client):
-    """(number, result of `work(problem, part)`) of parts, as workers finish them."""
-    from distributed import as_completed
-
-    # sent once to every worker, not with every part; hashing it would cost more
-    problem = client.scatter(problem, broadcast=True, hash=False)
-    futures = {
-        client.submit(work, problem, part, retries=_RETRIES, pure=False): number
-        for number, part in todo
-    }
-    try:
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:  # an interrupted search leaves no work behind
-        client.cancel(list(futures))
 
 
 def _folder(directory, problem, degrees):

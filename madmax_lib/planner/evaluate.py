@@ -26,6 +26,7 @@ from madmax_lib.planner.space import (
     SEARCHED,
     Degrees,
     Space,
+    fixed_fields,
     pass_choices,
     sharding_choices,
 )
@@ -65,7 +66,8 @@ class SearchProblem:
     too.
     """
 
-    # model, cluster, batch, sequence, dtype and software; its plan is not looked at
+    # model, cluster, batch, sequence, dtype and software; of its plan what no search
+    # sets, and with `changes` the recipe that they lead from
     case: Case
     space: Space  # values that are tried
     objective: str  # a key of `_OBJECTIVES`
@@ -74,6 +76,7 @@ class SearchProblem:
     usd_per_hour: float  # price of a device, NaN where unknown
     room_bytes: float  # memory of a device that a plan may use
     stacks: tuple[Software, ...]  # one of which must launch a plan; empty: any will do
+    changes: int | None = None  # most `changes` from that plan
 
     def __post_init__(self):
         if self.objective not in list(_OBJECTIVES):
@@ -144,9 +147,15 @@ def _blocks_of(problem, degrees):
     shardings = sharding_choices(problem.space, degrees, problem.case)
     if not passes or not shardings:
         return
-    plans = Plans(**degrees._asdict(), **passes, **shardings)
+    choices = passes | shardings | fixed_fields(problem.case.plan)
+    plans = Plans(**degrees._asdict(), **choices)
     masks = [~broken for broken in _unlaunchable(plans, problem)]
     masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
+    if problem.changes is not None:
+        from madmax_lib.planner.changes import near_recipe  # a wing
+
+        near = near_recipe(plans, problem.case, problem.changes)
+        masks = [mask & near for mask in masks]
     # (a, b) number of each plan in the product of passes and shardings
     position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
     rows, columns = _nonempty_rows_and_columns(reduce(or_, masks), plans.shape)

@@ -7,10 +7,12 @@ worked out by `evaluate`.
 import time
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, require_type, short_repr
+from madmax_lib.base.executors import submitter
+from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Transformer
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
@@ -19,12 +21,15 @@ from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator import usable_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
     shipped,
     software_of,
 )
+
+_CHANGES = 3  # most that a person makes of a recipe at a time
 
 
 def search(
@@ -37,6 +42,7 @@ def search(
     software: str | Software | None = None,
     client=None,
     *,
+    like=None,
     sequence: int | None = None,
     dtype: str = "bf16",
     parameters: Parameters | None = None,
@@ -57,8 +63,14 @@ def search(
     None. Without any, a plan must be launched by one of the `STACKS` whose
     configuration `plan_flags` writes, and is priced as by tuned Megatron; on TPUs by
     JAX.
+    like: a recipe, that is a Plan, its text, or a configuration of a framework (file,
+    text, dictionary, log): the plans that at most three changes of it lead to, whose
+    `beats` says which are faster, by how much, how surely and why. The space is then of
+    usual choices if None, the software that of the configuration; a recipe was run, so
+    what takes no more memory than it fits.
     imbalance: of experts, as in `Case`.
-    client: a dask client that takes shards of the space. directory: where finished
+    client: an executor that takes shards of the space: anything with `submit`, such as
+    a ProcessPoolExecutor, mpi4py.futures or a dask client. directory: where finished
     shards are kept, so that a stopped search goes on. shard of shards: this part only,
     for job arrays; it may hold no plan that fits. Interrupting returns the best so far
     with complete=False. Raises ValueError naming the rule that leaves no plan, or the
@@ -72,11 +84,19 @@ def search(
     """
     start_s = time.perf_counter()
     parameters = constants_of(cluster, parameters)
+    recipe = Plan()
+    if like is not None:
+        from madmax_lib.planner import changes  # a wing
+
+        devices = catalog.cluster(cluster).world_size
+        recipe, stack = changes.recipe_of(like, catalog.model(model).layers, devices)
+        software = software or stack
+        space = space or changes.space_of(recipe)
     software = software_of(software, parameters)
     case = Case.of_step(
         model,
         cluster,
-        Plan(),
+        recipe,
         global_batch,
         *(sequence, dtype, software, imbalance, jitter),
     )
@@ -86,6 +106,9 @@ def search(
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
     device = case.cluster.device
+    room_bytes = usable_bytes(device)
+    if like is not None:
+        room_bytes = max(room_bytes, np.max(plans_peak_bytes(case)))
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
@@ -93,11 +116,12 @@ def search(
         top,
         require_type("parameters", parameters, Parameters, shipped),
         device.usd_per_hour if usd_per_hour is None else usd_per_hour,
-        usable_bytes(device),
+        room_bytes,
         stacks,
+        None if like is None else _CHANGES,
     )
-    if client is not None and not hasattr(client, "scatter"):
-        raise ValueError(f"client={short_repr(client)} must be a dask client")
+    if client is not None:
+        submitter(client)
     if require_int("shard", shard) >= require_int("shards", shards, 1):
         raise ValueError(
             f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
@@ -112,6 +136,8 @@ def search(
             f"{reasons}"
         )
     # every so-many-th of the degrees: neighbours hold plans of about equal number
+    if like is not None:
+        degrees = changes.reached(degrees, recipe, _CHANGES)
     part = degrees[shard::shards]
     result, complete = run_parts(problem, part, client, directory, progress)
     # a shard may hold nothing that fits, and so may what an interruption left
@@ -121,11 +147,15 @@ def search(
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append(("a stack must launch it", result.unlaunched, "plans"))
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
-    table = front = ways = pd.DataFrame()
+    table = front = ways = rivals = pd.DataFrame()
     if result.feasible:
         table = described(problem, result.table).table
         front = described(problem, result.front).table.drop(columns="ties")
         ways = different(problem, result.layouts)
+    if like is not None:
+        from madmax_lib.planner.beats import beats  # a wing
+
+        rivals = beats(problem, degrees)
     return SearchResult(
         table,
         front,
@@ -136,6 +166,7 @@ def search(
         pd.DataFrame(rules, columns=["rule", "count", "of"]),
         problem,
         complete,
+        rivals,
     )
 
 

@@ -380,6 +380,11 @@ def _full_shardings(space, ranks, ep, node):
                 yield _Sharding(3, 0, False, fp32, qwz, hpz, qgz, ahead)
 
 
+def fixed_fields(plan: Plan) -> dict:
+    """Fields of a plan that no search sets, by name."""
+    return {name: value for name, value in vars(plan).items() if name not in SEARCHED}
+
+
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
     # .item(): numpy's numbers and flags become Python's

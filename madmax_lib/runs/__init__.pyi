@@ -17,6 +17,7 @@ from madmax_lib.runs.read import (
     runs_table as runs_table,
 )
 from madmax_lib.runs.ready import *
+from madmax_lib.runs.record import Recorder as Recorder
 from madmax_lib.runs.spec import RunSpec as RunSpec
 from madmax_lib.runs.summary import (
     PROFILED as PROFILED,

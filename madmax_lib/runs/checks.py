@@ -26,6 +26,10 @@ _NOT_BUILT = (
     "router_bias",
     "sinks",
     "qk_norm",
+    "attention_gate",
+    "expert_latent",
+    "index_heads",
+    "tower",
 )
 _NOT_ON_DEEPSPEED = (
     "compile",

@@ -7,7 +7,6 @@ Face and Lightning. Nothing here raises into the loop: what goes wrong is one li
 standard error. torch is the loop's own: it is never imported here.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from madmax_lib.base import format_s
+from madmax_lib.runs.record import rank_and_ranks, safely
 
 # Five steps to settle (allocator, autotuning), two under a profiler that warms up.
 _SCHEDULE = {"wait": 5, "warmup": 2, "active": 3, "repeat": 1}
@@ -29,20 +29,20 @@ def on_trace_ready(directory: str | Path) -> Callable[[object], None]:
     """
 
     def write(prof):
-        path = Path(directory) / f"rank{_rank()}_step{prof.step_num}.json"
+        path = Path(directory) / f"rank{rank_and_ranks()[0]}_step{prof.step_num}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         prof.export_chrome_trace(str(path))
         return path
 
     # the trace is written inside the guard: a full disk may not end the loop either
-    return lambda prof: _safely(lambda: _print_summary(write(prof)))
+    return lambda prof: safely(lambda: _print_summary(write(prof)))
 
 
 def after_trace(trace_path: str | Path) -> None:
     """Print the line of a trace that has been written: torchtitan's
     `Function.Config(fn=after_trace)`.
     """
-    _safely(lambda: _print_summary(trace_path))
+    safely(lambda: _print_summary(trace_path))
 
 
 def hf_callback(directory: str | Path, **schedule: int):
@@ -73,17 +73,17 @@ class _Hooks:
     _profiler = None
 
     def on_train_begin(self, *_, **__):
-        _safely(self._begin)
+        safely(self._begin)
 
     def on_step_end(self, *_, **__):
         if self._profiler is not None:
-            _safely(self._profiler.step)
+            safely(self._profiler.step)
 
     def on_train_end(self, *_, **__):
         profiler = self._profiler
         self._profiler = None  # a hook that comes late finds none
         if profiler is not None:
-            _safely(profiler.stop)
+            safely(profiler.stop)
 
     # Lightning's words for the same moments
     on_train_start = on_train_begin
@@ -110,22 +110,6 @@ def _callback(base, directory, schedule):
     return type("TraceCallback", (_Hooks, base), fields)()
 
 
-def _safely(act):
-    """Call, and print what it raises: a summary is not worth a training run."""
-    try:
-        act()
-    except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"madmax: no summary of the trace: {text}", file=sys.stderr, flush=True)
-
-
-def _rank():
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
 def _print_summary(path):
     # late, and by the front door: analyses and pandas load when a trace is there
     import madmax_lib as mm
@@ -133,12 +117,17 @@ def _print_summary(path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the reader; the line tells what matters
         timeline = mm.read_trace(path)
-    (rank,) = timeline.ranks
+    print(f"madmax: {summary_line(timeline)}", flush=True)
+
+
+def summary_line(timeline) -> str:
+    """The recorded steps of a timeline in a line: their time, communication under
+    compute and exposed, idle time and MFU; means over the ranks.
+    """
+    import madmax_lib as mm
+
     steps = timeline.steps
-    measured = timeline.meta.source == "measured"
-    unmarked = (
-        measured and steps == [0] and not mm.traces.steps(timeline)["annotated"].any()
-    )
+    note = mm.traces.step_note(timeline)
     if steps:
         timeline = timeline.select(steps=steps)
     with warnings.catch_warnings(record=True) as reasons:
@@ -149,19 +138,17 @@ def _print_summary(path):
     else:
         messages = [str(reason.message).partition(":")[0] for reason in reasons]
         mfu_text = f"unknown ({(messages or ['few FLOPs are known'])[0]})"
-    (row,) = mm.breakdown(timeline).to_dict("records")
+    row = mm.breakdown(timeline).mean()
+    total_s = max(row["total_s"], 1e-12)
     count = max(len(steps), 1)
-    times = f"a step of {format_s(max(row['total_s'], 1e-12))}"
-    if count > 1:
-        times = f"{count} steps of {format_s(row['total_s'] / count)}"
-    if unmarked:
-        times += " (no step marks: the whole recording counts as one step)"
-    idle = row["idle_s"] / max(row["total_s"], 1e-12)
-    comm = _comm_text(row, count)
-    print(
-        f"madmax: rank {rank}, {times}: {comm}, {idle:.0%} idle, MFU {mfu_text}",
-        flush=True,
-    )
+    times = f"{count} steps" if count > 1 else "a step"
+    times += f" of {format_s(total_s / count)}"
+    if note:
+        times += f" ({note})"
+    ranks = timeline.ranks
+    who = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
+    idle = f"{row['idle_s'] / total_s:.0%} idle"
+    return f"{who}, {times}: {_comm_text(row, count)}, {idle}, MFU {mfu_text}"
 
 
 def _comm_text(row, steps):

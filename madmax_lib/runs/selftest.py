@@ -83,7 +83,7 @@ def _torch():
     one.
     """
     if not find_spec("torch"):
-        raise Missing("is not installed: training needs it [run]")
+        raise Missing("is not installed: pip install 'madmax-workbench[run]'")
     import torch
 
     version = torch.__version__
@@ -150,7 +150,7 @@ def _meter():
     gpus = gpu_count()
     source = meter("auto", "cuda" if gpus else "cpu", gpus)
     if source.read is None:
-        raise Missing("no power: GPUs need nvidia-ml-py, CPUs a readable RAPL counter")
+        raise Missing("no power: GPUs need nvidia-ml-py")
     reading = source.read()
     if isnan(reading.power_w):
         raise RuntimeError(f"{source.name} reports no power")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from madmax_lib.base.extras import with_extra
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, testbed
@@ -197,9 +198,7 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     optional = {"wandb": spec.wandb, "torchao": spec.adam_8bit}
     for package in ("torch", *(name for name, wanted in optional.items() if wanted)):
         if not find_spec(package):
-            raise ModuleNotFoundError(
-                f"this run needs the package {package}, which is not installed"
-            )
+            raise with_extra(ModuleNotFoundError(name=package))
     shapes = spec.shapes
     ranks = spec.plan.world_size
     checks.check(spec.plan, shapes, spec, spec.engine)

@@ -59,11 +59,12 @@ def canonical(network: str) -> str:
     ('300mbit', '1.5gbit', '')
     """
     if network:
-        _rate_bits_per_s(network)
+        bits_per_s(network)
     return re.sub(r"\s+|/s$", "", network.strip().lower())
 
 
-def _rate_bits_per_s(network):
+def bits_per_s(network: str) -> float:
+    """Rate of a text such as 300mbit. Raises ValueError for a text that is none."""
     match = _RATE.fullmatch(network.strip())
     rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
     if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
@@ -214,7 +215,7 @@ def _join_hosts(hosts, network):
             f"ip -n switch link set {port} master joint up",
         )
         if network:
-            bytes_per_s = _rate_bits_per_s(network) / 8
+            bytes_per_s = bits_per_s(network) / 8
             least, most = _PACKETS_BYTES
             packet_bytes = int(min(max(_BURST_S * bytes_per_s / 2, least), most))
             burst_bytes = int(max(_BURST_S * bytes_per_s, 2 * packet_bytes))

@@ -43,7 +43,7 @@ from madmax_lib.runs.measure.peak_rates import (
     peak_flops,
     product_dtype,
 )
-from madmax_lib.runs.measure.phases import profiler
+from madmax_lib.runs.measure.profiler import profiler
 from madmax_lib.runs.parallel import mesh, trainer as torch_trainer
 from madmax_lib.runs.read import last_checkpoint
 from madmax_lib.runs.summary import PROFILED, flops_per_sample, write_summary

@@ -1,6 +1,8 @@
 # of a trace and a simulation together: they stand above both, and are found here
-from madmax_lib.calibration.job.another_plan import another_plan as another_plan
-from madmax_lib.calibration.job.case_of import case_of as case_of
+from madmax_lib.calibration.job.another_plan import (
+    another_plan as another_plan,
+    case_of as case_of,
+)
 from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise
@@ -14,7 +16,6 @@ from madmax_lib.traces.comm.collectives import (
     exposed_by_collective as exposed_by_collective,
     waiting as waiting,
 )
-from madmax_lib.traces.comm.exchanges import exchanges as exchanges
 from madmax_lib.traces.counters import counters as counters
 from madmax_lib.traces.critical_path import (
     critical_path as critical_path,
@@ -59,10 +60,8 @@ from madmax_lib.traces.operators.roofline import mfu as mfu, roofline as rooflin
 from madmax_lib.traces.parts import breakdown as breakdown, window as window
 from madmax_lib.traces.read.kineto import read_trace as read_trace
 from madmax_lib.traces.stragglers import *
-from madmax_lib.traces.waits.batches import batches as batches
 from madmax_lib.traces.waits.idle import idle as idle, launch_bound as launch_bound
 from madmax_lib.traces.waits.launch import (
-    launch_floor as launch_floor,
     launches as launches,
     queue_length as queue_length,
     queue_series as queue_series,
@@ -71,6 +70,7 @@ from madmax_lib.traces.waits.launch import (
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (
     input_wait as input_wait,
+    step_note as step_note,
     step_summary as step_summary,
     steps as steps,
 )

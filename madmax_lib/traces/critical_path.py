@@ -22,6 +22,7 @@ import pandas as pd
 from madmax_lib.base import NS_PER_S, format_s, pack, total
 from madmax_lib.timeline import BUSY_KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.traces.read.events import TraceWarning
+from madmax_lib.traces.tables import unseen_ranks
 from madmax_lib.traces.waits.idle import launch_bound
 from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
@@ -183,6 +184,10 @@ def what_if(
         *[f"{ranks} ranks"] * (ranks is not None),
     ]
     now = _Now.of(timeline, steps)
+    if ranks is not None and not (timeline.spans["stream"] >= 0).any():
+        now.limits.append(
+            f"{ranks} ranks: each is taken to have a device, here cores, of its own"
+        )
     rows = []
     for scenario in scenarios:
         of_event, of_edge = _factors(steps.graph, scenario)
@@ -357,13 +362,8 @@ def _limits(timeline, steps):
             "one step is recorded, from its first event to its last: overlap with "
             "the next one does not show; record three steps or more"
         )
-    world = timeline.meta.world_size
-    has_comm = (steps.graph.slices["kind"] == "comm").any()
-    if has_comm and world > len(timeline.ranks):
-        limits.append(
-            f"{len(timeline.ranks)} of {world} ranks: waiting for the others "
-            "counts as transfer; read the traces of all ranks"
-        )
+    if (steps.graph.slices["kind"] == "comm").any():
+        limits += unseen_ranks(timeline)
     return limits
 
 

@@ -66,7 +66,7 @@ def export_trace(
     beside device streams, host operators inside of each other, steps that overlap on
     the host), negative durations or times beyond 2**62 ns, and OSError for a directory
     that is none. Files are written to temporary names first and renamed when all are
-    complete. See also: mm.read_trace, mm.view_in_perfetto.
+    complete. See also: mm.read_trace.
     """
     require_type("timeline", timeline, Timeline)
     directory = Path(directory).expanduser()

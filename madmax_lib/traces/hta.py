@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from madmax_lib.base.extras import with_extra
 from madmax_lib.timeline import breakdown
 from madmax_lib.traces.read.files import find_traces
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
@@ -39,10 +40,8 @@ def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
     with _quiet():
         try:
             from hta.trace_analysis import TraceAnalysis
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "HTA's own numbers need HolisticTraceAnalysis: pip install '.[hta]'"
-            ) from None
+        except ModuleNotFoundError as error:
+            raise with_extra(error) from None
 
         return TraceAnalysis(trace_files=files, trace_dir="/")
 

@@ -13,7 +13,7 @@ from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.read.steps import assign_steps
 from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.traces.waits.step_times import lacks_step_marks, step_periods
+from madmax_lib.traces.waits.step_times import step_note, step_periods
 
 
 def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
@@ -42,7 +42,8 @@ def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
     # of the steps that all ranks with work have
     shared = periods[ranks == periods["rank"].nunique()].groupby("rank")
     # in a simulation nothing is outside, else nothing may tell what is
-    is_whole = timeline.meta.source == "simulated" or lacks_step_marks(timeline)
+    is_whole = timeline.steps == [0] and step_note(timeline)
+    is_whole = is_whole or timeline.meta.source == "simulated"
     if is_whole or not len(shared):
         table = table.assign(part="steps", steps=len(timeline.steps))
     else:
@@ -75,7 +76,9 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     begin_ns = start_ns.clip(lower=edge_ns)[keep].to_numpy()
     stop_ns = end_ns.clip(upper=high_ns)[keep].to_numpy()
     spans = part.spans.assign(start_ns=begin_ns, dur_ns=stop_ns - begin_ns)
-    if timeline.meta.source == "measured":
+    # steps that were found by their pattern stay: a window may hold too few
+    source = timeline.meta.source
+    if source == "measured" and "steps" not in timeline.meta.provenance:
         # what began before the window now begins in another step
         for _, of_rank in spans.groupby("rank"):
             spans.loc[of_rank.index, "step"] = assign_steps(of_rank)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from madmax_lib.timeline.timeline import Timeline, with_origin
 from madmax_lib.traces.comm.collectives import arrivals
-from madmax_lib.traces.tables import largest_first
+from madmax_lib.traces.tables import largest_first, unseen_ranks
 from madmax_lib.traces.waits.operations import operations
 from madmax_lib.traces.waits.without_stragglers import what_if_no_stragglers
 
@@ -56,7 +56,7 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     exposed_cost_s: not under their compute. waited_s,
     exposed_waited_s: what it waited for others. `.attrs["by"]` as in `arrivals`;
     `.attrs["often_last"]` has the ranks that are last more often than chance makes any
-    of equal ones.
+    of equal ones, `.attrs["limits"]` what cannot be told.
     """
     table = arrivals(timeline)
     by_rank = table.groupby("rank")
@@ -75,7 +75,9 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     }
     result = pd.DataFrame(columns, index=calls.index).fillna(0.0).reset_index()
     result = largest_first(result, "cost_s", "rank")
-    return with_origin(result, table, often_last=list(_often_last(table, result)))
+    often_last = list(_often_last(table, result))
+    limits = unseen_ranks(timeline)
+    return with_origin(result, table, often_last=often_last, limits=limits)
 
 
 def _often_last(table, result):

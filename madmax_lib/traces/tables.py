@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from madmax_lib.base import pack, union
-from madmax_lib.timeline import BUSY_KINDS
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 
 
 def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
@@ -23,6 +23,18 @@ def ends_ns(spans: pd.DataFrame) -> pd.Series:
 def covered(spans: pd.DataFrame):
     """Intervals (m, 2) in normal form that at least one span covers, in ns."""
     return union(pack(spans["start_ns"], spans["dur_ns"]))
+
+
+def unseen_ranks(timeline: Timeline) -> list[str]:
+    """Words on the ranks of the job that have no trace, none where all have one."""
+    # a rank stands for others where a simulation drew one of several alike
+    present = sum(map(len, timeline.meta.represents.values()))
+    if timeline.meta.world_size <= present:
+        return []
+    return [
+        f"{present} of {timeline.meta.world_size} ranks: waiting for the others "
+        "counts as transfer; read the traces of all ranks"
+    ]
 
 
 def stacked(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

@@ -3,9 +3,10 @@ from madmax_lib.calibration.published.run_rows import (
     trace_breakdowns as trace_breakdowns,
 )
 from madmax_lib.view.explore.live import Live as Live
-from madmax_lib.view.explore.perfetto import view_in_perfetto as view_in_perfetto
-from madmax_lib.view.explore.space_explorer import SpaceExplorer as SpaceExplorer
-from madmax_lib.view.explore.step_explorer import StepExplorer as StepExplorer
+from madmax_lib.view.explore.step_explorer import (
+    SpaceExplorer as SpaceExplorer,
+    StepExplorer as StepExplorer,
+)
 from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplorer
 from madmax_lib.view.explore.widgets import view_timeline as view_timeline
 from madmax_lib.view.notebooks.runner import run_notebook as run_notebook

@@ -4,7 +4,7 @@ a page is made without it.
 
 import pandas as pd
 
-from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.timeline import Meta
 
 COLORS = {  # also told apart by lightness alone, in print without colour

@@ -12,7 +12,7 @@ from runs.test_parallel import MODELS
 from torch.multiprocessing import start_processes
 
 from madmax_lib.plan.plan import Plan
-from madmax_lib.runs.measure.phases import profiler
+from madmax_lib.runs.measure.profiler import profiler
 from madmax_lib.runs.parallel import mesh, trainer
 from madmax_lib.runs.settings import Settings
 

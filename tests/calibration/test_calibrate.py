@@ -1,6 +1,7 @@
 """A calibration of a machine whose steps are known: simulated ones stand for the runs."""
 
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 
@@ -44,7 +45,7 @@ LINKS = pd.DataFrame(
     ]
 )
 KERNELS = pd.DataFrame({"kernel": ["linear forward", "copy"], "how": ["eager", "host"], "flops_per_s": [6e10, 0.0],
-                        "bytes_per_s": [1e9, 2e10]})  # fmt: skip
+                        "bytes_per_s": [1e9, 2e10], "low_s": 1.0, "median_s": 2.0, "high_s": 3.0})  # fmt: skip
 
 
 @pytest.fixture
@@ -106,6 +107,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "traced_parts", parts)
     monkeypatch.setattr(comparing, "read_trace", trace)
     monkeypatch.setattr(calibrating, "check_hosts", lambda *settings: None)
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0 * os.cpu_count(), 0, 0))
     monkeypatch.setattr(calibrating, "resolve", lambda spec: None)
     return tmp_path, made, broken
 
@@ -129,9 +131,11 @@ def test_what_is_predicted_comes_true(world):
     assert found.provenance[
         "network"
     ] == "300mbit" and found.cluster.device.process_bytes == pytest.approx(1e8)
-    assert found.provenance["judged"]["runs"] == len(results) and found.provenance[
-        "notes"
-    ] == ["vit pp: failed, no luck"]
+    assert results["inside"].all() and found.provenance["judged"]["wider"] == 1
+    assert found.provenance["judged"]["runs"] == len(results)
+    load, spread, failed = found.provenance["notes"]
+    assert failed == "vit pp: failed, no luck" and "2.0 processes a core" in load
+    assert spread == "repeats of a product differ by 100%: other work runs here"
     assert "vit pp: failed, no luck" in (folder / "page.html").read_text()
     rows = mm.calibration.predict(pd.read_csv(folder / "rows.csv"), found.parameters)
     assert rows["supported"].all() and len(rows) == len(results) + len(
@@ -161,7 +165,7 @@ def test_a_calibration_keeps_to_its_minutes_and_goes_on(world):
         json.loads((folder / "machine.json").read_text())["provenance"]["notes"],
     )
     assert first >= 4 and (first < 25) == any(
-        "the time limit" in note for note in notes
+        "the time limit (--minutes) was reached" in note for note in notes
     )
     kept = pd.read_csv(folder / "predictions.csv", index_col="run").loc[
         "gpt dp", "predicted_s"

@@ -218,20 +218,6 @@ def test_a_trace_of_another_run_is_contradicted_first():
     assert told.parts["measured_s"].isna().all() and told.step_s == 5.0
 
 
-def test_tries_are_estimates_of_plans_that_fit():
-    how = {"global_batch": 64, "software": "megatron-core"}
-    result = expect("llama3-8b", "dgx-h100", "dp1.tp8.full", **how, step_s=20.0)
-    assert len(result.tries) > 3 and (result.tries["gain"] > 1).all()
-    full = expect(
-        "llama3-8b", "dgx-h100", "dp8", **how, step_s=20.0
-    )  # which does not fit: what fits is slower
-    assert "should not fit" in full.reason and (full.tries["gain"] > 1).all()
-    for one in result.tries.itertuples():
-        row = mm.estimate("llama3-8b", "dgx-h100", one.plan, **how).iloc[0]
-        assert row["fits"] and row["step_s"] == pytest.approx(one.step_s)
-        assert one.gain == pytest.approx(result.predicted_s / one.step_s)
-
-
 def test_the_nearest_published_run_of_a_published_run_is_itself():
     rows = read_rows(table("published_train").iloc[::60])
     rows = rows[rows["supported"].astype(bool) & (rows["measured_s"] > 0)]

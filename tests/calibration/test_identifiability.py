@@ -8,7 +8,7 @@ import pytest
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fit, usable
-from madmax_lib.calibration.judge.identifiability import (
+from madmax_lib.calibration.judge.intervals import (
     STATES,
     constants_of,
     determined_by,

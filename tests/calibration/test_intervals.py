@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import norm, t
 
-from madmax_lib.calibration.bayes import gradient
+from madmax_lib.calibration.fit import gradient
 from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from support import local_or_skip, make_timeline
 
-from madmax_lib.calibration.job.another_plan import another_plan
-from madmax_lib.calibration.job.case_of import case_of
+from madmax_lib.__main__ import main
+from madmax_lib.calibration.job.another_plan import another_plan, case_of
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.plan.plan import Plan
@@ -158,6 +158,15 @@ def test_the_shell_reads_a_trace_and_writes_a_machine(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Plan.parse('dp2.mb8')" in run.stdout and "dp2.z3.mb8: 0.0" in run.stdout
     assert (tmp_path / "machine.json").exists()
+
+
+def test_json_is_json_also_of_a_job_that_nobody_can_tell(tmp_path, capsys):
+    for name, status in (("gpt-ddp", 0), ("dlrm-8xv100", 3)):
+        trace = str(PROJECT / "traces" / name)
+        words = ["calibrate", "--trace", trace, "-o", str(tmp_path), "--json"]
+        assert main(words) == status
+        answer = json.loads(capsys.readouterr().out)
+    assert answer["status"] == 3 and answer["summary"]["verdict"] == "cannot tell"
 
 
 # Layouts whose traces the trainer writes here: model, plan

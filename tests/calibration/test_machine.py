@@ -4,6 +4,7 @@ come back as they were.
 
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from madmax_lib.runs import RunSpec
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import peak_bytes
 from madmax_lib.simulator.rates.parameters import start
+from madmax_lib.simulator.uncertainty import COMPONENTS
 
 CPU = Device("some cpu", 8e9, 2e10, {"fp32": 6e10}, family="cpu", process_bytes=1e8)
 TESTBED = Cluster("testbed", CPU, 1, 2, Link("loopback", 5e9), Link("ethernet", 37e6))
@@ -145,7 +147,9 @@ def test_links_by_their_collectives():
 
 @pytest.fixture
 def saved(tmp_path):
-    made = Machine(TESTBED, known(), provenance={"device": "some cpu", "notes": []})
+    residuals = {"quantile": 1.645, **dict.fromkeys(COMPONENTS, 0.1)}
+    parameters = replace(known(), residuals=residuals)
+    made = Machine(TESTBED, parameters, provenance={"device": "some cpu", "notes": []})
     made.save(tmp_path / "machine.json")
     return tmp_path, made
 
@@ -417,7 +421,8 @@ def test_a_page_shows_every_run(saved):
         index=["gpt dp", "vit <z3>"],
         columns=[*names, "predicted_bytes", "measured_bytes"],
     )
-    results.assign(error=[0.02, -0.1]).to_csv(folder / "results.csv", index_label="run")
+    results = results.assign(error=[0.02, -0.1], high_s=0.5, inside=[True, False])
+    results.to_csv(folder / "results.csv", index_label="run")
     parts = [
         f"{which}_{of}_s"
         for which in ("predicted", "measured")
@@ -426,9 +431,60 @@ def test_a_page_shows_every_run(saved):
     pd.DataFrame(0.1, index=["wide dp"], columns=parts).to_csv(
         folder / "parts.csv", index_label="run"
     )
-    text = machine_page.write_page(folder, made).read_text()
+    text = machine_page.write_page(folder, made.judged(results)).read_text()
     assert (
         "within 6.0% (median), 10.0% at worst" in text
         and "vit &lt;z3&gt;" in text
         and "<z3>" not in text
+        and "<td>False</td>" in text
+        and "are not modelled: a busy machine" in " ".join(text.split())
     )
+
+
+@pytest.mark.parametrize(
+    ("errors", "wider"),
+    [
+        ([], 1.0),  # never judged
+        ([0.01, -0.02, 0.03], 1.0),  # inside: as wide as before
+        # measured 2 x the prediction, whose interval reaches 1.25 x
+        ([0.01, -0.5], np.log(2) / np.log(1.25)),
+        # one of eleven may be outside
+        ([0.25] + 9 * [0.5] + [9.0], np.log(1.5) / np.log(1.25)),
+    ],
+)
+def test_intervals_hold_nine_in_ten_of_the_runs_that_were_judged(errors, wider, saved):
+    _, made = saved
+    results = pd.DataFrame({"error": errors}, dtype=float)
+    judged = made.judged(results.assign(predicted_s=0.4, high_s=0.5))
+    about = judged.provenance["judged"]
+    assert about["wider"] == pytest.approx(wider) and about["runs"] == len(errors)
+    run = {"cluster": TESTBED, "plan_or_table": "dp2", "global_batch": 8}
+    halves = []
+    for machine_ in (made, judged):
+        row = mm.estimate("gpt2", **run, dtype="fp32", parameters=machine_.parameters)
+        halves.append(np.log(row["high_s"] / row["step_s"]).item())
+    assert halves[1] / halves[0] == pytest.approx(wider, rel=1e-6)
+    assert ("Do not rely on it" in judged.verdict) == (wider > 1)
+
+
+def test_a_network_that_no_calibration_saw_is_stated(saved, capsys):
+    folder, made = saved
+    one = replace(TESTBED, devices_per_node=2, nodes=1)
+    results = pd.DataFrame({"error": [0.5], "predicted_s": 0.4, "high_s": 0.5})
+    made = replace(made, cluster=one).judged(results)
+    made.save(folder / "machine.json")
+    words = ["estimate", "gpt2", str(folder / "machine.json"), "dp8"]
+    words += ["--nodes=4", "--global-batch=8", "--dtype=fp32", "--json", "--network"]
+    steps = {}
+    for rate in ("1gbit", "25gbit"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert main([*words, rate]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        steps[rate] = answer["rows"][0]["step_s"]
+    assert steps["1gbit"] > steps["25gbit"] > 0
+    about = answer["summary"]
+    assert about["devices"] == 8
+    assert about["assumed"].startswith("25gbit a node of 2 device(s), over which no")
+    assert "within 50.0% (median), 50.0% at worst" in about["calibration"]
+    assert main([*words, "25 parsecs"]) == 2

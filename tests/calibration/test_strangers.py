@@ -3,7 +3,6 @@ of those that no fit has seen.
 """
 
 import numpy as np
-import pandas as pd
 import pytest
 from support import local_or_skip
 
@@ -11,8 +10,8 @@ import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.calibration import new_rows, predict, read_rows
 from madmax_lib.calibration.fit import usable
-from madmax_lib.calibration.judge.validate import folds
-from madmax_lib.calibration.verdict.strangers import generation_of, with_prior
+from madmax_lib.calibration.judge.intervals import folds
+from madmax_lib.calibration.verdict.strangers import with_prior
 from madmax_lib.simulator.rates.parameters import shipped
 
 PRIOR = "stack_rate:stranger"
@@ -86,10 +85,3 @@ def test_a_stack_left_out_is_priced_as_nobody_knows_it():
     assert (table["software"] == "unknown").all() and table["fold"].nunique() > 1
     assert (table["measured_s"].astype(float) == rows["measured_s"].astype(float)).all()
     assert (table["pace"] < 0).all()
-
-
-def test_generations_are_families_of_devices():
-    rows = pd.DataFrame(
-        {"family": ["ampere", "other", "other"], "gpu": ["a", "t4", "x"]}
-    )
-    assert generation_of(rows).tolist() == ["ampere", "t4", "x"]

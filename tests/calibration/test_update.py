@@ -12,7 +12,7 @@ import pytest
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import fit, update
-from madmax_lib.calibration.judge.validate import predict
+from madmax_lib.calibration.judge.intervals import predict
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_s

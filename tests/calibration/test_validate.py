@@ -3,6 +3,7 @@ figures they reach.
 """
 
 import re
+import runpy
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,10 @@ from support import local_or_skip
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import known_rows, slowness, usable
-from madmax_lib.calibration.judge.validate import folds, predict
+from madmax_lib.calibration.judge.intervals import folds, predict
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.accuracy import (
     baseline,
-    confusion,
     coverage,
     coverage_by_class,
     errors,
@@ -401,6 +401,7 @@ def test_verdicts_about_sources_that_the_fit_has_not_seen(left_out):
     Slow and fast: times changed.
     """
     ordinary = left_out[slowness(left_out) <= ORDINARY]
+    confusion = runpy.run_path(str(PROJECT / "benchmarks" / "expect.py"))["confusion"]
     table = confusion(ordinary)
     told = table[table["kind"].isin(["dense", "mixture"])].set_index(["kind", "factor"])
     decided = told[list(VERDICTS)].sum(axis=1) - told["cannot tell"]

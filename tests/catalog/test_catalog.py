@@ -36,7 +36,7 @@ def test_a_model_shows_what_makes_it(name):
     """In a few lines, from which it can be made again."""
     model = catalog.model(name)
     shown = repr(model)
-    assert len(shown.splitlines()) <= 5 and len(shown) < 600
+    assert len(shown.splitlines()) <= 6 and len(shown) < 600
     assert eval(shown, {"Transformer": Transformer, "DLRM": DLRM}) == model
 
 
@@ -367,7 +367,7 @@ def test_a_catalog_without_its_folder_is_refused(tmp_path, monkeypatch):
     ("text", "rule"),
     cells("""
     { | config.json & not JSON
-    {"model_type": "rnn"} | model_type 'rnn' & not one of gpt2, vit, dinov2
+    {"model_type": "rnn"} | model_type 'rnn' is not read; nearest by name
     {"model_type": "llama"} | config.json & 'num_hidden_layers' is missing
     """),
 )

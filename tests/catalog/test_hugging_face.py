@@ -3,12 +3,15 @@ and what is refused.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulator.test_agreement import closed_s, laid_out_s
 from support import cells, refused, rows_beside
 
 from madmax_lib import catalog
+from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.estimate import estimate
 
 # name: (configuration, parameters). [Model cards and safetensors; for stacks of several
@@ -16,6 +19,7 @@ from madmax_lib.simulator.estimate import estimate
 # stands apart in their checkpoints, those of transformers 4.]
 ROWS = rows_beside(__file__, "configurations")
 PUBLISHED = {name: (config, parameters) for name, config, parameters in ROWS}
+SEEING = [name for name, config, _ in ROWS if "vision_config" in config]
 FIELDS = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
@@ -24,6 +28,9 @@ FIELDS = {
     "vocab_size": "vocab",
     "num_key_value_heads": "kv_heads",
 }
+
+
+SERVERS = catalog.cluster("dgx-h100", 4)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def read(tmp_path):
     return model
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SEEING])
 def test_parameters_are_those_published(read, name):
     config, parameters = PUBLISHED[name]
     model = read(name)
@@ -58,6 +65,30 @@ def test_parameters_are_those_published(read, name):
     sequence = None if model.image or model.sequence else 4096
     table = estimate(model, cluster, "dp32.z3", global_batch=32, sequence=sequence)
     assert table["step_s"].item() > 0
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_of_images_and_text_have_a_tower(read, name):
+    """Its work stands in the first stage, alike in both forms of a step."""
+    with pytest.warns(UserWarning, match="with one image of [0-9]+ pixels a sample"):
+        model = read(name)
+    assert model.parameters == PUBLISHED[name][1]
+    plan = Plan(dp=16, tp=2, zero=1)
+    cases = {
+        images: Case(replace(model, images=images), SERVERS, plan, 32, 4096)
+        for images in (0.0, 1.0, 4.0)
+    }
+    steps = {images: closed_s(case) for images, case in cases.items()}
+    assert steps[0] < steps[1] < steps[4]
+    assert laid_out_s(cases[4]) == pytest.approx(steps[4], rel=0.01)
+    weights = model.tower.parameters + model.projector_parameters
+    flops = [case.model.forward_flops(1, 4096) for case in cases.values()]
+    # scores and values of all layers, and 2 FLOPs per weight and patch, but that merged
+    # patches share the projector's
+    patches = model.tower.sequence
+    scores = 4 * patches**2 * model.tower.hidden * model.tower.layers
+    share = (flops[1] - flops[0] - scores) / (2 * patches * weights)
+    assert 0.7 < share < 1
 
 
 # As in the repositories of state-spaces, whose vocabulary is padded.
@@ -122,6 +153,15 @@ def of_text(read, kind, config):
         return read(kind, text_config=config)
 
 
+def test_of_an_omni_model_the_text_of_the_thinker_is_read(read):
+    name = "qwen3-30b-a3b"
+    text = PUBLISHED[name][0] | {"model_type": "qwen3_omni_moe_text"}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    with pytest.warns(UserWarning, match="only the text part is read"):
+        model = read("qwen3_omni_moe", thinker_config=thinker)
+    assert model.parameters == PUBLISHED[name][1]
+
+
 def test_of_images_and_text_the_text_is_read(read):
     model = of_text(read, "gemma3", GEMMA | {"sliding_window": 1024})
     assert model.parameters == 3_880_263_168
@@ -164,8 +204,7 @@ OTHER_KEYS = {"d_model": 512, "num_layers": 6, "d_ff": 2048}
     bart | an encoder with biases, positions and norms of its own
     zamba2 | layers that share weights
     falcon_h1 | state-space and attention side by side in a layer
-    qwen3_next | linear attention or convolutions
-    nobody | is not one of gpt2, vit, dinov2, bert
+    deepseek_v4 | hyper-connections & the nearest that can be read is deepseek_v32
     """),
 )
 @pytest.mark.parametrize(
@@ -194,8 +233,8 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
         DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & not a size
         DeepSeek-V3 | v_head_dim | 0 | =0 & not a size
         Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & no text of M
-        Nemotron-3-Nano | moe_latent_size | 8 | experts of a latent
-        granite-4.0-h-tiny | shared_intermediate_size | 700 | =700 & multiple
+        Nemotron-3-Nano | moe_shared_expert_intermediate_size | 8 | width 8 & multiple
+        granite-4.0-h-tiny | shared_intermediate_size | 700 | width 700 & multiple
         Jamba-v0.1 | attn_layer_period | 0 | =0 & whole number above zero
         mamba2-2.7b | n_groups | 7 | mixer_groups=7 & divide
         t5-small | num_layers | six | layers='six' & whole number
@@ -205,11 +244,35 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
     ],
 )
 def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, rule):
-    named = (
-        () if key in ("moe_latent_size", "n_groups") else (key.removeprefix("num_"),)
-    )
+    named = () if "shared" in key or key == "n_groups" else (key.removeprefix("num_"),)
     with refused(rule, *named):
         read(name, **{key: value})
+
+
+def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
+    said = "'nobody' is unknown and read like Llama's"
+    with pytest.warns(UserWarning, match=said) as caught:
+        model = read("nobody", **MINE)
+    assert caught[0].filename == __file__  # the line that asked
+    assert (
+        model.parameters == read("llama", max_position_embeddings=8, **MINE).parameters
+    )
+    with refused("'ssm_width' is no key of Llama's & nearest by name: gemma4"):
+        read("gemma_4", ssm_width=3, **MINE)
+    with refused("no model has 1000000000 channels"):
+        read("gpt2", n_embd=10**9, n_layer=2, n_head=2, n_positions=8, vocab_size=9)
+
+
+@pytest.mark.parametrize(("groups", "nodes"), [(8, 4), (1, 0)])
+def test_one_group_of_all_experts_limits_no_nodes(read, groups, nodes):
+    model = read("DeepSeek-V3", n_group=groups, topk_group=4)
+    assert model.routed_nodes == nodes
+
+
+def test_an_adapter_is_named(read):
+    with refused("an adapter (LORA) of meta-llama/Llama-3.1-8B & lora_rank"):
+        base = {"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+        read(None, peft_type="LORA", r=16, **base)
 
 
 def test_a_list_is_no_configuration(tmp_path):

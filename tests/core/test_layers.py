@@ -44,6 +44,8 @@ WINGS = [  # folders and files that can be taken off, as CONTRIBUTING lists them
     "planner/tuner",
     "planner/tune.py",
     "planner/money",
+    "planner/changes.py",
+    "planner/beats.py",
     "view/explore",
     "view/report",
     "view/commands/mcp_server.py",
@@ -64,12 +66,12 @@ HEAVY = ["torch", "hta", "matplotlib", "dask", "ipywidgets", "pandas", "pyarrow"
 # Tokens of Python without comments and docstrings, wings left out: what a room may
 # weigh. They are aims, not what came in: what does not fit makes room or stays out.
 TOKENS = {
-    "base": 2_800,
+    "base": 3_350,
     "catalog": 11_700,
     "timeline": 6_000,
     "plan": 9_200,
     "simulator": 44_500,
-    "traces": 64_000,
+    "traces": 63_450,
     "runs": 37_500,
     "calibration": 24_000,
     "planner": 10_000,

@@ -179,7 +179,7 @@ def test_names_are_taken_by_memory_and_simulate_too():
 
 OF_THE_DESIGN = """read_trace breakdown export_trace compare plot_timeline save_figure setup model models cluster
     clusters devices Plan simulate estimate memory fits largest_model search tune RunSpec launch calibrate machine
-    expect dataset view_timeline view_in_perfetto Timeline"""
+    expect dataset view_timeline Timeline"""
 
 
 @pytest.mark.parametrize("name", OF_THE_DESIGN.split())

@@ -1,11 +1,16 @@
 """requirements.txt, pyproject.toml, environment.yml and the constraints say the same."""
 
+import csv
+import json
 import re
+import subprocess
+import sys
 import tomllib
 
 import yaml
 
 from madmax_lib import __version__
+from madmax_lib.__main__ import main
 from madmax_lib.catalog.datasets import PROJECT
 
 WORD = re.compile(r"^([A-Za-z0-9._-]+)\s*(.*)$")
@@ -22,6 +27,9 @@ def names(lines):
 
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())
 REQUIREMENTS = (PROJECT / "requirements.txt").read_text().splitlines()
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+# what comes with jupyterlab, nbconvert or ipykernel
+FROM_OTHERS = {"IPython", "nbclient", "nbformat", "traitlets"}
 CONSTRAINTS = names((PROJECT / ".ci" / "constraints.txt").read_text().splitlines())
 
 
@@ -34,15 +42,51 @@ def test_everything_required_is_pinned():
 
 
 def test_requirements_are_the_project_with_all_extras():
-    extras = {
-        name: lines
-        for name, lines in PYPROJECT["project"]["optional-dependencies"].items()
+    lines = [
+        line
+        for name, extra in EXTRAS.items()
         if name not in ("colab", "study")
-    }
-    extras = [line for lines in extras.values() for line in lines]
-    declared = set(names(PYPROJECT["project"]["dependencies"])) | set(names(extras))
+        for line in extra
+        if not line.startswith("madmax-workbench[")
+    ]
+    declared = set(names(PYPROJECT["project"]["dependencies"])) | set(names(lines))
     assert declared == set(names(REQUIREMENTS))
     assert REQUIREMENTS[-1] == "-e ."
+    is_brought = {*EXTRAS} - {"all", "colab", "plot", "test"}  # notebook brings plot
+    assert EXTRAS["all"] == [f"madmax-workbench[{','.join(sorted(is_brought))}]"]
+
+
+def test_what_a_missing_package_names_brings_it():
+    """The extra in each line of base/extras.json, and in the doctor's list."""
+    data = PROJECT / "madmax_lib"
+    lines = json.loads((data / "base" / "extras.json").read_text())
+    for line in lines.values():
+        package, extra = re.fullmatch(
+            r"(\S+) is not installed: pip install (?:'madmax-workbench\[(.+)\]'|\1)",
+            line,
+        ).groups()
+        if extra and package not in FROM_OTHERS:
+            assert package.lower() in names(EXTRAS[extra]), line
+    for row in csv.DictReader(
+        (data / "view/data/packages.csv").read_text().splitlines()
+    ):
+        bracket = re.search(r"\[.+\]$", row["purpose"])
+        if row["module"] in lines and "pip install '" in lines[row["module"]]:
+            assert bracket and bracket[0] in lines[row["module"]], row
+
+
+def test_without_a_package_calls_and_commands_name_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "papermill", None)
+    assert main(["run", "00_tour", "-p", "step=1"]) == 2
+    line = "papermill is not installed: pip install 'madmax-workbench[notebook]'"
+    assert capsys.readouterr().err == f"madmax: {line}\n"
+    script = "import sys; sys.modules['matplotlib'] = None; import madmax_lib as mm; mm.setup"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert done.stderr.endswith(
+        f"{line}\n".replace("papermill", "matplotlib").replace("notebook", "plot")
+    )
 
 
 def test_the_page_tells_what_extras_a_user_may_want():
@@ -51,11 +95,7 @@ def test_the_page_tells_what_extras_a_user_may_want():
         (PROJECT / "docs" / "how-do-i-install-it.md").read_text(),
         re.M,
     )
-    assert set(table) == set(PYPROJECT["project"]["optional-dependencies"]) - {
-        "browser",
-        "colab",
-        "test",
-    }
+    assert set(table) == {*EXTRAS} - {"colab", "test"}
 
 
 def test_pandas_is_held_back_only_where_hta_needs_it():
@@ -96,11 +136,5 @@ def test_ci_is_one_script():
 
 def test_runs_take_the_torch_of_colab():
     colab = names((PROJECT / ".ci" / "colab.txt").read_text().splitlines())
-    assert (
-        colab["torch"]
-        == PYPROJECT["project"]["optional-dependencies"]["run"][0].replace(
-            "torch>", "="
-        )
-        + ".0"
-    )
+    assert colab["torch"] == EXTRAS["run"][0].replace("torch>", "=") + ".0"
     assert "-c .ci/colab.txt torch" in (PROJECT / ".ci" / "nightly").read_text()

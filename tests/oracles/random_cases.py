@@ -24,6 +24,8 @@ STACKS = [
     "mamba2-2.7b",
     "jamba-1.5-large",
     "nemotron-h-8b",
+    "kimi-linear-48b-a3b",
+    "minimax-text-01",
 ]  # layers of several kinds
 CLUSTERS = [
     "dgx-a100",

@@ -14,8 +14,16 @@ from support import local_or_skip
 from madmax_lib.catalog.tables import device
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
-from madmax_lib.papers.vtrain.comm import gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, TABLE, Sizes, shape_of
+from madmax_lib.papers.vtrain.config import (
+    CORRECTED,
+    RELEASED,
+    TABLE,
+    Sizes,
+    gradient_s,
+    send_s,
+    shape_of,
+    tensor_s,
+)
 from madmax_lib.papers.vtrain.fit import _CONSTANTS, GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.formulas import (
     Formulas,

@@ -3,6 +3,7 @@ what it is limited by.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,7 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STATED
 from madmax_lib.planner import Space, plan_of
-from madmax_lib.planner.answer import _chances, _limits, _reasons
+from madmax_lib.planner.answer import Described, _chances, _limits, _reasons
 from madmax_lib.planner.evaluate import LAYOUT_KEY
 from madmax_lib.simulator import Parameters
 from madmax_lib.simulator.costs.inputs import Steps
@@ -197,16 +198,17 @@ def test_probabilities_follow_the_gap():
     intervals gives none.
     """
     steps, times = timed("dp32.z3.mb2", "dp32.z3.mb2")
-    assert _chances(steps, times, shipped(), False) == pytest.approx(
-        [0.5, 0.5], abs=0.03
-    )
-    gaps = [np.array([1.0, gap]) * times["step_s"] for gap in (1.02, 1.1, 2.0)]
-    chances = [
-        _chances(steps, {**times, "step_s": seconds}, shipped(), False)[0]
-        for seconds in gaps
-    ]
-    assert 0.5 < chances[0] < chances[1] < chances[2] == 1.0
-    assert np.isnan(_chances(steps, times, Parameters(), False)).all()
+    case = Case(MODEL, CLUSTER, Plan(dp=32), BATCH)
+
+    def chances(gap, parameters):
+        seconds = np.array([1.0, gap]) * times["step_s"]
+        plans = Described(pd.DataFrame(), steps, times | {"step_s": seconds})
+        return _chances(plans, SimpleNamespace(case=case, parameters=parameters))
+
+    assert chances(1.0, shipped()) == pytest.approx([0.5, 0.5], abs=0.03)
+    first = [chances(gap, shipped())[0] for gap in (1.02, 1.1, 2.0)]
+    assert 0.5 < first[0] < first[1] < first[2] == 1.0
+    assert np.isnan(chances(1.1, Parameters())).all()
 
 
 def test_reasons_and_limits_name_the_parts():

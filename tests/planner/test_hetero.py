@@ -23,6 +23,7 @@ from madmax_lib.planner.hetero import (
 from madmax_lib.planner.hetero.costs import shares
 from madmax_lib.planner.hetero.fleets import Span, fleets
 from madmax_lib.planner.hetero.prices import MB_BYTES, Price, PriceList, bits
+from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import Sweeper
 
 V100 = Node.of_file("10.0.0.1", "V100", 4, 16, 50, 10)
@@ -350,6 +351,21 @@ def test_stages_of_one_type_need_not_be_neighbours():
     assert hetero.alone(best)["types"].tolist() == ["A", "B", "A+B"]
     with pytest.raises(ValueError, match="node_sequence A, B, B is no order of A, B"):
         hetero.cost(replace(best.plan, node_sequence=("A", "B", "B")), given)
+
+
+def test_an_order_with_two_nodes_of_a_type_between_others_is_named_by_nodes():
+    nodes = [
+        replace(node, address=f"{node.address}{i}")
+        for node in (V100, A100)
+        for i in "ab"
+    ]
+    given = hetero.problem(
+        profiles=generate_profiles(12, 8), cluster=nodes, global_batch=8
+    )
+    for fleet in given.fleets:
+        batches = Sweeper(given, Grid(16, [4, 8], given.prices), 4, fleet)
+        plan = batches.chain().plan
+        assert plan.node_sequence == fleet.order and hetero.cost(plan, given) > 0
 
 
 def test_links_have_the_rate_of_where_stages_lie():

@@ -131,37 +131,6 @@ def test_a_model_needs_clusters():
         hetero.plan(model=GPT2, cluster=[V100, A100], global_batch=8, progress=False)
 
 
-def test_a_homogeneous_plan_can_be_simulated():
-    best = hetero.plan(
-        model=GPT2, cluster=KAGGLE, global_batch=8, groups=[2, 4], progress=False
-    )
-    exported = hetero.as_json(best)
-    plan = mm.Plan.parse(exported["plan"])
-    step = mm.simulate(
-        GPT2, KAGGLE, plan, global_batch=exported["global_batch"], dtype="fp16"
-    )
-    assert step.meta.world_size == exported["world_size"] == 4
-    assert plan.micro_batches(8) == exported["micro_batches"]
-
-
-@pytest.mark.parametrize(
-    "groups, strategies, cuts, text",
-    [
-        ((2, 2), ((2, 1), (2, 1)), (0, 7, 14), "dp2.pp2"),
-        ((2, 2), ((1, 2), (1, 2)), (0, 7, 14), "tp2"),
-        ((4,), ((4, 1),), (0, 14), "dp4"),
-        ((2, 2), ((2, 1), (1, 2)), (0, 7, 14), None),
-    ],
-)
-def test_text_of_a_plan(groups, strategies, cuts, text):
-    written = hetero.as_json(on_kaggle(groups, strategies, cuts, global_batch=4))[
-        "plan"
-    ]
-    assert text in written if text else written is None
-    if text:
-        mm.simulate(GPT2, KAGGLE, mm.Plan.parse(written), global_batch=4, dtype="fp16")
-
-
 def test_json_names_every_rank_once(mixed, tmp_path):
     exported = json.loads(hetero.save_plan(mixed, tmp_path / "plan.json").read_text())
     ranks = [rank for stage in exported["stages"] for rank in stage["ranks"]]

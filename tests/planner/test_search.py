@@ -3,9 +3,7 @@ resumed.
 """
 
 import ast
-import os
 import re
-import signal
 from dataclasses import replace
 
 import numpy as np
@@ -25,9 +23,8 @@ from madmax_lib.planner import (
     practice,
     training,
 )
-from madmax_lib.planner.distribute import _on_workers
 from madmax_lib.planner.evaluate import _OBJECTIVES
-from madmax_lib.planner.money.codesign import _RESOURCES, scaled
+from madmax_lib.planner.money.campaign import _RESOURCES, scaled
 from madmax_lib.simulator import peak_bytes, usable_bytes
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.rates.parameters import shipped
@@ -259,25 +256,6 @@ def test_slurm_workers_are_asked_for_as_the_docs_say():
         and "#SBATCH -t 01:00:00" in script
     )
     assert "--nworkers 8" in script
-
-
-def dies_once(folder, part):
-    """A worker that is killed over the second part, the first time."""
-    mark = folder / "mark"
-    if part == ["b"] and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return part[0]
-
-
-def test_the_part_of_a_killed_worker_is_done_again(dask_client, tmp_path):
-    todo = [(0, ["a"]), (1, ["b"]), (2, ["c"])]
-    assert dict(_on_workers(dies_once, tmp_path, todo, dask_client)) == {
-        0: "a",
-        1: "b",
-        2: "c",
-    }
-    assert (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize(

@@ -65,3 +65,32 @@ def losses(tmp_path_factory):
 def test_losses_are_those_of_one_process(losses, strategy):
     assert losses(f"{strategy}@deepspeed") == pytest.approx(losses("dp1"), abs=1e-4)
     assert max(losses("dp1")) - min(losses("dp1")) > 0.1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp4.mb2", "dp4.z1", "dp4.z2.offload-optimizer", "dp4.z3.mb2", "dp4.z3.offload-all",
+     "dp4.z3.zpp", "dp4.z3.qwz", "dp4.z3.qgz", "dp4.z3.hpz"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_deepspeed_reads_its_configuration(monkeypatch, text, dtype):
+    """Its parser knows every key, ZeRO++'s too, and has the plan's numbers."""
+    theirs = pytest.importorskip(
+        "deepspeed.runtime.config", reason="deepspeed is not installed"
+    )
+    plan = Plan.parse(text)
+    ranks = type(
+        "Ranks", (), {"get_rank": lambda: 0, "get_world_size": lambda: plan.dp}
+    )
+    monkeypatch.setattr(theirs, "dist", ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    settings = Settings(dtype=dtype, global_batch=16)
+    read = theirs.DeepSpeedConfig(deepspeed.config(plan, settings))
+    zero = read.zero_config
+    assert read.train_batch_size == 16 and zero.stage == plan.zero
+    assert read.train_micro_batch_size_per_gpu == plan.micro_batch
+    assert zero.zero_quantized_weights == plan.qwz
+    assert zero.zero_quantized_gradients == plan.qgz
+    assert zero.zero_hpz_partition_size == (2 if plan.hpz else 1)
+    assert bool(zero.offload_optimizer) == bool(plan.offload)
+    assert bool(zero.offload_param) == (plan.offload == "all")

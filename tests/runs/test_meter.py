@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support import cells, refused
 
-from madmax_lib.runs.measure import meter as meters
 from madmax_lib.runs.measure.meter import Meter, Reading, energy_j, meter
 
 CONSTANT = [Reading(t, power_w=50.0) for t in np.linspace(0, 10, 41)]
@@ -78,9 +77,8 @@ def test_without_anything_to_read_all_is_unknown():
         assert all(map(isnan, power.window(0.0, 1.0).values()))
 
 
-def test_a_machine_without_nvml_or_rapl_has_no_meter(monkeypatch, tmp_path):
+def test_a_machine_without_nvml_has_no_meter(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(meters, "_RAPL", tmp_path / "nowhere")
     assert meter("auto", "cuda", 1).name == meter("auto", "cpu", 1).name == "none"
 
 
@@ -133,21 +131,6 @@ def test_what_nvml_does_not_support_is_unknown(nvml):
     assert reading.throttle == 0 and reading.power_w == 100.0
     nvml.nvmlInit = refuse
     assert meter("auto", "cuda", 1).name == "none"
-
-
-def test_rapl_counts_on_when_the_counter_wraps(tmp_path, monkeypatch):
-    package = tmp_path / "intel-rapl:0"
-    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package, counted in it
-    package.mkdir()
-    (package / "energy_uj").write_text("9000000")
-    (package / "max_energy_range_uj").write_text("10000000")
-    (package / "constraint_0_power_limit_uw").write_text("125000000")
-    monkeypatch.setattr(meters, "_RAPL", tmp_path)
-    power = meter("auto", "cpu", 1)
-    (package / "energy_uj").write_text("2000000")
-    reading = power.read()
-    assert (power.name, power.cap_w) == ("rapl", 125.0)
-    assert reading.energy_j == pytest.approx(3.0) and reading.power_w > 0
 
 
 def test_replay_repeats_a_table(tmp_path, monkeypatch):

@@ -38,17 +38,17 @@ def on_a_cpu(case):
 
 
 def with_mixers(case):
-    """Mamba-1, or Mamba-2 of enough groups for tp, among attention, feed-forward parts
-    and experts, in four layers.
+    """Mamba-1, or another mixer of enough groups for tp, among attention, feed-forward
+    parts and experts, in four layers.
     """
     draw = np.random.default_rng(case.global_batch + case.model.layers)
-    letter = str(draw.choice(["m", "M"]))
+    letter = str(draw.choice(["m", "M", "G", "K", "L"]))
     choices = [f"{letter}-", f"{letter}E", "*-", "*E", letter, "-"]
     words = [str(draw.choice(choices)) for _ in range(4)]
     words[int(draw.integers(4))] = f"{letter}E"
     hidden, heads = case.model.hidden, case.model.heads
     sizes = {"mixer_channels": 2 * hidden, "mixer_conv": 4}
-    if letter == "M":
+    if letter != "m":
         sizes |= {"mixer_state": 128, "mixer_heads": heads, "mixer_groups": heads}
     else:
         sizes |= {"mixer_state": 16, "mixer_rank": hidden // 16}

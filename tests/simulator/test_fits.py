@@ -18,7 +18,6 @@ from madmax_lib.papers.studies.memory_wall import shape as seed_model
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.simulator.offload.fits import fits, gpt_shape, largest_model
-from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
     Policy,
@@ -26,6 +25,7 @@ from madmax_lib.simulator.offload.placement import (
     _packed,
     _tensor_sizes,
     bytes_by_place,
+    host_of,
     split_of,
 )
 

@@ -232,6 +232,18 @@ def test_experts_are_laid_over_data_parallel_ranks():
     assert sharded["optimizer"] == pytest.approx(sharded_part["optimizer"])
 
 
+def test_muon_keeps_one_moment_of_matrices_and_two_of_tables():
+    adam, muon, momentum = (
+        memory(LLAMA, "dp8.z1", optimizer=name).set_index("component")["size_bytes"]
+        for name in ("adam", "muon", "momentum")
+    )
+    ends = LLAMA.embedding_parameters + LLAMA.head_parameters + LLAMA.norm_parameters
+    saved = adam["optimizer"] - muon["optimizer"]
+    assert saved == pytest.approx(4 * (LLAMA.parameters - ends) / 8)
+    assert momentum["optimizer"] < muon["optimizer"]
+    assert adam["weights"] == muon["weights"]
+
+
 def test_buffers():
     """DDP's buckets, FSDP's gathered block and ends, autocast's casts, torch's
     optimizer temporaries.

@@ -11,11 +11,10 @@ from support import cells, refused
 
 import madmax_lib as mm
 from madmax_lib.plan.case import Case
-from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.fits import gpt_shape, room_bytes, shares_that_fit
-from madmax_lib.simulator.offload.hosts import ADAM_BYTES, rates
-from madmax_lib.simulator.offload.placement import Policy
+from madmax_lib.simulator.offload.placement import ADAM_BYTES, Policy, rates
 from madmax_lib.traces.critical_path import critical_path
 
 V100 = replace(mm.cluster("dgx-2"), devices_per_node=1)

@@ -19,7 +19,7 @@ import madmax_lib as mm
 from madmax_lib import Timeline, breakdown, read_trace
 from madmax_lib.simulator import Parameters
 from madmax_lib.timeline.side_tables import SideTables
-from madmax_lib.traces import by_group, calls, exchanges, exposed_by_collective, waiting
+from madmax_lib.traces import by_group, calls, exposed_by_collective, waiting
 
 AR = "ncclDevKernel_AllReduce"
 
@@ -436,49 +436,6 @@ def test_one_word_for_one_collective():
         for table in (exposed_by_collective, by_group)
     )
     assert "all_to_all" in exposed and exposed == groups
-
-
-# uneven all-to-alls
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("lacks", [None, 0, 3])
-def test_every_byte_of_an_exchange_has_a_sender_and_a_receiver(seed, lacks):
-    """What a rank sends the others get; of a rank that was not traced the others tell."""
-    draw, drawn, records = np.random.default_rng(seed), [], {}
-    # calls, senders, receivers, in rows of 8 float
-    sent = draw.integers(0, 50, (3, 4, 4))
-    sent[0], members = sent[0] * (np.arange(4) == 2), [0, 2, 3, 5]
-    common = {"collective": "all_to_all", "dtype": "float"}
-    common |= {"group": "ep", "ranks": "0,2,3,5"}
-    for call, rank in np.ndindex(3, 4):
-        if members[rank] == lacks:
-            continue
-        fields = common | {"sequence": call}
-        for side, splits in (("in", sent[call, rank]), ("out", sent[call, :, rank])):
-            fields[f"{side}_splits"] = ",".join(map(str, splits))
-            fields[f"{side}_elements"] = 8 * splits.sum()
-        records[len(drawn)] = fields
-        drawn.append(f"{members[rank]}/7 comm: ncclDevKernel_SendRecv {100 * call}+50")
-    found = exchanges(told("\n".join(drawn), records, group="ep"))
-    square = found.pivot_table(
-        index="source_rank", columns="target_rank", values="size_bytes"
-    ).reindex(members)
-    # but what it kept
-    known = [[lacks not in (a, b) or a != b for b in members] for a in members]
-    assert square.fillna(0.0).to_numpy() == pytest.approx(32 * sent.sum(axis=0) * known)
-    got = sent[:, [rank != lacks for rank in members]].sum(axis=1)
-    mean = got.max(axis=1).sum() / got.mean(axis=1).sum()
-    imbalance = found.attrs["imbalance"]["ep [0, 2, 3, 5]"]
-    assert imbalance == pytest.approx({"mean": mean, "worst": 4.0})
-
-
-def test_a_recorded_exchange_of_experts_is_even():
-    path = local_or_skip("traces/more/ao/ref_ep_moe_fwd.json.gz")
-    found = exchanges(read_trace(path))
-    assert found[found["source_rank"] == 0]["size_bytes"].nunique() == 1
-    assert list(found.attrs["imbalance"].values())[0]["worst"] == 1.0
-    assert not len(exchanges(told(f"7 comm: {AR} 0+5")))
 
 
 HOSTS = {"0": "a", "1": "a", "2": "b"}

@@ -22,6 +22,7 @@ STEP = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:no modules are recorded")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_makes_a_table_that_knows_its_origin(name):
     more = [{"compute": 2.0}] if name == "what_if" else []

@@ -29,9 +29,7 @@ NAMES = {
 HTA_PRINTS = {("tracelens-samples/resnet_act_checkpoint.json.gz", "hta"): 22.45}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*no rank in distributedInfo:madmax_lib.traces.read.events.TraceWarning"
-)
+@pytest.mark.filterwarnings("ignore:.*no (rank in distributedInfo|step marks)")
 @pytest.mark.parametrize(
     "row", ROWS or [ABSENT], ids=lambda row: row and f"{row['file'][:-8]}-{row['mode']}"
 )

@@ -144,6 +144,6 @@ def test_kernels_of_the_default_stream_of_amd_have_a_step_and_a_launch():
 def test_without_hta_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"HolisticTraceAnalysis: pip install '.\[hta\]'"
+        ModuleNotFoundError, match=r"pip install 'madmax-workbench\[hta\]'"
     ):
         hta.analysis(dataset_or_skip("vit-ddp"))

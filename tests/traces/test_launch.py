@@ -26,7 +26,6 @@ from madmax_lib.traces import (
     hta,
     idle,
     launch_bound,
-    launch_floor,
     launches,
     queue_length,
     queue_series,
@@ -247,21 +246,6 @@ def test_parts_sum_to_the_whole(seed):
     assert len(launches(timeline)) == 60
     ends = queue_series(timeline).groupby("stream")["length"].agg(["min", "last"])
     assert (ends == 0).all(axis=None)
-
-
-def test_launch_floor_closed_form():
-    timeline = timeline_of("7 compute: k 0+10, k 20+40, k 100+50", step=[0, 0, 1])
-    expected = """
-        free_s us  step_s us  share
-        50         50         0
-        12.5       13.75      1-12.5/13.75
-        0.05       7.5        1-0.05/7.5
-    """
-    shows(launch_floor(timeline, 5e-6, [1, 4, 1000]), expected)
-    assert launch_floor(timeline, 0.0, [2.0])["share"].tolist() == [0]
-    for bad in ((-1, [1.0]), (5e-6, [0.0]), (5e-6, [float("nan")])):
-        with refused_line("speedups"):
-            launch_floor(timeline, *bad)
 
 
 @pytest.mark.parametrize("drawn", ["", "-1 cpu: l 0+5 #1, l 9+5", "vit-ddp"])

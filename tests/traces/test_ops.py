@@ -23,7 +23,9 @@ from madmax_lib.traces.operators import ops, roofline
 from madmax_lib.traces.read.events import TraceWarning
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*no rank in distributedInfo"),
+    pytest.mark.filterwarnings(
+        "ignore:.*no (rank in distributedInfo|step marks|modules)"
+    ),
     # in HTA
     pytest.mark.filterwarnings(
         "ignore:Downcasting behavior in `replace`:FutureWarning"
@@ -331,30 +333,6 @@ def test_unknown_devices_have_no_roofs(device, message):
         assert function(timeline, device=catalog.device("a100-80"))[share].notna().all()
         with refused_line("unknown device 'h1000'"):
             function(timeline, "h1000")
-
-
-def test_attention_of_a_server_counts_the_pairs_of_its_batch():
-    """Two requests prefill 3 and 4 tokens (25 pairs), one decodes its 9th: 9 pairs; 2
-    heads of width 8.
-    """
-    batch = "execute_8_context_2(sq7sk7sqsq25sqsk25)_generation_1(sq1sk9sqsq1sqsk9)"
-    pages = "/100x16x2x8/100x16x2x8:c10::BFloat16,c10::BFloat16,c10::BFloat16"
-    rows = f"""
-        -1 annotation: {batch} 0+100
-        -1 cpu: vllm::unified_attention_with_output 5+5 @8x2x8{pages}, l 6+1 #1
-        -1 cpu: aiter::mha_batch_prefill 15+5 @7x2x8{pages}, l 16+1 #2
-        -1 cpu: aiter::paged_attention 25+5 @1x2x8{pages}, l 26+1 #3
-        -1 cpu: vllm::unified_attention 105+5 @8x2x8{pages}, l 106+1 #4
-        7 compute: a 10+10 #1, b 20+10 #2, c 30+10 #3, d 110+10 #4
-    """
-    calls, _ = ops.operator_calls(traced(rows))
-    assert calls["flops"].dropna().tolist() == [4 * 16 * 34, 4 * 16 * 25, 4 * 16 * 9]
-    assert set(calls["dtype"][calls["flops"].notna()]) == {"bf16"}
-
-
-def test_a_real_prefill_is_covered():
-    path = local_or_skip("traces/more/tracelens/sglang_prefilldecode.json.gz")
-    assert roofline.mfu(read_trace(path))["coverage"].item() > 0.99
 
 
 @pytest.mark.parametrize(("first_ns", "coverage"), [(90, 0.75), (10, 0.25)])

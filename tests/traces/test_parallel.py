@@ -1,13 +1,11 @@
-"""Many ranks: in this process, in local processes and on a real dask cluster, where
-files fail and workers die.
-"""
+"""Many ranks: in this process and in local ones, where files fail and processes die."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -17,8 +15,6 @@ import madmax_lib as mm
 from madmax_lib.catalog.datasets import dataset
 from madmax_lib.traces.read import kineto, parallel
 from madmax_lib.traces.read.events import TraceWarning
-
-distributed = pytest.importorskip("distributed")
 
 pytestmark = pytest.mark.slow
 
@@ -48,68 +44,31 @@ def files(folder: Path, *names: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-@pytest.fixture(params=["here", "processes", "dask"])
+@pytest.fixture(params=["here", "processes"])
 def place(request, monkeypatch):
-    """A client or None; small files are spread over processes too."""
+    """Small files are spread over processes too."""
     if request.param == "processes":
         monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 1)
         monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
-    return request.getfixturevalue("dask_client") if request.param == "dask" else None
+
+
+def test_any_executor_reads(tmp_path):
+    paths = files(tmp_path, "a", "bad", "c")
+    with ThreadPoolExecutor(2) as client:
+        results = parallel.read_all(length_or_fail, paths, client)
+    assert list(results) == paths and results[paths[2]] == 3
+    assert isinstance(results[paths[1]], ValueError)
 
 
 def test_results_come_in_the_order_of_the_files_and_failures_beside_them(
     tmp_path, place
 ):
     paths = files(tmp_path, "a", "bad", "c")
-    results = parallel.read_all(length_or_fail, paths, place)
+    results = parallel.read_all(length_or_fail, paths)
     assert list(results) == paths and results[paths[0]] == 1 and results[paths[2]] == 3
     assert isinstance(results[paths[1]], ValueError) and "bad: broken" in str(
         results[paths[1]]
     )
-
-
-def test_a_cluster_without_workers_does_not_hang(tmp_path, monkeypatch):
-    from distributed import Client, LocalCluster
-
-    monkeypatch.setattr(parallel, "_PATIENCE_S", 0.05)
-    with (
-        LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as cluster,
-        Client(cluster) as client,
-    ):
-        results = parallel.read_all(length, files(tmp_path, "a", "b"), client)
-    assert {str(reason) for reason in results.values()} == {"no dask worker for 0.05 s"}
-
-
-class LosingClient:
-    """A client whose workers are idle, and whose executor never starts the first task
-    of a file called lost.
-    """
-
-    def __init__(self):
-        self.lost = []
-
-    def scheduler_info(self):
-        return {"workers": {"tcp://a": {"metrics": {"task_counts": {"memory": 2}}}}}
-
-    def get_executor(self, **_):
-        return self
-
-    def submit(self, function, *args):
-        future = Future()
-        if args[1].name == "lost" and args[1] not in self.lost:
-            self.lost.append(args[1])
-        else:
-            future.set_result(function(*args))
-        return future
-
-
-def test_a_task_that_no_worker_does_is_given_up_and_done_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_PATIENCE_S", 0.01)
-    client, paths = LosingClient(), files(tmp_path, "a", "lost", "c")
-    assert parallel.read_all(length, paths, client) == dict(
-        zip(paths, (1, 2, 3), strict=True)
-    )
-    assert client.lost == [paths[1]]
 
 
 def test_read_trace_is_the_same_everywhere_and_reports_a_failing_rank(tmp_path, place):
@@ -121,7 +80,7 @@ def test_read_trace_is_the_same_everywhere_and_reports_a_failing_rank(tmp_path, 
         TraceWarning,
         match=r"rank2.json.gz: skipped, the others were read: .*truncated gzip",
     ):
-        timeline = mm.read_trace(tmp_path, client=place)
+        timeline = mm.read_trace(tmp_path)
     pd.testing.assert_frame_equal(timeline.spans, whole.spans)
     assert list(timeline.meta.provenance["unread"]) == ["rank2.json.gz"]
     assert (
@@ -180,19 +139,16 @@ def test_warnings_of_a_reading_process_reach_the_caller(tmp_path, place):
         )
         (tmp_path / f"rank{rank}.json").write_text(text)
     with pytest.warns(TraceWarning) as caught:
-        timeline = kineto.read_trace(tmp_path, client=place)
+        timeline = kineto.read_trace(tmp_path)
     assert (
         len(timeline) == 2
         and len([w for w in caught if "truncated JSON" in str(w.message)]) == 2
     )
 
 
-@pytest.mark.parametrize("place", ["processes", "dask"], indirect=True)
+@pytest.mark.parametrize("place", ["processes"], indirect=True)
 def test_a_killed_process_costs_at_most_its_own_file(tmp_path, place):
-    """The last here: workers that died may take longer than the patience with a cluster
-    to come back.
-    """
     paths = files(tmp_path, "a", "once", "die", "d")
-    results = parallel.read_all(length_or_die, paths, place)
+    results = parallel.read_all(length_or_die, paths)
     assert [results[path] for path in (paths[0], paths[1], paths[3])] == [1, 2, 4]
     assert isinstance(results[paths[2]], Exception) and (tmp_path / "die.mark").exists()

@@ -144,7 +144,7 @@ def test_what_holds_no_packet_is_no_trace(tmp_path, data):
     ("name", "data", "words"),
     [
         ("results.db", b"SQLite format 3\x00" + b"\0" * 99, "a database"),
-        ("a.zip", b"PK\x03\x04" + b"\0" * 99, "a zip archive: unpack it first"),
+        ("a", b"PK\x03\x04" + b"\0" * 99, "a zip archive: call it .zip"),
         ("host.xplane.pb", b"\x0a\x00\x01", "XPlane"),
         ("other.xplane.pb", b"\x12\x00\x01", "XPlane"),
     ],

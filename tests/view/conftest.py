@@ -35,7 +35,7 @@ def step():
 def chromium():
     """A browser with nothing in it; skips where there is none."""
     sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra browser)"
+        "playwright.sync_api", reason="playwright is not installed (extra test)"
     )
     path = next(
         filter(

@@ -47,7 +47,7 @@ OTHERS = {
         {"quick": False, "model": "gpt-tiny", "strategies": "dp1 dp2", "lora_rank": 4, "download": True},
     ],
     "20_overlap": [{"trace": f"{SETS}/gpt-fsdp", "step": 10}],
-    "21_kernels_and_launch": [{"trace": f"{SETS}/gpt-ddp", "launch_us": 2.0}],
+    "21_kernels_and_launch": [{"trace": f"{SETS}/gpt-ddp"}],
     "22_collectives_and_stragglers": [{"trace": f"{SETS}/vit-ddp", "model": "llama-7b", "plan": "dp4.tp2"}],
     "23_memory_timeline": [{"trace": f"{SETS}/gpt-memory", "device": "cpu", "model": "gpt2", "plan": "dp2", "global_batch": 8, "dtype": "bf16"}],
     "24_diff_and_critical_path": [{"first": "vit-ddp", "second": "vit-fsdp", "operations": 6, "step": 10}],
@@ -62,6 +62,7 @@ OTHERS = {
          "others": "dp8.tp2.z1 dp16.z3", "sharded": "", "mixture": "", "routed": "dp8.tp2.z1"},
     ],
     "42_memory": [{"model": "gpt2-large", "cluster": "dgx-h100", "nodes": 2, "plan": "dp16.z1.mb4", "global_batch": 128, "offloaded": "dp16.z2.mb4.offload-optimizer", "share": 0.5}],
+    "43_flops": [{"model": "qwen3-30b-a3b", "sequence": 4096, "tokens_per_s": 8826.0, "device": "h200", "dtype": "bf16"}],
     "50_madmax": [{"samples": 1e8, "timeline_model": "DLRM-B", "timeline_strategy": "fsdp", "prefetch_model": "GPT-3"}],
     "51_vtrain": [{"days": 10.0, "split": 3}],
     "52_metis": [{"example_layers": 8, "example_gpus": 16}],
@@ -151,6 +152,7 @@ STANDS_FOR = {
     "path/to/traces": "vit-ddp",
     "A": "gpt-before",
     "B": "gpt-after",
+    "recorded": "gpt-ddp",
 }
 OWN = re.compile(r"mine|my_|traces/ |snapshot|flight|site|--hosts")
 
@@ -171,6 +173,8 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_pages_at_its_defaults(line):
     words = []
+    script = PROJECT / "tests" / "runs" / "record_scripts" / "plain.py"
+    Path("train.py").write_text(script.read_text())
     line = line.replace("history DIR", f"history {SETS}/runs/llm")
     line = line.replace("--steps 3:5", "--steps 10:11")  # those of the stand-in
     for word in shlex.split(line)[1:]:

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from madmax_lib.calibration.judge.identifiability import constants_of
+from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.plots import fits

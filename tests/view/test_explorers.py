@@ -13,8 +13,11 @@ from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
 from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.explore.explorer import Later, doublings, message_html, slider
 from madmax_lib.view.explore.plan_card import plan_card, plan_card_html
-from madmax_lib.view.explore.space_explorer import SpaceExplorer
-from madmax_lib.view.explore.step_explorer import StepExplorer, transformers
+from madmax_lib.view.explore.step_explorer import (
+    SpaceExplorer,
+    StepExplorer,
+    transformers,
+)
 from madmax_lib.view.explore.trace_explorer import TraceExplorer
 
 STEP = {

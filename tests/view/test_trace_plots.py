@@ -22,7 +22,6 @@ PLOTS = {
     operators.plot_operators: mm.traces.operators,
     operators.plot_modules: mm.traces.modules,
     operators.plot_roofline: mm.traces.roofline,
-    operators.plot_kernel_types: mm.traces.kernel_types,
     operators.plot_mfu: lambda timeline: mm.traces.mfu(timeline, flops_per_step=1e3),
     comm.plot_groups: mm.traces.by_group,
     comm.plot_bandwidth: mm.traces.calls,
@@ -34,9 +33,6 @@ PLOTS = {
     launch.plot_queue: mm.traces.queue_series,
     launch.plot_idle: mm.traces.idle,
     launch.plot_steps: mm.traces.steps,
-    launch.plot_launch_floor: lambda timeline: mm.traces.launch_floor(
-        timeline, 5e-6, [1.0, 10.0]
-    ),
     path.plot_path_share: lambda timeline: mm.traces.path_share(
         mm.traces.critical_path(timeline)
     ),
@@ -54,7 +50,7 @@ NO_AREAS = [
     launch.plot_launches,
     launch.plot_queue,
 ]
-NO_AREAS += [launch.plot_launch_floor, comm.plot_clock_offsets, comm.plot_workers]
+NO_AREAS += [comm.plot_clock_offsets, comm.plot_workers]
 
 
 def workers(timeline):
@@ -131,6 +127,7 @@ def test_what_is_simulated_is_hatched(plot):
     )
 
 
+@pytest.mark.filterwarnings("ignore:no modules are recorded")
 @pytest.mark.parametrize("plot", PLOTS)
 def test_a_picture_of_nothing_is_no_error(plot):
     ax = plot(PLOTS[plot](make_timeline([])))

@@ -13,6 +13,7 @@ telling first: other models, in layouts of which all but tp are new to the fit.
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
+from madmax_lib.base.units import format_s
 from madmax_lib.calibration.machine.compared import (
     case_of,
     compared,
@@ -137,6 +139,10 @@ _FIRST_RUN_S = 8.0  # a guess until one was made
 # copies, and latencies
 _LINK_SHARE = 1 / 4
 _UNTIMED = {"near": np.nan, "far": np.nan, "latency_s": 1e-4, "hop_s": 1e-5}
+# processes that want to run, by core, and the share of the time of a product that its
+# repeats differ by, from which on a calibration is noisy
+_BUSY = 0.5
+_NOISY_SPREAD = 0.25
 _TIMED_WIDTH = 0.05  # relative half-width of what was timed
 
 
@@ -160,7 +166,16 @@ class _Calibration:
             yield
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            self.notes.append(f"{name}: {first_line}")
+            self.note(f"{name}: {first_line}")
+
+    def note(self, line):
+        """Put a line on the page, and print it."""
+        self.notes.append(line)
+        self.tell(line)
+
+    def tell(self, line):
+        """Print how far it is."""
+        print(f"calibrate: {line}", file=sys.stderr, flush=True)
 
     def settle(self):
         """Check the settings, and keep them in the directory.
@@ -225,14 +240,18 @@ class _Calibration:
                 together = names[first : first + _TOGETHER]
                 title = ", ".join(together)
                 if self.until_s - time.monotonic() < self.run_s * len(together):
-                    self.notes.append(
+                    self.note(
                         f"{title}: skipped: the time limit (--minutes) was reached"
                     )
                     continue
                 begun_s = time.monotonic()
+                self.tell(f"{title}: some {self.run_s * len(together):.0f} s")
                 with self.stage(title):
                     launch_all({self.folder(name): specs[name] for name in together})
                 self.run_s = (time.monotonic() - begun_s) / len(together)
+                for name in filter(self.is_done, together):
+                    step_s = read_run(self.folder(name)).summary["step_s"]["median"]
+                    self.tell(f"{name}: a step takes {format_s(step_s)}")
         completed = {}
         for name in (run.name for run in runs):
             if not (self.folder(name) / "summary.json").exists():
@@ -242,7 +261,7 @@ class _Calibration:
                 completed[name] = run
             else:
                 status, error = (run.summary[key] for key in ("status", "error"))
-                self.notes.append(f"{name}: {status}, {error}")
+                self.note(f"{name}: {status}, {error}")
         return completed
 
     def kernels(self):
@@ -256,7 +275,14 @@ class _Calibration:
             threads = 1 if self.device == "cpu" else 0
             table = bench(parts, "quick", device=self.device, threads=threads)
             table.to_csv(path, index=False, float_format="%.6g")
-        return pd.read_csv(path)
+        table = pd.read_csv(path)
+        # the middle half of the repeats of each product or copy
+        spread = ((table["high_s"] - table["low_s"]) / table["median_s"]).median()
+        if spread > _NOISY_SPREAD:
+            self.note(
+                f"repeats of a product differ by {spread:.0%}: other work runs here"
+            )
+        return table
 
     def links(self):
         """Collectives of all ranks, from links.csv if it is there.
@@ -377,6 +403,12 @@ class _Calibration:
     def finish(self):
         """All stages; those that are done already cost nothing."""
         begun_s = time.monotonic()
+        load = os.getloadavg()[0] / os.cpu_count()
+        if load > _BUSY:
+            self.note(
+                f"the machine is busy: {load:.1f} processes a core wanted to run before "
+                "the first run; calibrate on an idle one"
+            )
         kernels = self.kernels()
         links = self.links()
         fitted = self.make_runs(_planned_runs("fitted"))
@@ -396,22 +428,15 @@ class _Calibration:
         }
         results = pd.DataFrame(rows).T
         self.save(results, "results.csv")
-        errors = pd.Series(
-            {name: abs(row["error"]) for name, row in rows.items()}, dtype=float
-        )
         path = self.directory / "machine.json"
         # of what was done before it was stopped
         earlier_s = read_json(path).get("provenance", {}).get("seconds", 0.0)
         facts = {
             "seconds": earlier_s + time.monotonic() - begun_s,
-            "judged": {
-                "runs": len(results),
-                "median_error": float(errors.median()),
-                "worst_error": float(errors.max()),
-            },
             "notes": self.notes,
         }
         machine = replace(machine, provenance=machine.provenance | facts)
+        machine = machine.judged(results)
         machine.save(path)
         rows = {name: run_row(run, path) for name, run in (fitted | judged).items()}
         table = pd.DataFrame.from_dict(rows, orient="index")

@@ -85,6 +85,7 @@ def compared(prediction: pd.Series, run: Run) -> dict[str, object]:
     return prediction.to_dict() | {
         "measured_s": step_s,
         "error": prediction["predicted_s"] / step_s - 1,
+        "inside": prediction["low_s"] <= step_s <= prediction["high_s"],
         **_shares(table, "measured", float(table["total_s"].mean())),
         "measured_bytes": _measured_bytes(run),
     }

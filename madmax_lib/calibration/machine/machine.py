@@ -39,6 +39,7 @@ _STEP = 0.03
 _PART = 0.10
 _SEEN = 1e-3  # relative change of a step by half more of a constant that its time tells
 _PARTS = ("gemm_s", "attention_s", "optimizer_s")  # which traces tell apart
+_POOR = 0.15  # median error from which on a calibration is not to be relied on
 _LEAST_S = 1e-12  # in place of parts that take no time
 # bytes of a link take so many seconds each where a search begins: near, far; then a
 # call, and a further rank
@@ -64,6 +65,54 @@ class Machine:
     parameters: Parameters
     dtype: str = "fp32"
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def judged(self, results: pd.DataFrame) -> "Machine":
+        """The machine with its errors on runs that the fit had not seen, and intervals
+        so wide that nine in ten of these would have been inside.
+
+        results: a row a run with error, predicted_s and high_s.
+        """
+        names = ["error", "predicted_s", "high_s"]
+        results = results.reindex(columns=names).dropna().astype(float)
+        errors = results["error"]
+        # |log(measured / predicted)| in half-widths of the interval
+        half = np.log(results["high_s"] / results["predicted_s"])
+        missed = np.log1p(errors).abs() / half
+        # without a run the quantile is NaN, which is not more than 1
+        wider = max(1.0, float(missed.quantile(0.9, interpolation="higher")))
+        about = {
+            "runs": len(results),
+            "median_error": float(errors.abs().median()),
+            "worst_error": float(errors.abs().max()),
+            "wider": wider,
+        }
+        residuals = dict(self.parameters.residuals)
+        residuals["quantile"] *= wider
+        return replace(
+            self,
+            parameters=replace(self.parameters, residuals=residuals),
+            provenance={**self.provenance, "judged": about},
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Sentences on how well runs that the fit had not seen were predicted."""
+        about = self.provenance.get("judged", {})
+        if not about.get("runs"):
+            return "No further run was done: its errors are unknown."
+        median = about["median_error"]
+        text = (
+            f"Steps of {about['runs']} further runs were predicted within {median:.1%} "
+            f"(median), {about['worst_error']:.1%} at worst."
+        )
+        if (wider := about.get("wider", 1.0)) > 1:
+            text += (
+                f" Its intervals are {wider:.1f} times as wide as those of the fit, so "
+                "that nine in ten of these runs are inside."
+            )
+        if median > _POOR:
+            text += " Do not rely on it: calibrate again on an idle machine."
+        return text
 
     def save(self, path: Path) -> None:
         """Write the file that `machine` reads."""

@@ -276,7 +276,7 @@ def _usual_zero(raw, case):
     model = case.model
     plan = case.plan
     choices = case.software.zero
-    experts = model.moe_layers * model.experts * model.mlp_parameters(model.expert_ffn)
+    experts = model.moe_layers * model.experts * model.expert_parameters
     parameters = model.parameters - experts * (1 - 1 / plan.ep)
     states_bytes = (2 if _lora_rank(raw) else 6) * parameters / plan.tp
     large = states_bytes > case.cluster.device.memory_bytes

@@ -8,7 +8,6 @@ from scipy.stats import spearmanr
 
 from madmax_lib.calibration.judge.intervals import class_of, spread
 from madmax_lib.calibration.published.rows import flops_and_peaks
-from madmax_lib.calibration.verdict.expect import VERDICTS, verdicts
 from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.uncertainty import width_of
 
@@ -132,34 +131,3 @@ def coverage_by_class(
     }
     columns = ["rows", "inside", "half_width"]
     return pd.DataFrame.from_dict(values, orient="index", columns=columns)
-
-
-_FACTORS = (1 / 3, 1 / 2, 1.0, 1.6, 2.0, 3.0)  # that make reported times longer
-
-
-def confusion(
-    table: pd.DataFrame, reference: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Verdicts about reported runs as they are, and made slower and faster: a row per
-    class and factor.
-
-    table, reference: of `folds`, as in `accuracy.coverage`. Columns kind, factor (of
-    the measured time), truth, right (share of the verdicts that decide) and the number
-    of each of `expect.VERDICTS`.
-    """
-    # half_width is sinh(w) of an interval from exp(-w) to exp(w)
-    log_width = np.arcsinh(coverage(table, reference)["half_width"])
-    high_s = table["predicted_s"] * np.exp(log_width)
-    measured_s = table["measured_s"].astype(float)
-    rows = []
-    for factor in _FACTORS:
-        changed = "slow" if factor > 1 else "suspiciously fast"
-        truth = "fine" if factor == 1 else changed
-        judged = verdicts(factor * measured_s, table["predicted_s"], high_s)
-        for kind, part in pd.Series(judged, table.index).groupby(table["kind"]):
-            counts = {name: int((part == name).sum()) for name in VERDICTS}
-            decided = len(part) - counts["cannot tell"]
-            about = {"kind": kind, "factor": factor, "truth": truth}
-            about["right"] = counts[truth] / max(decided, 1)
-            rows.append(about | counts)
-    return pd.DataFrame(rows).sort_values(["kind", "factor"], ignore_index=True)

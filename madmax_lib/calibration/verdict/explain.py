@@ -1,5 +1,4 @@
-"""Explanations of a step that is not as predicted, and faster plans: parts, causes and
-neighbours.
+"""Explanations of a step that is not as predicted: parts and causes.
 
 A cause is one change of the run, such as a network at a quarter of its rate, estimated
 again; it explains as much of the gap as log(step if so / predicted) is of log(measured
@@ -18,7 +17,6 @@ import pandas as pd
 from madmax_lib.calibration.trace import kernel_seconds, slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
@@ -41,13 +39,11 @@ _TRACED = {
     "pointwise kernels": "pointwise_s",
     "optimizer": "optimizer_s",
 }
-_LEAST_GAIN = 1.01  # of a neighbour plan
 _MOST = 8  # rows of a table
 # share of the gap that a cause explains: less is noise, and from 2 the prediction would
 # be as far off on the other side
 _LEAST_SHARE = 0.05
 _MOST_SHARE = 2.0
-_TIMES = (0.5, 2)  # of a degree or micro-batch
 _LINK_SHARES = (2, 4, 10)  # by which a link may be slower
 _CAPPED = 0.7  # of the clocks under a power cap
 _CAUSE_COLUMNS = ["part", "cause", "step_s", "explains"]
@@ -69,7 +65,7 @@ class Outlook:
 
         Raises ValueError, as `estimate` does, for a step that cannot be laid out.
         """
-        row = _estimated(case, case.plan, parameters).iloc[0].to_dict()
+        row = _estimated(case, parameters).to_dict()
         return cls(case, parameters, row, row["step_s"], row["high_s"] / row["step_s"])
 
 
@@ -81,11 +77,12 @@ class _Cause(NamedTuple):
     step_s: float  # if so
 
 
-def _estimated(case: Case, plan: Plan | pd.DataFrame, parameters: Parameters):
-    """`estimate` of a case under a plan or a table of them."""
+def _estimated(case: Case, parameters: Parameters):
+    """The row that `estimate` gives a case."""
     names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
     options = {name: getattr(case, name) for name in names}
-    return estimate(case.model, case.cluster, plan, **options, parameters=parameters)
+    step = (case.model, case.cluster, case.plan)
+    return estimate(*step, **options, parameters=parameters).iloc[0]
 
 
 def timed_s(timeline: Timeline) -> float:
@@ -241,7 +238,7 @@ def _changed(outlook: Outlook):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # links are changed here on purpose
             try:
-                row = _estimated(case, case.plan, outlook.parameters).iloc[0]
+                row = _estimated(case, outlook.parameters)
             except ValueError:
                 continue
         yield _Cause(part, cause, float(row["step_s"]))
@@ -320,48 +317,3 @@ def _changed_communication(case: Case):
     if case.model.experts and plan.ep > 1:
         uneven = replace(case, imbalance="measured")
         yield part, "uneven experts, as measured elsewhere", uneven
-
-
-def neighbours(outlook: Outlook) -> pd.DataFrame:
-    """Plans one change away that fit and are faster: change, plan, step_s and gain,
-    best first.
-    """
-    case = outlook.case
-    rows = []
-    for change in _steps_away(case.plan):
-        text = ", ".join(f"{name} {value}" for name, value in change.items())
-        try:
-            rows.append((text, replace(case.plan, **change)))
-        except ValueError:  # no legal plan
-            continue
-    table = pd.DataFrame(rows, columns=["change", "plan"])
-    # all at once: a table of plans costs little more than one
-    times = _estimated(case, table[["plan"]], outlook.parameters)
-    gain = outlook.predicted_s / times["step_s"]
-    table = table.assign(plan=table["plan"].map(str), step_s=times["step_s"], gain=gain)
-    table = table[times["fits"] & (gain >= _LEAST_GAIN)].drop_duplicates("plan")
-    return table.sort_values("gain", ascending=False, ignore_index=True).head(_MOST)
-
-
-def _steps_away(plan: Plan):
-    """Changes of one choice of a plan; a degree is taken from dp or given to it."""
-    for name in ("tp", "pp", "cp"):
-        for times in _TIMES:
-            degree = getattr(plan, name) * times
-            dp = plan.dp / times
-            if min(degree, dp) < 1 or degree % 1 or dp % 1:
-                continue
-            change = {name: int(degree), "dp": int(dp)}
-            # other stages have other chunks
-            yield change | {"interleave": 1} if name == "pp" else change
-    for name in ("micro_batch", "ep", "interleave"):
-        sizes = (getattr(plan, name) * times for times in _TIMES)
-        yield from ({name: int(size)} for size in sizes if size >= 1)
-    choices = {"recompute": ("none", "selective", "full"), "zero": range(4)}
-    for name, values in choices.items():
-        others = (value for value in values if value != getattr(plan, name))
-        yield from ({name: value} for value in others)
-    overlaps = ("overlap_tp", "overlap_dp", "overlap_ep", "overlap_gather")
-    for name in (*overlaps, "sequence_parallel"):
-        if not getattr(plan, name):
-            yield {name: True}

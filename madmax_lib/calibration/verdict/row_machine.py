@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.calibration.fit import update
-from madmax_lib.calibration.judge.validate import predict
+from madmax_lib.calibration.judge.intervals import predict
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.rows import read_rows, to_table
@@ -59,7 +59,7 @@ def calibrate_rows(
     for name, columns in {"results": results, "parts": parts}.items():
         columns.index = pd.Index(names, name="run")
         columns.to_csv(directory / f"{name}.csv", float_format="%.6g")
-    machine = _machine(cases, parameters)
+    machine = _machine(cases, parameters).judged(results)
     machine.save(directory / "machine.json")
     write_page(directory, machine)
     return machine

@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.calibration.fit import known_rows, usable
-from madmax_lib.calibration.judge.intervals import level, spread
-from madmax_lib.calibration.judge.validate import folds, with_errors
+from madmax_lib.calibration.judge.intervals import folds, level, spread, with_errors
 from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.catalog.datasets import local_data
 from madmax_lib.catalog.software import STRANGER
@@ -57,11 +56,6 @@ def new_rows(*, aside: bool = False) -> pd.DataFrame:
     table = table[(is_aside == aside) & (table["score"] == "1")]
     # names that no table has are meant so: no warning
     return table.drop(columns=_ABOUT).assign(like=STRANGER)
-
-
-def generation_of(rows: pd.DataFrame) -> pd.Series:
-    """The family of each row's device; the device itself where it has no family."""
-    return rows["family"].where(rows["family"] != "other", rows["gpu"])
 
 
 def strange_rows() -> pd.DataFrame:

@@ -18,8 +18,7 @@ import pandas as pd
 
 from madmax_lib.papers.madmax.layers import workload
 from madmax_lib.papers.madmax.rules import MadmaxRules, parse_rules
-from madmax_lib.simulator.events.engine import Program, run, to_timeline
-from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 
 _COMPUTE = Stream.COMPUTE.value

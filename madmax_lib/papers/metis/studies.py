@@ -78,12 +78,18 @@ def run_rows(rows: Iterable[int]) -> pd.DataFrame:
         for order in NODE_ORDERS:
             result = run_row(row["layers"], row["gpus"], order, row["mode"])
             best = result.plans.iloc[0]
+            stages = zip(best["device_groups"], best["strategies"], strict=True)
+            degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
+            types = " then ".join(best["node_sequence"])
+            count = best["batches"]
+            batches = "1 batch" if count == 1 else f"{count} batches"
+            layers = best["layer_partition"]
             ours = {
                 "node_order": f"{order[0]} first",
                 "our_steps": result.count,
                 "our_cost_ms": result.best_cost_ms,
                 "our_plans": result.costed_plans,
-                "best": _plan_text(best),
+                "best": f"{types}; {degrees}; layers {layers}; {batches}",
                 "stages": len(best["device_groups"]),
                 "counted": best["num_stage_used_for_cost"],
                 "our_search_ms": 1e3 * result.seconds,
@@ -149,11 +155,3 @@ def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.Da
 @lru_cache
 def _profiles(layers):
     return generate_profiles(layers)
-
-
-def _plan_text(plan):
-    stages = zip(plan["device_groups"], plan["strategies"], strict=True)
-    degrees = ", ".join(f"{gpus}: dp {dp} tp {tp}" for gpus, (dp, tp) in stages)
-    types = " then ".join(plan["node_sequence"])
-    batches = "1 batch" if plan["batches"] == 1 else f"{plan['batches']} batches"
-    return f"{types}; {degrees}; layers {plan['layer_partition']}; {batches}"

@@ -28,9 +28,8 @@ from madmax_lib.simulator import (
 )
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.fits import SIZE_METHODS, gpt_shape
-from madmax_lib.simulator.offload.hosts import rates
 from madmax_lib.simulator.offload.offload import best_offload, offload_times
-from madmax_lib.simulator.offload.placement import split_of
+from madmax_lib.simulator.offload.placement import rates, split_of
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
 
 _SHAPES = "studies/hetero_models"

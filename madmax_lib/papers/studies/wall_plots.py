@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.simulator.offload.hosts import ADAM_BYTES
+from madmax_lib.simulator.offload.placement import ADAM_BYTES
 from madmax_lib.view.drawing import (
     COLORS,
     DASHED,
@@ -76,9 +76,8 @@ def plot_methods(table: pd.DataFrame) -> Axes:
         title = f"{reach} {_size(largest['model'].iloc[0])}"
     x = "parameters, as the study names its shapes"
     y = "simulated throughput [tokens/s]"
-    key = ax.get_lines()
     limits = 0.9 * billions.min(), 1.1 * billions.max()
-    return finish(ax, table, title, x=x, y=y, key=key, where="beside", xlim=limits)
+    return finish(ax, table, title, x=x, y=y, where="beside", xlim=limits)
 
 
 def plot_limits(table: pd.DataFrame) -> Axes:
@@ -130,9 +129,8 @@ def plot_share(table: pd.DataFrame, best: float) -> Axes:
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
     x = "share of the states that leaves the device"
     y = "simulated time beyond the passes [s]"
-    key = ax.get_legend_handles_labels()[0]
     limits = {"xlim": (0, 1), "ylim": (0, None)}
-    return finish(ax, table, title, x=x, y=y, key=key, where="beside", **limits)
+    return finish(ax, table, title, x=x, y=y, where="beside", **limits)
 
 
 def plot_adam(table: pd.DataFrame) -> Axes:
@@ -164,11 +162,8 @@ def plot_adam(table: pd.DataFrame) -> Axes:
     title = f"A {largest.idxmin()} update takes {pace_ns:.2f} ns per parameter"
     title += f", {largest.idxmax()} {ratio:.0f} times as long"
     y = "measured time of an update [s]"
-    key = ax.get_legend_handles_labels()[0]
     scales = {"xscale": "log", "yscale": "log"}
-    return finish(
-        ax, table, title, x="parameters", y=y, key=key, where="upper left", **scales
-    )
+    return finish(ax, table, title, x="parameters", y=y, where="upper left", **scales)
 
 
 def plot_token_energy(table: pd.DataFrame) -> Axes:

@@ -3,16 +3,14 @@ from madmax_lib.papers.vtrain import (
     plots as plots,
     studies as studies,
 )
-from madmax_lib.papers.vtrain.comm import (
-    RINGS as RINGS,
-    Nccl as Nccl,
-    communication_s as communication_s,
-    load_nccl as load_nccl,
-)
 from madmax_lib.papers.vtrain.config import (
+    RINGS as RINGS,
     Config as Config,
+    Nccl as Nccl,
     VTrainRules as VTrainRules,
+    communication_s as communication_s,
     load_config as load_config,
+    load_nccl as load_nccl,
 )
 from madmax_lib.papers.vtrain.fit import fit as fit, predict as predict
 from madmax_lib.papers.vtrain.graph import (

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
 from madmax_lib.papers.vtrain.config import (
     TABLE,
+    Nccl,
     Sizes,
     VTrainRules,
+    gradient_s,
     parse_rules,
+    send_s,
     shape_of,
+    tensor_s,
 )
 
 _CONSTANTS = (

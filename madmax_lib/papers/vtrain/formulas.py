@@ -14,15 +14,16 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib.catalog import Device, data_file, device
-from madmax_lib.papers.vtrain.comm import Nccl, tensor_s
 from madmax_lib.papers.vtrain.config import (
     RELEASED,
     TABLE,
     Config,
+    Nccl,
     Sizes,
     VTrainRules,
     parse_rules,
     shape_of,
+    tensor_s,
 )
 from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators

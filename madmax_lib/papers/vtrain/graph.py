@@ -12,11 +12,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from madmax_lib.papers.vtrain.comm import Nccl, gradient_s, send_s, tensor_s
-from madmax_lib.papers.vtrain.config import Config, VTrainRules, parse_rules
-from madmax_lib.simulator.events.engine import Program, run, to_timeline
+from madmax_lib.papers.vtrain.config import (
+    Config,
+    Nccl,
+    VTrainRules,
+    gradient_s,
+    parse_rules,
+    send_s,
+    tensor_s,
+)
+from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.timeline import Meta, Timeline
 
 

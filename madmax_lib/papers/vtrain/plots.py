@@ -28,12 +28,6 @@ _TP = {  # colour and mark by tensor parallelism
 _PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
-def _finish(ax, table, title, *, where="upper left", **options):
-    """Finish a picture with a legend of all that was drawn with a label."""
-    key = ax.get_legend_handles_labels()[0]
-    return finish(ax, table, title, key=key, where=where, **options)
-
-
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
     """Utilisation over the number of GPUs, a colour and mark per tp, larger marks for
     more stages.
@@ -69,7 +63,7 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
         "ylim": (0, None),
     }
     title = "MT-NLG: more GPUs cost utilisation (larger marks: more stages)"
-    return _finish(ax, space, title, **axes, where="upper right", columns=2)
+    return finish(ax, space, title, **axes, where="upper right", columns=2)
 
 
 def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
@@ -161,7 +155,7 @@ def plot_compute_optimal(
         f"In {budget_days:g} days one trains {share:.0%} of the size that peak "
         "FLOP/s promise"
     )
-    return _finish(ax, table, title, **axes)
+    return finish(ax, table, title, **axes, where="upper left")
 
 
 def plot_layouts(table: pd.DataFrame) -> Axes:

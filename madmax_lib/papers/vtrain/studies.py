@@ -20,8 +20,14 @@ import pandas as pd
 
 from madmax_lib.catalog import Transformer, cluster, device, local_data
 from madmax_lib.papers.origin import beside_published, read_table, with_origin
-from madmax_lib.papers.vtrain.comm import RINGS, Nccl
-from madmax_lib.papers.vtrain.config import CORRECTED, RELEASED, Config, Sizes
+from madmax_lib.papers.vtrain.config import (
+    CORRECTED,
+    RELEASED,
+    RINGS,
+    Config,
+    Nccl,
+    Sizes,
+)
 from madmax_lib.papers.vtrain.formulas import (
     Formulas,
     formula_operators,

@@ -25,9 +25,8 @@ from itertools import accumulate, pairwise, starmap
 import numpy as np
 import pandas as pd
 
-from madmax_lib.planner.hetero.fleets import Span
+from madmax_lib.planner.hetero.fleets import HeteroProblem, Span
 from madmax_lib.planner.hetero.prices import Price
-from madmax_lib.planner.hetero.problem import HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 
 

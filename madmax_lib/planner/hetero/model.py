@@ -49,6 +49,7 @@ def simulated_prices(
         or model.image
         or model.experts
         or model.blocks
+        or model.tower
     ):
         raise ValueError(
             f"{model.name}: heterogeneous planning prices dense language models only"

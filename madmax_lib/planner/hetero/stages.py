@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.planner.hetero.fleets import Fleet, Span, between
+from madmax_lib.planner.hetero.fleets import Fleet, HeteroProblem, Span, between
 from madmax_lib.planner.hetero.prices import PriceList
-from madmax_lib.planner.hetero.problem import HeteroProblem
 
 
 class Grid:

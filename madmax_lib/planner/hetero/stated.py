@@ -29,10 +29,9 @@ from madmax_lib.plan.stated import (
     text_of,
 )
 from madmax_lib.planner.hetero.costs import PlanCost
-from madmax_lib.planner.hetero.fleets import Fleet
+from madmax_lib.planner.hetero.fleets import CostRules, Fleet, HeteroProblem
 from madmax_lib.planner.hetero.model import gradients_of, nodes_of, passes_s, per_layer
 from madmax_lib.planner.hetero.prices import Price, PriceList, prices_of
-from madmax_lib.planner.hetero.problem import CostRules, HeteroProblem
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.simulator import shipped

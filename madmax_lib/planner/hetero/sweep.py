@@ -16,16 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.planner.hetero.fleets import Fleet
-from madmax_lib.planner.hetero.problem import HeteroProblem
+from madmax_lib.planner.hetero.fleets import Fleet, HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
 
 OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
-# Up to here all group sizes are swept at once, beyond one by one: blocks stay in the
-# cache.
-_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class _State:
 
     # by (level, next level) of a first stage, over (kind, end, size)
     starts: dict[tuple[int, int], np.ndarray]
-    middle: list[list[np.ndarray]]  # blocks of stages by level
+    middle: list[np.ndarray]  # stages by level
     last: np.ndarray  # (layers, sizes)
     reach: list[np.ndarray]  # by level, what lies ahead of a stage
     single: float  # of one stage alone
@@ -116,12 +112,6 @@ class Sweeper:
             np.arange(grid.places + 1) + grid.steps[:, None], grid.places + 1
         )
         self.ending = grid.places - grid.steps  # where the last stage begins, by size
-        together = grid.middle.shape[1] * self.ahead.size * 8 <= _BLOCK_BYTES
-        sizes = range(len(grid.sizes))
-        self._scratch = np.empty(0)
-        self.bands = (
-            [slice(0, len(sizes))] if together else [slice(i, i + 1) for i in sizes]
-        )
 
     @property
     def size_bytes(self) -> int:
@@ -191,15 +181,12 @@ class Sweeper:
                     least[0][kind[sizes, self.ending], x, self.ending] = ends.last[
                         x - 1
                     ]
-                for band, block in zip(self.bands, middle[level], strict=True):
-                    rows = block[:, grid.row(x) : grid.row(x) + layers - 1 - x]
-                    next_layers = slice(x + 1, x + 1 + rows.shape[1])
-                    for source in self._sources(level) if rows.size else ():
-                        # a stage to layer y meets the best chain from y on
-                        ahead = reach[source][:, next_layers, band, : rows.shape[3]]
-                        self._improve(
-                            least[level][:, x], combine, rows, ahead, kind[band]
-                        )
+                rows = middle[level][:, grid.row(x) : grid.row(x) + layers - 1 - x]
+                next_layers = slice(x + 1, x + 1 + rows.shape[1])
+                for source in self._sources(level) if rows.size else ():
+                    # a stage to layer y meets the best chain from y on
+                    ahead = reach[source][:, next_layers, :, : rows.shape[3]]
+                    self._improve(least[level][:, x], combine(rows, ahead))
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
         starts = {
             (level, source): combine(
@@ -210,25 +197,14 @@ class Sweeper:
         }
         return _State(starts, middle, ends.last, reach, ends.single)
 
-    def _improve(self, least, combine, rows, ahead, kind):
-        """Least of each kind and place, lowered by stages over rows with what lies
-        ahead of them.
+    def _improve(self, least, options):
+        """Least of each kind and place, lowered by stages with what lies ahead of them,
+        (kinds of the next stage, ends, sizes, places).
         """
-        # scratch memory: new pages for each block would cost as much as its sums
-        size = math.prod(rows.shape)
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size)
-        out = self._scratch[:size].reshape(rows.shape)
-        options = combine(rows, ahead, out=out)
-        # (kinds of the next stage, ends, sizes, places): the first two as one axis, of
-        # which numpy finds the least in one pass
-        flat = options.reshape(-1, options[0, 0].size).min(axis=0)
-        lowest = flat.reshape(options.shape[2:])  # (sizes, places)
-        for code in range(len(least)):
-            of_kind = lowest
-            if len(least) > 1:
-                of_kind = np.where(kind[:, : lowest.shape[1]] == code, lowest, np.inf)
-            target = least[code, : of_kind.shape[1]]
+        lowest = options.min(axis=(0, 1))
+        places = lowest.shape[1]
+        for code, target in enumerate(least[:, :places]):
+            of_kind = np.where(self.table.kind[:, :places] == code, lowest, np.inf)
             np.minimum(target, of_kind.min(axis=0), out=target)
 
     def _ends(self, values):
@@ -245,29 +221,22 @@ class Sweeper:
         return _Ends(first, last, single)
 
     def _middle(self, values, level):
-        """(kinds, rows, sizes, places) least values of each band of sizes, without what
-        is infinite at the end.
+        """(kinds, rows, sizes, places) least values, without what is infinite at the
+        end.
         """
         stages = self.stages["middle", level]
-        blocks = []
-        classes = [stages.least(value, self.table.classes) for value in values]
-        for band in self.bands:
-            group = self.table.group[band, : 1 + int(self.ending[band].max())]
-            finite = np.isfinite(np.min(classes, axis=0)[np.unique(group)]).any(axis=0)
-            count = len(finite)
-            if self.table.grid.uniform:
-                # rows are then by length: thresholds cut the longest slices
-                count = int(np.max(np.flatnonzero(finite), initial=-1)) + 1
-            # rows first and contiguous, since slices of them are added
-            blocks.append(
-                np.stack(
-                    [
-                        np.ascontiguousarray(least[:, :count].T)[:, group]
-                        for least in classes
-                    ]
-                )
-            )
-        return blocks
+        classes = np.stack(
+            [stages.least(value, self.table.classes) for value in values]
+        )
+        group = self.table.group[:, : 1 + int(self.ending.max())]
+        count = classes.shape[2]
+        if self.table.grid.uniform:
+            # rows are then by length: thresholds cut the longest slices
+            finite = np.isfinite(classes).any(axis=(0, 1))
+            count = int(np.max(np.flatnonzero(finite), initial=-1)) + 1
+        # rows before groups and contiguous, since slices of them are added
+        rows = np.ascontiguousarray(classes[:, :, :count].transpose(0, 2, 1))
+        return rows[:, :, group]
 
     def _least(self, where, level, values, group):
         """(kinds, rows, groups) least values of some groups."""
@@ -335,27 +304,20 @@ class Sweeper:
                 answer = _Option("last", 0, 0, grid.layers, int(size), 0)
         first_row = grid.row(begin)
         count = grid.layers - 1 - begin
-        for band, block in zip(self.bands, state.middle[level], strict=True):
-            rows = block[:, first_row : first_row + count, :, position : position + 1]
-            next_layers = slice(begin + 1, begin + 1 + rows.shape[1])
-            for source in self._sources(level) if rows.size else ():
-                ahead = state.reach[source][
-                    :, next_layers, band, position : position + 1
-                ]
-                # (kinds, ends, sizes) at the one place
-                sums = combine(rows, ahead)[..., 0]
-                options = np.where(of_kind[band], sums, np.inf)
-                if options.min() < best:
-                    best = options.min()
-                    kind, row, size = _argmin(options)
-                    answer = _Option(
-                        "middle",
-                        level,
-                        kind,
-                        begin + 1 + row,
-                        band.start + size,
-                        source,
-                    )
+        middle = state.middle[level]
+        if position >= middle.shape[3]:  # only a last stage begins there
+            return answer
+        # (kinds, ends, sizes) at the one place
+        rows = middle[:, first_row : first_row + count, :, position]
+        next_layers = slice(begin + 1, begin + 1 + rows.shape[1])
+        for source in self._sources(level) if rows.size else ():
+            sums = combine(rows, state.reach[source][:, next_layers, :, position])
+            options = np.where(of_kind, sums, np.inf)
+            if options.min() < best:
+                best = options.min()
+                kind, row, size = _argmin(options)
+                end = begin + 1 + row
+                answer = _Option("middle", level, kind, end, size, source)
         return answer
 
     def _entry(self, option, begin, position, values):
@@ -386,7 +348,7 @@ class Sweeper:
             table.dp[entries].tolist(), table.tp[entries].tolist(), strict=True
         )
         return HeteroPlan(
-            node_sequence=table.fleet.types,
+            node_sequence=table.fleet.order,
             device_groups=tuple(gpus),
             strategies=tuple(degrees),
             batches=table.batches,

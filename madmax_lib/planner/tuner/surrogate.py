@@ -84,16 +84,20 @@ def beliefs(
     log_s: np.ndarray,
     asked: np.ndarray,
     seed: int,
+    of_memory: np.ndarray | None = None,
 ) -> Beliefs:
     """Beliefs after trials of the plans in the places tried (k,), NaN where they failed.
 
-    asked: places that are being tried. Where plans are being tried, wins is the chance
-    to win where none of them does.
+    of_memory: (k,) 1 where a failure ran out of memory, 0 where it did not, NaN where
+    nobody knows (None: of all). asked: places that are being tried. Where plans are
+    being tried, wins is the chance to win where none of them does.
     """
     legal = np.isfinite(plans.log_s)
     tried = np.asarray(tried, int)
     ran = np.isfinite(log_s)
-    runs = np.where(legal, _runs(plans, tried, ran), 0.0)
+    if of_memory is None:
+        of_memory = np.full(len(tried), np.nan)
+    runs = np.where(legal, _runs(plans, tried, ran, of_memory), 0.0)
     best = np.min(log_s, where=ran, initial=np.inf)
     mean, cross = _posterior(plans, tried[ran], log_s[ran])
     # k(x, x) minus what the trials take off, and what is the plan's own
@@ -168,20 +172,25 @@ def _similarity(a, b, length):
     return np.exp(-np.maximum(square, 0.0) / (2 * length**2))
 
 
-def _runs(plans, tried, ran):
+def _runs(plans, tried, ran, of_memory):
     """Probability of each plan to run, after trials that did or did not."""
     # one error of log memory for all plans, weighed by how well it explains the trials:
     # (errors, 1) beside plans
     error = np.linspace(-_FAR, _FAR, _ERRORS)[:, None] * _MEMORY
     enough = ndtr((plans.log_room + error) / _UNSURE)
     passes = (1 - _CRASH) * enough[:, tried]
-    likelihood = np.maximum(np.where(ran, passes, 1 - passes), 1e-300)
+    # a failure of another kind says nothing about memory
+    of_others = np.where(of_memory == 0, 1.0, 1 - passes)
+    fails = np.where(of_memory == 1, 1 - enough[:, tried], of_others)
+    likelihood = np.maximum(np.where(ran, passes, fails), 1e-300)
     log_weight = np.log(likelihood).sum(axis=1) - (error[:, 0] / _MEMORY) ** 2 / 2
     weight = np.exp(log_weight - log_weight.max())
     weight /= weight.sum()
     # chance that something else than memory made a trial fail, as a mean over
     # neighbours, the rate before any trial as one more of them
-    crashed = np.where(ran, 0.0, _CRASH / (1 - weight @ passes))
+    unexplained = _CRASH / (1 - weight @ passes)
+    unexplained = np.where(np.isnan(of_memory), unexplained, 1 - of_memory)
+    crashed = np.where(ran, 0.0, unexplained)
     weights = _similarity(plans.features, plans.features[tried], _CRASH_LENGTH)
     crash = _WEIGHT * _CRASH + weights @ crashed
     crash /= _WEIGHT + weights.sum(axis=1)

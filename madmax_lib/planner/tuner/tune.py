@@ -1,25 +1,28 @@
-"""Trials of a few plans, one after another or side by side on dask workers: which one is
-the fastest in truth.
+"""Trials of a few plans, one after another or side by side on workers: which one is the
+fastest in truth.
 
 `tune` asks a `Tuner` for plans, has them measured and tells it. A trial is any
 callable, or a run of `mm.launch`.
 """
 
-import math
 import subprocess
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base.executors import first_ended, submitter, workers_of
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Software, Transformer
-from madmax_lib.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
+from madmax_lib.planner.tuner.jobs import Jobs, WaitingError
 from madmax_lib.planner.tuner.tuner import Tuner
 from madmax_lib.runs import RunSpec
 from madmax_lib.runs.launch import gpu_count, launch as start
@@ -29,7 +32,7 @@ from madmax_lib.simulator import Parameters
 __all__ = ["Tuner", "tune"]
 
 # of a trial; other exceptions are mistakes
-_FAILURES = (RuntimeError, MemoryError, OSError, subprocess.SubprocessError)
+_FAILURES = (RuntimeError, OSError, subprocess.SubprocessError)
 _TOP = 500  # plans of a search of which those are taken that a run can have
 
 
@@ -57,12 +60,12 @@ def tune(
     launch: takes a Plan and returns the seconds of a step, or None if it fails; a
     RuntimeError, MemoryError or OSError counts as a failure too. Or the `RunSpec` of a
     run, whose strategy becomes each of the plans; the runs are kept in directory, and a
-    plan takes the median of its steps. Then the plans, if none are given, are the best
-    that can run.
-    trials: with those of an earlier call that the file `state` keeps. client: of dask,
-    whose workers try one plan each at a time. The other arguments are those of `Tuner`.
-    Interrupted, it returns what was learnt so far. Raises ValueError for wrong
-    arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
+    plan takes the median of its steps; the plans, if none are given, are the best that
+    can run. Or `Jobs` for torchrun, Slurm or Kubernetes.
+    trials: with those of an earlier call that the file `state` keeps. client: any
+    executor, as of `mm.search`, whose workers try one plan each at a time. The other
+    arguments are those of `Tuner`. Interrupted, it returns what was learnt so far.
+    Raises ValueError for wrong arguments. See also: mm.search, mm.launch, mm.planner.Tuner.
 
     >>> seconds = {"dp8": 0.4, "dp8.z1": 0.3, "dp8.z2": None, "dp8.z3": 0.5}
     >>> case = {"global_batch": 64, "plans": list(seconds), "trials": 4, "progress": False}
@@ -82,6 +85,9 @@ def tune(
             raise ValueError("directory='' names no folder for the runs")
         launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
+    elif isinstance(launch, Jobs):
+        step = (global_batch, sequence, dtype, software)
+        launch = replace(launch, case=Case.of_step(model, cluster, Plan(), *step))
     elif not callable(launch):
         raise ValueError(
             f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"
@@ -94,11 +100,13 @@ def tune(
         results = _on_workers(tuner, launch, todo, client)
     with bar(total=todo, desc="tuning", unit="trial", show=progress) as done:
         try:
-            for plan, step_s in results:
-                tuner.tell(plan, step_s)
+            for plan, step_s, reason in results:
+                tuner.tell(plan, step_s, reason)
                 done.update()
         except KeyboardInterrupt:
             pass
+        except WaitingError as waiting:
+            warnings.warn(str(waiting), stacklevel=2)
     return tuner
 
 
@@ -134,37 +142,37 @@ class _Run:
         return [text for text in table["plan"] if runnable(spec, text, gpus)]
 
 
+class _Trial(NamedTuple):
+    plan: Plan
+    step_s: float | None = None  # None if it failed
+    reason: str = ""  # of the failure
+
+
 def _trial(launch, plan):
-    """The plan and its seconds, NaN or None if it failed."""
+    """Trial of a plan, with the reason of a failure."""
     try:
-        return plan, launch(plan)
-    except _FAILURES:
-        return plan, math.nan
+        return _Trial(plan, launch(plan))
+    except MemoryError as error:
+        return _Trial(plan, reason=f"out of memory: {error}")
+    except _FAILURES as error:
+        return _Trial(plan, reason=str(error) or type(error).__name__)
 
 
 def _on_workers(tuner, launch, todo, client):
     """Trials, as many at once as there are workers; the next plan is asked for when the
     result of one is in.
     """
-    from distributed import as_completed
-
-    def submit():
-        # pure=False: a second trial of a plan is a trial, not a cached result
-        future = client.submit(_trial, launch, tuner.ask(), pure=False)
-        futures.add(future)
-        return future
-
-    futures = set()
-    # the first worker may come later
-    workers = max(len(client.scheduler_info()["workers"]), 1)
-    running = as_completed([submit() for _ in range(min(todo, workers))])
-    todo -= len(futures)
+    submit = submitter(client)
+    workers = workers_of(client)
+    running = set()
     try:
-        for future in running:
-            futures.remove(future)
-            yield future.result()
-            if todo > 0:
-                running.add(submit())
+        while todo or running:
+            while todo and len(running) < workers:
+                running.add(submit(_trial, launch, tuner.ask()))
                 todo -= 1
+            for future in first_ended(running):
+                running.remove(future)
+                yield future.result()
     finally:
-        client.cancel(list(futures))
+        for future in running:
+            future.cancel()

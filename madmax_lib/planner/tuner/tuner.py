@@ -99,9 +99,9 @@ class Tuner:
         if self.state is not None:
             self.state = Path(require_type("state", self.state, str | Path))
             if self.state.exists():
-                for text, step_s in _read(self.state, self._digest):
+                for text, step_s, why in _read(self.state, self._digest):
                     seconds = math.nan if step_s is None else step_s
-                    self._record(Plan.parse(text), seconds)
+                    self._record(Plan.parse(text), seconds, why)
 
     def ask(self) -> Plan:
         """The plan to measure next, another one each time, also before it was told of
@@ -126,9 +126,12 @@ class Tuner:
         self._asked.append(text)
         return self._plans[text]
 
-    def tell(self, plan: Plan | str, step_s: float | None = None) -> None:
-        """A trial of a plan: seconds of a step, or None (or NaN) if it failed or ran
-        out of memory.
+    def tell(
+        self, plan: Plan | str, step_s: float | None = None, reason: str = ""
+    ) -> None:
+        """Add a trial of a plan: seconds of a step, or None (or NaN) if it failed or ran
+        out of memory. reason: of a failure; one that names memory teaches what fits,
+        another one does not, and without any either may be.
 
         A plan need not have been asked for, or be among those to choose from. Several
         trials of one plan all count. Raises ValueError for a plan that breaks a rule,
@@ -141,7 +144,7 @@ class Tuner:
                 f"step_s={short_repr(step_s)} must be seconds above 0, or None for a plan "
                 "that failed"
             )
-        self._record(Plan.parse(plan), float(seconds))
+        self._record(Plan.parse(plan), float(seconds), reason)
         if self.state is None:
             return
         case = self._case
@@ -153,8 +156,12 @@ class Tuner:
             "sha256": self._digest,
             # JSON has no NaN
             "told": [
-                [text, None if math.isnan(seconds) else seconds]
-                for text, seconds in self._results
+                [
+                    text,
+                    None if math.isnan(seconds) else seconds,
+                    *filter(None, [reason]),
+                ]
+                for text, seconds, reason in self._results
             ],
         }
         write_text(self.state, json.dumps(content, indent=1) + "\n")
@@ -176,10 +183,10 @@ class Tuner:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """Trials in order: plan (text), step_s (NaN for a failure), best_s (of
-        the trials so far).
+        """Trials in order: plan (text), step_s (NaN for a failure), reason (of a
+        failure), best_s (of the trials so far).
         """
-        table = pd.DataFrame(self._results, columns=["plan", "step_s"])
+        table = pd.DataFrame(self._results, columns=["plan", "step_s", "reason"])
         table["step_s"] = table["step_s"].astype(float)  # also of no trial
         return table.assign(best_s=table["step_s"].cummin().ffill())
 
@@ -233,11 +240,11 @@ class Tuner:
         return hashlib.sha256(about.encode()).hexdigest()
 
     def _left(self):
-        tried = {text for text, _ in self._results} | set(self._asked)
+        tried = {text for text, *_ in self._results} | set(self._asked)
         reasons = zip(self._plans, self._reasons, strict=True)
         return [text for text, reason in reasons if not reason and text not in tried]
 
-    def _record(self, plan, seconds):
+    def _record(self, plan, seconds, why):
         text = str(plan)
         if text not in self._plans:
             plan.check(
@@ -249,7 +256,7 @@ class Tuner:
             self._add([plan])
         if reason := self._reasons[self._places[text]]:
             raise ValueError(f"plan {text}: {reason}")
-        self._results.append((text, seconds))
+        self._results.append((text, seconds, why))
         self._asked = [other for other in self._asked if other != text]
 
     def _add(self, plans):
@@ -261,10 +268,14 @@ class Tuner:
         self._candidates, self._reasons = _candidates(case, columns, self.parameters)
 
     def _beliefs(self):
-        tried = np.array([self._places[text] for text, _ in self._results], int)
+        trials = self.trials
+        tried = trials["plan"].map(self._places).to_numpy(int)
         asked = np.array([self._places[text] for text in self._asked], int)
-        log_s = np.log(np.array([seconds for _, seconds in self._results], float))
-        return beliefs(self._candidates, tried, log_s, asked, self.seed)
+        log_s = np.log(trials["step_s"].to_numpy())
+        # 1 for failures that memory explains, 0 for others, NaN where nobody knows
+        of_memory = trials["reason"].str.contains("memory", case=False).astype(float)
+        of_memory = of_memory.where(trials["reason"] != "").to_numpy()
+        return beliefs(self._candidates, tried, log_s, asked, self.seed, of_memory)
 
     def _searched(self):
         case = self._case
@@ -358,12 +369,15 @@ def _features(case, columns):
 
 
 def _read(path, digest):
-    """Trials in a file: text of the plan, and seconds or None."""
+    """Trials in a file: text of the plan, seconds or None, and why it failed."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        trials = [(str(text), step_s) for text, step_s in state["told"]]
+        # an earlier version kept no reasons
+        trials = [
+            (str(text), step_s, "".join(why)) for text, step_s, *why in state["told"]
+        ]
         file_digest = state["sha256"]
-        for _, step_s in trials:
+        for _, step_s, _ in trials:
             if step_s is not None and not is_number(step_s, _LEAST_S):
                 raise ValueError(f"{short_repr(step_s)} is not a time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.base.extras import with_extra
 from madmax_lib.base.fields import parse_fields
 from madmax_lib.catalog.datasets import cache_folder
 
@@ -103,9 +104,7 @@ def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images |
     Raises FileNotFoundError or ModuleNotFoundError, in one line, for what is not here.
     """
     if not find_spec("datasets"):
-        raise ModuleNotFoundError(
-            f"{name} needs the package datasets, which is not installed"
-        )
+        raise with_extra(ModuleNotFoundError(name="datasets"))
     source = SOURCES[name]
     parts = {}
     for split, table in zip(_BOTH, _tables(name, source, allow_download), strict=True):

@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 
 from madmax_lib.base.atomic import replacing
+from madmax_lib.base.extras import with_extra
 from madmax_lib.catalog.datasets import cache_folder
 
 MASKED = -100  # torch's cross_entropy leaves it out by default, as all frameworks do
@@ -61,7 +62,7 @@ class _HubTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ModuleNotFoundError(
-                f"tokenizer {name!r} needs the package transformers ({error})"
+                f"tokenizer {name!r} needs transformers: {with_extra(error)}"
             ) from None
         try:
             theirs = AutoTokenizer.from_pretrained(

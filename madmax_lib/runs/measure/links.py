@@ -39,9 +39,13 @@ def main(path: str = "", size: str = "normal") -> None:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     on_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = {}
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+        # bound to its GPU, a rank links up at once, and never by a guess at a barrier
+        options["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(options["device_id"])
+    backend = "nccl" if options else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT, **options)
     # 1 + 2 + ... + n = n (n + 1) / 2
     total = torch.full((1,), rank + 1.0, device=device)
     dist.all_reduce(total)

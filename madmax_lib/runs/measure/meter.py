@@ -1,4 +1,4 @@
-"""Power and energy of a run: NVML on GPUs, RAPL on CPUs, a CSV to replay, or nothing.
+"""Power and energy of a run: NVML on GPUs, a CSV to replay, or nothing.
 
 A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 100 ms
 [Zeus, NSDI 2023], so that the energy of a window is the difference of the counter where
@@ -20,8 +20,6 @@ from scipy.integrate import trapezoid
 
 _PERIOD_S = 0.05
 _COUNTER_WINDOW_S = 1.0
-_RAPL = Path("/sys/class/powercap")
-_RAPL_LIMIT = "constraint_0_power_limit_uw"
 
 
 class Reading(NamedTuple):
@@ -140,8 +138,8 @@ def meter(source: str, device: str, devices: int) -> Meter:
     if source not in ("auto", "none"):
         return _replay_meter(Path(source))
     local = None
-    if source == "auto":
-        local = _nvml_meter(devices) if device == "cuda" else _rapl_meter(_RAPL)
+    if source == "auto" and device == "cuda":
+        local = _nvml_meter(devices)
     return local or Meter(None, "none")
 
 
@@ -194,43 +192,6 @@ def _nvml_meter(devices):
         )
 
     return Meter(read, "nvml", sum(limits_mw) / 1e3)
-
-
-def _rapl_meter(folder):
-    """Meter of the CPU packages of Linux's powercap; None where they cannot be read.
-
-    The counters wrap at max_energy_range_uj; power is the difference of two readings
-    over their time.
-    """
-    # intel-rapl:0 is a package, intel-rapl:0:1 a part of it
-    domains = sorted(folder.glob("intel-rapl:*"))
-    packages = [path for path in domains if path.name.count(":") == 1]
-
-    def numbers(name):
-        return np.array([float((path / name).read_text()) for path in packages])
-
-    try:
-        before_uj = numbers("energy_uj")
-        wraps_uj = numbers("max_energy_range_uj")
-        t_s = time.perf_counter()
-        total_j = 0.0
-        limited = all((path / _RAPL_LIMIT).exists() for path in packages)
-        cap_w = float(numbers(_RAPL_LIMIT).sum()) * 1e-6 if limited else nan
-    except (OSError, ValueError):  # often readable by root alone
-        return None
-
-    def read():
-        nonlocal before_uj, t_s, total_j
-        since_s = t_s
-        now_uj = numbers("energy_uj")
-        t_s = time.perf_counter()
-        # a counter that has wrapped is below the last reading: the remainder mends it
-        joule = float(((now_uj - before_uj) % wraps_uj).sum()) * 1e-6
-        before_uj = now_uj
-        total_j += joule
-        return Reading(t_s, joule / (t_s - since_s), total_j)
-
-    return Meter(read, "rapl", cap_w) if packages else None
 
 
 def _replay_meter(path):

@@ -88,6 +88,7 @@ class Hardware(_Classified):
     wide_alone: Number
     memory: Number  # bytes/s of the device's memory
     convolution: Number  # bytes/s of causal convolutions alone
+    delta_rule: Number  # FLOP/s of the gated delta rule alone
     link: Number  # bytes/s inside a node, per device and direction
     nic: Number  # bytes/s of a device's share of the network
     node: Number  # devices on one fast link
@@ -215,9 +216,11 @@ def _hardware(case: Case):
         bits = 32  # before Ampere without tensor cores
     wide_dtype = case.dtype if is_wide else device.nearest("bf16")
     convolution = device.memory_bandwidth_bytes_per_s
+    delta_rule = device.peak(wide_dtype)
     if device.family != "cpu":
         alone = _mean_rate(device, "convolution", "bf16", "bytes_per_s")
         convolution = min(_CONVOLVED * convolution, alone)
+        delta_rule = _mean_rate(device, "delta_rule", "bf16", "flops_per_s")
     release = "recent" if case.software.kernels in ("fused", "graph") else "pytorch"
     return Hardware(
         peak_gemm=device.peak(case.dtype),
@@ -226,6 +229,7 @@ def _hardware(case: Case):
         wide_alone=products_alone(device, wide_dtype),
         memory=device.memory_bandwidth_bytes_per_s,
         convolution=convolution,
+        delta_rule=delta_rule,
         link=cluster.intra.bandwidth_bytes_per_s,
         nic=cluster.inter.bandwidth_bytes_per_s,
         node=cluster.devices_per_node,

@@ -133,6 +133,9 @@ class Prices(LinkPrices, Overlap):
             return misfit(head_dim) * op.flops / self.flops["scores"]
         if op.kind == "lookup":
             return op.traffic_bytes / self.memory
+        if op.kind == "delta_rule":
+            reached = self.machine.delta_rule * self.parameters.compute_efficiency
+            return op.flops / reached
         if op.kind == "convolution":
             reached = self.machine.convolution * self.parameters.memory_efficiency
             return op.traffic_bytes / reached
@@ -289,4 +292,4 @@ def add(
 def _cause(op: Op):
     if op.core:
         return "attention_s"
-    return "gemm_s" if op.kind == "gemm" else "pointwise_s"
+    return "gemm_s" if op.kind in ("gemm", "delta_rule") else "pointwise_s"

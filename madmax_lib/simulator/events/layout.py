@@ -8,7 +8,7 @@ micro-batches in the order of the schedule.
 from functools import cache
 
 from madmax_lib.plan import Case
-from madmax_lib.simulator.events.engine import Program
+from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import (
     BEFORE,
@@ -20,7 +20,6 @@ from madmax_lib.simulator.events.passes import (
 )
 from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.sharding import Sharding
-from madmax_lib.simulator.events.streams import Stream
 
 
 class StepBuilder:

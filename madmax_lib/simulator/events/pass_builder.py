@@ -11,9 +11,9 @@ from typing import NamedTuple
 from madmax_lib.simulator.costs.layer_time import layer_time, with_spare_compute
 from madmax_lib.simulator.costs.prices import CAUSES
 from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_count
+from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
 from madmax_lib.simulator.events.sharding import Sharding
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block, mirror
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.costs.prices import Prices
-from madmax_lib.simulator.events.engine import Program
+from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.schedules import Slot
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block, Comm
 
 # What an op waits for outside of its pass: the message of another stage, the last

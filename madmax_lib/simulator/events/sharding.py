@@ -19,9 +19,8 @@ from madmax_lib.simulator.costs.traffic import (
     shard_group,
     tied_s,
 )
-from madmax_lib.simulator.events.engine import Program
+from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.passes import Pass
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block
 
 

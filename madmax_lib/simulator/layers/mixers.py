@@ -1,11 +1,12 @@
-"""Blocks of a state-space mixer, and of attention to an encoder: what stands in a layer
-beside the usual two.
+"""Blocks of mixers, which carry a state from token to token, and of attention to an
+encoder: what stands in a layer beside the usual two.
 
-Tensor parallelism splits the channels of a mixer, Mamba-2's with its heads and their
-groups [Megatron-Core]. A scan is its products, where it has some, and the traffic of
-its kernels: they read and write their operands once, and Mamba-2's the scores and
-states of chunks in fp32 [arXiv 2405.21060, section 6; kernels of state-spaces/mamba].
-The convolution before it has the rate of measured ones; no scan of Mamba was measured.
+Tensor parallelism splits the channels of a mixer, with its heads and their groups
+[Megatron-Core]. A scan is its products, where it has some, and the traffic of its
+kernels: they read and write their operands once, and the scores and states of chunks
+that they keep [arXiv 2405.21060, section 6; kernels of state-spaces/mamba]. The
+convolution before it has the rate of measured ones, and so have the products of the
+gated delta rule; no other scan was measured.
 """
 
 from dataclasses import replace
@@ -13,6 +14,7 @@ from dataclasses import replace
 from madmax_lib.catalog.blocks import BlockKind
 from madmax_lib.catalog.mixers import (
     chunk_elements,
+    convolved_channels,
     mixer_matrices,
     mixer_parameters,
     scan_flops,
@@ -28,37 +30,52 @@ from madmax_lib.simulator.layers.ops import (
 from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
 from madmax_lib.simulator.rates.compute import attention_flops
 
+# their products have a measured rate of their own
+_DELTA_RULES = (BlockKind.DELTA_NET, BlockKind.KIMI_DELTA)
+
 
 def mixer_blocks(work: Work, number: int | str, kind: BlockKind) -> list[Block]:
-    """Norm, product in, convolution, scan and product out; Mamba-1 sums B, C and dt
+    """Norm, products in, convolution, scan and product out; Mamba-1 sums B, C and dt
     over tp between.
     """
     shape = work.shape
-    model = shape.model
+    tp = work.plan.tp
+    tokens = work.tokens
+    width = work.width
+    *entering, leaving = mixer_matrices(shape.model, kind)
+    parameters = mixer_parameters(shape.model, kind) / tp + shape.norm_parameters
+    last = linear("mixer out", tokens, shape.hidden, leaving.inputs / tp, width)
+    if kind == BlockKind.MAMBA_1:
+        return _mamba1(work, number, entering, last, parameters)
+    products = [
+        linear(name, tokens, outputs / tp, inputs, width)
+        for name, inputs, outputs in entering
+    ]
+    ops = [work.norm(), *products, *_chunked_scan(work, kind), last]
+    return [layer_block("mixer", number, ops, parameters, **work.ends)]
+
+
+def _mamba1(work, number, matrices, last, parameters):
+    model = work.shape.model
     tp = work.plan.tp
     tokens = work.tokens
     width = work.width
     inner = model.mixer_channels / tp
-    parameters = mixer_parameters(model, kind) / tp + shape.norm_parameters
-    columns = mixer_matrices(model, kind)[0].outputs / tp
-    first = [work.norm(), linear("mixer in", tokens, columns, shape.hidden, width)]
-    last = linear("mixer out", tokens, shape.hidden, inner, width)
-    if kind == BlockKind.MAMBA_2:
-        ops = [*first, *_mamba2_scan(work, inner), last]
-        return [layer_block("mixer", number, ops, parameters, **work.ends)]
-
+    channels = tokens * inner
     rank = model.mixer_rank
     state = model.mixer_state
-    channels = tokens * inner
-    first += [
+    (_, hidden, columns), (_, _, operands), _ = matrices
+    first = [
+        work.norm(),
+        linear("mixer in", tokens, columns / tp, hidden, width),
         _convolution(channels, width),
-        linear("mixer x", tokens, rank + 2 * state, inner, width),
+        linear("mixer x", tokens, operands, inner, width),
     ]
     # x, dt and gate, and B and C of each token, are read; the result is written
     scan = pointwise("scan", 3 * channels + tokens * 2 * state, channels, width)
     second = [linear("mixer dt", tokens, inner, rank, width), scan, last]
     # dt, B and C come from all channels: tp devices sum their parts
-    moved = tokens * (rank + 2 * state) * width.storage_bytes * (tp > 1)
+    moved = tokens * operands * width.storage_bytes * (tp > 1)
     summed = nonzero(("all_reduce", "tp", moved))
     # their gradients are summed too: a copy's mirror image
     copied = tuple(Comm("copy", comm.group, comm.size_bytes) for comm in summed)
@@ -75,21 +92,26 @@ def _convolution(elements, width):
     return pointwise("convolution", elements, elements, width, kind="convolution")
 
 
-def _mamba2_scan(work, inner):
-    """Convolution, scan and gated norm of Mamba-2 on `inner` channels."""
+def _chunked_scan(work, kind):
+    """Convolution, where there is one, scan and gated norm."""
     model = work.shape.model
     tp = work.plan.tp
     tokens = work.tokens
     width = work.width
-    convolved = tokens * (inner + 2 * model.mixer_groups * model.mixer_state / tp)
-    kept_chunks = tokens * chunk_elements(model, work.sequence) / tp
-    flops = tokens * scan_flops(model, BlockKind.MAMBA_2, work.sequence) / tp
+    inner = model.mixer_channels / tp
+    # what the convolution sees, or without one queries, keys and values, is read
+    seen = convolved_channels(model, kind)
+    read = tokens * (seen or 3 * model.mixer_channels) / tp
+    kept_chunks = tokens * chunk_elements(model, kind, work.sequence) / tp
+    flops = tokens * scan_flops(model, kind, work.sequence) / tp
     # one product of the same FLOPs: (tokens, k) by (k, inner)
     shape = (1.0, tokens, inner, flops / (2 * tokens * inner))
+    rate = "delta_rule" if kind in _DELTA_RULES else "gemm"
+    convolved = [_convolution(tokens * seen / tp, width)] if seen else []
     return [
-        _convolution(convolved, width),
-        Op("scan products", "gemm", flops, shape=shape, wide=True),
-        pointwise("scan", convolved + kept_chunks, tokens * inner + kept_chunks, width),
+        *convolved,
+        Op("scan products", rate, flops, shape=shape, wide=True),
+        pointwise("scan", read + kept_chunks, tokens * inner + kept_chunks, width),
         pointwise("gated norm", 2 * tokens * inner, tokens * inner, width),
     ]
 

@@ -23,7 +23,7 @@ from madmax_lib.simulator.layers.ops import (
     pointwise,
     precision,
 )
-from madmax_lib.simulator.layers.work import Work, layer_block, nonzero
+from madmax_lib.simulator.layers.work import Work, any_nonzero, layer_block, nonzero
 
 # read per output, and written: the sum reads 16 and 32 bits, join and cast 32 each
 _BIAS_BYTES = 14
@@ -43,7 +43,7 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     busiest = np.minimum(plan.busiest(work.imbalance, shape), capacity)
     rows = work.tokens * shape.active_experts * busiest  # a token once for each expert
     tokens = work.tokens / work.spread  # of a tp device between the products
-    sent = rows / work.spread * shape.hidden
+    sent = rows / work.spread * shape.expert_inputs
     entered = tokens * shape.hidden
     router = linear(
         "router", tokens, shape.experts, shape.hidden, width.wide, wide=True
@@ -53,17 +53,23 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
         router,
         pointwise("permute", entered, sent, width, experts=True),
     ]
+    if any_nonzero(shape.expert_latent):
+        # the product out of the latent, after the exchange, costs what that into it does
+        latent = shape.expert_latent
+        route.append(linear("latent", tokens, latent, shape.hidden, width, count=2))
     unpermute = pointwise("unpermute", sent, entered, width, experts=True)
     route_parameters = shape.norm_parameters + shape.router_parameters
+    route_parameters = route_parameters + shape.latent_parameters
 
     local = shape.experts / plan.ep
     local_rows = rows * etp / plan.tp
     inner = shape.expert_ffn / etp
-    experts = work.mlp(local_rows, inner, "experts ", local, experts=True)
+    inputs = shape.expert_inputs
+    experts = work.mlp(local_rows, inner, "experts ", local, inputs, experts=True)
     if np.any(shape.mlp_bias):
         experts.append(_expert_biases(work, local_rows))
     experts.append(unpermute)
-    expert_parameters = local * shape.mlp_parameters(shape.expert_ffn) / etp
+    expert_parameters = local * shape.expert_parameters / etp
 
     # in a table of steps some models may have shared experts, and others none
     shared_ffn = shape.shared_experts * shape.expert_ffn
@@ -71,9 +77,7 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     shared = []
     if np.any(shared_ffn):
         shared = work.mlp(has_shared * work.tokens, shared_ffn / plan.tp, "shared ")
-    shared_parameters = (
-        shape.shared_experts * shape.mlp_parameters(shape.expert_ffn) / plan.tp
-    )
+    shared_parameters = shape.shared_parameters / plan.tp
     if not exchanged:
         ops = [*route, *shared, *experts]
         parameters = route_parameters + shared_parameters + expert_parameters
@@ -84,7 +88,7 @@ def mixture_blocks(work: Work, number: int | str, *, exchanged: bool) -> list[Bl
     if shared:
         sides = {side: _scaled(comms, has_shared) for side, comms in work.ends.items()}
         blocks.append(layer_block("shared", number, shared, shared_parameters, **sides))
-    moved = rows * shape.hidden * width.storage_bytes
+    moved = rows * shape.expert_inputs * width.storage_bytes
     exchange = Comm("all_to_all", "ep", moved / work.spread)
     gathered = moved * etp / plan.tp * (etp > 1)
     return [
@@ -130,7 +134,7 @@ def _expert_biases(work, rows):
     """
     shape = work.shape
     inner = shape.expert_ffn / work.plan.tp * work.plan.expert_spread
-    outputs = shape.mlp_bias * rows * ((1 + shape.gated) * inner + shape.hidden)
+    outputs = shape.mlp_bias * rows * ((1 + shape.gated) * inner + shape.expert_inputs)
     moved = _BIAS_BYTES / work.width.storage_bytes * outputs
     return pointwise(
         "expert biases", moved, moved, work.width, kind="lookup", experts=True

@@ -67,7 +67,7 @@ class Op:
     """Forward work of one device on one micro-batch."""
 
     name: str
-    kind: str  # gemm, attention, pointwise, convolution or lookup
+    kind: str  # gemm, attention, pointwise, convolution, delta_rule or lookup
     flops: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
@@ -166,6 +166,18 @@ def attention(name: str, flops, read, written, width: Precision) -> Op:
     """Scores, softmax and weighted values in one kernel; read and written in elements."""
     op = pointwise(name, read, written, width, kind="attention", core=True)
     return replace(op, flops=flops)
+
+
+def scaled(op: Op, times: float | np.ndarray) -> Op:
+    """An op in place of so many equal ones."""
+    count, *sizes = op.shape or (1.0,)
+    return replace(
+        op,
+        flops=times * op.flops,
+        read_bytes=times * op.read_bytes,
+        written_bytes=times * op.written_bytes,
+        shape=(times * count, *sizes) if sizes else (),
+    )
 
 
 def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:

@@ -27,8 +27,15 @@ from madmax_lib.simulator.layers.ops import (
     linear,
     mirror,
     pointwise,
+    scaled,
 )
-from madmax_lib.simulator.layers.work import Work, any_nonzero, layer_block, nonzero
+from madmax_lib.simulator.layers.work import (
+    Shape,
+    Work,
+    any_nonzero,
+    layer_block,
+    nonzero,
+)
 from madmax_lib.simulator.rates.compute import Number, attention_flops
 
 # read and written per logit: 16-bit logits, their fp32 copy and its gradient
@@ -109,7 +116,7 @@ def layer_blocks(
 
 
 def embedding_block(work: Work) -> Block:
-    """Rows of the token table, or the projection of patches."""
+    """Rows of the token table, or the projection of patches; the tower before it."""
     model = work.shape.model
     if model and model.decoder_sequence:  # tokens of both stacks
         work = replace(work, sequence=work.sequence + work.decoder.sequence)
@@ -131,7 +138,37 @@ def embedding_block(work: Work) -> Block:
             pointwise("lookup", rows, rows, work.width, kind="lookup", input_grad=False)
         )
     parameters = shape.embedding_parameters / plan.tp
-    return Block("embedding", tuple(ops), parameters, after=work.leave)
+    after = work.leave
+    if shape.tower:
+        seen_ops, moved = _tower(work)
+        ops += seen_ops
+        after += moved
+    return Block("embedding", tuple(ops), parameters, after=after)
+
+
+def _tower(work):
+    """Ops of all layers of the tower and of the projector, and what tp ranks sum: each
+    kind once, of the size of all together.
+    """
+    tower = work.shape.tower
+    images = work.shape.images
+    width = work.width
+    seen = replace(work, shape=Shape.of(tower), sequence=tower.sequence)
+    patches = images * seen.tokens
+    columns = tower.hidden / work.plan.tp
+    inputs = seen.shape.patch_inputs
+    ops = [linear("patches", patches, columns, inputs, width, input_grad=False)]
+    layers = tower.layers * images
+    blocks = layer_blocks(seen, 0, "*-", exchanged=False)
+    ops += [scaled(op, layers) for block in blocks for op in block.ops]
+    # one product of as many weights: (tokens, k) by (k, hidden)
+    hidden = work.shape.hidden
+    depth = work.shape.projector_parameters / hidden / work.plan.tp
+    tokens = patches / work.shape.merged_patches
+    ops.append(linear("projector", tokens, hidden, depth, width))
+    summed = [comm for block in blocks for comm in block.after if comm.group == "tp"]
+    sizes = [(comm.kind, "tp", layers * comm.size_bytes) for comm in summed]
+    return ops, nonzero(*sizes)
 
 
 def head_block(work: Work) -> Block:
@@ -265,9 +302,13 @@ def _core(work, windowed, causal):
             tokens,
             work.sequence,
             shape.core_width / plan.tp,
-            causal=causal & (shape.image == 0) & (shape.predicted_share == 1),
+            causal=causal & (shape.image == 0) & (shape.predicted_share >= 1),
             window=shape.window if windowed else 0,
         )
+        if any_nonzero(shape.index_heads):
+            # one product a score, where attention has two
+            index_width = shape.index_heads * shape.index_dim / plan.tp / 2
+            flops = flops + attention_flops(tokens, work.sequence, index_width)
         read = tokens * shape.qkv_channels / plan.tp
         written = tokens * heads * shape.v_head_dim
         ops.append(

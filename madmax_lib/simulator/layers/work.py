@@ -56,9 +56,13 @@ class Shape(LayerFormulas):
     active_experts: Number
     shared_experts: Number
     expert_ffn: Number
+    expert_latent: Number  # channels that routed experts work in, 0 for all
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
     mixture_share: Number  # of the layers: those that are mixtures
+    attention_gate: Number
+    index_heads: Number  # of the indexer that chooses the tokens of the window
+    index_dim: Number
     window: Number  # tokens a layer attends to
     windowed_share: Number  # of the layers: those that attend to a window only
     full_every: Number  # every such layer attends to all
@@ -72,7 +76,11 @@ class Shape(LayerFormulas):
     head_parameters: Number  # 0 where it is the token table
     table_parameters: Number
     routed_nodes: Number  # that a token is sent to at most, 0 for any
+    images: Number = 0  # of a sample, that a tower sees
+    merged_patches: Number = 1  # that become one token
+    projector_parameters: Number = 0
     model: Transformer | None = None  # the model, where it says its layers' blocks
+    tower: Transformer | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> Shape:
@@ -88,6 +96,7 @@ class Shape(LayerFormulas):
             "outputs": model.classes if model.image else model.vocab,
             "table_parameters": model.vocab * model.hidden,
             "model": model if model.blocks else None,
+            "tower": model.tower,
         }
         names = {field.name for field in fields(cls)} - derived.keys()
         return cls(**derived, **{name: getattr(model, name) for name in names})
@@ -97,14 +106,14 @@ class Shape(LayerFormulas):
         """Columns of shape (n,), one entry per model; a matrix that a model lacks has no
         inputs there.
 
-        Raises ValueError for a stack of blocks, which no columns say.
+        Raises ValueError for a stack of blocks and for a tower, which no columns say.
         """
-        for model in filter(None, (shape.model for shape in shapes)):
+        for model in filter(None, (shape.model or shape.tower for shape in shapes)):
             raise ValueError(
-                f"{model.name}: layers with blocks={model.blocks!r} are priced "
-                "alone, not in a table"
+                f"{model.name}: layers with blocks={model.blocks!r}, or a tower, are "
+                "priced alone, not in a table"
             )
-        names = {field.name for field in fields(cls)} - {"matrices", "model"}
+        names = {field.name for field in fields(cls)} - {"matrices", "model", "tower"}
         columns = {
             name: np.array([getattr(shape, name) for shape in shapes], float)
             for name in names
@@ -224,12 +233,13 @@ class Work:
         inner: Number,
         prefix: str = "",
         count: Number = 1,
+        inputs: Number | None = None,
         **flags,
     ) -> list[Op]:
         """Products and activation of a feed-forward block of `inner` channels; `count`
-        equal ones share the tokens.
+        equal ones share the tokens. inputs: of the products, the model's if None.
         """
-        hidden = self.shape.hidden
+        hidden = self.shape.hidden if inputs is None else inputs
         width = self.width
         first = (
             1 + self.shape.gated

@@ -78,7 +78,7 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # without gradients of their own, products keep no inputs
     trained = np.where(p.lora_rank > 0, 0.0, operand)
     attends = blocks.count("*") + blocks.count("x")
-    mixes = blocks.count("M") + blocks.count("m")
+    mixes = sum(kind.is_mixer for kind in blocks.kinds)
     flash = p.attention == "flash"
     dropout = dropout_bytes(model, software)
     shards = np.where(p.sequence_parallel, tp, 1)
@@ -90,7 +90,7 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     if blocks.has_experts:
         inner = model.active_experts * model.expert_ffn
         shared = model.shared_experts * model.expert_ffn
-        routed = model.active_experts * h
+        routed = model.active_experts * model.expert_inputs
         router = _ROUTER_BYTES * model.experts
     load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
     inner = load * inner + shared
@@ -162,10 +162,11 @@ def _attention_widths(model, blocks):
     cross_count = blocks.count("x")
     values = (own_count + cross_count) * model.heads * model.v_head_dim
     if model.kv_lora_rank:
-        scored = model.heads * (model.head_dim + model.rope_head_dim)
+        scored = own_count * model.heads * model.score_dim
+        scored += own_count * model.index_heads * model.index_dim / 2
         latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
-        return _Widths(2 * scored + values, latent, values)
-    q = model.heads * model.head_dim
+        return _Widths(2 * scored + values, own_count * latent, values)
+    q = (1 + model.attention_gate) * model.heads * model.head_dim
     kv = 2 * model.kv_heads * model.head_dim
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0

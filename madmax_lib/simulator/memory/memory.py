@@ -19,6 +19,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
+from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.columns import take_product
 from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
@@ -78,7 +79,8 @@ def memory(
     None. global_batch: samples per step, which limits the micro-batches a stage can
     hold; as many as the pipeline wants if None. software: that trains, a name of
     `data/software.csv` or one of your own; `default_software` if None. imbalance: of
-    experts, as in `Case`.
+    experts, as in `Case`. optimizer: adam, momentum, sgd or muon, which leaves tables and
+    head to Adam.
     fused_loss: cross entropy without fp32 logits, as the software has it if None.
     trainable: share of the parameters with gradients. cluster: that the plan fills, for
     what its processes hold beside the step; any GPUs if None. phase: when the bytes are
@@ -302,8 +304,12 @@ def _tensor_bytes(
         layer = layer_bytes(case, word, software)
         stored = stored + count * layer.stored
         at_work = np.maximum(at_work, np.where(count > 0, layer.at_work, 0.0))
-    # masks of the embedding
+    # masks of the embedding, and what a tower before it keeps
     masks = dropout_bytes(model, software) * tokens * model.hidden / layer.shards
+    if tower := model.tower:
+        seen = replace(case, model=tower, sequence=tower.sequence)
+        seen_layers = tower.layers * model.images
+        masks = masks + seen_layers * layer_bytes(seen, Blocks("*-"), software).stored
     masks = masks * in_flight(p.schedule, stage, p.pp, 1, micro_batches)
     masks = np.where(stage == 0, masks, 0.0)
     sent = np.where(p.pp > 1, layer.input, 0.0) * software.engine

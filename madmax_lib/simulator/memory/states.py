@@ -19,6 +19,7 @@ USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 _MOMENTS = {
     "adam": 2,
     "momentum": 1,
+    "muon": 1,  # but for tables and head, which Adam updates
     "sgd": 0,
 }  # numbers of the optimizer's state per parameter
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
@@ -106,11 +107,8 @@ def stage_parameters(
     """Parameters of a stage that holds so many layers of each kind, words of their
     blocks.
     """
-    expert = model.mlp_parameters(model.expert_ffn) / p.tp
-    experts = model.experts * expert * p.expert_spread / p.ep
-    all_experts = model.experts + model.shared_experts
-    router = model.moe_parameters
-    router = router - all_experts * model.mlp_parameters(model.expert_ffn)
+    experts = model.experts * model.expert_parameters / p.tp * p.expert_spread / p.ep
+    router = model.router_parameters + model.latent_parameters
     # a pipeline holds the table twice
     table = 0 if model.image else model.vocab * model.hidden
     tied = np.where(p.pp > 1, table, 0)
@@ -126,7 +124,7 @@ def stage_parameters(
         layer = len(word) * model.norm_parameters
         for letter in word:
             layer = layer + (
-                router + model.shared_experts * expert
+                router + model.shared_parameters / p.tp
                 if letter == "E"
                 else model.block_parameters(letter) / p.tp
             )
@@ -160,6 +158,8 @@ def state_bytes(
     """
     moments = _choice("optimizer", optimizer, _MOMENTS) * software.moment_bytes
     parameters = count.dense + count.experts
+    if optimizer == "muon":
+        moments = moments * (1 + count.ends / np.maximum(parameters, 1))
     trainable = np.where(
         p.lora_rank > 0,
         p.lora_rank * count.adapted / np.maximum(parameters, 1),

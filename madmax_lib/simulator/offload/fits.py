@@ -32,7 +32,6 @@ from madmax_lib.simulator.memory.memory import (
     usable_bytes,
 )
 from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.hosts import host_of
 from madmax_lib.simulator.offload.placement import (
     METHODS,
     PLACES,
@@ -40,6 +39,7 @@ from madmax_lib.simulator.offload.placement import (
     as_table,
     bytes_by_place,
     device_peak,
+    host_of,
     peaks_by_place,
     policy_of,
 )

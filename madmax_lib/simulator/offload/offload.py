@@ -19,16 +19,17 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import normalised, stage_parameters
 from madmax_lib.simulator.offload.fits import room_bytes, shares_that_fit
-from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded, rates
 from madmax_lib.simulator.offload.placement import (
+    ACCUMULATE_BYTES,
+    Offloaded,
     Policy,
     policy_of,
+    rates,
     split_of,
     streams_gradients,
 )
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.layer_costs import layer_costs
-from madmax_lib.simulator.steady.step_time import PARTS
+from madmax_lib.simulator.steady.step_time import PARTS, layer_costs
 
 _WIDTH = 2  # bytes of a weight or gradient on its way
 

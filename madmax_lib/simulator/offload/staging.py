@@ -13,15 +13,19 @@ from functools import partial
 from madmax_lib.plan import Case
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import shard_group
-from madmax_lib.simulator.events.engine import Program
+from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.passes import BEFORE, Pass
 from madmax_lib.simulator.events.sharding import Sharding
-from madmax_lib.simulator.events.streams import Stream
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.memory.states import normalised
-from madmax_lib.simulator.offload.hosts import ACCUMULATE_BYTES, Offloaded
 from madmax_lib.simulator.offload.offload import best_offload
-from madmax_lib.simulator.offload.placement import Policy, policy_of, streams_gradients
+from madmax_lib.simulator.offload.placement import (
+    ACCUMULATE_BYTES,
+    Offloaded,
+    Policy,
+    policy_of,
+    streams_gradients,
+)
 from madmax_lib.simulator.rates.parameters import Parameters
 
 

@@ -28,7 +28,7 @@ from madmax_lib.timeline.accounting import (
 )
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
-from madmax_lib.traces.tables import ratio
+from madmax_lib.traces.tables import ratio, unseen_ranks
 
 _TELLS = (
     "collective",
@@ -183,7 +183,8 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
     and what exceeds that is waiting. wait_s, exposed_wait_s: waiting of all ranks, and
     the part of it in exposed_s. skew_s, skew_max_s: last arrival - first arrival, mean
     and largest. NaN where no call is matched. algorithm_bytes_per_s, bus_bytes_per_s:
-    size over transfer, of the calls that tell their size.
+    size over transfer, of the calls that tell their size. `.attrs["limits"]`: what cannot
+    be told.
     """
     every = calls(timeline)
     waits = _arrivals(timeline, every).set_index("row")
@@ -217,7 +218,7 @@ def by_group(timeline: Timeline) -> pd.DataFrame:
         }
     )
     result = result.sort_values("total_s", ascending=False, kind="stable")
-    return with_origin(result.reset_index(), every)
+    return with_origin(result.reset_index(), every, limits=unseen_ranks(timeline))
 
 
 def bandwidths(table: pd.DataFrame) -> pd.DataFrame:

@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.traces.forensics.block_sizes import ACTIONS, Replay, replay
 from madmax_lib.traces.forensics.frames import Stacks
+from madmax_lib.traces.forensics.history import ACTIONS, Replay, replay
 from madmax_lib.traces.forensics.plain_pickles import load_plain
 from madmax_lib.traces.read.cache import content_sha256
 from madmax_lib.traces.read.events import TraceWarning

@@ -1,9 +1,8 @@
-"""Tables of a memory snapshot (`read_snapshot`), exact to the byte: what fills a GPU,
-since when, and whose it is.
+"""Tables of a memory snapshot (`read_snapshot`): what fills a GPU, since when, and whose
+it is.
 
-The allocated bytes are those of `torch.cuda.memory_allocated()`, whole blocks. Where
-their sizes cannot be told, the requested bytes stand for them, and `exact` is false;
-reserved, requested and pending bytes are always exact.
+The allocated bytes are those of blocks, as `torch.cuda.memory_allocated()` counts, but
+for what `history` says; reserved, requested and pending bytes are exact.
 """
 
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.traces.forensics.block_sizes import Replay
+from madmax_lib.traces.forensics.history import Replay
 from madmax_lib.traces.forensics.read_snapshots import Snapshot, of_device
 from madmax_lib.traces.operators.memory import BEFORE
 
@@ -51,9 +50,8 @@ def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
     allocated_bytes, before_bytes,
     requested_bytes, pending_bytes.
 
-    time_s counts from the first event of all, NaN before torch 2.2. allocated_bytes is
-    NaN where the sizes of blocks cannot be told. pending_bytes: let go, but another
-    stream may still use them.
+    time_s counts from the first event of all, NaN before torch 2.2. pending_bytes: let
+    go, but another stream may still use them.
     """
     parts = []
     for device in _devices(snapshot):
@@ -66,7 +64,7 @@ def snapshot_timeline(snapshot: Snapshot) -> pd.DataFrame:
 def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
     """Peak of the memory allocated on each device: rank, device, peak_bytes, time_s,
     event, before_bytes, reserved_bytes,
-    unused_bytes, requested_bytes, pending_bytes, exact.
+    unused_bytes, requested_bytes, pending_bytes.
 
     The first of equal peaks; event -1 is before the first one. before_bytes: of it,
     from before the recording.
@@ -89,7 +87,6 @@ def snapshot_peak(snapshot: Snapshot) -> pd.DataFrame:
             "unused_bytes": level["reserved_bytes"] - _active_bytes(replay, event),
             "requested_bytes": level["requested_bytes"],
             "pending_bytes": level["pending_bytes"],
-            "exact": replay.exact,
         }
         rows.append(row)
     table = pd.DataFrame(rows)
@@ -202,13 +199,11 @@ def fragmentation(snapshot: Snapshot) -> pd.DataFrame:
 def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
     """Times at which a device had not enough: rank, device, event, time_s, asked_bytes,
     device_free_bytes,
-    reserved_bytes, active_bytes, free_bytes, largest_free_bytes, cause, site; empty
-    where that did not happen.
+    reserved_bytes, active_bytes, free_bytes, cause, site; empty where that did not happen.
 
     free_bytes: in reserved segments. cause: "full", or "fragmented" where they and
-    those of the device would do but lie in pieces. largest_free_bytes is NaN where the
-    sizes of blocks cannot be told. `snapshot_held(at="oom")` tells who held the memory
-    then.
+    those of the device would do but lie in pieces. `snapshot_held(at="oom")` tells who
+    held the memory then.
     """
     rows = []
     for device in _devices(snapshot):
@@ -228,7 +223,6 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
                 reserved,
                 active,
                 reserved - active,
-                replay.largest_free_bytes.get(event, np.nan),
                 "fragmented" if enough else "full",
                 snapshot.stacks["site"].get(oom["stack"], _NO_STACK),
             )
@@ -243,7 +237,6 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
         "reserved_bytes",
         "active_bytes",
         "free_bytes",
-        "largest_free_bytes",
         "cause",
         "site",
     ]
@@ -252,8 +245,7 @@ def out_of_memory(snapshot: Snapshot) -> pd.DataFrame:
 
 def _moment(device, at):
     """Event of a moment, -1 before the first."""
-    replay = device.replay
-    levels = replay.levels["allocated_bytes" if replay.exact else "requested_bytes"]
+    levels = device.replay.levels["allocated_bytes"]
     if at == "oom":
         if not device.ooms:
             where = "rank {rank}, {device}".format(**device.names)

@@ -11,7 +11,6 @@ reductions only the inputs count. Traces have shapes when they were made with
 """
 
 import json
-import re
 from collections.abc import Callable
 from functools import cache, partial
 from math import nan, prod
@@ -32,13 +31,6 @@ _ARITHMETIC = {
 }
 # a third input of others is the output, given as out=
 _THREE_INPUTS = ("addcmul", "addcdiv", "where", "lerp", "clamp")
-_SERVES = r"paged_attention|unified_attention|mha_batch_prefill"
-# of vLLM and SGLang: tokens and query-key pairs of the requests that a batch prefills,
-# and of those that it decodes
-_BATCH = re.compile(
-    r"context_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
-    r"_generation_\d+\(sq(\d+)sk\d+sqsq\d+sqsk(\d+)\)"
-)
 
 
 class _Cost(NamedTuple):
@@ -160,34 +152,6 @@ def operator_costs(table: pd.DataFrame) -> pd.DataFrame:
     costs = pd.DataFrame(costs, columns=_Cost._fields)
     costs = costs.astype({"flops": float, "moved_bytes": float, "dtype": object})
     return costs.iloc[call].set_index(table.index)
-
-
-def served_attention(
-    table: pd.DataFrame, batches: Callable[[np.ndarray], list[str]]
-) -> pd.DataFrame:
-    """flops and dtype of calls (name, shapes, types) that attend to a paged cache, on
-    their index; no other calls.
-
-    batches: gives the names of the annotations around the calls in some rows, which
-    tell the pairs of queries and keys; shapes tell them not.
-    """
-    at = np.flatnonzero(table["name"].str.contains(_SERVES))
-    rows = {}
-    for position, around in zip(at, batches(at) if len(at) else [], strict=True):
-        call = table.iloc[position]
-        if not (counts := _BATCH.search(around)) or not call["shapes"]:
-            continue
-        prefilled, first, decoded, second = map(int, counts.groups())
-        inputs, dtype = _read(call["shapes"], call["types"])
-        # The query: the first input with three dimensions.
-        queries = (shape for shape in inputs.shapes if len(shape) == 3)
-        tokens, heads, width = next(queries, (0, 0, 0))
-        # A kernel may serve the prefill, the decode, or both: its tokens tell which.
-        pairs = {prefilled: first, decoded: second}
-        pairs[prefilled + decoded] = first + second
-        flops = 4.0 * pairs.get(tokens, nan) * heads * width
-        rows[table.index[position]] = (flops, dtype or "")
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["flops", "dtype"])
 
 
 def _read(shapes, types, inputs="", strides=""):

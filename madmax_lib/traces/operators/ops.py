@@ -7,15 +7,16 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 """
 
 import re
+import warnings
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
-from madmax_lib.traces.operators.op_flops import operator_costs, served_attention
+from madmax_lib.traces.operators.op_flops import operator_costs
+from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
 from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
@@ -71,8 +72,8 @@ def operators(timeline: Timeline, *, by_shape: bool = False) -> pd.DataFrame:
 
 
 def modules(timeline: Timeline) -> pd.DataFrame:
-    """Work of each nn.Module on each rank, longest own device time first; empty without
-    module spans (with_stack).
+    """Work of each nn.Module on each rank, longest own device time first; empty, with a
+    TraceWarning, without module spans.
 
     module: name as recorded, type: its class, inside: the module around its first call.
     count: calls. host_s, device_s,
@@ -85,6 +86,9 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     spans = timeline.spans
     calls, work = operator_calls(timeline)
     is_module = spans["name"].str.contains(_MODULE) & (spans["stream"] < 0)
+    if not is_module.any():
+        text = "no modules are recorded: profile with with_stack=True"
+        warnings.warn(text, TraceWarning, stacklevel=2)
     nest = Nest(spans, np.flatnonzero(is_module))
     # Without a device the operators themselves are the work; else the kernels are.
     host_ns = calls["self_device_ns"].mask(calls["on_device"], 0)
@@ -235,9 +239,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
-    named = table.assign(name=calls["name"])
-    costs = operator_costs(named)
-    costs.update(served_attention(named, partial(_batches, spans, calls)))
+    costs = operator_costs(table.assign(name=calls["name"]))
     # An operator that launched nothing, as in the capture of a graph, moved nothing.
     costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
@@ -250,23 +252,6 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     calls["counted"] = products | nest.within(products)
     return calls, work.assign(call=call)
-
-
-def _batches(spans, calls, rows):
-    """Name of the annotation of a server's batch around the calls in some rows (n,), ""
-    without.
-    """
-    calls = calls.iloc[rows]
-    batches = spans[
-        (spans["kind"] == "annotation")
-        & (spans["stream"] < 0)
-        & spans["name"].str.startswith("execute_")
-    ]
-    # Batches are marked on one thread and run on others: all are taken for one.
-    at = Nest(batches.assign(stream=-1), np.arange(len(batches)))
-    inside = at.at(thread_of(calls.assign(stream=-1)), calls["start_ns"].to_numpy())
-    names = batches["name"].iloc[at.rows].astype(object).tolist()
-    return [names[number] if number >= 0 else "" for number in inside]
 
 
 def _counted(nest, costs):

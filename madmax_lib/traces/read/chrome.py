@@ -8,8 +8,10 @@ holds is read in `salvage`. Format facts: Chrome trace event format; Kineto outp
 to 2026.
 """
 
+import bz2
 import contextlib
 import itertools
+import lzma
 import re
 from collections.abc import Iterator
 
@@ -23,6 +25,7 @@ from madmax_lib.traces.read.events import (
     NotATrace,
     OtherContent,
     RawTrace,
+    uncollected,
 )
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
@@ -44,13 +47,17 @@ _LONGEST = 1 << 23
 _OVERLAP = 1 << 12  # bytes in which the start of an event may be cut by a block
 _KEYS = 100  # positions to try as the start of the events
 _MAGIC = b"\x1f\x8b"
+_PACKED = {b"BZ": bz2.open, b"\xfd7": lzma.open}
 _XPLANE = ".xplane.pb"
 _OTHERS = {  # what a file is that begins so
     b"{": "JSON without traceEvents",
     b"[": "a list, but not of events",
-    b"PK": "a zip archive: unpack it first",
+    b"PK": "a zip archive: call it .zip, or unpack it",
+    **dict.fromkeys(
+        (b"7z\xbc\xaf", b"Rar!", b"(\xb5/\xfd"), "a packed file: unpack it first"
+    ),
     b"SQLite format 3": "a database: unpack an export of Nsight Systems and "
-    "name it .sqlite; from rocprof, export Chrome or Perfetto traces",
+    "name it .sqlite; from rocprof, use rocpd convert --output-format pftrace",
 }
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
@@ -156,16 +163,29 @@ def _text_blocks(trace: RawTrace):
     early and says so.
     """
     with open(trace.path, "rb") as file:
-        packed = file.read(2) == _MAGIC
+        magic = file.read(2)
         file.seek(0)
-        plain = iter(lambda: file.read(_BLOCK), b"")
-        blocks = _inflate(trace, file) if packed else plain
+        blocks = iter(lambda: file.read(_BLOCK), b"")
+        if magic == _MAGIC:
+            blocks = _inflate(trace, file)
+        elif magic in _PACKED:
+            blocks = _unpack(trace, _PACKED[magic](file))
         first = next(blocks, b"")
         if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
-            yield from chrome_text(trace, b"".join((first, *blocks)))
+            with uncollected():
+                yield from chrome_text(trace, b"".join((first, *blocks)))
         else:
             yield first
             yield from blocks
+
+
+def _unpack(trace: RawTrace, stream):
+    """Text of a file of bzip2 or xz."""
+    try:
+        while block := stream.read(_BLOCK):
+            yield block
+    except (EOFError, OSError, lzma.LZMAError) as error:
+        trace.damage = f"damaged file ({error})"
 
 
 def _inflate(trace: RawTrace, file):

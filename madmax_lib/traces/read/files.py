@@ -1,9 +1,15 @@
-"""Files that hold the traces of a run: by name, pattern, list, directory or
+"""Files that hold the traces of a run: by name, pattern, list, directory, archive or
 torchtitan's `iteration_N` folders.
 """
 
+import atexit
 import re
+import shutil
+import tarfile
+import tempfile
 import warnings
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +17,9 @@ from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.readers import TRACE_SUFFIXES, reader_of
 
 _ITERATION = re.compile(r"iteration_(\d+)$")
+_ARCHIVE = re.compile(r"\.(?:zip|tgz|tar(?:\.gz|\.bz2|\.xz)?)$")
+# below a folder without traces, from the nearest; the last two are TensorBoard's
+_DEEPER = ("*", "*/*", "plugins/profile/*", "*/plugins/profile/*")
 
 
 def find_traces(
@@ -39,31 +48,76 @@ def find_traces(
             f"{path}: only Nsight Systems can read this report; nsys export --type "
             "sqlite writes one that can be read here"
         )
+    if path.is_file() and _ARCHIVE.search(path.name):
+        path = _unpacked(path)
     if not path.is_dir():
         return [path]
     traces = _in_folder(path)
     if (not traces or iteration is not None) and iterations(path):
         traces = _in_folder(iteration_folder(path, iteration))
+    return traces or _deeper(path)
+
+
+def _unpacked(path: Path):
+    """Folder with what an archive holds, which is there as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="madmax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(folder)
+        else:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+    except (EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise ValueError(f"{path}: damaged archive ({error})") from None
+    return folder
+
+
+def _deeper(path: Path):
+    """Traces of the folders below one that has none: of those that a rank names
+    together, else of the only one, of TensorBoard's the last.
+    """
+    for pattern in _DEEPER:
+        inside = [each for each in sorted(path.glob(pattern)) if each.is_dir()]
+        if folders := [folder for folder in inside if _in_folder(folder)]:
+            break
+    # the name of a file may tell a rank too, but those of another folder are another run
+    is_rank = [rank_in_name(folder / "trace") is not None for folder in folders]
+    if not all(is_rank):
+        if len(folders) > 1 and not pattern.endswith("profile/*"):
+            names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
+            raise ValueError(
+                f"{path}: no trace files in this directory; its folders {names} have "
+                "some: name one of them"
+            )
+        folders = folders[-1:]
+    names = ", ".join(str(folder.relative_to(path)) for folder in folders)
+    traces = [trace for folder in folders for trace in _in_folder(folder)]
     if not traces:
-        folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
-        inside = [folder.name for folder in folders if _in_folder(folder)]
-        hint = f"; its folders {', '.join(inside[:5])} have some" if inside else ""
         raise ValueError(
-            f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory{hint}"
+            f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory"
         )
+    text = f"{path}: no trace files in this directory; read are those of {names}"
+    warnings.warn(text, TraceWarning, stacklevel=4)  # the line that called read_trace
     return traces
 
 
 def rank_in_name(path: Path) -> int | None:
     """Rank that a file name tells: rank-3.json, worker7_step_12.json.gz, vLLM's
-    dp0_pp0_tp3_rank3, SGLang's 17-TP-3.
+    dp0_pp0_tp3_rank3, SGLang's 17-TP-3; else the name of its folder, rank_3.
 
     >>> rank_in_name(Path("trace_rank12.json.gz")), rank_in_name(Path("1756-TP-3.trace.json.gz"))
     (12, 3)
     """
-    for word in ("rank", "worker", "gpu", "device", r"\bTP"):
-        if match := re.search(rf"{word}[-_.]?(\d+)", path.name, re.IGNORECASE):
-            return int(match[1])
+    words = ("rank", "worker", "gpu", "device", r"\bTP")
+    # a folder's whole name, as of one per rank
+    places = [(path.name, ""), (path.parent.name, "$")]
+    for name, end in places:
+        for word in words:
+            pattern = rf"{'^' * bool(end)}{word}[-_.]?(\d+){end}"
+            if match := re.search(pattern, name, re.IGNORECASE):
+                return int(match[1])
     return None
 
 
@@ -74,13 +128,17 @@ def _in_folder(folder: Path):
         parts = re.split(r"(\d+)", path.name)
         return [int(part) if part.isdigit() else part for part in parts]
 
-    files = [
+    named = [
         path
         for path in folder.iterdir()
-        if path.is_file()
-        and path.suffix in TRACE_SUFFIXES
-        and not path.name.startswith(".")
+        if path.suffix in TRACE_SUFFIXES and not path.name.startswith(".")
     ]
+    files = [path for path in named if path.is_file()]
+    if broken := [path for path in named if path.is_symlink() and not path.exists()]:
+        text = (
+            f"{broken[0]}: a link to a file that is not there, {broken[0].readlink()}"
+        )
+        warnings.warn(text, TraceWarning, stacklevel=5)
     # a database beside the profiler's traces is not one of them
     traces = [path for path in files if reader_of(path) is None]
     return sorted(traces or files, key=natural_order)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.side_tables import SideTables
@@ -28,13 +27,11 @@ from madmax_lib.traces.read.files import (
 )
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
+from madmax_lib.traces.read.pattern import cut_by_pattern
 from madmax_lib.traces.read.readers import Reader, reader_of
 from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 
 def read_trace(
@@ -43,19 +40,21 @@ def read_trace(
     hta_compatible: bool = False,
     iteration: int | None = None,
     kinds: str | Path | None = None,
-    client: Client | None = None,
+    client=None,
 ) -> Timeline:
     """Read traces of one or many ranks: the profiler's, or SQLite exports of Nsight
     Systems (`nsys`).
 
     source: a file (plain or gzip, whatever its name), a pattern such as
-    runs/*/rank*.json, a directory, or a list of them. Of a directory all traces, or
+    runs/*/rank*.json, a directory, a zip or tar archive, or a list of them. Of a
+    directory all traces, those of its folders rank_0, rank_1, ..., TensorBoard's last, or
     those of the newest `iteration_N` folder in torchtitan's layout; of several cycles
     per rank (`repeat=2`) the last. `iteration` chooses another: N, or the cycle from 0.
-    kinds: CSV with rows to put before `data/kernel_kinds.csv`. client: a
-    dask.distributed client whose workers see the same files; without one, large sets
-    are read in local processes. Nothing is ever written beside the input; what was read
-    is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
+    kinds: CSV with rows to put before `data/kernel_kinds.csv`. Large sets are read in
+    local processes, or by the workers of client, any executor that sees the same files.
+    Steps that nothing marks are found by what recurs (`pattern`), with a TraceWarning.
+    Nothing is ever written beside the input; what was
+    read is kept in the user's cache folder unless MADMAX_NO_CACHE=1. A file of a directory
     that fails costs its own rank, with a TraceWarning and in
     `meta.provenance["unread"]`. Raises FileNotFoundError, and ValueError with file and
     reason for what is no trace, or of another job (`jobs`). See also: mm.breakdown,
@@ -66,11 +65,12 @@ def read_trace(
     # the first file of another format decides; files of two formats are refused
     reader = next(filter(None, map(reader_of, paths)), None)
     if reader:
-        return _read_others(reader, paths, hta_compatible, kinds)
+        return cut_by_pattern(_read_others(reader, paths, hta_compatible, kinds))
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
     listed = isinstance(source, (list, tuple))
     folder = None if listed else Path(source).expanduser()
-    in_folder = folder is not None and folder.is_dir()
+    # or in an archive
+    in_folder = folder is not None and folder.exists() and paths != [folder]
     timelines, failures = _read_files(paths, read, client)
     iteration_folders = in_folder and iterations(folder)
     if not timelines and iteration_folders:
@@ -93,8 +93,8 @@ def read_trace(
         of_rank = hta_rows(of_rank)
     joined = concat(list(of_rank.values()))
     if unread:
-        return _with_provenance(joined, joined.side_tables, unread=unread)
-    return joined
+        joined = _with_provenance(joined, joined.side_tables, unread=unread)
+    return joined if hta_compatible else cut_by_pattern(joined)
 
 
 def _read_others(

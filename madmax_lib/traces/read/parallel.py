@@ -1,8 +1,7 @@
-"""Traces of many ranks read at once, in local processes or by the workers of a dask
-cluster.
+"""Traces of many ranks read at once, in local processes or by an executor.
 
-One code path: the executor is a process pool bounded by cores and memory, or the
-client's. A file that fails, or whose process dies, costs its own rank only.
+A pool is bounded by cores and memory. A file that fails, or whose process dies, costs
+its own rank only.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Executor, wait
+from concurrent.futures import Executor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from madmax_lib.base.executors import as_they_end
 from madmax_lib.base.progress import bar
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 Result = TypeVar("Result")
 # of JSON text for each process; to start one costs as much as to read half of that
@@ -27,32 +25,24 @@ _GZIP_RATIO = 18  # of profiler traces, seen 11 to 30
 _PEAK_BYTES = 250 << 20  # of a reading process: imports and one piece
 _PEAK_PER_BYTE = 0.3  # and what it keeps, per byte of JSON text
 _RETRIES = 2  # of a file whose process died
-_PATIENCE_S = 60  # without any dask worker
-
-
-class _LostError(TimeoutError):
-    """No worker executes the task of a file, though there are workers."""
 
 
 def read_all(
-    read: Callable[[Path], Result], paths: Sequence[Path], client: Client | None = None
+    read: Callable[[Path], Result], paths: Sequence[Path], client=None
 ) -> dict[Path, Result | Exception]:
     """Result of `read` for each path, or the exception that it raised, in order of the
     paths.
 
-    read: a function that can be pickled. client: a dask.distributed client whose
-    workers see the same files.
+    read: a function that can be pickled. client: an executor whose workers see the
+    same files.
     """
-    workers = len(paths) if client is not None else _local_workers(paths)
+    if client is not None:
+        files = dict(zip(paths, paths, strict=True))
+        results = dict(as_they_end(client, partial(_outcome, read), files))
+        return {path: results[path] for path in paths}
+    workers = _local_workers(paths)
     if workers <= 1:
         return {path: _outcome(read, path) for path in _progress(paths, len(paths))}
-    if client is not None:
-        executor = client.get_executor(retries=_RETRIES, pure=False)
-        results = _gather(executor, read, paths, client)
-        # dask blames every task of a worker that dies, and may lose one
-        for path in _whose_process_died(results):
-            results |= _gather(executor, read, [path], client)
-        return results
     # unlike multiprocessing it neither forks a threaded process nor runs the caller's
     # script again
     import loky
@@ -60,66 +50,21 @@ def read_all(
     with loky.ProcessPoolExecutor(workers) as pool:
         results = _gather(pool, read, paths)
     for _ in range(_RETRIES):
-        for path in _whose_process_died(results):
+        broken = loky.process_executor.BrokenProcessPool
+        for path in [key for key, each in results.items() if isinstance(each, broken)]:
             # one process that dies takes its whole pool along: each file gets a pool
             with loky.ProcessPoolExecutor(1) as single:
                 results |= _gather(single, read, [path])
     return results
 
 
-def _whose_process_died(results: dict):
-    # by name: what they come from is imported where it is used
-    deaths = {"BrokenProcessPool", _LostError.__name__, "KilledWorker"}
-    return [
-        path
-        for path, result in results.items()
-        if deaths & {kind.__name__ for kind in type(result).__mro__}
-    ]
-
-
-def _gather(
-    executor: Executor, read, paths: Sequence[Path], client: Client | None = None
-):
+def _gather(executor: Executor, read, paths: Sequence[Path]):
     futures = {executor.submit(_outcome, read, path): path for path in paths}
     results = dict.fromkeys(paths)  # in order of the paths, not in that of their ends
-    for future in _progress(_as_they_end(set(futures), client), len(paths)):
-        try:
-            result = future.result()
-        except CancelledError:
-            if client.scheduler_info()["workers"]:
-                result = _LostError(f"no dask worker at work for {_PATIENCE_S} s")
-            else:
-                result = TimeoutError(f"no dask worker for {_PATIENCE_S} s")
-        except Exception as reason:
-            # the process is gone, or its result does not travel
-            result = reason
-        results[futures[future]] = result
+    for future in _progress(as_completed(futures), len(paths)):
+        # where the process is gone, or its result does not travel
+        results[futures[future]] = future.exception() or future.result()
     return results
-
-
-def _as_they_end(pending: set, client: Client | None):
-    """Futures in the order in which they end; those that no worker does are cancelled."""
-    while pending:
-        # a local pool always ends: its processes finish or break it
-        timeout = _PATIENCE_S if client else None
-        done, pending = wait(pending, timeout, return_when="FIRST_COMPLETED")
-        if not done and not _at_work(client):
-            for future in pending:
-                future.cancel()
-            done = pending
-            pending = set()
-        yield from done
-
-
-def _at_work(client: Client):
-    """Whether a worker is executing anything: dask may wait for ever for a task whose
-    worker died and came back.
-    """
-    workers = client.scheduler_info()["workers"].values()
-    counts = [worker["metrics"].get("task_counts", {}) for worker in workers]
-    return any(
-        count.get(state) for count in counts for state in ("executing", "long-running")
-    )
 
 
 def _outcome(read: Callable[[Path], Result], path: Path):

@@ -176,10 +176,14 @@ class _Packets:
 
     def _track_event(self, event: Message, ts_ns: int, sequence: int):
         names = self.interned[sequence]
-        default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
-        track = _first(event, 11, _first(default, 11, 0))
+        if 11 not in event:  # the track of its sequence
+            default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
+            event = default | event
+        track = _first(event, 11, 0)
         kind = _first(event, 9, 0)
-        if kind not in (_BEGIN, _END):
+        if kind == _END:  # which names nothing
+            self.marks.append((kind, track, ts_ns, "", "", ""))
+        if kind != _BEGIN:
             return
         name = _text(event, 23, names["name"].get(_first(event, 10, 0), ""))
         category = names["category"].get(_first(event, 3, 0), "")
@@ -196,16 +200,18 @@ class _Packets:
 
     def lines(self, base_ns: int) -> Iterator[str]:
         """The events as lines of JSON."""
-        for (_, track, ts_ns, *texts), end_ns in _pairs(self.marks):
-            text = self._line(track, *texts)
+        thread_of = lru_cache(self._thread)  # few threads have many slices
+        for (_, track, ts_ns, name, category, args), end_ns in _pairs(self.marks):
+            thread, on_gpu = thread_of(track)
+            # a name tells its category on a stream of a GPU where none is written
+            unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
+            text = _line(category or unlabelled, name, thread, args)
             yield _timed(text, ts_ns - base_ns, end_ns - ts_ns)
         for ts_ns, dur_ns, text in self.rows:
             yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _line(self, number: int, name: str, category: str, args: str):
-        """Row of a slice; its name tells its category on a stream of a GPU where none
-        is written.
-        """
+    def _thread(self, number: int):
+        """(pid, tid) of a track, and whether it is a stream of a GPU."""
         track = self.tracks.get(number, {})
         parent = self.tracks.get(_first(track, 5, 0), {})
         thread = _message(_first(track, 4, b""))
@@ -213,9 +219,7 @@ class _Packets:
         pid = _first(thread, 1, _first(process, 1, 0))
         tid = _first(thread, 2, number)
         tid = 1 if tid == _NO_STREAM else tid  # as in cuspy's JSON
-        on_gpu = _text(process, 6, "").startswith("GPU ")
-        unlabelled = _UNLABELLED.get(name, "kernel") if on_gpu else "cpu_op"
-        return _line(category or unlabelled, name, (pid, tid), args)
+        return (pid, tid), _text(process, 6, "").startswith("GPU ")
 
 
 def _pairs(marks: list[tuple]):

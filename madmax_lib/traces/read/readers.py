@@ -25,6 +25,7 @@ class Provenance(TypedDict, total=False):
     damaged: dict[str, str]  # by rank: why its file ends early
     collectives: dict[str, str]  # by name of a span: what a user's table says it is
     unread: dict[str, str]  # by name of a file that was left out: the reason
+    steps: str  # how many were found by their pattern; absent where steps are marked
 
 
 class Reader(NamedTuple):
@@ -43,8 +44,13 @@ class Reader(NamedTuple):
 _READERS = (
     Reader(".sqlite", "Nsight Systems", "madmax_lib.traces.nsys", "read_exports"),
 )
-# what a folder is searched for; a file that is named may be called anything
-TRACE_SUFFIXES = (".json", ".gz", ".pftrace", *(reader.suffix for reader in _READERS))
+# what a folder is searched for; a file that is named may be called anything. The last
+# two are no traces, which reading them says
+TRACE_SUFFIXES = (
+    *(".json", ".gz", ".bz2", ".xz", ".pftrace", ".perfetto-trace"),
+    *(reader.suffix for reader in _READERS),
+    *(".pb", ".db"),
+)
 
 
 def reader_of(path: Path) -> Reader | None:

@@ -8,7 +8,6 @@ text alone, whatever is wrong with it.
 
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import re
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from madmax_lib.traces.read.events import EXACT, Event, RawTrace
+from madmax_lib.traces.read.events import EXACT, Event, RawTrace, uncollected
 
 # control characters to spaces, which are valid inside and outside of text
 _CONTROL = bytes(32 if i < 32 else i for i in range(256))
@@ -59,13 +58,8 @@ def _decode(decoder: msgspec.json.Decoder, text: bytes):
     """The list whose brackets the text lacks."""
     if not text.endswith(b"}"):
         text = text.rstrip().removesuffix(b",")  # a comma after the last item
-    collecting = gc.isenabled()
-    gc.disable()  # millions of small objects and not one cycle
-    try:
+    with uncollected():
         return decoder.decode(b"[" + text + b"]")
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def decode_piece(

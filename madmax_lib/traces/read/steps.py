@@ -29,11 +29,14 @@ _SERVED = (
 )
 
 
-def assign_steps(spans: pd.DataFrame) -> np.ndarray:
-    """Step number (n,) int32 of the spans of one rank, -1 outside of all steps."""
+def assign_steps(spans: pd.DataFrame, steps: np.ndarray | None = None) -> np.ndarray:
+    """Step number (n,) int32 of the spans of one rank, -1 outside of all steps.
+
+    steps: as `step_spans` gives them, which is the default.
+    """
     if not len(spans):
         return np.zeros(0, dtype=np.int32)
-    steps = step_spans(spans)
+    steps = step_spans(spans) if steps is None else steps
     if steps is None:
         return np.zeros(len(spans), dtype=np.int32)
     step = _by_time(spans["start_ns"].to_numpy(), steps)

@@ -9,14 +9,11 @@ every call on every stream, where HTA knows only some names. The host of a simul
 timeline is not simulated: no launches.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
-from madmax_lib.traces.tables import ratio
 
 # launch time of work without a launch: before everything
 _NO_LAUNCH_NS = np.iinfo(np.int64).min
@@ -196,38 +193,6 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=columns).astype(
         dict.fromkeys(("count", "min", "max"), "int64")
     )
-    return with_origin(table, timeline)
-
-
-def launch_floor(
-    timeline: Timeline, launch_s: float, speedups: Sequence[float]
-) -> pd.DataFrame:
-    """Gain by faster devices when each computation still costs a launch: rank,
-    speedup, step_s, free_s, share.
-
-    Of the compute spans of a rank (kernels, or top-level operators on a CPU) with
-    durations d, per step: step_s = sum max(d / speedup, launch_s), free_s = sum d /
-    speedup, share = 1 - free_s / step_s. One launch per span, one after the other, and
-    the host does nothing else: a lower bound, as an operator may need several kernels.
-    Raises ValueError for a launch_s that is negative or a speedup that is not positive.
-    """
-    factors = np.asarray(speedups, dtype=float)
-    if launch_s < 0 or not (factors > 0).all():
-        raise ValueError(
-            f"launch_s={launch_s} must not be negative, and every one of "
-            f"speedups={speedups} above 0"
-        )
-    compute = timeline.spans[timeline.spans["kind"] == "compute"]
-    rows = []
-    for rank, part in compute.groupby("rank"):
-        dur_s = part["dur_ns"].to_numpy() / NS_PER_S
-        steps = max((part["step"].unique() >= 0).sum(), 1)
-        for factor in factors:
-            floor_s = np.maximum(dur_s / factor, launch_s).sum()
-            free_s = dur_s.sum() / factor
-            rows.append((rank, factor, floor_s / steps, free_s / steps))
-    table = pd.DataFrame(rows, columns=["rank", "speedup", "step_s", "free_s"])
-    table["share"] = 1 - ratio(table["free_s"], table["step_s"])
     return with_origin(table, timeline)
 
 

@@ -125,13 +125,13 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     ), counted
 
 
-def lacks_step_marks(timeline: Timeline) -> bool:
-    """Whether nothing marks the steps of a recording, so that all of it counts as one."""
-    return (
-        timeline.meta.source == "measured"
-        and timeline.steps == [0]
-        and not steps(timeline)["annotated"].any()
-    )
+def step_note(timeline: Timeline) -> str:
+    """Words on the steps of a recording in which nothing marks them, else ""."""
+    if timeline.meta.source != "measured":
+        return ""
+    if timeline.steps == [0] and not steps(timeline)["annotated"].any():
+        return "no step marks: the whole recording counts as one step"
+    return timeline.meta.provenance.get("steps", "")
 
 
 def step_periods(timeline: Timeline) -> pd.DataFrame:

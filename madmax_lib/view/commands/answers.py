@@ -34,6 +34,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from madmax_lib.base.extras import with_extra
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -150,7 +152,7 @@ def envelope(
     lists = {"inputs": [], "findings": [], "rows": [], "warnings": list(caught)}
     summary = {}
     if isinstance(answer, Exception):
-        head |= {"status": 2, "error": str(answer)}
+        head |= {"status": 2, "error": str(with_extra(answer))}
     else:
         head |= {"status": answer.status, "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
@@ -288,7 +290,28 @@ def _written(answer, complete, *, markdown):
     """The headline values, then the table with numbers to the right; for GitHub the
     headlines as a list.
     """
+    import pandas as pd
+
     table = answer.table if complete else answer.table.head(_ROWS)
+    head = []
+    tables = []
+    for name, value in _plain(answer.summary).items():
+        # records are a table of their own
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            small = _lines(_in_small_units(pd.DataFrame(value)), markdown)
+            tables.append([f"{name}:", *[""] * markdown, *small])
+        elif value not in (None, "", [], {}):
+            head.append(f"{'- ' * markdown}{name}: {_line(value)}")
+    lines = _lines(table, markdown)
+    left_out = len(answer.table) - len(table)
+    rest = [f"... and {left_out:,} more rows (--all)"] if left_out else []
+    # an empty line before and behind a table of Markdown, without which it is none
+    parts = ["\n".join(part) for part in (head, *tables, lines, rest) if part]
+    return ("\n\n" if markdown else "\n").join(parts)
+
+
+def _lines(table, markdown):
+    """Header and rows of a table, numbers to the right."""
     columns = []
     for name, column in table.items():
         is_number = column.dtype.kind in "iuf"
@@ -300,21 +323,21 @@ def _written(answer, complete, *, markdown):
         align = str.rjust if is_number else str.ljust
         columns.append([align(cell, width) for cell in cells])
     rows = list(zip(*columns, strict=True)) if len(table) else []
-    lines = ["  ".join(row).rstrip() for row in rows]
-    values = _plain(answer.summary)
-    head = [
-        f"{name}: {_line(value)}"
-        for name, value in values.items()
-        if value not in (None, "", [], {})
-    ]
     if markdown:
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        head = [f"- {line}" for line in head]
-    left_out = len(answer.table) - len(table)
-    rest = [f"... and {left_out:,} more rows (--all)"] if left_out else []
-    # an empty line before and behind a table of Markdown, without which it is none
-    parts = ["\n".join(part) for part in (head, lines, rest) if part]
-    return ("\n\n" if markdown else "\n").join(parts)
+        return [f"| {' | '.join(row)} |" for row in rows]
+    return ["  ".join(row).rstrip() for row in rows]
+
+
+def _in_small_units(table):
+    """The table with ms for s and MiB for bytes."""
+    units = {"_s": ("_ms", 1e3), "_bytes": ("_mib", 2.0**-20)}
+    names = {}
+    for name in table.select_dtypes("number"):
+        for ending, (unit, factor) in units.items():
+            if name.endswith(ending) and not name.endswith("per_s"):
+                table[name] = table[name] * factor
+                names[name] = name.removesuffix(ending) + unit
+    return table.rename(columns=names)
 
 
 def _line(value):

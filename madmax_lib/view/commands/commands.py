@@ -1,5 +1,5 @@
-"""`check`, `doctor`, `train`, `bench` and `calibrate` of `python -m madmax_lib`: lines
-or JSON about this machine and what it runs.
+"""`check`, `doctor`, `train`, `record`, `bench` and `calibrate` of `python -m
+madmax_lib`: lines or JSON about this machine and what it runs.
 """
 
 import json
@@ -10,14 +10,15 @@ from argparse import ArgumentTypeError, BooleanOptionalAction
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from madmax_lib.view.commands.answers import add_parser
+from madmax_lib.view.commands.answers import Answer, add_parser, envelope
+from madmax_lib.view.commands.record import record
 
 # others are given as JSON
 _TYPES = {"int": int, "float": float, "str": str, "int | None": int}
 # columns of a bench that only its files have
 _ONLY_IN_FILES = ["machine", "threads", "low_s", "high_s", "backend"]
 _RESULTS = ["run", "strategy", "predicted_s", "measured_s", "error"]
-_RESULTS += ["predicted_exposed_comm", "measured_exposed_comm"]
+_RESULTS += ["inside", "predicted_exposed_comm", "measured_exposed_comm"]
 # one machine has fewer; a slip such as 10000 would start as many processes
 _MOST_RANKS = 1024
 
@@ -34,7 +35,7 @@ def add(commands, words: list[str]) -> None:
         print(text)
         return int("\n  fails " in text)  # as a line of `check` says it
 
-    for command in (doctor, _check, _bench, _calibrate):
+    for command in (doctor, _check, record, _bench, _calibrate):
         add_parser(commands, command.__name__.strip("_"), command, ranks=_ranks)
     train = add_parser(commands, "train", _train)
     # reading them imports the runs, which other commands need not wait for
@@ -209,28 +210,25 @@ def _calibrate(options):
 
     from madmax_lib.calibration.machine.calibrate import calibrate
 
-    names = ("hosts", "network", "minutes", "device", "ranks")
-    values = {name: getattr(options, name) for name in names}
     if options.trace:
         return _calibrate_trace(options)
-    # what is left out keeps the default of `calibrate`
-    asked = {name: value for name, value in values.items() if value is not None}
     if options.rows:
         from madmax_lib.calibration.verdict.row_machine import calibrate_rows
 
         machine = calibrate_rows(options.rows, options.output, options.like)
     else:
-        machine = calibrate(options.output, **asked)
+        names = ("hosts", "minutes", "device", "ranks")
+        asked = {name: getattr(options, name) for name in names}
+        machine = calibrate(options.output, network=options.network or "", **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
         return 0
-    text = "no further run"
-    if len(results):
-        columns = [name for name in _RESULTS if name in results]
-        text = results[columns].to_string(index=False, float_format="{:.3f}".format)
+    columns = [name for name in _RESULTS if name in results]
+    text = results[columns].to_string(index=False, float_format="{:.3f}".format)
+    lines = [text, ""] if len(results) else []
     page = f"all of it: {options.output / 'page.html'}"
-    print("\n".join([text, "", *machine.provenance["notes"], page]))
+    print("\n".join([*lines, machine.verdict, *machine.provenance["notes"], page]))
     return 0
 
 
@@ -238,19 +236,24 @@ def _calibrate_trace(options):
     """The job of a trace, corrected by the options, and its machine."""
     from dataclasses import replace
 
-    from madmax_lib.calibration.job.another_plan import another_plan
-    from madmax_lib.calibration.job.case_of import case_of
+    from madmax_lib.calibration.job.another_plan import another_plan, case_of
     from madmax_lib.plan.plan import Plan
     from madmax_lib.view.commands.trace import read
 
     timeline = read(options.trace)
     job = case_of(timeline, options.cluster)
-    print(f"{job}\n")
     if job.case is None:
-        return 3
+        summary = {"verdict": "cannot tell", "note": str(job).splitlines()[0]}
+        unknown = Answer(job.facts, summary, passed=None)
+        print(envelope("calibrate", unknown) if options.json else job)
+        return unknown.status
+    if not options.json:
+        print(f"{job}\n")
     plan = Plan.parse(options.plan or job.case.plan)
     case = replace(job.case, plan=plan, model=options.model or job.case.model)
-    answer = another_plan(timeline, options.to or plan, case=case)
+    answer = another_plan(
+        timeline, options.to or plan, case=case, global_batch=options.global_batch
+    )
     options.output.mkdir(parents=True, exist_ok=True)
     answer.machine.save(options.output / "machine.json")
     print(json.dumps(_records(answer.kinds.reset_index())) if options.json else answer)

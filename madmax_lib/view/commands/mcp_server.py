@@ -39,12 +39,8 @@ def server(folders: list[str | Path], main: Callable[[list[str]], int]) -> MCPSe
     Raises ImportError without the package mcp, and FileNotFoundError for a folder that
     is not there.
     """
-    try:
-        from mcp.server import MCPServer
-    except ImportError:
-        raise ImportError(
-            "the MCP server needs the package mcp: pip install 'madmax-workbench[mcp]'"
-        ) from None
+    from mcp.server import MCPServer
+
     roots = [Path(folder).expanduser().resolve() for folder in folders]
     if lost := [root for root in roots if not root.is_dir()]:
         raise FileNotFoundError(f"{lost[0]}: no such directory")

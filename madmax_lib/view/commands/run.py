@@ -58,13 +58,12 @@ def _expect(options):
     about["software"] = used(run_of(options)["software"], cluster)
     # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
-    about["tries"] = result.tries.head(3).to_dict("records")
     about["nearest"] = result.nearest[_NEAREST].to_dict("records")
     table = result.explanations
     if timeline is not None:  # then the parts of the step say more
         table = with_origin(result.parts, timeline)
     # only what is surely off fails a pipeline
-    passed = result.verdict in ("fine", "cannot tell")
+    passed = {"fine": True, "cannot tell": None}.get(result.verdict, False)
     return Answer(table, about, inputs(options), passed)
 
 

@@ -3,11 +3,13 @@ that nobody has run.
 """
 
 from argparse import Namespace
+from dataclasses import replace
 
 from madmax_lib import catalog, planner, simulator
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.hardware import Cluster
+from madmax_lib.catalog.hardware import Cluster, Link, node_extent
 from madmax_lib.catalog.software import Software
+from madmax_lib.runs.testbed import bits_per_s
 from madmax_lib.view.commands.answers import Answer, add_command
 
 # options of every training, by the names that estimates take
@@ -19,8 +21,8 @@ _COLUMNS = (
     "communication"
 )
 # columns of a search that are worth a terminal; the table has more
-_SEARCHED = ("plan", "stacks", "launched_s", "step_s", "low_s", "high_s")
-_SEARCHED += ("probability", "why", "limit")
+_SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
+_SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
 _SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
 
 
@@ -48,7 +50,17 @@ def run_of(options: Namespace) -> dict:
 
 def _step(options):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
-    cluster = catalog.cluster(options.cluster, options.nodes, options.devices)
+    extent = (options.nodes, options.devices)
+    if not options.network:
+        cluster = catalog.cluster(options.cluster, *extent)
+        return {"model": options.model, "cluster": cluster, **run_of(options)}
+    cluster = catalog.cluster(options.cluster)
+    used, nodes = node_extent(
+        cluster.name, (cluster.devices_per_node, cluster.nodes), *extent
+    )
+    # the devices of a node share its port
+    link = Link("ethernet", bits_per_s(options.network) / 8 / used)
+    cluster = replace(cluster, inter=link, devices_per_node=used, nodes=nodes)
     return {"model": options.model, "cluster": cluster, **run_of(options)}
 
 
@@ -96,18 +108,34 @@ def _estimate(options):
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
     about |= {"global_batch": options.global_batch, "devices": cluster.world_size}
     about["software"] = used(step["software"], cluster)
+    if options.network:
+        about["assumed"] = (
+            f"{options.network} a node of {cluster.devices_per_node} device(s), over "
+            "which no collective was timed: its latency is a guess"
+        )
+    if options.cluster.endswith(".json"):
+        from madmax_lib.calibration.machine.machine import machine
+
+        about["calibration"] = machine(options.cluster).verdict
     return Answer(table, about, inputs(options))
 
 
 def _search(options):
+    # what is no stack that one's own is built on is a recipe
+    recipe = None
+    if options.like not in set(catalog.table("software")["name"]):
+        recipe = options.like
+        options.like = None
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
-    result = planner.search(**_priced(options), **asked)
+    result = planner.search(**_priced(options), **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
+    if recipe:
+        best = result.beats
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import traces
 from madmax_lib.base.atomic import write_text
+from madmax_lib.runs.ready import summary_line
 from madmax_lib.view.commands.answers import Answer, add_command
 from madmax_lib.view.notebooks.page import page
 
@@ -23,6 +25,8 @@ _BASELINES = Path(".madmax")
 _MOST = 4  # devices and failures in a summary
 _MOST_OPERATIONS = 3  # that differ most
 _LEAST_STEPS = 12  # of a log, below which nobody can tell who is late
+_LOOK_S = 0.2  # for ranks whose trace is not there yet, a minute long
+_LOOKS = 300
 _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
@@ -47,26 +51,30 @@ def read(paths: list[str]) -> Timeline:
 
 
 def _ranks(timeline):
-    """Number of ranks that have a trace, and of those of the job that have none."""
+    """Number of ranks that have a trace, of those of the job that have none, and a word
+    on steps that nothing marks.
+    """
+    from madmax_lib.traces.tables import unseen_ranks
+    from madmax_lib.traces.waits.step_times import step_note
+
     about = {"ranks": len(timeline.ranks)}
-    # a rank stands for others where a simulation drew one of several alike
-    present = sum(map(len, timeline.meta.represents.values()))
-    if timeline.meta.world_size > present:
-        about["ranks_without_trace"] = timeline.meta.world_size - present
+    if unseen := unseen_ranks(timeline):
+        about["missing"] = unseen[0]
+    if note := step_note(timeline):
+        about["note"] = note
     return about
 
 
 def _breakdown(options):
-    from madmax_lib.traces.waits.step_times import lacks_step_marks
-
     timeline = read(options.traces)
-    about = _ranks(timeline)
-    about |= {"steps": len(timeline.steps), "device": timeline.meta.device}
-    # without ProfilerStep marks a recording is one long step
-    if lacks_step_marks(timeline):
-        about["note"] = "no step marks: the whole recording counts as one step"
     table = traces.breakdown(timeline, steps=True)
-    return Answer(table, about | _per_step(table))
+    about = {
+        **_ranks(timeline),
+        "steps": len(timeline.steps),
+        "device": timeline.meta.device,
+        **_per_step(table),
+    }
+    return Answer(table, about)
 
 
 def _span(text):
@@ -123,8 +131,11 @@ def _recordings(paths):
 
     if len(paths) > 1 and not all(Path(path).is_file() for path in paths):
         return [recording for path in paths for recording in _recordings([path])]
-    if not Path(paths[0]).exists():
-        baseline = sorted((_BASELINES / paths[0]).glob("*.parquet"))
+    path = Path(paths[0])
+    if path.suffix == ".parquet" and path.is_file():
+        return [Timeline.load(path)]
+    if not path.exists():
+        baseline = sorted((_BASELINES / path).glob("*.parquet"))
         if baseline:
             return [Timeline.load(path) for path in baseline]
     try:
@@ -334,6 +345,11 @@ def _report(options):
     if output.is_dir():
         need = "give the name of a file for the report"
         raise IsADirectoryError(f"{output}: is a directory, {need}")
+    folder = Path(options.traces[0])
+    for _ in range(_LOOKS):
+        if len([*folder.glob("trace_rank*")]) >= options.ranks:
+            break
+        time.sleep(_LOOK_S)
     if log := _log(options):
         tables = (traces.find_late(log), traces.step_table(log))
         text = "<p>".join(table.to_html(index=False) for table in tables)
@@ -352,9 +368,11 @@ def _report(options):
     # the page has warm-up too, the advice is about the steady steps
     timeline, steps = steady_state(recording)
     causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
-    about = {
-        "page": str(path),
-        "ranks": len(recording.ranks),
+    about = {"page": str(path)}
+    if options.baseline:
+        about["baseline"] = str(recording.save(options.baseline))
+        about["overlap"] = summary_line(recording)
+    about |= _ranks(recording) | {
         "spans": len(recording),
         "steps": len(steps),
         "advice": causes.to_dict("records"),

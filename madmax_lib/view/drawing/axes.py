@@ -1,5 +1,5 @@
-"""How a picture begins and ends: new axes and panels, small texts, legends, and
-`finish`, which keeps the table.
+"""How a picture begins and ends: new axes and panels, small texts, and `finish`, which
+draws the legend and keeps the table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +39,10 @@ class Frame:
     xticks: Sequence[float] | None = None
     xscale: str | None = None
     yscale: str | None = None
-    key: Mapping[str, Fill] | Sequence | None = None  # entries of the legend
-    where: str = "below"  # it and `columns` as of `legend`
-    columns: int | None = None
+    # entries of the legend: where only `where` is given, what was drawn with a label
+    key: Mapping[str, Fill] | Sequence | None = None
+    where: str = ""  # below, beside, or a location of matplotlib's
+    columns: int | None = None  # of the legend
     # what tells where the numbers come from (by default the table that is drawn), or
     # that provenance itself
     origin: Timeline | pd.DataFrame | dict | None = None
@@ -101,12 +102,7 @@ def log_axis(
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(
-    ax: Axes,
-    entries: Mapping[str, Fill] | Sequence | None = None,
-    where: str = "below",
-    columns: int | None = None,
-) -> None:
+def _legend(ax, entries, where, columns):
     """A legend below the axes, beside them, or at a location that matplotlib knows.
 
     entries: labels with their fills, or entries of `patch_key`, `mark_key`, `line_key`;
@@ -155,8 +151,8 @@ def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
         "ylim": frame.ylim,
     }
     ax.set(**{name: value for name, value in settings.items() if value is not None})
-    if frame.key is not None:
-        legend(ax, frame.key, frame.where, frame.columns)
+    if frame.key is not None or frame.where:
+        _legend(ax, frame.key, frame.where or "below", frame.columns)
     origin = table if frame.origin is None else frame.origin
     if isinstance(origin, pd.DataFrame):
         table.attrs.update(origin.attrs)

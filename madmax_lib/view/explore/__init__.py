@@ -1,1 +1,1 @@
-"""What if I turn this knob? Explorers, canvas, Perfetto."""
+"""What if I turn this knob? Explorers and a canvas of timelines."""

@@ -50,8 +50,7 @@ def view_timeline(*timelines: Timeline, titles: Sequence[str] = ()) -> TimelineV
 
     Each starts at its own first device work. titles: one for each, by default their
     source, device and plan. Raises ValueError for none, for one without device work,
-    and for titles that are not as many. See also: mm.plot_timeline,
-    mm.view_in_perfetto.
+    and for titles that are not as many. See also: mm.plot_timeline.
     """
     return TimelineView(*timelines, titles=titles)
 

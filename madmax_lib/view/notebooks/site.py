@@ -37,7 +37,7 @@ _STYLE = Path(__file__).with_name("site.css").read_text()
 _STYLE += HtmlFormatter(style="default").get_style_defs(".highlight")
 _DOCS = PROJECT / "docs"
 # a link within the repository; those with a colon or a # lead elsewhere
-_TARGET = re.compile(r'(href|src)="([^":#]+)')
+_TARGET = re.compile(r'(href|src)="([^":#]+)(?=["#])')
 _MEDIA_TYPES = {".svg": "svg+xml", ".png": "png"}
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -43,7 +43,7 @@ def plot_timeline(
     given), in ms from its start.
 
     Raises ValueError for a step that the timeline does not have.
-    See also: mm.view_timeline, mm.view_in_perfetto, mm.save_figure.
+    See also: mm.view_timeline, mm.save_figure.
     """
     require_type("timeline", timeline, Timeline)
     spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]

@@ -16,7 +16,6 @@ from madmax_lib.view.drawing import (
     fill_of,
     finish,
     grid,
-    legend,
     log_axis,
     new_axes,
     rank_labels,
@@ -101,7 +100,6 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
     log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
-    legend(ax, where="beside")
     best = fast_gb_per_s.idxmax()
     name = _name(points["collective"][best]).capitalize()
     size = format_bytes(size_bytes[best])
@@ -111,6 +109,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{name} reaches {fast_gb_per_s[best]:.3g} GB/s with {size}",
         x="message size",
         y="bus bandwidth [GB/s]",
+        where="beside",
         origin=table,
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.calibration.judge.identifiability import STATES
+from madmax_lib.calibration.judge.intervals import STATES
 from madmax_lib.calibration.scale import scaled
 from madmax_lib.view.drawing import (
     COLORS,
@@ -16,7 +16,6 @@ from madmax_lib.view.drawing import (
     bars,
     fill_of,
     finish,
-    legend,
     line_key,
     mark_key,
     new_axes,
@@ -52,7 +51,7 @@ def plot_constants(
     """Every fitted constant between its bounds, in the scale of the fit: prior (grey),
     90 % interval, fitted value.
 
-    table: `identifiability.constants_of`; sigma: prior widths by name. Colours: the
+    table: `calibration.constants_of`; sigma: prior widths by name. Colours: the
     states.
     """
     # 0 is the lower bound of a constant and 1 its upper one, so that all share an axis
@@ -157,7 +156,6 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         zorder=0,
         label=within,
     )
-    legend(ax, where="upper left")
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
     columns = [
@@ -176,6 +174,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",
+        where="upper left",
         xscale="log",
         yscale="log",
         xlim=ends,

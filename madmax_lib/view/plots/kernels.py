@@ -7,7 +7,6 @@ from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
     finish,
-    legend,
     lines,
     log_axis,
     new_axes,
@@ -51,7 +50,6 @@ def plot_kernel_rates(
     log_axis(ax, "x", table[size].min(), table[size].max(), text)
     log_axis(ax, "y", lowest, table["roof"].max(), "{:g}".format)
     ax.grid(axis="y")
-    legend(ax, where="beside")
     share = (table["rate"] / table["roof"]).groupby(table["device"]).max()
     title = f"{share.idxmax()} comes nearest to its data sheet, {share.max():.0%} of it"
-    return finish(ax, table, title, x=x, y=y, origin=table)
+    return finish(ax, table, title, x=x, y=y, where="beside", origin=table)

@@ -12,7 +12,6 @@ from madmax_lib.view.drawing import (
     bar_chart,
     empty,
     finish,
-    legend,
     lines,
     new_axes,
     row_label,
@@ -127,7 +126,6 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         linewidth=1,
         drawstyle="steps-post",
     )
-    legend(ax, where="beside")
     longest = data["length"].max()
     return finish(
         ax,
@@ -135,6 +133,7 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
         f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
         x="time [ms]",
         y="launches waiting",
+        where="beside",
         xlim=(0, None),
         ylim=(0, None),
         origin=series,
@@ -232,36 +231,3 @@ def _steps_title(counted, steps):
     ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
     left_out = steps - len(counted)
     return f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
-
-
-def plot_launch_floor(
-    table: pd.DataFrame, ax: Axes | None = None, *, launch_s: float | None = None
-) -> Axes:
-    """Step time over device speed, with and without the cost of launches, mean over the
-    ranks, of `launch_floor`.
-    """
-    if not len(table):
-        return empty(ax, table, "No computation in this trace")
-    mean = table.groupby("speedup")[["step_s", "free_s", "share"]].mean().reset_index()
-    ax = ax or new_axes(height=2.9, width=5.2)
-    label = "every computation costs a launch"
-    label += f" of {format_s(launch_s)}" if launch_s else ""
-    speed = mean["speedup"]
-    step_ms = mean["step_s"] * 1e3
-    free_ms = mean["free_s"] * 1e3
-    color = COLORS["compute"]
-    ax.plot(speed, step_ms, color=color, marker="o", markersize=3, label=label)
-    ax.plot(speed, free_ms, color=color, linestyle="--", label="launches are free")
-    # the area between is what launches cost
-    ax.fill_between(speed, free_ms, step_ms, color=COLORS["idle"], alpha=0.6)
-    legend(ax, where="lower left")
-    share = mean["share"]
-    return finish(
-        ax,
-        mean,
-        f"Launches are {share.min():.0%} to {share.max():.0%} of a step",
-        x="device speed, relative to the traced one",
-        y="computation in a step [ms]",
-        xscale="log",
-        yscale="log",
-    )

@@ -108,14 +108,12 @@ def _tables(source):
         series["time_s"] = series.groupby(["rank", "device"]).cumcount() / 1e3
         peaks["time_s"] = peaks["event"] / 1e3
         peaks["moment"] = "event " + peaks["event"].astype(str)
-    # what was asked for, where sizes of blocks cannot be told
-    level = series["allocated_bytes"].fillna(series["requested_bytes"])
     holders = snapshots.snapshot_held(source, top=3).rename(
         columns={"site": "operator"}
     )
     # the innermost frame of a stack "f < g < h"
     holders["operator"] = holders["operator"].str.split(" < ").str[0]
-    return _Tables(series.assign(allocated_bytes=level), peaks, holders)
+    return _Tables(series, peaks, holders)
 
 
 def plot_held(

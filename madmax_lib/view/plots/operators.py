@@ -43,7 +43,7 @@ _NUMBERED = 8  # points of a roofline that the text beside it names
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """The kernels that take most device time over all ranks, coloured by kind, of
-    `kernels` or `top_kernels`.
+    `kernels`.
     """
     names = pd.Series(op_names(table["name"].astype(str)), table.index, dtype=object)
     names = names.replace("generic", "collective")

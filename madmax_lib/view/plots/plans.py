@@ -18,7 +18,6 @@ from madmax_lib.view.drawing import (
     WHITE,
     bars,
     finish,
-    legend,
     line_key,
     lines,
     new_axes,
@@ -159,7 +158,6 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         lw=1.5,
     )
     ax.axhline(100 * _CLOSE, **DASHED)
-    legend(ax)
     first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
     counts = ", ".join(f"{name} {first_close.get(name, 'never')}" for name in step_s)
     ticks = [tick for tick in _TRIALS if tick <= table["trial"].max()]
@@ -171,6 +169,7 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
         f"Trials until within 5 % of the best: {counts}",
         x="trials",
         y="best so far slower than the best [%]",
+        where="below",
         ylim=(-1, min(105 * table["slower"].max(), 50)),
         origin=parts[0],
     )

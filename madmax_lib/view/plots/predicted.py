@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.catalog import data_file
-from madmax_lib.simulator.events.streams import Stream
+from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (

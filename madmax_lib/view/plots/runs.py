@@ -19,7 +19,6 @@ from madmax_lib.view.drawing import (
     bars,
     fill_of,
     finish,
-    legend,
     lines,
     new_axes,
     plural,
@@ -141,7 +140,6 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         "color": COLORS["comm"],
     }
     lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
-    legend(ax, where="best")
     ax.grid(axis="y")
     ways = plural(len(runs) - 1, "way")
     most = table["difference"].max()
@@ -151,6 +149,7 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         f"{ways} to split {spec.model}: losses differ by {most:.0e} at most",
         x="step",
         y="loss",
+        where="best",
         origin={"files": steps_files(runs)},
     )
 

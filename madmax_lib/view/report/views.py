@@ -14,7 +14,7 @@ import pandas as pd
 from madmax_lib import traces
 from madmax_lib.base import format_bytes, format_s
 from madmax_lib.timeline import Timeline, breakdown
-from madmax_lib.traces.waits.step_times import steady_state
+from madmax_lib.traces.waits.step_times import steady_state, step_note
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, table
 from madmax_lib.view.words import percent, plural
@@ -31,7 +31,6 @@ _QUANTILES = {
     0.9: "90 %",
     1.0: "most",
 }
-_UNMARKED = "no step marks: the whole recording counts as one step"
 
 
 def recording_summary(timeline: Timeline, recording: Timeline) -> str:
@@ -45,8 +44,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     missing = world_size - sum(map(len, timeline.meta.represents.values()))
     if missing > 0:
         ranks += f" ({missing} of {world_size} ranks have no trace here)"
-    marked = recording.steps != [0]
-    steps_text = plural(len(recording.steps), "step") if marked else _UNMARKED
+    steps_text = step_note(recording) or plural(len(recording.steps), "step")
     device = timeline.meta.device or "no device named"
     summary = f"{ranks}, {steps_text}, {len(recording):,} spans, {device}."
     whole_s, steady_s = (
@@ -199,21 +197,9 @@ def step_view(timeline: Timeline) -> str:
         paragraph(input_text if waiting_share > 0 else ""),
         paragraph(note),
         bars([(label, _parts(row), format_s(row["total_s"])) for label, row in chosen]),
-        table(_phases(timeline)),
         table(by_step[columns], most=100),
     ]
     return section("Steps", *parts)
-
-
-def _phases(timeline):
-    """The batches of an engine that serves, by phase."""
-    every = traces.batches(timeline)
-    # the last batch has no next one, and so no period
-    period_s = every["period_s"].fillna(every["wall_s"])
-    by_phase = every.assign(period_s=period_s).groupby("phase", as_index=False)
-    quantities = ["requests", "tokens", "period_s", "device_s", "tokens_per_s"]
-    medians = {name: (name, "median") for name in quantities}
-    return by_phase.agg(batches=("step", "size"), **medians)
 
 
 def distributed(timeline: Timeline) -> str:
@@ -249,12 +235,6 @@ def distributed(timeline: Timeline) -> str:
         paragraph(note),
         table(worst),
     ]
-    # who sends how much to whom: of a group in which all get the same there is no line
-    for group, imbalance in traces.exchanges(timeline).attrs["imbalance"].items():
-        mean = f"the rank that gets most gets {imbalance['mean']:.3g} times the mean"
-        if imbalance["worst"] > 1:
-            at_worst = f"{mean}, {imbalance['worst']:.3g} at worst"
-            parts.append(paragraph(f"All-to-all in {group}: {at_worst}."))
     return section("Distributed", *parts)
 
 
@@ -375,7 +355,8 @@ def memory(detail: Timeline, timeline: Timeline) -> str:
 
 def module_view(detail: Timeline, timeline: Timeline) -> str:
     """Modules as the model names them; they need with_stack or with_modules."""
-    rows = traces.modules(detail)
+    with warnings.catch_warnings(action="ignore"):
+        rows = traces.modules(detail)
     if not len(rows):
         return ""
     columns = ["rank"] if len(detail.ranks) > 1 else []

@@ -1,0 +1,92 @@
+"""What beats a recipe, by how much, how surely and why, in one, two or three changes?
+
+Two plans on one machine err together, so their ratio is surer than either step: with
+C the covariance of their log errors (`answer.errors_of`),
+
+    Var(log ratio) = C[0, 0] + C[j, j] - 2 C[0, j],
+
+and a plan is faster than the recipe with probability Phi(log ratio / its root).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtr
+
+from madmax_lib.plan import Plan
+from madmax_lib.planner.answer import described, errors_of, parts_in_words
+from madmax_lib.planner.changes import changes, in_words, reached
+from madmax_lib.planner.evaluate import SearchProblem, evaluate
+from madmax_lib.planner.space import SEARCHED, Degrees
+from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.steady.step_time import step_s
+
+_KEPT = 5  # sets of changes of each number
+_SIGMAS = 1.645  # half-width of a 90 % interval in standard deviations
+
+
+def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
+    """The recipe, which is the plan of the problem's case, and what is faster than it,
+    best first: up to five sets of changes of each number.
+
+    Columns of a search's table, and changes (in words), count, saves (share of the
+    recipe's step) with saves_low and saves_high (90 %), probability (of being faster)
+    and why (the part in which it saves most).
+    """
+    recipe = problem.case.plan
+    searched = [_recipe_row(problem)]
+    for most in range(1, problem.changes + 1):
+        part = replace(problem, changes=most)
+        near = reached(degrees, recipe, most)
+        searched.append(pd.DataFrame(evaluate(part, near).table))
+    rows = pd.concat(searched, ignore_index=True)
+    rows = rows.drop_duplicates(list(SEARCHED))
+    plans = described(problem, {name: rows[name].to_numpy() for name in rows})
+    table = plans.table.drop(columns="ties")
+    texts = [Plan.parse(text) for text in table["plan"]]
+    table["changes"] = [in_words(plan, recipe) for plan in texts]
+    table["count"] = [int(changes(plan, recipe)) for plan in texts]
+    table = table.join(_gains(plans, problem))
+    # beside itself the recipe has no gain
+    faster = table[table["saves"] > 0].sort_values("step_s", kind="stable")
+    # of plans that differ in what comes with a change the best stands for all
+    faster = faster.drop_duplicates("changes").groupby("count").head(_KEPT)
+    return pd.concat([table.head(1), faster], ignore_index=True)
+
+
+def _gains(plans, problem):
+    """Saved share of the first plan's step, how surely and why, of the plans after it."""
+    # the first plan is the one beside which all others stand
+    step_s = plans.times["step_s"]
+    covariance = errors_of(plans, problem)
+    variance = np.diag(covariance) + covariance[0, 0] - 2 * covariance[0]
+    # of two plans that differ in nothing that is priced rounding may leave less than 0
+    variance = np.maximum(variance, np.finfo(float).tiny)
+    spread = np.sqrt(variance)
+    log_gain = np.log(step_s[0] / step_s)
+    seconds = parts_in_words(plans)
+    saved = (seconds.iloc[0] - seconds) / seconds.iloc[0].sum()
+    most = saved.max(axis=1).map("{:.0%}".format)
+    gains = pd.DataFrame({"saves": 1 - np.exp(-log_gain)})
+    gains["saves_low"] = 1 - np.exp(_SIGMAS * spread - log_gain)
+    gains["saves_high"] = 1 - np.exp(-_SIGMAS * spread - log_gain)
+    gains["probability"] = ndtr(log_gain / spread)
+    gains["why"] = "saves " + most + " in " + saved.idxmax(axis=1)
+    return gains.drop(index=0)
+
+
+def _recipe_row(problem):
+    """Columns of a search for the recipe itself, whether it fits or not."""
+    # arrays of one plan
+    seconds = np.max(step_s(Steps.of(problem.case), problem.parameters))
+    usd_per_s = problem.case.cluster.world_size * problem.usd_per_hour / 3600
+    row = pd.DataFrame([vars(problem.case.plan)])[list(SEARCHED)]
+    return row.assign(
+        step_s=seconds,
+        cost_usd=seconds * usd_per_s,
+        memory_bytes=np.max(plans_peak_bytes(problem.case)),
+        position=0,
+        ties=0,
+    )

@@ -1,0 +1,140 @@
+"""How many changes lead from a recipe, a plan that people run, to another plan?
+
+A change is one line of a configuration that a person would edit: another degree,
+micro-batch, ZeRO stage, kind of recompute. dp follows from the degrees, and what only
+exists beside a degree (chunks beside stages, sequence parallelism beside tp) changes
+with it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from madmax_lib.base.fields import short_repr
+from madmax_lib.catalog.software import STACKS
+from madmax_lib.plan import Case, Plan, Plans
+from madmax_lib.plan.legal import legal
+from madmax_lib.planner.space import SEARCHED, Degrees, Space
+
+# choices that come with another one, and are no change of their own where it changes
+_WITH = {
+    "interleave": "pp",
+    "schedule": "pp",
+    "last_layers": "pp",
+    "embedding_as_layer": "pp",
+    "head_as_layer": "pp",
+    "sequence_parallel": "tp",
+    "context": "cp",
+    "shard": "zero",
+    "overlap_gather": "zero",
+    "prefetch": "zero",
+}
+
+
+def changed(plans: Plans, recipe: Plan) -> dict[str, np.ndarray]:
+    """Masks, by field, of the plans in which it is a change from a recipe.
+
+    >>> masks = changed(Plan(dp=4, tp=2, zero=1), Plan(dp=8))
+    >>> [name for name, mask in masks.items() if mask]
+    ['tp', 'zero']
+    """
+    masks = {
+        name: np.not_equal(getattr(plans, name), getattr(recipe, name))
+        for name in SEARCHED
+        if name != "dp"
+    }
+    return {
+        name: mask & ~masks[_WITH[name]] if name in _WITH else mask
+        for name, mask in masks.items()
+    }
+
+
+def changes(plans: Plans, recipe: Plan) -> np.ndarray:
+    """Number of changes from a recipe to each plan."""
+    # + 0: the sum of two masks would be their `or`
+    return sum(mask + 0 for mask in changed(plans, recipe).values())
+
+
+def near_recipe(plans: Plans, case: Case, most: int) -> np.ndarray:
+    """Mask of the legal plans that at most so many changes of a case's plan lead to."""
+    near = changes(plans, case.plan) <= most
+    # what a search does not set may not go with what it sets
+    return near & legal(replace(case, plan=plans, software=None)).mask
+
+
+def reached(degrees: list[Degrees], recipe: Plan, most: int) -> list[Degrees]:
+    """Degrees that at most so many changes lead to: a search needs no others."""
+    return [
+        one
+        for one in degrees
+        if sum(
+            value != getattr(recipe, name)
+            for name, value in one._asdict().items()
+            if name != "dp"  # which follows from the others
+        )
+        <= most
+    ]
+
+
+def in_words(plan: Plan, recipe: Plan) -> str:
+    """The changes from a recipe to a plan.
+
+    >>> in_words(Plan(dp=4, tp=2, recompute="full"), Plan(dp=8))
+    'tp 1 -> 2, recompute none -> full'
+    """
+    return ", ".join(
+        f"{name} {getattr(recipe, name)} -> {getattr(plan, name)}"
+        for name, mask in changed(plan, recipe).items()
+        if mask
+    )
+
+
+def recipe_of(like, layers: int, devices: int) -> tuple[Plan, str | None]:
+    """A recipe's plan, and the one of the `STACKS` in whose words it stands, if any.
+
+    like: a Plan, its text, or what `plan_flags.read` takes: a configuration, its file
+    or a log that prints it. dp may be left out. Raises ValueError for what is neither,
+    or of another number of devices.
+    """
+    software = None
+    try:
+        plan = Plan.parse(like)
+    except ValueError as no_plan:
+        from madmax_lib import plan_flags  # a wing
+        from madmax_lib.plan_flags.keys import framework_named
+
+        try:
+            stated = plan_flags.read(like, world_size=devices, layers=layers)
+        except FileNotFoundError:
+            raise no_plan from None
+        plan = stated.plan
+        software = next(
+            stack for stack in STACKS if framework_named(stack) == stated.framework
+        )
+    group, rest = divmod(devices, plan.tp * plan.pp * plan.cp)
+    if plan.dp == 1 and not rest:
+        plan = replace(plan, dp=group)
+    if plan.world_size != devices:
+        raise ValueError(
+            f"like={short_repr(str(plan))} is of {plan.world_size} devices, the "
+            f"cluster has {devices}"
+        )
+    return plan, software
+
+
+def space_of(recipe: Plan) -> Space:
+    """Choices that people make, and those of a recipe."""
+    usual = replace(
+        Space.quick(),
+        zero_under_pipeline=(0, 1, 2, 3),
+        sequence_parallel=(True, False),
+        usual_interleave=False,
+        quantised=bool(recipe.qwz or recipe.hpz or recipe.qgz),
+    )
+    # what the recipe has may be missing in a tuple of choices
+    choices = {
+        name: tuple(dict.fromkeys([*values, getattr(recipe, name)]))
+        for name, values in vars(usual).items()
+        if isinstance(values, tuple) and name in SEARCHED
+    }
+    return replace(usual, **choices)

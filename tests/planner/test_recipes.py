@@ -1,0 +1,110 @@
+"""What beats a recipe, in how many changes, and how surely."""
+
+import json
+
+import numpy as np
+import pytest
+
+import madmax_lib as mm
+from madmax_lib.__main__ import main
+from madmax_lib.plan.plan import Plan
+from madmax_lib.planner.changes import changes, in_words, recipe_of
+
+CLUSTER = mm.cluster("dgx-h100", nodes=4)
+RUN = {"software": "megatron-core", "progress": False}
+RECIPE = "dp2.tp8.pp2.z1.full"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("dp2.tp8.pp2.z1.full", ""),
+        ("dp4.tp4.pp2.z1.full", "tp 8 -> 4"),
+        # dp, chunks and sequence parallelism come with the degrees
+        ("dp4.tp8.z1.full", "pp 2 -> 1"),
+        ("dp2.tp8.pp2.z1.full.v4", "interleave 1 -> 4"),
+        ("dp4.tp8.z1.nosp", "pp 2 -> 1, recompute full -> none, sequence_parallel"),
+        ("dp16.pp2.z3.full", "tp 8 -> 1, zero 1 -> 3"),
+    ],
+)
+def test_changes_are_what_a_person_edits(plan, words):
+    plan = Plan.parse(plan)
+    recipe = Plan.parse(RECIPE)
+    said = in_words(plan, recipe)
+    assert said.startswith(words)
+    assert changes(plan, recipe) == len(said.split(", ")) * bool(said)
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return mm.search("llama2-13b", CLUSTER, 256, like=RECIPE, **RUN)
+
+
+def test_what_beats_a_recipe(answer):
+    """The recipe first, then what is faster; as `estimate` prices them, and no better
+    plan of one change is left out.
+    """
+    recipe = answer.beats.iloc[0]
+    rivals = answer.beats[1:]
+    assert recipe["plan"] == RECIPE and np.isnan(recipe["probability"])
+    assert (
+        rivals["step_s"].is_monotonic_increasing and rivals["count"].between(1, 3).all()
+    )
+    plans = list(answer.beats["plan"])
+    table = mm.estimate(
+        "llama2-13b", CLUSTER, plans, global_batch=256, software="megatron-core"
+    )
+    np.testing.assert_allclose(answer.beats["step_s"], table["step_s"], rtol=1e-9)
+    np.testing.assert_allclose(rivals["saves"], 1 - rivals["step_s"] / recipe["step_s"])
+    assert (rivals["saves_low"] < rivals["saves"]).all()
+    assert rivals["probability"].between(0.5, 1).all()
+    # what saves more is at least as sure among plans of one change of recompute
+    assert "recompute full -> none" in set(rivals["changes"])
+    assert str(answer.best) == rivals["plan"].iloc[0]
+    assert rivals["changes"].iloc[0] in repr(answer)
+
+
+def test_recipe_that_does_not_fit_was_run():
+    """By our count it needs more than there is; what needs no more is answered."""
+    answer = mm.search("llama2-70b", CLUSTER, 256, like="dp4.tp8.z1", **RUN)
+    usable = mm.simulator.usable_bytes(CLUSTER.device)
+    assert answer.beats["memory_bytes"].iloc[0] > usable
+    assert len(answer.beats) > 1
+
+
+def test_recipe_in_the_words_of_a_framework():
+    """Its plan, its stack, and what no search sets stays as it is."""
+    flags = "--tensor-model-parallel-size 4 --use-distributed-optimizer --bf16"
+    answer = mm.search("llama2-13b", CLUSTER, 256, like=flags, progress=False)
+    assert answer.problem.case.software.name == "megatron-core"
+    assert answer.problem.case.plan.tp == 4
+    buckets = {Plan.parse(text).bucket_bytes for text in answer.beats["plan"]}
+    assert buckets == {answer.problem.case.plan.bucket_bytes}
+
+
+@pytest.mark.parametrize(
+    ("like", "words"),
+    [
+        ("dp8.tp2", "16 devices, the cluster has 32"),
+        ("tp3", "3 devices"),
+        ("no-such-plan", "no-such-plan"),
+    ],
+)
+def test_wrong_recipes(like, words):
+    with pytest.raises(ValueError, match=words):
+        recipe_of(like, 40, 32)
+
+
+def test_dp_may_be_left_out():
+    assert recipe_of("tp4.pp2", 40, 32) == (Plan(dp=4, tp=4, pp=2), None)
+
+
+def test_command(capsys):
+    """A known stack is still the one that one's own is built on."""
+    words = ["search", "llama2-13b", "dgx-h100", "--nodes", "4", "--global-batch"]
+    asked = [*words, "256", "--software", "megatron-core", "--json"]
+    assert main([*asked, "--like", RECIPE]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["plan"] == RECIPE and rows[1]["saves"] > 0
+    assert main([*asked, "--like", "torchtitan", "--top", "2"]) == 0
+    assert "changes" not in json.loads(capsys.readouterr().out)["rows"][0]
