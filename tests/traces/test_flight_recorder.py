@@ -49,11 +49,9 @@ def test_the_culprit_of_a_made_dump_is_named(made, case, expected):
 
 def test_the_command_says_that_nothing_was_found(made, capsys):
     assert main(["flight", str(made / "healthy")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == (
-        "findings: none, 4 ranks agree on their "
-        f"{len(flight_calls(made / 'healthy'))} calls, all completed"
-    )
+    calls = len(flight_calls(made / "healthy"))
+    said = f"findings: none, 4 ranks agree on their {calls} calls, all completed"
+    assert said in capsys.readouterr().out.splitlines()
     assert (
         main(["flight", str(made / "missing")]) == 1
         and "findings: none" not in capsys.readouterr().out
