@@ -93,14 +93,7 @@ def _parser(words):
         metavar="NAME=VALUE",
     )
 
-    def mcp(options):
-        from madmax_lib.view.commands.mcp_server import server  # late: a wing
-
-        server(options.folders, main).run("stdio")
-        return 0
-
     add_parser(commands, "site", _site)
-    add_parser(commands, "mcp", mcp)
     for name in ("trace", "step", "run"):
         # a command does without what the others import
         if not {*words[:1]} & {*commands.choices}:

@@ -48,7 +48,6 @@ WINGS = [  # folders and files that can be taken off, as CONTRIBUTING lists them
     "planner/beats.py",
     "view/explore",
     "view/report",
-    "view/commands/mcp_server.py",
 ]
 ONLY_IN = {
     "torch": ["runs/"],

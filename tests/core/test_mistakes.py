@@ -114,7 +114,6 @@ COMMANDS = cells(
     compare . --gate x | 'x' is not a share such as 3%
     stragglers /nope | /nope: no such file
     flight /nope | /nope: no such directory
-    mcp /nope | /nope: no such directory
     calibrate --minutes -1 | minutes=-1.0 & positive number
     run 99_nothing | no notebook '99_nothing'; nearest: 00_tour, 01_explore & `madmax run --list`
     run 20_overlaps | no notebook '20_overlaps'; nearest: 20_overlap
