@@ -215,7 +215,11 @@ def _guessed(config, by_kind, where):
         )
         return _LLAMA_SHAPED
     near = get_close_matches(str(kind), by_kind, cutoff=0.3) or ["llama"]
-    why = f", and {others[0]!r} is no key of Llama's" if needed <= config.keys() else ""
+    why = (
+        f", and {others[0]!r} is not a key of Llama's"
+        if needed <= config.keys()
+        else ""
+    )
     raise _UnmodelledError(
         f"model_type {kind!r} is not read{why}; nearest by name: {', '.join(near)}"
     )

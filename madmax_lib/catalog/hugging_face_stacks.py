@@ -162,7 +162,7 @@ def _nemotron(config, shape):
     blocks = list(pattern) if isinstance(pattern, str) else _letters(types or [])
     if not blocks or set(blocks) - set("M-*E"):
         raise ValueError(
-            f"hybrid_override_pattern={short_repr(pattern)} is no text of M, -, * and E"
+            f"hybrid_override_pattern={short_repr(pattern)} is not made of M, -, * and E"
         )
     channels = shape["mixer_heads"] * size_of(config, "mamba_head_dim", 64)
     fields = {"blocks": blocks, **_mixer(config, shape, "M", channels=channels)}

@@ -131,7 +131,7 @@ def _batch(keys, plan, world_size):
         steps = total // (micro * ranks)
         if steps * micro * ranks != total:
             raise ValueError(
-                f"train_batch_size={total} is no multiple of {micro} x {ranks}, "
+                f"train_batch_size={total} is not a multiple of {micro} x {ranks}, "
                 "micro-batch x ranks"
             )
     # without a micro-batch only dp is known

@@ -335,7 +335,7 @@ def _start(spec, directories, device, locks):
             try:
                 write_summary(failed, status, error.splitlines()[0])
             except (OSError, ValueError) as lost:  # such as a full disk
-                text = f"{error}\nthere is no summary of it: {lost}"
+                text = f"{error}\nit left no summary: {lost}"
                 raise RunError(text, failed, status) from None
     return status, error
 

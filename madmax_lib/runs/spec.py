@@ -217,7 +217,9 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
             f"power={spec.power!r} is neither auto, none nor a CSV file to replay"
         )
     if spec.profile_memory and not spec.profile:
-        raise ValueError("profile_memory=True needs profile=True, whose trace it is in")
+        raise ValueError(
+            "profile_memory=True needs profile=True, which writes the trace"
+        )
     if spec.lora_rank > shapes.hidden:
         hidden = f"hidden={shapes.hidden} of {spec.model}"
         raise ValueError(f"lora_rank={spec.lora_rank} exceeds {hidden}")

@@ -232,7 +232,7 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
         DeepSeek-V3 | kv_lora_rank | 0 | =0 & not a size
         DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & not a size
         DeepSeek-V3 | v_head_dim | 0 | =0 & not a size
-        Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & no text of M
+        Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & not made of M
         Nemotron-3-Nano | moe_shared_expert_intermediate_size | 8 | width 8 & multiple
         granite-4.0-h-tiny | shared_intermediate_size | 700 | width 700 & multiple
         Jamba-v0.1 | attn_layer_period | 0 | =0 & whole number above zero
@@ -257,7 +257,7 @@ def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
     assert (
         model.parameters == read("llama", max_position_embeddings=8, **MINE).parameters
     )
-    with refused("'ssm_width' is no key of Llama's & nearest by name: gemma4"):
+    with refused("'ssm_width' is not a key of Llama's & nearest by name: gemma4"):
         read("gemma_4", ssm_width=3, **MINE)
     with refused("no model has 1000000000 channels"):
         read("gpt2", n_embd=10**9, n_layer=2, n_head=2, n_positions=8, vocab_size=9)

@@ -358,7 +358,7 @@ def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda *_: error)
     monkeypatch.setattr(launching, "write_summary", no_space)
     spec = RunSpec(device="cpu")
-    says = r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space"
+    says = r"failed on rank 0: why\n(.*\n)*it left no summary: No space"
     with pytest.raises(RunError, match=says):
         launch(spec, tmp_path / "run", check=False)
     with pytest.raises(RunError, match=says):

@@ -207,7 +207,7 @@ def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
         return Fleet(tuple(node for name in order for node in by_type[name]))
     if sorted(order) != sorted(node.device for node in nodes):
         raise ValueError(
-            f"node_sequence {', '.join(order)} is no order of "
+            f"node_sequence {', '.join(order)} is not an order of "
             f"{', '.join(sorted(by_type))}"
         )
     # nodes of a type in the order of the file, one each time their type comes up

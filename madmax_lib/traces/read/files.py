@@ -98,7 +98,7 @@ def _deeper(path: Path):
         raise ValueError(
             f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory"
         )
-    text = f"{path}: no trace files in this directory; read are those of {names}"
+    text = f"{path}: no trace files in this directory; reading those of {names}"
     warnings.warn(text, TraceWarning, stacklevel=4)  # the line that called read_trace
     return traces
 

@@ -162,7 +162,7 @@ def _growth(timeline, table, ranks):
         return np.ones(len(table), dtype=np.int64)
     if ranks < world or ranks % world:
         raise ValueError(
-            f"ranks={ranks} is no multiple of the {world} ranks of the timeline"
+            f"ranks={ranks} is not a multiple of the {world} ranks of the timeline"
         )
     # Groups of tensor or pipeline parallelism stay as they are.
     grows = (table["group_size"] == world) | table["group"].str.contains(_PARALLEL)
