@@ -186,7 +186,7 @@ def what_if(
     now = _Now.of(timeline, steps)
     if ranks is not None and not (timeline.spans["stream"] >= 0).any():
         now.limits.append(
-            f"{ranks} ranks: each is taken to have a device, here cores, of its own"
+            f"{ranks} ranks: assuming that each has its own device, here cores"
         )
     rows = []
     for scenario in scenarios:
