@@ -220,8 +220,8 @@ def part_of_machine(
     used, nodes = node_extent(machine.name, usual, nodes, devices)
     if nodes > machine.nodes == 1:
         raise ValueError(
-            f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
-            "network; calibrate over two hosts, or state it: --network 25gbit, in Python "
+            f"{machine.name}: nodes={nodes}, but it was calibrated on one host, without "
+            "a network; calibrate over two hosts, or state it: --network 25gbit, in Python "
             "replace(mm.machine(...).cluster, nodes=..., inter=mm.Link(name, bytes/s))"
         )
     return replace(machine, devices_per_node=used, nodes=nodes)

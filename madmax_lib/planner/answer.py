@@ -133,11 +133,11 @@ class SearchResult:
         """Software whose plans they are, and as which they are timed."""
         name = self.problem.case.software.name
         if name != "none":
-            return f"{name}: only what it launches, timed as it overlaps"
+            return f"{name}: only plans it launches, timed with its overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
-            f"none named: what {stacks} can launch, ranked as by tuned "
-            "Megatron-Core; launched_s: as its first stack"
+            f"none named: plans that {stacks} can launch, ranked as under tuned "
+            "Megatron-Core; launched_s: under its first stack"
         )
 
     @cached_property
@@ -211,7 +211,7 @@ def _configured_for(stacks):
 
         framework = framework_named(stacks.split()[0])
     except (ImportError, ValueError):
-        return f"no configuration of {stacks} is written here"
+        return f"cannot write a configuration for {stacks}"
     return f"found.configuration() writes it for {framework}"
 
 

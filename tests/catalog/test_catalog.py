@@ -177,9 +177,9 @@ def test_unknown_names_give_the_nearest_and_the_way_to_add_one(
 @pytest.mark.parametrize(
     ("name", "words"),
     cells("""
-    torchtitane | 'torchtitane' is not in software.csv, nearest: torchtitan: taken as a stack of its own
+    torchtitane | 'torchtitane' is not in software.csv, nearest: torchtitan: treated as an untuned stack
     megatron-cor | nearest: megatron-core:
-    internevo | 'internevo' is not in software.csv: taken as a stack of its own that nobody tuned
+    internevo | 'internevo' is not in software.csv: treated as an untuned stack of its own
     """),
 )
 def test_any_name_is_a_software(name, words):

@@ -181,7 +181,7 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-h200", "devices": 8}
     free, paid = campaign(**asked), campaign(**asked, usd_per_hour=3.5)
     assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free)
-    assert "no price of h200" in free.notes["price"]
+    assert "no known price for h200" in free.notes["price"]
     assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"])
     assert "as given" in paid.notes["price"]
     assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
@@ -192,7 +192,9 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     assert f"goodput_is: {free.notes['goodput']}" in text
     assert "cluster: dgx-h200: nvlink4-per-gpu in a node" in text
     assert "give --usd-per-hour" in text
-    refused = dict.fromkeys(("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B")
+    refused = dict.fromkeys(
+        ("1.4Q", "15TT"), "is not a number such as 15e12, 15T or 300B"
+    )
     refused["15"] = "less than a million"
     for tokens, message in refused.items():
         with pytest.raises(SystemExit):

@@ -282,7 +282,7 @@ def test_labels_become_words_and_running_text_has_no_mask(hugging_face):
 @pytest.mark.parametrize(
     ("name", "rows", "says"),
     cells("""
-    cifar-100 | [] | train data of cifar-100: there are no samples
+    cifar-100 | [] | train data of cifar-100: no samples
     cifar-100 | [{"img": None, "fine_label": 100}] | cifar-100 & label 100 of sample 0 & 0..99
     glue | [{"sentence": "a", "label": 1}, {"sentence": "b", "label": -1}] | label -1 of sample 1
     glue | [{"sentence": None, "label": 1}] | glue: sentence of sample 0 is no text

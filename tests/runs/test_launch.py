@@ -81,7 +81,10 @@ def test_another_run_is_not_overwritten(tmp_path):
 
 def test_one_launcher_at_a_time(tmp_path):
     spec = RunSpec(device="cpu")
-    with owned(tmp_path), pytest.raises(FileExistsError, match="a run is on there"):
+    with (
+        owned(tmp_path),
+        pytest.raises(FileExistsError, match="a run is in progress there"),
+    ):
         launch(spec, tmp_path)
     # which was left alone, and is free again
     assert not list(tmp_path.iterdir()) and prepare(spec, tmp_path)
@@ -269,7 +272,7 @@ def test_where_a_run_starts(tmp_path):
     refused("its run began with data wikitext-103, now it is arithmetic")
     for latest in ("", "foo", "4"):
         (checkpoints / "latest").write_text(latest)
-        refused(r"latest: names .*which is no checkpoint here; delete")
+        refused(r"latest: names .*not a checkpoint here; delete")
     assert table.read_text() == "header\n0\n1\n"  # what was refused is as it was
 
 
@@ -355,7 +358,7 @@ def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda *_: error)
     monkeypatch.setattr(launching, "write_summary", no_space)
     spec = RunSpec(device="cpu")
-    says = r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space"
+    says = r"failed on rank 0: why\n(.*\n)*it left no summary: No space"
     with pytest.raises(RunError, match=says):
         launch(spec, tmp_path / "run", check=False)
     with pytest.raises(RunError, match=says):

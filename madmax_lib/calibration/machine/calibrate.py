@@ -218,8 +218,8 @@ class _Calibration:
                 resolve(spec)
                 if spec.plan.world_size > self.ranks:
                     raise ValueError(
-                        f"{spec.strategy} needs {spec.plan.world_size} ranks, here are "
-                        f"{self.ranks}"
+                        f"{spec.strategy} needs {spec.plan.world_size} ranks, but "
+                        f"there are {self.ranks}"
                     )
                 specs[run.name] = spec
         return specs
@@ -414,7 +414,7 @@ class _Calibration:
         fitted = self.make_runs(_planned_runs("fitted"))
         if not fitted:
             raise ValueError(
-                f"{self.directory}: no run was completed; {'; '.join(self.notes)}"
+                f"{self.directory}: no run completed; {'; '.join(self.notes)}"
             )
         env = next(iter(fitted.values())).env
         machine = self.fitted_machine(self.timed_machine(kernels, links, env), fitted)

@@ -109,7 +109,7 @@ def campaign(
     cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the
     probability of the days asked for. global_batch: samples; if None 4 million tokens
     (16 for trainings above 1e24 FLOPs), within 20 % the batch that divides best over
-    the devices. software: only what it launches, timed as it overlaps; if None the
+    the devices. software: only what it launches, timed with its overlaps; if None the
     fastest of five (on the first number of devices that is tried). The plan is the best
     of `Space.quick()`; days, money and energy are those of `training`, which knows
     failures and what trainings take over such predictions. For days, numbers of nodes
@@ -123,7 +123,7 @@ def campaign(
     True
     """
     if (days is None) == (devices is None):
-        raise ValueError("either days or devices says what is asked for")
+        raise ValueError("give either days or devices")
     if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
@@ -315,7 +315,7 @@ def _first_in_time(job, days, sure, costs):
         )
     raise ValueError(
         f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
-        "batch may be"
+        "batch may help"
     )
 
 
@@ -327,22 +327,21 @@ def _notes(job, best, costs):
     factor = practice()[0]
     goodput = costs["goodput"] or Goodput()
     either = best["days_high"] / best["days"]
-    fastest = "only what it launches"
+    fastest = "only plans it launches"
     if len(job.stacks) > 1:
         stacks = ", ".join(stack.name for stack in job.stacks)
         fastest = f"the fastest of {stacks}"
-    energy = f"no TDP of {device.name} is known"
+    energy = f"the TDP of {device.name} is unknown"
     if device.tdp_w > 0:
         energy = (
-            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
-            "network and cooling"
+            f"devices only (TDP {device.tdp_w:g} W), without hosts, network and cooling"
         )
     return {
         "step": (
             f"{batch:,} samples of {sequence:,} tokens, "
             f"{batch * sequence / 1e6:.3g}M tokens"
         ),
-        "software": f"{best['stacks']}: {fastest}, timed as it overlaps",
+        "software": f"{best['stacks']}: {fastest}, timed with its overlaps",
         "space": (
             "what people usually run (Space.quick()); a search of the whole "
             "space may find a faster plan"
@@ -373,7 +372,7 @@ def _price(cluster, usd_per_hour):
     row = table[(table["name"] == cluster.device.name) & (table["quantity"] == "price")]
     if row.empty:
         return (
-            f"no price of {cluster.device.name} is known; give usd_per_hour "
+            f"no known price for {cluster.device.name}; give usd_per_hour "
             "(--usd-per-hour)"
         )
     price = row.iloc[-1]  # the latest

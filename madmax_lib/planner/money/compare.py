@@ -76,9 +76,7 @@ def lever_table(
         model, cluster, plan, global_batch, None, cluster.device.nearest("bf16")
     )
     if plan.offload is not None:
-        raise ValueError(
-            f"{plan} offloads already: the levers begin with a plan that does not"
-        )
+        raise ValueError(f"{plan} already offloads: start from a plan that does not")
     changes = {"as given": {}}
     for kind in ("none", "selective", "full"):
         changes[f"recompute {kind}"] = {"recompute": kind}

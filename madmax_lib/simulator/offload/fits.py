@@ -253,7 +253,7 @@ def moments(
     plan = case.plan
     if plan.offload is None:
         raise ValueError(
-            f"moments are those of an offloaded step, but {plan} offloads nothing"
+            f"moments needs an offloaded step, but {plan} offloads nothing"
         )
     policy = policy_of(policy)
     case = normalised(case)

@@ -103,7 +103,7 @@ class _Packets:
         at = 0
         while at < len(data):
             if data[at] != _PACKET:
-                raise IndexError("a field that is no packet")
+                raise IndexError("a field that is not a packet")
             length, at = _varint(data, at + 1)
             packet = data[at : at + length]
             if len(packet) < length:

@@ -304,7 +304,7 @@ def _written(answer, complete, *, markdown):
             head.append(f"{'- ' * markdown}{name}: {_line(value)}")
     lines = _lines(table, markdown)
     left_out = len(answer.table) - len(table)
-    rest = [f"... and {left_out:,} rows more (--all)"] if left_out else []
+    rest = [f"... and {left_out:,} more rows (--all)"] if left_out else []
     # an empty line before and behind a table of Markdown, without which it is none
     parts = ["\n".join(part) for part in (head, *tables, lines, rest) if part]
     return ("\n\n" if markdown else "\n").join(parts)

@@ -105,7 +105,7 @@ def _count(text):
     try:
         count = float(number[:-1] if factor > 1 else number) * factor
     except ValueError:
-        wanted = "no number such as 15e12, 15T or 300B"
+        wanted = "not a number such as 15e12, 15T or 300B"
         raise ArgumentTypeError(f"{text!r} is {wanted}") from None
     if 0 < count < _FEWEST_TOKENS:
         raise ArgumentTypeError(f"{text} are less than a million tokens; 15T are 15e12")

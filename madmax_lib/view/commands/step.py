@@ -15,10 +15,10 @@ from madmax_lib.view.commands.answers import Answer, add_command
 # options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (
-    "low_s and high_s hold 90 %; probability: to be the fastest of the ways to "
-    "split; why: beside the median of them; "
-    "limit: largest parts of the step beside compute, of communication what nothing "
-    "hides"
+    "low_s and high_s: 90 % interval; probability: of being the fastest way to "
+    "split; why: compared with the median way; "
+    "limit: largest parts of the step besides compute, counting only exposed "
+    "communication"
 )
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
@@ -82,7 +82,7 @@ def used(software: str | Software | None, cluster: Cluster) -> str:
         return f"{software.name}, timed as {rates}"
     on_cpu = cluster.device.family == "cpu"
     usual = "this project's own trainer" if on_cpu else "tuned Megatron-Core"
-    return software or f"none named: timed as by {usual}"
+    return software or f"none named: timed as under {usual}"
 
 
 def inputs(options: Namespace) -> list[str]:
