@@ -40,7 +40,8 @@ PLOTS = {
     ),
 }
 NO_AREAS = [operators.plot_roofline, launch.plot_launches, launch.plot_queue]
-NO_AREAS += [launch.plot_launch_floor, comm.plot_workers, comm.plot_skew]
+NO_AREAS += [launch.plot_launch_floor, comm.plot_workers]
+NO_AREAS += [comm.plot_skew, comm.plot_bandwidth]
 
 
 def workers(timeline):

@@ -52,8 +52,11 @@ def plot_methods(table: pd.DataFrame) -> Axes:
         speeds = fitting["tokens_per_s"]
         log_axis(ax, "y", speeds.min(), speeds.max(), "{:,.0f}".format)
         largest = fitting[fitting["parameters"] == fitting["parameters"].max()]
-        methods = " and ".join(sorted(set(largest["method"])))
-        title = f"The largest model, {_size(largest['model'].iloc[0])}: {methods}"
+        methods = plural(len(largest), "method")
+        if len(largest) <= 2:
+            methods = " and ".join(sorted(largest["method"]))
+        size = _size(largest["model"].iloc[0])
+        title = f"The largest model, {size}, fits with {methods}"
     x = "parameters, as the study names its shapes"
     y = "simulated throughput [tokens/s]"
     limits = 0.9 * billions.min(), 1.1 * billions.max()

@@ -69,27 +69,13 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
 def plot_compute_optimal(
     table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float
 ) -> Axes:
-    """Days that compute-optimal models take, over their size; those within the budget
-    are filled.
+    """Days that compute-optimal models take, over their size, beside the budget.
 
     table: of `compute_optimal`. quoted: parameters, days of published models.
     """
     ax = new_axes(height=3.6)
     feasible = table["feasible"]
-    ax.plot(table["parameters"] / 1e9, table["days"], color=SERIES[0], lw=0.8)
-    for part, face, name in (
-        (feasible, SERIES[0], f"within {budget_days:g} days"),
-        (~feasible, "white", "too long"),
-    ):
-        ax.plot(
-            table["parameters"][part] / 1e9,
-            table["days"][part],
-            "o",
-            ms=5,
-            mec=SERIES[0],
-            mfc=face,
-            label=name,
-        )
+    ax.plot(table["parameters"] / 1e9, table["days"], "o-", color=SERIES[0], lw=0.8)
     ax.axhline(budget_days, **DASHED)
     published(
         ax,

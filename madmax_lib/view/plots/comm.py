@@ -7,13 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import format_bytes, format_s
-from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.view.drawing import (
     COLORS,
     bar_chart,
     empty,
-    fill_of,
     finish,
     grid,
     log_axis,
@@ -21,8 +19,6 @@ from madmax_lib.view.drawing import (
     rank_labels,
 )
 
-_CALLS = (*COLLECTIVES, "send", "recv")
-_MARKERS = dict(zip(_CALLS, "osD^vPXhd<>*p12"[: len(_CALLS)], strict=True))
 _MOST_ROWS = 16
 _MOST_RANKS = 64
 # points beyond are drawn as pixels, so that pictures of any trace stay small
@@ -87,17 +83,12 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     line = {"color": COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
     line["rasterized"] = len(points) > _MOST_POINTS
     ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
-    style = fill_of("comm", table.attrs.get("source")) | {"s": 34, "linewidth": 0.4}
-    for name, part in points.groupby("collective", sort=False):
-        ax.scatter(
-            part["size_bytes"],
-            part["bus_bytes_per_s"] / 1e9,
-            marker=_MARKERS.get(name, "o"),
-            label=_name(name),
-            zorder=2,
-            rasterized=len(points) > _MOST_POINTS,
-            **style,
-        )
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
+    drawn = points.assign(gb_per_s=fast_gb_per_s, call=points["collective"].map(_name))
+    look = {"style": "call", "color": COLORS["comm"], "s": 34, "ax": ax, "zorder": 2}
+    look["rasterized"] = len(points) > _MOST_POINTS
+    seaborn.scatterplot(drawn, x="size_bytes", y="gb_per_s", **look)
     log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
     log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
@@ -134,6 +125,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     seaborn.stripplot(late, x="skew_s", y="collective", order=names, **look)
     # a median of 0 cannot stand on a logarithmic axis
     ax.plot(medians_s.replace(0.0, np.nan), names, "|k", ms=30)
+    ax.set_ylabel("")
     skew_s = table["skew_s"].median()
     times = skew_s / max(table["transfer_s"].median(), 1e-12)
     return finish(

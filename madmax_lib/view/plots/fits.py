@@ -31,10 +31,7 @@ _STATE_STYLES = dict(zip(STATES, zip(_STATE_COLORS, "osDx^", strict=True), stric
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 0.1  # relative error, shaded
 _PRIOR = {"color": "#dedede", "lw": 6}
-_MODEL_STYLES = {  # colour and mark
-    "dense models": (SERIES[0], "o"),
-    "mixtures of experts": (SERIES[1], "s"),
-}
+_MODELS = {False: "dense models", True: "mixtures of experts"}
 _FACTS = {  # of `overlap_facts`: label, fill
     "overlap": ("communication that is hidden", "hidden"),
     "exposed_share": ("step that is exposed communication", "comm"),
@@ -102,33 +99,18 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     table: measured_s, predicted_s, kind, and low_s, high_s or not; rows without one of
     the first two are left out.
     """
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
     pairs = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
-    mixture = pairs["kind"] == "mixture"
-    kinds = mixture.map({True: "mixtures of experts", False: "dense models"})
+    kinds = pairs["kind"].eq("mixture").map(_MODELS)
     ax = ax or new_axes(height=5.0, width=5.6)
-    for kind, (color, mark) in _MODEL_STYLES.items():
-        part = pairs[kinds == kind]
-        measured_s = part["measured_s"].astype(float)
-        if "low_s" in part:
-            ax.vlines(
-                measured_s,
-                part["low_s"],
-                part["high_s"],
-                color=color,
-                lw=0.6,
-                alpha=0.5,
-            )
-        if len(part):
-            ax.plot(
-                measured_s,
-                part["predicted_s"],
-                mark,
-                ms=4,
-                mfc="none",
-                mew=0.8,
-                color=color,
-                label=kind,
-            )
+    if "low_s" in pairs:
+        interval = pairs[["measured_s", "low_s", "high_s"]].astype(float)
+        ax.vlines(*interval.to_numpy().T, color=GREY, lw=0.6)
+    drawn = pairs[["measured_s", "predicted_s"]].astype(float).assign(kind=kinds)
+    look = {"hue": "kind", "style": "kind", "s": 16, "ax": ax}
+    look["palette"] = dict(zip(_MODELS.values(), SERIES, strict=False))
+    seaborn.scatterplot(drawn, x="measured_s", y="predicted_s", **look)
     ends = np.array([0.1, 10.0])
     if len(pairs):
         ends = np.array(
@@ -146,19 +128,10 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
-    columns = [
-        "source",
-        "model",
-        "gpu",
-        "n_gpus",
-        "measured_s",
-        "predicted_s",
-        "low_s",
-        "high_s",
-    ]
+    columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     return finish(
         ax,
-        pairs[[column for column in columns if column in pairs]],
+        pairs.filter([*columns, "low_s", "high_s"]),
         f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",

@@ -22,7 +22,6 @@ from madmax_lib.view.drawing import (
     percent,
     plural,
     short_name,
-    shorten,
 )
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
@@ -34,7 +33,6 @@ _TALKS = re.compile(
 )
 _MOST_NAMES = 12
 _LEAST_SHARE = 0.0005  # of the time; below, a bar cannot be seen
-_NUMBERED = 8  # points of a roofline that the text beside it names
 
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -98,8 +96,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Achieved FLOP/s over FLOPs per byte of each operator and shape of `roofline`,
     under the roofs of its device.
 
-    Ranks together. Area: device time; colour: dtype; the eight longest are numbered.
-    Only operators with FLOPs.
+    Ranks together. Area: device time; colour: dtype. Only operators with FLOPs.
     """
     rows = products(table)
     if not len(rows):
@@ -132,7 +129,6 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ylim=(tflop_per_s.min() / 2, top_tflop_per_s),
     )
     ax.grid(True, axis="both")
-    _number(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
     return finish(
@@ -167,46 +163,3 @@ def _draw_roofs(ax, peaks, bandwidth, limits):
             ha=side,
             color=color,
         )
-
-
-def _number(ax, rows):
-    """Number points, and list their names, shares of the roof and shapes beside the
-    axes.
-    """
-    texts = []
-    for number, row in enumerate(rows.itertuples(), start=1):
-        # eight points, eight directions: the numbers of points that coincide stand apart
-        angle = np.deg2rad(45 * number)
-        point = (row.flops_per_byte, row.flops_per_s / 1e12)
-        note(
-            ax,
-            *point,
-            str(number),
-            weight="bold",
-            ha="center",
-            dx=9 * np.cos(angle),
-            dy=9 * np.sin(angle),
-        )
-        texts.append(
-            f"{number}  {short_name(row.name)}  {percent(row.roof)} of its "
-            f"roof\n    {_shapes(row.shapes)}"
-        )
-    ax.text(
-        1.02,
-        1.0,
-        "\n".join(texts),
-        transform=ax.transAxes,
-        va="top",
-        fontsize=6.5,
-        linespacing=1.25,
-    )
-
-
-def _shapes(text):
-    """Shapes of the tensors in short.
-
-    >>> _shapes("[[16,5185,64],[16,64,5185],[]]")
-    '16x5185x64, 16x64x5185'
-    """
-    shapes = re.findall(r"\[(\d[\d,]*)\]", text)
-    return shorten(", ".join(shape.replace(",", "x") for shape in shapes))

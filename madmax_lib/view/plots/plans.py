@@ -41,13 +41,7 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     points = table.assign(memory_gib=table["memory_bytes"] / GIB)
     # plans that save the last bytes may take a thousand times as long
     near = points[points["step_s"] <= _SLOWEST * points["step_s"].min()]
-    look = {
-        "lw": 0.8,
-        "drawstyle": "steps-post",
-        "marker": "o",
-        "ms": 4,
-        "mfc": "white",
-    }
+    look = {"lw": 0.8, "drawstyle": "steps-post", "marker": "o", "mec": SERIES[0]}
     lines(ax, near, "memory_gib", "step_s", color=SERIES[0], **look)
     room_gib = room_bytes / GIB
     ax.axvline(room_gib, **DASHED)
@@ -75,7 +69,7 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
         )
     slower = len(points) - len(near)
     x = "memory of the fullest device [GiB]"
-    x += f"; {plural(slower, 'plan')} with less and longer steps left out"
+    x += f"; {plural(slower, 'slower plan')} left out"
     y = "simulated step [s]"
     return finish(ax, table, title, x=x, y=y, reach=room_gib * 1.02)
 

@@ -234,8 +234,8 @@ def plot_beside(
     column, factor, kind = _QUANTITIES[what]
     numbers = factor * table[[f"measured_{column}", f"predicted_{column}"]]
     measured, predicted = (numbers[name] for name in numbers)
-    # rows of 0 beside 0 are counted in the title
-    seen = (numbers.round() > 0).any(axis=1)
+    # rows of nothing beside nothing are counted in the title
+    seen = (numbers >= 1).any(axis=1)
     key = {
         "measured": fill_of(kind),
         "predicted before the run": fill_of(kind, "simulated"),
@@ -252,7 +252,8 @@ def plot_beside(
         f"({off.idxmax()}) at worst"
     )
     if not seen.all():
-        title += f"\n{(~seen).sum()} of {len(seen)} runs hide nothing, as predicted"
+        few = f"{(~seen).sum()} of {len(seen)} runs"
+        title += f"\nNot drawn: {few}, below 1 % both measured and predicted"
     # times differ by machine: relative errors compare, points do not
     if what == "step":
         error = off / measured
@@ -262,7 +263,7 @@ def plot_beside(
         )
     # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
-    runs = zip(table.index, table["strategy"], strict=True)
+    runs = table["strategy"][seen].items()
     return finish(
         ax,
         table[["strategy"]].join(numbers).reset_index(),
