@@ -120,7 +120,7 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     import seaborn  # late: it brings scipy.stats, a second of every start
 
     log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
-    look = {"jitter": False, "color": COLORS["comm"], "alpha": 0.5, "ax": ax}
+    look = {"jitter": False, "color": COLORS["comm"], "linewidth": 0.4, "ax": ax}
     names = list(medians_s.index)
     seaborn.stripplot(late, x="skew_s", y="collective", order=names, **look)
     # a median of 0 cannot stand on a logarithmic axis
