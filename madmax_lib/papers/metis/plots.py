@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.view.drawing import (
+    SERIES,
     bar_chart,
     bars,
     finish,
@@ -16,7 +17,8 @@ from madmax_lib.view.drawing import (
     published,
 )
 
-_ORDERS = {"A100 first": "compute", "V100 first": "comm"}
+# the colours that these GPU types have in every plan
+_ORDERS = {"A100 first": SERIES[0], "V100 first": SERIES[1]}
 _MODES = {"base": "Metis", "strategy": "Ours"}
 
 
@@ -55,7 +57,6 @@ def plot_orders(runs: pd.DataFrame) -> Axes:
 def plot_training(summary: pd.DataFrame) -> Axes:
     """Figure 3: time of an iteration. summary: the published table dp_tp."""
     times_s = summary["median_ms"] / 1e3
-    kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
     ratio = times_s[1] / times_s[0]
     title = (
         f"Two P100: tensor parallelism takes {ratio:.2f}x as long as data parallelism"
@@ -71,7 +72,6 @@ def plot_training(summary: pd.DataFrame) -> Axes:
         title,
         x=x,
         rows=rows,
-        fill=kinds,
         notes=times_s.map("{:.1f} s".format),
     )
 
