@@ -43,6 +43,7 @@ _SCHEMA = 1
 _TOKENS = 2000  # of an envelope
 _HEAD_TOKENS = 100  # of its keys, the version and what else is always there
 _ROWS = 40  # that a terminal shows
+_WIDTH = 100  # and letters of a line, of commands that say which columns come first
 _LETTERS = 100  # of a text in a row; texts outside of rows may have four times as many
 _DIGITS = 6
 # lists of an envelope in the order in which they get their share of the tokens left
@@ -70,6 +71,9 @@ class Answer:
     passed: bool | None = True
     # of who is late, worst first; None for commands that look for nobody
     findings: pd.DataFrame | None = None
+    # of headline values and columns, most important first, for a terminal without
+    # `--all`: other values are left out, other columns where there is room; all if empty
+    brief: Sequence[str] = ()
 
     @property
     def status(self) -> int:
@@ -291,7 +295,11 @@ def _written(answer, complete, *, markdown):
     headlines as a list.
     """
     table = answer.table if complete else answer.table.head(_ROWS)
-    columns = []
+    values = _plain(answer.summary)
+    brief = () if complete or markdown else answer.brief
+    if brief:
+        values = {name: values[name] for name in brief if name in values}
+    columns = {}
     for name, column in table.items():
         is_number = column.dtype.kind in "iuf"
         cells = [str(name), *map(_cell, column)]
@@ -300,10 +308,11 @@ def _written(answer, complete, *, markdown):
             cells = [cell.replace("|", r"\|") for cell in cells]
         width = 0 if markdown else max(map(len, cells))
         align = str.rjust if is_number else str.ljust
-        columns.append([align(cell, width) for cell in cells])
-    rows = list(zip(*columns, strict=True)) if len(table) else []
+        columns[name] = [align(cell, width) for cell in cells]
+    if brief:
+        columns = _narrow(columns, table, brief)
+    rows = list(zip(*columns.values(), strict=True)) if len(table) else []
     lines = ["  ".join(row).rstrip() for row in rows]
-    values = _plain(answer.summary)
     head = [
         f"{name}: {_line(value)}"
         for name, value in values.items()
@@ -314,9 +323,27 @@ def _written(answer, complete, *, markdown):
         head = [f"- {line}" for line in head]
     left_out = len(answer.table) - len(table)
     rest = [f"... and {left_out:,} rows more (--all)"] if left_out else []
+    if len(columns) < table.shape[1]:
+        rest.append("more columns: --all")
     # an empty line before and behind a table of Markdown, without which it is none
     parts = ["\n".join(part) for part in (head, lines, rest) if part]
     return ("\n\n" if markdown else "\n").join(parts)
+
+
+def _narrow(columns, table, first):
+    """Texts of the columns that fit into a terminal: the first ones, then the longest
+    seconds, whose ends are among the first or not worth it.
+    """
+    seconds = (
+        table.filter(regex="(?<!low)(?<!high)_s$").max().sort_values(ascending=False)
+    )
+    order = dict.fromkeys([*first, *seconds[seconds > 0].index])
+    room = _WIDTH
+    fits = {}
+    for name in filter(columns.__contains__, order):
+        room -= len(columns[name][0]) + 2
+        fits[name] = room >= 0
+    return {name: columns[name] for name in table if fits.get(name)}
 
 
 def _line(value):

@@ -18,6 +18,9 @@ _COLUMNS = (
     "limit: largest parts of the step beside compute, of communication what nothing "
     "hides"
 )
+# columns of an estimate that a terminal shows first, then its largest parts
+_ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
+_ESTIMATED += ("memory_bytes", "fits", "reason")
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
@@ -96,7 +99,7 @@ def _estimate(options):
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
     about |= {"global_batch": options.global_batch, "devices": cluster.world_size}
     about["software"] = used(step["software"], cluster)
-    return Answer(table, about, inputs(options))
+    return Answer(table, about, inputs(options), brief=[*about, *_ESTIMATED])
 
 
 def _search(options):
