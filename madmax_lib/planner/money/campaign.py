@@ -71,9 +71,11 @@ class Campaign:
 
     def __repr__(self):
         row = self.best
-        words = "{:,.3f} ({:,.3f} to {:,.3f}) "
         amounts = [
-            words.format(*row[[name, f"{name}_low", f"{name}_high"]]) + name
+            "{:,.3f} ({:,.3f} to {:,.3f}) ".format(
+                *row[[name, f"{name}_low", f"{name}_high"]]
+            )
+            + name
             for name in row[[*AMOUNTS]].dropna().index
         ]
         lines = [f"{row['devices']:,} devices: {', '.join(amounts)}; {row['plan']}"]
@@ -430,7 +432,7 @@ def codesign(
     factors = require_type("factors", factors, Iterable)
     rows = []
     for name, factor in [("as it is", 1.0), *product(_RESOURCES, factors)]:
-        machine = cluster if not rows else scaled(cluster, {name: factor})
+        machine = scaled(cluster, {name: factor}) if rows else cluster
         best = {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
         try:
             result = search(model, machine, global_batch, **options)
