@@ -13,7 +13,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.executors import submitter
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog import DLRM, Cluster, Transformer
+from madmax_lib.catalog import DLRM, Cluster, Model
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import SearchResult, described, different
@@ -33,7 +33,7 @@ _CHANGES = 3  # most that a person makes of a recipe at a time
 
 
 def search(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     global_batch: int,
     objective: str = "time",

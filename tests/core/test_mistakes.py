@@ -26,6 +26,8 @@ def step(model=MODEL, cluster=CLUSTER, plan=PLAN, **change):
 
 TYPES = {"Device": Device, "Transformer": Transformer, "replace": replace}
 NAMES = TYPES | {"mm": mm, "pd": pd, "step": step, "PROJECT": PROJECT}
+# an error shows the beginning of a frame, in one line
+NAMES["ROWS"] = pd.DataFrame(0, range(200), ["a", "b"])
 NAMES |= {"MODEL": MODEL, "CLUSTER": CLUSTER, "PLAN": PLAN}
 # A call, and words of its answer.
 CALLS = cells(
@@ -77,6 +79,10 @@ CALLS = cells(
     mm.export_trace(None, "x") | timeline=None & ; mm.read_trace
     mm.view_timeline(3) | timeline=3 & ; mm.read_trace
     mm.traces.advise([]) | timeline=[] & ; mm.read_trace
+    mm.breakdown(ROWS) | timeline=a b 0 0 0 & ... & ; mm.read_trace
+    mm.RunSpec(ROWS, "dp2") | model=a b 0 0 0 & ...
+    mm.calibrate(ROWS) | directory=a b 0 0 0 & ...
+    mm.save_figure(None, ROWS) | figure name a b 0 0 0 & ...
     mm.save_figure(None, "x") | figure name 'x' & of the form topic/name
     mm.RunSpec(model=MODEL) | no model 'llama3-8b' to run; nearest:
     mm.launch("gpt-tiny", "x") | spec='gpt-tiny' & a RunSpec; such as

@@ -26,6 +26,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
+from madmax_lib.base.fields import short_repr
 from madmax_lib.base.units import format_s
 from madmax_lib.calibration.machine.compared import (
     case_of,
@@ -467,7 +468,7 @@ def calibrate(
     mm.machine, mm.simulate, mm.calibration.predict.
     """
     if not isinstance(directory, str | Path):
-        raise ValueError(f"directory={directory!r} is not a path")
+        raise ValueError(f"directory={short_repr(directory)} is not a path")
     if not (isinstance(minutes, int | float) and minutes > 0):
         raise ValueError(f"minutes={minutes!r} must be a positive number")
     gpus = 0 if RunSpec(device=device).device == "cpu" else gpu_count()

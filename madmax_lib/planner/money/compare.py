@@ -8,7 +8,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog import Cluster, Model, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, estimate
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
@@ -56,7 +56,7 @@ def variants(
 
 
 def lever_table(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     plan: Plan | str,
     *,

@@ -19,7 +19,7 @@ import pandas as pd
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
-from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
@@ -61,7 +61,7 @@ class Tuner:
     ('dp8', 'dp8.z3', 'dp8')
     """
 
-    model: Transformer | str
+    model: Model | str
     cluster: Cluster | str
     _: KW_ONLY
     global_batch: int

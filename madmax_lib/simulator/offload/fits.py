@@ -231,7 +231,7 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
 
 
 def moments(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     plan: Plan | str,
     *,

@@ -20,6 +20,9 @@ _COLUMNS = (
     "limit: largest parts of the step besides compute, counting only exposed "
     "communication"
 )
+# columns of an estimate that a terminal shows first, then its largest parts
+_ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
+_ESTIMATED += ("memory_bytes", "fits", "reason")
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
@@ -117,7 +120,7 @@ def _estimate(options):
         from madmax_lib.calibration.machine.machine import machine
 
         about["calibration"] = machine(options.cluster).verdict
-    return Answer(table, about, inputs(options))
+    return Answer(table, about, inputs(options), brief=[*about, *_ESTIMATED])
 
 
 def _search(options):
