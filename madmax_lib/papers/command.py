@@ -57,6 +57,8 @@ def _vtrain(options):
         try:
             config = papers.vtrain.load_config(file)
             operators = papers.vtrain.formulas.formula_operators(config)
+            if options.trace:
+                operators = papers.vtrain.load_trace(options.trace)
             step = papers.vtrain.timeline(
                 config, operators, papers.vtrain.RINGS, options.rules
             )
@@ -72,7 +74,8 @@ def _vtrain(options):
         rows.append(row | {"gpu_hours_1000_steps": 1000 * hours})
     if not rows:
         raise ValueError(f"{path}: no configuration files (*.json)")
-    about = {"rules": options.rules, "operators": "closed forms, not traced"}
+    operators = options.trace or "closed forms, not traced"
+    about = {"rules": options.rules, "operators": str(operators)}
     return Answer(pd.DataFrame(rows), about, [str(file) for file in files])
 
 

@@ -17,3 +17,7 @@ from madmax_lib.papers.vtrain.graph import (
     iteration_s as iteration_s,
     timeline as timeline,
 )
+from madmax_lib.papers.vtrain.trace import (
+    load_trace as load_trace,
+    operators_of as operators_of,
+)
