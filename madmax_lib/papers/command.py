@@ -58,7 +58,7 @@ def _vtrain(options):
             config = papers.vtrain.load_config(file)
             operators = papers.vtrain.formulas.formula_operators(config)
             if options.trace:
-                operators = papers.vtrain.load_trace(options.trace)
+                operators = papers.vtrain.measured(options.trace, config)
             step = papers.vtrain.timeline(
                 config, operators, papers.vtrain.RINGS, options.rules
             )
@@ -103,10 +103,13 @@ def _metis(options):
         papers.metis.write_profiles(profiles, options.output / "profiles")
         ends = options.output / "hostfile", options.output / "clusterfile.json"
         papers.metis.write_cluster(studies.nodes_of(gpus), *ends)
+    given = {name: getattr(options, name) for name in ("hidden", "sequence", "vocab")}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    search = {"global_batch": options.batch, **sizes}
     rows = []
     for order in studies.NODE_ORDERS:
         runs = [
-            studies.run_row(layers, gpus, order, mode, global_batch=options.batch)
+            studies.run_row(layers, gpus, order, mode, **search)
             for _ in range(options.trials)
         ]
         seconds = pd.Series([run.seconds for run in runs])
@@ -114,7 +117,7 @@ def _metis(options):
         row |= {"costed_plans": runs[0].costed_plans, "cost_ms": runs[0].best_cost_ms}
         rows.append(row | {"search_s": seconds.mean(), "search_sd_s": seconds.std()})
     about = {"mode": mode, "layers": layers, "gpus": gpus, "batch": options.batch}
-    if not (options.layers or options.nodes):
+    if not (options.layers or options.nodes or sizes):
         about |= {"published_count": int(published["steps"])}
         about |= {"published_cost_ms": float(published["cost_ms"])}
     return Answer(pd.DataFrame(rows), about)

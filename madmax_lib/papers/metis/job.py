@@ -11,6 +11,8 @@ from madmax_lib.planner.hetero import Node
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, plain_sum
 
 _MOST_SLOTS = 9
+_WHOLE = ("layers", "global_batch", "max_tp", "max_bs", "max_permute_len")
+_WHOLE += ("hidden", "sequence", "vocab")
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,13 @@ class MetisJob:
     max_bs: int  # its largest micro-batch
     max_permute_len: int  # groups of stages that are permuted as wholes
     variance: float  # smallest stage over the mean size
+    hidden: int  # these three of what a pipeline stage sends
+    sequence: int
+    vocab: int
     _slices: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("layers", "global_batch", "max_tp", "max_bs", "max_permute_len"):
+        for name in _WHOLE:
             value = getattr(self, name)
             if not (value > 0 and value == int(value)):
                 raise ValueError(f"{name}={value!r} must be a whole number above 0")

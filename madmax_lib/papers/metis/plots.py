@@ -1,5 +1,5 @@
-"""Pictures of the report on Metis: costs by enumeration order, and data beside tensor
-parallelism.
+"""Pictures of the report on Metis: costs by enumeration order, search times, and data
+beside tensor parallelism.
 """
 
 import pandas as pd
@@ -7,9 +7,12 @@ from matplotlib.axes import Axes
 
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.view.drawing import (
-    bar_chart,
+    COLORS,
+    PAPER,
     bars,
     finish,
+    lines,
+    log_axis,
     mark_key,
     new_axes,
     patch_key,
@@ -52,28 +55,53 @@ def plot_orders(runs: pd.DataFrame) -> Axes:
     return finish(ax, table, title, x=x, rows=rows, reach=reach, key=key)
 
 
-def plot_training(summary: pd.DataFrame) -> Axes:
-    """Figure 3: time of an iteration. summary: the published table dp_tp."""
-    times_s = summary["median_ms"] / 1e3
-    kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
-    ratio = times_s[1] / times_s[0]
+def plot_search_time(points: pd.DataFrame, rows: pd.DataFrame) -> Axes:
+    """Figure 1: search time over layers, beside the search times of table 1 without and
+    with the fork's strategy. points, rows: published tables.
+    """
+    points = points.assign(mode="figure 1")
+    rows = rows.assign(search_s=rows["search_ms"] / 1e3)
+    columns = ["mode", "layers", "gpus", "search_s"]
+    table = pd.concat([points[columns], rows[columns]], ignore_index=True)
+    ax = new_axes(height=3.4)
+    styles = {"figure 1": PAPER, "base": COLORS["compute"], "strategy": COLORS["comm"]}
+    styles = {mode: {"color": color, "mec": color} for mode, color in styles.items()}
+    names = {"figure 1": "figure 1, 32 GPUs"}
+    names |= {mode: f"table 1, “{name}”" for mode, name in _MODES.items()}
+    how = {"by": "mode", "styles": styles, "labels": names}
+    lines(ax, table, "layers", "search_s", **how, marker="D", mfc="none", lw=0.8)
+    log_axis(ax, "y", table["search_s"].min(), table["search_s"].max(), "{:g}".format)
+    shortest = table.groupby("mode")["search_s"].min()
     title = (
-        f"Two P100: tensor parallelism takes {ratio:.2f}x as long as data parallelism"
+        f"10 layers on 32 GPUs: {shortest['figure 1']:.1f} s in figure 1, "
+        f"{shortest['base']:.2f} s in table 1"
     )
-    rows = summary["strategy"] + " on 2 GPUs"
-    # the second iteration of both logs is an outlier, hence the median
-    x = "measured time of an iteration, median [s]"
-    table = _from_files(summary, "dp_tp")
-    return bar_chart(
-        None,
-        table,
-        times_s,
-        title,
-        x=x,
-        rows=rows,
-        fill=kinds,
-        notes=times_s.map("{:.1f} s".format),
+    table = _from_files(table, "search_time", "table1")
+    axes = {"x": "layers", "y": "published search time [s]"}
+    return finish(ax, table, title, **axes, where="lower right")
+
+
+def plot_loss(training: pd.DataFrame) -> Axes:
+    """Figure 3: loss over time of two runs on two P100, smoothed as there: weight 0.1
+    for the last iteration. training: the published table.
+    """
+    of_run = training.groupby("strategy", sort=False)
+    time_s = of_run["iteration_ms"].cumsum() / 1e3
+    smooth = of_run["loss"].transform(lambda loss: loss.ewm(alpha=0.1).mean())
+    table = training.assign(time_s=time_s, smooth=smooth).drop(columns="source")
+    ax = new_axes(height=3.4)
+    styles = {"DP": COLORS["compute"], "TP": COLORS["comm"]}
+    names = {"DP": "data parallel", "TP": "tensor parallel"}
+    how = {"by": "strategy", "styles": styles, "ends": names}
+    lines(ax, table, "time_s", "smooth", **how, ls="--", lw=1.5)
+    median_ms = of_run["iteration_ms"].median()
+    title = (
+        "Two P100: an iteration takes tensor parallelism "
+        f"{median_ms['TP'] / median_ms['DP']:.2f}x as long as data parallelism"
     )
+    table = _from_files(table, "training")
+    axes = {"x": "time [s]", "y": "loss, smoothed", "xlim": (0, 14_000)}
+    return finish(ax, table, title, **axes)
 
 
 def _from_files(table, *files):

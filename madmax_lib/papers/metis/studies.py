@@ -26,8 +26,8 @@ _MODEL_PROFILE = "A100_tp4_bs4"
 
 
 def published(name: str) -> pd.DataFrame:
-    """A table of the report, with its source: "table1", "search_time" (figure 1) or
-    "dp_tp" (figure 3).
+    """A table of the report, with its source: "table1", "search_time" (figure 1),
+    "dp_tp" or "training" (figure 3, in short and by iteration).
     """
     return read_table(f"metis/{name}").copy()
 
@@ -49,8 +49,11 @@ def run_row(
     mode: str,
     model_profile: str = _MODEL_PROFILE,
     global_batch: int = _BATCH,
+    **sizes: int,
 ) -> MetisResult:
-    """One search of the table. mode: "base" or "strategy"."""
+    """One search of the table. mode: "base" or "strategy". sizes: hidden, sequence and
+    vocab of `search`.
+    """
     return search(
         _profiles(layers),
         nodes_of(gpus),
@@ -62,6 +65,7 @@ def run_row(
         max_permute_len=_LIMIT,
         max_tp=_LIMIT,
         max_bs=_LIMIT,
+        **sizes,
     )
 
 

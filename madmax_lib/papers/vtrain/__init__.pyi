@@ -19,5 +19,6 @@ from madmax_lib.papers.vtrain.graph import (
 )
 from madmax_lib.papers.vtrain.trace import (
     load_trace as load_trace,
+    measured as measured,
     operators_of as operators_of,
 )

@@ -17,6 +17,7 @@ from madmax_lib.catalog import data_file
 from madmax_lib.papers.vtrain.config import Config
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.timeline import Timeline
+from madmax_lib.traces import read_trace
 from madmax_lib.traces.operators.ops import operator_calls
 
 # field of Operators by operator of a trace; the output matrix has no update of its own
@@ -32,6 +33,7 @@ _ATTENTION = (
     (r"^aten::softmax$", r"::_softmax_backward_data$"),
 )
 _ORDER = ("embeddings", "transformer", "logit")  # of a forward pass
+_ENGINE = "autograd::engine"  # around a gradient's operators
 _COMMUNICATION = r"c10d::|nccl:|record_param_comms"
 
 
@@ -73,34 +75,48 @@ def load_trace(path: str | Path) -> Operators:
     return _operators(total_ns)
 
 
+def measured(path: str | Path, config: Config) -> Operators:
+    """Operators from a trace of vTrain, or from a folder or file of torch's profiler.
+
+    Raises as `load_trace`, `mm.read_trace` and `operators_of` do.
+    """
+    path = Path(path)
+    if path.is_dir() or ".json" in path.suffixes:
+        return operators_of(read_trace(path), config)
+    return load_trace(path)
+
+
 def operators_of(timeline: Timeline, config: Config) -> Operators:
     """Operators of a recorded step of a transformer: compute alone, without gaps and
     communication, the median of ranks and steps.
 
-    A layer is what lies between two calls of attention. config: of the model in the
-    trace; its weights divide the update among layers and embedding. Raises ValueError
-    for a trace without operators, with fewer than two layers, or with several
-    micro-batches a step.
+    A layer is what lies between two calls of attention, whatever their number. config:
+    sizes of a layer and of the embedding, by whose weights the update is divided.
+    Raises ValueError for a trace without operators, with fewer than two layers, or with
+    several micro-batches a step.
     """
     calls, _ = operator_calls(timeline)
     calls = calls[calls["step"].isin(timeline.steps or [-1])]
-    if not calls["name"].str.startswith("autograd::engine").any():
+    if not calls["name"].str.startswith(_ENGINE).any():
         raise ValueError("the trace has no operators of a backward pass")
     steps = calls.sort_values("start_ns", kind="stable").groupby(["rank", "step"])
     total_ns = pd.DataFrame([_step_ns(step) for _, step in steps]).median()
-    shape = config.shape._replace(pp=1)
-    layers = shape.gradient_bytes(first=False, last=False)
-    share = layers / shape.gradient_bytes(first=True, last=False)
-    update_ns = total_ns["WU embeddings"]
-    total_ns["WU transformer"] = share * update_ns / shape.layers
-    total_ns["WU embeddings"] = (1 - share) * update_ns
+    # gradients of L layers, and of L layers with the embedding
+    sizes = config.shape._replace(pp=1)
+    inner_bytes = sizes.gradient_bytes(first=False, last=False)
+    embedding_bytes = sizes.gradient_bytes(first=True, last=False) - inner_bytes
+    layer_bytes = inner_bytes / sizes.layers
+    layers = total_ns["layers"]
+    ns_per_byte = total_ns["WU"] / (layers * layer_bytes + embedding_bytes)
+    total_ns["WU transformer"] = ns_per_byte * layer_bytes
+    total_ns["WU embeddings"] = ns_per_byte * embedding_bytes
     return _operators(total_ns)
 
 
 def _step_ns(calls):
-    """Nanoseconds by operator of a trace; the whole update counts as the embedding's."""
+    """Nanoseconds by operator, WU of the whole model, and the number of layers."""
     start_ns = calls["start_ns"]
-    engine = calls["name"].str.startswith("autograd::engine")
+    engine = calls["name"].str.startswith(_ENGINE)
     ends_ns = start_ns + calls["host_ns"]
     is_forward = start_ns < start_ns[engine].min()
     is_update = start_ns >= ends_ns[engine].max()
@@ -123,9 +139,9 @@ def _step_ns(calls):
         )
     parts = [f"forward {name}" for name in _ORDER]
     parts += [f"backward {name}" for name in reversed(_ORDER)]
-    parts_ns = _parts_ns(forward, forward_at), _parts_ns(backward, backward_at)
-    update_ns = calls.loc[is_update, "self_ns"].sum()
-    return pd.Series(np.r_[(*parts_ns, update_ns)], [*parts, "WU embeddings"])
+    passes_ns = [*_parts_ns(forward, forward_at), *_parts_ns(backward, backward_at)]
+    about = {"WU": calls.loc[is_update, "self_ns"].sum(), "layers": len(forward_at)}
+    return dict(zip(parts, passes_ns, strict=True)) | about
 
 
 def _parts_ns(calls, attention):
