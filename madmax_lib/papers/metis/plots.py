@@ -64,12 +64,17 @@ def plot_search_time(points: pd.DataFrame, rows: pd.DataFrame) -> Axes:
     columns = ["mode", "layers", "gpus", "search_s"]
     table = pd.concat([points[columns], rows[columns]], ignore_index=True)
     ax = new_axes(height=3.4)
-    styles = {"figure 1": PAPER, "base": COLORS["compute"], "strategy": COLORS["comm"]}
-    styles = {mode: {"color": color, "mec": color} for mode, color in styles.items()}
+    marks = {"marker": "D", "mfc": "none", "lw": 0.8}
+    # the rows of table 1 have other numbers of GPUs each: no curve
+    styles = {
+        "figure 1": {"color": PAPER},
+        "base": {"color": COLORS["compute"], "ls": ""},
+        "strategy": {"color": COLORS["comm"], "ls": ""},
+    }
     names = {"figure 1": "figure 1, 32 GPUs"}
-    names |= {mode: f"table 1, “{name}”" for mode, name in _MODES.items()}
+    names |= {mode: f"table 1, 32 to 256, “{name}”" for mode, name in _MODES.items()}
     how = {"by": "mode", "styles": styles, "labels": names}
-    lines(ax, table, "layers", "search_s", **how, marker="D", mfc="none", lw=0.8)
+    lines(ax, table, "layers", "search_s", **how, **marks)
     log_axis(ax, "y", table["search_s"].min(), table["search_s"].max(), "{:g}".format)
     shortest = table.groupby("mode")["search_s"].min()
     title = (
