@@ -7,23 +7,13 @@ import argparse
 import pandas as pd
 
 from madmax_lib import papers
+from madmax_lib.papers.origin import read_table
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.view.commands.answers import Answer, add_command
 
 _HOUR_S = 3600
 # table of each figure of MAD-Max that can be drawn anew, a call of its studies
-_FIGURES = {
-    1: "cloud_comparison",
-    7: "validation_bars",
-    8: "vit_mfu",
-    9: "prefetch_overlap",
-    10: "strategies_over_fsdp",
-    14: "task_dependence",
-    15: "context_scaling",
-    16: "cloud_comparison",
-    19: "scaling_study",
-    20: "scaling_study",
-}
+_FIGURES = dict(read_table("madmax/figures").to_numpy())
 
 
 def add(commands) -> None:
@@ -103,8 +93,7 @@ def _metis(options):
         papers.metis.write_profiles(profiles, options.output / "profiles")
         ends = options.output / "hostfile", options.output / "clusterfile.json"
         papers.metis.write_cluster(studies.nodes_of(gpus), *ends)
-    given = {name: getattr(options, name) for name in ("hidden", "sequence", "vocab")}
-    sizes = {name: size for name, size in given.items() if size is not None}
+    sizes = {name: getattr(options, name) for name in ("hidden", "sequence", "vocab")}
     search = {"global_batch": options.batch, **sizes}
     rows = []
     for order in studies.NODE_ORDERS:
@@ -117,7 +106,8 @@ def _metis(options):
         row |= {"costed_plans": runs[0].costed_plans, "cost_ms": runs[0].best_cost_ms}
         rows.append(row | {"search_s": seconds.mean(), "search_sd_s": seconds.std()})
     about = {"mode": mode, "layers": layers, "gpus": gpus, "batch": options.batch}
-    if not (options.layers or options.nodes or sizes):
+    about |= sizes
+    if not (options.layers or options.nodes):
         about |= {"published_count": int(published["steps"])}
         about |= {"published_cost_ms": float(published["cost_ms"])}
     return Answer(pd.DataFrame(rows), about)

@@ -3,16 +3,15 @@ and nodes, with sums over layers from left to right.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 
+from madmax_lib.base.fields import require_int
 from madmax_lib.planner.hetero import Node
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, plain_sum
 
 _MOST_SLOTS = 9
-_WHOLE = ("layers", "global_batch", "max_tp", "max_bs", "max_permute_len")
-_WHOLE += ("hidden", "sequence", "vocab")
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,9 @@ class MetisJob:
     _slices: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in _WHOLE:
-            value = getattr(self, name)
-            if not (value > 0 and value == int(value)):
-                raise ValueError(f"{name}={value!r} must be a whole number above 0")
+        for number in fields(self):
+            if number.type is int:
+                require_int(number.name, getattr(self, number.name), least=1)
         if not self.variance > 0:
             raise ValueError(f"variance={self.variance!r} must be above 0")
         if self.layers != self.profiles.layers:

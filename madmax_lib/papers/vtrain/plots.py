@@ -9,7 +9,6 @@ from madmax_lib.view.drawing import (
     DASHED,
     PAPER,
     SERIES,
-    bar_chart,
     finish,
     lines,
     log_axis,
@@ -190,28 +189,4 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
         **axes,
         key=[mark_key("seed 000")],
         where="upper left",
-    )
-
-
-def plot_rules(effects: pd.DataFrame) -> Axes:
-    """Change of a step by correcting each deviation of the release; effects: of
-    `rule_effects`.
-    """
-    single = effects.iloc[1:]  # the first row is the release
-    step_s = effects["step_s"]
-    title = (
-        f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "
-        f"{step_s.iloc[-1]:.1f} s"
-    )
-    x = "longer step than as released [%]"
-    notes = single["change"].map("{:+.1%}".format)
-    return bar_chart(
-        None,
-        effects,
-        100 * single["change"],
-        title,
-        x=x,
-        rows=single["what"],
-        source="simulated",
-        notes=notes,
     )

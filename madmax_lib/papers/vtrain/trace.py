@@ -32,7 +32,9 @@ _ATTENTION = (
     (r"^aten::scaled_dot_product_attention$", r"::_scaled_dot_product_\w+_backward$"),
     (r"^aten::softmax$", r"::_softmax_backward_data$"),
 )
-_ORDER = ("embeddings", "transformer", "logit")  # of a forward pass
+# parts of a pass in order of time
+_FORWARD = ("forward embeddings", "forward transformer", "forward logit")
+_BACKWARD = ("backward logit", "backward transformer", "backward embeddings")
 _ENGINE = "autograd::engine"  # around a gradient's operators
 _COMMUNICATION = r"c10d::|nccl:|record_param_comms"
 
@@ -137,16 +139,14 @@ def _step_ns(calls):
             f"{len(backward_at)} backward: vTrain's operators need two layers or more "
             "and one micro-batch a step"
         )
-    parts = [f"forward {name}" for name in _ORDER]
-    parts += [f"backward {name}" for name in reversed(_ORDER)]
-    passes_ns = [*_parts_ns(forward, forward_at), *_parts_ns(backward, backward_at)]
     about = {"WU": calls.loc[is_update, "self_ns"].sum(), "layers": len(forward_at)}
-    return dict(zip(parts, passes_ns, strict=True)) | about
+    forward_ns = _parts_ns(forward, forward_at, _FORWARD)
+    return about | forward_ns | _parts_ns(backward, backward_at, _BACKWARD)
 
 
-def _parts_ns(calls, attention):
-    """Time of a pass (3,) before its layers, of a layer (mean) and after the layers;
-    attention: places of its calls.
+def _parts_ns(calls, attention, parts):
+    """Time of a pass before its layers, of a layer (mean) and after the layers, by the
+    names of the parts; attention: places of its calls.
     """
     self_ns = calls["self_ns"].to_numpy()
     layer_ns = self_ns[attention[0] : attention[-1]].sum() / (len(attention) - 1)
@@ -161,7 +161,7 @@ def _parts_ns(calls, attention):
         begin -= 1
     before_ns = self_ns[: numbered[begin]].sum()
     after_ns = self_ns.sum() - before_ns - len(attention) * layer_ns
-    return np.array([before_ns, layer_ns, max(after_ns, 0.0)])
+    return dict(zip(parts, (before_ns, layer_ns, max(after_ns, 0.0)), strict=True))
 
 
 def _operators(total_ns):
