@@ -91,8 +91,8 @@ class VTrainRules:
         return 2.0**30 if self.binary_units else 1e9
 
 
-CORRECTED = VTrainRules()
-RELEASED = VTrainRules(
+_CORRECTED = VTrainRules()
+_RELEASED = VTrainRules(
     "not last",
     False,
     whole_mib=True,
@@ -110,7 +110,7 @@ def parse_rules(rules: str | VTrainRules) -> VTrainRules:
         return rules
     if rules not in ("corrected", "released"):
         raise ValueError(f"rules={rules!r} is not corrected or released")
-    return CORRECTED if rules == "corrected" else RELEASED
+    return _CORRECTED if rules == "corrected" else _RELEASED
 
 
 class Sizes(NamedTuple):

@@ -77,12 +77,11 @@ def load_trace(path: str | Path) -> Operators:
     return _operators(total_ns)
 
 
-def measured(path: str | Path, config: Config) -> Operators:
+def measured(path: Path, config: Config) -> Operators:
     """Operators from a trace of vTrain, or from a folder or file of torch's profiler.
 
     Raises as `load_trace`, `mm.read_trace` and `operators_of` do.
     """
-    path = Path(path)
     if path.is_dir() or ".json" in path.suffixes:
         return operators_of(read_trace(path), config)
     return load_trace(path)
