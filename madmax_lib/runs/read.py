@@ -27,6 +27,7 @@ from madmax_lib.runs.spec import RunSpec
 PHASES = ("data", "forward", "backward", "optimizer")
 COLUMNS = (
     "step",
+    "epoch",  # passes over the training data until its end, such as 0.5
     *(f"{name}_s" for name in PHASES),  # of rank 0
     "total_s",  # wall time of rank 0
     "samples",  # real ones of all ranks
@@ -47,7 +48,7 @@ COLUMNS = (
     "temperature_c",  # of the hottest of them, the mean over the step
 )
 # that earlier runs do not have
-_NEW_COLUMNS = {"validation_accuracy", "utilization", "temperature_c"}
+_NEW_COLUMNS = {"epoch", "validation_accuracy", "utilization", "temperature_c"}
 # Fields of a spec that runs share where their speeds can be compared; ranks and global
 # batch may differ, as throughput is per sample.
 _SAME_WORK = (
@@ -64,6 +65,7 @@ _SAME_WORK = (
 _QUANTITIES = (
     "samples_per_s",
     "tokens_per_s",
+    "epoch_s",
     "mfu",
     "hfu",
     "utilization",
@@ -186,8 +188,9 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     not complete. step_s with its quartiles. bubble: share of a step that rank 0 of a
     pipeline neither computes nor updates. scaling: samples/s per rank over that of the
     run with the fewest, of those that train the same on the same device. samples_per_s,
-    tokens_per_s, mfu, hfu, utilization (of GPUs), losses and accuracies, host_rss_bytes
-    of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
+    tokens_per_s, epoch_s (a pass over the training data), mfu, hfu, utilization (of
+    GPUs), losses and accuracies, host_rss_bytes of rank 0, energy_per_sample_j; NaN
+    where a run does not tell. Shares are 0..1.
     """
     rows = []
     work = []

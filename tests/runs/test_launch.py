@@ -168,6 +168,8 @@ def test_rows_of_steps(run):
     assert tuple(steps.columns) == COLUMNS
     assert steps["step"].tolist() == list(range(6))
     assert (steps[["samples", "tokens"]] == [8, 8 * 96]).all(axis=None)
+    # of 50,000 generated samples
+    assert steps["epoch"].tolist() == pytest.approx([1.6e-4 * n for n in range(1, 7)])
     assert not steps["overflow"].any()
     phases = steps[[f"{name}_s" for name in PHASES]]
     assert (phases > 0).all(axis=None)
@@ -194,6 +196,7 @@ def test_summary_of_a_run(run):
     expected = {"samples_per_s": rate, "mfu": mfu, "hfu": mfu, "power_share": 50 / 70}
     expected["data_share"] = counted["data_s"].sum() / wall_s
     expected["energy_per_sample_j"] = 50 / rate
+    expected |= {"epochs": 6 * 8 / 50_000, "epoch_s": 50_000 / rate}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert 0 < mfu < 1
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]

@@ -18,7 +18,7 @@ from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 
 HEADER = ",".join(COLUMNS) + "\n"
-ROW = "0,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,,0,,,,1e8,,,,\n"
+ROW = "0,0.2,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,,0,,,,1e8,,,,\n"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ BAD_SPECS += ('{"resolved": {"x": 1}}', '{"resolved": [1]}')
     [
         ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
         ("steps.csv", "", "not a table of steps"),
-        ("steps.csv", HEADER + "0,1\n", "line 2 does not have 21 values"),
+        ("steps.csv", HEADER + "0,1\n", "line 2 does not have 22 values"),
         ("steps.csv", HEADER + ROW.replace("5.5", "high"), "to float: 'high'"),
         *(("spec.json", content, "") for content in BAD_SPECS),
     ],

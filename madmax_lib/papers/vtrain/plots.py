@@ -7,7 +7,6 @@ from madmax_lib.view.drawing import (
     DASHED,
     PAPER,
     SERIES,
-    bar_chart,
     finish,
     lines,
     log_axis,
@@ -124,27 +123,3 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
     axes["xticks"] = sorted(table["layers"].unique())
     key = [*ax.get_legend_handles_labels()[0], mark_key("seed 000")]
     return finish(ax, table, title, **axes, key=key, where="beside")
-
-
-def plot_rules(effects: pd.DataFrame) -> Axes:
-    """Change of a step by correcting each deviation of the release; effects: of
-    `rule_effects`.
-    """
-    single = effects.iloc[1:]  # the first row is the release
-    step_s = effects["step_s"]
-    title = (
-        f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "
-        f"{step_s.iloc[-1]:.1f} s"
-    )
-    x = "longer step than as released [%]"
-    notes = single["change"].map("{:+.1%}".format)
-    return bar_chart(
-        None,
-        effects,
-        100 * single["change"],
-        title,
-        x=x,
-        rows=single["what"],
-        source="simulated",
-        notes=notes,
-    )
