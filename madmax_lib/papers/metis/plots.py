@@ -67,10 +67,11 @@ def plot_search_time(points: pd.DataFrame, rows: pd.DataFrame) -> Axes:
     look = {"marker": "D", "mfc": "none", "lw": 0.8}
     curve = of_mode["figure 1"]
     look["label"] = "figure 1, 32 GPUs"
-    lines(ax, curve, "layers", "search_s", color=PAPER, **look)
+    lines(ax, curve, "layers", "search_s", color=PAPER, mec=PAPER, **look)
     # the rows of table 1 have other numbers of GPUs each: no curve
     for color, (mode, name) in zip(SERIES, _MODES.items(), strict=False):
         look["label"] = f"table 1, 32 to 256, “{name}”"
+        look["mec"] = color
         lines(ax, of_mode[mode], "layers", "search_s", color=color, ls="", **look)
     title = "The search takes longer in figure 1 than in table 1"
     table = _from_files(table, "search_time", "table1")
