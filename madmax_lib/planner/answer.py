@@ -150,7 +150,7 @@ class SearchResult:
     def _lines(self):
         case = self.problem.case
         counts = self.dropped.set_index("rule")["count"]
-        unlaunched = counts["a stack must launch it"]
+        unlaunched = counts.get("a stack must launch it", 0)
         headline = (
             f"{case.model.name} on {case.cluster.world_size:,} x "
             f"{case.cluster.device.name}, batch {case.global_batch:,}: "
@@ -180,6 +180,8 @@ class SearchResult:
                 f"{row.changes}: saves {row.saves:.0%} of the recipe's step (90 %: "
                 f"{row.saves_low:.0%} to {row.saves_high:.0%})"
             )
+        if len(self.beats) == 1:
+            lines.append("nothing so near is faster than the recipe")
         lines.append(f"software: {self.software}")
         if self.hint:
             lines.append(f"hint: {self.hint}")

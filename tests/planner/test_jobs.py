@@ -68,9 +68,6 @@ def test_kubernetes(tmp_path):
     assert torchrun_of(line).rdzv_endpoint == f"{name}-0.{name}:29500"
 
 
-LOG = "{'loss': 2.1, 'step': %d, 'step_time': 0.5}"
-
-
 @pytest.mark.parametrize(
     ("command", "outcome"),
     [
@@ -88,6 +85,21 @@ def test_outcomes(tmp_path, command, outcome):
     else:
         with pytest.raises(outcome):
             jobs(PLAN)
+
+
+def test_a_launcher_that_logs_elsewhere(tmp_path):
+    """As Slurm's: what it says itself is the log only where the job has said nothing."""
+    submit = "echo Submitted batch job 7; echo step 1 took 9 s; cp {job} {log}"
+    folder = tmp_path / "a folder with blanks"
+    command = "step 1 took 0.2 s, step 2 took 0.4 s"
+    pattern = r"step (?P<step>\d+) took (?P<s>[\d.]+) s"
+    jobs = Jobs(folder, command, "shell", submit, case=CASE, pattern=pattern)
+    assert jobs(PLAN) == pytest.approx(0.4, abs=0.2)
+    failed = Jobs(
+        tmp_path, command, "shell", "echo sbatch: error: no partition", case=CASE
+    )
+    with pytest.raises(RuntimeError, match="sbatch: error: no partition"):
+        failed(PLAN)
 
 
 def test_a_tuning_of_jobs_goes_on_after_a_restart(tmp_path):

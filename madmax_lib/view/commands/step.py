@@ -23,6 +23,10 @@ _COLUMNS = (
 # columns of an estimate that a terminal shows first, then its largest parts
 _ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
 _ESTIMATED += ("memory_bytes", "fits", "reason")
+_OF_RECIPE = (
+    "saves: share of the recipe's step, saves_low and saves_high hold 90 %; "
+    "probability: to be faster than the recipe; why: the part that saves most"
+)
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
@@ -139,6 +143,7 @@ def _search(options):
     best = (result.different if enough else result.table).head(options.top)
     if recipe:
         best = result.beats
+        about["columns"] = _OF_RECIPE
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:
