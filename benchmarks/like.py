@@ -65,7 +65,7 @@ def main():
         )
         ours = answer.times["step_s"]
         apart = np.array(
-            [[planner.changes.changes(one, two) for two in plans] for one in plans]
+            [[planner.changes(one, two) for two in plans] for one in plans]
         )
         for i, j in combinations(range(len(plans)), 2):
             gap = np.log(measured[i] / measured[j])

@@ -164,6 +164,8 @@ def contact_tables():
     for by in (["distance"], ["distance", "kind"], ["distance", "repository"]):
         table = summary(rows, by)
         print(table.round(1).to_string(), end="\n\n")
+    hidden = rows[rows["distance"].str.contains("generation")]
+    print(summary(hidden, ["distance", "family"]).round(1).to_string())
 
 
 def summary(rows, by):

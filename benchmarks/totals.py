@@ -17,7 +17,8 @@ from madmax_lib import catalog
 from madmax_lib.planner import campaign, practice, published_totals
 
 
-def predicted_hours(row):
+def predicted(row):
+    """Device-hours of the best plan, and the factor to which its step is known."""
     what = {
         "global_batch": int(row.global_batch),
         "sequence": int(row.sequence),
@@ -36,7 +37,8 @@ def predicted_hours(row):
         f"{answer.best['mfu']:.1%}",
         flush=True,
     )
-    return answer.best["device_hours"] / practice()[0]
+    best = answer.best
+    return best["device_hours"] / practice()[0], best["high_s"] / best["step_s"]
 
 
 def main():
@@ -47,10 +49,11 @@ def main():
     arguments = arguments.parse_args()
     warnings.simplefilter("ignore")
     table = published_totals()
-    table["now_hours"] = [round(predicted_hours(row)) for row in table.itertuples()]
+    hours, ratios = np.transpose([predicted(row) for row in table.itertuples()])
+    table["now_hours"] = np.round(hours).astype(int)
     factors, widths = np.transpose([practice(release) for release in table["release"]])
     table["ratio"] = factors * table["now_hours"] / table["device_hours"]
-    table["inside"] = np.abs(np.log(table["ratio"])) <= widths
+    table["inside"] = np.abs(np.log(table["ratio"])) <= np.hypot(widths, np.log(ratios))
     print(
         table[
             [
@@ -72,11 +75,12 @@ def main():
     )
     print(
         f"practice: factor {practice()[0]:.2f}, 90 % within a factor of "
-        f"{np.exp(practice()[1]):.2f}"
+        f"{np.exp(practice()[1]):.2f} beyond the step"
     )
     if arguments.write:
         rows = catalog.table("training_totals")
-        rows.assign(predicted_hours=table["now_hours"]).to_csv(
+        now = {"predicted_hours": table["now_hours"], "high_over_step": ratios.round(3)}
+        rows.assign(**now).to_csv(
             str(catalog.data_file("training_totals.csv")), index=False
         )
 

@@ -9,16 +9,18 @@ from madmax_lib import (
 )
 from madmax_lib.calibration.machine.calibrate import calibrate as calibrate
 from madmax_lib.calibration.machine.machine import machine as machine
+from madmax_lib.calibration.trace import fit_timeline as fit_timeline
 from madmax_lib.calibration.verdict.expect import expect as expect
 from madmax_lib.catalog.datasets import dataset as dataset
 from madmax_lib.catalog.flops import flops as flops
-from madmax_lib.catalog.hardware import Link as Link
+from madmax_lib.catalog.hardware import Device as Device, Link as Link
 from madmax_lib.catalog.listing import (
     clusters as clusters,
     devices as devices,
     models as models,
     software as software,
 )
+from madmax_lib.catalog.models import Transformer as Transformer
 from madmax_lib.catalog.tables import cluster as cluster, model as model
 from madmax_lib.plan.case import Case as Case
 from madmax_lib.plan.plan import Plan as Plan

@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
     json = False
 
     def error(self, message):
-        line = f"{message}; {self.prog} --help tells more"
+        line = f"{message}; {self.prog} --help says more"
         if _Parser.json:
             print(envelope(self.prog.split()[-1], ValueError(line)))
         self.exit(2, f"{self.prog}: {line}\n")
@@ -111,7 +111,7 @@ def _parameters(words):
     names = [word for word in words[1:] if not word.startswith("-")]
     asks = words[:1] == ["run"] and bool({"-h", "--help"} & set(words))
     if not asks or not names:
-        return "run NAME --help says which parameters a notebook has"
+        return "run NAME --help lists the parameters of a notebook"
     from madmax_lib.view.notebooks.runner import described, notebook_named
 
     return described(notebook_named(names[0]))

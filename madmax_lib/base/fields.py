@@ -91,7 +91,8 @@ def check_fields(item, *positive: str) -> None:
     Numbers are finite and not negative, those of `positive` above 0, and NaN only where
     that is the default.
     """
-    owner = f"{item.name}: " if isinstance(item.name, str) else ""
+    noun = getattr(item, "name", None)
+    owner = f"{noun}: " if isinstance(noun, str) else ""
     for name, (hint, default) in _hints(type(item)).items():
         value = getattr(item, name)
         what = f"{owner}{name}"

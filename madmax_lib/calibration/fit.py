@@ -103,7 +103,7 @@ def fit(
     rows = rows[usable(rows)]
     rows = rows[slowness(rows) <= SLOWEST]
     if rows.empty:
-        raise ValueError("rows: none is supported, consistent and measured")
+        raise ValueError("rows: none is usable (supported, consistent and measured)")
     problem = _LeastSquares(rows, begin or start(), near.fitted if near else only)
     if near:
         point = problem.scale.point(near.constants)
@@ -167,7 +167,7 @@ def update(
     rows = rows.assign(consistent=rows["consistent"].astype(bool) | np.array(ran, bool))
     refused = rows[~usable(rows)]
     if rows.empty:
-        raise ValueError("rows: there are none")
+        raise ValueError("rows: empty")
     if len(refused):
         reason = refused["reason"].iloc[0] or "no time is measured"
         more = len(refused) - 1
@@ -177,7 +177,9 @@ def update(
         case.dtype == "fp32" and "tf32" in case.cluster.device.peak_flops
         for case in rows["case"]
     ):
-        warnings.warn("fp32 rows: state tf32 where torch was allowed it", stacklevel=2)
+        warnings.warn(
+            "fp32 rows: set tf32 if torch was allowed to use it", stacklevel=2
+        )
     steps = to_steps(rows)
     measured_s = rows["measured_s"].to_numpy(float)
     predicted_s = step_s(steps, begin)
@@ -194,8 +196,8 @@ def update(
     # rows of one step alone tell how fast that is
     if rows["case"].astype(str).nunique() == 1:
         origin["update"]["note"] = (
-            "the rows are of one model, plan and batch: they tell the pace of that step, "
-            "and not which of its parts is slow"
+            "the rows share one model, plan and batch: they give its step time, "
+            "but not which part of the step is slow"
         )
     return replace(constants, provenance={**begin.provenance, **origin})
 

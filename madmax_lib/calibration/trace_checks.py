@@ -56,7 +56,7 @@ def fit_notes(
     bound, products of another dtype, waiting that one rank cannot tell from transfer.
     """
     notes = [
-        f"{part.removesuffix('_s')} is missed by {error:+.0%}: no constant meets it"
+        f"{part.removesuffix('_s')} is off by {error:+.0%}: no constant can match it"
         for part, error in errors.items()
         if abs(error) > _MISSED
     ]
@@ -72,7 +72,7 @@ def fit_notes(
     if share > _SAME_PEAK:
         notes.append(f"{share:.0%} of the FLOPs are in {', '.join(other.index)}")
     if case.plan.world_size > len(timeline.ranks) == 1:
-        notes.append("one rank of many: its waiting cannot be told from transfer")
+        notes.append("one rank of many: waiting cannot be told from transfer")
     return notes
 
 
@@ -109,8 +109,7 @@ def _check_groups(timeline, case):
     # one stage or rank of many may have been traced, but then it has collectives
     if measured and world != plan.world_size and (world > 1 or table.empty):
         raise ValueError(
-            f"timeline: {world} rank(s) without others, but {plan} has "
-            f"{plan.world_size}"
+            f"timeline: {world} rank(s) on their own, but {plan} has {plan.world_size}"
         )
     if plan.world_size == 1:
         if len(table):

@@ -19,7 +19,7 @@ class Flops:
     """FLOPs of training on one sample, forward and backward.
 
     >>> flops("gpt2-large", convention="palm").per_token / 6e9
-    0.8684064
+    0.86840192
     """
 
     model: str
@@ -69,7 +69,7 @@ def flops(
 
     >>> ours, theirs = (flops("llama3-8b", convention=c) for c in ("model", "verl"))
     >>> f"{theirs.total / ours.total:.3f}"
-    '1.007'
+    '0.943'
     """
     shape = require_type("model", model_of(model), Transformer)
     if sequence is None:

@@ -6,7 +6,7 @@ way.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from madmax_lib.base.fields import (
@@ -28,6 +28,14 @@ _NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_tex
 _LEAST_MEMORY = 1e6
 
 
+def _equal(item, other: object) -> bool:
+    """Whether two dataclasses of a type hold the same, where unknown (NaN) is unknown."""
+    if type(item) is not type(other):
+        return False
+    pairs = zip(vars(item).values(), vars(other).values(), strict=True)
+    return all(a == b or (a != a and b != b) for a, b in pairs)
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator.
@@ -40,7 +48,7 @@ class Device:
     memory_bytes: float  # capacity
     memory_bandwidth_bytes_per_s: float  # of that memory
     # dense, by dtype of `DTYPES`, with fp32 sums; others it lacks
-    peak_flops: Mapping[str, float] = field(hash=False)
+    peak_flops: Mapping[str, float]
     tdp_w: float = float("nan")  # power limit in W; NaN: unknown
     usd_per_hour: float = float("nan")  # price of an hour; NaN: unknown
     # whose fitted constants it has: ampere, hopper, blackwell, or cpu; other: none
@@ -56,6 +64,10 @@ class Device:
     process_bytes: float = float("nan")
 
     __repr__ = dataclass_repr
+    __eq__ = _equal
+
+    def __hash__(self):
+        return hash(self.name)
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
@@ -131,6 +143,10 @@ class Host:
     tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
     __repr__ = dataclass_repr
+    __eq__ = _equal
+
+    def __hash__(self):
+        return hash(self.name)
 
     def __post_init__(self):
         check_fields(
@@ -220,8 +236,8 @@ def part_of_machine(
     used, nodes = node_extent(machine.name, usual, nodes, devices)
     if nodes > machine.nodes == 1:
         raise ValueError(
-            f"{machine.name}: nodes={nodes}, but its one host has told nothing of a "
-            "network; calibrate over two hosts, or state it: --network 25gbit, in Python "
+            f"{machine.name}: nodes={nodes}, but it was calibrated on one host, without "
+            "a network; calibrate over two hosts, or state it: --network 25gbit, in Python "
             "replace(mm.machine(...).cluster, nodes=..., inter=mm.Link(name, bytes/s))"
         )
     return replace(machine, devices_per_node=used, nodes=nodes)

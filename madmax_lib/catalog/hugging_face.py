@@ -74,7 +74,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; give a config.json of Hugging Face, or a name of "
+            f"{path}: no such file; give a Hugging Face config.json, or a name of "
             "mm.models()"
         )
     try:
@@ -82,9 +82,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{path}: no configuration of a model, which is an object of JSON"
-        )
+        raise ValueError(f"{path}: not a model configuration (a JSON object)")
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
     if "peft_type" in config:
@@ -116,7 +114,7 @@ def _trained_part(path, config):
     seen = config.get("vision_config")
     if kind == "siglip" and isinstance(seen, dict):
         part = seen | {"model_type": "siglip_vision_model"}
-        message = f"{path}: the image part alone is read, without the text beside it"
+        message = f"{path}: only the image part is read, not the text part"
         warnings.warn(message, stacklevel=4)  # at the user's mm.model
         return part, None
     text = config.get("text_config")
@@ -133,7 +131,7 @@ def _seen(path, config, hidden):
         return {}
     is_said = len(config) > 1
     result = tower_fields(config["model_type"], config, hidden) if is_said else {}
-    message = "the text part alone is read, without what sees or hears"
+    message = "only the text part is read, not the vision or audio parts"
     if result:
         edge = result["tower"].image
         message = f"with one image of {edge} pixels a sample; replace(model, images=0) has none"
@@ -152,7 +150,7 @@ def _fields(config, rows, where):
     if "refused" in keys:
         nearest, reason = keys["refused"]
         raise _UnmodelledError(
-            f"{kind} has {reason}, which is not modelled; the nearest that is read is "
+            f"{kind} has {reason}, which is not modelled; the nearest that can be read is "
             f"{nearest}"
         )
     read = {key for key, _ in keys.values()}
@@ -211,13 +209,17 @@ def _guessed(config, by_kind, where):
     others = [key for key in config if key not in of_llama]
     if needed <= config.keys() and not others:
         warnings.warn(
-            f"{where}: model_type {kind!r} is not known and read as Llama's: gated "
+            f"{where}: model_type {kind!r} is unknown and read like Llama's: gated "
             "feed-forward parts, RMS norms, no biases",
             stacklevel=5,  # at the user's mm.model
         )
         return _LLAMA_SHAPED
     near = get_close_matches(str(kind), by_kind, cutoff=0.3) or ["llama"]
-    why = f", and {others[0]!r} is no key of Llama's" if needed <= config.keys() else ""
+    why = (
+        f", and {others[0]!r} is not a key of Llama's"
+        if needed <= config.keys()
+        else ""
+    )
     raise _UnmodelledError(
         f"model_type {kind!r} is not read{why}; nearest by name: {', '.join(near)}"
     )
@@ -233,7 +235,7 @@ def _nearest_call(config):
         text = short_repr(values[0]).strip("'") if values else "..."
         sizes.append(f"{field}={text}")
     return (
-        "describe what comes nearest: "
+        "describe the nearest model: "
         f"madmax_lib.catalog.models.Transformer('mine', {', '.join(sizes)}, "
         "sequence=...)"
     )
@@ -269,7 +271,7 @@ def _value(where, config, key, default):
         # without a default every such model has some of it; 64 bits hold a size
         is_size = 0 <= value < 2**62 and (value != 0 or bool(default))
     if not is_size:
-        raise ValueError(f"{where}: {key}={short_repr(value)} is no size")
+        raise ValueError(f"{where}: {key}={short_repr(value)} is not a size")
     return str(value)
 
 
@@ -348,8 +350,8 @@ def _of_terms(terms, shape):
         expert = shape.get("expert_ffn") or shape["ffn"]
         if shared % expert or shape.get("moe_every", 0) > 1:
             raise ValueError(
-                f"a shared expert of width {shared}: one of no multiple of {expert}, "
-                "the others' width, or of some layers alone, is not modelled"
+                f"a shared expert of width {shared}: not a multiple of {expert}, "
+                "the others' width, or only in some layers, is not modelled"
             )
         result["shared_experts"] = shared // expert
     return result

@@ -134,7 +134,7 @@ def _bamba(config, shape):
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
         raise ValueError(
-            f"attn_layer_indices={short_repr(attention)} is no list of layers"
+            f"attn_layer_indices={short_repr(attention)} is not a list of layers"
         )
     blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
     return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}
@@ -162,7 +162,7 @@ def _nemotron(config, shape):
     blocks = list(pattern) if isinstance(pattern, str) else _letters(types or [])
     if not blocks or set(blocks) - set("M-*E"):
         raise ValueError(
-            f"hybrid_override_pattern={short_repr(pattern)} is no text of M, -, * and E"
+            f"hybrid_override_pattern={short_repr(pattern)} is not made of M, -, * and E"
         )
     channels = shape["mixer_heads"] * size_of(config, "mamba_head_dim", 64)
     fields = {"blocks": blocks, **_mixer(config, shape, "M", channels=channels)}

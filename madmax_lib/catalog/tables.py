@@ -275,7 +275,7 @@ def _from_machine(path):
             Link(**fields["inter"]),
         )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not the file of a machine ({error})") from None
+        raise ValueError(f"{path}: not a machine file ({error})") from None
 
 
 def model(name: str | Path | Model) -> Model:
@@ -346,8 +346,8 @@ def software(name: str | Software | None, like: str | None = None) -> Software:
     near = difflib.get_close_matches(plain, names, n=1, cutoff=_CLOSE)
     meant = f", nearest: {names[near[0]]}" if near else ""
     warnings.warn(
-        f"software {name!r} is not in software.csv{meant}: taken as a stack of its own "
-        "that nobody tuned, until rows (calibration.fit.update) or like= say more",
+        f"software {name!r} is not in software.csv{meant}: treated as an untuned "
+        "stack of its own until you give rows (calibration.fit.update) or like=",
         stacklevel=1,  # one place, so that a session is told once
     )
     return _stranger(name)
@@ -373,7 +373,9 @@ def _fields(what, name, *below):
     """
     name, rows = _rows(what, name)
     if name in below:
-        raise ValueError(f"{what} {name} is like itself, by {', '.join(below)}")
+        raise ValueError(
+            f"{what} {name} has a like= that leads back to it, by {', '.join(below)}"
+        )
     values = {row["field"]: row["value"] for row in rows}
     like = values.pop("like", "")
     return name, (_fields(what, like, name, *below)[1] if like else {}) | values
@@ -400,7 +402,7 @@ def _rows(what, name):
         "of your own"
     )
     if what == "model":
-        way_out += "; those that runs alone know are mm.RunSpec(model=...).shapes"
+        way_out += "; mm.RunSpec(model=...).shapes has those that only runs know"
     raise ValueError(
         f"unknown {what} {name!r}; nearest: {', '.join(nearest)}; {way_out}"
     )

@@ -7,23 +7,13 @@ import argparse
 import pandas as pd
 
 from madmax_lib import papers
+from madmax_lib.papers.origin import read_table
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.view.commands.answers import Answer, add_command
 
 _HOUR_S = 3600
 # table of each figure of MAD-Max that can be drawn anew, a call of its studies
-_FIGURES = {
-    1: "cloud_comparison",
-    7: "validation_bars",
-    8: "vit_mfu",
-    9: "prefetch_overlap",
-    10: "strategies_over_fsdp",
-    14: "task_dependence",
-    15: "context_scaling",
-    16: "cloud_comparison",
-    19: "scaling_study",
-    20: "scaling_study",
-}
+_FIGURES = dict(read_table("madmax/figures").to_numpy())
 
 
 def add(commands) -> None:
@@ -57,6 +47,8 @@ def _vtrain(options):
         try:
             config = papers.vtrain.load_config(file)
             operators = papers.vtrain.formulas.formula_operators(config)
+            if options.trace:
+                operators = papers.vtrain.measured(options.trace, config)
             step = papers.vtrain.timeline(
                 config, operators, papers.vtrain.RINGS, options.rules
             )
@@ -72,7 +64,8 @@ def _vtrain(options):
         rows.append(row | {"gpu_hours_1000_steps": 1000 * hours})
     if not rows:
         raise ValueError(f"{path}: no configuration files (*.json)")
-    about = {"rules": options.rules, "operators": "closed forms, not traced"}
+    operators = options.trace or "closed forms, not traced"
+    about = {"rules": options.rules, "operators": str(operators)}
     return Answer(pd.DataFrame(rows), about, [str(file) for file in files])
 
 
@@ -100,10 +93,12 @@ def _metis(options):
         papers.metis.write_profiles(profiles, options.output / "profiles")
         ends = options.output / "hostfile", options.output / "clusterfile.json"
         papers.metis.write_cluster(studies.nodes_of(gpus), *ends)
+    sizes = {name: getattr(options, name) for name in ("hidden", "sequence", "vocab")}
+    search = {"global_batch": options.batch, **sizes}
     rows = []
     for order in studies.NODE_ORDERS:
         runs = [
-            studies.run_row(layers, gpus, order, mode, global_batch=options.batch)
+            studies.run_row(layers, gpus, order, mode, **search)
             for _ in range(options.trials)
         ]
         seconds = pd.Series([run.seconds for run in runs])
@@ -111,6 +106,7 @@ def _metis(options):
         row |= {"costed_plans": runs[0].costed_plans, "cost_ms": runs[0].best_cost_ms}
         rows.append(row | {"search_s": seconds.mean(), "search_sd_s": seconds.std()})
     about = {"mode": mode, "layers": layers, "gpus": gpus, "batch": options.batch}
+    about |= sizes
     if not (options.layers or options.nodes):
         about |= {"published_count": int(published["steps"])}
         about |= {"published_cost_ms": float(published["cost_ms"])}

@@ -115,7 +115,7 @@ ALONE = (
         "overlap_dp=False needs zero below 3",
         # None, and NaN in a column, leave it open
         lambda p, c: (p.overlap_dp == 0) & (p.zero == 3),
-        "overlap_dp=False is for zero below 3: ZeRO-3 reduces beside compute always; "
+        "overlap_dp=False is for zero below 3: ZeRO-3 always reduces during compute; "
         "prefetch=0 gathers late",
     ),
     Rule(

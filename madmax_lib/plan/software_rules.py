@@ -134,7 +134,7 @@ def _makes(choice, p, c):
         return _CHOICES[choice][0](p, c)
     if not value or name not in vars(p):
         raise ValueError(
-            f"software {c.software.name}: {choice!r} is no field=value nor of "
+            f"software {c.software.name}: {choice!r} is neither field=value nor one of "
             f"{', '.join(_CHOICES)}"
         )
     ours = getattr(p, name)

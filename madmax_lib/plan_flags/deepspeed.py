@@ -35,7 +35,7 @@ def deepspeed(
     keys = Keys("deepspeed", source)
     # Accelerate and Transformers fill them in
     for key in auto:
-        keys.notes.append(f"{key}=auto: the training script's, here the default")
+        keys.notes.append(f"{key}=auto: set by the training script, here the default")
     tp = keys.count("tensor_parallel.autotp_size", 1, 0) or 1
     cp = keys.count("sequence_parallel_size")
     plan = {
@@ -131,7 +131,7 @@ def _batch(keys, plan, world_size):
         steps = total // (micro * ranks)
         if steps * micro * ranks != total:
             raise ValueError(
-                f"train_batch_size={total} is no multiple of {micro} x {ranks}, "
+                f"train_batch_size={total} is not a multiple of {micro} x {ranks}, "
                 "micro-batch x ranks"
             )
     # without a micro-batch only dp is known

@@ -77,8 +77,8 @@ def bridge(
     keys.get("mixed_precision")
     if not is_complete:
         keys.notes.append(
-            "partial: what these overrides leave out is the recipe's, and here "
-            "Megatron's default"
+            "partial: what these overrides omit comes from the recipe; here, from "
+            "Megatron's defaults"
         )
     plan, keys = _read(keys, world_size, layers)
     if not is_complete and plan["dtype"] == "fp32":

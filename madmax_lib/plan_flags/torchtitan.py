@@ -62,7 +62,7 @@ def torchtitan(
     plan |= keys.fields()
     if keys.form == "flags":
         keys.notes.append(
-            "partial: what the flags leave out is the config function's, and here "
+            "partial: what the flags omit comes from the config function; here "
             "torchtitan's default"
         )
     return plan, keys
@@ -144,7 +144,7 @@ def _pipeline(keys, pp, layers):
         key = f"parallelism.{name}"
         if keys.get(key):
             raise ValueError(
-                f"{keys.describe(key)}: a plan has no stages or schedules of one's own"
+                f"{keys.describe(key)}: a plan has no custom stages or schedules"
             )
     if max(first, last) > 1:
         raise ValueError(
@@ -252,10 +252,10 @@ def _token_batch(keys, passes):
     # a plan counts whole samples
     if tokens % sequence:
         raise ValueError(
-            f"{name}={tokens} is no multiple of max_context_length={sequence}: a "
+            f"{name}={tokens} is not a multiple of max_context_length={sequence}: a "
             "plan has whole samples"
         )
-    words = f"is no multiple of {tokens} x {passes} tokens"
+    words = f"is not a multiple of {tokens} x {passes} tokens"
     total = _total(keys, "training.num_tokens_per_train_step", tokens * passes, words)
     return {
         "micro_batch": tokens // sequence,

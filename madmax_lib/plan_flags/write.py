@@ -2,7 +2,7 @@
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
-from madmax_lib.catalog import Transformer
+from madmax_lib.catalog import Model, Transformer
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
@@ -18,7 +18,7 @@ def write(
     plan: Plan | str,
     framework: str,
     *,
-    model: Transformer | str | None = None,
+    model: Model | str | None = None,
     global_batch: int | None = None,
     sequence: int | None = None,
     dtype: str | None = None,

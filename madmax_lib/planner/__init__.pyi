@@ -1,5 +1,6 @@
 from madmax_lib.planner import hetero as hetero
 from madmax_lib.planner.answer import SearchResult as SearchResult
+from madmax_lib.planner.changes import changes as changes
 from madmax_lib.planner.layouts import layouts as layouts
 from madmax_lib.planner.money.campaign import (
     campaign as campaign,

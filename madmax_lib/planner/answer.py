@@ -133,11 +133,11 @@ class SearchResult:
         """Software whose plans they are, and as which they are timed."""
         name = self.problem.case.software.name
         if name != "none":
-            return f"{name}: only what it launches, timed as it overlaps"
+            return f"{name}: only plans it launches, timed with its overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
-            f"none named: what {stacks} can launch, ranked as by tuned "
-            "Megatron-Core; launched_s: as its first stack"
+            f"none named: plans that {stacks} can launch, ranked as under tuned "
+            "Megatron-Core; launched_s: under its first stack"
         )
 
     @cached_property
@@ -150,7 +150,7 @@ class SearchResult:
     def _lines(self):
         case = self.problem.case
         counts = self.dropped.set_index("rule")["count"]
-        unlaunched = counts["a stack must launch it"]
+        unlaunched = counts.get("a stack must launch it", 0)
         headline = (
             f"{case.model.name} on {case.cluster.world_size:,} x "
             f"{case.cluster.device.name}, batch {case.global_batch:,}: "
@@ -180,6 +180,8 @@ class SearchResult:
                 f"{row.changes}: saves {row.saves:.0%} of the recipe's step (90 %: "
                 f"{row.saves_low:.0%} to {row.saves_high:.0%})"
             )
+        if len(self.beats) == 1:
+            lines.append("nothing so near is faster than the recipe")
         lines.append(f"software: {self.software}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
@@ -211,7 +213,7 @@ def _configured_for(stacks):
 
         framework = framework_named(stacks.split()[0])
     except (ImportError, ValueError):
-        return f"no configuration of {stacks} is written here"
+        return f"cannot write a configuration for {stacks}"
     return f"found.configuration() writes it for {framework}"
 
 

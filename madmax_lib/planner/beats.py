@@ -16,7 +16,7 @@ from scipy.special import ndtr
 
 from madmax_lib.plan import Plan
 from madmax_lib.planner.answer import described, errors_of, parts_in_words
-from madmax_lib.planner.changes import changes, in_words, reached
+from madmax_lib.planner.changes import changes, in_words
 from madmax_lib.planner.evaluate import SearchProblem, evaluate
 from madmax_lib.planner.space import SEARCHED, Degrees
 from madmax_lib.simulator.costs.inputs import Steps
@@ -38,9 +38,8 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     recipe = problem.case.plan
     searched = [_recipe_row(problem)]
     for most in range(1, problem.changes + 1):
-        part = replace(problem, changes=most)
-        near = reached(degrees, recipe, most)
-        searched.append(pd.DataFrame(evaluate(part, near).table))
+        part = replace(problem, changes=most, objective="time")
+        searched.append(pd.DataFrame(evaluate(part, degrees).table))
     rows = pd.concat(searched, ignore_index=True)
     rows = rows.drop_duplicates(list(SEARCHED))
     plans = described(problem, {name: rows[name].to_numpy() for name in rows})

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from madmax_lib.base.fields import short_repr
+from madmax_lib import catalog
 from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
-from madmax_lib.planner.space import SEARCHED, Degrees, Space
+from madmax_lib.planner.space import SEARCHED, Space
 
 # choices that come with another one, and are no change of their own where it changes
 _WITH = {
@@ -58,22 +58,10 @@ def changes(plans: Plans, recipe: Plan) -> np.ndarray:
 def near_recipe(plans: Plans, case: Case, most: int) -> np.ndarray:
     """Mask of the legal plans that at most so many changes of a case's plan lead to."""
     near = changes(plans, case.plan) <= most
+    if not near.any():
+        return near
     # what a search does not set may not go with what it sets
     return near & legal(replace(case, plan=plans, software=None)).mask
-
-
-def reached(degrees: list[Degrees], recipe: Plan, most: int) -> list[Degrees]:
-    """Degrees that at most so many changes lead to: a search needs no others."""
-    return [
-        one
-        for one in degrees
-        if sum(
-            value != getattr(recipe, name)
-            for name, value in one._asdict().items()
-            if name != "dp"  # which follows from the others
-        )
-        <= most
-    ]
 
 
 def in_words(plan: Plan, recipe: Plan) -> str:
@@ -89,37 +77,36 @@ def in_words(plan: Plan, recipe: Plan) -> str:
     )
 
 
-def recipe_of(like, layers: int, devices: int) -> tuple[Plan, str | None]:
-    """A recipe's plan, and the one of the `STACKS` in whose words it stands, if any.
+def with_recipe(case: Case, like) -> Case:
+    """A case whose plan is a recipe, under the stack in whose words that stands where
+    the case names no software.
 
     like: a Plan, its text, or what `plan_flags.read` takes: a configuration, its file
     or a log that prints it. dp may be left out. Raises ValueError for what is neither,
-    or of another number of devices.
+    of another number of devices, or not legal.
     """
-    software = None
+    devices = case.cluster.world_size
+    software = case.software
     try:
         plan = Plan.parse(like)
     except ValueError as no_plan:
         from madmax_lib import plan_flags  # a wing
         from madmax_lib.plan_flags.keys import framework_named
 
+        layers = case.model.layers
         try:
             stated = plan_flags.read(like, world_size=devices, layers=layers)
-        except FileNotFoundError:
+        except (FileNotFoundError, TypeError):
             raise no_plan from None
         plan = stated.plan
-        software = next(
-            stack for stack in STACKS if framework_named(stack) == stated.framework
-        )
+        if software.name == "none":
+            names = (one for one in STACKS if framework_named(one) == stated.framework)
+            software = catalog.software(next(names))
     group, rest = divmod(devices, plan.tp * plan.pp * plan.cp)
     if plan.dp == 1 and not rest:
         plan = replace(plan, dp=group)
-    if plan.world_size != devices:
-        raise ValueError(
-            f"like={short_repr(str(plan))} is of {plan.world_size} devices, the "
-            f"cluster has {devices}"
-        )
-    return plan, software
+    plan.check(case.model, case.cluster, case.global_batch, case.sequence)
+    return replace(case, plan=plan, software=software)
 
 
 def space_of(recipe: Plan) -> Space:

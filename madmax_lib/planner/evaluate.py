@@ -149,13 +149,15 @@ def _blocks_of(problem, degrees):
         return
     choices = passes | shardings | fixed_fields(problem.case.plan)
     plans = Plans(**degrees._asdict(), **choices)
-    masks = [~broken for broken in _unlaunchable(plans, problem)]
-    masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
+    near = True
     if problem.changes is not None:
         from madmax_lib.planner.changes import near_recipe  # a wing
 
         near = near_recipe(plans, problem.case, problem.changes)
-        masks = [mask & near for mask in masks]
+        if not near.any():
+            return
+    masks = [near & ~broken for broken in _unlaunchable(plans, problem)]
+    masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
     # (a, b) number of each plan in the product of passes and shardings
     position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
     rows, columns = _nonempty_rows_and_columns(reduce(or_, masks), plans.shape)

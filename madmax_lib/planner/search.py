@@ -13,7 +13,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.executors import submitter
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog import DLRM, Cluster, Transformer
+from madmax_lib.catalog import DLRM, Cluster, Model
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import SearchResult, described, different
@@ -29,11 +29,11 @@ from madmax_lib.simulator.rates.parameters import (
     software_of,
 )
 
-_CHANGES = 3  # most that a person makes of a recipe at a time
+_CHANGES = 3  # most that a person makes in a recipe at a time
 
 
 def search(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     global_batch: int,
     objective: str = "time",
@@ -84,23 +84,22 @@ def search(
     """
     start_s = time.perf_counter()
     parameters = constants_of(cluster, parameters)
-    recipe = Plan()
-    if like is not None:
-        from madmax_lib.planner import changes  # a wing
-
-        devices = catalog.cluster(cluster).world_size
-        recipe, stack = changes.recipe_of(like, catalog.model(model).layers, devices)
-        software = software or stack
-        space = space or changes.space_of(recipe)
     software = software_of(software, parameters)
     case = Case.of_step(
         model,
         cluster,
-        recipe,
+        Plan(),
         global_batch,
         *(sequence, dtype, software, imbalance, jitter),
     )
     check_case(case)
+    launched = "a stack must launch it"
+    if like is not None:
+        from madmax_lib.planner.changes import space_of, with_recipe  # a wing
+
+        case = with_recipe(case, like)
+        space = space or space_of(case.plan)
+        launched += f", in at most {_CHANGES} changes"
     stacks = stacks_of(case)
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
@@ -136,8 +135,6 @@ def search(
             f"{reasons}"
         )
     # every so-many-th of the degrees: neighbours hold plans of about equal number
-    if like is not None:
-        degrees = changes.reached(degrees, recipe, _CHANGES)
     part = degrees[shard::shards]
     result, complete = run_parts(problem, part, client, directory, progress)
     # a shard may hold nothing that fits, and so may what an interruption left
@@ -145,7 +142,7 @@ def search(
         raise ValueError(_nothing_fits(problem, result))
     # layouts are dropped by rules of the book, plans by what launches and holds them
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
-    rules.append(("a stack must launch it", result.unlaunched, "plans"))
+    rules.append((launched, result.unlaunched, "plans"))
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
     table = front = ways = rivals = pd.DataFrame()
     if result.feasible:

@@ -115,7 +115,7 @@ def _model_rules(plan, spec, settings):
         "etp, lora and the overlaps of a plan do not run here (lora_rank is a setting)": (
             plan.etp or plan.lora_rank or overlaps
         ),
-        f"fused_gelu joins a bias and the tanh form of GELU, which {name} has not": (
+        f"fused_gelu fuses a bias with tanh GELU, which {name} does not have": (
             settings.fused_gelu and other_mlp
         ),
     }
@@ -253,7 +253,7 @@ def check_deepspeed() -> None:
         age_h = (time.time() - stale[0].stat().st_mtime) / 3600
         raise FileExistsError(
             f"{stale[0]}: {age_h:.1f} h old, left by a build that was killed; DeepSpeed "
-            "would wait for it for ever. If no build is running, delete it"
+            "would wait for it forever. If no build is running, delete it"
         )
 
 
@@ -265,6 +265,6 @@ def check_wandb_key() -> None:
     logged_in = path.is_file() and "api.wandb.ai" in path.read_text()
     if not (logged_in or os.environ.get("WANDB_API_KEY")):
         raise ValueError(
-            "wandb=True: no key is here; set WANDB_API_KEY, run `wandb login`, or set "
+            "wandb=True: no key found; set WANDB_API_KEY, run `wandb login`, or set "
             "WANDB_MODE=offline"
         )

@@ -249,7 +249,7 @@ def _load_data(spec):
     if data.classes > shapes.classes:
         raise ValueError(
             f"data {data.name} has {data.classes} classes, "
-            f"{spec.model} tells {shapes.classes} apart"
+            f"{spec.model} has {shapes.classes} classes"
         )
     if data.vocab > shapes.vocab:
         raise ValueError(
@@ -335,7 +335,7 @@ def _start(spec, directories, device, locks):
             try:
                 write_summary(failed, status, error.splitlines()[0])
             except (OSError, ValueError) as lost:  # such as a full disk
-                text = f"{error}\nthere is no summary of it: {lost}"
+                text = f"{error}\nit left no summary: {lost}"
                 raise RunError(text, failed, status) from None
     return status, error
 
@@ -463,7 +463,7 @@ def _killed(launcher):
         if name == "SIGTERM":
             continue
         # Linux kills the largest process where memory runs out
-        want = ", perhaps by the system for want of memory" * (name == "SIGKILL")
+        want = ", perhaps by the system, out of memory" * (name == "SIGKILL")
         error = f"ended by signal {number} ({name}){want}"
         return {"rank": int(rank), "status": "failed", "error": error}
     return None

@@ -27,6 +27,7 @@ from madmax_lib.runs.spec import RunSpec
 PHASES = ("data", "forward", "backward", "optimizer")
 COLUMNS = (
     "step",
+    "epoch",  # passes over the training data until its end, such as 0.5
     *(f"{name}_s" for name in PHASES),  # of rank 0
     "total_s",  # wall time of rank 0
     "samples",  # real ones of all ranks
@@ -47,7 +48,7 @@ COLUMNS = (
     "temperature_c",  # of the hottest of them, the mean over the step
 )
 # that earlier runs do not have
-_NEW_COLUMNS = {"validation_accuracy", "utilization", "temperature_c"}
+_NEW_COLUMNS = {"epoch", "validation_accuracy", "utilization", "temperature_c"}
 # Fields of a spec that runs share where their speeds can be compared; ranks and global
 # batch may differ, as throughput is per sample.
 _SAME_WORK = (
@@ -64,6 +65,7 @@ _SAME_WORK = (
 _QUANTITIES = (
     "samples_per_s",
     "tokens_per_s",
+    "epoch_s",
     "mfu",
     "hfu",
     "utilization",
@@ -143,8 +145,8 @@ def read_run(directory: str | Path) -> Run:
                 f"{path}: {name}={value!r} must be of type {kind.__name__}"
             )
     if (mfu := summary.get("mfu") or 0.0) > 1:
-        low = f"a peak that is too low, {env.get('peak_source')}"
-        warnings.warn(f"{directory}: MFU {mfu:.0%} against {low}", stacklevel=2)
+        low = f"the peak is too low, {env.get('peak_source')}"
+        warnings.warn(f"{directory}: MFU {mfu:.0%}: {low}", stacklevel=2)
     return Run(directory, spec, resolved, env, read_steps(directory), summary)
 
 
@@ -152,7 +154,7 @@ def read_spec(directory: Path) -> tuple[RunSpec, Resolved | None]:
     """Content of spec.json of a run directory. Raises as `read_run` does."""
     path = directory / "spec.json"
     if not path.exists():
-        raise FileNotFoundError(f"{directory}: no run directory, it has no spec.json")
+        raise FileNotFoundError(f"{directory}: not a run directory (no spec.json)")
     content = read_json(path)
     resolved = content.pop("resolved", None)
     try:
@@ -186,8 +188,9 @@ def runs_table(runs: dict[str, Run]) -> pd.DataFrame:
     not complete. step_s with its quartiles. bubble: share of a step that rank 0 of a
     pipeline neither computes nor updates. scaling: samples/s per rank over that of the
     run with the fewest, of those that train the same on the same device. samples_per_s,
-    tokens_per_s, mfu, hfu, utilization (of GPUs), losses and accuracies, host_rss_bytes
-    of rank 0, energy_per_sample_j; NaN where a run does not tell. Shares are 0..1.
+    tokens_per_s, epoch_s (a pass over the training data), mfu, hfu, utilization (of
+    GPUs), losses and accuracies, host_rss_bytes of rank 0, energy_per_sample_j; NaN
+    where a run does not tell. Shares are 0..1.
     """
     rows = []
     work = []
@@ -243,7 +246,7 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
         raise ValueError(f"{path}: not a table of steps, {wanted}")
     for number, row in enumerate(rows, 2):  # lines from 1, the first has the names
         if len(row) != len(names):
-            raise ValueError(f"{path}: line {number} has not {len(names)} values")
+            raise ValueError(f"{path}: line {number} does not have {len(names)} values")
     try:
         table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS))
         return (
@@ -310,7 +313,7 @@ def owned(directory: Path) -> Iterator[int]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Occupied(f"{directory}: a run is on there") from None
+            raise Occupied(f"{directory}: a run is in progress there") from None
         except OSError:  # a file system without locks
             pass
         yield handle
@@ -390,7 +393,7 @@ def last_checkpoint(directory: Path) -> Path | None:
     name = _text(latest)
     if not (name.isdecimal() and (folder / name).is_dir()):
         raise ValueError(
-            f"{latest}: names {name[:40]!r}, which is no checkpoint here; delete {folder}"
+            f"{latest}: names {name[:40]!r}, not a checkpoint here; delete {folder}"
         )
     return folder / name
 
@@ -426,4 +429,4 @@ def _check_writable(directory):
             f"{directory}: a run needs a directory, this is a file"
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(f"{directory}: may not be written to")
+        raise PermissionError(f"{directory}: is not writable")

@@ -56,7 +56,7 @@ def selftest() -> Iterator[tuple[str, str, str]]:
 
 def _smi(*arguments):
     if not shutil.which("nvidia-smi"):
-        raise Missing("nothing of NVIDIA here: runs use the CPU")
+        raise Missing("no NVIDIA GPU here: runs use the CPU")
     command = ["nvidia-smi", *arguments]
     options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     return subprocess.run(command, **options).stdout.splitlines()
@@ -75,7 +75,7 @@ def _topology():
         if line.startswith("GPU0"):
             links = line.split()[1:]
             return " ".join(links)
-    raise Missing("nvidia-smi knows no topology")
+    raise Missing("nvidia-smi reports no topology")
 
 
 def _torch():
@@ -93,7 +93,7 @@ def _torch():
         if not cuda:
             raise RuntimeError(
                 f"{version} is built for CPUs and leaves the GPU idle; "
-                "install one for CUDA"
+                "install a CUDA build"
             )
         least = _LEAST_DRIVERS.get(cuda.split(".")[0], 0)
         if driver < least:
@@ -153,5 +153,5 @@ def _meter():
         raise Missing("no power: GPUs need nvidia-ml-py")
     reading = source.read()
     if isnan(reading.power_w):
-        raise RuntimeError(f"{source.name} tells no power")
+        raise RuntimeError(f"{source.name} reports no power")
     return f"{source.name}, {reading.power_w:.0f} of {source.cap_w:.0f} W"

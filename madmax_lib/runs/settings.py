@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from madmax_lib.base.fields import short_repr
+
 _TYPES = {
     "str": str,
     "bool": bool,
@@ -88,6 +90,6 @@ def _check_value(name, kind, value):
             rule = f"a whole number of at least {int(positive)} and below 2^40"
         fits = fits and 0 <= value < 2**40 and (value > 0 or not positive)
     if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
-        raise ValueError(f"{name}={value!r} must be {rule}")
+        raise ValueError(f"{name}={short_repr(value)} must be {rule}")
     for item in value if kind == "tuple" else ():
         _check_value(name, "float", item)

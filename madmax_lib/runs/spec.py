@@ -217,7 +217,9 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
             f"power={spec.power!r} is neither auto, none nor a CSV file to replay"
         )
     if spec.profile_memory and not spec.profile:
-        raise ValueError("profile_memory=True needs profile=True, whose trace it is in")
+        raise ValueError(
+            "profile_memory=True needs profile=True, which writes the trace"
+        )
     if spec.lora_rank > shapes.hidden:
         hidden = f"hidden={shapes.hidden} of {spec.model}"
         raise ValueError(f"lora_rank={spec.lora_rank} exceeds {hidden}")
@@ -239,7 +241,7 @@ def _device(spec, ranks, gpus, nodes):
         raise ValueError("hosts and speed spread processes on a CPU; give device='cpu'")
     if nodes > 1 and not gpus and spec.device == "auto":
         # a login node prepares runs of others, whose GPUs it cannot see
-        say = "say device='cuda' or 'cpu', as this may be none of them"
+        say = "give device='cuda' or 'cpu', as this may not be one of them"
         raise ValueError(f"{nodes} nodes, and no GPU here: {say}")
     present = gpus * nodes
     if device == "cuda" and ranks > present and (gpus or nodes == 1):

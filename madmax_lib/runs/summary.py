@@ -93,14 +93,16 @@ def _summarise(
     devices,
     peak_flops=nan,
     power_cap_w=nan,
+    epoch_samples=nan,
     **counting,
 ):
     """Throughput, times, use of the devices, memory and energy of the steps that count.
 
     steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of
     one device, NaN if unknown.
-    power_cap_w: of all devices. counting: arguments of `counted_steps`. What cannot be
-    told is NaN. Raises ValueError for a table without the columns needed.
+    power_cap_w: of all devices. epoch_samples: of the training data. counting:
+    arguments of `counted_steps`. What cannot be told is NaN. Raises ValueError for a
+    table without the columns needed.
     """
     needed = ("step", "samples", "tokens", "total_s", "overflow", "loss")
     if missing := [name for name in needed if name not in steps.columns]:
@@ -129,6 +131,8 @@ def _summarise(
         },
         "samples_per_s": rate,
         "tokens_per_s": tokens / wall_s,
+        "epochs": _last(steps, "epoch"),
+        "epoch_s": epoch_samples / rate,
         "data_share": _aggregate(counted, "data_s", "sum") / wall_s,
         "mfu": rate * flops["model"] / peak,
         "hfu": rate * flops["hardware"] / peak,
@@ -164,6 +168,7 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
         devices=spec.plan.world_size,
         peak_flops=env.get("peak_flops") or nan,
         power_cap_w=env.get("power_cap_w") or nan,
+        epoch_samples=env.get("epoch_samples") or nan,
         warmup=spec.warmup,
         profiled=PROFILED if spec.profile else range(0),
         starts=run.resolved.starts,

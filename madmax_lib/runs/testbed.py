@@ -69,7 +69,7 @@ def bits_per_s(network: str) -> float:
     rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
     if not _LEAST_BITS_PER_S <= rate <= _MOST_BITS_PER_S:
         raise ValueError(
-            f"network={network!r} is no rate of a link, such as 300mbit, in "
+            f"network={network!r} is not a link rate such as 300mbit, in "
             "10kbit..1000gbit"
         )
     return rate

@@ -113,6 +113,7 @@ def _train(directory, rank, number):
         "dtype": product_dtype(spec.dtype, device),
         "data": resolved.data,
         "data_note": resolved.data_note,
+        "epoch_samples": data.sizes["train"],
     }
     first = rank == 0
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -233,6 +234,8 @@ def _loop(spec, trainer, data, power, directory, write):
             if write:
                 result["seconds"]["data"] += waited_s
                 row = {"step": step, "total_s": end_s - start_s}
+                drawn = (step + 1) * spec.global_batch
+                row["epoch"] = drawn / data.sizes["train"]
                 row |= _result_columns(result, validation, spec)
                 write(row | _memory_bytes(device) | power.window(start_s, end_s))
             if _is_due(step, spec.checkpoint_every):

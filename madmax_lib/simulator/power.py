@@ -78,7 +78,7 @@ def _phases_s(parts, device):
     """Seconds of a step by phase, of a device whose TDP is known."""
     if not device.tdp_w > 0:
         raise ValueError(
-            f"{device.name} has no TDP in the catalog, energy cannot be told"
+            f"{device.name} has no TDP in the catalog, so its energy is unknown"
         )
     seconds = {
         "compute": sum(parts[name] for name in COMPUTE),

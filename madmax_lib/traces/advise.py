@@ -205,7 +205,7 @@ def _other_idle(timeline):
     passes_on = (table["collective"].isin(POINT_TO_POINT) & named).any()
     cause = "pipeline bubble" if passes_on else "other idle"
     of_idle = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle"
-    evidence = f"{of_idle} are no matter of the host"
+    evidence = f"{of_idle} are not caused by the host"
     yield Finding(cause, _worst(left_s), left_s.sum(), evidence)
 
 

@@ -186,7 +186,7 @@ def what_if(
     now = _Now.of(timeline, steps)
     if ranks is not None and not (timeline.spans["stream"] >= 0).any():
         now.limits.append(
-            f"{ranks} ranks: each is taken to have a device, here cores, of its own"
+            f"{ranks} ranks: assuming that each has its own device, here cores"
         )
     rows = []
     for scenario in scenarios:
@@ -241,8 +241,7 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     """
     if timeline.meta.source == "simulated":
         raise ValueError(
-            "the host of a simulated timeline is not simulated: there are no "
-            "launches to be replayed"
+            "a simulated timeline has no host, and so no launches to replay"
         )
     calls = launches(timeline)
     bound = launch_bound(timeline)
@@ -302,16 +301,16 @@ class _Now:
         if queued:
             limits.append(
                 f"repeated, a step takes {format_s(step_s)}, as recorded "
-                f"{format_s(measured_s)}: a host or rank lives on the lead that it "
-                "had. Replayed once, from there; more steps, or a profile without "
-                "stacks, show which of both lasts"
+                f"{format_s(measured_s)}: a host or rank is using up a "
+                "lead. Replayed once, with that lead; record more steps, or without "
+                "stacks, to see which of the two lasts"
             )
             replay = steps.replay(weight_ns, queued)
             step_s = scale * _mean_s(replay)
         now = cls(measured_s, step_s, scale, queued, weight_ns, replay, limits)
         if not queued and abs(now.error) > _DRAINS:
             limits.append(
-                f"replayed as it is, a step takes {now.error:+.0%} of its measured "
+                f"replayed unchanged, a step is {now.error:+.0%} off the measured "
                 f"{format_s(measured_s)}: the trace does not say what it waits for"
             )
         return now
@@ -360,8 +359,8 @@ def _limits(timeline, steps):
     limits = []
     if steps.alone:
         limits.append(
-            "one step is recorded, from its first event to its last: what the next "
-            "one overlaps is not seen; record three steps or more"
+            "one step is recorded, from its first event to its last: overlap with "
+            "the next one does not show; record three steps or more"
         )
     if (steps.graph.slices["kind"] == "comm").any():
         limits += unseen_ranks(timeline)
@@ -457,7 +456,7 @@ def _named(names, pattern):
     matching = [name for name in names.unique() if search(name)]
     if not matching:
         raise ValueError(
-            f"faster: {pattern!r} is no kind ({', '.join(PATH_KINDS)}) and in no "
+            f"faster: {pattern!r} is not a kind ({', '.join(PATH_KINDS)}) and in no "
             "name of the step"
         )
     return names.isin(matching).to_numpy()

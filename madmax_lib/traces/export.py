@@ -323,5 +323,5 @@ def _text(value):
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{value!r} is no valid Unicode and cannot be written to JSON"
+            f"{value!r} is not valid Unicode and cannot be written to JSON"
         ) from None

@@ -115,13 +115,13 @@ class GateResult:
             share = f"{row.detectable:.1%}" if is_known else "an unknown growth"
             lines.append(
                 f"{row.quantity}: cannot tell at {self.threshold:.3g}, measured "
-                f"{row.ratio - 1:+.1%}, {share} is the least that shows"
+                f"{row.ratio - 1:+.1%}, {share} is the least it could show"
             )
         lines += [f"nor of {operations.sum()} operations"] if operations.any() else []
         if abs(self.host_factor - 1) > self.threshold:
             lines += [
                 f"all operations take {self.host_factor:.3g} times as long: the machine, "
-                f"or work beside? {_MORE}"
+                f"or other work on it? {_MORE}"
             ]
         return "\n".join(lines)
 
@@ -189,14 +189,14 @@ def _check_whole(timelines):
         if missing := sorted(set.union(*ranks) - present):
             raise ValueError(
                 f"one recording has no trace of rank {missing[0]}, which another "
-                "has; a gate needs all of both"
+                "has; a gate needs the same ranks in all"
             )
     for timeline in timelines:
         provenance = timeline.meta.provenance
         for rank in map(str, timeline.ranks):
             if damage := provenance.get("damaged", {}).get(rank):
                 name = provenance["files"][rank]["name"]
-                raise ValueError(f"{name}: {damage}; a gate needs whole recordings")
+                raise ValueError(f"{name}: {damage}; a gate needs complete recordings")
 
 
 class _Recording:

@@ -103,7 +103,7 @@ def _read(path, sha256, next_rank, named, table):
         with closing(sqlite3.connect(uri, uri=True)) as base:
             if not _columns(base, "StringIds"):
                 raise ValueError(
-                    f"{path}: no export of Nsight Systems, it has no table StringIds"
+                    f"{path}: not an Nsight Systems export (no table StringIds)"
                 )
             texts = dict(base.execute("SELECT id, CAST(value AS TEXT) FROM StringIds"))
             device = _device_rows(base, texts)
@@ -119,7 +119,7 @@ def _read(path, sha256, next_rank, named, table):
         if str(path) in str(reason):
             raise
         raise ValueError(
-            f"{path}: no SQLite export of Nsight Systems "
+            f"{path}: not an SQLite export of Nsight Systems "
             f"({' '.join(str(reason).split())[:200]})"
         ) from None
     if pd.concat([device["end"], host["end"]]).max() + facts["epoch_ns"] > _LATEST:
@@ -144,8 +144,7 @@ def _read(path, sha256, next_rank, named, table):
         ranks = [named]
     if len(workers) > 1:
         facts["warnings"].append(
-            "ranks are its processes and devices in order of their numbers; it names "
-            "none"
+            "it names no ranks: its processes and devices count as ranks, in order"
         )
     rank_of = dict(zip(workers, ranks, strict=True))
     pairs = zip(rows["process"], rows["device"], strict=True)

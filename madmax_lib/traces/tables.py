@@ -32,7 +32,7 @@ def unseen_ranks(timeline: Timeline) -> list[str]:
     if timeline.meta.world_size <= present:
         return []
     return [
-        f"{present} of {timeline.meta.world_size} ranks: what they wait for the others "
+        f"{present} of {timeline.meta.world_size} ranks: waiting for the others "
         "counts as transfer; read the traces of all ranks"
     ]
 

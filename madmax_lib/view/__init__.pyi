@@ -13,7 +13,6 @@ from madmax_lib.view.notebooks.runner import run_notebook as run_notebook
 from madmax_lib.view.notebooks.setup import *
 from madmax_lib.view.notebooks.site import write_site as write_site
 from madmax_lib.view.plots.breakdown import (
-    plot_advice as plot_advice,
     plot_breakdown as plot_breakdown,
     plot_exposed as plot_exposed,
     plot_overlap as plot_overlap,

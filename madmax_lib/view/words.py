@@ -13,6 +13,7 @@ COLORS = {  # also told apart by lightness alone, in print without colour
     "hidden": "#f4c79a",
     "memcpy": "#8cc269",
     "other": "#56378c",
+    "memory": "#a63d7f",
     "idle": "#d9d9d9",
 }
 LABELS = {

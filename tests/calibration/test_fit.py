@@ -122,7 +122,7 @@ def test_a_constant_is_fitted_where_rows_say_more_than_its_prior(rows):
 
 
 def test_bad_input(vtrain):
-    with pytest.raises(ValueError, match="none is supported, consistent and measured"):
+    with pytest.raises(ValueError, match="rows: none is usable"):
         fit(pd.DataFrame([{"model": "x"}]))
     with pytest.raises(ValueError, match="constant 'speed' is not in"):
         fit(vtrain, only=["speed"])

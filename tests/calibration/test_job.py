@@ -112,7 +112,7 @@ def test_a_plan_that_says_no_micro_batch_keeps_their_number(text, plan, batch):
 
 
 def test_more_processes_on_a_cpu_are_taken_to_have_cores():
-    said = "each is taken to have cores of its own"
+    said = "assuming that each has its own cores"
     assert said in repr(another_plan(recorded("gpt-ddp"), "dp4", global_batch=32))
     assert said not in repr(another_plan(recorded("gpt-ddp"), "tp2"))
 
@@ -139,7 +139,7 @@ def test_what_was_not_measured_widens_the_interval():
 
 def test_what_the_fit_cannot_meet_is_said():
     notes = " ".join(another_plan(recorded("vit-h100"), "dp1.mb64").notes)
-    assert "gemm is missed by +" in notes and "is at its bound" in notes
+    assert "gemm is off by +" in notes and "is at its bound" in notes
     case = case_of(recorded("gpt-ddp")).case
     larger = replace(case, global_batch=32, plan=Plan.parse("dp2.mb16"))
     cluster = another_plan(recorded("gpt-ddp"), "dp2.mb8").machine.cluster
@@ -147,7 +147,7 @@ def test_what_the_fit_cannot_meet_is_said():
         fit_timeline(
             recorded("gpt-ddp"), replace(larger, global_batch=48, cluster=cluster)
         )
-    with pytest.raises(ValueError, match="no transformer"):
+    with pytest.raises(ValueError, match="not a step of a transformer"):
         another_plan(make_timeline([(0, 1, "compute", "gemm", 0, 9)]), "dp1")
 
 

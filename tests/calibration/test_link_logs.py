@@ -134,7 +134,7 @@ def test_rows_that_cannot_be_right_are_left_out_and_named(tmp_path):
         assert [
             note
             for note in rows.attrs["notes"]
-            if f"line {line} is cut or has wrong results" in note
+            if f"line {line} is truncated or has wrong results" in note
         ]
 
 
@@ -159,7 +159,7 @@ def test_other_collectives_know_their_ranks_from_the_count(kind, tmp_path):
     [
         ("nothing here", "x.txt", {}, "no results of nccl-tests or rccl-tests"),
         (PLAIN, "log.txt", {}, "which collective was measured"),
-        (PLAIN.replace("time", "cputime"), "all_reduce.txt", {}, "times of the host"),
+        (PLAIN.replace("time", "cputime"), "all_reduce.txt", {}, "host times"),
         (
             HEADER + _row(4096, 1024, 9.0, 9.0, factor=1),
             "broadcast.txt",
@@ -242,7 +242,7 @@ def test_json_that_is_wrong_cut_or_of_host_times_is_refused(tmp_path):
         row | {"out_of_place": {"cpu_time": 1.0}, "in_place": None} for row in wrong
     ]
     for text, message in [
-        (_json(results=host), "times of the host"),
+        (_json(results=host), "host times"),
         (_json()[:-40], "not the JSON of nccl-tests"),
         (_json(config={}), "not the JSON of nccl-tests"),
         (_json(args=[]), "which collective was measured"),

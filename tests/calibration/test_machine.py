@@ -212,7 +212,8 @@ def test_one_host_tells_nothing_of_a_network(saved):
     folder, made = saved
     replace(made, cluster=replace(made.cluster, nodes=1)).save(folder / "machine.json")
     with pytest.raises(
-        ValueError, match="nodes=4, but its one host has told nothing of a network"
+        ValueError,
+        match="nodes=4, but it was calibrated on one host, without a network",
     ):
         mm.cluster(folder / "machine.json", nodes=4)
 
@@ -288,7 +289,7 @@ def test_corrupt_points_of_collectives_are_refused_in_a_line(saved, points, mess
     content["parameters"]["collectives"]["all_gather 2 2"] = points
     path.write_text(json.dumps(content))
     with pytest.raises(
-        ValueError, match=rf"machine.json: not the file of a machine \(.*{message}"
+        ValueError, match=rf"machine.json: not a machine file \(.*{message}"
     ) as error:
         machine(path)
     assert "\n" not in str(error.value)
@@ -299,7 +300,7 @@ def test_files_that_are_no_machine(tmp_path):
         machine(tmp_path)
     for text in ("{}", "no json", '{"cluster": {"name": "x"}}'):
         (tmp_path / "machine.json").write_text(text)
-        with pytest.raises(ValueError, match="not the file of a machine"):
+        with pytest.raises(ValueError, match="not a machine file"):
             machine(tmp_path)
 
 
@@ -309,7 +310,7 @@ def test_files_that_are_no_machine(tmp_path):
         ({"minutes": 0}, "minutes=0 must be a positive number"),
         ({"minutes": "5"}, "minutes='5' must be a positive number"),
         ({"device": "tpu"}, "device='tpu' is not one of auto, cpu, cuda"),
-        ({"network": "fast", "hosts": 2}, "is no rate of a link"),
+        ({"network": "fast", "hosts": 2}, "is not a link rate"),
         ({"network": "1gbit"}, "joins hosts, but hosts=1"),
         ({"hosts": 2, "ranks": 3}, "3 ranks cannot be spread evenly over hosts=2"),
     ],
@@ -436,7 +437,7 @@ def test_a_page_shows_every_run(saved):
         and "vit &lt;z3&gt;" in text
         and "<z3>" not in text
         and "<td>False</td>" in text
-        and "holds up is not modelled" in " ".join(text.split())
+        and "are not modelled: a busy machine" in " ".join(text.split())
     )
 
 

@@ -59,7 +59,7 @@ def read(**changes):
         ({"model": "Strange-8x7B-MoE"}, "experts of 'Strange-8x7B-MoE' are not stated"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=8"),
         ({"dp": 2.5}, "dp=2.5 must be a whole number of 1 to"),
-        ({"dp": np.nan, "n_gpus": 9}, "n_gpus=9 is no multiple of tp x pp x cp = 4"),
+        ({"dp": np.nan, "n_gpus": 9}, "n_gpus=9 is not a multiple of tp x pp x cp = 4"),
         ({"hidden": "wide"}, "hidden='wide' is not a number"),
         ({"layers": 0}, "layers=0 must be a whole number of 1 to 10000"),
         ({"layers": 1e30}, "layers=1e+30 must be a whole number"),
@@ -159,9 +159,7 @@ def test_a_table_never_dies_of_missing_columns_or_one_row():
         ),
     ):
         rows = read_rows(bare.assign(microbatch=1, mine=2))
-    with pytest.warns(
-        UserWarning, match=r"^ignored column\(s\) zz; known are those of help"
-    ):
+    with pytest.warns(UserWarning, match=r"^ignored column\(s\) zz; help"):
         read_rows(bare.assign(zz=1, predicted_memory_bytes=2))
     assert rows["supported"].tolist() == [True, False, False]
     model = rows.loc[0, "case"].model  # from the catalog, by name

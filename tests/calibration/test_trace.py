@@ -238,7 +238,7 @@ WRONG = [  # trace, changes of its case, what is said
     (
         "gpt-ddp",
         {"cluster": desk(1), "global_batch": 8, **_plan("dp1.mb8")},
-        "2 rank.s. without others, but dp1",
+        "2 rank.s. on their own, but dp1",
     ),
     (
         "gpt-ddp",
@@ -248,7 +248,7 @@ WRONG = [  # trace, changes of its case, what is said
     (
         "gpt-memory",
         {"cluster": desk(2), "global_batch": 16, **_plan("dp2.mb8")},
-        "1 rank.s. without others, but dp2",
+        "1 rank.s. on their own, but dp2",
     ),
     (
         "gpt-ddp",

@@ -206,7 +206,7 @@ def test_the_first_row_that_cannot_be_used_is_named():
             ValueError, match=r"^row 1: micro_batch='two' is not a number$"
         ):
             take(few_rows().assign(micro_batch=[1, "two"]))
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="rows: empty"):
         update(rows.head(0))
 
 
@@ -294,7 +294,7 @@ def test_rows_of_a_stack_of_its_own_move_that_alone():
     assert after["stack_rate:nemo"] == pytest.approx(
         before["stack_rate:nemo"], rel=0.02
     )
-    assert "pace" in own.provenance["update"]["note"]
+    assert "step time" in own.provenance["update"]["note"]
     run = ("llama2-7b", "dgx-h100", "dp8")
     steps = [
         mm.estimate(*run, global_batch=8, software="internevo", parameters=of)

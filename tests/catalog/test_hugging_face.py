@@ -149,7 +149,7 @@ SIGLIP = dict(zip(FIELDS, (27, 1152, 16, 4304), strict=False), image_size=384)
 
 
 def of_text(read, kind, config):
-    with pytest.warns(UserWarning, match="the text part alone is read"):
+    with pytest.warns(UserWarning, match="only the text part is read"):
         return read(kind, text_config=config)
 
 
@@ -157,7 +157,7 @@ def test_of_an_omni_model_the_text_of_the_thinker_is_read(read):
     name = "qwen3-30b-a3b"
     text = PUBLISHED[name][0] | {"model_type": "qwen3_omni_moe_text"}
     thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
-    with pytest.warns(UserWarning, match="the text part alone is read"):
+    with pytest.warns(UserWarning, match="only the text part is read"):
         model = read("qwen3_omni_moe", thinker_config=thinker)
     assert model.parameters == PUBLISHED[name][1]
 
@@ -190,7 +190,7 @@ def test_every_nth_layer_is_a_mixture(read, step, experts, parameters):
 )
 def test_of_siglip_the_images_are_read(read, sizes, parameters):
     """384 pixels are 27 patches of 14 and a rest."""
-    with pytest.warns(UserWarning, match="the image part alone is read"):
+    with pytest.warns(UserWarning, match="only the image part is read"):
         assert read("siglip", vision_config=sizes).parameters == parameters
 
 
@@ -204,7 +204,7 @@ OTHER_KEYS = {"d_model": 512, "num_layers": 6, "d_ff": 2048}
     bart | an encoder with biases, positions and norms of its own
     zamba2 | layers that share weights
     falcon_h1 | state-space and attention side by side in a layer
-    deepseek_v4 | hyper-connections & the nearest that is read is deepseek_v32
+    deepseek_v4 | hyper-connections & the nearest that can be read is deepseek_v32
     """),
 )
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
         ("granite-4.0-h-tiny", "layer_types", ["conv"] * 40, "'conv' & not modelled"),
         ("gemma-3-1b", "layer_types", FULL + SLIDING * 24 + FULL, "[1, 26] & n-th"),
         *cells("""
-        DeepSeek-V3 | vocab_size | 0 | =0 & no size
-        DeepSeek-V3 | intermediate_size | 0 | =0 & no size
-        DeepSeek-V3 | kv_lora_rank | 0 | =0 & no size
-        DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & no size
-        DeepSeek-V3 | v_head_dim | 0 | =0 & no size
-        Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & no text of M
+        DeepSeek-V3 | vocab_size | 0 | =0 & not a size
+        DeepSeek-V3 | intermediate_size | 0 | =0 & not a size
+        DeepSeek-V3 | kv_lora_rank | 0 | =0 & not a size
+        DeepSeek-V3 | qk_nope_head_dim | 0 | =0 & not a size
+        DeepSeek-V3 | v_head_dim | 0 | =0 & not a size
+        Nemotron-H-8B | hybrid_override_pattern | MZ | ='MZ' & not made of M
         Nemotron-3-Nano | moe_shared_expert_intermediate_size | 8 | width 8 & multiple
         granite-4.0-h-tiny | shared_intermediate_size | 700 | width 700 & multiple
         Jamba-v0.1 | attn_layer_period | 0 | =0 & whole number above zero
@@ -250,14 +250,14 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
 
 
 def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):
-    said = "'nobody' is not known and read as Llama's"
+    said = "'nobody' is unknown and read like Llama's"
     with pytest.warns(UserWarning, match=said) as caught:
         model = read("nobody", **MINE)
     assert caught[0].filename == __file__  # the line that asked
     assert (
         model.parameters == read("llama", max_position_embeddings=8, **MINE).parameters
     )
-    with refused("'ssm_width' is no key of Llama's & nearest by name: gemma4"):
+    with refused("'ssm_width' is not a key of Llama's & nearest by name: gemma4"):
         read("gemma_4", ssm_width=3, **MINE)
     with refused("no model has 1000000000 channels"):
         read("gpt2", n_embd=10**9, n_layer=2, n_head=2, n_positions=8, vocab_size=9)
@@ -277,7 +277,7 @@ def test_an_adapter_is_named(read):
 
 def test_a_list_is_no_configuration(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
-    with refused("an object of JSON"):
+    with refused("a JSON object"):
         catalog.model(tmp_path / "config.json")
 
 

@@ -14,7 +14,7 @@ from madmax_lib.view.notebooks.runner import _locked_copy, notebooks, run_notebo
 
 OF_OVERLAP = (
     "parameters of 20_overlap",
-    "quick: bool = True  two of the eight V100s are drawn",
+    "quick: bool = True  draw two of the eight V100s",
     "step: int = -1",
 )
 

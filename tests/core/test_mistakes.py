@@ -26,6 +26,8 @@ def step(model=MODEL, cluster=CLUSTER, plan=PLAN, **change):
 
 TYPES = {"Device": Device, "Transformer": Transformer, "replace": replace}
 NAMES = TYPES | {"mm": mm, "pd": pd, "step": step, "PROJECT": PROJECT}
+# an error shows the beginning of a frame, in one line
+NAMES["ROWS"] = pd.DataFrame(0, range(200), ["a", "b"])
 NAMES |= {"MODEL": MODEL, "CLUSTER": CLUSTER, "PLAN": PLAN}
 # A call, and words of its answer.
 CALLS = cells(
@@ -65,7 +67,7 @@ CALLS = cells(
     mm.search(MODEL, CLUSTER, 64, objective="speed") | objective='speed' & one of time, cost
     mm.search(MODEL, CLUSTER, 64, space="quick") | space='quick' & a Space; such as
     mm.largest_model(CLUSTER, "zero3") | method='zero3' & not one of ddp
-    mm.expect(MODEL, CLUSTER, PLAN, global_batch=64) | one of step_s & got none
+    mm.expect(MODEL, CLUSTER, PLAN, global_batch=64) | one measurement, step_s & got none
     mm.planner.campaign(MODEL, "15T", CLUSTER, days=30) | tokens='15T' & a number
     mm.read_trace("/nope") | /nope: no such file or directory
     mm.read_trace(PROJECT / "tests" / "core") | tests/core: no trace files
@@ -77,6 +79,10 @@ CALLS = cells(
     mm.export_trace(None, "x") | timeline=None & ; mm.read_trace
     mm.view_timeline(3) | timeline=3 & ; mm.read_trace
     mm.traces.advise([]) | timeline=[] & ; mm.read_trace
+    mm.breakdown(ROWS) | timeline=a b 0 0 0 & ... & ; mm.read_trace
+    mm.RunSpec(ROWS, "dp2") | model=a b 0 0 0 & ...
+    mm.calibrate(ROWS) | directory=a b 0 0 0 & ...
+    mm.save_figure(None, ROWS) | figure name a b 0 0 0 & ...
     mm.save_figure(None, "x") | figure name 'x' & of the form topic/name
     mm.RunSpec(model=MODEL) | no model 'llama3-8b' to run; nearest:
     mm.launch("gpt-tiny", "x") | spec='gpt-tiny' & a RunSpec; such as
@@ -99,7 +105,7 @@ COMMANDS = cells(
     search {MODEL} dgx --global-batch 64 | unknown cluster 'dgx'; nearest
     fits {MODEL} {CLUSTER} dp3 --global-batch 64 | dgx-h100 has 8 devices
     plan --model {MODEL} --tokens 1e9 --days 30 --device h1000 | unknown device 'h1000'; nearest: h100
-    plan --model {MODEL} --tokens many --days 30 --device h100 | 'many' is no number such as 15e12
+    plan --model {MODEL} --tokens many --days 30 --device h100 | 'many' is not a number such as 15e12
     plan --model {MODEL} --tokens 1e9 --device h100 | one of the arguments --days
     expect --model {MODEL} --cluster {CLUSTER} --plan {PLAN} --global-batch 64 | got none
     train gpt-tinny dp2 | no model 'gpt-tinny' to run; nearest: gpt-tiny

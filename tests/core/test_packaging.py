@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 import yaml
 
 from madmax_lib import __version__
@@ -138,3 +139,13 @@ def test_runs_take_the_torch_of_colab():
     colab = names((PROJECT / ".ci" / "colab.txt").read_text().splitlines())
     assert colab["torch"] == EXTRAS["run"][0].replace("torch>", "=") + ".0"
     assert "-c .ci/colab.txt torch" in (PROJECT / ".ci" / "nightly").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["", "mm.search(1, slower, 64)"])
+def test_type_checkers_accept_the_calls_of_the_docs(tmp_path, wrong):
+    api = pytest.importorskip("mypy.api", reason="mypy is not installed")
+    script = tmp_path / "use.py"
+    script.write_text((PROJECT / "tests" / "core" / "typed_use.py").read_text() + wrong)
+    text, _, status = api.run(["--strict", "--follow-imports=silent", str(script)])
+    assert (status, "arg-type" in text) == (int(bool(wrong)), bool(wrong)), text

@@ -179,7 +179,7 @@ CALLS = cells(
     Parameters(constants={"x": X}) | "1" | constant 'x'
     mm.largest_model(CLUSTER, X) | "x"; [] | method=
     usable_bytes(X) | "h100" | device='h100' must be a Device
-    mm.simulator.moments(MODEL, CLUSTER, X, **BATCH) | "dp8" | moments are those of an offloaded step
+    mm.simulator.moments(MODEL, CLUSTER, X, **BATCH) | "dp8" | moments needs an offloaded step
     variants(MODEL, CLUSTER, X, **BATCH) | None | plans=None
     mm.planner.training(X, 1e9, CLUSTER) | 3 | table=3
     mm.planner.training(X, 1e9, CLUSTER) | TABLE | table of plans
@@ -187,7 +187,7 @@ CALLS = cells(
     mm.planner.codesign(MODEL, CLUSTER, 64, X) | None | factors=None
     mm.planner.codesign(MODEL, CLUSTER, 64, X) | [-1] | factor=
     mm.traces.step_summary(X) | "DIR" | table=
-    mm.traces.step_summary(X) | TABLE | the table is none of traces.steps
+    mm.traces.step_summary(X) | TABLE | not a table of traces.steps
     mm.breakdown(X) | None; "DIR" | timeline= & must be a Timeline
     mm.compare(X, "B") | "A"; 3 | a= & must be a Timeline
 """,

@@ -306,7 +306,7 @@ def test_capacity_moves_to_stages_with_memory_to_spare():
     "change, message",
     [
         ({"layers": 12}, "layers=12, but the profiles have 10 layers"),
-        ({"global_batch": 0}, "global_batch=0 must be a whole number above 0"),
+        ({"global_batch": 0}, "global_batch=0 must be a whole number above zero"),
         (
             {"node_order": ["A100"]},
             "node_order=A100 is not an order of the cluster's types A100, V100",

@@ -2,9 +2,12 @@
 file does, how often plans are defective.
 """
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from madmax_lib.papers.metis import studies as study
+from madmax_lib.papers.metis import generate_profiles, plots, studies as study
+from madmax_lib.view.drawing import figure_data
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +39,63 @@ def test_published_tables():
     reduction = 1 - table["strategy"] / table["base"]
     assert (100 * reduction).round(1).tolist() == [8.2, 29.0, 6.7, 9.4]
     assert len(study.published("search_time")) == 5
-    assert study.published("dp_tp")["median_ms"].tolist() == [82404.8, 117202.8]
+    summary = study.published("dp_tp").set_index("strategy")
+    of_run = study.published("training").groupby("strategy")
+    expected = summary[["median_ms", "first_loss", "last_loss"]]
+    found = of_run["iteration_ms"].median().to_frame("median_ms")
+    found["first_loss"] = of_run["loss"].first().round(3)
+    found["last_loss"] = of_run["loss"].last().round(3)
+    pd.testing.assert_frame_equal(found, expected, check_exact=False)
+
+
+def test_loss_is_drawn_over_the_time_of_the_run():
+    table = figure_data(plots.plot_loss(study.published("training")))
+    last = table.groupby("strategy").last()
+    assert last["time_s"].round(1).to_dict() == {"DP": 8241.5, "TP": 11765.8}
+    # pandas' weights of the last two iterations: 1 and 0.9, over their sum
+    first, second = table["loss"][:2]
+    assert table["smooth"][1] == pytest.approx((0.9 * first + second) / 1.9)
+
+
+def test_search_times_of_both_sources_are_drawn():
+    tables = study.published("search_time"), study.published("table1")
+    table = figure_data(plots.plot_search_time(*tables))
+    assert table["mode"].value_counts().to_dict() == {
+        "figure 1": 5,
+        "base": 4,
+        "strategy": 4,
+    }
+    assert table["search_s"].max() == 38527
+
+
+def test_messages_follow_from_the_sizes_of_the_model():
+    def costs(**sizes):
+        run = study.run_row(10, 32, study.NODE_ORDERS[0], "base", **sizes)
+        return run.plans.set_index("enum_index").sort_index()
+
+    before = costs()
+    wider_ms, twice_as_wide_ms, longer_ms = (
+        costs(**sizes)["cost"] - before["cost"]
+        for sizes in ({"hidden": 8192}, {"hidden": 12_288}, {"sequence": 2048})
+    )
+    sends = before["num_stage_used_for_cost"] > 1
+    assert sends.any() and (wider_ms[~sends] == 0).all()
+    assert (longer_ms[sends] > 0).all()
+    np.testing.assert_allclose(2 * wider_ms, twice_as_wide_ms, atol=1e-9)
+    with pytest.raises(ValueError, match="vocab=0 must be a whole number"):
+        costs(vocab=0)
 
 
 @pytest.mark.parametrize(
     "order, low, high", [(0, 1793.55, 1804.62), (1, 1898.09, 2080.09)]
 )
 def test_the_first_file_moves_the_best_cost(order, low, high):
-    costs = study.model_profiles(10, 32, study.NODE_ORDERS[order])["cost_ms"]
+    every = generate_profiles(10).table.values()
+    # those with other times of optimizer and batch generator
+    distinct = {(p.optimizer_ms, p.batch_generator_ms): p for p in every}
+    names = [p.name.removeprefix("DeviceType.") for p in distinct.values()]
+    of = (10, 32, study.NODE_ORDERS[order], "base")
+    costs = pd.Series([study.run_row(*of, name).best_cost_ms for name in names])
     assert len(costs) == 18
     assert (costs.min(), costs.max()) == (
         pytest.approx(low, abs=0.01),
@@ -52,7 +104,8 @@ def test_the_first_file_moves_the_best_cost(order, low, high):
 
 
 def test_defects():
-    result = study.run_row(10, 32, study.NODE_ORDERS[1], "base")
-    shares = study.defect_shares(result, 10)
-    assert shares["plans"].tolist()[1:] == [23, 121]
-    assert shares["share"].iloc[0] == pytest.approx(shares["plans"].iloc[0] / 206)
+    """Layers in no stage (E2), and stages without layers (E3), of 206 plans."""
+    cuts = study.run_row(10, 32, study.NODE_ORDERS[1], "base").plans["layer_partition"]
+    assert len(cuts) == 206
+    assert cuts.map(lambda cut: cut[-1] < 10).sum() == 23
+    assert cuts.map(lambda cut: len(set(cut)) < len(cut)).sum() == 121

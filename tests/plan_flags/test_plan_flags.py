@@ -314,6 +314,10 @@ def test_megatron_builds_the_model(name):
         up, rank_q = heads * (q + far), flags.get("q-lora-rank", 0)
         attention = (h * rank_q + rank_q * up + rank_q) if rank_q else h * up
         attention += h * (rank + far) + rank + rank * heads * (q + v) + heads * v * h
+        if indexers := flags.get("dsa-indexer-n-heads"):
+            size = flags["dsa-indexer-head-dim"]
+            # queries, keys with their norm, and a weight of each head
+            attention += rank_q * indexers * size + h * size + 2 * size + h * indexers
     if "disable-bias-linear" not in flags:
         attention, bias = (
             attention + width * (heads + 2 * groups) + h,

@@ -14,7 +14,7 @@ from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
 from madmax_lib.planner import Goodput, campaign, practice, published_totals
-from madmax_lib.planner.money.campaign import _Job, _left
+from madmax_lib.planner.money.campaign import _Job, _odd
 
 LLAMA = 405.85e9
 
@@ -52,14 +52,20 @@ def test_no_other_distance_of_checkpoints_loses_less(seed):
 
 
 def test_published_totals_lie_where_the_others_say():
-    """Asked of eight trainings: six inside, the median ratio 0.9 to 1.1. Each release
-    is left out.
+    """Eleven of thirteen inside, the two that are not of one model; of the eight that
+    are judged, with their release left out, six. The median ratio is 0.9 to 1.1.
     """
     table = published_totals()
     judged = table[table["judged"] == 1]
+    step = np.log(table["high_over_step"])
+    factor, width = practice()
+    error = np.log(factor * table["predicted_hours"] / table["device_hours"])
+    outside = table["model"][np.abs(error) > np.hypot(width, step)]
+    assert outside.tolist() == ["llama3-8b", "llama3-8b"] and 1.2 < np.exp(width) < 1.5
     assert len(judged) == 8 and judged["release"].nunique() == 6
     factors, widths = np.transpose([practice(release) for release in judged["release"]])
     ratio = factors * judged["predicted_hours"] / judged["device_hours"]
+    widths = np.hypot(widths, step[judged.index])
     assert (np.abs(np.log(ratio)) <= widths).sum() >= 6 and 0.9 <= ratio.median() <= 1.1
     parameters = [mm.model(name).active_parameters for name in judged["model"]]
     peak = [mm.cluster(name).device.peak("bf16") for name in judged["cluster"]]
@@ -76,32 +82,80 @@ def test_predicted_hours_are_those_of_the_search(model):
     hours = best["device_hours"] / practice()[0]
     assert hours == pytest.approx(row["predicted_hours"], rel=0.05)
     assert best["device_hours_low"] < row["device_hours"] < best["device_hours_high"]
+    assert best["high_s"] / best["step_s"] == pytest.approx(
+        row["high_over_step"], rel=0.02
+    )
 
 
 @pytest.mark.parametrize("days", [0.19, 0.31])
-def test_a_node_less_is_late(days):
+def test_a_round_number_less_is_late(days):
     asked = ("gpt2-xl", 2e10, "dgx-a100")
     stack = {"software": "megatron-core"}
     best = campaign(*asked, days=days, **stack).best
     assert best["days"] <= days
-    fewer = int(best["devices"]) - 8
+    steps = [8 * odd * 2**power for odd in (1, 3, 5, 15) for power in range(9)]
+    fewer = max(step for step in steps if step < best["devices"])
     assert campaign(*asked, devices=fewer, **stack).best["days"] > days
-    late = campaign(*asked, days=days, sure=0.9, **stack).best
-    assert late["in_time"] >= 0.9 > best["in_time"] >= 0.5
-    assert late["devices"] > 1.5 * best["devices"]
+    sure = campaign(*asked, days=days, sure=0.9, **stack).best
+    assert sure["in_time"] >= 0.9 and best["in_time"] >= 0.5
+    assert sure["devices"] > best["devices"] or best["in_time"] >= 0.9
 
 
-JOB = _Job(Case.of_step("llama3-70b", "dgx-h100", Plan(), 1), 15e12, None, (), None)
+def test_intervals_are_wider_where_less_is_known():
+    """Of a step, and so of the days: a small model on its usual machine, experts, a
+    machine that nobody has.
+    """
+    run = {"software": "megatron-bridge", "global_batch": 288}
+    asked = (("llama2-7b", "dgx-a100", 64), ("mixtral-8x7b", "dgx-h100", 64))
+    asked += (("llama3-8b", "vr200-nvl72", 72),)
+    either = []
+    for model, cluster, devices in asked:
+        best = campaign(model, 1e12, cluster, devices=devices, **run).best
+        either.append(best["days_high"] / best["days"])
+        log = np.hypot(practice()[1], np.log(best["high_s"] / best["step_s"]))
+        assert np.log(either[-1]) == pytest.approx(log)
+    assert either == sorted(either) and either[0] < 1.5 and either[2] > 1.1 * either[0]
+
+
+def test_a_plan_of_one_s_own():
+    asked = ("gpt2-xl", 2e10, "dgx-a100")
+    stack = {"software": "megatron-core"}
+    best = campaign(*asked, devices=16, **stack).best
+    own = campaign(*asked, days=3, plan=best["plan"], pue=1.2, **stack)
+    for name in ("devices", "step_s", "days", "days_high"):
+        assert own.best[name] == pytest.approx(best[name]), name
+    assert own.best["mwh"] == pytest.approx(1.2 * best["mwh"], rel=1e-6)
+    assert own.best["in_time"] > 0 and "x 1.2 for cooling" in own.notes["energy"]
+    for change, message in (
+        ({"plan": "dp8"}, "8"),
+        ({"plan": "dp16.mb64"}, "dp16.mb64 needs .* GB, a100-80 has 8"),
+        ({"pue": 0.5}, "pue=0.5 is energy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            campaign(*asked, devices=16, **stack | change)
+
+
+def test_where_a_batch_binds_a_line_says_so():
+    few, many = (campaign("gpt2", 1e10, "dgx-a100", devices=n) for n in (8, 4096))
+    assert "hint" not in few.notes
+    assert "fewer devices or a larger batch" in many.notes["hint"]
+
+
+ASKED = Case.of_step("llama3-70b", "dgx-h100", Plan(), 1)
+JOB = _Job(ASKED, 15e12, None, (), None)
 
 
 def test_a_default_batch_is_near_its_tokens_and_divides():
-    """Whatever the number of nodes; what it does not divide is left to other degrees,
-    mostly nothing odd.
+    """Whatever the number of nodes; on round ones it is round and leaves nothing odd to
+    other degrees.
     """
     devices = np.arange(8, 1 << 15, 40)
     batch = np.array([JOB.batch(int(count)) for count in devices])
-    assert (np.abs(batch * 8192 / 2**24 - 1) <= 0.2).all()
-    assert (_left(devices, batch)[devices <= 8 * 1228] == 1).all()
+    assert (np.abs(batch * 8192 / 2**24 - 1) <= 0.25).all()
+    counts = np.array(JOB.counts(30))
+    batch = np.array([JOB.batch(int(count)) for count in counts])
+    assert set(batch) <= {1536, 1920, 2048, 2560} and len(counts) > 10
+    assert (_odd(counts // np.gcd(counts, batch)) == 1).all()
     assert JOB.batch(1024) == 2048 and JOB.batch(1000) == 2000
 
 
@@ -144,8 +198,7 @@ def test_the_fewest_devices_in_time():
     assert again["days"] == pytest.approx(answer.best["days"])
     assert math.isnan(again["in_time"]) and "goodput" in repr(answer)
     assert campaign(*asked, days=1).best["devices"] <= answer.best["devices"]
-    price = answer.notes["price"]
-    assert price.startswith("5.12125 USD/h") and "2023-10" in price
+    assert answer.notes["price"].startswith("no price of a100-80 of this year")
     assert f"{answer.best['goodput']:.1%} of the time trains" in answer.notes["goodput"]
 
 
@@ -180,19 +233,27 @@ def test_bad_questions_are_one_line(change, message):
 def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     asked = {"model": "gpt2", "tokens": 1e10, "cluster": "dgx-h200", "devices": 8}
     free, paid = campaign(**asked), campaign(**asked, usd_per_hour=3.5)
-    assert math.isnan(free.best["usd"]) and "USD unknown" in repr(free)
+    assert math.isnan(free.best["usd"]) and "nan" not in repr(free)
     assert "no price of h200" in free.notes["price"]
     assert paid.best["usd"] == pytest.approx(3.5 * paid.best["device_hours"])
-    assert "as given" in paid.notes["price"]
+    assert paid.notes["price"] == "3.5 USD/h"
     assert free.best["mwh"] > 0 and free.best["plan"] == paid.best["plan"]
     command = ["plan", "--model", "gpt2", "--cluster", "dgx-h200", "--gpus", "8"]
     assert main([*command, "--tokens", "0.01T"]) == 0
     text = capsys.readouterr().out
-    assert "usd: unknown" in text and "usd_low" not in text
-    assert f"goodput_is: {free.notes['goodput']}" in text
+    assert (
+        "usd: unknown" in text
+        and "give --usd-per-hour" in text
+        and "goodput_is" not in text
+    )
+    assert max(map(len, text.splitlines()[-3:])) <= 100
+    assert main([*command, "--tokens", "0.01T", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert f"goodput_is: {free.notes['goodput']}" in text and "usd_low" not in text
     assert "cluster: dgx-h200: nvlink4-per-gpu in a node" in text
-    assert "give --usd-per-hour" in text
-    refused = dict.fromkeys(("1.4Q", "15TT"), "is no number such as 15e12, 15T or 300B")
+    refused = dict.fromkeys(
+        ("1.4Q", "15TT"), "is not a number such as 15e12, 15T or 300B"
+    )
     refused["15"] = "less than a million"
     for tokens, message in refused.items():
         with pytest.raises(SystemExit):

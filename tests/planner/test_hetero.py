@@ -349,7 +349,9 @@ def test_stages_of_one_type_need_not_be_neighbours():
         "node_sequence"
     ] == ["A", "B", "A"]
     assert hetero.alone(best)["types"].tolist() == ["A", "B", "A+B"]
-    with pytest.raises(ValueError, match="node_sequence A, B, B is no order of A, B"):
+    with pytest.raises(
+        ValueError, match="node_sequence A, B, B is not an order of A, B"
+    ):
         hetero.cost(replace(best.plan, node_sequence=("A", "B", "B")), given)
 
 
@@ -589,7 +591,10 @@ PLAN["layer_partition"] = (0, 3, 6)
     [
         ({"device_groups": (4, 2)}, "dp x tp = 4 x 1 is not the 2 GPUs"),
         ({"device_groups": (4,)}, "strategies has 2 entries for 1 device groups"),
-        ({"node_sequence": ("A100",)}, "node_sequence A100 is no order of A100, V100"),
+        (
+            {"node_sequence": ("A100",)},
+            "node_sequence A100 is not an order of A100, V100",
+        ),
         (
             {"device_groups": (4, 8), "strategies": ((4, 1), (8, 1))},
             "device_groups hold 12 GPUs, the cluster has 8",
@@ -619,7 +624,7 @@ def test_a_problem_or_its_inputs_and_a_plan_in_a_few_lines():
     given = hetero.problem(**TINY)
     for call in (hetero.plan, partial(hetero.cost, PLAN)):
         with pytest.raises(
-            ValueError, match="global_batch stands in the problem that is given"
+            ValueError, match="global_batch is part of the given problem"
         ):
             call(problem=given, global_batch=4)
     lines = repr(planned := hetero.Planned.of(PLAN, given)).splitlines()

@@ -8,7 +8,7 @@ import pytest
 import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.plan.plan import Plan
-from madmax_lib.planner.changes import changes, in_words, recipe_of
+from madmax_lib.planner.changes import changes, in_words
 
 CLUSTER = mm.cluster("dgx-h100", nodes=4)
 RUN = {"software": "megatron-core", "progress": False}
@@ -85,18 +85,47 @@ def test_recipe_in_the_words_of_a_framework():
 @pytest.mark.parametrize(
     ("like", "words"),
     [
-        ("dp8.tp2", "16 devices, the cluster has 32"),
-        ("tp3", "3 devices"),
+        ("dp8.tp2", "= 16, but dgx-h100 has 32 devices"),
+        ("tp3", "= 3, but dgx-h100 has 32 devices"),
+        ("tp16", "tp=16 does not divide 40 attention heads of llama2-13b"),
         ("no-such-plan", "no-such-plan"),
+        (3, "plan=3 must be a Plan or its text"),
     ],
 )
 def test_wrong_recipes(like, words):
     with pytest.raises(ValueError, match=words):
-        recipe_of(like, 40, 32)
+        mm.search("llama2-13b", CLUSTER, 256, like=like, **RUN)
+
+
+def test_recommendation_models_have_no_recipes():
+    with pytest.raises(ValueError, match="no search is needed"):
+        mm.search("dlrm-a", CLUSTER, 256, like="dp32", **RUN)
 
 
 def test_dp_may_be_left_out():
-    assert recipe_of("tp4.pp2", 40, 32) == (Plan(dp=4, tp=4, pp=2), None)
+    answer = mm.search("llama2-13b", CLUSTER, 256, like="tp4.pp2", **RUN)
+    assert answer.problem.case.plan == Plan(dp=4, tp=4, pp=2)
+
+
+def test_nothing_beats_the_best_plan_of_its_neighbours():
+    """From answer to answer the recipe becomes faster, and in the end nothing beats it;
+    what is farther away is not said to be launched by no stack.
+    """
+    like = RECIPE
+    for _ in range(9):
+        answer = mm.search("llama2-13b", CLUSTER, 256, like=like, **RUN)
+        assert "launched by no stack" not in repr(answer)
+        if len(answer.beats) == 1:
+            break
+        like = answer.beats["plan"].iloc[1]
+    assert "nothing so near is faster" in repr(answer)
+
+
+def test_a_recipe_is_beaten_in_time_whatever_is_searched():
+    asked = {"like": RECIPE, "objective": "memory", **RUN}
+    beats = mm.search("llama2-13b", CLUSTER, 256, **asked).beats
+    timed = mm.search("llama2-13b", CLUSTER, 256, like=RECIPE, **RUN).beats
+    assert list(beats["plan"]) == list(timed["plan"])
 
 
 def test_command(capsys):

@@ -312,7 +312,7 @@ def test_energy_is_between_idle_and_the_limit():
 
 def test_more_of_a_resource_is_never_worse():
     table = codesign(MODEL, NODE, 16, (0.5, 2.0))
-    assert table["resource"].tolist() == ["as it is", *np.repeat(_RESOURCES, 2)]
+    assert table["resource"].tolist() == ["as it is", *np.repeat([*_RESOURCES], 2)]
     more = table[table["factor"] > 1]
     assert (more["speedup"] >= 1 - 1e-9).all() and (
         table["value"].dropna() > -1e-9
@@ -339,12 +339,13 @@ def test_training_time_and_cost(found):
     """Days are steps over the goodput, as much longer as trainings take; hours, money
     and energy follow from them.
     """
-    table, (factor, width) = training(found.table, 1e12, NODE), practice()
+    (factor, width), price = practice(), 5.12125
+    table = training(found.table, 1e12, NODE, price)
     first = table.iloc[0]
     assert first["days"] * 86400 == pytest.approx(
         factor * 1e12 / first["tokens_per_s"] / first["goodput"]
     )
-    assert first["usd"] == pytest.approx(first["days"] * 24 * 8 * 5.12125)
+    assert first["usd"] == pytest.approx(first["days"] * 24 * 8 * price)
     assert first["mwh"] * 3.6e9 == pytest.approx(
         first["energy_j"] / first["step_s"] * first["days"] * 86400
     )

@@ -302,7 +302,7 @@ def test_a_measured_plan_need_not_be_among_the_plans(tmp_path):
 )
 def test_a_torn_file_is_one_line(tmp_path, content):
     (tmp_path / "state.json").write_text(content)
-    with pytest.raises(ValueError, match="is no state of a tuning") as caught:
+    with pytest.raises(ValueError, match="is not a tuning state") as caught:
         tuner(state=tmp_path / "state.json")
     assert "\n" not in str(caught.value)
 
@@ -316,7 +316,7 @@ def test_a_file_of_another_case_is_refused(tmp_path):
 WRONG = {
     "a batch of text": ({"global_batch": "64"}, "global_batch='64'"),
     "no batch": ({"global_batch": None}, "global_batch=None"),
-    "no plans": ({"plans": []}, "plans: there are none"),
+    "no plans": ({"plans": []}, "plans: empty"),
     "a word for a plan": ({"plans": ["fast"]}, "'fast' in plan"),
     "plans too large": (
         {"plans": ["dp16", "dp3"]},

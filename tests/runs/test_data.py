@@ -150,7 +150,7 @@ def test_tokens_are_cached_by_key(tmp_path, monkeypatch):
 
     def make():
         calls.append(1)
-        return text.chat([("one?", "1"), ("two?", "2")], BYTES, 40, most=9)
+        return windows(["one? 1", "two? 2"], BYTES, 4, most=9)
 
     results = [cached_tokens("a", make), cached_tokens("a", make)]
     assert len(calls) == 1 and all(map(np.array_equal, *results))
@@ -265,7 +265,8 @@ def test_downloads_only_when_allowed(hugging_face, download):
     assert not sys.modules["datasets"].config.HF_HUB_OFFLINE  # as it was
 
 
-def test_one_split_is_cut_and_its_questions_are_masked(hugging_face):
+def test_one_split_is_cut_and_its_questions_are_masked(hugging_face, monkeypatch):
+    monkeypatch.setattr(batches, "_MOST", 10)  # of running text alone
     data = data_of("metamathqa", sequence=64)
     assert data.sizes == {"train": 98, "validation": 2}
     expected = [f"it is {index}" for index in data.indices(0, 4)]
@@ -282,7 +283,7 @@ def test_labels_become_words_and_running_text_has_no_mask(hugging_face):
 @pytest.mark.parametrize(
     ("name", "rows", "says"),
     cells("""
-    cifar-100 | [] | train data of cifar-100: there are no samples
+    cifar-100 | [] | train data of cifar-100: no samples
     cifar-100 | [{"img": None, "fine_label": 100}] | cifar-100 & label 100 of sample 0 & 0..99
     glue | [{"sentence": "a", "label": 1}, {"sentence": "b", "label": -1}] | label -1 of sample 1
     glue | [{"sentence": None, "label": 1}] | glue: sentence of sample 0 is no text

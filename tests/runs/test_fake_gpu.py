@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from madmax_lib.plan import Plan  # noqa: E402
 from madmax_lib.runs import RunSpec, read_run, train  # noqa: E402
 from madmax_lib.runs.launch import prepare  # noqa: E402
-from madmax_lib.runs.measure import bench, links, phases  # noqa: E402
+from madmax_lib.runs.measure import bench, links, profiler  # noqa: E402
 from madmax_lib.runs.model import network  # noqa: E402
 from madmax_lib.runs.model.layers import Attention  # noqa: E402
 from madmax_lib.runs.parallel import data_parallel, mesh  # noqa: E402
@@ -107,7 +107,7 @@ def gpu(monkeypatch):
         calls.append(tuple(one.name for one in activities))
         return real_profile(activities=activities[:1], **options)
 
-    real_init, real_profile = dist.init_process_group, phases.profile
+    real_init, real_profile = dist.init_process_group, profiler.profile
     for name, value in ANSWERS.items():
         monkeypatch.setattr(torch.cuda, name, note(name, value))
     properties = type("Properties", (), {"total_memory": 80e9})
@@ -120,7 +120,7 @@ def gpu(monkeypatch):
         (torch.Tensor, "pin_memory", lambda one: (calls.append("pin"), one)[1]),
         (network, "_named_generator", lambda seed, *_: torch.Generator().manual_seed(seed)),
         (dist, "init_process_group", init),
-        (phases, "profile", profile),
+        (profiler, "profile", profile),
         (sys.modules[prepare.__module__], "gpu_count", lambda: 1),
     ]:  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -81,7 +81,10 @@ def test_another_run_is_not_overwritten(tmp_path):
 
 def test_one_launcher_at_a_time(tmp_path):
     spec = RunSpec(device="cpu")
-    with owned(tmp_path), pytest.raises(FileExistsError, match="a run is on there"):
+    with (
+        owned(tmp_path),
+        pytest.raises(FileExistsError, match="a run is in progress there"),
+    ):
         launch(spec, tmp_path)
     # which was left alone, and is free again
     assert not list(tmp_path.iterdir()) and prepare(spec, tmp_path)
@@ -165,6 +168,8 @@ def test_rows_of_steps(run):
     assert tuple(steps.columns) == COLUMNS
     assert steps["step"].tolist() == list(range(6))
     assert (steps[["samples", "tokens"]] == [8, 8 * 96]).all(axis=None)
+    # of 50,000 generated samples
+    assert steps["epoch"].tolist() == pytest.approx([1.6e-4 * n for n in range(1, 7)])
     assert not steps["overflow"].any()
     phases = steps[[f"{name}_s" for name in PHASES]]
     assert (phases > 0).all(axis=None)
@@ -191,6 +196,7 @@ def test_summary_of_a_run(run):
     expected = {"samples_per_s": rate, "mfu": mfu, "hfu": mfu, "power_share": 50 / 70}
     expected["data_share"] = counted["data_s"].sum() / wall_s
     expected["energy_per_sample_j"] = 50 / rate
+    expected |= {"epochs": 6 * 8 / 50_000, "epoch_s": 50_000 / rate}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert 0 < mfu < 1
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
@@ -269,7 +275,7 @@ def test_where_a_run_starts(tmp_path):
     refused("its run began with data wikitext-103, now it is arithmetic")
     for latest in ("", "foo", "4"):
         (checkpoints / "latest").write_text(latest)
-        refused(r"latest: names .*which is no checkpoint here; delete")
+        refused(r"latest: names .*not a checkpoint here; delete")
     assert table.read_text() == "header\n0\n1\n"  # what was refused is as it was
 
 
@@ -355,7 +361,7 @@ def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda *_: error)
     monkeypatch.setattr(launching, "write_summary", no_space)
     spec = RunSpec(device="cpu")
-    says = r"failed on rank 0: why\n(.*\n)*there is no summary of it: No space"
+    says = r"failed on rank 0: why\n(.*\n)*it left no summary: No space"
     with pytest.raises(RunError, match=says):
         launch(spec, tmp_path / "run", check=False)
     with pytest.raises(RunError, match=says):

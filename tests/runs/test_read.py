@@ -18,7 +18,7 @@ from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.summary import write_summary
 
 HEADER = ",".join(COLUMNS) + "\n"
-ROW = "0,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,,0,,,,1e8,,,,\n"
+ROW = "0,0.2,0.1,0.1,0.2,0.1,0.5,8,1024,5.5,0.1,,,0,,,,1e8,,,,\n"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ BAD_SPECS += ('{"resolved": {"x": 1}}', '{"resolved": [1]}')
     [
         ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
         ("steps.csv", "", "not a table of steps"),
-        ("steps.csv", HEADER + "0,1\n", "line 2 has not 21 values"),
+        ("steps.csv", HEADER + "0,1\n", "line 2 does not have 22 values"),
         ("steps.csv", HEADER + ROW.replace("5.5", "high"), "to float: 'high'"),
         *(("spec.json", content, "") for content in BAD_SPECS),
     ],
@@ -55,7 +55,7 @@ def test_bad_files_are_named(tmp_path, name, content, says):
 
 
 def test_folders_without_runs(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run directory"):
+    with pytest.raises(FileNotFoundError, match="not a run directory"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no run directories here"):
         read_runs(tmp_path / "nowhere")
@@ -85,7 +85,7 @@ def test_an_mfu_above_1_is_not_read_without_a_word(tmp_path):
     prepare(RunSpec(device="cpu"), tmp_path)
     write_json(tmp_path / "env.json", {"peak_source": "measured"})
     write_json(tmp_path / "summary.json", {"mfu": 2.22})
-    says = "MFU 222% against a peak that is too low, measured"
+    says = "MFU 222%: the peak is too low, measured"
     with pytest.warns(UserWarning, match=says):
         read_run(tmp_path)
 

@@ -57,7 +57,7 @@ def test_several_machines_have_their_gpus_together():
     assert check(spec, 8, nodes=2) == check(spec, 0, nodes=2) == "cuda"
     with pytest.raises(ValueError, match="dp16 needs 16 GPUs, 14 present"):
         check(spec, 7, nodes=2)
-    with pytest.raises(ValueError, match="2 nodes, and no GPU here: say device="):
+    with pytest.raises(ValueError, match="2 nodes, and no GPU here: give device="):
         check(RunSpec(), 0, nodes=2)
 
 

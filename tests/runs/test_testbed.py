@@ -30,7 +30,7 @@ OPTIONS |= {"device": "cpu", "timeout_s": 60.0}
     [("300mbit", 3e8), ("1 Gbit", 1e9), ("2.5gbit/s", 2.5e9), ("56kbit", 56e3)],
 )
 def test_rates_are_read_as_tc_writes_them(text, bits):
-    assert testbed._rate_bits_per_s(text) == bits
+    assert testbed.bits_per_s(text) == bits
 
 
 def test_missing_tools_name_their_package(monkeypatch, tmp_path):

@@ -479,7 +479,7 @@ def test_stages_hold_all_of_a_stack(name, text):
     held = table.query("component == 'weights'")["size_bytes"].sum() / 2
     tied = (plan.pp > 1) * model.tied * model.vocab * model.hidden
     norms = (sum(map(len, model.layer_kinds)) + 1) * model.norm_parameters
-    routers = model.moe_layers * model.experts * model.hidden
+    routers = model.moe_layers * model.experts * (model.hidden + model.router_bias)
     whole = model.parameters + tied + (plan.tp - 1) * (norms + routers)
     assert plan.tp * held == pytest.approx(whole, rel=1e-12)
 

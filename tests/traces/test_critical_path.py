@@ -231,7 +231,7 @@ def test_simulated_steps(plan):
     end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
     assert path_ns(path) == end_ns == new_ns(timeline, {"compute": 1})
     assert not set(path["kind"]) - {"compute", "comm", "host"}
-    with refused_line("no launches replayed"):
+    with refused_line("no launches to replay"):
         launch_gain(timeline)
 
 

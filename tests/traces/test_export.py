@@ -389,7 +389,7 @@ BAD = {
     "outside of 3e18 ns": f"1 compute: a 0+{2**62}",
     "later than 3e18 ns": f"1 compute: a {2**62}+1",
     "is of step 3, but starts on the host during another": "7 compute: k 0+9\n-1 cpu: a 0+1, b 10+1",
-    "no valid Unicode|surrogates": "1 compute: \ud800 0+1",
+    "not valid Unicode|surrogates": "1 compute: \ud800 0+1",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def test_other_packers(pack, suffix, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
-    [("a.xplane.pb", b"\n\x05abcde", "xprof reads it"), ("results.db", b"SQLite format 3\0", "rocpd convert"),
+    [("a.xplane.pb", b"\n\x05abcde", "open it with xprof"), ("results.db", b"SQLite format 3\0", "rocpd convert"),
      ("rank0.json", b"7z\xbc\xaf\x27", "unpack it first")],
 )  # fmt: skip
 def test_what_is_no_trace_says_what_it_is(name, data, words, tmp_path):

@@ -280,7 +280,7 @@ def test_a_file_that_ended_early_is_not_judged(tmp_path):
     kept = Timeline.load(cut.save(tmp_path / "kept.parquet"))
     for sides in ((whole, cut), (cut, whole), (whole, kept)):
         with refused_line(
-            "rank1.json.gz: truncated gzip; a gate needs whole recordings"
+            "rank1.json.gz: truncated gzip; a gate needs complete recordings"
         ):
             gate(*sides)
     # the file of rank 0 is whole; its steps are too noisy to pass, also beside themselves

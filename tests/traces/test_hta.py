@@ -37,6 +37,7 @@ GPU_TRACES = [
 
 
 @pytest.mark.filterwarnings("ignore:.*taken as rank 0:UserWarning")
+@pytest.mark.filterwarnings("ignore:no step marks:UserWarning")
 @pytest.mark.parametrize("name", GPU_TRACES)
 def test_compatible_breakdown_equals_hta(name):
     path = local_or_skip(f"traces/{name}")

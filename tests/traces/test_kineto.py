@@ -297,7 +297,7 @@ def test_of_several_cycles_one_is_read(cycle, step, tmp_path, recwarn):
     timeline = read_trace(tmp_path, iteration=cycle)
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == (cycle is None)
-    words = "2 cycles are recorded; read is the last, number 1 from 0"
+    words = "2 cycles are recorded; reading the last, number 1 from 0"
     assert not said or words in said[0]
     assert timeline.ranks == [0, 1] and timeline.steps == [step]
     assert breakdown(timeline)["total_s"].tolist() == pytest.approx([220e-6] * 2)
@@ -357,8 +357,8 @@ def run(tmp_path):
 def test_iterations_of_torchtitan(run, below, iteration, spans, recwarn):
     timeline = read_trace(run / below, iteration=iteration)
     said = (
-        f"{run / below}: 2 iterations are recorded; read is the newest, 10; "
-        "iteration= or its folder takes another"
+        f"{run / below}: 2 iterations are recorded; reading the newest, 10; "
+        "pass iteration= or its folder to choose another"
     )
     heard = [str(warning.message) for warning in recwarn]
     assert heard == ([] if iteration else [said])
@@ -409,7 +409,7 @@ SILENT = [
     ([LAUNCH, HOST], {}, "no row of a device is recorded"),
     ([HOST], B200, "no row of a device, NVIDIA B200, is"),
     ([HOST, NAMELESS], {}, "host's; 1 rows without a category are left out"),
-    ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing is at work"),
+    ([op("x", 0, 9, cat="dtu")], {}, "no row of a known category: nothing to analyse"),
     ([LAUNCH], {}, "no row of a device is recorded: nothing is at work"),
     ([COUNTER, COUNTER], {}, "none of its 2 events is of a known kind"),
 ]

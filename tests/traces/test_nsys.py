@@ -106,7 +106,7 @@ def test_ranges_without_sequence_or_text_are_read_without_a_word(export, text):
     rows["NVTX_EVENTS"] = [
         (85, 95, 59, text, None, process + 5) for process in _PROCESS
     ]
-    with pytest.warns(TraceWarning, match="it names none"):
+    with pytest.warns(TraceWarning, match="it names no ranks"):
         timeline = read_trace(export(**rows))
     operators = timeline.side_tables["operators"]
     assert operators["sequence"].tolist() == ([] if text is None else [-1, -1])
@@ -117,7 +117,7 @@ def test_a_real_export_gives_its_reference_sums(tmp_path):
     path.write_bytes(
         gzip.decompress(local_or_skip("nsys/two_gpus_pipeline.sqlite.gz").read_bytes())
     )
-    with pytest.warns(TraceWarning, match="it names none"):
+    with pytest.warns(TraceWarning, match="it names no ranks"):
         timeline = read_trace(path)
     # kernels, their sum, union without NCCL, NCCL's, copies, of all; first start and
     # last end
@@ -193,7 +193,7 @@ def test_a_real_export_gives_its_reference_sums(tmp_path):
 
 
 def test_launches_are_joined_within_their_process(export):
-    with pytest.warns(TraceWarning, match="names none"):
+    with pytest.warns(TraceWarning, match="names no ranks"):
         timeline = read_trace(export(**two_ranks()))
     assert (
         timeline.ranks == [0, 1]
@@ -268,7 +268,7 @@ def test_what_is_no_export_is_refused_in_a_line(export, tmp_path):
     (tmp_path / "run.nsys-rep").write_bytes(b"closed")
     calls = [(1, 2, _PROCESS[0] + 5, 1, 3)]
     cases = {
-        "text.sqlite": "no SQLite export",
+        "text.sqlite": "not an SQLite export",
         "other.sqlite": "no table StringIds",
         "run.nsys-rep": "nsys export --type sqlite",
     }
@@ -284,7 +284,7 @@ def test_what_is_no_export_is_refused_in_a_line(export, tmp_path):
     ]
     hurt = export("hurt.sqlite", CUPTI_ACTIVITY_KIND_KERNEL=kernels)
     hurt.write_bytes(hurt.read_bytes()[:20_000] + bytes(range(256)) * 200)
-    cases[hurt.name] = "no SQLite export"
+    cases[hurt.name] = "not an SQLite export"
     for name, reason in cases.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             read_trace(tmp_path / name)
@@ -293,7 +293,7 @@ def test_what_is_no_export_is_refused_in_a_line(export, tmp_path):
 def test_collectives_of_an_own_table_are_kept(export, tmp_path):
     kinds = tmp_path / "kinds.csv"
     kinds.write_text("kind,collective,pattern\ncomm,broadcast,AllReduce\n")
-    with pytest.warns(TraceWarning, match="names none"):
+    with pytest.warns(TraceWarning, match="names no ranks"):
         timeline = read_trace(export("run.sqlite", **two_ranks()), kinds=kinds)
     assert set(calls(timeline)["collective"]) == {"broadcast"}
 
@@ -308,5 +308,5 @@ def test_rows_without_a_time_are_left_out(export):
 
 def test_hta_reads_no_exports(export, tmp_path):
     export("cpu.sqlite", CUPTI_ACTIVITY_KIND_KERNEL=[(1, 2, 0, 7, 1, _PROCESS[0], 1)])
-    with pytest.raises(ValueError, match="HTA reads no exports"):
+    with pytest.raises(ValueError, match="HTA cannot read exports"):
         read_trace(tmp_path / "cpu.sqlite", hta_compatible=True)

@@ -159,7 +159,7 @@ def test_other_profilers_are_named(tmp_path, name, data, words):
 @pytest.mark.filterwarnings("ignore:.*no rank")
 def test_a_kernel_recorded_too_long_ends_where_the_next_begins():
     folder = local_or_skip("logs_2026/overlong")
-    with pytest.warns(TraceWarning, match="1 kernels .* cut there, 1.59 s"):
+    with pytest.warns(TraceWarning, match="1 kernels .* cut at its start, 1.59 s"):
         overlong = mm.breakdown(mm.read_trace(folder / "mi355-like.json"))
     assert overlong["compute_s"].iloc[0] == pytest.approx(28.8e-3, abs=1e-6)
     # programmatic dependent launches overlap, and are left alone

@@ -70,7 +70,7 @@ SHARED = ("hta-samples/rank0", "hta-samples/nccl_data", "hta-samples/df_index_re
 REAL = [*(f"traces/{name}.json.gz" for name in SHARED), "traces/more/torchrec-a2a5"]
 
 
-@pytest.mark.filterwarnings("ignore:.*(what they wait|no rank in):UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(waiting for the others|no rank in):UserWarning")
 @pytest.mark.parametrize("name", [*REAL, "gpt-after", "gpt-before"])
 def test_nothing_changed_gives_the_measured_period(name):
     path = dataset_or_skip(name) if name.startswith("gpt") else local_or_skip(name)
@@ -94,6 +94,6 @@ def test_a_replay_says_what_it_cannot_know():
 def test_a_queue_that_is_worked_off_is_told():
     """The host takes twice as long as the device, which has six steps of work waiting."""
     timeline = launched(steps=4, host_us=20_000, first_us=60_000)
-    with pytest.warns(TraceWarning, match="lives on the lead"):
+    with pytest.warns(TraceWarning, match="using up a lead"):
         table = what_if(timeline, {})
     assert table["step_s"].item() == pytest.approx(10e-3, rel=0.01)

@@ -216,8 +216,8 @@ BAD = [
     ({"collectives": TABLE.assign(ranks=8)}, "no row call all_reduce of 2 ranks"),
     ({"collectives": TABLE.drop(columns="seconds")}, "'seconds' is missing"),
     ({"collectives": BOTH}, "measured on 1 and 2 nodes"),
-    ({"collectives": lambda *call: -1.0}, "is no time"),
-    ({"ranks": 3}, "ranks=3 is no multiple of the 2 ranks"),
+    ({"collectives": lambda *call: -1.0}, "is not a time"),
+    ({"ranks": 3}, "ranks=3 is not a multiple of the 2 ranks"),
     ({"ranks": 1}, "ranks=1 is no multiple"),
     ({"collectives": TABLE, "devices_per_node": 0}, "devices_per_node=0 at least 1"),
 ]

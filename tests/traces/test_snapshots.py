@@ -185,13 +185,13 @@ def test_a_bad_file_costs_its_own_rank_and_ranks_that_no_name_tells_are_said(
     assert list(snapshot.files) == ["1"]
     assert snapshot.events["rank"].unique().tolist() == [1]
     for warning, rank in zip(said, (0, 2, 3), strict=True):
-        words = rf".*/rank{rank}\.pickle: no .*; left out, the others were read"
+        words = rf".*/rank{rank}\.pickle: not .*; skipped, the others were read"
         assert re.fullmatch(words, str(warning.message))
-    with refused_line("rank0.pickle: no record of plain values"):
+    with refused_line("rank0.pickle: not a record of plain values"):
         read_snapshot([tmp_path / "rank0.pickle", tmp_path / "rank2.pickle"])
     files = [tmp_path / "rank1.pickle", tmp_path / "dump.pickle"]
     files[1].write_bytes(whole)
-    numbered = "no rank in the name: all files are numbered in their order"
+    numbered = "no rank in the name: files are numbered in order"
     with pytest.warns(TraceWarning, match=rf"/dump\.pickle: {numbered}"):
         assert list(read_snapshot(files).files) == ["0", "1"]
 
@@ -314,7 +314,7 @@ def test_a_pickle_that_calls_or_asks_for_too_much_is_refused(tmp_path, form, pro
     copyreg._extension_cache[0xF0] = print
     path = tmp_path / "hostile.pickle"
     path.write_bytes(b"\x80%c" % protocol + _calls()[form] + b".")
-    words = r"no record of plain values|no memory snapshot"
+    words = r"not a record of plain values|not a memory snapshot"
     try:
         with pytest.raises(ValueError, match=words) as error:
             read_snapshot(path)
@@ -367,7 +367,7 @@ def test_what_only_looks_like_a_snapshot_is_refused(made, tmp_path, capsys, prot
     content = (made / "train.pickle").read_bytes()
     for cut in range(0, len(content), 397):
         path.write_bytes(content[:cut])
-        with pytest.raises(ValueError, match="no record of plain values"):
+        with pytest.raises(ValueError, match="not a record of plain values"):
             read_snapshot(path)
     assert "executed" not in capsys.readouterr().out
 

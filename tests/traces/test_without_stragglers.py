@@ -219,7 +219,7 @@ def test_the_published_job_by_its_times_alone():
         (lambda ops: ops.iloc[:0], "no operations"),
         (lambda ops: ops.assign(mc=1), "interleaved"),
         (lambda ops: ops.assign(optype="sleep"), "'sleep' are not known"),
-        (lambda ops: pd.concat([ops, ops]), "stands in two rows"),
+        (lambda ops: pd.concat([ops, ops]), "is in two rows"),
         (lambda ops: ops.assign(duration=-1.0), "negative duration"),
         (
             lambda ops: ops.assign(

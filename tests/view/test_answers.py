@@ -356,7 +356,7 @@ def test_stragglers_and_report_count_the_same_calls(
         summary["not_counted"] == ["step 0"]
         and (summary["slowdown"] is not None) == speaks
     )
-    assert ("go by cost_s" in summary.get("note", "")) != speaks and (
+    assert ("use cost_s" in summary.get("note", "")) != speaks and (
         "slowdown" in found[0]["rows"][0]
     ) == speaks
     first = found[0]["rows"][0]

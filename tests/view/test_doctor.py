@@ -34,7 +34,7 @@ def notebook(path, *cells):
      (["from madmax_lib import calibration, runs"], "torch", ""), (["md See runs and hta."], "", ""),
      (['t = mm.dataset("vit-ddp")', 'd = optional_dataset("x", "optional/y")'], "", "input x"),
      (["%matplotlib inline\n!ls\nx = mm.dataset(name)"], "", ""),
-     (["md On GPUs run this notebook with `quick=False`.", 'mm.dataset("x")'], "", "input x, a GPU")],
+     (["md On GPUs, run this notebook with `quick=False`.", 'mm.dataset("x")'], "", "input x, a GPU")],
 )  # fmt: skip
 def test_needs_are_read_from_the_cells(monkeypatch, tmp_path, cells, packages, rest):
     path = notebook(tmp_path / "a.ipynb", *cells)

@@ -59,7 +59,7 @@ def test_a_recorded_run_has_every_view(run):
     page = report(run, "new", other_run=run, other="old").html
     names = [
         "Overview",
-        "Beside old",
+        "Compared with old",
         "What to fix first",
         "Steps",
         "Distributed",
@@ -68,7 +68,7 @@ def test_a_recorded_run_has_every_view(run):
     ]
     assert titles(page) == [*names, "Work on the host"]
     (median,) = re.findall("<b>([^<]+)</b><span>a step, median", page)
-    assert f"A step takes {median}, in old {median}, medians: +0.0%." in page
+    assert f"The median step takes {median}, and {median} in old: +0.0%." in page
     assert all(
         f'<a href="#{name.lower().replace(" ", "-")}">' in page for name in names
     )
@@ -129,7 +129,7 @@ def test_a_report_is_about_the_steps():
     timeline = with_columns(make_timeline(rows), step=[-1, 3])
     page = report(timeline).html
     assert (
-        "300 ns of work per rank lie outside all steps" in page
+        "300 ns of work per rank is outside all steps" in page
         and ">100 ns<" in page
         and ">600 ns<" not in page
     )

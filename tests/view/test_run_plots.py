@@ -35,10 +35,9 @@ def test_pictures_of_runs_keep_their_numbers(runs):
     alone = run_plots.plot_losses(
         {SHARDED: run}
     )  # the run on the fewest processes is what others are compared with
-    assert (
-        alone.get_legend_handles_labels()[1] == ["dp2.z3"]
-        and figure_data(alone)["difference"].max() == 0
-    )
+    assert [text.get_text() for text in alone.get_legend().get_texts()] == [
+        "dp2.z3"
+    ] and figure_data(alone)["difference"].max() == 0
     medians = [one.summary["step_s"]["median"] for one in runs.values()]
     assert figure_data(run_plots.plot_speed(runs))["step_s"].tolist() == medians
     assert len(figure_data(run_plots.plot_run_phases(runs))) == 2
@@ -60,8 +59,11 @@ def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
     ("what", "title"),
     [
         ("step", "Steps are predicted within 15.0% (median), 20.0% at worst"),
-        ("exposed_comm", "Exposed communication is off by 10 points on average"),
-        ("overlap", "Overlap is off by 5 points on average"),
+        (
+            "exposed_comm",
+            "Exposed communication is off by 10 points on average, by 10 (gpt dp) at worst",
+        ),
+        ("overlap", "Overlap is off by 5 points on average, by 10 (gpt dp) at worst"),
     ],
 )
 def test_runs_of_a_calibration_stand_beside_their_predictions(what, title):

@@ -11,7 +11,7 @@ from support import make_timeline, with_tables
 import madmax_lib as mm
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.view.drawing import figure_data
-from madmax_lib.view.plots import breakdown, comm, diff, launch, memory, operators, path
+from madmax_lib.view.plots import comm, diff, launch, memory, operators, path
 
 # of one step: what a replay cannot know
 pytestmark = pytest.mark.filterwarnings("ignore:one step is recorded:UserWarning")
@@ -20,37 +20,24 @@ US = 1000
 PLOTS = {
     operators.plot_kernels: mm.traces.kernels,
     operators.plot_operators: mm.traces.operators,
-    operators.plot_modules: mm.traces.modules,
     operators.plot_roofline: mm.traces.roofline,
-    operators.plot_mfu: lambda timeline: mm.traces.mfu(timeline, flops_per_step=1e3),
     comm.plot_groups: mm.traces.by_group,
     comm.plot_bandwidth: mm.traces.calls,
     comm.plot_skew: mm.traces.skew,
     comm.plot_stragglers: mm.traces.stragglers,
     comm.plot_workers: lambda timeline: workers(timeline),
-    comm.plot_clock_offsets: mm.traces.clock_offsets,
     launch.plot_launches: mm.traces.launches,
     launch.plot_queue: mm.traces.queue_series,
     launch.plot_idle: mm.traces.idle,
     launch.plot_steps: mm.traces.steps,
-    path.plot_path_share: lambda timeline: mm.traces.path_share(
-        mm.traces.critical_path(timeline)
-    ),
     path.plot_what_if: mm.traces.faster_kinds,
-    breakdown.plot_advice: mm.traces.advise,
     memory.plot_memory: lambda timeline: timeline,
-    memory.plot_held: mm.traces.held_at_peak,
     diff.plot_compare: lambda timeline: mm.compare(
         timeline, timeline.select(ranks=timeline.ranks[:1])
     ),
 }
-NO_AREAS = [
-    operators.plot_modules,
-    operators.plot_roofline,
-    launch.plot_launches,
-    launch.plot_queue,
-]
-NO_AREAS += [comm.plot_clock_offsets, comm.plot_workers]
+NO_AREAS = [operators.plot_roofline, launch.plot_launches, launch.plot_queue]
+NO_AREAS += [comm.plot_workers, comm.plot_skew, comm.plot_bandwidth]
 
 
 def workers(timeline):
@@ -180,14 +167,11 @@ def test_a_long_history_is_thinned_and_keeps_its_peak():
 def test_the_fullest_device_is_drawn_unless_another_is_named():
     large = {"time_ns": 1, "size_bytes": 900, "address": 2, "device": "cuda:1"}
     timeline = remembering([{"time_ns": 0, "size_bytes": 5, "address": 1}, large])
-    held = mm.traces.held_at_peak(timeline)
-    for data in (memory.plot_memory(timeline), memory.plot_held(held)):
-        assert set(figure_data(data)["device"]) == {"cuda:1"}
-    assert set(
-        figure_data(memory.plot_memory(timeline, device="cuda:0"))["device"]
-    ) == {"cuda:0"}
+    for name, device in ((None, "cuda:1"), ("cuda:0", "cuda:0")):
+        drawn = figure_data(memory.plot_memory(timeline, device=name))
+        assert set(drawn["device"]) == {device}
     with pytest.raises(ValueError, match="has no allocator events; there are"):
-        memory.plot_held(held, device="cuda:3")
+        memory.plot_memory(timeline, device="cuda:3")
 
 
 def test_a_pair_of_timelines_shows_both_sides(tmp_path, monkeypatch):

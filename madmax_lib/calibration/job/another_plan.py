@@ -105,7 +105,7 @@ def another_plan(
     """
     case = case or case_of(timeline).case
     if case is None:
-        raise ValueError("timeline: no transformer's step was traced; give its case")
+        raise ValueError("timeline: not a step of a transformer; pass its case")
     if case.cluster is None:
         case = replace(case, cluster=_traced_machine(timeline, case))
     global_batch = global_batch or case.global_batch
@@ -132,7 +132,7 @@ def another_plan(
     prior = np.log(new_row["high_s"] / new_row["step_s"])
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
-    crowded = ["more ranks than traced: each is taken to have cores of its own"]
+    crowded = ["more ranks than traced: assuming that each has its own cores"]
     if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
         crowded = []
     simulated = _priced(simulate, new, parameters)

@@ -388,7 +388,7 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     ValueError for parameters without a fit.
     """
     if not parameters.fitted:
-        raise ValueError("parameters: nothing was fitted, there is no covariance")
+        raise ValueError("parameters: nothing was fitted, so there is no covariance")
     columns = ["start", "low", "high", "scale"]
     priors = bounds().loc[list(parameters.fitted)]
     table = priors[columns].copy()

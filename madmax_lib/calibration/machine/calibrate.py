@@ -26,6 +26,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
+from madmax_lib.base.fields import short_repr
 from madmax_lib.base.units import format_s
 from madmax_lib.calibration.machine.compared import (
     case_of,
@@ -218,8 +219,8 @@ class _Calibration:
                 resolve(spec)
                 if spec.plan.world_size > self.ranks:
                     raise ValueError(
-                        f"{spec.strategy} needs {spec.plan.world_size} ranks, here are "
-                        f"{self.ranks}"
+                        f"{spec.strategy} needs {spec.plan.world_size} ranks, but "
+                        f"there are {self.ranks}"
                     )
                 specs[run.name] = spec
         return specs
@@ -414,7 +415,7 @@ class _Calibration:
         fitted = self.make_runs(_planned_runs("fitted"))
         if not fitted:
             raise ValueError(
-                f"{self.directory}: no run was completed; {'; '.join(self.notes)}"
+                f"{self.directory}: no run completed; {'; '.join(self.notes)}"
             )
         env = next(iter(fitted.values())).env
         machine = self.fitted_machine(self.timed_machine(kernels, links, env), fitted)
@@ -467,7 +468,7 @@ def calibrate(
     mm.machine, mm.simulate, mm.calibration.predict.
     """
     if not isinstance(directory, str | Path):
-        raise ValueError(f"directory={directory!r} is not a path")
+        raise ValueError(f"directory={short_repr(directory)} is not a path")
     if not (isinstance(minutes, int | float) and minutes > 0):
         raise ValueError(f"minutes={minutes!r} must be a positive number")
     gpus = 0 if RunSpec(device=device).device == "cpu" else gpu_count()

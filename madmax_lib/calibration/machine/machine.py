@@ -99,7 +99,7 @@ class Machine:
         """Sentences on how well runs that the fit had not seen were predicted."""
         about = self.provenance.get("judged", {})
         if not about.get("runs"):
-            return "No further run was made: its errors are not known."
+            return "No further run was done: its errors are unknown."
         median = about["median_error"]
         text = (
             f"Steps of {about['runs']} further runs were predicted within {median:.1%} "
@@ -144,7 +144,7 @@ def machine(directory: str | Path) -> Machine:
     try:
         return Machine(cluster, parameters, content["dtype"], content["provenance"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the file of a machine ({error})") from None
+        raise ValueError(f"{path}: not a machine file ({error})") from None
 
 
 def link_rates(table: pd.DataFrame) -> dict[str, float]:

@@ -17,8 +17,8 @@ td, th {padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd}
 td:first-child, th:first-child {text-align: left}
 """
 _WAITING = (
-    "<p>Waiting for ranks that other work on the machine holds up is not modelled: on a "
-    "busy one more communication is exposed than predicted.</p>"
+    "<p>Ranks delayed by other work on the machine are not modelled: a busy machine "
+    "exposes more communication than predicted.</p>"
 )
 _TITLES = {
     "step_s": "step",

@@ -110,7 +110,7 @@ def read_link_log(
         if run.average and abs(mean - run.average) > _DIGITS + _LOOSE * run.average:
             notes.append(
                 f"mean bus bandwidth {mean:.4g} GB/s is not the {run.average:g} printed: "
-                "cut log"
+                "truncated log"
             )
         table = table.query("size_bytes > 0 and seconds > 0")
         count = ranks or _ranks(run, name, table, path, notes)
@@ -141,7 +141,7 @@ def _run_of_json(path, text, notes):
                     continue
                 if "time" not in values:
                     raise ValueError(
-                        f"{path}: times of the host (cpu_time), not of the collective"
+                        f"{path}: host times (cpu_time), not collective times"
                     )
                 if _is_wrong(values.get("nwrong", 0)):
                     notes.append(f"result {number} has {values['nwrong']} wrong values")
@@ -207,15 +207,15 @@ def _runs(path, text, notes):
             try:
                 run.rows += _results(words, run)
             except (ValueError, IndexError):
-                notes.append(f"line {number} is cut or has wrong results: {line[:60]}")
+                notes.append(
+                    f"line {number} is truncated or has wrong results: {line[:60]}"
+                )
         elif device := _DEVICE.search(line):
             rank, group, host, index = device.groups()
             run.devices.append(_Device(int(rank), int(group or 0), host, int(index)))
         elif is_header and "count" in words:
             if "cputime" in words:
-                raise ValueError(
-                    f"{path}: times of the host (cputime), not of the collective"
-                )
+                raise ValueError(f"{path}: host times (cputime), not collective times")
             run.columns = words
         elif placements := tuple(word for word in words if word in _PLACEMENTS):
             run.placements = placements

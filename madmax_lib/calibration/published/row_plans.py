@@ -53,7 +53,7 @@ def devices_of(raw: dict) -> int:
         raise ValueError("neither n_gpus nor dp is stated")
     if dp % 1:
         raise ValueError(
-            f"n_gpus={count_of(raw, 'n_gpus')} is no multiple of tp x pp x cp = "
+            f"n_gpus={count_of(raw, 'n_gpus')} is not a multiple of tp x pp x cp = "
             f"{model_parallel}"
         )
     return int(model_parallel * dp)

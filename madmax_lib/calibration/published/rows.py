@@ -101,7 +101,7 @@ def _warn_of_unknown(table):
     words = (
         f"nearest to {unknown[0]}: {near[0]}"
         if near
-        else "known are those of help(calibration.fit.update)"
+        else "help(calibration.fit.update) lists all columns"
     )
     warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
 

@@ -190,8 +190,8 @@ def expect(
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
         stated = f"{source}={arguments[source]:.4g}" if source in arguments else source
         raise ValueError(
-            f"{stated}: {measured_s:.3g} s a step where {predicted_s:.3g} s are "
-            "expected; is its unit right?"
+            f"{stated}: {measured_s:.3g} s a step, but {predicted_s:.3g} s are "
+            "expected; is the unit right?"
         )
     high_s = predicted_s * outlook.factor
     # ideal constants: every product at the data sheet's rate
@@ -229,7 +229,7 @@ def _measured_s(
     if len(stated) > 1 or not (stated or timeline is not None):
         got = f"got {' and '.join(stated)}" if stated else "got none"
         raise ValueError(
-            f"one of {', '.join(arguments)} or a timeline tells what was measured, {got}"
+            f"give one measurement, {', '.join(arguments)} or a timeline; {got}"
         )
     # a number beats the trace, which then only tells the parts
     if not stated:
@@ -266,7 +266,7 @@ def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
         )
     elif verdict == "cannot tell":
         text += (
-            ", which is inside, but known to no better than a factor of "
+            ", which is inside, but the prediction is only good to a factor of "
             f"{factor:.2f} either way"
         )
     if not outlook.row["fits"] and outlook.case.plan.offload is None:

@@ -92,7 +92,7 @@ def timed_s(timeline: Timeline) -> float:
     """
     if not timeline.steps:
         raise ValueError(
-            "timeline: no step is marked (profiler.step()), so the step must be "
+            "timeline: no step marks (profiler.step()): the step must be "
             "given as a number"
         )
     table = steps_of(timeline)
@@ -210,25 +210,25 @@ def _misread(outlook: Outlook, source: str):
     count = case.micro_batches
     causes = {
         "tokens_per_s": [
-            ("tokens_per_s is that of one device, not of all", predicted_s * world)
+            ("tokens_per_s is for one device, not for all", predicted_s * world)
         ],
         "tokens_per_s_per_device": [
-            ("tokens_per_s_per_device is that of all devices", predicted_s / world)
+            ("tokens_per_s_per_device is for all devices", predicted_s / world)
         ],
         "step_s": [
             ("step_s is in milliseconds", predicted_s * 1e3),
-            ("step_s is of one micro-batch", predicted_s / count),
+            ("step_s covers one micro-batch", predicted_s / count),
         ],
-        "tflops": [("tflops is of all devices", predicted_s / world)],
+        "tflops": [("tflops is for all devices", predicted_s / world)],
     }
     if case.plan.recompute == "full":
         # four passes for three
-        hardware = "tflops counts what is recomputed (hardware FLOPs)"
+        hardware = "tflops includes recomputation (hardware FLOPs)"
         causes["tflops"].append((hardware, predicted_s * 3 / 4))
     for cause, step_s in causes.get(source, ()):
         yield _Cause("number", cause, step_s)
     if count > 1:
-        cause = "global_batch is that of a micro-batch of all devices"
+        cause = "global_batch is one micro-batch of all devices"
         yield _Cause("number", cause, predicted_s * count)
 
 

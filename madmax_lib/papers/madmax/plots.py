@@ -12,11 +12,11 @@ from madmax_lib.view.drawing import (
     GREY,
     PAPER,
     UNFIT,
-    WHITE,
     bars,
     faded,
     finish,
     grid,
+    line_key,
     lines,
     mark_key,
     new_axes,
@@ -32,7 +32,7 @@ _COLORS = {  # by strategy, the same in every figure
     "tp,ddp": "#2a9d8f",
     "ddp,tp": "#7a5195",
     "fsdp,tp": "#c9a227",
-    "fsdp,ddp": "#5a9bd4",
+    "fsdp,ddp": "#d387b0",
     "tp": "#a0785a",
     "tp,fsdp": "#1d3557",
 }
@@ -76,7 +76,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
     fronts = (("FSDP", fsdp, _COLORS["fsdp"]), ("best strategy", free, PAPER))
     for name, front, color in fronts:
         style = {"lw": 1.2, "drawstyle": "steps-post", "zorder": 1}
-        lines(ax, front, x, y, color=color, **style)
+        ax.plot(front[x], front[y], color=color, **style)
         last = front.iloc[-1]
         text = f"{name}, {last['num_devices']} GPUs of {last['instance']}"
         note(ax, last[x], last[y], text, dx=12, color=color)
@@ -122,7 +122,7 @@ def plot_best(
     column of a group. most: the largest gain within memory that the paper publishes.
     """
     groups = list(dict.fromkeys(table[by]))
-    ax = new_axes(height=0.9 + 0.42 * len(groups))
+    ax = new_axes(height=0.9 + 0.34 * len(groups), width=9.0)
     # the last row of a group is its best, of all strategies and of those that fit
     ranked = table.sort_values("gain")
     free = ranked.groupby(by).tail(1).set_index(by).loc[groups]
@@ -138,16 +138,14 @@ def plot_best(
         if beyond[row]:
             needed = _memory(free.at[group, "memory_needed_gb"])
             text += f"; with {needed}: {_gain(free.loc[group])}"
-        end = max(fits.at[group, "gain"], free.at[group, "gain"])
-        note(ax, end, row, text, dx=7, bbox=WHITE)
+        # a column beside the line, which no text crosses
+        note(ax, max(most, table["gain"].max()), row, text, dx=9)
     ax.axvline(most, color=PAPER, lw=0.8, ls="--")
-    note(ax, most, -0.6, f"paper: up to {most:.2f}x", dx=2, dy=5)
     ax.axvline(1, color=_COLORS["fsdp"], lw=1)
-    ax.title.set_position((0, 1.02))
-    key = [_OURS, _RECORDED]
+    key = [_OURS, _RECORDED, line_key(f"paper: up to {most:.2f}x", PAPER, ls="--")]
     if beyond.any():
         key.append(patch_key("does not fit in memory", UNFIT))
-    reach = 1.3 * table["gain"].max() + 0.3
+    reach = 2.1 * max(most, table["gain"].max())
     x = "throughput over FSDP [x]"
     return finish(ax, table, title, x=x, rows=groups, reach=reach, key=key)
 
@@ -197,7 +195,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
             ink = "black" if case.fits else "#8a8a8a"
             note(ax, ends[row], row, text, fontsize=6, color=ink)
         rows = list(map(_label, strategies))
-        x = "step over FSDP step [1]"
+        x = "simulated step over FSDP's"
         finish(ax, table, None, x=x, rows=rows, reach=1.42 * limit)
     pale_compute = faded("compute", alpha=0.3)
     key = [
@@ -246,7 +244,9 @@ def plot_context(table: pd.DataFrame) -> Axes:
             text += (
                 f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
             )
-        lines(ax, part, "context", "gain", ends=lambda _, text=text: text, **style)
+        ax.plot(part["context"], part["gain"], **style)
+        end = part.iloc[-1]
+        note(ax, end["context"], end["gain"], text, dx=6, color=_COLORS[strategy])
     recorded = seen.dropna(subset="published_gain")
     published(ax, recorded["context"], recorded["published_gain"])
     for row in recorded.itertuples():
@@ -254,7 +254,8 @@ def plot_context(table: pd.DataFrame) -> Axes:
         note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
     grey = _COLORS["fsdp"]
     lengths = sorted(table["context"].unique())
-    ax.axhline(1, color=grey, lw=1)
+    # not below the names of the lines, at their right ends
+    ax.hlines(1, lengths[0], lengths[-1], color=grey, lw=1)
     note(ax, lengths[0], 1.0, "FSDP", dx=8, dy=7, color=grey)
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
@@ -287,26 +288,18 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     colors = dict(zip(parts, [*fills, PAPER], strict=True))
     axes = panels(list(models.groups), height=3.2, title=title)
     for ax, (_, rows) in zip(axes, models, strict=True):
-        lines(ax, rows, "factor", "speedup", by="part", styles=colors, marker="o", ms=4)
-        ends = rows[rows["factor"] == factors[-1]].sort_values("speedup")
-        # labels keep their distance: a factor of 2 is 40 points high, a label 17
-        label_points = -np.inf
-        for row in ends.itertuples():
-            end_points = 40 * np.log2(row.speedup)
-            label_points = max(end_points, label_points + 17)
-            text = f"{row.part}\n{row.speedup:.1f}x {_label(row.dense_strategy)}"
-            look = {"fontsize": 6.5, "color": colors[row.part]}
-            dy = label_points - end_points
-            note(ax, row.factor, row.speedup, text, dx=6, dy=dy, **look)
+        look = {"hue": "part", "palette": colors, "marker": "o", "legend": False}
+        lines(ax, rows, "factor", "speedup", **look)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xticks(factors, [f"{factor:g}x" for factor in factors])
         ax.set_yticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
         ax.minorticks_off()
-        limits = (factors[0] * 0.9, factors[-1] * 2.6)
-        ax.set(xlabel="faster by", xlim=limits, ylim=(0.9, 16))
+        ax.set(xlabel="faster by", ylim=(0.9, 16))
         ax.grid(True, axis="both")
-    return finish(axes[0], table, None, y="throughput over today [x]")
+    key = [line_key(part, color) for part, color in colors.items()]
+    y = "throughput over today [x]"
+    return finish(axes[0], table, None, y=y, key=key, where="upper left")
 
 
 def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
@@ -345,7 +338,7 @@ def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
         for system in set(systems) - set(rows["system"]):
             text = "no FP32 or TF32 peak published"
             ax.text(0.02, systems.index(system), text, **look)
-        x = "samples/s per device, A100 FSDP = 1"
+        x = "simulated samples/s, A100 FSDP = 1"
         reach = rows["per_gpu"].max() * 1.4
         finish(ax, table, None, x=x, rows=systems, reach=reach)
     return axes[0]

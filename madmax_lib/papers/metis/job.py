@@ -3,10 +3,11 @@ and nodes, with sums over layers from left to right.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 
+from madmax_lib.base.fields import require_int
 from madmax_lib.planner.hetero import Node
 from madmax_lib.planner.hetero.profiles import LayerProfile, Profiles, plain_sum
 
@@ -31,13 +32,15 @@ class MetisJob:
     max_bs: int  # its largest micro-batch
     max_permute_len: int  # groups of stages that are permuted as wholes
     variance: float  # smallest stage over the mean size
+    hidden: int  # these three of what a pipeline stage sends
+    sequence: int
+    vocab: int
     _slices: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("layers", "global_batch", "max_tp", "max_bs", "max_permute_len"):
-            value = getattr(self, name)
-            if not (value > 0 and value == int(value)):
-                raise ValueError(f"{name}={value!r} must be a whole number above 0")
+        for number in fields(self):
+            if number.type is int:
+                require_int(number.name, getattr(self, number.name), least=1)
         if not self.variance > 0:
             raise ValueError(f"variance={self.variance!r} must be above 0")
         if self.layers != self.profiles.layers:

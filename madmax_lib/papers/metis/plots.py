@@ -1,5 +1,5 @@
-"""Pictures of the report on Metis: costs by enumeration order, and data beside tensor
-parallelism.
+"""Pictures of the report on Metis: costs by enumeration order, search times, and data
+beside tensor parallelism.
 """
 
 import pandas as pd
@@ -7,16 +7,19 @@ from matplotlib.axes import Axes
 
 from madmax_lib.papers.origin import with_origin
 from madmax_lib.view.drawing import (
-    bar_chart,
+    PAPER,
+    SERIES,
     bars,
     finish,
+    lines,
     mark_key,
     new_axes,
     patch_key,
     published,
 )
 
-_ORDERS = {"A100 first": "compute", "V100 first": "comm"}
+# the colours that these GPU types have in every plan
+_ORDERS = {"A100 first": SERIES[0], "V100 first": SERIES[1]}
 _MODES = {"base": "Metis", "strategy": "Ours"}
 
 
@@ -52,28 +55,49 @@ def plot_orders(runs: pd.DataFrame) -> Axes:
     return finish(ax, table, title, x=x, rows=rows, reach=reach, key=key)
 
 
-def plot_training(summary: pd.DataFrame) -> Axes:
-    """Figure 3: time of an iteration. summary: the published table dp_tp."""
-    times_s = summary["median_ms"] / 1e3
-    kinds = summary["strategy"].map({"DP": "compute", "TP": "comm"})
-    ratio = times_s[1] / times_s[0]
+def plot_search_time(points: pd.DataFrame, rows: pd.DataFrame) -> Axes:
+    """Figure 1: search time over layers, beside the search times of table 1 without and
+    with the fork's strategy. points, rows: published tables.
+    """
+    rows = rows.assign(search_s=rows["search_ms"] / 1e3)
+    table = pd.concat([points.assign(mode="figure 1"), rows], ignore_index=True)
+    table = table[["mode", "layers", "gpus", "search_s"]]
+    ax = new_axes(height=3.4)
+    of_mode = dict(tuple(table.groupby("mode")))
+    look = {"marker": "D", "mfc": "none", "lw": 0.8}
+    curve = of_mode["figure 1"]
+    look["label"] = "figure 1, 32 GPUs"
+    lines(ax, curve, "layers", "search_s", color=PAPER, mec=PAPER, **look)
+    # the rows of table 1 have other numbers of GPUs each: no curve
+    for color, (mode, name) in zip(SERIES, _MODES.items(), strict=False):
+        look["label"] = f"table 1, 32 to 256, “{name}”"
+        look["mec"] = color
+        lines(ax, of_mode[mode], "layers", "search_s", color=color, ls="", **look)
+    title = "The search takes longer in figure 1 than in table 1"
+    table = _from_files(table, "search_time", "table1")
+    axes = {"x": "layers", "y": "published search time [s]", "yscale": "log"}
+    return finish(ax, table, title, **axes, where="lower right")
+
+
+def plot_loss(training: pd.DataFrame) -> Axes:
+    """Figure 3: loss over time of two runs on two P100, smoothed as there: weight 0.1
+    for the last iteration. training: the published table.
+    """
+    of_run = training.groupby("strategy", sort=False)
+    time_s = of_run["iteration_ms"].cumsum() / 1e3
+    smooth = of_run["loss"].transform(lambda loss: loss.ewm(alpha=0.1).mean())
+    table = training.assign(time_s=time_s, smooth=smooth).drop(columns="source")
+    ax = new_axes(height=3.4)
+    palette = dict(zip(("DP", "TP"), SERIES, strict=False))
+    lines(ax, table, "time_s", "smooth", hue="strategy", palette=palette, lw=1.5)
+    median_ms = of_run["iteration_ms"].median()
     title = (
-        f"Two P100: tensor parallelism takes {ratio:.2f}x as long as data parallelism"
+        "Two P100: an iteration takes tensor parallelism "
+        f"{median_ms['TP'] / median_ms['DP']:.2f}x as long as data parallelism"
     )
-    rows = summary["strategy"] + " on 2 GPUs"
-    # the second iteration of both logs is an outlier, hence the median
-    x = "measured time of an iteration, median [s]"
-    table = _from_files(summary, "dp_tp")
-    return bar_chart(
-        None,
-        table,
-        times_s,
-        title,
-        x=x,
-        rows=rows,
-        fill=kinds,
-        notes=times_s.map("{:.1f} s".format),
-    )
+    table = _from_files(table, "training")
+    axes = {"x": "time [s]", "y": "loss, smoothed"}
+    return finish(ax, table, title, **axes, where="upper right")
 
 
 def _from_files(table, *files):

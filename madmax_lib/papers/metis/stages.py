@@ -20,10 +20,6 @@ from madmax_lib.planner.hetero.profiles import plain_sum
 
 _MEMORY_FACTOR = 5.0  # of the release, over the table's memory
 _LEAST_MB = 0.001  # that even an empty stage demands, so that nothing divides by 0
-# of GPT-3 6.7B, which the release takes for every model
-_HIDDEN = 4096
-_SEQUENCE = 1024
-_VOCAB = 51200
 _PER_GB_PER_MS = 1024 * 1024  # a GB/s is taken as this many units per ms
 
 
@@ -256,10 +252,10 @@ def cost_ms(stages: Sequence[Stage], partition: Sequence[int], costed: int) -> f
         if number < costed - 1:
             # micro-batch x seq x hidden, or x vocab / tp before the last layer:
             # elements, which the release takes for bytes
-            width = _VOCAB / stage.tp if y == job.layers - 1 else _HIDDEN
+            width = job.vocab / stage.tp if y == job.layers - 1 else job.hidden
             end = stage.start + stage.gpus + stages[number + 1].gpus
             rate = ranks.bandwidth(stage.start, end) * _PER_GB_PER_MS
-            transfers_ms += stage.micro_batch * _SEQUENCE * width / rate
+            transfers_ms += stage.micro_batch * job.sequence * width / rate
     # execution = (b - 1) max c + sum c; terms are added in this order, to the last bit
     execution_ms = (batches - 1) * max(compute_ms) + plain_sum(compute_ms)
     cost = execution_ms + stages[costed - 1].sync_ms * batches

@@ -7,7 +7,6 @@ fork's order of moves.
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import pairwise
 
 import pandas as pd
 
@@ -26,8 +25,8 @@ _MODEL_PROFILE = "A100_tp4_bs4"
 
 
 def published(name: str) -> pd.DataFrame:
-    """A table of the report, with its source: "table1", "search_time" (figure 1) or
-    "dp_tp" (figure 3).
+    """A table of the report, with its source: "table1", "search_time" (figure 1),
+    "dp_tp" or "training" (figure 3, in short and by iteration).
     """
     return read_table(f"metis/{name}").copy()
 
@@ -49,8 +48,11 @@ def run_row(
     mode: str,
     model_profile: str = _MODEL_PROFILE,
     global_batch: int = _BATCH,
+    **sizes: int,
 ) -> MetisResult:
-    """One search of the table. mode: "base" or "strategy"."""
+    """One search of the table. mode: "base" or "strategy". sizes: hidden, sequence and
+    vocab of `search`.
+    """
     return search(
         _profiles(layers),
         nodes_of(gpus),
@@ -62,6 +64,7 @@ def run_row(
         max_permute_len=_LIMIT,
         max_tp=_LIMIT,
         max_bs=_LIMIT,
+        **sizes,
     )
 
 
@@ -118,38 +121,6 @@ def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:
     steps = ["steps", "our_steps", "steps_error"]
     costs = ["cost_ms", "our_cost_ms", "cost_error"]
     return near[[*case, *steps, *costs, "node_order", "time_ratio", "our_time_ratio"]]
-
-
-def defect_shares(result: MetisResult, layers: int) -> pd.DataFrame:
-    """Share of the costed plans of a search with each defect: defect, plans, share."""
-    plans = result.plans
-    cuts = plans["layer_partition"]  # boundaries, the last one below L if layers vanish
-    stages = plans["device_groups"].map(len)
-    empty = cuts.map(lambda cuts: any(x == y for x, y in pairwise(cuts)))
-    flags = {
-        "stages left out of the cost (E1)": plans["num_stage_used_for_cost"] < stages,
-        "layers in no stage (E2)": cuts.map(lambda cuts: cuts[-1] < layers),
-        "stages without layers (E3)": empty,
-    }
-    rows = [(name, int(flag.sum()), flag.mean()) for name, flag in flags.items()]
-    return pd.DataFrame(rows, columns=["defect", "plans", "share"])
-
-
-def model_profiles(layers: int, gpus: int, node_order: tuple[str, ...]) -> pd.DataFrame:
-    """Best cost by the profile that happens to be listed first: model_profile,
-    optimizer_ms, cost_ms, node_order.
-    """
-    rows = []
-    distinct = {}
-    for profile in _profiles(layers).table.values():
-        distinct.setdefault((profile.optimizer_ms, profile.batch_generator_ms), profile)
-    for profile in distinct.values():
-        name = profile.name.removeprefix("DeviceType.")
-        best_ms = run_row(layers, gpus, node_order, "base", name).best_cost_ms
-        rows.append((name, profile.optimizer_ms, best_ms))
-    table = pd.DataFrame(rows, columns=["model_profile", "optimizer_ms", "cost_ms"])
-    table["node_order"] = f"{node_order[0]} first"
-    return table.sort_values("cost_ms", ignore_index=True)
 
 
 @lru_cache

@@ -74,6 +74,9 @@ def search(
     max_permute_len: int,
     max_tp: int,
     max_bs: int,
+    hidden: int = 4096,
+    sequence: int = 1024,
+    vocab: int = 51200,
 ) -> MetisResult:
     """All plans that Metis costs.
 
@@ -81,9 +84,11 @@ def search(
     nodes in place of the first.
     node_order: GPU types in the order enumerated first. model_profile: such as
     "A100_tp4_bs4", the profile that gives parameters, optimizer and batch generator;
-    None is the first in sorted order. strategy: the fork's order of moves. Raises
-    FileNotFoundError, or ValueError for input outside of the rules and for a profile
-    that the search needs and does not have.
+    None is the first in sorted order. strategy: the fork's order of moves. hidden,
+    sequence, vocab: of the model, by default those that the release takes for every
+    one; pipeline messages follow from them. Raises FileNotFoundError, or ValueError for
+    input outside of the rules and for a profile that the search needs and does not
+    have.
     """
     if isinstance(hostfile, (str, Path)):
         if clusterfile is None:
@@ -104,6 +109,9 @@ def search(
         max_bs=max_bs,
         max_permute_len=max_permute_len,
         variance=variance,
+        hidden=hidden,
+        sequence=sequence,
+        vocab=vocab,
     )
     began = time.process_time()
     walk = _Walk(job, strategy)

@@ -5,12 +5,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import (
-    COLORS,
     COMPONENTS,
     DASHED,
-    GREY,
+    GIB,
     OTHER,
     PAPER,
+    SERIES,
     areas,
     bars,
     finish,
@@ -23,21 +23,9 @@ from madmax_lib.view.drawing import (
     published,
 )
 
-_GIB = 2**30
 _BIN = 16  # logged steps per point of a curve
-_ORANGE = COLORS["comm"]
-_MARKS = {  # columns of `hybrid.audit`: name, mark
-    "mfu_reproduced": ("reproduced", {"marker": "x", "ms": 7}),
-    "mfu_window": ("real batches", {"marker": "|", "ms": 9}),
-    "mfu_wall": ("wall clock", {"marker": "o", "ms": 4}),
-}
 _STRATEGIES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zeropp": "ZeRO++"}
-_LINES = {
-    "zero2": (COLORS["compute"], "o"),
-    "zero3": (COLORS["comm"], "s"),
-    "zeropp": (COLORS["memcpy"], "^"),
-}
-_DASHES = {"one host": "-", "nodes of two": "--"}
+_LINES = dict(zip(("zero2", "zero3", "zeropp"), SERIES, strict=False))
 # components that have a colour of their own; the rest is "other"
 _PARTS = (
     "weights",
@@ -57,82 +45,26 @@ _PHASES = {
 }
 
 
-def plot_mfu(table: pd.DataFrame) -> Axes:
-    """MFU of each row of `hybrid.audit`: as reported, from real batches, from the wall
-    clock, corrected.
-    """
-    ax = new_axes(height=1.4 + 0.42 * len(table))
-    rows = range(len(table))
-    bars(ax, 100 * table["mfu_corrected"], fill="compute", height=0.6)
-    published(ax, 100 * table["mfu_reported"], rows)
-    for column, (_, mark) in _MARKS.items():
-        ax.plot(100 * table[column], rows, color=_ORANGE, mew=1.3, ls="none", **mark)
-    for row, audit in enumerate(table.itertuples()):
-        # TP peers may have seen different samples: then the rate is an upper bound
-        bound = "at most " if audit.executed < 1 else ""
-        note(ax, 0, row, f"{bound}{audit.mfu_corrected:.1%}", color="white")
-    marks = [
-        mark_key(name, color=_ORANGE, hollow=False, **mark)
-        for name, mark in _MARKS.values()
-    ]
-    key = [
-        mark_key("reported"),
-        *marks,
-        patch_key("useful tokens, usual FLOPs", "compute"),
-    ]
-    title = (
-        "The last, short batch was counted full: MFU came out up to "
-        f"{table['inflation'].max():.2f}x too high"
-    )
-    reach = 115 * table["mfu_reported"].max()  # in percent, 15 % beyond the largest
-    names = _row_names(table)
-    return finish(
-        ax, table, title, x="MFU [%]", rows=names, reach=reach, key=key, columns=3
-    )
-
-
 def plot_memory_rows(table: pd.DataFrame) -> Axes:
     """Peak memory of each row, measured (filled) and predicted (hatched)."""
     within = (table["error"].abs() <= 0.1).sum()
     title = f"{within} of {len(table)} rows within 10 % of what the study measured"
     ax = new_axes(height=1.2 + 0.5 * len(table))
-    bars(ax, table["measured_gib"], slot=(0, 2))
     errors = table["error"].map("{:+.1%}".format)
-    bars(ax, table["predicted_gib"], source="simulated", slot=(1, 2), notes=errors)
+    look = {"fill": "memory"}
+    bars(ax, table["measured_gib"], slot=(0, 2), **look)
+    look["source"] = "simulated"
+    bars(ax, table["predicted_gib"], slot=(1, 2), notes=errors, **look)
     key = [
-        patch_key("measured", "compute"),
-        patch_key("predicted", "compute", "simulated"),
+        patch_key("measured", "memory"),
+        patch_key("predicted", "memory", "simulated"),
     ]
     x = "peak memory allocated on a GPU [GiB]"
-    return finish(ax, table, title, x=x, rows=_row_names(table), key=key)
-
-
-def plot_gelu(table: pd.DataFrame) -> Axes:
-    """Share of the memory bandwidth that each kernel of `hybrid.gelu` reaches, by
-    shape.
-    """
-    ax = new_axes(height=3.0)
-    unfused_ms = table["unfused_ms"].map("{:.3f} ms".format)
-    ideal = table["ideal_ms"].map(", ideal {:.3f} ms".format)
-    fused_ms = table["fused_ms"].map("{:.3f} ms".format) + ideal
-    bars(ax, 100 * table["unfused_share"], fill="idle", slot=(0, 2), notes=unfused_ms)
-    bars(ax, 100 * table["fused_share"], slot=(1, 2), notes=fused_ms)
-    rows = []
-    for row in table.itertuples():
-        # what stays in the cache says nothing about device memory
-        cached = "\nin L2 cache" if row.in_cache else ""
-        rows.append(f"{row.batch} x {row.sequence} x {row.width}{cached}")
-    reached = table["fused_share"].iloc[-1]
-    title = (
-        f"The fused kernel reaches {reached:.0%} of the bandwidth: the kernel is "
-        "slow, not fusion"
-    )
-    key = [
-        patch_key("two kernels of PyTorch", "idle"),
-        patch_key("fused kernel of the study", "compute"),
-    ]
-    x = "bytes that the kernel moves per second, of 1,555 GB/s [%]"
-    return finish(ax, table, title, x=x, rows=rows, reach=100, key=key)
+    # configuration and batch
+    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
+    names = names.str.replace("+CUDA_FUSED", " fused")
+    rows = list(names + ", batch " + table["batch_per_gpu"].astype(str))
+    return finish(ax, table, title, x=x, rows=rows, key=key)
 
 
 def plot_steps(log: pd.DataFrame, *, last: int, simulated_s: float) -> Axes:
@@ -208,20 +140,20 @@ def plot_memory_parts(table: pd.DataFrame) -> Axes:
     """Bytes on a GPU by strategy at its fullest moment, with the usable memory."""
     ax = new_axes(height=3.0)
     by_strategy = table.groupby("strategy", sort=False)
-    parts_gib = {strategy: _fullest(rows) / _GIB for strategy, rows in by_strategy}
+    parts_gib = {strategy: _fullest(rows) / GIB for strategy, rows in by_strategy}
     parts = pd.DataFrame(parts_gib).T.fillna(0.0)
     fills = {
         name: fill
         for name, fill in _FILLS.items()
         if name in parts and parts[name].any()
     }
-    before_gib = by_strategy["before_update_bytes"].first() / _GIB
+    before_gib = by_strategy["before_update_bytes"].first() / GIB
     notes = [
         f"{size:.1f} GiB\n{before_gib[name]:.1f} before the update"
         for name, size in parts.sum(axis=1).items()
     ]
     bars(ax, parts, fill=fills, source="simulated", height=0.6, notes=notes)
-    usable_gib = table["usable_bytes"].iloc[0] / _GIB
+    usable_gib = table["usable_bytes"].iloc[0] / GIB
     ax.axvline(usable_gib, **DASHED)
     note(ax, usable_gib, -0.62, f"usable: {usable_gib:.2f} GiB")
     rows = [_STRATEGIES[name] for name in parts.index]
@@ -233,42 +165,23 @@ def plot_memory_parts(table: pd.DataFrame) -> Axes:
 
 
 def plot_scaling(table: pd.DataFrame) -> Axes:
-    """Predicted throughput against the number of GPUs: one host solid, nodes dashed,
-    linear growth grey.
-    """
+    """Predicted throughput against the number of GPUs: one host solid, nodes dashed."""
     ax = new_axes(height=3.4, width=6.0)
-    styles = {
-        (where, strategy): {"color": color, "marker": mark, "ls": dashes}
-        for where, dashes in _DASHES.items()
-        for strategy, (color, mark) in _LINES.items()
-    }
-    white = {"mfc": "white", "ms": 5}
-    lines(
-        ax,
-        table,
-        "gpus",
-        "samples_per_s",
-        by=["place", "strategy"],
-        styles=styles,
-        **white,
-    )
-    zero2 = table[table["strategy"] == "zero2"]
+    look = {"hue": "strategy", "style": "place", "palette": _LINES, "marker": "o"}
+    lines(ax, table, "gpus", "samples_per_s", **look)
     gpus = np.unique(table["gpus"])
-    linear = gpus * zero2["samples_per_s"].iloc[0] / zero2["gpus"].iloc[0]
-    ax.plot(gpus, linear, color=GREY, lw=1)
-    note(ax, gpus[-1], linear[-1], "linear from ZeRO-2", color="#777777", dx=8)
     ax.grid(True, axis="both")
-    key = [
-        line_key(_STRATEGIES[name], color, marker=mark, **white)
-        for name, (color, mark) in _LINES.items()
-    ]
+    key = [line_key(_STRATEGIES[name], color) for name, color in _LINES.items()]
     key += [
         line_key("one host", PAPER),
         line_key("nodes of two, 10 Gb/s", PAPER, ls="--"),
     ]
-    on_host = (zero2["gpus"] == gpus[-1]) & (zero2["place"] == "one host")
-    efficiency = zero2.loc[on_host, "efficiency"].item()
-    title = f"ZeRO-2 keeps {efficiency:.0%} of its rate per GPU on {gpus[-1]} GPUs of one host"
+    on_host = table[(table["gpus"] == gpus[-1]) & (table["place"] == "one host")]
+    rate = on_host.set_index("strategy")["samples_per_s"]
+    title = (
+        f"On {gpus[-1]} GPUs ZeRO-3 is {rate['zero3'] / rate['zero2']:.1f}x as fast as "
+        "ZeRO-2, which reduces\nall gradients after the backward pass, under no compute"
+    )
     limits = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}
     y = "simulated throughput [samples/s]"
     return finish(
@@ -292,10 +205,3 @@ def _fullest(rows):
     names = names.where(names.isin(_PARTS), "other")
     names = names.mask(fixed, "context and fragmentation")
     return rows.groupby(names)["size_bytes"].sum()
-
-
-def _row_names(table):
-    """Rows of the GPT-2 Large study by configuration and batch."""
-    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
-    names = names.str.replace("+CUDA_FUSED", " fused")
-    return list(names + ", batch " + table["batch_per_gpu"].astype(str))

@@ -14,8 +14,6 @@ from madmax_lib.view.drawing import (
     COLORS,
     DASHED,
     SERIES,
-    areas,
-    bar_chart,
     finish,
     lines,
     log_axis,
@@ -40,40 +38,25 @@ def plot_methods(table: pd.DataFrame) -> Axes:
     `memory_wall.methods_table`, one machine.
     """
     ax = new_axes(height=3.6)
-    fitting = table[table["fits"]]
+    fitting = table[table["fits"]].assign(billions=table["parameters"] / 1e9)
     models = table.drop_duplicates("model")
-    looks = zip(table["method"].unique(), _MARKERS, SERIES, strict=False)
-    styles = {
-        method: {"marker": marker, "color": color, "label": method}
-        for method, marker, color in looks
-    }
-    style = {"ms": 5, "mfc": "white", "lw": 1.0}
-    lines(
-        ax,
-        fitting,
-        "parameters",
-        "tokens_per_s",
-        by="method",
-        styles=styles,
-        units=(1e9, 1),
-        **style,
-    )
+    look = {"hue": "method", "style": "method", "markers": True, "dashes": False}
+    look["palette"] = SERIES[: fitting["method"].nunique()]
+    lines(ax, fitting, "billions", "tokens_per_s", **look)
     billions = models["parameters"] / 1e9  # ticks at the models, by their names
     title = "No method fits any model"
     ax.set_xscale("log")
     ax.set_xticks(billions, [_size(name) for name in models["model"]], fontsize=7)
     ax.minorticks_off()
     if len(fitting):
-        log_axis(
-            ax, "y", *fitting["tokens_per_s"].agg(["min", "max"]), "{:,.0f}".format
-        )
+        speeds = fitting["tokens_per_s"]
+        log_axis(ax, "y", speeds.min(), speeds.max(), "{:,.0f}".format)
         largest = fitting[fitting["parameters"] == fitting["parameters"].max()]
-        methods = sorted(set(largest["method"]))
-        names = (
-            " and ".join(methods) if len(methods) <= 2 else f"{len(methods)} methods"
-        )
-        reach = f"{names} reach" if len(methods) > 1 else f"Only {names} reaches"
-        title = f"{reach} {_size(largest['model'].iloc[0])}"
+        methods = plural(len(largest), "method")
+        if len(largest) <= 2:
+            methods = " and ".join(sorted(largest["method"]))
+        size = _size(largest["model"].iloc[0])
+        title = f"The largest model, {size}, fits with {methods}"
     x = "parameters, as the study names its shapes"
     y = "simulated throughput [tokens/s]"
     limits = 0.9 * billions.min(), 1.1 * billions.max()
@@ -87,7 +70,7 @@ def plot_limits(table: pd.DataFrame) -> Axes:
     grey = COLORS["idle"]
     # a bar joins both marks, to show which is the larger
     ax.hlines(y, table["published"], table["ours"], color=grey, lw=2, zorder=1)
-    ax.plot(table["ours"], y, "o", ms=6, color=COLORS["compute"])
+    ax.plot(table["ours"], y, "o", ms=6, color=COLORS["memory"])
     published(ax, table["published"], y)
     for number, row in enumerate(table.itertuples()):
         end = max(row.published, row.ours)
@@ -99,7 +82,7 @@ def plot_limits(table: pd.DataFrame) -> Axes:
     rows = [f"{row.system}\n{row.machine}" for row in table.itertuples()]
     key = [
         mark_key("published"),
-        mark_key("simulated limit", "o", COLORS["compute"], hollow=False),
+        mark_key("simulated limit", "o", COLORS["memory"], hollow=False),
     ]
     x = "largest model [1e9 parameters]"
     limits = (0.7 * table["published"].min(), 3 * table["ours"].max())
@@ -121,16 +104,18 @@ def plot_share(table: pd.DataFrame, best: float) -> Axes:
     the seconds of `OffloadTimes`.
     """
     ax = new_axes(height=3.2)
+    # nothing has no place on a logarithmic axis
+    parts = table.set_index("share")[list(_EXPOSED)].replace(0.0, np.nan)
+    parts = parts.dropna(axis=1, how="all")
+    colors = [COLORS[_EXPOSED[column][1]] for column in parts]
     names = {column: name for column, (name, _) in _EXPOSED.items()}
-    fills = dict(_EXPOSED.values())
-    parts = table.rename(columns=names)
-    areas(ax, table["share"], parts, fills, source="simulated")
+    parts.rename(columns=names).plot(ax=ax, color=colors, legend=False)
     ax.axvline(best, **DASHED, label="best that fits")
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
     x = "share of the states that leaves the device"
     y = "simulated time beyond the passes [s]"
-    limits = {"xlim": (0, 1), "ylim": (0, None)}
-    return finish(ax, table, title, x=x, y=y, where="beside", **limits)
+    axes = {"x": x, "y": y, "yscale": "log", "xlim": (0, 1)}
+    return finish(ax, table, title, **axes, where="beside")
 
 
 def plot_adam(table: pd.DataFrame) -> Axes:
@@ -164,33 +149,6 @@ def plot_adam(table: pd.DataFrame) -> Axes:
     y = "measured time of an update [s]"
     scales = {"xscale": "log", "yscale": "log"}
     return finish(ax, table, title, x="parameters", y=y, where="upper left", **scales)
-
-
-def plot_token_energy(table: pd.DataFrame) -> Axes:
-    """Energy per token by method for one model, with its uncertainty. table: of
-    `memory_wall.methods_table`.
-    """
-    fitting = table[table["fits"]].reset_index(drop=True)
-    interval_mj = 1e3 * fitting["token_low_j"], 1e3 * fitting["token_high_j"]
-    spread = fitting["token_j"].max() / fitting["token_j"].min() - 1
-    title = (
-        f"{_size(fitting['model'].iloc[0])}: methods differ by {spread:.0%} in energy"
-    )
-    # `simulator.power.ERROR` either way is wider than a difference of a quarter
-    title += ", less than the model is sure of" if spread < 0.25 else ""
-    x = "simulated energy per token, devices and processors [mJ]"
-    notes = fitting["tokens_per_s"].map("{:,.0f} tokens/s".format)
-    return bar_chart(
-        None,
-        table,
-        1e3 * fitting["token_j"],
-        title,
-        x=x,
-        rows=fitting["method"],
-        source="simulated",
-        error=interval_mj,
-        notes=notes,
-    )
 
 
 def _size(model):

@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base import NS_PER_S
+from madmax_lib.base.fields import check_fields
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
 
@@ -91,8 +91,8 @@ class VTrainRules:
         return 2.0**30 if self.binary_units else 1e9
 
 
-CORRECTED = VTrainRules()
-RELEASED = VTrainRules(
+_CORRECTED = VTrainRules()
+_RELEASED = VTrainRules(
     "not last",
     False,
     whole_mib=True,
@@ -110,7 +110,7 @@ def parse_rules(rules: str | VTrainRules) -> VTrainRules:
         return rules
     if rules not in ("corrected", "released"):
         raise ValueError(f"rules={rules!r} is not corrected or released")
-    return CORRECTED if rules == "corrected" else RELEASED
+    return _CORRECTED if rules == "corrected" else _RELEASED
 
 
 class Sizes(NamedTuple):
@@ -193,9 +193,9 @@ class Config:
     ddp_bucket_size: int | None = None
 
     def __post_init__(self):
-        for field in fields(self):
-            value = _typed(field.name, str(field.type), getattr(self, field.name))
-            object.__setattr__(self, field.name, value)  # frozen
+        sizes = _COLUMNS["field"][:6]
+        rates = ("inter_node_bandwidth", "intra_node_bandwidth")
+        check_fields(self, "node_size", "vocab_size", *sizes, *rates)
         _fill_in(self)
         _check(self)
 
@@ -302,21 +302,6 @@ def _from_content(content, derive_gpus, rules):
     return Config(**content)
 
 
-def _typed(name, kind, value):
-    """Value as its field wants it; a whole float is an int."""
-    if type(value).__name__ == kind in ("bool", "str"):
-        return value
-    if value is None and kind == "int | None":
-        return value
-    if isinstance(value, Real) and not isinstance(value, bool):
-        if kind == "float" and value > 0:
-            return float(value)
-        if kind.startswith("int") and value >= 0 and value == int(value):
-            return int(value)
-    wanted = "positive number" if kind in ("int", "float") else kind
-    raise ValueError(f"{name}={value!r} is not a {wanted}")
-
-
 def _fill_in(config):
     """Set the one of num_gpus and the degrees that is 0; the degrees must multiply to
     num_gpus.
@@ -341,9 +326,6 @@ def _fill_in(config):
 
 
 def _check(config):
-    for name in ("node_size", "vocab_size", *_COLUMNS["field"][:6]):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not at least 1")
     for field, *parts in _MULTIPLES:
         size = getattr(config, field)
         part = math.prod(getattr(config, name) for name in parts)

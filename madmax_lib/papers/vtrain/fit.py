@@ -39,8 +39,8 @@ _CONSTANTS = (
     "layer_update_s",
     "embedding_update_s",
 )
-GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
-TIME = "iteration time (ms)"
+_GROUP = ("hidden", "heads", "sequence", "tp", "micro_batch")
+_TIME = "iteration time (ms)"
 _SPAN = 1e-9  # singular values and residues below this share count as zero
 
 
@@ -89,7 +89,7 @@ class Profile:
             values = group.values if group.determined else np.full(5, np.nan)
             counts = (group.rows, len(group.span), group.determined)
             rows.append((*key, *counts, *values, group.worst_s))
-        columns = [*GROUP, "rows", "rank", "determined", *_CONSTANTS, "worst_s"]
+        columns = [*_GROUP, "rows", "rank", "determined", *_CONSTANTS, "worst_s"]
         return pd.DataFrame(rows, columns=columns)
 
 
@@ -104,12 +104,12 @@ def fit(
     """
     rules = parse_rules(rules)
     shape = shape_of(table)
-    if TIME not in table.columns:
-        raise ValueError(f"the table lacks the column {TIME}")
-    time_s = pd.to_numeric(table[TIME], errors="coerce").to_numpy(float) / 1e3
+    if _TIME not in table.columns:
+        raise ValueError(f"the table lacks the column {_TIME}")
+    time_s = pd.to_numeric(table[_TIME], errors="coerce").to_numpy(float) / 1e3
     if not (time_s > 0).all():
         row = table.index[int(np.argmin(time_s > 0))]
-        raise ValueError(f"{TIME} of row {row} is not a positive number")
+        raise ValueError(f"{_TIME} of row {row} is not a positive number")
     rest_s = time_s - network_s(shape, nccl, rules)
     columns = terms(shape)
     groups = {
@@ -161,7 +161,7 @@ def terms(shape: Sizes) -> np.ndarray:
 
 def _groups(table):
     """Positions of the rows of each group."""
-    return table.groupby([TABLE[name] for name in GROUP]).indices
+    return table.groupby([TABLE[name] for name in _GROUP]).indices
 
 
 def _solve(columns, rest_s):

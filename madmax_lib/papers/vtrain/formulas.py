@@ -6,31 +6,23 @@ collectives stay vTrain's. Five numbers are fitted to the times of whole steps, 
 shapes that were left out can be predicted, and models that nobody has profiled.
 """
 
-import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-from scipy.optimize import least_squares
 
-from madmax_lib.catalog import Device, data_file, device
+from madmax_lib.catalog import Device, device
 from madmax_lib.papers.vtrain.config import (
-    RELEASED,
-    TABLE,
     Config,
     Nccl,
     Sizes,
     VTrainRules,
     parse_rules,
-    shape_of,
     tensor_s,
 )
-from madmax_lib.papers.vtrain.fit import GROUP, TIME, network_s, terms
+from madmax_lib.papers.vtrain.fit import network_s, terms
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.simulator.rates.compute import SCORE_BYTES, misfit, optimizer_bytes
 
-_BOUNDS = json.loads(data_file("papers/vtrain/bounds.json").read_text())
-_SCALE = 0.05  # log residual at which soft-L1 turns from square to absolute
 # per logit, forward and backward: 16-bit logits and gradient, fp32 copies of both in
 # the loss
 _LOGIT_BYTES = 32
@@ -133,45 +125,3 @@ def step_s(
     # column 0 counts the layers: l/3 + 2A is a forward pass
     repeated_s = times_s[..., 0] / 3 + 2 * tensor_s(shape, nccl, rules)
     return result + columns[..., 0] * repeated_s
-
-
-def fit_formulas(table: pd.DataFrame, nccl: Nccl) -> Formulas:
-    """Fit the open numbers to step times in the columns of vTrain's ground truth (A100),
-    by the released rules.
-    """
-    predicted_s = _predictor(table, nccl)
-    time_s = table[TIME].to_numpy(float) / 1e3
-    # logarithms keep the numbers positive and their steps relative
-    low, high = np.log(list(_BOUNDS.values())).T
-    begin = np.clip(np.log(astuple(Formulas())), low + 1e-3, high - 1e-3)
-    solution = least_squares(
-        lambda point: np.log(predicted_s(Formulas(*np.exp(point))) / time_s),
-        begin,
-        bounds=(low, high),
-        loss="soft_l1",
-        f_scale=_SCALE,
-    )
-    return Formulas(*np.exp(solution.x).tolist())
-
-
-def cross_validate(table: pd.DataFrame, nccl: Nccl) -> np.ndarray:
-    """Seconds of each row (n,) by formulas fitted without its group of equal operators."""
-    result = np.empty(len(table))
-    for rows in table.groupby([TABLE[name] for name in GROUP]).indices.values():
-        out = np.isin(np.arange(len(table)), rows)
-        result[out] = _predictor(table[out], nccl)(fit_formulas(table[~out], nccl))
-    return result
-
-
-def _predictor(table, nccl):
-    """Seconds of the rows' steps (n,) as a function of the formulas; the rest is
-    computed once.
-    """
-    shape = shape_of(table)
-    heads = table[TABLE["heads"]].to_numpy()
-    machine = device("a100-80")
-    rest_s = network_s(shape, nccl, RELEASED)
-    columns = terms(shape)
-    return lambda formulas: (
-        rest_s + (columns * operator_s(shape, heads, formulas, machine)).sum(axis=-1)
-    )

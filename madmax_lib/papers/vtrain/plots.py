@@ -1,15 +1,12 @@
 """Pictures of vTrain's tables and case studies; published numbers are hollow diamonds."""
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import (
-    COLORS,
     DASHED,
     PAPER,
     SERIES,
-    bar_chart,
     finish,
     lines,
     log_axis,
@@ -20,12 +17,11 @@ from madmax_lib.view.drawing import (
 )
 
 _TP = {  # colour and mark by tensor parallelism
-    4: ("#529d3f", "o"),
-    8: (COLORS["compute"], "s"),
-    16: (COLORS["comm"], "^"),
-    32: ("#8d6bb8", "D"),
+    4: (SERIES[0], "o"),
+    8: (SERIES[1], "s"),
+    16: (SERIES[2], "^"),
+    32: (SERIES[3], "D"),
 }
-_PLANS = {"given": (8, 8, 35), "found": (8, 12, 21)}  # of MT-NLG
 
 
 def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
@@ -57,80 +53,28 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
         note(ax, gpus, 100 * share, str(plan), dx=dx, dy=dy, arrowprops=line)
     published(ax, gpus, 100 * quoted, label="published, (16, 16, 105)")
     axes = {
-        "x": "GPUs (A100)",
+        "x": "GPUs (A100); larger marks: more stages",
         "y": "model FLOPs over peak [%]",
         "xscale": "log",
         "ylim": (0, None),
     }
-    title = "MT-NLG: more GPUs cost utilisation (larger marks: more stages)"
-    return finish(ax, space, title, **axes, where="upper right", columns=2)
-
-
-def plot_costs(space: pd.DataFrame, plans: pd.DataFrame) -> Axes:
-    """Cost over days of the training by plans that fit in 80 GB, two of them beside
-    what was published.
-
-    space: of `design_space`. plans: of `plan_table`.
-    """
-    ax = new_axes(height=3.8)
-    # plans in the range of the published ones, in the 80 GB of an A100
-    near = space[space["days"].between(30, 60) & (space["memory_bytes"] < 80e9)]
-    near = near[["tp", "dp", "pp", "gpus", "days", "cost_usd"]]
-    for tp, part in near.groupby("tp"):
-        color, mark = _TP[tp]
-        ax.plot(
-            part["days"],
-            part["cost_usd"] / 1e6,
-            mark,
-            ms=4,
-            mfc="none",
-            mec=color,
-            label=f"tp {tp}",
-        )
-    both = plans.set_index("key")[["ours", "theirs"]]
-    for name, plan in _PLANS.items():
-        days = both.loc[f"plan_{name}_days"]
-        cost = both.loc[f"plan_{name}_cost"] / 1e6
-        ax.plot(days["ours"], cost["ours"], "o", ms=4, color=PAPER)
-        ax.plot(days, cost, color=PAPER, lw=0.7, ls=":")
-        note(ax, days["ours"], cost["ours"], f"{name} {plan}", dx=7, dy=4)
-        published(ax, days["theirs"], cost["theirs"])
-    ax.margins(y=0.12)
-    key = [*ax.get_legend_handles_labels()[0], mark_key("published")]
-    saved = -both.loc["plan_cost_change"]
     title = (
-        f"MT-NLG: the plan found saves {saved['ours']:.1%} (published "
-        f"{saved['theirs']:.1%})"
+        f"MT-NLG: more GPUs cost utilisation; (16, 16, 105) reaches {share:.0%}, "
+        f"published {quoted:.0%}"
     )
-    axes = {"x": "days for 270 B tokens", "y": "cost [M USD]"}
-    return finish(ax, near, title, **axes, key=key, where="upper left", columns=4)
+    return finish(ax, space, title, **axes, where="upper right", columns=2)
 
 
 def plot_compute_optimal(
     table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float
 ) -> Axes:
-    """Days that compute-optimal models take, over their size; those within the budget
-    are filled.
+    """Days that compute-optimal models take, over their size, beside the budget.
 
     table: of `compute_optimal`. quoted: parameters, days of published models.
     """
     ax = new_axes(height=3.6)
-    blue = COLORS["compute"]
     feasible = table["feasible"]
-    lines(ax, table, "parameters", "days", units=(1e9, 1), color=blue, lw=0.8)
-    for part, face, name in (
-        (feasible, blue, f"within {budget_days:g} days"),
-        (~feasible, "white", "too long"),
-    ):
-        ax.plot(
-            table["parameters"][part] / 1e9,
-            table["days"][part],
-            "o",
-            ms=5,
-            mec=blue,
-            mfc=face,
-            label=name,
-        )
+    ax.plot(table["parameters"] / 1e9, table["days"], "o-", color=SERIES[0], lw=0.8)
     ax.axhline(budget_days, **DASHED)
     published(
         ax,
@@ -163,55 +107,19 @@ def plot_layouts(table: pd.DataFrame) -> Axes:
     beside; table: of `layouts`.
     """
     ax = new_axes(height=4.0)
-    deepest = table.sort_values("layers").groupby("layout", sort=False).tail(1)
-    ends = deepest.sort_values("step_s")
-    label_s = -np.inf
-    gap = ends["step_s"].max() / 24  # the height of a label
-    for end, color in zip(ends.itertuples(), SERIES, strict=False):
-        part = table[table["layout"] == end.layout].sort_values("layers")
-        lines(ax, part, "layers", "step_s", marker="o", ms=3, lw=1, color=color)
-        published(ax, part["layers"], part["published_s"], mec=color, ms=7, mew=1.3)
-        label_s = max(end.step_s, label_s + gap)  # labels keep their distance
-        note(ax, end.layers, label_s, end.layout, dx=8, color=color)
-    limits = {
-        "xticks": sorted(table["layers"].unique()),
-        "xlim": (10, 150),
-        "ylim": (0, None),
-    }
+    # slowest first, as the lines end
+    slowest = table.sort_values("step_s", ascending=False)["layout"].unique()
+    colors = dict(zip(slowest, SERIES, strict=False))
+    rows = table.set_index("layout").loc[slowest].reset_index()
+    look = {"hue": "layout", "palette": colors, "marker": "o"}
+    lines(ax, rows.sort_values("layers", kind="stable"), "layers", "step_s", **look)
+    for layout, part in rows.groupby("layout"):
+        published(ax, part["layers"], part["published_s"], mec=colors[layout], ms=7)
     title = (
         "Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the "
         "devices can be"
     )
-    axes = {"x": "layers; labels are (tp, dp, pp)", "y": "simulated step [s]", **limits}
-    return finish(
-        ax,
-        table,
-        title,
-        **axes,
-        key=[mark_key("seed 000")],
-        where="upper left",
-    )
-
-
-def plot_rules(effects: pd.DataFrame) -> Axes:
-    """Change of a step by correcting each deviation of the release; effects: of
-    `rule_effects`.
-    """
-    single = effects.iloc[1:]  # the first row is the release
-    step_s = effects["step_s"]
-    title = (
-        f"As released a step of MT-NLG takes {step_s.iloc[0]:.1f} s, corrected "
-        f"{step_s.iloc[-1]:.1f} s"
-    )
-    x = "longer step than as released [%]"
-    notes = single["change"].map("{:+.1%}".format)
-    return bar_chart(
-        None,
-        effects,
-        100 * single["change"],
-        title,
-        x=x,
-        rows=single["what"],
-        source="simulated",
-        notes=notes,
-    )
+    axes = {"x": "layers", "y": "simulated step [s]", "ylim": (0, None)}
+    axes["xticks"] = sorted(table["layers"].unique())
+    key = [*ax.get_legend_handles_labels()[0], mark_key("seed 000")]
+    return finish(ax, table, title, **axes, key=key, where="beside")

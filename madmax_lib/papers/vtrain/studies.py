@@ -18,15 +18,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from madmax_lib.catalog import Transformer, cluster, device, local_data
+from madmax_lib.catalog import Transformer, cluster, data_file, device, local_data
 from madmax_lib.papers.origin import beside_published, read_table, with_origin
 from madmax_lib.papers.vtrain.config import (
-    CORRECTED,
-    RELEASED,
     RINGS,
     Config,
     Nccl,
     Sizes,
+    load_config,
 )
 from madmax_lib.papers.vtrain.formulas import (
     Formulas,
@@ -36,18 +35,8 @@ from madmax_lib.papers.vtrain.formulas import (
 )
 from madmax_lib.papers.vtrain.graph import iteration_s
 
-SEED = Config(  # of seed 000's GPT with 96 layers on 2,048 A100
-    tensor_parallel_size=8,
-    data_parallel_size=32,
-    pipeline_parallel_size=8,
-    global_batch_size=2048,
-    num_layers=96,
-    hidden_size=8192,
-    num_attention_heads=64,
-    inter_node_bandwidth=409.6,
-    intra_node_bandwidth=614.4,
-    node_size=256,
-)
+# seed 000's GPT with 96 layers on 2,048 A100
+SEED = load_config(data_file("papers/vtrain/seed000.json"))
 _MTNLG = Config(1, "A100", 1, 1, 1).model  # the defaults of vTrain are its sizes
 _GPU = "a100-80"
 _BATCH = 1920  # of MT-NLG, samples
@@ -57,11 +46,6 @@ _DAY_S = 86_400
 # 1910.02054]
 _STATE_BYTES = 16
 _NETWORK = ("inter_gbit_per_s", "intra_gbyte_per_s")
-_SWITCHES = {
-    "recompute": "all stages recompute",
-    "binary_units": "GB/s are 1e9",
-    "node_aware": "groups know the node",
-}
 _ON_FORMULAS = "vTrain corrected, recompute on all stages"
 
 
@@ -299,31 +283,6 @@ def as_meant(config: Config) -> Config:
         inter_node_bandwidth=inter,
         intra_node_bandwidth=intra,
     )
-
-
-def rule_effects() -> pd.DataFrame:
-    """Step with one deviation of the release corrected at a time: switch, what, step_s,
-    change (relative).
-
-    MT-NLG on 3,360 GPUs with 16 GPUs per tensor-parallel group, so that groups leave
-    their node. The switches of the NCCL tables have no effect there.
-    """
-    config = Config(
-        tensor_parallel_size=16, data_parallel_size=30, pipeline_parallel_size=7
-    )
-    operators = formula_operators(config)
-    cases = [("", "as released", RELEASED)]
-    for name, what in _SWITCHES.items():
-        single = replace(RELEASED, **{name: getattr(CORRECTED, name)})
-        cases.append((name, what, single))
-    cases.append(("all", "all corrected", CORRECTED))
-    rows = [
-        (name, what, iteration_s(config, operators, RINGS, rules))
-        for name, what, rules in cases
-    ]
-    table = pd.DataFrame(rows, columns=["switch", "what", "step_s"])
-    table["change"] = table["step_s"] / table["step_s"].iloc[0] - 1
-    return with_origin(table, "vtrain/published", rules="vTrain, one switch at a time")
 
 
 def claims() -> pd.DataFrame:

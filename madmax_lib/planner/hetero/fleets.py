@@ -207,7 +207,7 @@ def fleet_of(nodes: Sequence[Node], order: Sequence[str]) -> Fleet:
         return Fleet(tuple(node for name in order for node in by_type[name]))
     if sorted(order) != sorted(node.device for node in nodes):
         raise ValueError(
-            f"node_sequence {', '.join(order)} is no order of "
+            f"node_sequence {', '.join(order)} is not an order of "
             f"{', '.join(sorted(by_type))}"
         )
     # nodes of a type in the order of the file, one each time their type comes up
@@ -310,8 +310,7 @@ def problem_from(stated: HeteroProblem | None, inputs: dict) -> HeteroProblem:
         return problem(**inputs)
     if inputs:
         raise ValueError(
-            f"{next(iter(inputs))} stands in the problem that is given; give one of "
-            "them"
+            f"{next(iter(inputs))} is part of the given problem; give only one of them"
         )
     return require_type("problem", stated, HeteroProblem)
 

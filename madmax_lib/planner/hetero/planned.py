@@ -92,7 +92,7 @@ class Planned:
                 f"layers {row.first_layer} to {last_layer}, {row.stage_ms:.3g} ms"
             )
         if len(stages) > _MOST_STAGES:
-            lines.append(f"... and {len(stages) - _MOST_STAGES} stages more (.stages)")
+            lines.append(f"... and {len(stages) - _MOST_STAGES} more stages (.stages)")
         return "\n".join(lines)
 
     def _repr_html_(self):

@@ -7,10 +7,10 @@ Each row is a search of its own: a resource is worth what it saves when the plan
 change with it [arXiv 2310.02784].
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import product
 
 import numpy as np
@@ -19,27 +19,28 @@ from scipy.stats import norm
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int, require_number, require_type
-from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import check_case, search, stacks_of
 from madmax_lib.planner.space import Space
-from madmax_lib.simulator.power import ERROR
+from madmax_lib.simulator import estimate
+from madmax_lib.simulator.power import ERROR, device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of
 
-# tokens of a step by FLOPs of the training: 4M as LLaMA and Llama 2, 16M as Llama 3 405B
-_BATCH_TOKENS = {1e24: 2**22, np.inf: 2**24}
+_LARGE = 1e24  # FLOPs of a training: beyond, steps are larger
 _MOST = 1 << 17  # devices
-_NEAR = 0.2  # a default batch is so near to its tokens
-# Samples of a replica are best divided by powers of two up to this, into micro-batches.
-_ROUND = 64
-# below which is the odd number that a batch may leave to tp, pp and cp: nodes have
-# powers of two, layers and heads seldom a larger odd factor
-_LEFT = 8
+_NEAR = 0.25  # a default batch is so near to its tokens
+# Round numbers of nodes are these times powers of two: 8, 10, 12, 15, 16, ...
+_ROUND = (1, 3, 5, 15)
 _MFU = 0.6  # no training reaches more: fewer devices are not tried
 AMOUNTS = ("days", "device_hours", "usd", "mwh")
 _SECONDS_PER_DAY = 86400.0
 _SIGMAS = norm.ppf(0.95)  # half-width of a 90 % interval in standard deviations
+_MISS = (
+    "mixtures are priced too high: DeepSeek-V3 at 1.3 times the published hours in fp8 "
+    "with its batch of 63M tokens, at 1.7 with 17M, at 2.0 in bf16 too"
+)
 # what a search says where no plan fits on so many devices
 _NO_PLAN = re.compile("fits|no layout|no plan")
 
@@ -52,14 +53,16 @@ class Campaign:
         answer.best["devices"], answer.table
 
     table: a row per number of devices tried: devices, plan, stacks (that it is timed
-        as), global_batch, step_s and mfu of a step, days, device_hours, usd and mwh
-        (each with _low and _high, 90 %), goodput, and in_time, the probability of the
-        days asked for (NaN if none were).
+        as), global_batch, step_s (with low_s and high_s) and mfu of a step, days,
+        device_hours, usd and mwh (each with _low and _high, 90 %), goodput, and
+        in_time, the probability of the days asked for (NaN if none were).
     best: the row that answers: of the fewest devices that are in time, or of the
         devices asked for.
     notes: what the figures rest on, a line each: step (samples and tokens), software,
-        space, interval, mfu, goodput, price (of a device-hour in USD, with its source
-        and date) and energy.
+        space, interval, narrower (what would narrow it), mfu, goodput, price (of a
+        device-hour in USD, with its source and date) and energy; hint, where another
+        batch or number of devices would train a sample faster; miss, for mixtures of
+        experts.
     """
 
     table: pd.DataFrame
@@ -68,27 +71,20 @@ class Campaign:
 
     def __repr__(self):
         row = self.best
-
-        def rounded(value):
-            return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-        def interval(name):
-            low = rounded(row[f"{name}_low"])
-            high = rounded(row[f"{name}_high"])
-            return f"{rounded(row[name])} ({low} to {high})"
-
-        usd = "USD unknown" if np.isnan(row["usd"]) else f"{interval('usd')} USD"
-        answer = (
-            f"{row['devices']:,} devices: {interval('days')} days, "
-            f"{interval('device_hours')} device-hours, {usd}, "
-            f"{interval('mwh')} MWh; goodput {row['goodput']:.1%}, {row['plan']}"
-        )
-        notes = [f"{name}: {words}" for name, words in self.notes.items()]
-        return "\n".join([answer, *notes])
+        amounts = [
+            "{:,.3f} ({:,.3f} to {:,.3f}) ".format(
+                *row[[name, f"{name}_low", f"{name}_high"]]
+            )
+            + name
+            for name in row[[*AMOUNTS]].dropna().index
+        ]
+        lines = [f"{row['devices']:,} devices: {', '.join(amounts)}; {row['plan']}"]
+        lines += [f"{name}: {note}" for name, note in self.notes.items()]
+        return "\n".join(lines)
 
 
 def campaign(
-    model: Transformer | str,
+    model: Model | str,
     tokens: float,
     cluster: Cluster | str,
     *,
@@ -99,7 +95,9 @@ def campaign(
     sequence: int | None = None,
     dtype: str = "bf16",
     software: str | Software | None = None,
+    plan: Plan | str | None = None,
     usd_per_hour: float | None = None,
+    pue: float = 1.0,
     goodput: Goodput | None = None,
     parameters: Parameters | None = None,
 ) -> Campaign:
@@ -108,14 +106,14 @@ def campaign(
 
     cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the
     probability of the days asked for. global_batch: samples; if None 4 million tokens
-    (16 for trainings above 1e24 FLOPs), within 20 % the batch that divides best over
-    the devices. software: only what it launches, timed as it overlaps; if None the
-    fastest of five (on the first number of devices that is tried). The plan is the best
-    of `Space.quick()`; days, money and energy are those of `training`, which knows
-    failures and what trainings take over such predictions. For days, numbers of nodes
-    are tried in steps of 1 to 2 %, but none that leaves an odd number above 7 to tp, pp
-    and cp. Raises ValueError unless either days or devices are given, where no plan
-    fits, and where no number of devices is in time.
+    (16 for trainings above 1e24 FLOPs), within 25 % the roundest batch that divides
+    over the devices. software: only what it launches, timed with its overlaps; if None the
+    fastest of five (on the first number of devices that is tried). plan: that of your
+    own, on as many devices as it needs; if None the best of `Space.quick()`. Days,
+    money and energy are those of `training`, which knows failures and what trainings
+    take over such predictions. For days, round numbers of nodes are tried. Raises
+    ValueError unless either days or devices are given, where no plan fits, and where no
+    number of devices is in time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
     >>> card_days = 184_320 / 256 / 24  # device-hours of its model card
@@ -123,36 +121,43 @@ def campaign(
     True
     """
     if (days is None) == (devices is None):
-        raise ValueError("either days or devices says what is asked for")
+        raise ValueError("give either days or devices")
     if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
     case = Case.of_step(
-        model, cluster, Plan(), 1, sequence, dtype, software_of(software, parameters)
+        *(model, cluster, plan and Plan.parse(plan), 1, sequence, dtype),
+        software_of(software, parameters),
     )
     check_case(case)
-    if goodput is not None:  # before the searches that it waits for
-        require_type("goodput", goodput, Goodput)
+    # before the searches that it waits for
+    goodput = require_type("goodput", goodput, Goodput, Goodput)
     job = _Job(
         case,
         require_number("tokens", tokens, positive=True),
         global_batch,
-        stacks_of(case),
+        (case.software,) if plan else stacks_of(case),
         parameters,
     )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
+    costs["pue"] = pue
+    if days is not None:
+        require_number("days", days, positive=True)
+    if plan and devices is None:
+        devices = case.plan.world_size
     if devices is not None:
         rows = [_row(job, require_int("devices", devices, 1), costs)]
     else:
-        rows = _first_in_time(
-            job, require_number("days", days, positive=True), sure, costs
-        )
-    table = pd.DataFrame(rows)
+        rows = _first_in_time(job, days, sure, costs)
+    table = pd.DataFrame(rows).drop(columns="hint_of")
     # days are log-normal around the prediction
     late = np.log((days or np.nan) / table["days"])
     table["in_time"] = norm.cdf(late / _sigma(table))
     best = table.iloc[-1]
-    return Campaign(table, best, _notes(job, best, costs))
+    notes = _notes(job, best, costs)
+    if hint := getattr(rows[-1]["hint_of"], "hint", ""):
+        notes["hint"] = f"fewer devices or a larger batch: {hint}"
+    return Campaign(table, best, notes)
 
 
 def _sigma(rows):
@@ -164,7 +169,7 @@ def _sigma(rows):
 class _Job:
     """A training, on nodes of which cluster, and by whom."""
 
-    case: Case  # its plan, batch and number of nodes are not looked at
+    case: Case  # its batch and number of nodes are not looked at; plan None: the best
     tokens: float  # of the training
     global_batch: int | None  # samples of a step; None: by the devices
     stacks: tuple[Software, ...]  # which may train
@@ -177,55 +182,43 @@ class _Job:
         return sample_flops / self.case.sequence * self.tokens
 
     def counts(self, days):
-        """Devices in whole nodes (or parts of large ones), 64 numbers in each octave, from the
+        """Devices in round numbers of whole nodes (or parts of large ones), from the
         fewest that may be in time.
         """
         device = self.case.cluster.device
         node = self.case.cluster.devices_per_node
-        # 1 to 127 times powers of two: from 64 on in steps of 1/64 to 1/128
-        steps = sorted({step << power for power in range(12) for step in range(1, 128)})
-        parts = [8 * step for step in steps if 8 * step < node]
-        counts = [
-            count for count in parts + [node * step for step in steps] if count <= _MOST
-        ]
+        steps = [odd << power for power in range(15) for odd in _ROUND]
+        parts = {8 * step for step in steps if 8 * step < node}
+        counts = sorted(parts | {node * step for step in steps if node * step <= _MOST})
         device_flops = _MFU * device.peak(self.case.dtype) * days * _SECONDS_PER_DAY
         least = self.flops / device_flops
-        promising = [
-            count
-            for count in counts
-            if count >= least and _left(count, self.batch(count)) < _LEFT
-        ]
-        return promising or counts[-1:]
+        return [count for count in counts if count >= least] or counts[-1:]
 
     def batch(self, devices):
-        """Samples of a step; of those near a default the one that divides best over the
-        devices.
+        """Samples of a step; of those near a default the roundest that leaves no odd
+        number of devices to tp, pp and cp.
         """
         if self.global_batch is not None:
             return self.global_batch
-        tokens = next(
-            size for most, size in _BATCH_TOKENS.items() if self.flops <= most
-        )
+        # 4M as LLaMA and Llama 2, 16M as Llama 3 405B
+        tokens = 2**22 if self.flops <= _LARGE else 2**24
         samples = max(tokens // self.case.sequence, 1)
-        low = math.ceil((1 - _NEAR) * samples)
-        near = np.arange(low, int((1 + _NEAR) * samples) + 1)
-        # lexsort's last key counts most: little left to other degrees, then many
-        # divisors, then near
-        divisors = np.gcd(near, _ROUND * devices)
-        order = np.lexsort((abs(near - samples), -divisors, _left(devices, near)))
+        low, high = (1 - _NEAR) * samples, (1 + _NEAR) * samples
+        near = np.arange(np.ceil(low), high + 1e-9, dtype=np.int64)
+        # lexsort's last key counts most
+        left = _odd(devices // np.gcd(devices, near))
+        order = np.lexsort((abs(near - samples), _odd(near), left))
         return int(near[order[0]])
 
 
-def _left(devices, batch):
-    """Odd part of what tp, pp and cp have to take where as many replicas as divide
-    a batch take the rest.
+def _odd(number):
+    """Odd part of whole numbers.
 
-    >>> [int(_left(3072, batch)) for batch in (2048, 2304)]
-    [3, 1]
+    >>> [int(_odd(number)) for number in (1792, 2048)]
+    [7, 1]
     """
-    rest = devices // np.gcd(devices, batch)
     # n & -n is the largest power of two that divides n
-    return rest // (rest & -rest)
+    return number // (number & -number)
 
 
 def _row(job, devices, costs):
@@ -235,36 +228,54 @@ def _row(job, devices, costs):
     cluster = _resized(job.case.cluster, devices)
     batch = job.batch(devices)
     case = job.case
-    tables = []
-    reasons = []
-    for stack in job.stacks:
-        try:
-            result = search(
-                case.model,
-                cluster,
-                batch,
-                top=1,
-                space=Space.quick(),
-                software=stack,
-                sequence=case.sequence,
-                dtype=case.dtype,
-                parameters=job.parameters,
-                progress=False,
-            )
-            tables.append(result.table)
-        except ValueError as error:
-            if not _NO_PLAN.search(str(error)):
-                raise
-            reasons.append(str(error))
-    if not tables:
-        raise ValueError(reasons[0])
-    # each stack's best is timed as that stack runs it
-    table = min(tables, key=lambda table: table["step_s"][0])
+    run = {"global_batch": batch, "sequence": case.sequence, "dtype": case.dtype}
+    run["parameters"] = job.parameters
+    if case.plan:
+        result = None
+        table = _priced(job, cluster, run)
+    else:
+        results = []
+        reasons = []
+        for stack in job.stacks:
+            asked = {"top": 1, "space": Space.quick(), "software": stack}
+            try:
+                results.append(
+                    search(case.model, cluster, **run, **asked, progress=False)
+                )
+            except ValueError as error:
+                if not _NO_PLAN.search(str(error)):
+                    raise
+                reasons.append(str(error))
+        if not results:
+            raise ValueError(reasons[0])
+        # each stack's best is timed as that stack runs it
+        result = min(results, key=lambda result: result.table["step_s"][0])
+        table = result.table
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
-    names = ("plan", "stacks", "step_s", "mfu", *ends, "goodput")
-    answer = {"devices": devices, "global_batch": batch}
+    names = ("plan", "stacks", "step_s", "low_s", "high_s", "mfu", *ends, "goodput")
+    answer = {"devices": devices, "global_batch": batch, "hint_of": result}
     return answer | {name: row.get(name, np.nan) for name in names}
+
+
+def _priced(job, cluster, run):
+    """The plan asked for as the table of a search. Raises ValueError where it does not
+    fit.
+    """
+    (stack,) = job.stacks
+    plan = job.case.plan
+    table = estimate(job.case.model, cluster, plan, **run, software=stack)
+    if not table["fits"][0]:
+        raise ValueError(
+            f"{plan} needs {table['memory_bytes'][0] / 1e9:,.0f} GB, "
+            f"{cluster.device.name} has {cluster.device.memory_bytes / 1e9:,.0f}"
+        )
+    table.insert(0, "plan", str(plan))
+    table.insert(1, "stacks", stack.name if stack else "tuned Megatron-Core")
+    if cluster.device.tdp_w > 0:
+        step_j = device_energy_j(table, cluster.device)
+        table["energy_j"] = cluster.world_size * step_j
+    return table
 
 
 def _resized(cluster, devices):
@@ -281,17 +292,12 @@ def _resized(cluster, devices):
 def _first_in_time(job, days, sure, costs):
     """Rows of the numbers of devices that were tried; the last is the fewest in time.
 
-    More devices are no more efficient, so that a number which takes so many times the
-    days needs as many times more. The stack is the fastest on the first number that one
-    fits on.
+    The stack is the fastest on the first number that one fits on.
     """
     counts = job.counts(days)
     rows = []
-    least = 0.0
     reason = ""
     for count in counts:
-        if count < least:
-            continue
         try:
             rows.append(row := _row(job, count, costs))
         except ValueError as error:
@@ -304,52 +310,42 @@ def _first_in_time(job, days, sure, costs):
         late = row["days"] * np.exp(norm.ppf(sure) * _sigma(row)) / days
         if late <= 1:
             return rows
+        reason = (
+            f"{count:,} take {row['days']:.3g} days of {row['global_batch']:,} samples "
+            "a step"
+        )
         fastest = tuple(stack for stack in job.stacks if stack.name == row["stacks"])
         job = replace(job, stacks=fastest)
-        least = count * late
-    if rows:
-        best = min(rows, key=lambda row: row["days"])
-        reason = (
-            f"{best['devices']:,} take {best['days']:.3g} days of "
-            f"{best['global_batch']:,} samples a step"
-        )
     raise ValueError(
         f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
-        "batch may be"
+        "batch may help"
     )
 
 
 def _notes(job, best, costs):
     """Notes on what the figures rest on."""
-    device = job.case.cluster.device
     sequence = job.case.sequence
     batch = best["global_batch"]
-    factor = practice()[0]
-    goodput = costs["goodput"] or Goodput()
+    factor, width = practice()
     either = best["days_high"] / best["days"]
-    fastest = "only what it launches"
-    if len(job.stacks) > 1:
-        stacks = ", ".join(stack.name for stack in job.stacks)
-        fastest = f"the fastest of {stacks}"
-    energy = f"no TDP of {device.name} is known"
-    if device.tdp_w > 0:
-        energy = (
-            f"of the devices alone (TDP {device.tdp_w:g} W), without hosts, "
-            "network and cooling"
-        )
-    return {
+    stacks = ", ".join(stack.name for stack in job.stacks)
+    notes = {
         "step": (
             f"{batch:,} samples of {sequence:,} tokens, "
             f"{batch * sequence / 1e6:.3g}M tokens"
         ),
-        "software": f"{best['stacks']}: {fastest}, timed as it overlaps",
+        "software": f"{best['stacks']}, timed with its overlaps; asked: {stacks}",
         "space": (
-            "what people usually run (Space.quick()); a search of the whole "
-            "space may find a faster plan"
+            "what people usually run (Space.quick()), of which the best plan was "
+            "taken unless one was asked for"
         ),
         "interval": (
-            f"90 %: from days / {either:.2g} to days x {either:.2g}; all "
-            "published trainings lie that near"
+            f"90 %: from days / {either:.2f} to days x {either:.2f}: a step is known "
+            f"to x {best['high_s'] / best['step_s']:.2f}, and published trainings "
+            f"scatter beyond their steps by x {np.exp(width):.2f}"
+        ),
+        "narrower": (
+            f"two measured steps (calibration.fit.update) leave x {np.exp(width):.2f}"
         ),
         "days": (
             f"the predicted steps x {factor:.2f} (the median of published "
@@ -359,31 +355,41 @@ def _notes(job, best, costs):
             f"of a predicted step; {best['mfu'] * best['goodput'] / factor:.1%} "
             "over the days of the training"
         ),
-        "goodput": goodput.describe(int(best["devices"]), job.case.model.parameters),
-        "price": _price(job.case.cluster, costs["usd_per_hour"]),
-        "energy": energy,
+        "goodput": costs["goodput"].describe(
+            int(best["devices"]), job.case.model.parameters
+        ),
+        "price": _price(job.case.cluster.device, costs["usd_per_hour"])[1],
+        "energy": (
+            "of the devices by their TDP, without hosts and network, "
+            f"x {costs['pue']:g} for cooling (PUE)"
+        ),
     }
+    if job.case.model.experts:
+        notes["miss"] = _MISS
+    return notes
 
 
-def _price(cluster, usd_per_hour):
-    """USD of a device-hour, with its source and date."""
+def _price(device, usd_per_hour):
+    """USD of a device-hour in words too; NaN where the catalog's is of an earlier year."""
+    price = device.usd_per_hour
+    listed = catalog.devices().reindex([device.name]).iloc[0]
     if usd_per_hour is not None:
-        return f"{usd_per_hour:g} USD/h as given"
-    table = catalog.table("devices")
-    row = table[(table["name"] == cluster.device.name) & (table["quantity"] == "price")]
-    if row.empty:
-        return (
-            f"no price of {cluster.device.name} is known; give usd_per_hour "
-            "(--usd-per-hour)"
-        )
-    price = row.iloc[-1]  # the latest
-    return (
-        f"{price['value']} USD/h of a device, {price['source']}, {price['date']}; "
-        "other terms: usd_per_hour"
-    )
+        price = require_number("usd_per_hour", usd_per_hour)
+    elif f"{date.today().year}" not in f"{listed['price_date']}":
+        # a price of the caller's own device is no date of the catalog's
+        price = np.nan if price == listed["usd_per_hour"] else price
+    words = f"no price of {device.name} of this year: give --usd-per-hour"
+    return price, words if np.isnan(price) else f"{price:g} USD/h"
 
 
-_RESOURCES = ("compute", "memory_bandwidth", "memory", "intra", "inter")
+# a part of the cluster, and the field of it that a resource is
+_RESOURCES = {
+    "compute": ("device", "peak_flops"),
+    "memory_bandwidth": ("device", "memory_bandwidth_bytes_per_s"),
+    "memory": ("device", "memory_bytes"),
+    "intra": ("intra", "bandwidth_bytes_per_s"),
+    "inter": ("inter", "bandwidth_bytes_per_s"),
+}
 _JOULE_PER_MWH = 3.6e9
 
 
@@ -395,27 +401,19 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         if name not in _RESOURCES:
             raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
         require_number(f"{name}: factor", factor, positive=True)
-    factor = dict.fromkeys(_RESOURCES, 1.0) | factors
-    device = cluster.device
-    peaks = {kind: factor["compute"] * peak for kind, peak in device.peak_flops.items()}
-    bandwidth = factor["memory_bandwidth"] * device.memory_bandwidth_bytes_per_s
-    device = replace(
-        device,
-        peak_flops=peaks,
-        memory_bandwidth_bytes_per_s=bandwidth,
-        memory_bytes=factor["memory"] * device.memory_bytes,
-    )
-    links = {
-        name: replace(
-            link, bandwidth_bytes_per_s=factor[name] * link.bandwidth_bytes_per_s
-        )
-        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
-    }
-    return replace(cluster, device=device, **links)
+        owner, field = _RESOURCES[name]
+        part = getattr(cluster, owner)
+        amount = getattr(part, field)
+        if name == "compute":  # a peak for each dtype
+            amount = {dtype: factor * peak for dtype, peak in amount.items()}
+        else:
+            amount = factor * amount
+        cluster = replace(cluster, **{owner: replace(part, **{field: amount})})
+    return cluster
 
 
 def codesign(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     global_batch: int,
     factors: Sequence[float] = (0.5, 2.0, 4.0),
@@ -430,16 +428,18 @@ def codesign(
     `Space.quick()` if none is given.
     """
     cluster = catalog.cluster(cluster)
+    options = {"space": Space.quick(), "top": 1, "progress": False} | options
     factors = require_type("factors", factors, Iterable)
-    rows = [
-        {
-            "resource": "as it is",
-            "factor": 1.0,
-            **_best(model, cluster, global_batch, options),
-        }
-    ]
-    for name, factor in product(_RESOURCES, factors):
-        best = _best(model, scaled(cluster, {name: factor}), global_batch, options)
+    rows = []
+    for name, factor in [("as it is", 1.0), *product(_RESOURCES, factors)]:
+        machine = scaled(cluster, {name: factor}) if rows else cluster
+        best = {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
+        try:
+            result = search(model, machine, global_batch, **options)
+            best = result.table.iloc[0][[*best]].to_dict()
+        except ValueError as error:
+            if "fits" not in str(error):
+                raise
         rows.append({"resource": name, "factor": factor, **best})
     table = pd.DataFrame(rows)
     table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
@@ -449,63 +449,53 @@ def codesign(
     return table
 
 
-def _best(model, cluster, global_batch, options):
-    options = {"space": Space.quick(), "top": 1, "progress": False} | options
-    try:
-        result = search(model, cluster, global_batch, **options)
-    except ValueError as error:
-        if "fits" not in str(error):
-            raise
-        return {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
-    return result.table.iloc[0][["plan", "step_s", "memory_bytes"]].to_dict()
-
-
 def training(
     table: pd.DataFrame,
     tokens: float,
     cluster: Cluster | str,
     usd_per_hour: float | None = None,
     *,
-    model: Transformer | str | None = None,
+    model: Model | str | None = None,
     goodput: Goodput | None = None,
+    pue: float = 1.0,
 ) -> pd.DataFrame:
     """Days, money and energy of training on a number of tokens with the plans of a
     search or co-design table.
 
     table: with tokens_per_s; also step_s, low_s and high_s for intervals, and energy_j
     (all devices) for energy.
-    usd_per_hour: of a device; the catalog's, with its date in `data/devices.csv`, if
-    None. model: whose states are checkpointed; without one checkpoints take no time.
-    goodput: what stops the training, `Goodput()` if None. Adds goodput (share of the
-    time that trains), days, device_hours, usd and mwh (of the devices; usd is NaN
-    without a price, mwh left out without energy_j), each also as _low and _high: 90 %,
-    from what owners published over such predictions (`goodput.practice`), or from the
-    step where that is less sure, and a quarter more for energy.
+    usd_per_hour: of a device; the catalog's if None, where that is of this year. model:
+    whose states are checkpointed; without one checkpoints take no time. goodput: what
+    stops the training, `Goodput()` if None. pue: energy of the site over that of the
+    devices (power usage effectiveness). Adds goodput (share of the time that trains),
+    days, device_hours, usd and mwh (of the devices x pue; usd is NaN without a price,
+    mwh left out without energy_j), each also as _low and _high, 90 %: the interval of
+    the step and what trainings scatter beyond it (`goodput.practice`), and a quarter
+    more for energy. Of steps without an interval only the scatter is known.
     """
     cluster = catalog.cluster(cluster)
     tokens = require_number("tokens", tokens, positive=True)
     if "tokens_per_s" not in require_type("table", table, pd.DataFrame):
         raise ValueError("table of plans: column 'tokens_per_s' is missing")
-    price = cluster.device.usd_per_hour
-    if usd_per_hour is not None:
-        price = require_number("usd_per_hour", usd_per_hour)
+    if not require_number("pue", pue) >= 1:
+        raise ValueError(f"pue={pue:g} is energy over that of the devices, 1 or more")
     parameters = 0.0 if model is None else catalog.model(model).parameters
     share = require_type("goodput", goodput, Goodput, Goodput).share(
         cluster.world_size, parameters
     )
     factor, width = practice()
-    if {"step_s", "high_s"} <= {*table.columns}:
-        # fmax: NaN, an unknown interval, does not count
-        width = np.fmax(width, np.log(table["high_s"] / table["step_s"]))
+    step_width = np.log(table.get("high_s", np.nan) / table.get("step_s", 1.0))
+    width = np.hypot(width, np.nan_to_num(step_width))
     seconds = factor * tokens / table["tokens_per_s"] / share
     hours = seconds / 3600 * cluster.world_size
     columns = {
         "days": seconds / _SECONDS_PER_DAY,
         "device_hours": hours,
-        "usd": hours * price,
+        "usd": hours * _price(cluster.device, usd_per_hour)[0],
     }
-    if {"energy_j", "step_s"} <= {*table.columns}:
-        columns["mwh"] = table["energy_j"] * seconds / table["step_s"] / _JOULE_PER_MWH
+    if "energy_j" in table:
+        columns["mwh"] = pue * table["energy_j"] * seconds / table["step_s"]
+        columns["mwh"] /= _JOULE_PER_MWH
     table = table.assign(goodput=share)
     for name, value in columns.items():
         log = width

@@ -8,7 +8,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_type
-from madmax_lib.catalog import Cluster, Model, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, estimate
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
@@ -56,7 +56,7 @@ def variants(
 
 
 def lever_table(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     plan: Plan | str,
     *,
@@ -76,9 +76,7 @@ def lever_table(
         model, cluster, plan, global_batch, None, cluster.device.nearest("bf16")
     )
     if plan.offload is not None:
-        raise ValueError(
-            f"{plan} offloads already: the levers begin with a plan that does not"
-        )
+        raise ValueError(f"{plan} already offloads: start from a plan that does not")
     changes = {"as given": {}}
     for kind in ("none", "selective", "full"):
         changes[f"recompute {kind}"] = {"recompute": kind}

@@ -7,6 +7,7 @@ after a restart, and a trial that somebody else launched counts.
 """
 
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,14 +144,18 @@ class Jobs:
             )
         # a log that is there is that of a job that has ended
         running = log.with_suffix(".running")
-        with running.open("w") as output:
+        running.unlink(missing_ok=True)
+        submitted = log.with_suffix(".submitted")
+        words = {"job": shlex.quote(f"{job}"), "log": shlex.quote(f"{running}")}
+        with submitted.open("w") as output:
             subprocess.run(
-                submit.format(job=job, log=running),
+                submit.format(**words),
                 shell=True,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        running.replace(log)
+        # what runs the job itself says what the job says
+        (running if running.exists() else submitted).replace(log)
 
 
 def _step_s(folder, pattern, column):

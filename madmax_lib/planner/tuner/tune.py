@@ -17,7 +17,7 @@ import pandas as pd
 from madmax_lib.base.executors import first_ended, submitter, workers_of
 from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
-from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.layouts import runnable
 from madmax_lib.planner.search import search
@@ -37,7 +37,7 @@ _TOP = 500  # plans of a search of which those are taken that a run can have
 
 
 def tune(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     *,
     global_batch: int,

@@ -19,7 +19,7 @@ import pandas as pd
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
-from madmax_lib.catalog import Cluster, Software, Transformer
+from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
@@ -61,7 +61,7 @@ class Tuner:
     ('dp8', 'dp8.z3', 'dp8')
     """
 
-    model: Transformer | str
+    model: Model | str
     cluster: Cluster | str
     _: KW_ONLY
     global_batch: int
@@ -112,8 +112,7 @@ class Tuner:
         left = self._left()
         if not left:
             raise ValueError(
-                "all plans that can be laid out were asked for or told; the tuning "
-                "is done"
+                "every plan that can run was asked for or told; the tuning is done"
             )
         believed = self._beliefs()
         # where no draw won, the plan most likely to run and to be fast
@@ -300,7 +299,7 @@ def _listed(plans):
     if index is None:
         return [columns]
     if not len(index):
-        raise ValueError("plans: there are none")
+        raise ValueError("plans: empty")
     # equal plans with different texts are one
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
@@ -380,11 +379,11 @@ def _read(path, digest):
         file_digest = state["sha256"]
         for _, step_s, _ in trials:
             if step_s is not None and not is_number(step_s, _LEAST_S):
-                raise ValueError(f"{short_repr(step_s)} is no time above 0")
+                raise ValueError(f"{short_repr(step_s)} is not a time above 0")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no state of a tuning ({error!r}); remove it to begin again"
+            f"{path} is not a tuning state ({error!r}); remove it to start over"
         ) from None
     if file_digest != digest:
-        raise ValueError(f"{path} keeps the tuning of another case; give another file")
+        raise ValueError(f"{path} holds the tuning of another case; give another file")
     return trials

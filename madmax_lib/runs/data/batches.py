@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.runs.data import hub
-from madmax_lib.runs.data.text import cached_tokens, chat, example, tokenizer, windows
+from madmax_lib.runs.data.text import cached_tokens, example, tokenizer, windows
 
 # cosines per class and colour: low frequencies, which patches of any size can see
 _WAVES = 3
@@ -37,7 +37,7 @@ _THINGS = ("apples", "books", "coins", "eggs", "maps", "pens", "shells", "stamps
 
 _GENERATED = 50_000  # samples of a generated dataset, as many as CIFAR-100 has
 _VALIDATION = 2_000
-_MOST = 50_000  # samples of a real text that are tokenized
+_MOST = 50_000  # windows of a running text that are tokenized
 _PROBLEM_BYTES = 96  # of an arithmetic problem in the chat format, at most
 _REAL_IMAGES = [name for name, source in hub.SOURCES.items() if source.classes]
 _IMAGES = ("synthetic-images", *_REAL_IMAGES)
@@ -194,18 +194,30 @@ def _problems(shape, seed, tokens):
     """Arithmetic, as many problems per sample as surely fit."""
     many = max(shape.sequence // _PROBLEM_BYTES, 1)
 
-    def sample(index):
+    def problems(index):
         numbers = range(many * index, many * (index + 1))
-        problems = [_arithmetic_problem(number, seed) for number in numbers]
-        turns = [tokens.chat(*problem) for problem in problems]
-        return example(turns, shape.sequence, tokens.pad)
+        return [_arithmetic_problem(number, seed) for number in numbers]
+
+    read = _examples(problems, shape.sequence, tokens)
+    return _generated("arithmetic", read, vocab=tokens.vocab)
+
+
+def _examples(pairs_of, sequence, tokens):
+    """A function that reads samples of (question, answer) pairs, which `pairs_of` gives
+    by number, in the format of a chat.
+
+    Tokens are made when a sample is drawn, so that a dataset may have any length.
+    """
+
+    def sample(index):
+        turns = [tokens.chat(*pair) for pair in pairs_of(index)]
+        return example(turns, sequence, tokens.pad)
 
     def read(indices):
-        rows = [sample(index) for index in indices.tolist()]
-        inputs, targets = zip(*rows, strict=True)
+        inputs, targets = zip(*map(sample, indices.tolist()), strict=True)
         return np.stack(inputs), np.stack(targets)
 
-    return _generated("arithmetic", read, vocab=tokens.vocab)
+    return read
 
 
 def _generated(name, read, **more):
@@ -219,14 +231,17 @@ def _real_text(name, allow_download, sequence, tokens):
     sizes = {}
     read = {}
     for split, texts in hub.read(name, allow_download).items():
-        pairs = not isinstance(texts[0], str)
-        make = partial(chat if pairs else windows, texts, tokens, sequence, _MOST)
+        # defaults of the functions bind what is of this split
+        if not isinstance(texts[0], str):
+            sizes[split] = len(texts)
+            pairs_of = lambda index, pairs=texts: [pairs[index]]  # noqa: E731
+            read[split] = _examples(pairs_of, sequence, tokens)
+            continue
+        make = partial(windows, texts, tokens, sequence, _MOST)
         # all that the tokens depend on
-        content = chain.from_iterable(texts) if pairs else texts
-        key = chain([name, split, tokens.name, str(sequence)], content)
+        key = chain([name, split, tokens.name, str(sequence)], texts)
         inputs, targets = cached_tokens(key, make)
         sizes[split] = len(inputs)
-        # defaults bind the arrays of this split
         read[split] = lambda indices, x=inputs, y=targets: (x[indices], y[indices])
     return Data(name, "text", sizes, read, vocab=tokens.vocab)
 

@@ -110,7 +110,7 @@ def read(name: str, allow_download: bool, image: int = 0) -> dict[str, _Images |
     for split, table in zip(_BOTH, _tables(name, source, allow_download), strict=True):
         noun = f"{split} data of {name}"
         if not len(table):
-            raise ValueError(f"{noun}: there are no samples")
+            raise ValueError(f"{noun}: no samples")
         if source.classes:
             parts[split] = _Images(noun, table, source, image)
         else:

@@ -10,7 +10,6 @@ Qwen2.5 [its tokenizer_config.json].
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import islice
 
 import numpy as np
 
@@ -136,15 +135,6 @@ def example(
     tokens = (tokens + [pad] * padding)[-(sequence + 1) :]
     counted = (counted + [MASKED] * padding)[-(sequence + 1) :]
     return np.array(tokens[:-1]), np.array(counted[1:])
-
-
-def chat(pairs: Iterable[tuple[str, str]], by, sequence: int, most: int) -> Arrays:
-    """Tokens and targets (n, sequence) int32 of the first `most` (question, answer)
-    pairs, in the format of a chat.
-    """
-    rows = [example([by.chat(*pair)], sequence, by.pad) for pair in islice(pairs, most)]
-    tokens, targets = zip(*rows, strict=True)
-    return np.stack(tokens).astype(np.int32), np.stack(targets).astype(np.int32)
 
 
 def windows(texts: Iterable[str], by, sequence: int, most: int) -> Arrays:

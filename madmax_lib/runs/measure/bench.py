@@ -45,7 +45,8 @@ _SIZES = {
     "detailed": _Size(9, 1.0),
 }
 # Tokens, hidden, ffn: on a GPU GPT-2 Large with 8 x 1,024 tokens, then Llama 8B; a list
-# begins with what is timed in any size.
+# begins with what is timed in any size and ends with the two smaller feed-forward
+# widths of makramab/hybrid-parallelism.
 _BLOCKS = {
     device: list(rows.drop(columns="device").itertuples(index=False, name=None))
     for device, rows in pd.read_csv(data_file("bench_blocks.csv")).groupby("device")

@@ -52,7 +52,7 @@ def peak_flops(device: str, dtype: str) -> tuple[float, str]:
         if share < 1:
             source += f", x {share:.3g} since ranks share cores or are slowed"
         if dtype == "fp16":
-            source += "; no peak: CPUs convert fp16, and MFU says nothing"
+            source += "; no peak: CPUs convert fp16, so MFU would mean nothing"
     return rate.item(), source
 
 

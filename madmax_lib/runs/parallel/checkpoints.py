@@ -52,7 +52,7 @@ def load(directory: str | Path, optimizers: Optimizers, progress: Tensor) -> Non
     if missing := sorted(set(state) - set(stored)):
         raise ValueError(
             f"{directory}: {missing[0]} is not in the checkpoint; "
-            "it is one of another model or layout"
+            "it is from another model or layout"
         )
     dcp.load(state, checkpoint_id=str(directory))
 

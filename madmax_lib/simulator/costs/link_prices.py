@@ -208,7 +208,7 @@ class LinkPrices:
         warnings.warn(
             f"collectives were measured on links of {links[0]:.3g} and "
             f"{links[1]:.3g} bytes/s, inside a node and of a device's share of the "
-            "network; here they are scaled to other links as the formulas are",
+            "network; here they are scaled to other links by the formulas",
             stacklevel=2,
         )
         machine = replace(machine, link=links[0], nic=links[1])

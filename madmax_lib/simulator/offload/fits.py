@@ -231,7 +231,7 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
 
 
 def moments(
-    model: Transformer | str,
+    model: Model | str,
     cluster: Cluster | str,
     plan: Plan | str,
     *,
@@ -253,7 +253,7 @@ def moments(
     plan = case.plan
     if plan.offload is None:
         raise ValueError(
-            f"moments are those of an offloaded step, but {plan} offloads nothing"
+            f"moments needs an offloaded step, but {plan} offloads nothing"
         )
     policy = policy_of(policy)
     case = normalised(case)

@@ -253,7 +253,7 @@ def constants_of(cluster, parameters: Parameters | None = None) -> Parameters | 
     try:
         return _from_json(json.loads(Path(cluster).read_text())["parameters"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{cluster}: not the file of a machine ({error})") from None
+        raise ValueError(f"{cluster}: not a machine file ({error})") from None
 
 
 def software_of(software, parameters: Parameters | None):

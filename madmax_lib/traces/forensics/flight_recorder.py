@@ -74,7 +74,7 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
         ValueError,
     ) as reason:
         raise ValueError(
-            f"{folder}: no dumps of a flight recorder, an entry is damaged ({reason!r})"
+            f"{folder}: not flight-recorder dumps, an entry is damaged ({reason!r})"
         ) from None
     if not rows:
         raise ValueError(
@@ -267,9 +267,7 @@ def _entries(path):
         try:
             dump = json.loads(path.read_bytes())
         except ValueError as reason:
-            raise ValueError(
-                f"{path}: no JSON of a flight recorder ({reason})"
-            ) from None
+            raise ValueError(f"{path}: not flight-recorder JSON ({reason})") from None
     else:
         dump = load_plain(path)
     # a bare list of entries has no groups
@@ -279,9 +277,7 @@ def _entries(path):
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "profiling_name" in entry for entry in entries
     ):
-        raise ValueError(
-            f"{path}: no dump of a flight recorder, it has no list of entries"
-        )
+        raise ValueError(f"{path}: not a flight-recorder dump (no list of entries)")
     groups = dump.get("pg_config")
     return entries, groups if isinstance(groups, dict) else {}
 

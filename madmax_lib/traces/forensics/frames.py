@@ -83,7 +83,7 @@ class Stacks:
     def _line(self, frame):
         if id(frame) not in self._lines:
             if not {type(value) for value in frame.values()} <= _PLAIN:
-                raise TypeError("a frame with other than texts and numbers")
+                raise TypeError("a frame with values other than text and numbers")
             line = f"{frame['filename']}:{frame['line']} {frame['name']}"
             # with the frame: its identity is another's once it is gone
             self._lines[id(frame)] = (frame, line)

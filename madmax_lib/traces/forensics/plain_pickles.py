@@ -185,5 +185,5 @@ def load_plain(
         if isinstance(reason, OSError) and reason.errno is not None:
             raise
         raise ValueError(
-            f"{path}: no record of plain values ({reason or type(reason).__name__})"
+            f"{path}: not a record of plain values ({reason or type(reason).__name__})"
         ) from None

@@ -123,7 +123,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     if None in ranks:
         nameless = paths[ranks.index(None)]
         if len(paths) > 1:
-            text = "no rank in the name: all files are numbered in their order, from 0"
+            text = "no rank in the name: files are numbered in order, from 0"
             warnings.warn(f"{nameless}: {text}", TraceWarning, stacklevel=2)
         ranks = list(range(len(paths)))
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
@@ -145,7 +145,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
         raise failures[0]
     for reason in failures:
         warnings.warn(
-            f"{reason}; left out, the others were read", TraceWarning, stacklevel=2
+            f"{reason}; skipped, the others were read", TraceWarning, stacklevel=2
         )
     events, blocks = parts[0]
     if len(parts) > 1:  # a single one is not copied
@@ -183,7 +183,7 @@ class _File:
             TypeError,
         ) as reason:
             raise ValueError(
-                f"{path}: no memory snapshot, an entry is damaged ({reason!r})"
+                f"{path}: not a memory snapshot, an entry is damaged ({reason!r})"
             ) from None
 
     def _tables(self, path, rank):
@@ -195,14 +195,14 @@ class _File:
         are_lists = isinstance(segments, list) and isinstance(traces, list)
         if not are_lists or not all(isinstance(trace, list) for trace in traces):
             raise ValueError(
-                f"{path}: no memory snapshot, it has no lists of segments and "
+                f"{path}: not a memory snapshot, it has no lists of segments and "
                 "device_traces"
             )
         for lists in (traces, [segment["blocks"] for segment in segments]):
             # else a few bytes could ask for any number of rows
             if len(set(map(id, lists))) < len(lists):
                 raise ValueError(
-                    f"{path}: no memory snapshot, a list of events or blocks is in "
+                    f"{path}: not a memory snapshot, a list of events or blocks is in "
                     "two places"
                 )
         blocks = self._blocks(segments).assign(rank=rank)

@@ -59,7 +59,7 @@ def read_lines(paths: Sequence[Path], pattern: str | None = None) -> Log:
     table = pd.concat(parts, ignore_index=True)
     if table.empty or not has_groups:
         raise ValueError(
-            f"{paths[0]}: no line has a step time that is known; give a pattern with "
+            f"{paths[0]}: no line has a step time in a known form; give a pattern with "
             r"groups, such as 'step (?P<step>\d+) .* (?P<ms>[\d.]+) ms'"
         )
     seconds = pd.Series(index=table.index, dtype=float)
@@ -139,4 +139,4 @@ def read_traceml(paths: Sequence[Path]) -> Log:
     phases = table.filter(regex=_PHASES).columns
     table = table.melt(["rank", "host"], phases, "phase", "ms").astype({"ms": float})
     table = table.assign(step=0, file=str(path), seconds=table["ms"] / 1e3)
-    return of_rows(table, "traceml", "means by rank: nothing is known of since when")
+    return of_rows(table, "traceml", "means by rank: the log does not say since when")

@@ -38,7 +38,7 @@ def read_log(
     """
     kinds = _log_files(path)
     if not kinds:
-        raise ValueError(f"{path}: no log here that can be read")
+        raise ValueError(f"{path}: no readable log here")
     kind, files = next(iter(kinds.items()))
     if pattern:
         return read_lines(files, pattern)

@@ -19,7 +19,7 @@ from madmax_lib.traces.logs.log import PACE, Log, assembled
 
 _BLOCK_BYTES = 1 << 22
 _HIDDEN = (
-    "spans of the host: a slow GPU or link makes all ranks wait alike, not visible here"
+    "host spans: a slow GPU or link delays all ranks alike, which does not show here"
 )
 
 
@@ -76,7 +76,7 @@ def read_torchtitan(paths: Sequence[Path]) -> Log:
     files = [frame for frame in map(_read, paths) if len(frame)]
     files.sort(key=lambda frame: frame.attrs["first_us"])
     if not files:
-        raise ValueError(f"{paths[0]}: no step has ended in this log")
+        raise ValueError(f"{paths[0]}: no finished step in this log")
     processes = defaultdict(list)
     for frame in files:
         about = frame.attrs

@@ -55,8 +55,8 @@ _OTHERS = {  # what a file is that begins so
     **dict.fromkeys(
         (b"7z\xbc\xaf", b"Rar!", b"(\xb5/\xfd"), "a packed file: unpack it first"
     ),
-    b"SQLite format 3": "a database: an export of Nsight Systems is to be unpacked and "
-    "called .sqlite; of rocprof's, rocpd convert --output-format pftrace writes what is read here",
+    b"SQLite format 3": "a database: unpack an export of Nsight Systems and "
+    "name it .sqlite; from rocprof, use rocpd convert --output-format pftrace",
 }
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 
@@ -268,7 +268,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]):
     fitting = (_OTHERS[start] for start in _OTHERS if text.startswith(start))
     reason = next(fitting, "not JSON")
     if trace.path.name.endswith(_XPLANE):
-        reason = "an XPlane of XLA's profiler: xprof reads it"
+        reason = "an XPlane of XLA's profiler; open it with xprof"
     raise _kind_of(trace, text)(
         f"{trace.path}: not a profiler trace ({trace.damage or reason})"
     )

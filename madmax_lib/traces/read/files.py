@@ -45,8 +45,8 @@ def find_traces(
         raise FileNotFoundError(f"{path}: no such file or directory")
     if path.suffix == ".nsys-rep":
         raise ValueError(
-            f"{path}: only Nsight Systems reads its reports; nsys export --type "
-            "sqlite writes what is read here"
+            f"{path}: only Nsight Systems can read this report; nsys export --type "
+            "sqlite writes one that can be read here"
         )
     if path.is_file() and _ARCHIVE.search(path.name):
         path = _unpacked(path)
@@ -98,7 +98,7 @@ def _deeper(path: Path):
         raise ValueError(
             f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory"
         )
-    text = f"{path}: no trace files in this directory; read are those of {names}"
+    text = f"{path}: no trace files in this directory; reading those of {names}"
     warnings.warn(text, TraceWarning, stacklevel=4)  # the line that called read_trace
     return traces
 
@@ -163,9 +163,9 @@ def iteration_folder(folder: Path, iteration: int | None = None) -> Path:
     folders = iterations(folder)
     newest = max(folders)
     if iteration is None and len(folders) > 1:
-        text = f"{len(folders)} iterations are recorded; read is the newest, {newest}"
+        text = f"{len(folders)} iterations are recorded; reading the newest, {newest}"
         warnings.warn(
-            f"{folder}: {text}; iteration= or its folder takes another",
+            f"{folder}: {text}; pass iteration= or its folder to choose another",
             TraceWarning,
             stacklevel=4,  # the line that called read_trace
         )

@@ -65,11 +65,11 @@ def one_job(
     ]
     if len(cycles) > 1 and cycle is None:
         text = (
-            f"{len(cycles)} cycles are recorded; read is the last, number "
+            f"{len(cycles)} cycles are recorded; reading the last, number "
             f"{len(cycles) - 1} from 0"
         )
         warnings.warn(
-            f"{leader.path.parent}: {text}; iteration= takes another",
+            f"{leader.path.parent}: {text}; pass iteration= to choose another",
             TraceWarning,
             stacklevel=4,  # the line that called read_trace
         )

@@ -104,7 +104,7 @@ def _read_others(
     own_paths = [path for path in paths if path.suffix == reader.suffix]
     if hta:
         raise ValueError(
-            f"{own_paths[0]}: hta_compatible is of PyTorch's traces; HTA reads no "
+            f"{own_paths[0]}: hta_compatible is for PyTorch traces; HTA cannot read "
             f"exports of {reader.program}"
         )
     if len(own_paths) < len(paths):
@@ -136,7 +136,7 @@ def _warn_of_failures(failures: dict[Path, Exception]):
             continue
         unread[path.name] = str(reason) or type(reason).__name__
         warnings.warn(
-            f"{path}: left out, the others were read: {unread[path.name]}",
+            f"{path}: skipped, the others were read: {unread[path.name]}",
             TraceWarning,
             stacklevel=3,
         )

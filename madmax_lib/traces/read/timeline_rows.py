@@ -171,8 +171,8 @@ def _cut_at_next(
     cut[row[overlong]] -= overlap_ns[overlong]
     lost_s = overlap_ns[overlong].sum() / 1e9
     trace.warn(
-        f"{overlong.sum()} kernels are recorded beyond the start of the next on their "
-        f"stream: cut there, {lost_s:.3g} s in all"
+        f"{overlong.sum()} kernels overlap the next one on their stream: cut at its "
+        f"start, {lost_s:.3g} s in all"
     )
     return cut
 
@@ -192,7 +192,7 @@ def _warn_of_absence(
     device = _device_name(trace)
     if not ((busy | annotated).any() or launches or device):
         if len(columns) or left_out:
-            trace.warn(f"no row of a known category: nothing is at work{left_out}")
+            trace.warn(f"no row of a known category: nothing to analyse{left_out}")
         elif SOURCE_KEY not in trace.envelope:  # an export may be empty
             trace.warn(f"none of its {trace.events} events is of a known kind")
     elif not (busy & (stream >= 0)).any() and (launches or device or left_out):

@@ -69,7 +69,7 @@ def transfer_times(
         if len(table) and seconds.isna().all() and not callable(collectives):
             kind, size = keys[["kind", "ranks"]].iloc[0]
             raise ValueError(
-                f"collectives: no row is of a call of the step, such as {kind} of "
+                f"collectives: no row matches a call of the step, such as {kind} of "
                 f"{size} ranks"
             )
         seconds = seconds.fillna(table["alone_s"])
@@ -162,13 +162,13 @@ def _growth(timeline, table, ranks):
         return np.ones(len(table), dtype=np.int64)
     if ranks < world or ranks % world:
         raise ValueError(
-            f"ranks={ranks} is no multiple of the {world} ranks of the timeline"
+            f"ranks={ranks} is not a multiple of the {world} ranks of the timeline"
         )
     # Groups of tensor or pipeline parallelism stay as they are.
     grows = (table["group_size"] == world) | table["group"].str.contains(_PARALLEL)
     if not grows.any():
         raise ValueError(
-            f"ranks={ranks}: no collective of the step is one of all ranks, or of a "
+            f"ranks={ranks}: no collective of the step spans all ranks, or a "
             "group named dp"
         )
     return np.where(grows, ranks // world, 1)
@@ -211,6 +211,6 @@ def _price(price, nodes, kind, ranks, size_bytes, group):
     seconds = price(kind, int(ranks), nodes(kind, ranks, group), float(size_bytes))
     if seconds is not None and not seconds >= 0:
         raise ValueError(
-            f"collectives: {seconds} s for {kind} of {ranks} ranks is no time"
+            f"collectives: {seconds} s for {kind} of {ranks} ranks is not a time"
         )
     return np.nan if seconds is None else seconds

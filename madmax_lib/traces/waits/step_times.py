@@ -170,7 +170,7 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     require_type("table", table, pd.DataFrame)
     if not {"warmup", "cut"} <= set(table):
         raise ValueError(
-            "the table is none of traces.steps: it has no columns warmup and cut"
+            "not a table of traces.steps: it has no columns warmup and cut"
         )
     counted = table[~(table["warmup"] | table["cut"]).astype(bool)]
     long = counted.melt(

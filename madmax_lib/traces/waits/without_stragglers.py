@@ -100,11 +100,11 @@ class WithoutStragglers:
             for what, share in gives.items()
             if share == share and self.costs
         ]
-        gaps = ", launch gaps are the story" if self.gaps_rule else ""
+        gaps = ", launch gaps matter more" if self.gaps_rule else ""
         lines = [
             f"slowdown by stragglers S = {self.S:.4g}: {self.T_replay:.4g} s a step, "
             f"{self.T_ideal:.4g} s without",
-            f"given back by repairing: {', '.join(gives) or 'next to nothing is lost'}",
+            f"a fix gains: {', '.join(gives) or 'next to nothing'}",
             f"slowest: rank {self.by_rank.idxmax()}, {self.by_kind.idxmax()}",
             f"measured / replayed = {self.replay_gap:.4g}{gaps}",
         ]
@@ -259,7 +259,7 @@ def _checked(ops):
         raise ValueError("mc above 0: interleaved chunks are not replayed")
     if ops.duplicated(["step", "dp_rank", "stage", "optype", "seq_id"]).any():
         raise ValueError(
-            "an operation (step, dp_rank, stage, optype, seq_id) stands in two rows"
+            "an operation (step, dp_rank, stage, optype, seq_id) is in two rows"
         )
     kind = ops["optype"]
     is_call = kind.isin(_CALLS)

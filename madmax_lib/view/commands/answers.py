@@ -43,6 +43,7 @@ _SCHEMA = 1
 _TOKENS = 2000  # of an envelope
 _HEAD_TOKENS = 100  # of its keys, the version and what else is always there
 _ROWS = 40  # that a terminal shows
+_WIDTH = 100  # and letters of a line, of commands that say which columns come first
 _LETTERS = 100  # of a text in a row; texts outside of rows may have four times as many
 _DIGITS = 6
 # lists of an envelope in the order in which they get their share of the tokens left
@@ -70,6 +71,9 @@ class Answer:
     passed: bool | None = True
     # of who is late, worst first; None for commands that look for nobody
     findings: pd.DataFrame | None = None
+    # of headline values and columns, most important first, for a terminal without
+    # `--all`: other values are left out, other columns where there is room; all if empty
+    brief: Sequence[str] = ()
 
     @property
     def status(self) -> int:
@@ -293,26 +297,35 @@ def _written(answer, complete, *, markdown):
     import pandas as pd
 
     table = answer.table if complete else answer.table.head(_ROWS)
+    values = _plain(answer.summary)
+    brief = () if complete or markdown else answer.brief
+    if brief:
+        values = {name: values[name] for name in brief if name in values}
     head = []
     tables = []
-    for name, value in _plain(answer.summary).items():
+    for name, value in values.items():
         # records are a table of their own
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            small = _lines(_in_small_units(pd.DataFrame(value)), markdown)
-            tables.append([f"{name}:", *[""] * markdown, *small])
+            small = _columns(_in_small_units(pd.DataFrame(value)), markdown)
+            tables.append([f"{name}:", *[""] * markdown, *_lines(small, markdown)])
         elif value not in (None, "", [], {}):
             head.append(f"{'- ' * markdown}{name}: {_line(value)}")
-    lines = _lines(table, markdown)
+    columns = _columns(table, markdown)
+    if brief:
+        columns = _narrow(columns, table, brief)
+    lines = _lines(columns, markdown) if len(table) else []
     left_out = len(answer.table) - len(table)
-    rest = [f"... and {left_out:,} rows more (--all)"] if left_out else []
+    rest = [f"... and {left_out:,} more rows (--all)"] if left_out else []
+    if len(columns) < table.shape[1]:
+        rest.append("more columns: --all")
     # an empty line before and behind a table of Markdown, without which it is none
     parts = ["\n".join(part) for part in (head, *tables, lines, rest) if part]
     return ("\n\n" if markdown else "\n").join(parts)
 
 
-def _lines(table, markdown):
-    """Header and rows of a table, numbers to the right."""
-    columns = []
+def _columns(table, markdown):
+    """Header and cells of each column by its name, numbers to the right."""
+    columns = {}
     for name, column in table.items():
         is_number = column.dtype.kind in "iuf"
         cells = [str(name), *map(_cell, column)]
@@ -321,8 +334,12 @@ def _lines(table, markdown):
             cells = [cell.replace("|", r"\|") for cell in cells]
         width = 0 if markdown else max(map(len, cells))
         align = str.rjust if is_number else str.ljust
-        columns.append([align(cell, width) for cell in cells])
-    rows = list(zip(*columns, strict=True)) if len(table) else []
+        columns[name] = [align(cell, width) for cell in cells]
+    return columns
+
+
+def _lines(columns, markdown):
+    rows = list(zip(*columns.values(), strict=True))
     if markdown:
         return [f"| {' | '.join(row)} |" for row in rows]
     return ["  ".join(row).rstrip() for row in rows]
@@ -338,6 +355,22 @@ def _in_small_units(table):
                 table[name] = table[name] * factor
                 names[name] = name.removesuffix(ending) + unit
     return table.rename(columns=names)
+
+
+def _narrow(columns, table, first):
+    """Texts of the columns that fit into a terminal: the first ones, then the longest
+    seconds, whose ends are among the first or not worth it.
+    """
+    seconds = (
+        table.filter(regex="(?<!low)(?<!high)_s$").max().sort_values(ascending=False)
+    )
+    order = dict.fromkeys([*first, *seconds[seconds > 0].index])
+    room = _WIDTH
+    fits = {}
+    for name in filter(columns.__contains__, order):
+        room -= len(columns[name][0]) + 2
+        fits[name] = room >= 0
+    return {name: columns[name] for name in table if fits.get(name)}
 
 
 def _line(value):

@@ -162,7 +162,7 @@ def _launch(spec, directory, about):
     before = read_json(directory / "summary.json").get("status")
     if before:
         goes_on = any(about["starts"])
-        way = f"goes on at step {about['starts'][-1]}" if goes_on else "is replaced"
+        way = f"resumes at step {about['starts'][-1]}" if goes_on else "is replaced"
         text += f"; the {before} run there {way}"
     print(text, file=sys.stderr)
     try:

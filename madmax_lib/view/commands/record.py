@@ -27,7 +27,7 @@ def record(options: Namespace) -> int:
         torchrun = command(options.ranks, "madmax_lib", *sys.argv[1:])
         os.execv(torchrun[0], torchrun)
     if not options.module and not Path(options.script).is_file():
-        raise FileNotFoundError(f"{options.script}: there is no such script")
+        raise FileNotFoundError(f"{options.script}: no such script")
     reports = []
 
     def ready(folder, ranks):

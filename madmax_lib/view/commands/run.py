@@ -20,11 +20,15 @@ _NEAREST = [
     "over_predicted",
     "source",
 ]
-_ASKED = ("days", "devices", "sure", "usd_per_hour")
+_ASKED = ("days", "devices", "sure", "plan", "usd_per_hour", "pue")
 # columns of the best plan that make headlines
-_BEST = ("devices", "plan", "stacks", "global_batch", "goodput")
+_BEST = ("devices", "plan", "stacks", "global_batch", "goodput", "in_time")
+# what a terminal shows of a training, headlines and columns
+_BRIEF = ("devices", "days", "usd", "mwh", "in_time", "global_batch", "plan")
+_BRIEF += ("mfu", "device_hours", "narrower_is", "miss_is", "hint_is", "price_is")
 # as people write them: 300B tokens, not 300G, but both are read
-_FACTORS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_EXPONENTS = {"K": "e3", "M": "e6", "B": "e9", "G": "e9", "T": "e12"}
+_EXPONENTS |= {",": "", "_": ""}
 _FEWEST_TOKENS = 1e6  # to train on; fewer are a slip, such as 15 for 15T
 
 
@@ -80,18 +84,15 @@ def _plan(options):
     links = f"{cluster.intra.name} in a node, {cluster.inter.name} between nodes"
     about = {"cluster": f"{options.cluster}: {links}"}
     about |= {name: result.best[name] for name in _BEST}
-    if options.days:
-        about["in_time"] = result.best["in_time"]
     # each with its interval: {middle, low, high}
+    ends = {"middle": "", "low": "_low", "high": "_high"}
     for name in AMOUNTS:
-        ends = {"middle": name, "low": f"{name}_low", "high": f"{name}_high"}
-        about[name] = {end: result.best[column] for end, column in ends.items()}
-    missing = {"usd": "unknown, give --usd-per-hour", "mwh": "unknown"}
-    for name, words in missing.items():
+        about[name] = {end: result.best[name + tail] for end, tail in ends.items()}
         if result.table[name].isna().all():
-            about[name] = words
+            about[name] = "unknown"
     about |= {f"{name}_is": words for name, words in result.notes.items()}
-    return Answer(result.table.dropna(axis=1, how="all"), about, inputs(options))
+    table = result.table.dropna(axis=1, how="all")
+    return Answer(table, about, inputs(options), brief=_BRIEF)
 
 
 def _count(text):
@@ -100,12 +101,10 @@ def _count(text):
     >>> _count("15T"), _count("1.4b"), _count("2e9")
     (15000000000000.0, 1400000000.0, 2000000000.0)
     """
-    number = text.strip().replace(",", "").replace("_", "").upper()
-    factor = _FACTORS.get(number[-1:], 1.0)
     try:
-        count = float(number[:-1] if factor > 1 else number) * factor
+        count = float(text.upper().translate(str.maketrans(_EXPONENTS)))
     except ValueError:
-        wanted = "no number such as 15e12, 15T or 300B"
+        wanted = "not a number such as 15e12, 15T or 300B"
         raise ArgumentTypeError(f"{text!r} is {wanted}") from None
     if 0 < count < _FEWEST_TOKENS:
         raise ArgumentTypeError(f"{text} are less than a million tokens; 15T are 15e12")

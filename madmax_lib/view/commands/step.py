@@ -15,10 +15,17 @@ from madmax_lib.view.commands.answers import Answer, add_command
 # options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (
-    "low_s and high_s hold 90 %; probability: to be the fastest of the ways to "
-    "split; why: beside the median of them; "
-    "limit: largest parts of the step beside compute, of communication what nothing "
-    "hides"
+    "low_s and high_s: 90 % interval; probability: of being the fastest way to "
+    "split; why: compared with the median way; "
+    "limit: largest parts of the step besides compute, counting only exposed "
+    "communication"
+)
+# columns of an estimate that a terminal shows first, then its largest parts
+_ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
+_ESTIMATED += ("memory_bytes", "fits", "reason")
+_OF_RECIPE = (
+    "saves: share of the recipe's step, saves_low and saves_high hold 90 %; "
+    "probability: to be faster than the recipe; why: the part that saves most"
 )
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
@@ -82,7 +89,7 @@ def used(software: str | Software | None, cluster: Cluster) -> str:
         return f"{software.name}, timed as {rates}"
     on_cpu = cluster.device.family == "cpu"
     usual = "this project's own trainer" if on_cpu else "tuned Megatron-Core"
-    return software or f"none named: timed as by {usual}"
+    return software or f"none named: timed as under {usual}"
 
 
 def inputs(options: Namespace) -> list[str]:
@@ -117,7 +124,7 @@ def _estimate(options):
         from madmax_lib.calibration.machine.machine import machine
 
         about["calibration"] = machine(options.cluster).verdict
-    return Answer(table, about, inputs(options))
+    return Answer(table, about, inputs(options), brief=[*about, *_ESTIMATED])
 
 
 def _search(options):
@@ -136,6 +143,7 @@ def _search(options):
     best = (result.different if enough else result.table).head(options.top)
     if recipe:
         best = result.beats
+        about["columns"] = _OF_RECIPE
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:

@@ -287,8 +287,8 @@ def _stragglers(options):
     if replay.gaps_rule:
         about["slowdown"] = None
         about["note"] = (
-            "what a replay leaves out (launch gaps, work of other steps) rules this "
-            "step: no slowdown follows from it, go by cost_s"
+            "the replay does not explain most of this step (launch gaps, work of other "
+            "steps), so use cost_s, not a slowdown"
         )
         return Answer(table, about, findings=late)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
@@ -310,7 +310,7 @@ def _flight(options):
     ranks = len(calls.attrs["dumped"])
     about = {"ranks": ranks, "calls": len(calls), "latest": late.to_dict("records")}
     if findings.empty:
-        agree = f"{ranks} ranks agree in their {len(calls):,} calls and all are done"
+        agree = f"{ranks} ranks agree on their {len(calls):,} calls, all completed"
         about["findings"] = f"none, {agree}"
     return Answer(findings, about, passed=findings.empty)
 

@@ -2,6 +2,7 @@
 draws the legend and keeps the table.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,8 +142,13 @@ def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
     if frame.reach is not None:
         ax.set_xlim(0, max(frame.reach, 1e-9))  # matplotlib warns of an empty range
     # scales before the limits on them
+    x = frame.x
+    # a hatch says what it means, unless the label does
+    hatched = any(shape.get_hatch() for shape in (*ax.patches, *ax.collections))
+    if x and hatched and not re.search("simulated|predicted", x):
+        x += "; hatched: simulated"
     settings = {
-        "xlabel": frame.x or None,
+        "xlabel": x or None,
         "ylabel": frame.y or None,
         "xscale": frame.xscale,
         "yscale": frame.yscale,

@@ -3,7 +3,7 @@
 Each draws on given Axes; rows count from the top.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, pack, union
 from madmax_lib.view.drawing.axes import WHITE, finish, new_axes, note
-from madmax_lib.view.drawing.style import Fill, fill_of, ink_on
+from madmax_lib.view.drawing.style import PLAIN, Fill, fill_of, ink_on
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
@@ -27,7 +27,8 @@ class BarStyle:
     """Paint, position and texts of `bars`.
 
     fill: kind, colour or patch options: one ("compute"), one per row, or for a table
-    one per column by name; columns that are named by kinds need none.
+    one per column by name; by default grey, and columns that are named by kinds need
+    none.
     """
 
     fill: Fill | Sequence[Fill] | Mapping[str, Fill] | None = None
@@ -36,22 +37,9 @@ class BarStyle:
     slot: tuple[int, int] = (0, 1)  # (k, n): the k-th of n bars that share a row
     left: float = 0.0  # where the bars begin
     height: float | None = None  # of a bar, in rows; by default by the slots
-    upright: bool = False  # columns from the bottom in place of bars from the left
     error: tuple[Sequence[float], Sequence[float]] | None = None  # ends of an interval
     notes: Sequence[str] | None = None  # behind the ends; the axis is made long enough
     inside: pd.DataFrame | None = None  # texts on the bars of a table
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Grouping, looks and texts of `lines`."""
-
-    by: str | list[str] | None = None  # columns whose values have a line each
-    styles: Mapping | None = None  # by value, a colour or options of `Axes.plot`
-    # for the legend, by value or as a function of the group's rows
-    labels: Mapping | Callable[[pd.DataFrame], str] | None = None
-    ends: Mapping | Callable[[pd.DataFrame], str] | None = None  # at the last point
-    units: tuple[float, float] = (1.0, 1.0)  # of x and y, such as 1e-3 for ms
 
 
 def bar_chart(
@@ -65,16 +53,11 @@ def bar_chart(
     tells, and `finish`. options: fields of `BarStyle` and of `Frame`.
     """
     ax = ax or new_axes(height=1.2 + 0.29 * len(lengths))
-    style = _pop_fields(options, BarStyle)
+    fields = options.keys() & BarStyle.__dataclass_fields__
+    style = {name: options.pop(name) for name in fields}
     about = table.attrs | getattr(options.get("origin"), "attrs", {})
     bars(ax, lengths, **{"source": about.get("source")} | style)
     return finish(ax, table, title, **options)
-
-
-def _pop_fields(options, kind):
-    """The options that are fields of a class, taken away from the others."""
-    names = options.keys() & kind.__dataclass_fields__
-    return {name: options.pop(name) for name in names}
 
 
 def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.ndarray:
@@ -95,15 +78,14 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
         fills = dict(zip(parts, parts, strict=True)) if fills is None else fills
     else:
         parts = pd.DataFrame({"": np.asarray(lengths, float)})
-        fills = {"": "compute" if fills is None else fills}
+        fills = {"": PLAIN if fills is None else fills}
     places = np.arange(len(parts)) if style.places is None else style.places
     # n bars of a row stand side by side around its middle
     rows = np.asarray(places, float) + (slot - (slots - 1) / 2) * _LANE / slots
     ends = np.full(len(parts), float(style.left))
-    draw = ax.bar if style.upright else ax.barh
     for column, fill in fills.items():
         length = parts[column].to_numpy(float)
-        shapes = draw(rows, length, height, ends)
+        shapes = ax.barh(rows, length, height, ends)
         one_fill = isinstance(fill, (str, dict))
         row_fills = [fill] * len(parts) if one_fill else fill
         paints = [fill_of(each, style.source) for each in row_fills]
@@ -119,14 +101,8 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
     reach = ends
     if style.error is not None:
         low, high = (np.asarray(end, float) for end in style.error)
-        x, y = (rows, ends) if style.upright else (ends, rows)
-        line = {
-            "yerr" if style.upright else "xerr": [ends - low, high - ends],
-            "ecolor": "black",
-            "elinewidth": 0.8,
-            "capsize": 2,
-        }
-        ax.errorbar(x, y, fmt="none", **line)
+        line = {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        ax.errorbar(ends, rows, xerr=[ends - low, high - ends], fmt="none", **line)
         reach = np.fmax(ends, high)  # notes stand behind the intervals
     if style.notes is not None:
         _write_notes(ax, rows, reach, style, small=height <= 0.3)
@@ -134,50 +110,30 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
 
 
 def _write_notes(ax, rows, reach, style, *, small):
-    """Texts behind the ends of bars, or above those that stand upright."""
+    """Texts behind the ends of bars."""
     look = {"fontsize": 6 if small else 7}
     if style.slot[1] == 1:  # else the white would cover the bar of the next slot
         look["bbox"] = WHITE
     for row, end, text in zip(rows, reach, style.notes, strict=True):
-        if style.upright:
-            note(ax, row, end, text, dx=0, dy=5, ha="center", **look)
-            continue
         note(ax, end, row, text, **look)
         # data limits that leave the room of the text: end / (1 - share of the letters)
         share = min(_LETTER * len(text), 0.6)
         ax.update_datalim([(end / (1 - share), row)])
 
 
-def lines(ax: Axes, table: pd.DataFrame, x: str, y: str, **options) -> None:
-    """A line of y over x for each group of rows, in the order of the table.
+def lines(ax: Axes, table: pd.DataFrame, x: str, y: str, **look) -> None:
+    """A line of y over x, or one for each value of `hue`, a column: the rows in their
+    order, without any average. look: of `seaborn.lineplot`.
 
-    options: fields of `Curves`, and for all lines those of `Axes.plot`.
-
-    >>> ax = new_axes(height=2)
     >>> table = pd.DataFrame({"gpus": [1, 2, 1, 2], "step_s": [4, 2, 4, 3]})
     >>> table["network"] = ["a", "a", "b", "b"]
-    >>> styles = {"a": "black", "b": {"ls": ":"}}
-    >>> lines(ax, table, "gpus", "step_s", by="network", styles=styles, lw=1)
+    >>> lines(new_axes(height=2), table, "gpus", "step_s", hue="network", lw=1)
     """
-    curves = Curves(**_pop_fields(options, Curves))
-    groups = [(None, table)]
-    if curves.by is not None:
-        groups = table.groupby(curves.by, sort=False)
-    x_unit, y_unit = curves.units
-    for value, part in groups:
-        look = (curves.styles or {}).get(value, {})
-        look = {"color": look} if isinstance(look, str) else look
-        at_x = part[x] / x_unit
-        at_y = part[y] / y_unit
-        (line,) = ax.plot(at_x, at_y, **options | look)
-        if label := _text(curves.labels, value, part):
-            line.set_label(label)
-        if text := _text(curves.ends, value, part):
-            note(ax, at_x.iloc[-1], at_y.iloc[-1], text, dx=6, color=line.get_color())
+    import seaborn  # late: it brings scipy.stats, a second of every start
 
-
-def _text(texts, value, part):
-    return texts(part) if callable(texts) else (texts or {}).get(value)
+    look = {"estimator": None, "sort": False, "legend": "full"} | look
+    if len(table):  # which seaborn takes for granted
+        seaborn.lineplot(table, x=x, y=y, ax=ax, **look)
 
 
 def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:

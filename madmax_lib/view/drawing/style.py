@@ -2,8 +2,9 @@
 `drawing` draws.
 
 Colours mean the same everywhere: compute blue, communication orange, hidden
-communication light orange, copies green, other work violet, idle grey. What was
-measured is filled, what was simulated is hatched, what others published is hollow.
+communication light orange, copies green, other work violet, idle light grey, memory
+purple; a number that is none of these, such as a step, is grey. What was measured is
+filled, what was simulated is hatched, what others published is hollow.
 """
 
 from collections.abc import Iterable
@@ -16,17 +17,19 @@ from matplotlib.patches import Patch
 from madmax_lib.catalog import data_file
 from madmax_lib.view.words import COLORS, LABELS, shorten
 
-# of groups in order; the first two are those of compute and communication
-SERIES = ("#3b75af", "#e1812c", "#529d3f", "#8d6bb8")
-SERIES += ("#c44e52", "#937860", "#c49a2c", "#2f9c95")
+# of groups in order, such as GPU types: none is the colour of a kind of work
+SERIES = ("#2f9c95", "#c44e52", "#c49a2c", "#6a6f86")
+SERIES += ("#d387b0", "#937860", "#8a9a3c", "#222222")
 # of memory, the same colour everywhere; neighbours differ in lightness
 COMPONENTS = pd.read_csv(data_file("components.csv"), index_col="component")
 COMPONENTS = COMPONENTS["color"].to_dict()
+GIB = 2**30  # memory is drawn in GiB
 OTHER = "#6b6b6b"  # components that have no colour of their own
 GREY = "#b9b9b9"
+PLAIN = "#7f7f7f"  # a bar of what has no colour of its own
 DARK = "#4a4a4a"
 PAPER = "#222222"
-_HATCH = "////"
+_HATCH = "//"
 # a limit: the memory of a device, a budget
 DASHED = {"color": DARK, "lw": 0.9, "ls": "--"}
 # a bar of what does not fit in memory
@@ -44,7 +47,7 @@ def fill_of(fill: Fill, source: str | None = None) -> dict:
     A dictionary of matplotlib's patch options (such as UNFIT, THEIRS) passes as it is.
 
     >>> fill_of("comm", "simulated")["hatch"], fill_of("#ff0000")["facecolor"]
-    ('////', '#ff0000')
+    ('//', '#ff0000')
     """
     if isinstance(fill, dict):
         return fill

@@ -19,7 +19,7 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
-from madmax_lib.view.drawing import COLORS, DASHED, bars, patch_key
+from madmax_lib.view.drawing import COLORS, COMPONENTS, DASHED, bars, patch_key
 from madmax_lib.view.plots.predicted import STEP_PARTS
 
 _TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and host"]
@@ -27,9 +27,8 @@ _TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and h
 _STATES = ["weights", "gradients", "optimizer"]
 _MEMORY = [*_STATES, "buffers and context", "activations and temporaries"]
 _FILLS = dict(zip(_TIME, ("compute", "comm", "idle", "other"), strict=True))
-_FILLS |= dict(
-    zip(_MEMORY, ("compute", "hidden", "other", "memcpy", "comm"), strict=True)
-)
+_PARTS = (*_STATES, "context", "activations")
+_FILLS |= dict(zip(_MEMORY, map(COMPONENTS.get, _PARTS), strict=True))
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _bar_html(parts, total, text):
     legend = []
     # what is below half a per mille would not be a pixel wide
     for name, value in parts[parts / total > 5e-4].items():
-        color = COLORS[_FILLS[name]]
+        color = COLORS.get(_FILLS[name], _FILLS[name])
         label = f"{name} {text(value)}"
         style = f"width:{value / total:.2%};background:{color}"
         blocks += f'<div title="{label}" style="{style}"></div>'

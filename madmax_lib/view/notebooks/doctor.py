@@ -99,7 +99,7 @@ def _verdict(path, has_gpu):
     if packages:
         return f"does not run: package {', '.join(packages)} missing"
     text = "\n".join(source for source, _ in sources).lower()
-    if not has_gpu and "on gpus run this notebook" in text:
+    if not has_gpu and "on gpus, run this notebook" in text:
         absent.append("a GPU")
     if absent:
         return f"quick only, for the full size: {', '.join(absent)}"

@@ -18,6 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from madmax_lib.base.atomic import replacing, write_text
+from madmax_lib.base.fields import short_repr
 from madmax_lib.catalog import PROJECT, dataset
 from madmax_lib.view.drawing import figure_data
 from madmax_lib.view.notebooks.environment import (
@@ -59,7 +60,9 @@ def save_figure(ax: Axes, name: str, data: pd.DataFrame | None = None) -> Path:
     also: mm.setup, mm.plot_timeline.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", str(name)):
-        raise ValueError(f"figure name {name!r} is not of the form topic/name")
+        raise ValueError(
+            f"figure name {short_repr(name)} is not of the form topic/name"
+        )
     data = figure_data(ax) if data is None else data
     # a figure without its numbers could not be compared, by CI or by a reader
     if data is None:

@@ -23,7 +23,6 @@ from madmax_lib.view.drawing import (
 )
 
 # causes of `advise` that are communication
-_COMM_CAUSES = ("exposed communication", "small messages", "straggler rank")
 _PARTS = {  # of a step: label and kind
     "compute": "compute",
     "exposed communication": "comm",
@@ -32,7 +31,6 @@ _PARTS = {  # of a step: label and kind
 }
 _HIDDEN = {"hidden under compute": "hidden", "exposed": "comm"}
 _COPY_WIDTH = 3  # least width of copies: they are few and short, and would not show
-_MOST_CAUSES = 10
 _LEGIBLE = 0.08  # share of a bar above which a number fits on it
 
 
@@ -64,6 +62,9 @@ def plot_timeline(
     numbers = set(spans["step"]) - {-1, 0}
     which = f"Step {min(numbers)}" if numbers else "One step"
     ranks = plural(spans["rank"].nunique(), "rank")
+    # of a job that is larger, such as a rank per stage
+    if timeline.meta.world_size > spans["rank"].nunique():
+        ranks = f"{spans['rank'].nunique()} of {timeline.meta.world_size:,} ranks"
     columns = ["rank", "stream", "kind", "start_s", "dur_s"]
     return finish(
         ax,
@@ -199,23 +200,4 @@ def plot_waiting(
         f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]",
         x="rank that arrives last",
         y="rank that waits",
-    )
-
-
-def plot_advice(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Gain per step, at most, of each fix of `traces.advise`, the ten largest."""
-    top = table.head(_MOST_CAUSES)
-    if not len(top):
-        return empty(ax, top, "No cause of lost time was found", table)
-    copies = top["cause"].str.contains("copies").map({True: "memcpy", False: "idle"})
-    kinds = copies.mask(top["cause"].isin(_COMM_CAUSES), "comm")
-    return bar_chart(
-        ax,
-        top,
-        top["gain_s"] * 1e3,
-        f"{top['cause'].iloc[0].capitalize()} costs most",
-        x="gain per step, at most [ms]; as text: share of the step",
-        rows=[f"{row.cause}: {row.where}"[:60] for row in top.itertuples()],
-        fill=list(kinds),
-        notes=top["share"].map("{:.1%}".format),
     )

@@ -7,13 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import format_bytes, format_s
-from madmax_lib.timeline.kinds import COLLECTIVES
 from madmax_lib.traces.comm.collectives import bandwidths
 from madmax_lib.view.drawing import (
     COLORS,
     bar_chart,
     empty,
-    fill_of,
     finish,
     grid,
     log_axis,
@@ -21,13 +19,10 @@ from madmax_lib.view.drawing import (
     rank_labels,
 )
 
-_CALLS = (*COLLECTIVES, "send", "recv")
-_MARKERS = dict(zip(_CALLS, "osD^vPXhd<>*p12"[: len(_CALLS)], strict=True))
 _MOST_ROWS = 16
 _MOST_RANKS = 64
 # points beyond are drawn as pixels, so that pictures of any trace stay small
 _MOST_POINTS = 1000
-_CLOCK = {"offset": COLORS["comm"], "spread of the ends": COLORS["hidden"]}
 _HIDDEN = {"exposed": "comm", "hidden under compute": "hidden"}
 
 
@@ -88,15 +83,12 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     line = {"color": COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
     line["rasterized"] = len(points) > _MOST_POINTS
     ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
-    style = _point_style(table, len(points), linewidth=0.4) | {"s": 34, "zorder": 2}
-    for name, part in points.groupby("collective", sort=False):
-        ax.scatter(
-            part["size_bytes"],
-            part["bus_bytes_per_s"] / 1e9,
-            marker=_MARKERS.get(name, "o"),
-            label=_name(name),
-            **style,
-        )
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
+    drawn = points.assign(gb_per_s=fast_gb_per_s, call=points["collective"].map(_name))
+    look = {"style": "call", "color": COLORS["comm"], "s": 34, "ax": ax, "zorder": 2}
+    look["rasterized"] = len(points) > _MOST_POINTS
+    seaborn.scatterplot(drawn, x="size_bytes", y="gb_per_s", **look)
     log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
     log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
@@ -115,7 +107,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Last arrival minus first arrival of each call of `skew`, by collective; the bar
+    """Last arrival minus first arrival of the calls of `skew`, by collective; the bar
     is the median.
     """
     data = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
@@ -125,17 +117,15 @@ def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     medians_s = table.groupby("collective")["skew_s"].median()
     medians_s = medians_s.sort_values(ascending=False)
     ax = ax or new_axes(height=1.3 + 0.55 * len(medians_s))
-    style = _point_style(table, len(table), linewidth=0.3) | {"s": 22}
-    for row, (name, median_s) in enumerate(medians_s.items()):
-        skew_s = late.loc[late["collective"] == name, "skew_s"]
-        # seven heights in turn: side by side, and the same in every run
-        heights = row + (np.arange(len(skew_s)) % 7 - 3) * 0.07
-        ax.scatter(skew_s, heights, **style)
-        # a median of 0 cannot stand on a logarithmic axis
-        ax.vlines(
-            median_s or np.nan, row - 0.38, row + 0.38, color="black", linewidth=1.2
-        )
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
     log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
+    look = {"jitter": False, "color": COLORS["comm"], "linewidth": 0.4, "ax": ax}
+    names = list(medians_s.index)
+    seaborn.stripplot(late, x="skew_s", y="collective", order=names, **look)
+    # a median of 0 cannot stand on a logarithmic axis
+    ax.plot(medians_s.replace(0.0, np.nan), names, "|k", ms=30)
+    ax.set_ylabel("")
     skew_s = table["skew_s"].median()
     times = skew_s / max(table["transfer_s"].median(), 1e-12)
     return finish(
@@ -199,46 +189,5 @@ def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def plot_clock_offsets(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Lead of the clock of each rank, of `clock_offsets`, with the spread of its ends;
-    at most 64 ranks.
-    """
-    # largest offsets first
-    farthest = table["offset_s"].abs().argsort(kind="stable").iloc[::-1][:_MOST_RANKS]
-    top = table.iloc[farthest].sort_values("rank")
-    if not table["calls"].sum():
-        return empty(
-            ax, top, "Clocks cannot be compared: no call has two ranks here", table
-        )
-    ax = ax or new_axes(height=1.1 + 0.24 * len(top))
-    ax.errorbar(
-        top["offset_s"] * 1e6,
-        range(len(top)),
-        xerr=top["spread_s"].fillna(0) * 1e6,
-        fmt="o",
-        color=_CLOCK["offset"],
-        ecolor=_CLOCK["spread of the ends"],
-        ms=5,
-        elinewidth=3,
-    )
-    ax.axvline(0, color="black", linewidth=0.8, zorder=0)
-    largest = format_s(table["offset_s"].abs().max())
-    spread = format_s(table["spread_s"].median())
-    return finish(
-        ax,
-        top,
-        f"Clocks are up to {largest} apart, ends scatter by {spread}",
-        x="clock ahead of the reference [µs]",
-        rows=rank_labels(top["rank"]),
-        key=_CLOCK,
-    )
-
-
 def _name(collective):
     return collective.replace("_", "-")
-
-
-def _point_style(table, points, *, linewidth):
-    """Options of `Axes.scatter` for points that are calls, hatched where simulated."""
-    style = fill_of("comm", table.attrs.get("source"))
-    return style | {"linewidth": linewidth, "rasterized": points > _MOST_POINTS}

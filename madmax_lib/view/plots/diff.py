@@ -19,6 +19,8 @@ from madmax_lib.view.drawing import (
     COLORS,
     DASHED,
     LABELS,
+    PLAIN,
+    SERIES,
     bar_chart,
     bars,
     blocks,
@@ -33,19 +35,18 @@ from madmax_lib.view.drawing import (
     short_name,
 )
 
-_STEP_COLOR = "#7f7f7f"
 _QUANTITIES = {  # of `compare`: colour, name
     "compute_s": (COLORS["compute"], "compute"),
     "comm_s": (COLORS["comm"], "communication"),
     "exposed_comm_s": (COLORS["comm"], "exposed communication"),
     "memory_s": (COLORS["memcpy"], "copies"),
     "idle_s": (COLORS["idle"], "idle"),
-    "total_s": (_STEP_COLOR, "step"),
+    "total_s": (PLAIN, "step"),
 }
 _VERDICTS = {
-    "slower": "#c44e52",
+    "slower": SERIES[1],
     "cannot tell": COLORS["idle"],
-    "fine": COLORS["compute"],
+    "fine": SERIES[0],
 }
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
@@ -179,7 +180,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             error=ends,
             notes=texts if side == "b" else None,
         )
-        key[label] = _side_fill(_STEP_COLOR, table.attrs, number)
+        key[label] = _side_fill(PLAIN, table.attrs, number)
     return finish(
         ax,
         quantities.reset_index(),

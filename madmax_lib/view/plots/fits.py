@@ -9,15 +9,15 @@ from matplotlib.axes import Axes
 from madmax_lib.calibration.judge.intervals import STATES
 from madmax_lib.calibration.scale import scaled
 from madmax_lib.view.drawing import (
-    COLORS,
     DARK,
     GREY,
+    PLAIN,
+    SERIES,
     bar_chart,
     bars,
     fill_of,
     finish,
     line_key,
-    mark_key,
     new_axes,
     note,
     patch_key,
@@ -25,23 +25,19 @@ from madmax_lib.view.drawing import (
     shorten,
 )
 
-_STATE_COLORS = ("#3b75af", "#8d6bb8", "#e1812c", "#9a9a9a", "#c44e52")
+_STATE_COLORS = (SERIES[0], SERIES[3], SERIES[2], "#9a9a9a", SERIES[1])
 # colour and mark
 _STATE_STYLES = dict(zip(STATES, zip(_STATE_COLORS, "osDx^", strict=True), strict=True))
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 0.1  # relative error, shaded
-_RED = "#c44e52"
 _PRIOR = {"color": "#dedede", "lw": 6}
-_MODEL_STYLES = {  # colour and mark
-    "dense models": (COLORS["compute"], "o"),
-    "mixtures of experts": (COLORS["comm"], "s"),
-}
+_MODELS = {False: "dense models", True: "mixtures of experts"}
 _FACTS = {  # of `overlap_facts`: label, fill
     "overlap": ("communication that is hidden", "hidden"),
     "exposed_share": ("step that is exposed communication", "comm"),
-    "comm_share": ("kernel time that is communication", "other"),
+    "comm_share": ("kernel time that is communication", "#b8561a"),
     "compute_slowdown": ("compute slowed down beside communication", "compute"),
-    "speed_ratio": ("gain of speed by the switch", "memcpy"),
+    "speed_ratio": ("gain of speed by the switch", PLAIN),
 }
 
 
@@ -58,34 +54,23 @@ def plot_constants(
     low = scaled(table, "low")
     span = scaled(table, "high") - low
     names = ("start", "fitted", "interval_low", "interval_high")
-    at = {name: (scaled(table, name) - low) / span for name in names}
-    prior = _INSIDE * sigma.reindex(table.index).to_numpy(float) / span
-    prior_low = np.clip(at["start"] - prior, 0, 1)
-    prior_high = np.clip(at["start"] + prior, 0, 1)
+    at = pd.DataFrame({name: (scaled(table, name) - low) / span for name in names})
+    at = at.set_axis(table.index).assign(row=range(len(table)))
+    at["below"] = at["fitted"] - at["interval_low"]
+    at["above"] = at["interval_high"] - at["fitted"]
+    prior = _INSIDE * sigma.reindex(table.index) / span
+    ends = np.clip([at["start"] - prior, at["start"] + prior], 0, 1)
     ax = ax or new_axes(height=1.2 + 0.165 * len(table))
-    rows = np.arange(len(table))
-    ax.hlines(rows, prior_low, prior_high, **_PRIOR)
-    ax.plot(at["start"], rows, "|", color="#7a7a7a", ms=7)
-    interval = (at["interval_low"], at["interval_high"])
-    ax.hlines(
-        rows,
-        *interval,
-        color=[_STATE_STYLES[state][0] for state in table["state"]],
-        lw=1.6,
-    )
+    ax.hlines(at["row"], *ends, **_PRIOR)
+    ax.plot(at["start"], at["row"], "|", color="#7a7a7a", ms=7)
     # every state has an entry in the legend, with 0 too
     counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
     for state, (color, mark) in _STATE_STYLES.items():
-        part = np.flatnonzero(table["state"] == state)
-        ax.plot(
-            at["fitted"][part],
-            part,
-            mark,
-            color=color,
-            ms=4.5,
-            zorder=3,
-            label=f"{state} ({counts[state]})",
-        )
+        part = at[table["state"] == state]
+        interval = part[["below", "above"]].to_numpy().T
+        style = {"fmt": mark, "color": color, "ms": 4.5, "elinewidth": 1.6}
+        style["label"] = f"{state} ({counts[state]})"
+        ax.errorbar(part["fitted"], part["row"], xerr=interval, **style)
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
@@ -114,33 +99,18 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     table: measured_s, predicted_s, kind, and low_s, high_s or not; rows without one of
     the first two are left out.
     """
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
     pairs = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
-    mixture = pairs["kind"] == "mixture"
-    kinds = mixture.map({True: "mixtures of experts", False: "dense models"})
+    kinds = pairs["kind"].eq("mixture").map(_MODELS)
     ax = ax or new_axes(height=5.0, width=5.6)
-    for kind, (color, mark) in _MODEL_STYLES.items():
-        part = pairs[kinds == kind]
-        measured_s = part["measured_s"].astype(float)
-        if "low_s" in part:
-            ax.vlines(
-                measured_s,
-                part["low_s"],
-                part["high_s"],
-                color=color,
-                lw=0.6,
-                alpha=0.5,
-            )
-        if len(part):
-            ax.plot(
-                measured_s,
-                part["predicted_s"],
-                mark,
-                ms=4,
-                mfc="none",
-                mew=0.8,
-                color=color,
-                label=kind,
-            )
+    if "low_s" in pairs:
+        interval = pairs[["measured_s", "low_s", "high_s"]].astype(float)
+        ax.vlines(*interval.to_numpy().T, color=GREY, lw=0.6)
+    drawn = pairs[["measured_s", "predicted_s"]].astype(float).assign(kind=kinds)
+    look = {"hue": "kind", "style": "kind", "s": 16, "ax": ax}
+    look["palette"] = dict(zip(_MODELS.values(), SERIES, strict=False))
+    seaborn.scatterplot(drawn, x="measured_s", y="predicted_s", **look)
     ends = np.array([0.1, 10.0])
     if len(pairs):
         ends = np.array(
@@ -158,19 +128,10 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     error = (pairs["predicted_s"] / pairs["measured_s"] - 1).abs()
     close = (error <= _WITHIN).sum() / max(len(pairs), 1)
-    columns = [
-        "source",
-        "model",
-        "gpu",
-        "n_gpus",
-        "measured_s",
-        "predicted_s",
-        "low_s",
-        "high_s",
-    ]
+    columns = ["source", "model", "gpu", "n_gpus", "measured_s", "predicted_s"]
     return finish(
         ax,
-        pairs[[column for column in columns if column in pairs]],
+        pairs.filter([*columns, "low_s", "high_s"]),
         f"{close:.0%} of {len(pairs)} published runs are predicted {within}",
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",
@@ -186,43 +147,36 @@ def plot_errors(
     table: pd.DataFrame, ax: Axes | None = None, *, baseline: pd.Series | None = None
 ) -> Axes:
     """Mean absolute error of each row of `errors`, largest first; baseline: the error
-    of a simpler model as marks.
+    of a simpler model, one rate per GPU and precision, as text.
     """
     ranked = table.sort_values("mape", ascending=False)
     error = ranked["mape"]
     data = ranked.reset_index()
-    key = None
     title = "No rows"
     if len(error):
         title = f"Predictions are off by {error.min():.0%} to {error.max():.0%}"
+    texts = error.map("{:.1%}".format)
     if baseline is not None:
         # in the order of the bars
         simple = baseline.reindex(error.index)
         data = data.assign(baseline=simple.to_numpy())
-        key = [mark_key("one rate per GPU and precision", "|", _RED, ms=9, mew=1.5)]
-        title += f"; nearer than one rate in {(error < simple).sum()} of {len(error)}"
+        title += f", one rate per GPU by {simple.min():.0%} to {simple.max():.0%}"
+        texts += simple.map("; one rate: {:.0%}".format)
     rows = []
     for name, count in ranked["rows"].items():
         text = " · ".join(map(str, name)) if isinstance(name, tuple) else str(name)
         text = shorten(text, 58, keep_end=True)
         rows.append(f"{text} ({plural(count, 'run')})")
-    ax = bar_chart(
+    return bar_chart(
         ax,
         data,
         error * 100,
         title,
         x="mean absolute error of the predicted time [%]",
         rows=rows,
-        key=key,
         source="simulated",
+        notes=texts,
     )
-    if baseline is not None:
-        ax.plot(simple * 100, range(len(error)), "|", color=_RED, ms=9, mew=1.5)
-    # x in shares of the axes, y in rows: a column of numbers on the right
-    column = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
-    for row, value in enumerate(error):
-        ax.text(1.01, row, f"{value:.1%}", **column)
-    return ax
 
 
 def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -26,18 +26,9 @@ def plot_kernel_rates(
     text = format_bytes if size == "size_bytes" else "{:,.0f}".format
     ax = ax or new_axes(height=3.6)
     colors = dict(zip(table["device"].unique(), SERIES, strict=False))
-    names = {device: device for device in colors}
-    lines(ax, table, size, "rate", by="device", styles=colors, labels=names)
-    lines(
-        ax,
-        table,
-        size,
-        "roof",
-        by="device",
-        styles=colors,
-        linestyle=":",
-        linewidth=0.8,
-    )
+    look = {"hue": "device", "palette": colors}
+    lines(ax, table, size, "rate", **look)
+    lines(ax, table, size, "roof", ls=":", lw=0.8, **look | {"legend": False})
     points = table.dropna(subset="measured_rate")
     styles = {"s": 14, "zorder": 3, "linewidth": 0}
     ax.scatter(

@@ -81,21 +81,16 @@ def _launch_counts(table):
     """Launches by bins of delay and duration, which are equal in logarithm; bins with
     none are left out.
     """
-    times_s = table[["delay_s", "gpu_s"]].clip(lower=_SMALLEST_S)
-    # the top edge a per cent beyond the longest, which would fall out by rounding
-    tops_s = times_s.max().clip(lower=1e-5) * 1.01
-    edges = [np.geomspace(_SMALLEST_S, top_s, _BINS + 1) for top_s in tops_s]
-    counts, *_ = np.histogram2d(times_s["delay_s"], times_s["gpu_s"], bins=edges)
-    # (row, column) of the bins that hold any, each at the geometric mean of its edges
-    delay_bins, gpu_bins = np.nonzero(counts)
-    delays_s, gpus_s = (np.sqrt(edge[1:] * edge[:-1]) for edge in edges)
-    return pd.DataFrame(
-        {
-            "delay_s": delays_s[delay_bins],
-            "gpu_s": gpus_s[gpu_bins],
-            "count": counts[delay_bins, gpu_bins].astype(int),
-        }
-    )
+    bins = {}
+    for name in ("delay_s", "gpu_s"):
+        time_s = table[name].clip(lower=_SMALLEST_S)
+        # the top edge a per cent beyond the longest, which would fall out by rounding
+        top_s = max(time_s.max(), 1e-5) * 1.01
+        edges = np.geomspace(_SMALLEST_S, top_s, _BINS + 1)
+        # a bin is told by the geometric mean of its edges
+        middles = np.sqrt(edges[1:] * edges[:-1])
+        bins[name] = pd.cut(time_s, edges, right=False, labels=middles).astype(float)
+    return pd.DataFrame(bins).value_counts().sort_index().reset_index()
 
 
 def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -114,18 +109,10 @@ def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
     streams.sort(key=lambda part: -part["length"].max())
     data = pd.concat(streams[: len(SERIES)], ignore_index=True)
     numbers = data["stream"].unique()
-    lines(
-        ax,
-        data,
-        "time_s",
-        "length",
-        by="stream",
-        styles=dict(zip(numbers, SERIES, strict=False)),
-        labels={number: f"stream {number}" for number in numbers},
-        units=(1e-3, 1),
-        linewidth=1,
-        drawstyle="steps-post",
-    )
+    names = "stream " + data["stream"].astype(str)
+    drawn = data.assign(time_ms=data["time_s"] * 1e3, name=names)
+    look = {"hue": "name", "palette": SERIES[: len(numbers)], "lw": 1}
+    lines(ax, drawn, "time_ms", "length", drawstyle="steps-post", **look)
     longest = data["length"].max()
     return finish(
         ax,

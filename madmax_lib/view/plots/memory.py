@@ -1,7 +1,7 @@
 """Pictures of memory over time, of snapshots too, and of the holders of its peak: the
 tables of `traces.operators.memory`.
 
-Memory in use is violet, what is there from before the trace grey; a dark line is what
+Memory in use is purple, what is there from before the trace grey; a dark line is what
 the allocator has reserved.
 """
 
@@ -24,12 +24,10 @@ from madmax_lib.traces.operators.memory import (
 from madmax_lib.view.drawing import (
     WHITE,
     areas,
-    bar_chart,
     empty,
     finish,
     new_axes,
     note,
-    plural,
     short_name,
     thinned,
 )
@@ -116,42 +114,6 @@ def _tables(source):
     return _Tables(series, peaks, holders)
 
 
-def plot_held(
-    table: pd.DataFrame, ax: Axes | None = None, *, device: str | None = None
-) -> Axes:
-    """Bars of `held_at_peak` for one device: bytes of each operator, and their share as
-    text.
-
-    The device with the highest peak, or of those so named. Raises ValueError for one
-    that has no events.
-    """
-    part = _of_device(table, device)
-    if not len(part):
-        return empty(ax, table, _NO_EVENTS)
-    by_device = part.groupby(["rank", "device"], sort=False)
-    rank, device = by_device["size_bytes"].sum().idxmax()
-    part = by_device.get_group((rank, device))
-    unit, factor = bytes_unit(part["size_bytes"].max())
-    counts = [
-        "" if np.isnan(count) else f", {plural(count, 'allocation')}"
-        for count in part["count"]
-    ]
-    rows = [short_name(name) for name in part["operator"]]
-    share = part["share"]
-    kinds = (part["operator"] == BEFORE).map({True: "idle", False: "other"})
-    sizes = part["size_bytes"].clip(lower=0) / factor
-    return bar_chart(
-        ax,
-        part,
-        sizes,
-        f"{rows[share.argmax()]} holds {share.max():.0%} of the peak",
-        x=f"held at the peak of {device} of rank {rank} [{unit}]",
-        rows=rows,
-        fill=list(kinds),
-        notes=share.map("{:.1%}".format) + counts,
-    )
-
-
 def _of_device(table, device):
     """Rows of the devices of a name, all without one."""
     part = table if device is None else table[table["device"] == device]
@@ -179,8 +141,8 @@ def _draw_levels(ax, drawn, source, peak_bytes, factor):
     areas(
         ax,
         time_ms,
-        pd.DataFrame({"idle": older, "other": allocated - older}),
-        {"idle": "idle", "other": "other"},
+        pd.DataFrame({"idle": older, "memory": allocated - older}),
+        {"idle": "idle", "memory": "memory"},
         source=source,
         step="post",
     )

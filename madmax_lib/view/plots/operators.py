@@ -7,14 +7,11 @@ import re
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
 
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.operators.roofline import products
 from madmax_lib.view.drawing import (
-    COLORS,
-    LABELS,
     SERIES,
     bar_chart,
     empty,
@@ -24,9 +21,7 @@ from madmax_lib.view.drawing import (
     note,
     percent,
     plural,
-    rank_labels,
     short_name,
-    shorten,
 )
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")
@@ -38,7 +33,6 @@ _TALKS = re.compile(
 )
 _MOST_NAMES = 12
 _LEAST_SHARE = 0.0005  # of the time; below, a bar cannot be seen
-_NUMBERED = 8  # points of a roofline that the text beside it names
 
 
 def plot_kernels(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -71,24 +65,9 @@ def plot_operators(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
 
 
-def plot_modules(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """The types of modules that take most device time of their own (without modules
-    inside), of `modules`.
-    """
-    # ones are summed: how many modules of a type there are
-    rows = table.assign(name=table["type"], modules=1, kind="compute")
-    columns = ["name", "self_device_s", "count", "modules", "kind"]
-    return _longest(
-        ax,
-        rows[columns],
-        "self_device_s",
-        "device time without modules inside, with backward [ms]",
-    )
-
-
 def _longest(ax, rows, seconds, x):
     """Bars of the twelve names with the largest sums of a time, each with its share of
-    all and how many calls, or modules, it counts. seconds: column of the time.
+    all and its calls. seconds: column of the time.
     """
     sums = rows.groupby(["name", "kind"]).sum().reset_index()[list(rows)]
     data = sums.assign(share=sums[seconds] / max(sums[seconds].sum(), 1e-12))
@@ -97,8 +76,7 @@ def _longest(ax, rows, seconds, x):
     top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
     if not len(top):
         return empty(ax, top, "No device time is recorded", rows)
-    counted, noun = ("modules", "module") if "modules" in top else ("count", "call")
-    counts = [plural(count, noun) for count in top[counted]]
+    counts = [plural(count, "call") for count in top["count"]]
     names = [short_name(name) for name in top["name"]]
     kinds = list(top["kind"])
     return bar_chart(
@@ -118,8 +96,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Achieved FLOP/s over FLOPs per byte of each operator and shape of `roofline`,
     under the roofs of its device.
 
-    Ranks together. Area: device time; colour: dtype; the eight longest are numbered.
-    Only operators with FLOPs.
+    Ranks together. Area: device time; colour: dtype. Only operators with FLOPs.
     """
     rows = products(table)
     if not len(rows):
@@ -152,7 +129,6 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ylim=(tflop_per_s.min() / 2, top_tflop_per_s),
     )
     ax.grid(True, axis="both")
-    _number(ax, rows.head(_NUMBERED))
     top = rows.iloc[0]
     device = table.attrs.get("device") or "its device"
     return finish(
@@ -187,106 +163,3 @@ def _draw_roofs(ax, peaks, bandwidth, limits):
             ha=side,
             color=color,
         )
-
-
-def _number(ax, rows):
-    """Number points, and list their names, shares of the roof and shapes beside the
-    axes.
-    """
-    texts = []
-    for number, row in enumerate(rows.itertuples(), start=1):
-        # eight points, eight directions: the numbers of points that coincide stand apart
-        angle = np.deg2rad(45 * number)
-        point = (row.flops_per_byte, row.flops_per_s / 1e12)
-        note(
-            ax,
-            *point,
-            str(number),
-            weight="bold",
-            ha="center",
-            dx=9 * np.cos(angle),
-            dy=9 * np.sin(angle),
-        )
-        texts.append(
-            f"{number}  {short_name(row.name)}  {percent(row.roof)} of its "
-            f"roof\n    {_shapes(row.shapes)}"
-        )
-    ax.text(
-        1.02,
-        1.0,
-        "\n".join(texts),
-        transform=ax.transAxes,
-        va="top",
-        fontsize=6.5,
-        linespacing=1.25,
-    )
-
-
-def plot_kernel_types(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Busy time of each rank by the kinds that run side by side, of `kernel_types`."""
-    if not len(table):
-        return empty(ax, table, "Nothing ran")
-    busy_s = table.pivot_table(
-        index="rank", columns="kinds", values="total_s", aggfunc="sum", observed=False
-    )
-    # the longest first, next to the axis
-    busy_s = busy_s[busy_s.sum().sort_values(ascending=False).index].fillna(0.0)
-    key = {}
-    for text in busy_s:
-        kinds = text.split(" + ")
-        color = to_hex(np.mean([to_rgb(COLORS[kind]) for kind in kinds], axis=0))
-        # side by side with compute, communication is hidden: its colour elsewhere
-        hidden = kinds == ["compute", "comm"]
-        label = " + ".join(LABELS[kind] for kind in kinds)
-        key[label] = COLORS["hidden"] if hidden else color
-    labels = list(key)
-    share = busy_s.iloc[:, 0].sum() / busy_s.to_numpy().sum()
-    way = "side by side" if " + " in labels[0] else "alone"
-    parts_ms = busy_s.set_axis(labels, axis=1) * 1e3
-    return bar_chart(
-        ax,
-        table,
-        parts_ms,
-        f"{share:.0%} of the busy time is {labels[0]} {way}",
-        x="busy time [ms]",
-        rows=rank_labels(busy_s.index),
-        key=key,
-        columns=3,
-        fill=key,
-    )
-
-
-def plot_mfu(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Model FLOPs utilisation of each rank, of `mfu`: the median of its steps as a bar,
-    each step as a point.
-    """
-    steps = table.dropna(subset="mfu")
-    if not len(steps):
-        return empty(ax, table, "No utilisation: no FLOPs are known")
-    # the median of a rank does not mind a slow first step
-    by_rank = steps.groupby("rank")["mfu"]
-    median = by_rank.median()
-    ax = bar_chart(
-        ax,
-        table,
-        median * 100,
-        f"{percent(steps['mfu'].median())} of the peak in the median step",
-        x="model FLOPs utilisation [%]",
-        rows=rank_labels(median.index),
-        reach=steps["mfu"].max() * 112,
-    )
-    rows = steps["rank"].map(list(median.index).index)
-    ax.plot(steps["mfu"] * 100, rows, "o", color="black", markersize=2.5)
-    for row, (value, most) in enumerate(zip(median, by_rank.max(), strict=True)):
-        note(ax, most * 100, row, percent(value), dx=5)
-    return ax
-
-
-def _shapes(text):
-    """Shapes of the tensors in short.
-
-    >>> _shapes("[[16,5185,64],[16,64,5185],[]]")
-    '16x5185x64, 16x64x5185'
-    """
-    shapes = re.findall(r"\[(\d[\d,]*)\]", text)
-    return shorten(", ".join(shape.replace(",", "x") for shape in shapes))

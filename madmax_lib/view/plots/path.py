@@ -12,7 +12,6 @@ from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.view.drawing import (
     COLORS,
     bar_chart,
-    bars,
     blocks,
     faded,
     fill_of,
@@ -85,38 +84,6 @@ def _work(timeline, start_ns, reach_ns):
     kind = spans["kind"].astype(object).replace("cpu", "host")
     spans = spans.assign(start_ns=spans["start_ns"] - start_ns, kind=kind)
     return _within(spans, reach_ns)
-
-
-def plot_path_share(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Bars of `path_share`: time of each kind on the path, beside all its time, on the
-    path or not.
-    """
-    # what decides most on top
-    table = table.sort_values("path_s", ascending=False)
-    ax = ax or new_axes(height=1.1 + 0.45 * len(table))
-    names = [_name(kind) for kind in table["kind"]]
-    source = table.attrs.get("source")
-    fills = [fill_of(_COLORS[kind], source) for kind in table["kind"]]
-    shares = table["share"].map("{:.1%} of the path".format)
-    bars(ax, table["path_s"] * 1e3, fill=fills, slot=(0, 2), notes=shares)
-    bars(
-        ax,
-        table["busy_s"] * 1e3,
-        fill=[faded(fill, alpha=0.35) for fill in fills],
-        slot=(1, 2),
-        height=0.26,
-        notes=table["busy_s"].map(lambda busy_s: "busy" if busy_s else ""),
-    )
-    title = "No path"
-    if names:
-        title = f"{table['share'].iloc[0]:.0%} of the step is decided by: {names[0]}"
-    return finish(
-        ax,
-        table,
-        title,
-        x="time in the step [ms]; busy: mean of the ranks",
-        rows=names,
-    )
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -12,13 +12,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import (
-    COLORS,
     DASHED,
+    GIB,
     SERIES,
-    WHITE,
     bars,
     finish,
-    line_key,
     lines,
     new_axes,
     note,
@@ -29,101 +27,51 @@ if TYPE_CHECKING:
     from madmax_lib.planner.hetero.planned import Planned
 
 
-_CHOICES = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave")
-_RECOMPUTE = {
-    "none": {"color": COLORS["compute"], "ls": "-"},
-    "selective": {"color": COLORS["memcpy"], "ls": "--"},
-    "full": {"color": COLORS["comm"], "ls": ":"},
-}
 _CLOSE = 0.05  # of the best step: as near as this is found
+_SLOWEST = 5  # of the fastest step: slower plans of a front are not drawn
 _TRIALS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
-_SPREAD = 0.03  # of the axis, over which lines that coincide are shifted
 
 
 def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
-    """The plans that no other one beats in time and memory. room_bytes: memory of a
-    device.
+    """The plans that no other one beats in time and memory, up to five times the
+    fastest step. room_bytes: memory of a device.
     """
     ax = ax or new_axes(height=4.0)
     table = pareto[["plan", "step_s", "memory_bytes"]].reset_index(drop=True)
-    room_gb = room_bytes / 1e9
-    memory_gb = table["memory_bytes"] / 1e9
-    step_s = table["step_s"]
-    ax.plot(
-        memory_gb,
-        step_s,
-        color=COLORS["compute"],
-        lw=0.8,
-        drawstyle="steps-post",
-        marker="o",
-        ms=4,
-        mfc="white",
-    )
-    ax.axvline(room_gb, **DASHED)
-    # x in GB, y in shares of the axes
-    text = {"transform": ax.get_xaxis_transform(), "rotation": 90, "fontsize": 7}
-    ax.text(room_gb, 0.98, "memory of a device ", ha="right", va="top", **text)
-    # the first, the middle and the last plan have room for their names
-    rows = {0, len(table) // 2, len(table) - 1} & set(table.index)
-    for row in table.loc[sorted(rows)].itertuples():
-        side = {"dx": 6, "dy": 8}
-        if row.memory_bytes > 0.6 * room_bytes:
-            side = {"dx": 0, "dy": -10, "ha": "right"}
-        note(ax, row.memory_bytes / 1e9, row.step_s, row.plan, **side)
+    points = table.assign(memory_gib=table["memory_bytes"] / GIB)
+    # plans that save the last bytes may take a thousand times as long
+    near = points[points["step_s"] <= _SLOWEST * points["step_s"].min()]
+    look = {"lw": 0.8, "drawstyle": "steps-post", "marker": "o", "mec": SERIES[0]}
+    lines(ax, near, "memory_gib", "step_s", color=SERIES[0], **look)
+    room_gib = room_bytes / GIB
+    ax.axvline(room_gib, **DASHED)
     title = "No plan fits"
-    if len(table):
-        ax.set_ylim(0.5 * step_s.min(), 1.3 * step_s.max())
+    if len(near):
+        step_s = near["step_s"]
+        reach_s = 1.1 * step_s.max()
+        ax.set_ylim(0, reach_s)
+        left = {"dx": -4, "ha": "right"}
+        note(ax, room_gib, 0.08 * reach_s, f"a device: {room_gib:.0f} GiB", **left)
+        # the first, the middle and the last plan have room for their names
+        for number in sorted({0, len(near) // 2, len(near) - 1}):
+            row = near.iloc[number]
+            side = {"dx": 6, "dy": 8}
+            if row["memory_gib"] > 0.6 * room_gib:
+                side = {"dx": 0, "dy": -10, "ha": "right"}
+            note(ax, row["memory_gib"], row["step_s"], row["plan"], **side)
         # with half of what the front spans, how much slower is the fastest?
-        less_gb = (memory_gb.min() + memory_gb.max()) / 2
-        longer = step_s[memory_gb <= less_gb].min() / step_s.min() - 1
+        most_gib = points["memory_gib"].max()
+        less_gib = (points["memory_gib"].min() + most_gib) / 2
+        within_s = points.loc[points["memory_gib"] <= less_gib, "step_s"].min()
         title = (
-            f"Within {less_gb:.0f} GB instead of {memory_gb.max():.0f} the step "
-            f"takes {longer:.0%} longer"
+            f"Within {less_gib:.0f} GiB instead of {most_gib:.0f} the step takes "
+            f"{within_s / step_s.min() - 1:.0%} longer"
         )
-    return finish(
-        ax,
-        table,
-        title,
-        x="memory of the fullest device [GB]",
-        y="simulated step [s]",
-        reach=room_gb * 1.05,
-        yscale="log",
-    )
-
-
-def plot_parallel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """The choices of the best plans as lines from axis to axis, the best thick; colour
-    and dashes: recompute.
-    """
-    ax = ax or new_axes(height=4.0, width=8.0)
-    best = table[[*_CHOICES, "recompute", "step_s"]].reset_index(drop=True)
-    # the values of each choice at equal distances from 0 to 1
-    ranks = best[list(_CHOICES)].rank(method="dense") - 1
-    heights = ranks / ranks.max().clip(lower=1)
-    shift = _SPREAD * (best.index.to_numpy() / max(len(best) - 1, 1) - 0.5)
-    for row in best.index[::-1]:  # the best one on top
-        weight = {"lw": 3} if row == 0 else {"lw": 0.9, "alpha": 0.6}
-        style = _RECOMPUTE[best["recompute"][row]]
-        ax.plot(heights.loc[row].to_numpy() + shift[row], **style, **weight)
-    # each value of a choice is written once, where its lines pass
-    for number, name in enumerate(_CHOICES):
-        labels = dict(zip(best[name], heights[name], strict=True))
-        for value, height in labels.items():
-            style = {"dx": 5, "fontsize": 8, "bbox": WHITE}
-            note(ax, number, height, str(value), **style)
-    ax.set_xticks(range(len(_CHOICES)), [name.replace("_", "-") for name in _CHOICES])
-    ax.set_yticks([])
-    # only what occurs has an entry
-    kinds = [kind for kind in _RECOMPUTE if kind in set(best["recompute"])]
-    within = best["step_s"].max() / best["step_s"].min() - 1
-    return finish(
-        ax,
-        best,
-        f"The best {len(best)} plans are within {within:.1%} of each other",
-        xlim=(-0.2, len(_CHOICES) - 0.5),
-        ylim=(-0.15, 1.15),
-        key=[line_key(f"recompute {kind}", **_RECOMPUTE[kind]) for kind in kinds],
-    )
+    slower = len(points) - len(near)
+    x = "memory of the fullest device [GiB]"
+    x += f"; {plural(slower, 'slower plan')} left out"
+    y = "simulated step [s]"
+    return finish(ax, table, title, x=x, y=y, reach=room_gib * 1.02)
 
 
 def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
@@ -145,18 +93,9 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     # a trial that failed is no progress, but costs a trial
     best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
     table["slower"] = best_so_far_s / table["step_s"].min() - 1
-    lines(
-        ax,
-        table,
-        "trial",
-        "slower",
-        by="order",
-        styles=dict(zip(step_s, SERIES, strict=False)),
-        labels={name: name for name in step_s},
-        units=(1, 0.01),
-        drawstyle="steps-post",
-        lw=1.5,
-    )
+    drawn = table.assign(percent=100 * table["slower"])
+    look = {"hue": "order", "palette": SERIES[: len(step_s)], "lw": 1.5}
+    lines(ax, drawn, "trial", "percent", drawstyle="steps-post", **look)
     ax.axhline(100 * _CLOSE, **DASHED)
     first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
     counts = ", ".join(f"{name} {first_close.get(name, 'never')}" for name in step_s)
@@ -212,33 +151,6 @@ def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
         rows=rows,
         reach=fleet.size,
         key={name: _color(name, fleet.types) for name in fleet.types},
-        origin=planned.provenance,
-    )
-
-
-def plot_stage_memory(planned: Planned, ax: Axes | None = None) -> Axes:
-    """Memory of the fullest GPU of each stage and type beside what it has."""
-    table = planned.memory
-    types = planned.costs.fleet.types
-    colors = [_color(name, types) for name in table["device"]]
-    share = table["used_mb"] / table["capacity_mb"]
-    ax = ax or new_axes(height=1.2 + 0.3 * len(table), width=6.0)
-    outlines = [{"facecolor": "none", "edgecolor": color} for color in colors]
-    bars(
-        ax,
-        table["capacity_mb"] / 1024,
-        fill=outlines,
-        notes=share.map("{:.0%}".format),
-    )
-    bars(ax, table["used_mb"] / 1024, fill=colors, source="simulated")
-    rows = [f"stage {row.stage} · {row.device}" for row in table.itertuples()]
-    fullest = rows[share.argmax()]
-    return finish(
-        ax,
-        table,
-        f"The fullest GPU, {fullest}, needs {share.max():.0%} of its memory",
-        x="memory of one GPU [GiB]: needed (hatched) of what it has (outline)",
-        rows=rows,
         origin=planned.provenance,
     )
 

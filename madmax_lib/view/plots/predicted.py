@@ -11,7 +11,9 @@ from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
+    COMPONENTS,
     DASHED,
+    GIB,
     SERIES,
     areas,
     bar_chart,
@@ -97,31 +99,31 @@ def plot_components(
     stages = table["stage"].unique()
     every = -(-len(stages) // _MOST_STAGES)  # of many stages every n-th
     rows = stages[::every]
-    size_gb = table.pivot_table(
+    size_gib = table.pivot_table(
         index="stage", columns="component", values="size_bytes", sort=False
-    ).div(1e9)
+    ).div(GIB)
     components = [
-        name for name in PHASES if name in size_gb and size_gb[name].max() > 0
+        name for name in PHASES if name in size_gib and size_gib[name].max() > 0
     ]
     fills = components_key(components)
-    largest_gb = size_gb[components].max()
+    largest_gib = size_gib[components].max()
     key = [patch_key(name, color) for name, color in fills.items()]
-    key.append(line_key(f"room: {room_bytes / 1e9:.0f} GB", **DASHED))
+    key.append(line_key(f"room: {room_bytes / GIB:.0f} GiB", **DASHED))
     # the legend beside the axes needs some height
     ax = ax or new_axes(height=max(1.6 + 0.3 * len(rows), 2.4))
     ax = bar_chart(
         ax,
         table,
-        size_gb.loc[rows],
-        f"Largest component: {largest_gb.idxmax()}, {largest_gb.max():.1f} GB on a device",
-        x="simulated memory [GB], all moments of a step",
+        size_gib.loc[rows],
+        f"Largest component: {largest_gib.idxmax()}, {largest_gib.max():.1f} GiB on a device",
+        x="simulated memory [GiB], all moments of a step",
         rows=[f"stage {stage}" for stage in rows],
         key=key,
         where="beside",
         fill=fills,
         source="simulated",
     )
-    ax.axvline(room_bytes / 1e9, **DASHED)
+    ax.axvline(room_bytes / GIB, **DASHED)
     return ax
 
 
@@ -130,34 +132,34 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     table: of `fits`.
     """
     places = table.drop_duplicates("place").set_index("place")
-    room_gb = places["usable_bytes"] / 1e9
-    margin_gb = places["margin_bytes"] / 1e9
-    size_gb = table.pivot_table(
+    room_gib = places["usable_bytes"] / GIB
+    margin_gib = places["margin_bytes"] / GIB
+    size_gib = table.pivot_table(
         index="place",
         columns="component",
         values="size_bytes",
         aggfunc="sum",
         sort=False,
-    ).div(1e9)
-    shares = size_gb.loc[places.index].div(room_gb, axis=0).fillna(0.0)
+    ).div(GIB)
+    shares = size_gib.loc[places.index].div(room_gib, axis=0).fillna(0.0)
     fills = components_key(table["component"])
-    # relative to what a place has: a GB is more on a device than on a drive
-    tight = (margin_gb / room_gb).idxmin()
-    used = (room_gb - margin_gb).map("{:.1f} of ".format)
+    # relative to what a place has: a GiB is more on a device than on a drive
+    tight = (margin_gib / room_gib).idxmin()
+    used = (room_gib - margin_gib).map("{:.1f} of ".format)
     ax = ax or new_axes(height=2.6 + 0.45 * len(places))
     ax = bar_chart(
         ax,
         table,
         shares,
-        f"Tightest is {_PLACES[tight]}: {margin_gb[tight]:.1f} of "
-        f"{room_gb[tight]:.0f} GB are left",
+        f"Tightest is {_PLACES[tight]}: {margin_gib[tight]:.1f} of "
+        f"{room_gib[tight]:.0f} GiB are left",
         x="simulated bytes over the room for training, all moments of a step",
         rows=[_PLACES[name] for name in places.index],
         key=fills,
         columns=4,
         fill=fills,
         source="simulated",
-        notes=used + room_gb.map("{:.0f} GB".format),
+        notes=used + room_gib.map("{:.0f} GiB".format),
     )
     ax.axvline(1.0, **DASHED)
     return ax
@@ -171,18 +173,21 @@ def plot_moments(
     """
     ax = ax or new_axes(height=2.8)
     if holder == "device":
-        fills = {"everything but the model": "comm", "model states": "compute"}
+        fills = {
+            "everything but the model": COMPONENTS["activations"],
+            "model states": COMPONENTS["weights"],
+        }
         columns = ["other_bytes", "model_bytes", "room_bytes"]
     else:
-        fills = {"model states and checkpoints": "memcpy"}
+        fills = {"model states and checkpoints": COMPONENTS["optimizer"]}
         columns = ["host_bytes", "host_room_bytes"]
-    memory_gb = table[columns] / 1e9
-    room_gb = memory_gb.pop(columns[-1]).iloc[0]
-    parts_gb = memory_gb.set_axis(list(fills), axis=1)
+    memory_gib = table[columns] / GIB
+    room_gib = memory_gib.pop(columns[-1]).iloc[0]
+    parts_gib = memory_gib.set_axis(list(fills), axis=1)
     # a moment is a layer of a pass: its level holds around its number
     style = {"source": "simulated", "step": "mid"}
-    top_gb = areas(ax, range(len(table)), parts_gb, fills, **style)
-    ax.axhline(room_gb, **DASHED)
+    top_gib = areas(ax, range(len(table)), parts_gib, fills, **style)
+    ax.axhline(room_gib, **DASHED)
     phases = [phase for phase in table["phase"].unique() if phase in _PASSES]
     # the first moment of each pass
     begins = [(table["phase"] == phase).argmax() for phase in phases]
@@ -192,11 +197,11 @@ def plot_moments(
     return finish(
         ax,
         table,
-        f"The {holder} holds {top_gb.min():.0f} to {top_gb.max():.0f} GB",
+        f"The {holder} holds {top_gib.min():.0f} to {top_gib.max():.0f} GiB",
         x="layer by layer",
-        y="simulated memory [GB]",
+        y="simulated memory [GiB]",
         xlim=(0, len(table) - 1),
-        ylim=(0, 1.15 * max(room_gb, top_gb.max())),
+        ylim=(0, 1.15 * max(room_gib, top_gib.max())),
         key=key,
     )
 

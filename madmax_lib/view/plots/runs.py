@@ -15,10 +15,14 @@ from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.timeline import with_origin
 from madmax_lib.view.drawing import (
     COLORS,
+    DARK,
+    PLAIN,
+    SERIES,
     bar_chart,
     bars,
     fill_of,
     finish,
+    line_key,
     lines,
     new_axes,
     plural,
@@ -27,14 +31,13 @@ from madmax_lib.view.drawing import (
 _PHASE_COLORS = ("#303030", "#9dbada", "compute", "other", "idle")
 _PHASES = dict(zip((*PHASES, "other"), _PHASE_COLORS, strict=True))
 _SHARES = {"compute": "compute", "exposed communication": "comm", "idle": "idle"}
-_FEW_STEPS = 20  # up to which there is room for the loss of each
 _FEW_PERCENT = 9  # parts below are drawn without a number
 
 
 # of a calibration's results: column behind measured_ and predicted_, factor to what is
 # drawn (ms or per cent), and kind of work, for its colour
 _QUANTITIES = {
-    "step": ("s", 1e3, "other"),
+    "step": ("s", 1e3, PLAIN),
     "compute": ("compute", 100.0, "compute"),
     "exposed_comm": ("exposed_comm", 100.0, "comm"),
     "overlap": ("overlap", 100.0, "comm"),
@@ -42,7 +45,7 @@ _QUANTITIES = {
 
 
 def plot_run(run: Run, ax: Axes | None = None) -> Axes:
-    """Time of each step of a run by phase, and its loss as text above.
+    """Time of each step of a run by phase.
 
     Raises ValueError for a run that made no step, with its status and the error it
     ended with.
@@ -55,19 +58,19 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     parts = _phases(run.steps)
     count = len(parts)
     loss = run.steps["loss"]
-    notes = loss.map("{:.2f}".format) if count <= _FEW_STEPS else None
-    ends_ms = bars(ax, parts * 1e3, fill=_PHASES, notes=notes, upright=True, height=0.8)
+    colors = [COLORS.get(fill, fill) for fill in _PHASES.values()]
+    parts.mul(1e3).plot.bar(ax=ax, stacked=True, color=colors, width=0.8, rot=0)
     ax.set_xticks(range(0, count, max(count // 10, 1)))  # ten or so
     ax.grid(axis="y")
     median = format_s(run.summary["step_s"]["median"])
     return finish(
         ax,
         parts.assign(step=run.steps["step"], loss=loss),
-        f"{run.spec.model}, {run.spec.strategy}: {median} per step",
-        x="step (above: loss)",
+        f"{run.spec.model}, {run.spec.strategy}: {median} per step, loss "
+        f"{loss.iloc[0]:.2f} to {loss.iloc[-1]:.2f}",
+        x="step",
         y="time [ms]",
         xlim=(-0.6, count - 0.4),
-        ylim=(0, ends_ms.max() * 1.12),
         key=_PHASES,
         where="beside",
     )
@@ -121,25 +124,11 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     # against the reference at the same step
     same_step = table["step"].map(alone.set_index("step")["loss"])
     table["difference"] = (table["loss"] - same_step).abs()
-    ax.plot(
-        alone["step"],
-        alone["loss"],
-        label=label,
-        color=COLORS["compute"],
-        linewidth=3,
-        alpha=0.6,
-    )
-    others = table[table["run"] != reference].sort_values("run", kind="stable")
-    # one entry of the legend stands for all of them
-    labels = dict.fromkeys(others["run"].head(1), "each of the others")
-    ring = {
-        "marker": "o",
-        "markersize": 3,
-        "markerfacecolor": "none",
-        "linewidth": 0.8,
-        "color": COLORS["comm"],
-    }
-    lines(ax, others, "step", "loss", by="run", labels=labels, **ring)
+    wide = {"color": DARK, "lw": 3, "alpha": 0.4}
+    thin = {"color": SERIES[0], "lw": 0.8}
+    others = [line_key("each of the others", **thin)] if len(runs) > 1 else []
+    lines(ax, alone, "step", "loss", **wide)
+    lines(ax, table[table["run"] != reference], "step", "loss", units="run", **thin)
     ax.grid(axis="y")
     ways = plural(len(runs) - 1, "way")
     most = table["difference"].max()
@@ -149,6 +138,7 @@ def plot_losses(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         f"{ways} to split {spec.model}: losses differ by {most:.0e} at most",
         x="step",
         y="loss",
+        key=[line_key(label, **wide), *others],
         where="best",
         origin={"files": steps_files(runs)},
     )
@@ -212,10 +202,10 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     unit, factor = bytes_unit(
         table[["predicted_bytes", "measured_bytes"]].max(axis=None)
     )
-    key = {"predicted": fill_of("other", "simulated")}
+    key = {"predicted": fill_of("memory", "simulated")}
     # runs on CPUs have no allocator to ask
     if table["measured_bytes"].notna().any():
-        key["measured"] = fill_of("other")
+        key["measured"] = fill_of("memory")
     for number, (name, fill) in enumerate(key.items()):
         bars(ax, table[f"{name}_bytes"] / factor, fill=fill, slot=(number, len(key)))
     # what every run has
@@ -242,25 +232,28 @@ def plot_beside(
     of the communication.
     """
     column, factor, kind = _QUANTITIES[what]
-    measured = factor * table[f"measured_{column}"]
-    predicted = factor * table[f"predicted_{column}"]
+    numbers = factor * table[[f"measured_{column}", f"predicted_{column}"]]
+    measured, predicted = (numbers[name] for name in numbers)
+    # rows of nothing beside nothing are counted in the title
+    seen = (numbers >= 1).any(axis=1)
     key = {
         "measured": fill_of(kind),
         "predicted before the run": fill_of(kind, "simulated"),
     }
-    ax = ax or new_axes(height=1.4 + 0.34 * len(table))
-    pair = zip((measured, predicted), key.values(), strict=True)
-    for number, (values, fill) in enumerate(pair):
-        bars(
-            ax,
-            values.fillna(0.0),
-            fill=fill,
-            slot=(number, 2),
-            notes=values.map("{:.0f}".format),
-        )
+    ax = ax or new_axes(height=1.4 + 0.34 * seen.sum())
+    for number, (fill, values) in enumerate(zip(key.values(), numbers, strict=True)):
+        lengths = numbers.loc[seen, values]
+        notes = lengths.map("{:.0f}".format)
+        bars(ax, lengths.fillna(0.0), fill=fill, slot=(number, 2), notes=notes)
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
-    title = f"{name} is off by {off.mean():.0f} points on average"
+    title = (
+        f"{name} is off by {off.mean():.0f} points on average, by {off.max():.0f} "
+        f"({off.idxmax()}) at worst"
+    )
+    if not seen.all():
+        few = f"{(~seen).sum()} of {len(seen)} runs"
+        title += f"\nNot drawn: {few}, below 1 % both measured and predicted"
     # times differ by machine: relative errors compare, points do not
     if what == "step":
         error = off / measured
@@ -270,10 +263,10 @@ def plot_beside(
         )
     # of the numbers: the file itself may be written again
     results = {"sha256": fingerprint(table.reset_index())}
-    runs = zip(table.index, table["strategy"], strict=True)
+    runs = table["strategy"][seen].items()
     return finish(
         ax,
-        table[["strategy"]].join([measured, predicted]).reset_index(),
+        table[["strategy"]].join(numbers).reset_index(),
         title,
         x="ms per step" if what == "step" else "per cent",
         rows=[f"{run} ({strategy})" for run, strategy in runs],

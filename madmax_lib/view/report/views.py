@@ -58,7 +58,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     if others:
         where = f"in steps that are warm-up or cut ({', '.join(others)}) or outside all"
     work = f"{format_s(whole_s - steady_s)} of work per rank"
-    return f"{summary[:-1]}. {work} lie {where} and are not in the numbers."
+    return f"{summary[:-1]}. {work} is {where} and does not count."
 
 
 def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
@@ -75,7 +75,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     numbers = {
         "a step, median": (format_s, traces.steps(timeline)["wall_s"].median()),
         "computing": (percent, sums_s["compute_s"] / total_s),
-        "of communication under compute": (percent, hidden),
+        "of communication hidden": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
         "memory at the peak": (format_bytes, peaks["peak_bytes"].max()),
     }
@@ -153,8 +153,8 @@ def advice(timeline: Timeline) -> str:
     return section(
         "What to fix first",
         paragraph(
-            "What each fix would gain at most, per step and mean over the ranks; "
-            "causes overlap. The evidence counts all ranks and steps together."
+            "The most each fix could gain per step, averaged over the ranks; causes "
+            "overlap. The evidence covers all ranks and steps."
         ),
         table(causes),
     )
@@ -190,9 +190,9 @@ def step_view(timeline: Timeline) -> str:
     )
     parts = [
         paragraph(
-            "Means over the ranks; wall is the median of the ranks on the host. The bars "
-            "run from the first to the last work of a step: where steps overlap, idle "
-            "here is another step's work, which the overview counts as busy."
+            "Means over the ranks; wall is the host time of the median rank. Bars run "
+            "from the first to the last work of a step: if steps overlap, idle time "
+            "here may be another step's work, which the overview counts as busy."
         ),
         paragraph(input_text if waiting_share > 0 else ""),
         paragraph(note),
@@ -388,12 +388,12 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     # beyond twice, a percentage is hard to read
     longer = f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
     summary = (
-        f"A step takes {format_s(here_s)}, in {there} {format_s(there_s)}, "
-        f"medians: {longer}."
+        f"The median step takes {format_s(here_s)}, and {format_s(there_s)} in "
+        f"{there}: {longer}."
     )
     if not np.isnan(overlap["a"]):
         summary += (
-            f" Of the communication {percent(overlap['b'])} is under compute, there "
+            f" Compute hides {percent(overlap['b'])} of the communication, there "
             f"{percent(overlap['a'])}."
         )
     columns = [
@@ -410,11 +410,11 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     ops = ops.rename(columns={"total_a_s": f"{there}_s", "total_b_s": f"{here}_s"})
     tables = [table(quantities), table(ops)]
     return section(
-        f"Beside {there}",
+        f"Compared with {there}",
         paragraph(summary),
         paragraph(
-            "Means of the ranks and steps that both have, each from the first to the "
-            "last work of its step:"
+            "Means over the ranks and steps that both runs have, from the first to "
+            "the last work of each step:"
         ),
         *tables,
     )
