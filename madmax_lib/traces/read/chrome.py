@@ -27,7 +27,7 @@ from madmax_lib.traces.read.events import (
     RawTrace,
 )
 from madmax_lib.traces.read.files import rank_in_name
-from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
+from madmax_lib.traces.read.perfetto import chrome_lists, is_perfetto
 from madmax_lib.traces.read.salvage import (
     BETWEEN,
     EVENT_START,
@@ -75,9 +75,10 @@ def decode_pieces(
     number = EXACT if exact else None
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
-    packets = packets_of(trace)
-    text_blocks = chrome_text(trace, packets) if packets else _file_blocks(trace)
-    with contextlib.closing(text_blocks) as blocks:
+    if packets := packets_of(trace):
+        yield from map(decoder.decode, chrome_lists(trace, packets))
+        return
+    with contextlib.closing(_file_blocks(trace)) as blocks:
         text = _find_events(trace, blocks)
         piece = Decoded([])
         wanted_bytes = 0

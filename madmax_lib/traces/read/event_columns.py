@@ -5,7 +5,7 @@ codes.
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,14 @@ Result = TypeVar("Result")
 
 _BATCH = 4000  # events whose columns are made at once
 _NO_ARGS = Args()
-# keys of packets' notes that become columns as they are
-_NUMBERS = ("stream", "correlation", "external id", "External Id", "External id")
+# columns of packets' notes that are numbers as they stand; later keys win
+_NUMBERS = {
+    "stream": "stream",
+    "correlation": "correlation",
+    "external id": "op",
+    "External Id": "op",
+    "External id": "op",
+}
 
 
 @dataclass
@@ -103,14 +109,25 @@ def with_exact_times(
 
 
 def _gather(trace: RawTrace, exact: bool, hta: bool):
-    if data := packets_of(trace):
-        with uncollected():
-            return _of_packets(trace, data, hta)
-    if data := packets_of(trace):
-        with uncollected():
-            return _of_packets(trace, data, hta)
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
+    if data := packets_of(trace):
+        with uncollected():
+            arrays, group_rank = _of_packets(trace, data, codes, hta)
+    else:
+        arrays, group_rank = _of_events(trace, exact, codes, hta)
+    return EventColumns(
+        **arrays,
+        names=_distinct(codes["name"], arrays["name"]),
+        categories=[str(category).strip().lower() for category in codes["category"]],
+        threads=list(codes["thread"]),
+        groups=list(codes["group"]),
+        group_rank=group_rank,
+    )
+
+
+def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes], hta: bool):
+    """Columns of a Chrome trace, piece by piece, and the rank that it tells."""
     # bytes that grow: arrays of each piece would keep its memory in use
     columns = defaultdict(bytearray)
     group_rank = None
@@ -120,8 +137,7 @@ def _gather(trace: RawTrace, exact: bool, hta: bool):
         trace.nameless += len(nameless)
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
-            ranks = (_global_rank(event.args) for event in rows if event.args)
-            group_rank = next((rank for rank in ranks if rank is not None), None)
+            group_rank = _first_rank(event.args for event in rows if event.args)
         piece = _piece(rows, codes, exact, hta)
         for key, values in piece.items():
             columns[key] += values.tobytes()
@@ -133,72 +149,52 @@ def _gather(trace: RawTrace, exact: bool, hta: bool):
         key: np.frombuffer(columns.pop(key), values.dtype)
         for key, values in piece.items()
     }
-    return EventColumns(
-        **arrays,
-        names=_distinct(codes["name"], arrays["name"]),
-        categories=[str(category).strip().lower() for category in codes["category"]],
-        threads=list(codes["thread"]),
-        groups=list(codes["group"]),
-        group_rank=group_rank,
-    )
+    return arrays, group_rank
 
 
-def _of_packets(trace: RawTrace, data: bytes, hta: bool):
-    """Columns of a file of packets, whose rows are arrays already."""
+def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool):
+    """Columns of a file of packets, and the rank that it tells."""
     packets = read_rows(trace, data, Args.__struct_encode_fields__)
-    count = len(packets.start_ns)
-    numbers = {key: np.full(count, -1) for key in _NUMBERS}
+    columns = packets.columns
+    times_ns = columns["start_ns"], columns["dur_ns"]
+    count = len(columns["name"])
+    columns |= {key: np.full(count, -1) for key in _NUMBERS.values()}
+    row, key, value = packets.notes
+    for name, column in _NUMBERS.items():
+        of_name = key == packets.texts.number(name)
+        columns[column][row[of_name]] = integers(value[of_name].tolist())
+        key = np.where(of_name, 0, key)
     others = defaultdict(dict)
-    for key, rows, values in packets.notes:
-        if key in _NUMBERS:
-            numbers[key][rows] = integers(values)
-            continue
-        for row, value in zip(rows.tolist(), values, strict=True):
-            others[row][key] = value
-    sound = np.maximum(packets.start_ns, packets.dur_ns) < FAR_NS
+    texts = list(packets.texts)
+    for each in np.flatnonzero(key).tolist():
+        others[int(row[each])][texts[key[each]]] = value[each]
+    sound = np.maximum(*times_ns) < FAR_NS
     trace.events -= count - sound.sum()
     trace.skipped += count - sound.sum()
-    sound &= packets.category != packets.texts[b"Trace"]
+    sound &= columns["category"] != packets.texts.number("Trace")
     noted = [row for row in sorted(others) if sound[row]]
     args = msgspec.convert([others[row] for row in noted], list[Args])
     args = [_with_annotation(each) if each.annotation else each for each in args]
-    size_bytes, group = np.full(count, np.nan), np.zeros(count, dtype=np.int32)
-    groups = Codes()
-    groups.of([""])
-    size_bytes[noted], group[noted] = _notes(args, groups)
-    ranks = (_global_rank(each) for each in args)
-    op = numbers["external id"]
-    for key in ("External Id", "External id"):
-        op = np.where(numbers[key] == -1, op, numbers[key])
-    columns = {
-        "start_ns": packets.start_ns,
-        "dur_ns": packets.dur_ns,
-        "stream": _streams(numbers["stream"]),
-        "correlation": numbers["correlation"],
-        "op": op,
-        "size_bytes": size_bytes,
-        "name": packets.name,
-        "category": packets.category,
-        "thread": packets.thread,
-        "group": group,
-    }
+    columns["stream"] = _streams(columns["stream"])
+    columns["size_bytes"] = np.full(count, np.nan)
+    columns["group"] = np.zeros(count, dtype=np.int32)
+    sizes, groups = _notes(args, codes["group"])
+    columns["size_bytes"][noted] = sizes
+    columns["group"][noted] = groups
     if hta:
-        columns["ts_us"] = packets.start_ns / 1000
-        columns["dur_us"] = packets.dur_ns / 1000
+        columns["ts_us"], columns["dur_us"] = np.divide(times_ns, 1000)
         columns["whole_us"] = np.zeros(count, dtype=bool)
     columns = {key: values[sound] for key, values in columns.items()}
-    columns["name"], names = pd.factorize(columns["name"])
-    columns["category"], categories = pd.factorize(columns["category"])
-    columns["thread"], threads = pd.factorize(columns["thread"])
-    texts = packets.texts.of_code
-    return EventColumns(
-        **columns,
-        names=_distinct([texts[code] for code in names], columns["name"]),
-        categories=[texts[code].strip().lower() for code in categories],
-        threads=[packets.threads[code] for code in threads],
-        groups=list(groups),
-        group_rank=next((rank for rank in ranks if rank is not None), None),
-    )
+    labels = {"name": texts, "category": texts, "thread": packets.threads}
+    for key, values in labels.items():
+        code, present = pd.factorize(columns[key])
+        columns[key] = codes[key].of([values[each] for each in present])[code]
+    return columns, _first_rank(args)
+
+
+def _first_rank(args: Iterable[Args]):
+    ranks = map(_global_rank, args)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:

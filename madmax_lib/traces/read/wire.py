@@ -1,5 +1,4 @@
-"""Protobuf's wire format: the fields of one message as a dict, of all messages of a
-kind at once as arrays.
+"""Protobuf's wire format: the fields of all messages of a kind at once, as arrays.
 
 A field is a key (its number, and how its value ends) and a value. Messages are walked
 side by side: the first field of each, then the second, as long as any has more.
@@ -7,11 +6,8 @@ side by side: the first field of each, then the second, as long as any has more.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
-from copy import copy
-
 import numpy as np
+import pyarrow as pa
 
 FIXED = 1  # wire type of eight bytes
 BYTES = 2  # of texts and messages
@@ -20,8 +16,6 @@ PADDING = bytes(32)  # behind a file, for what reaches beyond its end
 # they end
 _SIZES = np.array([0, 8, 0, -1, -1, 4, -1, -1])
 _ABREAST = 1 << 14  # messages whose arrays stay in the processor's cache
-
-Message = dict[int, list]
 
 
 class Broken(ValueError):
@@ -33,10 +27,11 @@ class Broken(ValueError):
 
 
 class Messages:
-    """Messages of one kind in the packets of a file, with the fields of some numbers.
+    """Messages of one kind in the packets of a file, and all their fields.
 
-    bounds: (2, n), first byte and the one after the last. packet: (n,), whose part they
-    are. outer: (n,), number of the message that each is inside of.
+    data: bytes of the file, with PADDING. bounds: (2, n), first byte and the one after
+    the last. packet: (n,), whose part they are. outer: (n,), number of the message that
+    each is inside of.
     """
 
     def __init__(
@@ -44,33 +39,24 @@ class Messages:
         data: bytes,
         bounds: np.ndarray,
         packet: np.ndarray,
-        numbers: Iterable[int],
         outer: np.ndarray | None = None,
     ):
         self.data = data
-        self.bounds = bounds
         self.packet = packet
         self.outer = outer
-        # (keys,) which are kept; all beyond the last are not
-        is_wanted = np.zeros(8 * max(numbers) + 9, dtype=bool)
-        for number in numbers:
-            is_wanted[8 * number : 8 * number + 8] = True
-        parts = []
+        # field 0 stands for one that is not there
+        parts = [np.array([[-1], [-1], [0], [0]])]
         for low in range(0, len(packet), _ABREAST):
             owner = np.arange(low, min(low + _ABREAST, len(packet)))
-            parts.append(self._walk(owner, *bounds[:, owner], is_wanted))
-        # the last one stands for a field that is not there, as number -1
-        parts.append(np.array([[-1], [-1], [0], [0]]))
-        # (fields,) message, key, number or length, first byte
+            parts += self._walk(owner, *bounds[:, owner])
+        # (fields,) message, key, number or length, first byte of text or message
         self.owner, self.key, self.value, self.begin = np.hstack(parts)
 
-    def _walk(self, owner, at, end, is_wanted):
+    def _walk(self, owner, at, end):
         data = np.frombuffer(self.data, dtype=np.uint8)
-        parts = [np.zeros((4, 0), dtype=np.int64)]
         while len(going := np.flatnonzero(at < end)):
             owner, end = owner[going], end[going]
-            at = at[going]
-            key, at = varints(data, at)
+            key, at = varints(data, at[going])
             value, after = varints(data, at)
             wire = key & 7
             size = np.where(wire == BYTES, value, _SIZES[wire])
@@ -80,71 +66,67 @@ class Messages:
             cut = (size < 0) | (size > end - at)
             if cut.any():
                 raise Broken(int(self.packet[owner[cut]].min()))
-            mine = np.flatnonzero(is_wanted.take(key, mode="clip"))
-            parts.append(np.stack([owner[mine], key[mine], value[mine], at[mine]]))
-            at += size
-        return np.hstack(parts)
+            yield np.stack([owner, key, value, at])
+            at = at + size
 
     def __len__(self):
         return len(self.packet)
 
-    def all(self, number: int, wire: int = BYTES) -> np.ndarray:
-        """Fields of a number, by message."""
-        fields = np.flatnonzero(self.key == number << 3 | wire)
-        return fields[np.argsort(self.owner[fields], kind="stable")]
-
     def first(self, number: int, wire: int = 0) -> np.ndarray:
-        """(n,) first field of a number in each message, -1 for none."""
+        """(n,) first field of a number in each message, 0 for none."""
         # later fields of a message stand behind earlier ones
         fields = np.flatnonzero(self.key == number << 3 | wire)[::-1]
-        first = np.full(len(self), -1)
+        first = np.zeros(len(self), dtype=np.int64)
         first[self.owner[fields]] = fields  # of several the last one stays
         return first
 
     def numbers(self, number: int, default: int | np.ndarray = 0) -> np.ndarray:
         """(n,) values of a field."""
-        first = self.first(number)
-        return np.where(first < 0, default, self.value[first])
+        field = self.first(number)
+        return np.where(field, self.value[field], default)
 
-    def texts(self, fields: np.ndarray) -> list[bytes]:
-        """Bytes of some fields, b"" for -1."""
-        begin = self.begin[fields]
-        end = begin + self.value[fields]
-        data = self.data
-        return [
-            data[low:high]
-            for low, high in zip(begin.tolist(), end.tolist(), strict=True)
-        ]
+    def doubles(self, number: int) -> np.ndarray:
+        """(n,) values of a field, 0 for none."""
+        field = self.first(number, FIXED)
+        # (bytes - 7,) the eight bytes from each on, without a copy
+        at = np.ndarray(len(self.data) - 7, "<f8", self.data, strides=(1,))
+        return np.where(field, at[self.begin[field]], 0.0)
 
-    def bytes_of(self, message: int) -> bytes:
-        """The bytes of a message."""
-        low, high = self.bounds[:, message].tolist()
-        return self.data[low:high]
-
-    def take(self, messages: np.ndarray) -> Messages:
-        """Some of the messages, in that order."""
-        subset = copy(self)
-        subset.bounds = self.bounds[:, messages]
-        subset.packet = self.packet[messages]
-        subset.outer = None if self.outer is None else self.outer[messages]
-        # (n + 1,) new number of a message, -1 for what is not taken or none
-        number = np.full(len(self) + 1, -1)
-        number[messages] = np.arange(len(messages))
-        owner = number[self.owner]
-        stays = owner >= 0
-        stays[-1] = True  # the field that is not there
-        fields = (owner, self.key, self.value, self.begin)
-        subset.owner, subset.key, subset.value, subset.begin = (
-            f[stays] for f in fields
+    def texts(
+        self, number: int, wanted: bool | np.ndarray = True
+    ) -> tuple[np.ndarray, list[str]]:
+        """Number (n,) of the text that each message has in a field, "" for what has
+        none or is not wanted, and the texts.
+        """
+        field = np.where(wanted, self.first(number, BYTES), 0)
+        begin = self.begin[field]
+        # (2 n + 1,) ends of texts that take turns with what is between them
+        ends = np.append(
+            np.stack([begin, begin + self.value[field]], 1), len(self.data)
         )
-        return subset
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(self.data)]
+        parts = pa.Array.from_buffers(pa.large_binary(), 2 * len(field), buffers)
+        coded = parts.take(
+            pa.array(np.arange(0, 2 * len(field), 2))
+        ).dictionary_encode()
+        texts = coded.dictionary.to_numpy(zero_copy_only=False)
+        return coded.indices.to_numpy(), [t.decode(errors="replace") for t in texts]
 
-    def inside(self, number: int, numbers: Iterable[int]) -> Messages:
-        """Messages that a field holds."""
-        fields = self.all(number)
-        bounds = np.stack([self.begin[fields], self.begin[fields] + self.value[fields]])
+    def strings(self, number: int, wanted: bool | np.ndarray = True) -> np.ndarray:
+        """(n,) texts of a field, as `texts` has them."""
+        code, texts = self.texts(number, wanted)
+        return np.array(texts, dtype=object)[code]
+
+    def inside(self, number: int, wanted: np.ndarray | None = None) -> Messages:
+        """Messages that a field holds; wanted: (n,) of which messages."""
+        fields = np.flatnonzero(self.key == number << 3 | BYTES)
+        if wanted is not None:
+            fields = fields[wanted[self.owner[fields]]]
+        fields = fields[np.argsort(self.owner[fields], kind="stable")]
+        begin = self.begin[fields]
         outer = self.owner[fields]
-        return Messages(self.data, bounds, self.packet[outer], numbers, outer)
+        bounds = np.stack([begin, begin + self.value[fields]])
+        return Messages(self.data, bounds, self.packet[outer], outer)
 
 
 def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -162,54 +144,3 @@ def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         at[long] += 1
         long = long[byte > 127]
     return value, at
-
-
-def fields(data: bytes) -> Message:
-    """Values of a message's fields, in their order, up to one that is cut."""
-    values: Message = {}
-    at = 0
-    with contextlib.suppress(IndexError):
-        while at < len(data):
-            key, at = varint(data, at)
-            wire = key & 7
-            value = int(_SIZES[wire])
-            if not value:
-                value, at = varint(data, at)
-            if wire:
-                begin = at
-                at += value
-                if value < 0 or at > len(data):
-                    break
-                value = data[begin:at]
-            values.setdefault(key >> 3, []).append(value)
-    return values
-
-
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number that begins at a byte, and the byte after it."""
-    value = 0
-    shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
-
-
-def signed(value: int) -> int:
-    """A number of 64 bits as its two's complement."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def first(message: Message, number: int, default):
-    """First value of a field, if it is of the default's type."""
-    value = message.get(number, (default,))[0]
-    return value if isinstance(value, type(default)) else default
-
-
-def inner(message: Message, number: int) -> list[Message]:
-    """Messages that a field holds."""
-    values = message.get(number, [])
-    return [fields(value) for value in values if isinstance(value, bytes)]
