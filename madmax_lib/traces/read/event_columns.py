@@ -24,7 +24,7 @@ from madmax_lib.traces.read.events import (
     RawTrace,
     uncollected,
 )
-from madmax_lib.traces.read.perfetto import read_rows
+from madmax_lib.traces.read.perfetto import read_packets
 from madmax_lib.traces.read.values import (
     Codes,
     NeedsDecimal,
@@ -154,23 +154,23 @@ def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes], hta: bool)
 
 def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool):
     """Columns of a file of packets, and the rank that it tells."""
-    packets = read_rows(trace, data, Args.__struct_encode_fields__)
-    columns = packets.columns
-    times_ns = columns["start_ns"], columns["dur_ns"]
-    count = len(columns["name"])
-    columns |= {key: np.full(count, -1) for key in _NUMBERS.values()}
+    packets = read_packets(trace, data, Args.__struct_encode_fields__)
+    texts = list(packets.texts)
+    count = len(packets.columns["name"])
+    columns = packets.columns | {key: np.full(count, -1) for key in _NUMBERS.values()}
     row, key, value = packets.notes
     for name, column in _NUMBERS.items():
         of_name = key == packets.texts.number(name)
         columns[column][row[of_name]] = integers(value[of_name].tolist())
         key = np.where(of_name, 0, key)
     others = defaultdict(dict)
-    texts = list(packets.texts)
-    for each in np.flatnonzero(key).tolist():
-        others[int(row[each])][texts[key[each]]] = value[each]
-    sound = np.maximum(*times_ns) < FAR_NS
-    trace.events -= count - sound.sum()
-    trace.skipped += count - sound.sum()
+    for note in np.flatnonzero(key).tolist():
+        others[row[note]][texts[key[note]]] = value[note]
+    times_ns = np.stack([columns["start_ns"], columns["dur_ns"]])
+    sound = times_ns.max(axis=0) < FAR_NS
+    lost = count - sound.sum()
+    trace.events -= lost
+    trace.skipped += lost
     sound &= columns["category"] != packets.texts.number("Trace")
     noted = [row for row in sorted(others) if sound[row]]
     args = msgspec.convert([others[row] for row in noted], list[Args])
@@ -178,14 +178,12 @@ def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool
     columns["stream"] = _streams(columns["stream"])
     columns["size_bytes"] = np.full(count, np.nan)
     columns["group"] = np.zeros(count, dtype=np.int32)
-    sizes, groups = _notes(args, codes["group"])
-    columns["size_bytes"][noted] = sizes
-    columns["group"][noted] = groups
+    columns["size_bytes"][noted], columns["group"][noted] = _notes(args, codes["group"])
     if hta:
-        columns["ts_us"], columns["dur_us"] = np.divide(times_ns, 1000)
+        columns["ts_us"], columns["dur_us"] = times_ns / 1000
         columns["whole_us"] = np.zeros(count, dtype=bool)
     columns = {key: values[sound] for key, values in columns.items()}
-    labels = {"name": texts, "category": texts, "thread": packets.threads}
+    labels = {"name": texts, "category": texts, "thread": list(packets.threads)}
     for key, values in labels.items():
         code, present = pd.factorize(columns[key])
         columns[key] = codes[key].of([values[each] for each in present])[code]
@@ -285,12 +283,10 @@ def _streams(streams: np.ndarray):
 def _external_ids(args: list[Args]):
     """(n,) operator ids, whichever way their key is written."""
     ids = integers([a.external_id for a in args])
-    # few rows lack "External id", most of them because they have none at all
-    for row in np.flatnonzero(ids == -1).tolist():
-        spellings = (args[row].external_id_new, args[row].external_id_old)
-        value = next((each for each in spellings if each is not None), None)
-        if value is not None:
-            ids[row] = integer(value)
+    for spelling in ("external_id_new", "external_id_old"):
+        # few rows lack an id, most of them because they have none at all
+        rows = np.flatnonzero(ids == -1).tolist()
+        ids[rows] = integers([getattr(args[row], spelling) for row in rows])
     return ids
 
 

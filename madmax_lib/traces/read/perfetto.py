@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ _TABLES = {
     3: "note",
     29: "text",
     24: "stage",
+    47: "counter",
     1000: "kernel",
 }
 STAGES = {  # category of Kineto, by name of a render stage
@@ -61,23 +62,10 @@ def is_perfetto(text: bytes) -> bool:
     return text[:1] == b"\n" and text.lstrip()[:1] not in (b"{", b"[", b"")
 
 
-@dataclass
-class PacketRows:
-    """Slices and render stages of a file, in the order of a Chrome trace."""
-
-    # arrays (n,): start_ns from the file's own zero, dur_ns, and codes: category and
-    # name of texts, thread of threads
-    columns: dict[str, np.ndarray]
-    texts: Codes
-    threads: list[tuple[int, int]]  # pid, tid
-    notes: list[np.ndarray]  # (notes,) row, key as a code of texts, value
-    samples: list[dict]  # events of counters
-
-
-def read_rows(
+def read_packets(
     raw: RawTrace, data: bytes, keys: tuple[str, ...] | None = None
-) -> PacketRows:
-    """Rows of a file of packets, which fill `raw`; keys: notes to keep, all without.
+) -> "Packets":
+    """Packets of a file, which fill `raw`; keys: notes to keep, all without.
 
     Raises NotATrace for bytes that are no packets, and for times of a clock that no
     snapshot explains.
@@ -88,7 +76,7 @@ def read_rows(
         try:
             packets = Messages(data, bounds, np.arange(bounds.shape[1]))
             if not (compressed := packets.first(50, BYTES)).any():
-                return _Packets(raw, packets, keys).rows()
+                return Packets(raw, packets, keys)
             data = _unpacked(packets, bounds, compressed)
             bounds = _bounds(raw, data)
         except Broken as broken:  # what came before is kept
@@ -99,29 +87,31 @@ def read_rows(
 def chrome_lists(raw: RawTrace, data: bytes) -> Iterator[bytes]:
     """Lists of Chrome's events, as text, with the rows and counters of a file.
 
-    Raises as `read_rows` does.
+    Raises as `read_packets` does.
     """
-    rows = read_rows(raw, data)
-    texts = np.array(list(rows.texts), dtype=object)
-    args = [{} for _ in rows.columns["name"]]
-    row, key, value = rows.notes
-    for number, name, each in zip(row.tolist(), texts[key], value, strict=True):
-        args[number][name] = each
-    threads = [rows.threads[code] for code in rows.columns["thread"].tolist()]
-    columns = {
-        "cat": texts[rows.columns["category"]],
-        "name": texts[rows.columns["name"]],
-        "pid": [pid for pid, _ in threads],
-        "tid": [tid for _, tid in threads],
-        "ts": map(_us, rows.columns["start_ns"].tolist()),
-        "dur": map(_us, rows.columns["dur_ns"].tolist()),
-        "args": args,
-    }
+    packets = read_packets(raw, data)
+    texts = list(packets.texts)
+    threads = list(packets.threads)
+    args = [{} for _ in packets.columns["name"]]
+    for row, key, value in zip(*map(np.ndarray.tolist, packets.notes), strict=True):
+        args[row][texts[key]] = value
+    columns = map(np.ndarray.tolist, packets.columns.values())
     events = [
-        {"ph": "X"} | dict(zip(columns, values, strict=True))
-        for values in zip(*columns.values(), strict=True)
+        {
+            "ph": "X",
+            "ts": _us(start_ns),
+            "dur": _us(dur_ns),
+            "cat": texts[category],
+            "name": texts[name],
+            "pid": threads[thread][0],
+            "tid": threads[thread][1],
+            "args": args[row],
+        }
+        for row, (start_ns, dur_ns, category, name, thread) in enumerate(
+            zip(*columns, strict=True)
+        )
     ]
-    events += rows.samples
+    events += packets.samples
     for low in range(0, len(events), _LINES):
         yield msgspec.json.encode(events[low : low + _LINES])
 
@@ -160,17 +150,14 @@ def _unpacked(packets: Messages, bounds: np.ndarray, compressed: np.ndarray):
     """Bytes of a file with compressed packets, fields by packet, in their places."""
     data = packets.data
     ends = [0, *bounds[1].tolist()]
-    parts = []
-    done = 0
+    parts = [data[low:high] for low, high in pairwise(ends)]
     for number in np.flatnonzero(compressed).tolist():
         begin = packets.begin[compressed[number]]
         try:
-            part = zlib.decompress(data[begin : ends[number + 1]])
+            parts[number] = zlib.decompress(data[begin : ends[number + 1]])
         except zlib.error:
             raise Broken(number) from None
-        parts += [data[done : ends[number]], part]
-        done = ends[number + 1]
-    return b"".join((*parts, data[done : ends[-1]], PADDING))
+    return b"".join((*parts, PADDING))
 
 
 class _Table:
@@ -180,30 +167,85 @@ class _Table:
 
     def __init__(self, scope, number, packet, value):
         self.value = value
-        rows = {"key": scope << 32 | number, "packet": packet}
-        self.rows = pd.DataFrame(rows | {"row": np.arange(len(packet))})
+        self.rows = self._frame(scope, number, packet).reset_index(names="row")
 
-    def latest(self, scope, number, packet, default=-1):
+    def _frame(self, scope, number, packet):
+        return pd.DataFrame({"key": scope << 32 | number, "packet": packet})
+
+    def latest(self, scope, number, packet, default):
         """(n,) values that the last of the packets up to some give."""
         if self.rows.empty:
             return np.broadcast_to(default, len(packet))
-        sought = pd.DataFrame({"key": scope << 32 | number, "packet": packet})
+        sought = self._frame(scope, number, packet)
         found = pd.merge_asof(sought, self.rows, on="packet", by="key")["row"]
         row = found.fillna(-1).to_numpy(dtype=np.int64)
         return np.where(row < 0, default, self.value[row])
 
 
-class _Packets:
-    """Packets of a file: what they say about others, and the rows of the others."""
+class Packets:
+    """Slices and render stages of a file, in the order of a Chrome trace.
+
+    columns: arrays (n,), start_ns from the file's own zero, dur_ns, and codes: category
+    and name of texts, thread of threads (pid, tid). notes: (notes,) row, key as a code
+    of texts, value. samples: events of counters, where all keys are kept.
+    """
 
     def __init__(self, raw: RawTrace, packets: Messages, keys: tuple[str, ...] | None):
-        self.raw = raw
         self.packets = packets
         self.keys = keys
         self.texts = Codes()
         self.texts.of([""])  # code 0: no text
         self.threads = Codes()
+        self.tracks = packets.inside(60)
+        happens = np.any([packets.first(n, BYTES) for n in (11, 52, 53)], axis=0)
+        if not (happens.any() or len(self.tracks)):
+            text = f"{raw.path}: not a profiler trace (no packets of Perfetto)"
+            raise NotATrace(text)
+        self._defaults()
+        self._interns()
+        time_ns = self._times_ns(raw, happens)
+        # of a file that holds nothing but tracks 0
+        base_ns = int(min(time_ns[happens], default=0)) // 1000 * 1000
+        self.time_ns = time_ns - base_ns
+        parts = []  # of notes: packet, key, value
+        rows = np.hstack([self._slices(parts), self._stages(parts)])
+        packet, dur_ns, category, name, thread = rows
+        self.columns = {
+            "start_ns": self.time_ns[packet],
+            "dur_ns": dur_ns,
+            "category": category,
+            "name": name,
+            "thread": thread,
+        }
+        # a packet is one row at most
+        row = np.full(len(packets), -1)
+        row[packet] = np.arange(len(packet))
+        packet, key, value = map(np.concatenate, zip(*parts, strict=True))
+        has_row = row[packet] >= 0
+        self.notes = [row[packet][has_row], key[has_row], value[has_row]]
+        # an export keeps the keys beside its events as the name of a track
+        names = self.tracks.strings(2)
+        export_keys = next((name for name in names if SOURCE_KEY in name), "{}")
+        raw.envelope = json.loads(export_keys) | {"baseTimeNanoseconds": base_ns}
+        counters = packets.inside(52)
+        samples = counters.inside(2)
+        raw.events = len(self.columns["name"]) + len(samples)
+        self.samples = [] if keys else self._samples(counters, samples)
+
+    def _defaults(self):
+        """Clock and track of the packets that name none."""
+        packets = self.packets
+        defaults = packets.inside(59)
         self.sequence = packets.numbers(10)
+        number = np.arange(len(defaults))
+        table = _Table(self.sequence[defaults.packet], 0, defaults.packet, number)
+        last = table.latest(self.sequence, 0, packets.packet, -1)
+        self.clock = np.append(defaults.numbers(58, 6), 6)[last]
+        self.track = np.append(defaults.one(11).numbers(11), 0)[last]
+
+    def _interns(self):
+        """Tables of texts that packets say by number."""
+        packets = self.packets
         resets = (packets.numbers(13) & 1) | packets.numbers(41)
         # (packets,) number of a sequence since it last began its tables anew
         resets_before = pd.Series(resets).groupby(self.sequence).cumsum()
@@ -212,23 +254,20 @@ class _Packets:
         self.tables = {}
         for number, name in _TABLES.items():
             entries = self.interned.inside(number)
-            text = self._inline(entries, 2, 0)
+            value = self._inline(entries, 2, 0)
             if name == "kernel":  # the demangled name, else the other
-                text = self._inline(entries, 3, text)
-            self._enter(name, entries, text)
-        self.tracks = packets.inside(60)
+                value = self._inline(entries, 3, value)
+            if name == "counter":
+                value = np.arange(len(entries))
+            packet = entries.packet
+            table = _Table(self.era[packet], entries.numbers(1), packet, value)
+            self.tables[name] = table
 
-    def _enter(self, name: str, entries: Messages, values: np.ndarray):
-        packet = entries.packet
-        number = entries.numbers(1)
-        self.tables[name] = _Table(self.era[packet], number, packet, values)
-
-    def _interned(self, messages: Messages, number: int, table: str, default=-1):
+    def _in_table(self, messages: Messages, number: int, table: str, default):
         """(n,) what a table of its sequence says of a field's number."""
         packet = messages.packet
-        scope = self.era[packet]
         numbers = messages.numbers(number)
-        return self.tables[table].latest(scope, numbers, packet, default)
+        return self.tables[table].latest(self.era[packet], numbers, packet, default)
 
     def _inline(self, messages: Messages, number: int, default):
         """Codes (n,) of the texts of a field."""
@@ -239,7 +278,7 @@ class _Packets:
     def _named(self, messages: Messages, fields: tuple, table: str, default=0):
         """Codes (n,) of texts, inline or in a table; fields: numbers of both."""
         inline, number = fields
-        codes = self._interned(messages, number, table, default)
+        codes = self._in_table(messages, number, table, default)
         return self._inline(messages, inline, codes)
 
     def _renamed(self, codes: np.ndarray, rename: Callable[[str], str]):
@@ -251,220 +290,155 @@ class _Packets:
         wanted = [self.keys is None or text in self.keys for text in self.texts]
         return np.array(wanted)[codes]
 
-    def rows(self) -> PacketRows:
-        """Slices in the order of `_pairs`, then render stages; see `read_rows`."""
-        packets = self.packets
-        about = [packets.first(number, BYTES) for number in (11, 52, 53)]
-        happens = np.flatnonzero(np.any(about, axis=0))
-        if not (len(happens) or len(self.tracks)):
-            text = f"{self.raw.path}: not a profiler trace (no packets of Perfetto)"
-            raise NotATrace(text)
-        self.time_ns = np.zeros(len(packets), dtype=np.int64)
-        base_ns = 0
-        if len(happens):
-            times_ns = self._times_ns(happens)
-            base_ns = int(times_ns.min()) // 1000 * 1000
-            self.time_ns[happens] = times_ns - base_ns
-        slices, slice_notes = self._slices()
-        stages, stage_notes = self._stages(len(slices[0]))
-        names = ("start_ns", "dur_ns", "category", "name", "thread")
-        columns = dict(zip(names, np.hstack([slices, stages]), strict=True))
-        # an export keeps the keys beside its events as the name of a track
-        names = self.tracks.strings(2)
-        export_keys = next((name for name in names if SOURCE_KEY in name), "{}")
-        self.raw.envelope = json.loads(export_keys) | {"baseTimeNanoseconds": base_ns}
-        counters = packets.inside(52)
-        samples = counters.inside(2)
-        self.raw.events = len(columns["name"]) + len(samples)
-        return PacketRows(
-            columns,
-            texts=self.texts,
-            threads=list(self.threads),
-            notes=[*map(np.append, slice_notes, stage_notes)],
-            samples=[] if self.keys else self._samples(counters, samples),
-        )
+    def _strings(self):
+        return np.array(list(self.texts), dtype=object)
 
-    def _times_ns(self, number: np.ndarray):
-        """Time (n,) of some packets."""
-        sequence = self.sequence[number]
-        value = self.packets.numbers(8)[number]
-        defaults = self.packets.inside(59)
-        packet = defaults.packet
-        clocks = _Table(self.sequence[packet], 0, packet, defaults.numbers(58, 6))
-        clock = np.full(len(self.packets), 6)
-        clock[number] = clocks.latest(sequence, 0, number, 6)
-        clock = self.packets.numbers(58, clock)[number]
-        own = np.flatnonzero(clock >= _OWN_CLOCKS)
+    def _times_ns(self, raw: RawTrace, happens: np.ndarray):
+        """Time (packets,) of each; happens: where it is asked for."""
+        value = self.packets.numbers(8)
+        clock = self.packets.numbers(58, self.clock)
+        own = np.flatnonzero((clock >= _OWN_CLOCKS) & happens)
         if not len(own):
             return value
         snapshots = self.packets.inside(6)
         clocks = snapshots.inside(1)
-        clock_id = clocks.numbers(1)
+        number = clocks.numbers(1)
         at = clocks.numbers(2)
-        is_primary = clock_id == snapshots.numbers(2, 6)[clocks.outer]
+        is_primary = number == snapshots.numbers(2, 6)[clocks.outer]
         # ns of the primary clock by snapshot, -1 where it is not in it
         primary_ns = np.full(len(snapshots), -1)
         primary_ns[clocks.outer[is_primary]] = at[is_primary]
-        at_ns = primary_ns[clocks.outer]
-        told = np.flatnonzero(at_ns >= 0)
-        packet = clocks.packet[told]
-        table = _Table(self.sequence[packet], clock_id[told], packet, told)
-        row = table.latest(sequence[own], clock[own], number[own])
-        if (row < 0).any():
-            text = (
-                f"{self.raw.path}: no snapshot explains clock {clock[own][row < 0][0]}"
-            )
-            raise NotATrace(text)
+        at_ns = np.append(primary_ns[clocks.outer], -1)
+        sequence = self.sequence[clocks.packet]
+        table = _Table(sequence, number, clocks.packet, np.arange(len(clocks)))
+        row = table.latest(self.sequence[own], clock[own], own, -1)
+        if len(unknown := clock[own][at_ns[row] < 0]):
+            raise NotATrace(f"{raw.path}: no snapshot explains clock {unknown[0]}")
         # each time of such a clock counts from the one before it
         steps = clocks.numbers(3)[row] > 0
-        since = value[own] - np.where(steps, 0, at[row])
-        since_ns = since * clocks.numbers(4, 1)[row]
+        since_ns = (value[own] - np.where(steps, 0, at[row])) * clocks.numbers(4, 1)[
+            row
+        ]
         summed_ns = pd.Series(since_ns).groupby(row).cumsum()
         value[own] = at_ns[row] + np.where(steps, summed_ns, since_ns)
         return value
 
-    def _slices(self):
-        """Start, duration, category, name and thread of slices, and their notes."""
-        events = self.packets.inside(11)
-        packet = events.packet
-        defaults = self.packets.inside(59)
-        of_default = defaults.inside(11)
-        track = np.zeros(len(defaults), dtype=np.int64)
-        track[of_default.outer] = of_default.numbers(11)
-        tracks = _Table(self.sequence[defaults.packet], 0, defaults.packet, track)
-        track = events.numbers(11, tracks.latest(self.sequence[packet], 0, packet, 0))
+    def _slices(self, notes: list):
+        """(5, n) packet, duration, category, name and thread of slices."""
+        events = self.packets.one(11)
+        track = events.numbers(11, self.track)
         kind = events.numbers(9)
         marks = np.flatnonzero((kind == _BEGIN) | (kind == _END))
-        time_ns = self.time_ns[packet]
-        begins, ends = _pairs(kind[marks], track[marks], time_ns[marks])
+        begins, ends = _pairs(kind[marks], track[marks], self.time_ns[marks])
         begins, ends = marks[begins], marks[ends]
-        dur_ns = np.maximum(time_ns[ends] - time_ns[begins], 0)
-        number, numbers = pd.factorize(track[begins])
-        threads, on_gpu = self._threads(numbers)
+        dur_ns = np.maximum(self.time_ns[ends] - self.time_ns[begins], 0)
+        code, tracks = pd.factorize(track[begins])
+        threads, on_gpu = self._threads(tracks)
         name = self._named(events, (23, 10), "name")[begins]
         category = self._named(events, (22, 3), "category")[begins]
         # a name tells its category on a stream of a GPU where none is written
         of_name = self._renamed(name, lambda text: _UNLABELLED.get(text, "kernel"))
-        unlabelled = np.where(on_gpu[number], of_name, self.texts["cpu_op"])
+        unlabelled = np.where(on_gpu[code], of_name, self.texts["cpu_op"])
         category = np.where(category > 0, category, unlabelled)
-        notes = events.inside(4)
-        row = np.full(len(events), -1)
-        row[begins] = np.arange(len(begins))
-        row = row[notes.outer]
-        key = self._named(notes, (10, 1), "note")
-        wanted = self._wanted(key) & (row >= 0)
-        value = self._values(notes, wanted)
-        slices = [time_ns[begins], dur_ns, category, name, threads[number]]
-        return slices, [array[wanted] for array in (row, key, value)]
+        annotations = events.inside(4)
+        key = self._named(annotations, (10, 1), "note")
+        wanted = self._wanted(key)
+        annotations = annotations.only(wanted)
+        notes.append([annotations.packet, key[wanted], self._values(annotations)])
+        return np.stack([begins, dur_ns, category, name, threads[code]])
 
-    def _threads(self, track: np.ndarray):
+    def _threads(self, numbers: np.ndarray):
         """Codes (n,) of the threads of tracks, and whether they are a GPU's streams."""
         tracks = self.tracks
         number = tracks.numbers(1)
-        end = np.full(len(track), len(self.packets))
-
-        def rows_of(messages, numbers, sought, default=-1):
-            table = _Table(0, numbers, messages.packet, np.arange(len(messages)))
-            return table.latest(0, sought, end, default)
-
-        parent = np.append(tracks.numbers(5), 0)[rows_of(tracks, number, track)]
-        processes = tracks.inside(3)
-        of_process = number[processes.outer]
-        process = rows_of(processes, of_process, parent)
-        process = rows_of(processes, of_process, track, process)
-        threads = tracks.inside(4)
-        thread = rows_of(threads, number[threads.outer], track)
-        pid = np.append(threads.numbers(1), 0)[thread]
-        pid = np.where(pid, pid, np.append(processes.numbers(1), 0)[process])
-        tid = np.append(threads.numbers(2, -1), -1)[thread]
-        tid = np.where(tid < 0, track, tid)
+        row_of = {each: row for row, each in enumerate(number.tolist())}
+        process = tracks.one(3)
+        thread = tracks.one(4)
+        # a track is of its own process, else of its parent's
+        holder = np.where(tracks.first(3, BYTES), number, tracks.numbers(5)).tolist()
+        holder = [row_of.get(each, row) for row, each in enumerate(holder)]
+        pid = thread.numbers(1, process.numbers(1)[holder])
+        tid = thread.numbers(2, number)
         tid = np.where(tid == _NO_STREAM, 1, tid)  # as in cuspy's JSON
-        names = [*processes.strings(6), ""]
-        on_gpu = np.array([name.startswith("GPU ") for name in names])[process]
+        on_gpu = [name.startswith("GPU ") for name in process.strings(6)[holder]]
+        about = zip(pid.tolist(), tid.tolist(), on_gpu, strict=True)
+        about = dict(zip(number.tolist(), about, strict=True))
+        found = [about.get(each, (0, each, False)) for each in numbers.tolist()]
         # numbers of tracks have no sign
-        tids = [each % 2**64 for each in tid.tolist()]
-        return self.threads.of(list(zip(pid.tolist(), tids, strict=True))), on_gpu
+        threads = self.threads.of([(pid, tid % 2**64) for pid, tid, _ in found])
+        return threads, np.array([on_gpu for _, _, on_gpu in found], dtype=bool)
 
-    def _stages(self, before: int):
-        """Columns of render stages, which have some rows before them, and notes."""
+    def _stages(self, notes: list):
+        """(5, n) packet, duration, category, name and thread of render stages."""
         stages = self.packets.inside(53)
-        kind = self._interned(stages, 14, "stage", self.texts["Kernel"])
-        kernel = self._interned(stages, 19, "kernel", kind)
+        kind = self._in_table(stages, 14, "stage", self.texts["Kernel"])
+        kernel = self._in_table(stages, 19, "kernel", kind)
         name = self._named(stages, (17, 20), "name", kernel)
         category = self._renamed(kind, lambda text: STAGES.get(text, "kernel"))
         # a lane that names no stream is of the stream in extra data
-        lane = self._interned(stages, 13, "stage", self.texts["0"])
-        streams = [f"0 {text}".split()[-1] for text in self.texts]
-        stream = np.array(streams, dtype=object)[lane]
+        lane = self._in_table(stages, 13, "stage", self.texts["0"])
+        stream_of_lane = self._renamed(lane, lambda text: f"0 {text}".split()[-1])
+        stream = self._strings()[stream_of_lane]
+        of_stage = np.full(len(stages), self.texts["stream"])
+        notes.append([stages.packet, of_stage, stream])
         extra = stages.inside(6)
-        key = self._renamed(
-            self._inline(extra, 1, 0), lambda text: _NAMES.get(text, text)
-        )
-        of_stream = key == self.texts["stream"]
+        key = self._inline(extra, 1, 0)
+        key = self._renamed(key, lambda text: _NAMES.get(text, text))
         wanted = self._wanted(key)
-        value = extra.strings(2, wanted | of_stream)
-        stream[extra.outer[of_stream]] = value[of_stream]
+        extra = extra.only(wanted)
+        key = key[wanted]
+        value = extra.strings(2)
+        notes.append([extra.packet, key, value])
+        is_stream = key == self.texts["stream"]
+        stream[extra.outer[is_stream]] = value[is_stream]
         tid = integers(stream.tolist())
         tid = np.where(tid < 0, stages.numbers(13), tid)
         threads = list(zip(stages.numbers(11).tolist(), tid.tolist(), strict=True))
-        start_ns = self.time_ns[stages.packet]
         dur_ns = np.maximum(stages.numbers(2), 0)
-        row = np.arange(len(stages))
-        of_all = np.full(len(stages), self.texts["stream"])
-        wanted &= ~of_stream
-        notes = [
-            np.append(row, extra.outer[wanted]) + before,
-            np.append(of_all, key[wanted]),
-            np.append(stream, value[wanted]),
-        ]
-        columns = [start_ns, dur_ns, category, name, self.threads.of(threads)]
-        return columns, notes
+        thread = self.threads.of(threads)
+        return np.stack([stages.packet, dur_ns, category, name, thread])
 
-    def _values(self, notes: Messages, wanted: np.ndarray):
-        """Values (n,) of the debug annotations that are wanted."""
+    def _values(self, notes: Messages):
+        """Values (n,) of debug annotations."""
         values = np.zeros(len(notes), dtype=object)
-        texts = np.array(list(self.texts), dtype=object)
         kinds = {
             (2, 0): notes.numbers(2) > 0,
             (3, 0): notes.numbers(3),
             (4, 0): notes.numbers(4),
             (5, FIXED): notes.doubles(5),
-            (6, BYTES): notes.strings(6, wanted),
+            (6, BYTES): notes.strings(6),
             (7, 0): notes.numbers(7),
-            (17, 0): texts[self._interned(notes, 17, "text", 0)],
+            (17, 0): self._strings()[self._in_table(notes, 17, "text", 0)],
         }
         for field, of_kind in kinds.items():
-            rows = np.flatnonzero(notes.first(*field) * wanted)
+            rows = np.flatnonzero(notes.first(*field))
             values[rows] = of_kind[rows]
         for number in (11, 12):
-            entries = notes.inside(number, wanted)
+            entries = notes.inside(number)
             if not len(entries):
                 continue
             code = self._named(entries, (10, 1), "note")
-            keys = np.array(list(self.texts), dtype=object)[code]
-            inner = self._values(entries, np.ones(len(entries), dtype=bool))
+            inner = self._values(entries)
             pairs = defaultdict(list)
-            for outer, *pair in zip(entries.outer.tolist(), keys, inner, strict=True):
-                pairs[outer].append(pair)
-            for outer, each in pairs.items():
-                values[outer] = dict(each) if number == 11 else [v for _, v in each]
+            outer = entries.outer.tolist()
+            for note, *pair in zip(outer, self._strings()[code], inner, strict=True):
+                pairs[note].append(pair)
+            for note, each in pairs.items():
+                values[note] = dict(each) if number == 11 else [v for _, v in each]
         return values
 
     def _samples(self, counters: Messages, samples: Messages):
-        """Events of counters."""
-        described = self.interned.inside(47)
-        self._enter("counter", described, np.arange(len(described)))
         # descriptors of tables count from 0 up, those of events from -1 down
-        number = self._interned(counters, 4, "counter", -1 - np.arange(len(counters)))
-        in_table = described.inside(2)
-        in_event = counters.inside(1)
+        inline = -1 - np.arange(len(counters))
+        number = self._in_table(counters, 4, "counter", inline)
+        in_table = self.interned.inside(47).one(2).inside(1)
+        in_event = counters.one(1).inside(1)
         names = {}
-        for descriptors, numbers in (
+        for specs, of in (
             (in_table, in_table.outer),
             (in_event, -1 - in_event.outer),
         ):
-            specs = descriptors.inside(1)
-            keys = zip(numbers[specs.outer], specs.numbers(1), strict=True)
+            keys = zip(of, specs.numbers(1), strict=True)
             names |= zip(keys, specs.strings(2), strict=True)
         value = np.where(samples.first(2), samples.numbers(2), samples.doubles(3))
         keys = zip(number[samples.outer], samples.numbers(1), strict=True)
@@ -481,30 +455,26 @@ def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
     A block of beginnings and an equally long one of ends on the same tracks belong
     together in order, as cuspy writes them; else the last that began on a track ends.
     """
-    # (blocks,) marks of one kind that follow each other
-    block_begin = np.flatnonzero(np.diff(kind, prepend=0))
-    length = np.diff(block_begin, append=len(kind))
-    block = np.repeat(np.arange(len(length)), length)
-    # (marks,) the one as many further on as the block is long
-    partner = np.minimum(np.arange(len(kind)) + length[block], len(kind) - 1)
-    differ = np.bincount(block, track != track[partner], minlength=len(length))
-    paired = (kind[block_begin] == _BEGIN) & (differ == 0)
-    paired &= length == np.append(length[1:], 0)
-    begins = np.flatnonzero(paired[block])
+    # (marks,) blocks of one kind that follow each other
+    block = np.cumsum(np.diff(kind, prepend=0) != 0)
+    length = np.bincount(block)[block]
+    # the one as many further on as the block is long
+    partner = np.minimum(np.arange(len(kind)) + length, len(kind) - 1)
+    is_paired = (kind == _BEGIN) & (kind[partner] == _END)
+    is_paired &= (track == track[partner]) & (length == length[partner])
+    begins = np.flatnonzero(pd.Series(is_paired).groupby(block).transform("all"))
     ends = partner[begins]
-    is_loose = np.ones(len(kind), dtype=bool)
-    is_loose[begins] = is_loose[ends] = False
-    loose = np.flatnonzero(is_loose)
+    loose = np.delete(np.arange(len(kind)), np.append(begins, ends))
     order = loose[np.lexsort((kind[loose] == _BEGIN, time_ns[loose]))]
     pairs = []
-    open_rows = defaultdict(list)
+    open_marks = defaultdict(list)
     for mark, of_track, begin in zip(
         order.tolist(), track[order].tolist(), kind[order] == _BEGIN, strict=True
     ):
         if begin:
-            open_rows[of_track].append(mark)
-        elif open_rows[of_track]:
-            pairs.append((open_rows[of_track].pop(), mark))
+            open_marks[of_track].append(mark)
+        elif open_marks[of_track]:
+            pairs.append((open_marks[of_track].pop(), mark))
     # (pairs, 2), also where there are none
     more = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return np.append(begins, more[:, 0]), np.append(ends, more[:, 1])

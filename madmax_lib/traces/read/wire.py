@@ -42,6 +42,7 @@ class Messages:
         outer: np.ndarray | None = None,
     ):
         self.data = data
+        self.bounds = bounds
         self.packet = packet
         self.outer = outer
         # field 0 stands for one that is not there
@@ -92,39 +93,41 @@ class Messages:
         at = np.ndarray(len(self.data) - 7, "<f8", self.data, strides=(1,))
         return np.where(field, at[self.begin[field]], 0.0)
 
-    def texts(
-        self, number: int, wanted: bool | np.ndarray = True
-    ) -> tuple[np.ndarray, list[str]]:
-        """Number (n,) of the text that each message has in a field, "" for what has
-        none or is not wanted, and the texts.
-        """
-        field = np.where(wanted, self.first(number, BYTES), 0)
+    def texts(self, number: int) -> tuple[np.ndarray, list[str]]:
+        """Number (n,) of the text of each message in a field, "" for none, and texts."""
+        field = self.first(number, BYTES)
         begin = self.begin[field]
+        spans = np.stack([begin, begin + self.value[field]], 1)
         # (2 n + 1,) ends of texts that take turns with what is between them
-        ends = np.append(
-            np.stack([begin, begin + self.value[field]], 1), len(self.data)
-        )
-        buffers = [None, pa.py_buffer(ends), pa.py_buffer(self.data)]
-        parts = pa.Array.from_buffers(pa.large_binary(), 2 * len(field), buffers)
-        coded = parts.take(
-            pa.array(np.arange(0, 2 * len(field), 2))
-        ).dictionary_encode()
+        ends = pa.py_buffer(np.append(spans, len(self.data)))
+        buffers = [None, ends, pa.py_buffer(self.data)]
+        parts = pa.Array.from_buffers(pa.large_binary(), spans.size, buffers)
+        coded = parts.take(pa.array(np.arange(0, spans.size, 2))).dictionary_encode()
         texts = coded.dictionary.to_numpy(zero_copy_only=False)
         return coded.indices.to_numpy(), [t.decode(errors="replace") for t in texts]
 
-    def strings(self, number: int, wanted: bool | np.ndarray = True) -> np.ndarray:
+    def strings(self, number: int) -> np.ndarray:
         """(n,) texts of a field, as `texts` has them."""
-        code, texts = self.texts(number, wanted)
+        code, texts = self.texts(number)
         return np.array(texts, dtype=object)[code]
 
-    def inside(self, number: int, wanted: np.ndarray | None = None) -> Messages:
-        """Messages that a field holds; wanted: (n,) of which messages."""
+    def inside(self, number: int) -> Messages:
+        """Messages that a field holds, of several in a message all."""
         fields = np.flatnonzero(self.key == number << 3 | BYTES)
-        if wanted is not None:
-            fields = fields[wanted[self.owner[fields]]]
         fields = fields[np.argsort(self.owner[fields], kind="stable")]
+        return self._messages(fields, self.owner[fields])
+
+    def one(self, number: int) -> Messages:
+        """(n,) first message that a field holds, an empty one for none."""
+        return self._messages(self.first(number, BYTES), np.arange(len(self)))
+
+    def only(self, wanted: np.ndarray) -> Messages:
+        """Some of the messages."""
+        outer = self.outer[wanted]
+        return Messages(self.data, self.bounds[:, wanted], self.packet[wanted], outer)
+
+    def _messages(self, fields, outer):
         begin = self.begin[fields]
-        outer = self.owner[fields]
         bounds = np.stack([begin, begin + self.value[fields]])
         return Messages(self.data, bounds, self.packet[outer], outer)
 
