@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +28,6 @@ from madmax_lib.traces.read.values import (
     Codes,
     NeedsDecimal,
     dtype_bytes,
-    floats,
     integer,
     integers,
     nanoseconds,
@@ -68,22 +66,14 @@ class EventColumns:
     threads: list[tuple]  # pid, tid
     groups: list[str]  # the first is "", none
     group_rank: int | None  # global rank by the metadata of a collective
-    # float64 as HTA sees it; this and the next two only on request
-    ts_us: np.ndarray | None = None
-    dur_us: np.ndarray | None = None
-    whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
     def __len__(self):
         return len(self.start_ns)
 
 
-def read_columns(
-    path: str | Path, *, hta: bool = False
-) -> tuple[EventColumns, RawTrace]:
-    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the
-    float64 times that HTA sees.
-    """
-    trace, columns = with_exact_times(path, partial(_gather, hta=hta))
+def read_columns(path: str | Path) -> tuple[EventColumns, RawTrace]:
+    """Read one trace file; see `chrome.decode_pieces` for the errors."""
+    trace, columns = with_exact_times(path, _gather)
     trace.warn_of_loss()
     return columns, trace
 
@@ -108,14 +98,14 @@ def with_exact_times(
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace: RawTrace, exact: bool, hta: bool):
+def _gather(trace: RawTrace, exact: bool):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     if data := packets_of(trace):
         with uncollected():
-            arrays, group_rank = _of_packets(trace, data, codes, hta)
+            arrays, group_rank = _of_packets(trace, data, codes)
     else:
-        arrays, group_rank = _of_events(trace, exact, codes, hta)
+        arrays, group_rank = _of_events(trace, exact, codes)
     return EventColumns(
         **arrays,
         names=_distinct(codes["name"], arrays["name"]),
@@ -126,7 +116,7 @@ def _gather(trace: RawTrace, exact: bool, hta: bool):
     )
 
 
-def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes], hta: bool):
+def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes]):
     """Columns of a Chrome trace, piece by piece, and the rank that it tells."""
     # bytes that grow: arrays of each piece would keep its memory in use
     columns = defaultdict(bytearray)
@@ -138,7 +128,7 @@ def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes], hta: bool)
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
             group_rank = _first_rank(event.args for event in rows if event.args)
-        piece = _piece(rows, codes, exact, hta)
+        piece = _piece(rows, codes, exact)
         for key, values in piece.items():
             columns[key] += values.tobytes()
         # those whose times are no numbers count as unreadable
@@ -152,7 +142,7 @@ def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes], hta: bool)
     return arrays, group_rank
 
 
-def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool):
+def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes]):
     """Columns of a file of packets, and the rank that it tells."""
     packets = read_packets(trace, data, Args.__struct_encode_fields__)
     texts = list(packets.texts)
@@ -166,8 +156,7 @@ def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool
     others = defaultdict(dict)
     for note in np.flatnonzero(key).tolist():
         others[row[note]][texts[key[note]]] = value[note]
-    times_ns = np.stack([columns["start_ns"], columns["dur_ns"]])
-    sound = times_ns.max(axis=0) < FAR_NS
+    sound = np.maximum(columns["start_ns"], columns["dur_ns"]) < FAR_NS
     lost = count - sound.sum()
     trace.events -= lost
     trace.skipped += lost
@@ -179,9 +168,6 @@ def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes], hta: bool
     columns["size_bytes"] = np.full(count, np.nan)
     columns["group"] = np.zeros(count, dtype=np.int32)
     columns["size_bytes"][noted], columns["group"][noted] = _notes(args, codes["group"])
-    if hta:
-        columns["ts_us"], columns["dur_us"] = times_ns / 1000
-        columns["whole_us"] = np.zeros(count, dtype=bool)
     columns = {key: values[sound] for key, values in columns.items()}
     labels = {"name": texts, "category": texts, "thread": list(packets.threads)}
     for key, values in labels.items():
@@ -242,18 +228,16 @@ def _with_annotation(args: Args):
     return args
 
 
-def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
-    ts = [e.ts for e in rows]
-    dur = [e.dur for e in rows]
-    start_ns, start_is_number = nanoseconds(ts, exact)
-    dur_ns, dur_is_number = nanoseconds(dur, exact)
+def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool):
+    start_ns, start_is_number = nanoseconds([e.ts for e in rows], exact)
+    dur_ns, dur_is_number = nanoseconds([e.dur for e in rows], exact)
     sound = start_is_number & dur_is_number
     if not sound.all():  # an event without times cannot be placed: again without it
         rows = [event for event, good in zip(rows, sound, strict=True) if good]
-        return _piece(rows, codes, exact, hta)
+        return _piece(rows, codes, exact)
     args = [e.args or _NO_ARGS for e in rows]
     size_bytes, group = _notes(args, codes["group"])
-    piece = {
+    return {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
         "stream": _streams(integers([a.stream for a in args])),
@@ -265,10 +249,6 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
         "thread": codes["thread"].of([(e.pid, e.tid) for e in rows]),
         "group": group,
     }
-    if hta:
-        piece |= {"ts_us": floats(ts), "dur_us": floats(dur)}
-        piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
-    return piece
 
 
 def _streams(streams: np.ndarray):

@@ -68,13 +68,6 @@ def _decimal_ns(us):
     return None
 
 
-def floats(us: list) -> np.ndarray:
-    """(n,) float64 of numbers, some of which may be text."""
-    is_plain = set(map(type, us)) <= {int, float}
-    numbers = us if is_plain else [float(EXACT(value)) for value in us]
-    return np.fromiter(numbers, dtype=np.float64, count=len(us))
-
-
 def integers(values: list, missing: int = -1) -> np.ndarray:
     """(n,) int64, `missing` where there is none or no integer."""
     numbers = None
