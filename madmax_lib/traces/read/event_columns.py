@@ -237,12 +237,17 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool):
         return _piece(rows, codes, exact)
     args = [e.args or _NO_ARGS for e in rows]
     size_bytes, group = _notes(args, codes["group"])
+    op = integers([a.external_id for a in args])
+    for spelling in ("external_id_new", "external_id_old"):
+        # few rows lack an id, most of them because they have none at all
+        without = np.flatnonzero(op == -1).tolist()
+        op[without] = integers([getattr(args[row], spelling) for row in without])
     return {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
         "stream": _streams(integers([a.stream for a in args])),
         "correlation": integers([a.correlation for a in args]),
-        "op": _external_ids(args),
+        "op": op,
         "size_bytes": size_bytes,
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
@@ -258,16 +263,6 @@ def _streams(streams: np.ndarray):
     lower_bits = streams % 2**31
     small = np.where(streams < 2**31, np.maximum(streams, -1), lower_bits)
     return small.astype(np.int32)
-
-
-def _external_ids(args: list[Args]):
-    """(n,) operator ids, whichever way their key is written."""
-    ids = integers([a.external_id for a in args])
-    for spelling in ("external_id_new", "external_id_old"):
-        # few rows lack an id, most of them because they have none at all
-        rows = np.flatnonzero(ids == -1).tolist()
-        ids[rows] = integers([getattr(args[row], spelling) for row in rows])
-    return ids
 
 
 def _notes(args: list[Args], groups: Codes):

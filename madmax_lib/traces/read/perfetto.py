@@ -143,6 +143,7 @@ def _bounds(raw: RawTrace, data: bytes):
         bounds.append(end)
     if end < size:
         raw.damage = raw.damage or _DAMAGE
+    # (2 packets,) begins and ends by turns
     return np.array(bounds, dtype=np.int64).reshape(-1, 2).T
 
 
@@ -177,8 +178,8 @@ class _Table:
         if self.rows.empty:
             return np.broadcast_to(default, len(packet))
         sought = self._frame(scope, number, packet)
-        found = pd.merge_asof(sought, self.rows, on="packet", by="key")["row"]
-        row = found.fillna(-1).to_numpy(dtype=np.int64)
+        last = pd.merge_asof(sought, self.rows, on="packet", by="key")["row"]
+        row = last.fillna(-1).to_numpy(dtype=np.int64)
         return np.where(row < 0, default, self.value[row])
 
 
@@ -204,8 +205,9 @@ class Packets:
         self._defaults()
         self._interns()
         time_ns = self._times_ns(raw, happens)
-        # of a file that holds nothing but tracks 0
-        base_ns = int(min(time_ns[happens], default=0)) // 1000 * 1000
+        base_ns = 0
+        if happens.any():
+            base_ns = int(time_ns[happens].min()) // 1000 * 1000
         self.time_ns = time_ns - base_ns
         parts = []  # of notes: packet, key, value
         rows = np.hstack([self._slices(parts), self._stages(parts)])
@@ -297,8 +299,8 @@ class Packets:
         """Time (packets,) of each; happens: where it is asked for."""
         value = self.packets.numbers(8)
         clock = self.packets.numbers(58, self.clock)
-        own = np.flatnonzero((clock >= _OWN_CLOCKS) & happens)
-        if not len(own):
+        rows = np.flatnonzero((clock >= _OWN_CLOCKS) & happens)
+        if not len(rows):
             return value
         snapshots = self.packets.inside(6)
         clocks = snapshots.inside(1)
@@ -311,16 +313,16 @@ class Packets:
         at_ns = np.append(primary_ns[clocks.outer], -1)
         sequence = self.sequence[clocks.packet]
         table = _Table(sequence, number, clocks.packet, np.arange(len(clocks)))
-        row = table.latest(self.sequence[own], clock[own], own, -1)
-        if len(unknown := clock[own][at_ns[row] < 0]):
+        row = table.latest(self.sequence[rows], clock[rows], rows, -1)
+        if len(unknown := clock[rows][at_ns[row] < 0]):
             raise NotATrace(f"{raw.path}: no snapshot explains clock {unknown[0]}")
         # each time of such a clock counts from the one before it
         steps = clocks.numbers(3)[row] > 0
-        since_ns = (value[own] - np.where(steps, 0, at[row])) * clocks.numbers(4, 1)[
+        since_ns = (value[rows] - np.where(steps, 0, at[row])) * clocks.numbers(4, 1)[
             row
         ]
         summed_ns = pd.Series(since_ns).groupby(row).cumsum()
-        value[own] = at_ns[row] + np.where(steps, summed_ns, since_ns)
+        value[rows] = at_ns[row] + np.where(steps, summed_ns, since_ns)
         return value
 
     def _slices(self, notes: list):
@@ -363,10 +365,10 @@ class Packets:
         on_gpu = [name.startswith("GPU ") for name in process.strings(6)[holder]]
         about = zip(pid.tolist(), tid.tolist(), on_gpu, strict=True)
         about = dict(zip(number.tolist(), about, strict=True))
-        found = [about.get(each, (0, each, False)) for each in numbers.tolist()]
+        rows = [about.get(each, (0, each, False)) for each in numbers.tolist()]
         # numbers of tracks have no sign
-        threads = self.threads.of([(pid, tid % 2**64) for pid, tid, _ in found])
-        return threads, np.array([on_gpu for _, _, on_gpu in found], dtype=bool)
+        threads = self.threads.of([(pid, tid % 2**64) for pid, tid, _ in rows])
+        return threads, np.array([on_gpu for _, _, on_gpu in rows], dtype=bool)
 
     def _stages(self, notes: list):
         """(5, n) packet, duration, category, name and thread of render stages."""

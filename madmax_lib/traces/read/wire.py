@@ -50,13 +50,15 @@ class Messages:
         for low in range(0, len(packet), _ABREAST):
             owner = np.arange(low, min(low + _ABREAST, len(packet)))
             parts += self._walk(owner, *bounds[:, owner])
+        columns = np.hstack(parts)
         # (fields,) message, key, number or length, first byte of text or message
-        self.owner, self.key, self.value, self.begin = np.hstack(parts)
+        self.owner, self.key, self.value, self.begin = columns
 
     def _walk(self, owner, at, end):
         data = np.frombuffer(self.data, dtype=np.uint8)
         while len(going := np.flatnonzero(at < end)):
-            owner, end = owner[going], end[going]
+            owner = owner[going]
+            end = end[going]
             key, at = varints(data, at[going])
             value, after = varints(data, at)
             wire = key & 7
@@ -99,12 +101,17 @@ class Messages:
         begin = self.begin[field]
         spans = np.stack([begin, begin + self.value[field]], 1)
         # (2 n + 1,) ends of texts that take turns with what is between them
-        ends = pa.py_buffer(np.append(spans, len(self.data)))
-        buffers = [None, ends, pa.py_buffer(self.data)]
-        parts = pa.Array.from_buffers(pa.large_binary(), spans.size, buffers)
-        coded = parts.take(pa.array(np.arange(0, spans.size, 2))).dictionary_encode()
+        ends = np.append(spans, len(self.data))
+        parts = pa.Array.from_buffers(
+            pa.large_binary(),
+            spans.size,
+            [None, pa.py_buffer(ends), pa.py_buffer(self.data)],
+        )
+        is_text = pa.array(np.arange(0, spans.size, 2))
+        coded = parts.take(is_text).dictionary_encode()
+        code = coded.indices.to_numpy()
         texts = coded.dictionary.to_numpy(zero_copy_only=False)
-        return coded.indices.to_numpy(), [t.decode(errors="replace") for t in texts]
+        return code, [text.decode(errors="replace") for text in texts]
 
     def strings(self, number: int) -> np.ndarray:
         """(n,) texts of a field, as `texts` has them."""
@@ -123,8 +130,9 @@ class Messages:
 
     def only(self, wanted: np.ndarray) -> Messages:
         """Some of the messages."""
-        outer = self.outer[wanted]
-        return Messages(self.data, self.bounds[:, wanted], self.packet[wanted], outer)
+        bounds = self.bounds[:, wanted]
+        packet = self.packet[wanted]
+        return Messages(self.data, bounds, packet, self.outer[wanted])
 
     def _messages(self, fields, outer):
         begin = self.begin[fields]
