@@ -46,14 +46,8 @@ STAGES = {  # category of Kineto, by name of a render stage
     "EventRecord": "graph_event_node",
     "HostNode": "graph_host_node",
 }
-_UNLABELLED = {  # slices of a GPU's streams; others are kernels
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Event Sync": "cuda_sync",
-    "Stream Wait Event": "cuda_sync",
-    "Stream Sync": "cuda_sync",
-    "Context Sync": "cuda_sync",
-}
+# slices of a GPU's streams that only wait
+_WAITS = ("Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
 _NAMES = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 
@@ -162,25 +156,24 @@ def _unpacked(packets: Messages, bounds: np.ndarray, compressed: np.ndarray):
 
 
 class _Table:
-    """Values that packets give to numbers, in a scope of their own, for those after
+    """Codes that packets give to numbers, in a scope of their own, for those after
     them.
     """
 
     def __init__(self, scope, number, packet, value):
-        self.value = value
-        self.rows = self._frame(scope, number, packet).reset_index(names="row")
+        self.rows = self._frame(scope, number, packet).assign(value=value)
 
     def _frame(self, scope, number, packet):
         return pd.DataFrame({"key": scope << 32 | number, "packet": packet})
 
     def latest(self, scope, number, packet, default):
-        """(n,) values that the last of the packets up to some give."""
+        """(n,) codes that the last of the packets up to some give."""
         if self.rows.empty:
             return np.broadcast_to(default, len(packet))
         sought = self._frame(scope, number, packet)
-        last = pd.merge_asof(sought, self.rows, on="packet", by="key")["row"]
-        row = last.fillna(-1).to_numpy(dtype=np.int64)
-        return np.where(row < 0, default, self.value[row])
+        rows = pd.merge_asof(sought, self.rows, on="packet", by="key")
+        value = rows["value"].to_numpy()
+        return np.where(np.isnan(value), default, value).astype(np.int64)
 
 
 class Packets:
@@ -277,9 +270,8 @@ class Packets:
         is_inline = messages.first(number, BYTES) > 0
         return np.where(is_inline, self.texts.of(texts)[code], default)
 
-    def _named(self, messages: Messages, fields: tuple, table: str, default=0):
-        """Codes (n,) of texts, inline or in a table; fields: numbers of both."""
-        inline, number = fields
+    def _named(self, messages: Messages, inline: int, number: int, table, default=0):
+        """Codes (n,) of texts, in one field, or in a table by another."""
         codes = self._in_table(messages, number, table, default)
         return self._inline(messages, inline, codes)
 
@@ -336,14 +328,17 @@ class Packets:
         dur_ns = np.maximum(self.time_ns[ends] - self.time_ns[begins], 0)
         code, tracks = pd.factorize(track[begins])
         threads, on_gpu = self._threads(tracks)
-        name = self._named(events, (23, 10), "name")[begins]
-        category = self._named(events, (22, 3), "category")[begins]
+        name = self._named(events, 23, 10, "name")[begins]
+        category = self._named(events, 22, 3, "category")[begins]
         # a name tells its category on a stream of a GPU where none is written
-        of_name = self._renamed(name, lambda text: _UNLABELLED.get(text, "kernel"))
+        of_name = self._renamed(
+            name,
+            lambda text: "cuda_sync" if text in _WAITS else STAGES.get(text, "kernel"),
+        )
         unlabelled = np.where(on_gpu[code], of_name, self.texts["cpu_op"])
         category = np.where(category > 0, category, unlabelled)
         annotations = events.inside(4)
-        key = self._named(annotations, (10, 1), "note")
+        key = self._named(annotations, 10, 1, "note")
         wanted = self._wanted(key)
         annotations = annotations.only(wanted)
         notes.append([annotations.packet, key[wanted], self._values(annotations)])
@@ -375,7 +370,7 @@ class Packets:
         stages = self.packets.inside(53)
         kind = self._in_table(stages, 14, "stage", self.texts["Kernel"])
         kernel = self._in_table(stages, 19, "kernel", kind)
-        name = self._named(stages, (17, 20), "name", kernel)
+        name = self._named(stages, 17, 20, "name", kernel)
         category = self._renamed(kind, lambda text: STAGES.get(text, "kernel"))
         # a lane that names no stream is of the stream in extra data
         lane = self._in_table(stages, 13, "stage", self.texts["0"])
@@ -419,7 +414,7 @@ class Packets:
             entries = notes.inside(number)
             if not len(entries):
                 continue
-            code = self._named(entries, (10, 1), "note")
+            code = self._named(entries, 10, 1, "note")
             inner = self._values(entries)
             pairs = defaultdict(list)
             outer = entries.outer.tolist()
