@@ -56,10 +56,12 @@ OTHERS = {
     "31_validate": [{"worst": 3, "missed": 0.1}],
     "32_this_machine": [{"machine": str(PROJECT / "traces" / "testbed")}],
     "33_kernels": [{"devices": "h100-80 h200", "stranger": "b200", "dtype": "fp8", "width": 4096, "heads": 16, "kv_heads": 4, "ranks": 4, "kind": "all_gather"}],
-    "40_simulate_step": [{"model": "llama-7b", "cluster": "dgx-h100", "nodes": 2, "plan": "dp4.tp2.pp2.z1", "software": "nemo", "global_batch": 64, "sequence": 2048}],
+    "40_simulate_step": [{"model": "llama-7b", "cluster": "dgx-h100", "nodes": 2, "plan": "dp4.tp2.pp2.z1", "software": "nemo", "global_batch": 64, "sequence": 2048},
+        {"model": "gpt2-large", "nodes": 1, "devices": 1, "plan": "dp1.z3.full", "global_batch": 8}],
     "41_what_if": [
         {"model": "llama2-7b", "cluster": "dgx-a100", "nodes": 2, "plan": "dp4.tp2.pp2.z1", "software": "", "global_batch": 64, "sequence": 4096, "dtype": "fp16",
          "others": "dp8.tp2.z1 dp16.z3", "sharded": "", "mixture": "", "routed": "dp8.tp2.z1"},
+        {"model": "gpt2-large", "nodes": 1, "devices": 1, "plan": "dp1.full", "global_batch": 8, "sequence": 0, "others": "", "sharded": "", "mixture": ""},
     ],
     "42_memory": [{"model": "gpt2-large", "cluster": "dgx-h100", "nodes": 2, "plan": "dp16.z1.mb4", "global_batch": 128, "offloaded": "dp16.z2.mb4.offload-optimizer", "share": 0.5}],
     "43_flops": [{"model": "qwen3-30b-a3b", "sequence": 4096, "tokens_per_s": 8826.0, "device": "h200", "dtype": "bf16"}],
