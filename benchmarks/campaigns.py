@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import pandas as pd
 
-from madmax_lib.base.executors import as_they_end
+from madmax_lib.base import as_they_end
 from madmax_lib.planner import campaign
 
 MODELS = ["llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "gpt3-175b"]
