@@ -269,8 +269,12 @@ def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
             ", which is inside, but the prediction is only good to a factor of "
             f"{factor:.2f} either way"
         )
+    device = outlook.case.cluster.device
+    # torch's switch for it is easily forgotten
+    if outlook.case.dtype == "fp32" and "tf32" in device.peak_flops:
+        text += "; if torch was allowed to use TF32, name dtype tf32"
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
-        device_gb = outlook.case.cluster.device.memory_bytes / 1e9
+        device_gb = device.memory_bytes / 1e9
         needed_gb = outlook.row["memory_bytes"] / 1e9
         text += f"; the plan should not fit: {needed_gb:.0f} GB of {device_gb:.0f} GB"
     return text
