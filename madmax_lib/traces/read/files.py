@@ -55,6 +55,9 @@ def find_traces(
     traces = _in_folder(path)
     if (not traces or iteration is not None) and iterations(path):
         traces = _in_folder(iteration_folder(path, iteration))
+    packed = sorted(each for each in path.iterdir() if _ARCHIVE.search(each.name))
+    if packed and set(traces) <= set(packed):
+        return find_traces(packed, iteration)
     return traces or _deeper(path)
 
 
@@ -96,7 +99,7 @@ def _deeper(path: Path):
     traces = [trace for folder in folders for trace in _in_folder(folder)]
     if not traces:
         raise ValueError(
-            f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory"
+            f"{path}: no trace files (.json, .json.gz, .pftrace, .sqlite) in this directory"
         )
     text = f"{path}: no trace files in this directory; reading those of {names}"
     warnings.warn(text, TraceWarning, stacklevel=4)  # the line that called read_trace
