@@ -60,10 +60,10 @@ def _snapshot(blocks, phases):
         here = size if phase == "always" else 0
         if here:
             block["state"] = "active_allocated"
-        told = {"total_size": size, "allocated_size": here, "active_size": here}
-        told |= {"requested_size": here, "segment_type": "large", "blocks": [block]}
-        place = {"device": 0, "address": block["address"], "stream": 0, "frames": []}
-        segments.append(place | told)
+        sizes = {"total_size": size, "allocated_size": here, "active_size": here}
+        sizes |= {"requested_size": here, "segment_type": "large", "blocks": [block]}
+        segment = {"device": 0, "address": block["address"], "stream": 0, "frames": []}
+        segments.append(segment | sizes)
         events.append(_event("segment_alloc", block))
     for moment, *actions in _MOMENTS:
         for block, phase in zip(blocks, phases, strict=True):
