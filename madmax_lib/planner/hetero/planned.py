@@ -82,8 +82,8 @@ class Planned:
         if self.stopped:
             headline += "; interrupted, the best so far"
         table = self.stages[_IN_REPR]
-        shown = {"index": False, "float_format": _FLOAT, "max_rows": _MOST_STAGES}
-        return f"{headline}\n{table.to_string(**shown)}"
+        text = table.to_string(index=False, float_format=_FLOAT, max_rows=_MOST_STAGES)
+        return f"{headline}\n{text}"
 
     @property
     def plan(self) -> HeteroPlan:
