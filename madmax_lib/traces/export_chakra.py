@@ -57,7 +57,7 @@ class _Node:
     group: str = ""  # of a collective
     distance: int = 0  # from a rank to the one that it sends to or receives from
 
-    def encoded(self, rank: int, number_of_group) -> bytes:
+    def encoded(self, rank, number_of_group):
         """Message of this node on a rank, behind its length."""
         fields = list(self.fields)
         # the file of a rank has a group by its number, a message by its two ends

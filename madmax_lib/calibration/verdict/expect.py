@@ -215,9 +215,7 @@ def expect(
     )
 
 
-def _measured_s(
-    case: Case, arguments: dict[str, float | None], timeline: Timeline | None
-):
+def _measured_s(case, arguments, timeline):
     """The argument that tells the step, and its seconds. Raises ValueError unless it is
     exactly one.
     """
@@ -250,7 +248,7 @@ def _measured_s(
     return name, float(seconds)
 
 
-def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
+def _reason(verdict, measured_s, outlook, floor_s):
     """The verdict's sentence."""
     predicted_s = outlook.predicted_s
     factor = outlook.factor
@@ -320,7 +318,7 @@ def nearest(case: Case) -> pd.DataFrame:
     return table[_COLUMNS].reset_index(drop=True)
 
 
-def _facts(case: Case):
+def _facts(case):
     return facts_of(case) | {
         "parameters": case.model.active_parameters,
         "devices": case.plan.world_size,

@@ -61,7 +61,7 @@ def find_traces(
     return traces or _deeper(path)
 
 
-def _unpacked(path: Path):
+def _unpacked(path):
     """Folder with what an archive holds, which is there as long as this process."""
     folder = Path(tempfile.mkdtemp(prefix="madmax-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -77,7 +77,7 @@ def _unpacked(path: Path):
     return folder
 
 
-def _deeper(path: Path):
+def _deeper(path):
     """Traces of the folders below one that has none: of those that a rank names
     together, else of the only one, of TensorBoard's the last.
     """
@@ -124,7 +124,7 @@ def rank_in_name(path: Path) -> int | None:
     return None
 
 
-def _in_folder(folder: Path):
+def _in_folder(folder):
     """Trace files of a folder; their numbers count as numbers: rank2 before rank10."""
 
     def natural_order(path):
