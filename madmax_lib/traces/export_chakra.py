@@ -30,16 +30,11 @@ _RECEIVE = 6
 _COLLECTIVE = 7
 _TYPES = {  # CollectiveCommType
     "all_reduce": 0,
-    "reduce": 1,
     "all_gather": 2,
-    "gather": 3,
-    "scatter": 4,
-    "broadcast": 5,
     "all_to_all": 6,
     "dispatch": 6,
     "combine": 6,
     "reduce_scatter": 7,
-    "barrier": 9,
 }
 # fields of AttributeProto for a value
 _INT32 = 7
