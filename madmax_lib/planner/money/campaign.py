@@ -314,10 +314,7 @@ def _first_in_time(job, days, sure, costs):
         job = replace(job, stacks=fastest)
     if rows:
         row = min(rows, key=lambda row: row["days"])
-        reason = (
-            f"the fastest, {row['devices']:,}, take {row['days']:,.0f} days of "
-            f"{row['global_batch']:,} samples a step"
-        )
+        reason = f"the fastest, {row['devices']:,}, take {row['days']:,.0f} days"
     raise ValueError(
         f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
         "batch may help"
