@@ -43,7 +43,7 @@ from madmax_lib.simulator.steady.layer_costs import layer_costs
 # tensor group, there and back: each rank sends its part of a tensor, and the next stage
 # reads on the host what it is part of before it gathers it [runtime/pipe/engine.py,
 # PartitionedTensor.from_meta, as recalled]. Fitted to 11 plans on 16 T4 [AMP], none of
-# them mixed; plans with V100 alone would ask for 38 ms.
+# them with V100; mixed plans alone asked for 38 ms.
 _GATHER_S = 0.016
 
 
