@@ -268,6 +268,7 @@ def _link_class(link):
     """Class of constants of a link: the first word of its name, such as nvlink4, pcie,
     ib or efa.
 
+    >>> from madmax_lib.catalog import Link
     >>> _link_class(Link("pcie4-per-gpu", 1.0)), _link_class(Link("ib-ndr-400-per-gpu", 1.0))
     ('pcie', 'ib')
     """
